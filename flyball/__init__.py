@@ -1,0 +1,20 @@
+"""Flyball: a supervisor for PyTorch training. `import flyball` is cheap; names load when they are first used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flyball.trainer import Job as Job
+    from flyball.trainer import attach as attach
+
+__version__ = "0.1.0"
+__all__ = ["attach", "Job", "__version__"]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - the module protocol of PEP 562
+    if name in {"attach", "Job"}:
+        from flyball import trainer
+
+        return getattr(trainer, name)
+    raise AttributeError(f"module 'flyball' has no attribute {name!r}")

@@ -1,0 +1,28 @@
+"""The only place where Flyball reads a clock, so that the simulator can bring its own."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Wall time names moments that people and other machines read; monotonic time measures durations."""
+
+    def wall_s(self) -> float:
+        """Seconds since the Unix epoch."""
+        ...
+
+    def monotonic_s(self) -> float:
+        """Seconds on a clock that never jumps; comparable on one machine only."""
+        ...
+
+
+class SystemClock:
+    """The machine's own clocks."""
+
+    def wall_s(self) -> float:
+        return time.time()  # noqa: TID251 - this is the one place
+
+    def monotonic_s(self) -> float:
+        return time.monotonic()

@@ -1,0 +1,128 @@
+"""Jobs, hosts, workers, placements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum, StrEnum
+
+import msgspec
+
+from flyball.contracts.checkpoints import CheckpointSpec, Lineage, RestorePlan
+from flyball.contracts.identity import HostId, JobName, Rank
+
+
+class JobState(StrEnum):
+    SUBMITTED = "submitted"  # waits for hosts
+    RUNNING = "running"  # includes the time in which incidents are handled
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"  # by an operator
+
+    @property
+    def ended(self) -> bool:
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED)
+
+
+class HostState(StrEnum):
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    SILENT = "silent"
+    DEGRADED = "degraded"
+    CORDONED = "cordoned"
+    IN_REPAIR = "in_repair"
+    SPARE = "spare"
+
+
+class Phase(IntEnum):
+    """What a rank is doing; the beacon carries the number."""
+
+    STARTING = 0  # process start, imports, rendezvous, until attach
+    RESTORING = 1
+    STEP = 2
+    CHECKPOINT = 3  # inside save, waiting or copying
+    EVAL = 4
+    DATA = 5
+    PARKED = 6  # saved the step of an emergency checkpoint and waits to be ended
+    DONE = 7
+    OTHER = 8
+
+
+class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a user asks for."""
+
+    job: JobName
+    argv: tuple[str, ...]  # script and its arguments; with `module`, a module name and its arguments
+    workdir: str
+    nnodes: int = 1
+    nproc_per_node: int = 1
+    max_restarts: int = 3
+    module: bool = False
+    env: Mapping[str, str] = {}  # added to the daemon's own environment
+    log_dir: str = ""  # '' : the daemon's state folder
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    hosts: tuple[HostId, ...] = ()  # '' : any healthy host
+    stop_grace_s: float = 10.0
+
+    @property
+    def world_size(self) -> int:
+        return self.nnodes * self.nproc_per_node
+
+
+class HostFacts(msgspec.Struct, frozen=True):
+    """What a daemon says of its host in every report."""
+
+    host_id: HostId
+    address: str  # the IP that other hosts reach it by
+    failure_domain: str
+    engine_address: str  # "ip:port", '' while the engine is away
+    free_port: int  # a port for the next generation's MASTER_PORT, found free a moment ago
+    daemon_version: str
+    pid: int
+
+
+class HostRanks(msgspec.Struct, frozen=True):
+    """The ranks of one host in a placement, local rank = position."""
+
+    host_id: HostId
+    address: str
+    engine_address: str
+    ranks: tuple[Rank, ...]
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Everything a daemon needs to start its part of a generation."""
+
+    job: JobName
+    generation: int
+    world_size: int
+    hosts: tuple[HostRanks, ...]  # node rank = position
+    master_address: str
+    master_port: int
+    peers: Mapping[str, tuple[HostId, ...]]  # host -> hosts that hold its replicas
+    lineage: Lineage
+    restore: RestorePlan | None  # None: start from step 0
+    restart_count: int = 0
+
+    def host(self, host_id: str) -> HostRanks | None:
+        """This host's part, None if it has none."""
+        return next((h for h in self.hosts if h.host_id == host_id), None)
+
+
+class WorkerError(msgspec.Struct, frozen=True):
+    """The exception that ended a worker, from torch's error file or the end of its log."""
+
+    kind: str  # exception class name, '' if unknown
+    message: str
+    traceback: str = ""
+
+
+class RankStatus(msgspec.Struct, frozen=True):
+    """One live worker as its beacon shows it."""
+
+    job: JobName
+    generation: int
+    rank: Rank
+    pid: int
+    phase: Phase
+    step: int  # newest completed step, -1 before the first
+    beacon_age_s: float  # since the beacon last moved

@@ -1,0 +1,216 @@
+"""Incidents, decisions, actions, and the commands that carry them to hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+
+from flyball.contracts.checkpoints import Lineage, ShardCopy
+from flyball.contracts.cluster import HostRanks, JobSpec, Placement
+from flyball.contracts.identity import Fence, HostId, JobName
+
+
+class IncidentState(StrEnum):
+    OPEN = "open"
+    DECIDING = "deciding"
+    ACTING = "acting"
+    VERIFYING = "verifying"
+    RESOLVED = "resolved"
+    ESCALATED = "escalated"
+
+    @property
+    def closed(self) -> bool:
+        return self in (IncidentState.RESOLVED, IncidentState.ESCALATED)
+
+
+class DecisionKind(StrEnum):
+    START_JOB = "start_job"
+    RESTART_IN_PLACE = "restart_in_place"
+    MIGRATE_TO_SPARE = "migrate_to_spare"
+    EMERGENCY_CHECKPOINT = "emergency_checkpoint"
+    CORDON = "cordon"
+    SHRINK = "shrink"
+    GROW = "grow"
+    FAIL_JOB = "fail_job"
+    STOP_JOB = "stop_job"
+    COMPLETE_JOB = "complete_job"
+    HOLD = "hold"
+
+
+class ActionState(StrEnum):
+    QUEUED = "queued"
+    DISPATCHED = "dispatched"
+    ACKNOWLEDGED = "acknowledged"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    TIMED_OUT = "timed_out"
+    SUPERSEDED = "superseded"
+
+    @property
+    def ended(self) -> bool:
+        return self in (ActionState.SUCCEEDED, ActionState.FAILED, ActionState.TIMED_OUT, ActionState.SUPERSEDED)
+
+
+class GenerationPlan(msgspec.Struct, frozen=True):
+    """A generation that a decision grants. The restore step is fixed once the old workers have stopped and every
+    engine has said what it holds (docs/decisions/0001)."""
+
+    job: JobName
+    generation: int
+    parent: int | None
+    hosts: tuple[HostRanks, ...]
+    peers: Mapping[str, tuple[HostId, ...]]
+    parent_lineage: Lineage  # () : start from scratch
+    restart_count: int
+
+
+class ActionPlan(msgspec.Struct, frozen=True):
+    """What the actuator is to carry out. Which fields are used depends on the decision's kind; the playbook's table
+    lists the phases of each."""
+
+    kind: DecisionKind
+    job: JobName
+    spec: JobSpec
+    generation: int  # the one that the action is about: stopped, saved or ended
+    stop_hosts: tuple[HostId, ...] = ()  # hosts whose workers of `generation` are stopped
+    unreachable_hosts: tuple[HostId, ...] = ()  # known to be lost: not waited for
+    next: GenerationPlan | None = None
+    emergency_step: int = -1
+    deadline_s: float = 30.0  # from the decision to the end of the action
+    grace_s: float = 0.0  # SIGTERM first, this long before SIGKILL; 0: SIGKILL at once
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What the controller chose, and why, in words. `evidence` holds the numbers that the reason speaks of."""
+
+    decision_id: str  # "dec-17"
+    incident_id: str  # '' for a decision without an incident (start, stop, complete)
+    job: str
+    kind: DecisionKind
+    reason: str
+    rule: str  # the name of the policy rule that spoke
+    at: float
+    evidence: Mapping[str, str | int | float | bool | None] = {}
+    action: ActionPlan | None = None  # None: hold
+
+
+class Incident(msgspec.Struct, frozen=True):
+    """The life of one problem."""
+
+    incident_id: str  # "inc-4"
+    job: str  # '' : a host without a placement
+    host_id: str  # '' : not one host's
+    cause: str  # e.g. worker_killed, worker_exception, rank_stalled, host_silent, preemption_notice
+    state: IncidentState
+    opened_at: float
+    since: float  # of the present state
+    message: str
+    generation: int
+    failed_step: int = -1  # newest step completed by all ranks before it
+    observed_at: float = 0.0  # when the first signal was observed, on its observer's clock
+    action_id: str = ""  # the newest action
+    hold_until: float = 0.0  # wall clock; 0.0 when not holding
+    resolved_at: float = 0.0
+    restored_step: int = -1
+    lost_steps: int = -1  # -1 until known
+
+
+# --- commands: from the outbox to one host ---------------------------------------------------------------------------
+
+
+class WarmUp(msgspec.Struct, frozen=True, tag="warm_up"):
+    """Have a warm standby with the job's environment; for spares."""
+
+    spec: JobSpec
+
+
+class StopWorkers(msgspec.Struct, frozen=True, tag="stop_workers"):
+    """End all workers of the job up to `generation`, then have the engine commit what was captured."""
+
+    job: JobName
+    generation: int
+    grace_s: float
+    flush_timeout_s: float = 10.0
+
+
+class StartWorkers(msgspec.Struct, frozen=True, tag="start_workers"):
+    """Start this host's ranks of the placement; older workers of the job are ended first."""
+
+    spec: JobSpec
+    placement: Placement
+
+
+class SaveEmergency(msgspec.Struct, frozen=True, tag="save_emergency"):
+    """Have every local rank save at `step`, park, and say when it is committed and replicated."""
+
+    job: JobName
+    generation: int
+    step: int
+    deadline_s: float
+
+
+class EndJob(msgspec.Struct, frozen=True, tag="end_job"):
+    """The job ended: stop what is left of it and free its slots."""
+
+    job: JobName
+    generation: int
+    grace_s: float
+
+
+CommandBody: TypeAlias = WarmUp | StopWorkers | StartWorkers | SaveEmergency | EndJob
+
+
+class Command(msgspec.Struct, frozen=True):
+    """One outbox row for one host. Obeyed at most once per command_id; a repeat is answered with the stored result."""
+
+    command_id: str  # "act-17.stop.host-a.1"
+    action_id: str
+    host_id: HostId
+    fence: Fence
+    body: CommandBody
+    deadline_s: float  # the daemon gives up after this long and reports failure
+
+
+class RankPosition(msgspec.Struct, frozen=True):
+    """A rank's newest completed step, from its beacon, also after its death."""
+
+    rank: int
+    step: int
+
+
+class CommandResult(msgspec.Struct, frozen=True):
+    """What a host found or did. Fields are filled as far as the command has them."""
+
+    positions: tuple[RankPosition, ...] = ()
+    copies: tuple[ShardCopy, ...] = ()  # every verified copy of the job on this host, all tiers
+    free_port: int = 0
+    pids: Mapping[str, int] = {}  # str(rank) -> pid
+
+
+class UpdateState(StrEnum):
+    ACKNOWLEDGED = "acknowledged"  # for save_emergency: armed, every local rank is before the step
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    REFUSED = "refused"  # stale fence: nothing was done
+
+
+class CommandUpdate(msgspec.Struct, frozen=True):
+    """A host's answer to a command; may come more than once."""
+
+    command_id: str
+    host_id: HostId
+    incarnation: str
+    state: UpdateState
+    at: float
+    message: str = ""
+    code: str = ""  # of the FlyballError, or "too_late" for save_emergency
+    result: CommandResult = CommandResult()
+
+
+class CommandBatch(msgspec.Struct, frozen=True):
+    """The answer to a daemon's long poll."""
+
+    commands: tuple[Command, ...] = ()

@@ -1,0 +1,94 @@
+"""What the host daemon says to the checkpoint engine beside it, over a Unix stream socket.
+
+Frames: 4-byte little-endian length, then one JSON request or reply (`wire.encode`). One request at a time per
+connection; a connection may be kept open. The engine answers every request with exactly one EngineReply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import msgspec
+
+from flyball.contracts.checkpoints import CheckpointSpec, RestoreReport, ShardCopy
+from flyball.contracts.cluster import Placement
+from flyball.contracts.identity import Fence, HostId, JobName, Rank
+
+
+class Configure(msgspec.Struct, frozen=True, tag="configure"):
+    """A generation begins on this host: who are the peers, which history counts, what to fetch. Returns at once;
+    shards that local ranks lack are fetched in the background and reported in Status."""
+
+    fence: Fence
+    host_id: HostId
+    placement: Placement
+    spec: CheckpointSpec
+
+
+class Flush(msgspec.Struct, frozen=True, tag="flush"):
+    """The job's local trainers are dead: commit whatever is captured, then answer with all copies."""
+
+    job: JobName
+    timeout_s: float
+
+
+class Arm(msgspec.Struct, frozen=True, tag="arm"):
+    """Tell local ranks to save at `step` and to park there. Replies `too_late` with positions if a rank passed it."""
+
+    fence: Fence
+    job: JobName
+    step: int
+
+
+class AwaitSaved(msgspec.Struct, frozen=True, tag="await_saved"):
+    """Wait until every local rank's shard of `step` is committed, and replicated where peers are configured."""
+
+    job: JobName
+    generation: int
+    step: int
+    timeout_s: float
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """The job ended: free its slots and replica slots on this host."""
+
+    fence: Fence
+    job: JobName
+
+
+class GetStatus(msgspec.Struct, frozen=True, tag="status"):
+    """What the engine holds and how it fares. `restores_since`: only restore reports newer than this wall time."""
+
+    restores_since: float = 0.0
+
+
+EngineRequest: TypeAlias = Configure | Flush | Arm | AwaitSaved | Release | GetStatus
+
+
+class SaveFailure(msgspec.Struct, frozen=True):
+    job: JobName
+    generation: int
+    rank: Rank
+    step: int
+    message: str
+    at: float
+
+
+class EngineReply(msgspec.Struct, frozen=True):
+    """`ok` or a `code` with a message; the other fields as far as the request has them."""
+
+    ok: bool
+    code: str = ""
+    message: str = ""
+    pid: int = 0
+    address: str = ""  # "ip:port" where peers reach this engine
+    copies: tuple[ShardCopy, ...] = ()
+    positions: Mapping[str, int] = {}  # str(rank) -> newest step that the rank began to save or completed
+    restores: tuple[RestoreReport, ...] = ()
+    failures: tuple[SaveFailure, ...] = ()  # the newest few
+    unreachable_peers: tuple[HostId, ...] = ()
+    counters: Mapping[str, int] = {}
+
+
+MAX_ENGINE_FRAME_BYTES = 16 << 20

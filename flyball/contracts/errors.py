@@ -1,0 +1,187 @@
+"""The exception tree. Every error that a person can meet says its cause and the next step.
+
+Exit codes of the command line (documented in docs/cli.md): 0 done, 1 the job or a fault's recovery failed, 2 wrong
+usage, and the `exit_code` of the class that was raised.
+"""
+
+from __future__ import annotations
+
+
+class FlyballError(Exception):
+    """Base of all errors that Flyball raises on purpose.
+
+    `hint` is the next step for the person who reads it; `code` is stable and machine-readable; `status` is the HTTP
+    status under which an API reports it.
+    """
+
+    code = "error"
+    exit_code = 1
+    status = 500
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} Next step: {self.hint}" if self.hint else self.message
+
+
+class UsageError(FlyballError):
+    """The command, flag or argument cannot mean anything."""
+
+    code = "usage"
+    exit_code = 2
+    status = 400
+
+
+class ConfigurationError(FlyballError):
+    """A setting, file or environment variable is missing or contradicts another."""
+
+    code = "configuration"
+    exit_code = 3
+    status = 400
+
+
+class PortInUse(ConfigurationError):
+    """The address to listen on is taken."""
+
+    code = "port_in_use"
+    exit_code = 4
+
+
+class StateVersionMismatch(FlyballError):
+    """A state folder, database or segment was written by another version."""
+
+    code = "state_version"
+    exit_code = 5
+    status = 409
+
+
+class StorageFull(FlyballError):
+    """A disk has no room for what must be kept."""
+
+    code = "storage_full"
+    exit_code = 6
+    status = 507
+
+
+class MemoryTooSmall(FlyballError):
+    """Memory or /dev/shm cannot hold the slots; the message carries the memory plan."""
+
+    code = "memory_too_small"
+    exit_code = 7
+    status = 507
+
+
+class NotFound(FlyballError):
+    """A job, host, incident or decision of that name does not exist."""
+
+    code = "not_found"
+    exit_code = 8
+    status = 404
+
+
+class Unauthorized(FlyballError):
+    """The token is missing or wrong."""
+
+    code = "unauthorized"
+    exit_code = 9
+    status = 401
+
+
+class Unreachable(FlyballError):
+    """A service did not answer within its deadline."""
+
+    code = "unreachable"
+    exit_code = 10
+    status = 503
+
+
+class InvalidMessage(FlyballError):
+    """A message is malformed, too large or of another wire version; it changed nothing."""
+
+    code = "invalid_message"
+    exit_code = 11
+    status = 400
+
+
+class TooBusy(FlyballError):
+    """A bounded queue is full; come back after `retry_after_s`."""
+
+    code = "too_busy"
+    exit_code = 12
+    status = 429
+
+    def __init__(self, message: str, *, retry_after_s: float, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class StaleCommand(FlyballError):
+    """A command carries an (epoch, generation) older than one already obeyed."""
+
+    code = "stale_command"
+    exit_code = 13
+    status = 409
+
+
+class StaleEpoch(FlyballError):
+    """This controller no longer holds the lease; nothing of the transaction was stored."""
+
+    code = "stale_epoch"
+    exit_code = 14
+    status = 409
+
+
+class IllegalTransition(FlyballError):
+    """A state machine was asked for a transition that its table does not have."""
+
+    code = "illegal_transition"
+    exit_code = 15
+    status = 409
+
+
+class Conflict(FlyballError):
+    """The request contradicts what is there, for example a second job of the same name with another specification."""
+
+    code = "conflict"
+    exit_code = 16
+    status = 409
+
+
+class CheckpointError(FlyballError):
+    """Base of what the checkpoint engine reports."""
+
+    code = "checkpoint"
+    exit_code = 20
+
+
+class CorruptShard(CheckpointError):
+    """Bytes do not match their checksum, or a manifest or header does not parse; the copy does not count."""
+
+    code = "corrupt_shard"
+    exit_code = 21
+
+
+class UnsupportedState(CheckpointError):
+    """The state holds a leaf that cannot be saved without pickling; the message names its path."""
+
+    code = "unsupported_state"
+    exit_code = 22
+    status = 400
+
+
+class RestoreFailed(CheckpointError):
+    """The named step cannot be had from any source; a worker that meets this exits with this code, which the
+    controller reads as the wish for a generation with an older recovery point."""
+
+    code = "restore_failed"
+    exit_code = 23
+
+
+class JobFailed(FlyballError):
+    """The job ended without success."""
+
+    code = "job_failed"
+    exit_code = 1

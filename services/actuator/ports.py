@@ -1,0 +1,85 @@
+"""What the playbook sees and answers, and what the executor needs of the database."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from flyball.contracts.checkpoints import RestorePlan, ShardCopy
+from flyball.contracts.cluster import Placement
+from flyball.contracts.decisions import ActionPlan, ActionState, Command, CommandBody, CommandUpdate, UpdateState
+from flyball.contracts.events import Event
+
+
+class CommandRecord(msgspec.Struct, frozen=True):
+    """An outbox row and what its host answered last (None: nothing yet)."""
+
+    command: Command
+    phase: str
+    created_at: float
+    update: CommandUpdate | None
+
+    @property
+    def state(self) -> UpdateState | None:
+        return self.update.state if self.update else None
+
+
+class ActionProgress(msgspec.Struct, frozen=True):
+    """One open action with everything that happened to it so far."""
+
+    action_id: str
+    decision_id: str
+    incident_id: str
+    plan: ActionPlan
+    state: ActionState
+    phase: str  # '' before the first
+    version: int  # compare-and-set
+    started_at: float
+    commands: tuple[CommandRecord, ...]
+    persistent_copies: tuple[ShardCopy, ...] = ()  # copies on the persistent tier, which no host owns
+    engine_addresses: Mapping[str, str] = {}  # host -> "ip:port"
+    attempt: int = 1  # of the present phase; an emergency save that came too late is named anew
+
+
+class CommandDraft(msgspec.Struct, frozen=True):
+    """A command before the store gives it the fence of the present lease."""
+
+    command_id: str
+    host_id: str
+    body: CommandBody
+    deadline_s: float
+
+
+class PlaybookStep(msgspec.Struct, frozen=True):
+    """The next move of an action. An empty step (no commands, same phase and state) means: wait."""
+
+    phase: str
+    state: ActionState
+    commands: tuple[CommandDraft, ...] = ()
+    message: str = ""
+    attempt: int = 1
+    placement: Placement | None = None  # set when the restore step was fixed: stored with the generation
+    restore: RestorePlan | None = None
+    events: tuple[Event, ...] = ()
+    wake_at: float = 0.0
+
+
+class ActionStore(Protocol):
+    """The actuator's side of the database. Any number of actuators share it."""
+
+    def open_actions(self) -> list[ActionProgress]: ...
+
+    def apply(self, progress: ActionProgress, step: PlaybookStep, now: float) -> bool:
+        """Store a step in one transaction with its commands, stamped with the present lease epoch; False if another
+        actuator was first (the version moved) or the action was superseded."""
+        ...
+
+    def commands_for(self, host_id: str, now: float) -> Sequence[Command]:
+        """Unanswered commands of open actions for a host, oldest first; marks them dispatched."""
+        ...
+
+    def record(self, update: CommandUpdate) -> None:
+        """Keep a host's answer; idempotent, and never backwards (succeeded stays succeeded)."""
+        ...

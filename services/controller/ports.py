@@ -1,0 +1,89 @@
+"""What the controller's loop needs of the world; adapters live in `services.store` and `services.bus`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from flyball.contracts.decisions import Command
+from flyball.contracts.signals import Signal
+from services.controller.view import Outcome, View
+
+
+class Cursor(msgspec.Struct, frozen=True):
+    """A place in the signal stream. A stream that was flushed and begins anew has another `stream` name."""
+
+    stream: str
+    position: int
+
+
+class Delivered(msgspec.Struct, frozen=True):
+    """One signal and the cursor behind it."""
+
+    cursor: Cursor
+    signal: Signal
+
+
+class SignalBus(Protocol):
+    """At-least-once, ordered stream of signals. One conformance suite for every implementation."""
+
+    def publish(self, signals: Sequence[Signal]) -> None:
+        """Append; raises TooBusy when the bounded stream is full, Unreachable when the bus is away."""
+        ...
+
+    def read(self, after: Cursor | None, *, limit: int) -> list[Delivered]:
+        """The next signals after a cursor; from the beginning for None or for a cursor of another stream."""
+        ...
+
+    def trim(self, upto: Cursor) -> None:
+        """Forget what is at or before a cursor that is stored with its decisions."""
+        ...
+
+
+class Wakeup(Protocol):
+    """Tells sleeping loops that there may be work. A hint only: every loop also looks by itself."""
+
+    def notify(self, topic: str) -> None: ...
+
+    def wait(self, topic: str, timeout_s: float) -> bool:
+        """Block until notified or timed out; True if notified since the last wait."""
+        ...
+
+
+class LeaseGrant(msgspec.Struct, frozen=True):
+    epoch: int
+    valid_until_monotonic_s: float  # on the holder's clock, counted from before the request, less a margin
+
+
+class DecisionStore(Protocol):
+    """The controller's side of the database."""
+
+    def acquire_lease(self, holder: str, ttl_s: float) -> LeaseGrant | None:
+        """Take or renew the controller's lease by the database's clock; None while another holds it."""
+        ...
+
+    def release_lease(self, holder: str) -> None: ...
+
+    def cursor(self) -> Cursor | None: ...
+
+    def load_view(self) -> View: ...
+
+    def unseen(self, signals: Sequence[Signal]) -> list[Signal]:
+        """Those whose (source, incarnation, seq) is not yet committed."""
+        ...
+
+    def commit(
+        self,
+        *,
+        epoch: int,
+        now: float,
+        signals: Sequence[Signal],
+        cursor: Cursor | None,
+        outcome: Outcome,
+        commands: Sequence[Command],
+    ) -> None:
+        """One transaction: signals, position, incidents, decisions, actions, generations, outbox, events.
+        Raises StaleEpoch, and stores nothing, if `epoch` is not the lease's present one."""
+        ...

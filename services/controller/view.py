@@ -1,0 +1,146 @@
+"""What the policy sees and what it answers. Plain values: no clock, no I/O.
+
+Identifiers are derived from counters in the view, so that the same view and signals give the same decisions,
+to the letter (replay, simulation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from flyball.contracts.checkpoints import Lineage, ShardCopy
+from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
+from flyball.contracts.decisions import ActionPlan, ActionState, Decision, Incident
+from flyball.contracts.events import Event
+from flyball.contracts.signals import WorkerExited
+
+
+class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Every number that the policy uses, with its unit."""
+
+    root_cause_window_s: float = 2.0  # secondary failures (a lost connection) wait this long for their cause
+    action_deadline_s: float = 60.0
+    verify_deadline_s: float = 300.0  # from the start of the workers to steps that advance again
+    emergency_margin_steps: int = 3  # S = newest beacon step + margin
+    emergency_reserve_s: float = 5.0  # kept of a notice's time for the migration itself
+    identical_exception_limit: int = 2  # the same exception at the same step this often is a bug in the job
+    max_decisions_per_incident: int = 8
+
+
+class HostView(msgspec.Struct, frozen=True):
+    host_id: str
+    state: HostState
+    since: float
+    address: str
+    failure_domain: str
+    engine_address: str
+    free_port: int
+    last_report_at: float  # wall clock of the store
+    preempt_deadline_at: float = 0.0  # 0.0: no notice
+    job: str = ""  # the job that has ranks on it
+    reason: str = ""
+
+
+class RankView(msgspec.Struct, frozen=True):
+    """The newest that is known of a rank of the running generation."""
+
+    rank: int
+    host_id: str
+    step: int
+    phase: Phase
+    reported_at: float
+    exited: WorkerExited | None = None
+    exited_at: float = 0.0
+
+
+class GenerationView(msgspec.Struct, frozen=True):
+    generation: int
+    parent: int | None
+    lineage: Lineage  # including this generation once it started
+    hosts: tuple[HostRanks, ...]
+    peers: Mapping[str, tuple[str, ...]]
+    started_at: float  # 0.0: granted, not started
+    restore_step: int | None
+    restart_count: int
+    ranks: tuple[RankView, ...] = ()
+
+
+class PastFailure(msgspec.Struct, frozen=True):
+    """How an earlier generation ended, for telling a bug in the job from a fault in the machine."""
+
+    generation: int
+    cause: str
+    error_kind: str
+    error_message: str
+    step: int
+
+
+class JobView(msgspec.Struct, frozen=True):
+    spec: JobSpec
+    state: JobState
+    submitted_at: float
+    stop_requested: bool
+    generation: GenerationView | None
+    failures: tuple[PastFailure, ...] = ()
+    newest_step: int = -1  # highest step that any rank of any generation completed
+
+
+class ActionView(msgspec.Struct, frozen=True):
+    action_id: str
+    decision_id: str
+    incident_id: str
+    plan: ActionPlan
+    state: ActionState
+    phase: str
+    started_at: float
+    message: str = ""
+    positions: Mapping[str, int] = {}  # str(rank) -> newest completed step, from the hosts that stopped
+    restore_step: int | None = None
+    restore_fixed: bool = False
+
+
+class View(msgspec.Struct, frozen=True):
+    """One consistent read of the store."""
+
+    jobs: tuple[JobView, ...]
+    hosts: tuple[HostView, ...]
+    incidents: tuple[Incident, ...]  # not closed
+    actions: tuple[ActionView, ...]  # the newest of each incident that is not closed, and all that have not ended
+    copies: tuple[ShardCopy, ...]  # as last reported
+    next_incident: int
+    next_decision: int
+
+
+class HostChange(msgspec.Struct, frozen=True):
+    host_id: str
+    state: HostState
+    reason: str
+    preempt_deadline_at: float | None = None  # None: as it was
+
+
+class JobChange(msgspec.Struct, frozen=True):
+    job: str
+    state: JobState
+    message: str
+    failure: PastFailure | None = None  # appended to the job's record
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """All that one round of the policy changes; stored in one transaction with the consumer's position."""
+
+    incidents: tuple[Incident, ...] = ()  # new or changed, whole
+    decisions: tuple[Decision, ...] = ()
+    superseded_actions: tuple[str, ...] = ()
+    hosts: tuple[HostChange, ...] = ()
+    jobs: tuple[JobChange, ...] = ()
+    events: tuple[Event, ...] = ()
+    wake_at: float = 0.0  # wall clock at which to decide again without a signal; 0.0: no need
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to store."""
+        return not (
+            self.incidents or self.decisions or self.superseded_actions or self.hosts or self.jobs or self.events
+        )
