@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
-from flyball.contracts.decisions import Command
 from flyball.contracts.signals import Signal
+from services.actuator.ports import PlaybookStep
 from services.controller.view import Outcome, View
 
 
@@ -82,8 +82,10 @@ class DecisionStore(Protocol):
         signals: Sequence[Signal],
         cursor: Cursor | None,
         outcome: Outcome,
-        commands: Sequence[Command],
+        first_steps: Mapping[str, PlaybookStep],
     ) -> None:
         """One transaction: signals, position, incidents, decisions, actions, generations, outbox, events.
+        `first_steps[action_id]` is the playbook's first move of each new action (action_id = "act-" + the number of its
+        decision), so that a decision and its first outbox rows are stored together.
         Raises StaleEpoch, and stores nothing, if `epoch` is not the lease's present one."""
         ...
