@@ -1,0 +1,54 @@
+"""The layout is the architecture: who imports whom, and what a training process carries with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("flyball", "services", "host_daemon", "ckpt_engine", "goodput", "simulator")
+
+
+def modules_after(statement: str) -> set[str]:
+    """Names in sys.modules of a fresh interpreter that ran `statement`."""
+    code = f"{statement}\nimport sys\nprint('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    return set(done.stdout.split())
+
+
+def test_import_contracts_hold() -> None:
+    linter = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([str(linter)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_init_files_are_empty(package: str) -> None:
+    full = [str(p.relative_to(ROOT)) for p in (ROOT / package).rglob("__init__.py") if p.read_text().strip()]
+    assert full == (["flyball/__init__.py"] if package == "flyball" else [])
+
+
+def test_importing_flyball_is_cheap() -> None:
+    loaded = modules_after("import flyball")
+    assert not loaded & {"torch", "msgspec", "numpy", "sqlalchemy", "fastapi"}
+
+
+def test_a_training_process_carries_only_flyball_and_the_engine() -> None:
+    loaded = modules_after("import flyball; flyball.attach")
+    ours = {name.split(".")[0] for name in loaded} & set(PACKAGES)
+    assert ours <= {"flyball", "ckpt_engine"}
+    assert "flyball.cli" not in loaded
+
+
+@pytest.mark.parametrize("module", ["ckpt_engine.server", "host_daemon.agent", "services.main", "goodput.calculator"])
+def test_no_torch_outside_the_trainer(module: str) -> None:
+    assert "torch" not in modules_after(f"import {module}")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_files_have_one_subject(package: str) -> None:
+    long = [str(p) for p in (ROOT / package).rglob("*.py") if len(p.read_text().splitlines()) > 500]
+    assert long == []
