@@ -1,0 +1,186 @@
+"""The beacon: a small shared-memory record per rank. The trainer writes it, the host daemon reads it.
+
+A step costs the trainer one clock read and three stores; nothing is locked and nothing enters the kernel. All words
+are 8 bytes, so that none is ever half written. What a reader can catch in between is harmless: a ring entry is stored
+before the count that makes it visible, and entries that the writer may be overwriting are left out.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from flyball.contracts.cluster import Phase
+from flyball.contracts.errors import MemoryTooSmall, StateVersionMismatch
+
+BEACON_BYTES = 8192  # two pages: 32 words, then the ring
+RING_ENTRIES = 256
+
+_MAGIC = int.from_bytes(b"FLYBEAC1", "little")  # the last character is the version of the layout
+_WORD_MAGIC = 0
+_WORD_PHASE = 1
+_WORD_PHASE_SINCE_NS = 2
+_WORD_STEP_COUNT = 3
+_WORD_SAVE_BLOCKED_NS = 4
+_WORD_PID = 5
+_WORD_MARKS = 8
+_WORD_RING = 32
+_MASK = RING_ENTRIES - 1
+
+
+class Mark(IntEnum):
+    """Moments of a worker's life, in their order."""
+
+    ATTACHED = 0
+    RESTORE_BEGAN = 1
+    RESTORED = 2
+    FIRST_STEP = 3
+
+
+def create_beacon(path: str) -> None:
+    """Make a fresh beacon file (mode 0600), in place of one that is there. Raises MemoryTooSmall if it has no room."""
+    Path(path).unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        empty = _MAGIC.to_bytes(8, "little").ljust(BEACON_BYTES, b"\0")
+        # Written, not only truncated to size: a page that cannot be had is an error here, and not a SIGBUS later.
+        if os.write(descriptor, empty) != BEACON_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        Path(path).unlink()
+        raise MemoryTooSmall(
+            f"There is no room for a beacon of {BEACON_BYTES} bytes at {path}: {error.strerror}.",
+            hint="free space on that file system, or set FLYBALL_SHM_DIR to a larger one",
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def _map(path: str) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        size_bytes = os.fstat(descriptor).st_size
+        if size_bytes == BEACON_BYTES:
+            mapping = mmap.mmap(descriptor, BEACON_BYTES)
+            if int.from_bytes(mapping[:8], "little") == _MAGIC:
+                return mapping
+            mapping.close()
+    finally:
+        os.close(descriptor)
+    raise StateVersionMismatch(
+        f"{path} is not a beacon of this version.", hint="run the same release of Flyball in the daemon and the job"
+    )
+
+
+class BeaconWriter:
+    """The trainer's side. Without a path it writes into memory of its own, at the same cost."""
+
+    def __init__(self, path: str | None) -> None:
+        self._mapping = _map(path) if path else mmap.mmap(-1, BEACON_BYTES)
+        self._words = memoryview(self._mapping).cast("q")
+        self._count = self._words[_WORD_STEP_COUNT]
+        self._words[_WORD_PID] = os.getpid()
+
+    def step(self, step: int) -> None:
+        """Step `step` is complete."""
+        count = self._count
+        words = self._words
+        now_ns = time.monotonic_ns()
+        entry = _WORD_RING + 2 * (count & _MASK)
+        words[entry] = step
+        words[entry + 1] = now_ns
+        count += 1
+        words[_WORD_STEP_COUNT] = self._count = count
+        if count == 1:
+            self.mark(Mark.FIRST_STEP)
+
+    def phase(self, phase: Phase) -> None:
+        """The rank now does something else."""
+        self._words[_WORD_PHASE_SINCE_NS] = time.monotonic_ns()
+        self._words[_WORD_PHASE] = phase
+
+    @property
+    def current_phase(self) -> Phase:
+        return Phase(self._words[_WORD_PHASE])
+
+    def mark(self, mark: Mark) -> None:
+        """Keep the moment, once."""
+        if not self._words[_WORD_MARKS + mark]:
+            self._words[_WORD_MARKS + mark] = time.monotonic_ns()
+
+    def add_save_blocked(self, blocked_ns: int) -> None:
+        """Time for which a save held up training."""
+        self._words[_WORD_SAVE_BLOCKED_NS] += blocked_ns
+
+    def close(self) -> None:
+        self._words.release()
+        self._mapping.close()
+
+
+@dataclass(frozen=True, slots=True)
+class BeaconSnapshot:
+    """What a beacon said at one moment. Times are nanoseconds of the machine's monotonic clock, 0 = not yet."""
+
+    phase: Phase
+    phase_since_ns: int
+    step: int  # newest completed, -1 before the first
+    moved_ns: int  # when a step or a phase last changed
+    step_count: int  # steps completed since the beacon was made
+    pid: int
+    attached_ns: int
+    restore_began_ns: int
+    restored_ns: int
+    first_step_ns: int
+    save_blocked_ns: int
+    recent: tuple[tuple[int, int], ...]  # (step, completed at ns) of the newest steps, oldest first
+
+    def steps_since(self, count: int) -> list[tuple[int, int]]:
+        """The (step, ns) that were completed after the first `count`. Pass the `step_count` of the snapshot before,
+        and every step is seen exactly once (unless more than RING_ENTRIES - 1 went by in between)."""
+        missing = self.step_count - count
+        return list(self.recent[-missing:]) if missing > 0 else []
+
+
+class BeaconReader:
+    """The daemon's side."""
+
+    def __init__(self, path: str) -> None:
+        self._mapping = _map(path)
+        self._words = memoryview(self._mapping).cast("q")
+
+    def snapshot(self) -> BeaconSnapshot:
+        """Everything, consistent as far as it matters."""
+        words = self._words
+        count = words[_WORD_STEP_COUNT]
+        ring = words[_WORD_RING : _WORD_RING + 2 * RING_ENTRIES].tolist()
+        newer_count = words[_WORD_STEP_COUNT]
+        # The writer may be at entry `newer_count`, in whose place entry `newer_count - RING_ENTRIES` was.
+        oldest = max(0, newer_count - RING_ENTRIES + 1)
+        places = (2 * (i & _MASK) for i in range(oldest, count))
+        recent = tuple((ring[place], ring[place + 1]) for place in places)
+        phase_since_ns = words[_WORD_PHASE_SINCE_NS]
+        marks = words[_WORD_MARKS : _WORD_MARKS + len(Mark)].tolist()
+        step, stepped_ns = recent[-1] if recent else (-1, 0)
+        return BeaconSnapshot(
+            phase=Phase(words[_WORD_PHASE]),
+            phase_since_ns=phase_since_ns,
+            step=step,
+            moved_ns=max(stepped_ns, phase_since_ns, *marks),
+            step_count=count,
+            pid=words[_WORD_PID],
+            attached_ns=marks[Mark.ATTACHED],
+            restore_began_ns=marks[Mark.RESTORE_BEGAN],
+            restored_ns=marks[Mark.RESTORED],
+            first_step_ns=marks[Mark.FIRST_STEP],
+            save_blocked_ns=words[_WORD_SAVE_BLOCKED_NS],
+            recent=recent,
+        )
+
+    def close(self) -> None:
+        self._words.release()
+        self._mapping.close()
