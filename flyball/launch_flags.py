@@ -1,0 +1,220 @@
+"""The flags of `flyball run` as one table: Flyball's own, torchrun's, and those of the launchers that people come from.
+
+Each flag is honoured; or accepted and named on stderr with the reason why it changes nothing here; or refused with the
+next step. docs/coming-from.md shows the same table to people, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Use(StrEnum):
+    HONOURED = "honoured"
+    NOTED = "noted"  # accepted, and named on stderr with the reason
+    REFUSED = "refused"
+
+
+class Origin(StrEnum):
+    FLYBALL = "Flyball"
+    TORCHRUN = "torchrun"
+    RESILIENCY = "Google's resiliency library"
+    DLROVER = "dlrover-run"
+
+
+class Kind(StrEnum):
+    TEXT = "text"
+    INTEGER = "integer"
+    NUMBER = "number"
+    SWITCH = "switch"
+
+
+class Flag(NamedTuple):
+    """One flag. `names` are spelled as its origin spells them."""
+
+    names: tuple[str, ...]
+    kind: Kind
+    origin: Origin
+    use: Use
+    about: str  # help text; for a noted or refused flag, the reason
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """All that the parser takes: as given, all dashes, all underscores."""
+        words = [name[2:] for name in self.names if name.startswith("--")]
+        dashed = [f"--{word.replace('_', '-')}" for word in words]
+        underscored = [f"--{word.replace('-', '_')}" for word in words]
+        return tuple(dict.fromkeys((*self.names, *dashed, *underscored)))
+
+    @property
+    def dest(self) -> str:
+        """The flag's longest name as an identifier, as argparse and torchrun's PET_ variables spell it."""
+        return max(self.names, key=len).lstrip("-").replace("-", "_")
+
+
+_T, _I, _N, _S = Kind.TEXT, Kind.INTEGER, Kind.NUMBER, Kind.SWITCH
+_H, _NOTED, _REFUSED = Use.HONOURED, Use.NOTED, Use.REFUSED
+
+FLYBALL_FLAGS = tuple(
+    Flag(names, kind, Origin.FLYBALL, _H, about, metavar)
+    for names, kind, about, metavar in (
+        (("--job",), _T, "name of the job (default: the script's name and a suffix)", "NAME"),
+        (("--supervisor",), _T, "join the cluster of this supervisor instead of bringing one up", "URL"),
+        (("--use-supervisor",), _S, "join the supervisor whose address is in FLYBALL_SUPERVISOR", ""),
+        (("--ckpt-every",), _I, "steps between saves to memory; 0: none (default: 1)", "STEPS"),
+        (("--replicas",), _I, "hosts that hold a copy of each host's memory (default: 1)", "N"),
+        (("--state-dir",), _T, "folder for state and logs (default: a fresh one per job)", "DIR"),
+        (("--host-id",), _T, "stable name of this host (default: its host name)", "NAME"),
+        (("-o", "--output"), _T, "what is printed at the end: table or json", "FORMAT"),
+        (("-h", "--help"), _S, "show this help", ""),
+    )
+)
+
+TORCHRUN_FLAGS = tuple(
+    Flag(names, kind, Origin.TORCHRUN, use, about, metavar, choices)
+    for names, kind, use, about, metavar, choices in (
+        (("--nnodes",), _T, _H, "hosts, or MIN:MAX: runs on MIN, up to MAX join as spares", "N|MIN:MAX", ()),
+        (("--nproc-per-node",), _T, _H, "workers per host: a number, auto, cpu, gpu or xpu (default: 1)", "P", ()),
+        (("--rdzv-backend",), _T, _NOTED, "the controller hands out the ranks, there is no rendezvous", "NAME", ()),
+        (("--rdzv-endpoint",), _T, _H, "with several hosts: where the supervisor of this job listens", "HOST:PORT", ()),
+        (("--rdzv-id",), _T, _H, "name of the job, where --job is not given", "NAME", ()),
+        (("--rdzv-conf",), _T, _NOTED, "there is no rendezvous whose timeouts could be set", "K=V,...", ()),
+        (("--standalone",), _S, _H, "one host, whatever the rendezvous flags say", "", ()),
+        (("--max-restarts",), _I, _H, "restarts caused by failing workers (default: 3; torchrun: 0)", "K", ()),
+        (("--monitor-interval",), _N, _NOTED, "a worker's exit is an event, not a poll", "SECONDS", ()),
+        (
+            ("--start-method",),
+            _T,
+            _NOTED,
+            "workers are forked from a warm standby that has torch imported",
+            "METHOD",
+            ("spawn", "fork", "forkserver"),
+        ),
+        (
+            ("--event-log-handler",),
+            _T,
+            _NOTED,
+            "events are kept by the supervisor: GET /v1/events, `flyball goodput`",
+            "NAME",
+            (),
+        ),
+        (("--role",), _T, _H, "ROLE_NAME in the workers' environment", "NAME", ()),
+        (("-m", "--module"), _S, _H, "the script is a module name, as with python -m", "", ()),
+        (("--no-python",), _S, _REFUSED, "the workers are forked from a Python process and run Python", "", ()),
+        (("--run-path",), _S, _H, "run the script with runpy: what Flyball does anyway", "", ()),
+        (("--log-dir",), _T, _H, "folder for the ranks' logs (default: in the state folder)", "DIR", ()),
+        (("-r", "--redirects"), _T, _H, "3, or RANK:3,...: log only, nothing on the terminal", "STD", ()),
+        (("-t", "--tee"), _T, _H, "3, or RANK:3,...: log and terminal, each line with its rank", "STD", ()),
+        (("--local-ranks-filter",), _T, _H, "local ranks whose output is shown", "R,R,...", ()),
+        (
+            ("--duplicate-stdout-filters",),
+            _T,
+            _NOTED,
+            "each rank's whole output is in its log file, where it can be searched",
+            "WORDS",
+            (),
+        ),
+        (
+            ("--duplicate-stderr-filters",),
+            _T,
+            _NOTED,
+            "each rank's whole output is in its log file, where it can be searched",
+            "WORDS",
+            (),
+        ),
+        (("--node-rank",), _I, _H, "0: the supervisor of the rendezvous address runs here", "N", ()),
+        (("--master-addr",), _T, _H, "with several hosts: where the supervisor of this job listens", "HOST", ()),
+        (("--master-port",), _I, _H, "its port; workers get a fresh MASTER_PORT per generation", "PORT", ()),
+        (("--local-addr",), _T, _H, "address by which other hosts reach this one", "IP", ()),
+        (("--logs-specs",), _T, _REFUSED, "log classes of torchrun plug-ins cannot be loaded", "NAME", ()),
+        (("--numa-binding",), _T, _NOTED, "not supported yet: workers run on any CPU", "MODE", ()),
+        (("--signals-to-handle",), _T, _H, "signals that end the job cleanly", "SIG,SIG,...", ()),
+        (("--shutdown-timeout",), _I, _H, "seconds between SIGTERM and SIGKILL of the workers", "SECONDS", ()),
+        (
+            ("--virtual-local-rank",),
+            _S,
+            _REFUSED,
+            "LOCAL_RANK is the rank's own; CUDA_VISIBLE_DEVICES is left as it is",
+            "",
+            (),
+        ),
+    )
+)
+
+RESILIENCY_FLAGS = tuple(
+    Flag(names, kind, Origin.RESILIENCY, use, about, metavar)
+    for names, kind, use, about, metavar in (
+        (("--enable-optimized-async-ckpt",), _S, _H, "saves are always asynchronous; nothing to switch on", ""),
+        (("--local-ckpt-dir",), _T, _H, "folder on this host's disk for checkpoints", "DIR"),
+        (("--local-ckpt-interval",), _I, _H, "steps between saves to it", "STEPS"),
+        (("--persistent-ckpt-dir",), _T, _H, "folder that outlives every host", "DIR"),
+        (("--persistent-ckpt-interval",), _I, _H, "steps between saves to it", "STEPS"),
+        (("--term-timeout",), _N, _H, "seconds between SIGTERM and SIGKILL of the workers", "SECONDS"),
+        (
+            ("--fault-tol-cfg-path",),
+            _T,
+            _NOTED,
+            "deadlines adapt to what is observed, there is no file of them",
+            "FILE",
+        ),
+        (("--ignore-missing-fault-tol-cfg",), _S, _NOTED, "there is no such file that could be missing", ""),
+        (("--ft-param-workload_check_interval",), _N, _NOTED, "exits are events, beacons are read every 50 ms", "S"),
+        (("--ft-param-initial_rank_heartbeat_timeout",), _N, _NOTED, "the start has an adapted deadline", "S"),
+        (("--ft-param-rank_heartbeat_timeout",), _N, _NOTED, "steps have an adapted deadline per phase", "S"),
+        (("--ft-param-safety_factor",), _N, _NOTED, "the margin is part of the adapted deadlines", "X"),
+        (("--ft-param-rank_termination_signal",), _T, _NOTED, "a hung worker is ended with SIGKILL", "SIG"),
+        (("--ft-param-log_level",), _T, _NOTED, "logs are structured and complete", "LEVEL"),
+    )
+)
+
+DLROVER_FLAGS = tuple(
+    Flag(names, kind, Origin.DLROVER, use, about, metavar)
+    for names, kind, use, about, metavar in (
+        (("--precheck",), _I, _NOTED, "not supported yet: hosts are not measured before the start", "LEVEL"),
+        (("--network-check",), _S, _NOTED, "not supported yet: the network is not measured before the start", ""),
+        (("--comm-perf-test",), _S, _NOTED, "not supported yet: the network is not measured before the start", ""),
+        (("--exclude-straggler",), _S, _NOTED, "not supported yet: slow hosts are kept", ""),
+        (("--node_unit",), _I, _NOTED, "the number of hosts does not change while the job runs", "N"),
+        (("--auto_config",), _S, _H, "workers per host: one per accelerator, as --nproc-per-node auto", ""),
+        (("--auto_tunning",), _S, _NOTED, "batch size and learning rate stay what the script says", ""),
+        (
+            ("--save_at_breakpoint",),
+            _S,
+            _NOTED,
+            "memory outlives a dead worker, and the newest step is restored from it",
+            "",
+        ),
+        (("--accelerator",), _T, _NOTED, "the script chooses its device", "NAME"),
+        (("--training_port",), _I, _NOTED, "a fresh port is found for every generation", "PORT"),
+        (("--numa-affinity",), _S, _NOTED, "not supported yet: workers run on any CPU", ""),
+        (("--membind-policy",), _T, _NOTED, "not supported yet: memory is not bound to a node", "POLICY"),
+        (("--ucp_device_type",), _T, _NOTED, "checkpoints are not converted between layouts", "DEVICE"),
+    )
+)
+
+ALL_FLAGS = (*FLYBALL_FLAGS, *TORCHRUN_FLAGS, *RESILIENCY_FLAGS, *DLROVER_FLAGS)
+
+# Settings of TRANSOM's checkpoint engine: variables that a job's environment may still carry.
+TRANSOM_VARIABLES = {
+    "CKPT_ENGINE_META_CLIENT": "inventories are the engines' own; the supervisor keeps them in its database",
+    "CKPT_ENGINE_MYSQL_ADDR": "the database is a setting of the supervisor: flyball up --database-url",
+    "CKPT_ENGINE_MYSQL_PORT": "the database is a setting of the supervisor: flyball up --database-url",
+    "CKPT_ENGINE_MYSQL_USER": "the database is a setting of the supervisor: flyball up --database-url",
+    "CKPT_ENGINE_MYSQL_PASSWORD": "the database is a setting of the supervisor: flyball up --database-url",
+    "CKPT_ENGINE_MYSQL_FLUSH": "nothing needs to be emptied: generations and lineage tell old steps from new ones",
+    "CKPT_ENGINE_TCP_PORT": "an engine listens on a free port and tells it to its peers",
+    "CKPT_ENGINE_HTTP_PORT": "trainer and engine share memory and a Unix socket, no port",
+    "CKPT_ENGINE_SKIP_BOOTSTRAP": "use --replicas 0 to keep no copies on other hosts",
+    "CKPT_ENGINE_ENABLE_PERSISTENT": "use --persistent-ckpt-dir and --persistent-ckpt-interval",
+    "CKPT_ENGINE_MAX_ITERATION_IN_CACHE": "two slots per rank, always: memory use is known before the start",
+    "CKPT_ENGINE_MEM_LIMIT_GB": "two slots per rank and replica, checked against free memory before the start",
+    "CKPT_ENGINE_LOG_LEVEL": "the engine's log is complete: <state folder>/engine.log",
+    "CKPT_ENGINE_LOG_PATTERN": "the engine's log has one format, JSON lines",
+    "TRANSOM_JOBNAME": "use --job",
+    "TRANSOM_RANK": "the controller hands out the ranks",
+    "TRANSOM_WORLD_SIZE": "use --nnodes",
+    "TRANSOM_HOSTS": "hosts join by themselves: flyball host --supervisor URL",
+}

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flyball.contracts.errors import UsageError
+from flyball.launch_flags import ALL_FLAGS
+from flyball.launcher import build_parser, default_job_name, parse_run
+
+
+def parse(line: str, **environ: str):
+    return parse_run(line.split(), environ)
+
+
+def test_a_plain_line_has_safe_defaults() -> None:
+    request = parse("train.py --lr 3e-4")
+    assert request.argv == ("train.py", "--lr", "3e-4")
+    assert (request.nnodes, request.nproc_per_node, request.max_restarts) == (1, "1", 3)
+    assert request.notices == ()
+    assert request.checkpoint.every_steps == 1
+
+
+def test_flags_behind_the_script_belong_to_the_script() -> None:
+    request = parse("--nproc-per-node 2 train.py --nproc-per-node 8 --nnodes 9 -m -- -x")
+    assert request.argv == ("train.py", "--nproc-per-node", "8", "--nnodes", "9", "-m", "--", "-x")
+    assert request.nproc_per_node == "2"
+    assert not request.module
+
+
+def test_module_and_equals_and_underscores() -> None:
+    request = parse("--nproc_per_node=2 --max_restarts=0 -m package.train --lr 1")
+    assert request.module
+    assert request.argv == ("package.train", "--lr", "1")
+    assert request.max_restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("", "No script"),
+        ("--nnodes two train.py", "--nnodes two"),
+        ("--nnodes 3:2 train.py", "--nnodes 3:2"),
+        ("--nnodes 0 train.py", "--nnodes 0"),
+        ("--nproc-per-node 0 train.py", "--nproc-per-node 0"),
+        ("--nproc-per-node many train.py", "--nproc-per-node many"),
+        ("--max-restarts x train.py", "max-restarts"),
+        ("--max-restarts -1 train.py", "--max-restarts -1"),
+        ("--no-such-flag train.py", "no-such-flag"),
+        ("--nnodes 2 train.py", "--nnodes 2"),
+        ("--nnodes 2 --supervisor http://h:1 train.py", "needs a name"),
+        ("--nnodes 2 --standalone train.py", "--standalone"),
+        ("--supervisor h:1 train.py", "not an address"),
+        ("--supervisor http://h:1 --standalone train.py", "contradict"),
+        ("--use-supervisor train.py", "FLYBALL_SUPERVISOR"),
+        ("--job Über train.py", "Über"),
+        ("--host-id a/b train.py", "a/b"),
+        ("--local-ckpt-dir d train.py", "how often"),
+        ("--local-ckpt-interval 5 train.py", "not where"),
+        ("--persistent-ckpt-dir d train.py", "how often"),
+        ("--redirects x train.py", "--redirects x"),
+        ("--local-ranks-filter a train.py", "--local-ranks-filter a"),
+        ("--signals-to-handle SIGKILL train.py", "SIGKILL"),
+        ("--no-python train.sh", "--no-python"),
+        ("--virtual-local-rank train.py", "--virtual-local-rank"),
+        ("-o yaml train.py", "yaml"),
+        ("--start-method thread train.py", "thread"),
+        ("--ckpt-every -1 train.py", "--ckpt-every"),
+    ],
+)
+def test_what_cannot_mean_anything_is_a_usage_error(line: str, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(line)
+    assert says in caught.value.message
+    assert caught.value.hint
+    assert caught.value.exit_code == 2
+
+
+def test_several_hosts_without_an_address_point_to_the_ways_out() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse("--nnodes 2 train.py")
+    assert "--supervisor" in caught.value.hint
+    assert "--rdzv-endpoint" in caught.value.hint
+
+
+def test_a_rendezvous_address_is_where_the_supervisor_listens() -> None:
+    assert parse("--nnodes 2 --rdzv-endpoint h0:29400 --rdzv-id Run_7 train.py").rendezvous == "h0:29400"
+    assert parse("--nnodes 2 --rdzv-endpoint h0 --rdzv-id r train.py").rendezvous == "h0:29400"
+    static = parse("--nnodes 2 --node-rank 1 --master-addr h0 --master-port 1234 --job j train.py")
+    assert (static.rendezvous, static.node_rank) == ("h0:1234", 1)
+    assert parse("--nnodes 2 --rdzv-endpoint [::1]:29400 --rdzv-id r train.py").rendezvous == "[::1]:29400"
+    one = parse("--nnodes 1 --rdzv-endpoint localhost:0 train.py")
+    assert one.rendezvous == ""
+    assert any(n.startswith("--rdzv-endpoint localhost:0: not needed") for n in one.notices)
+
+
+def test_the_run_id_names_the_job() -> None:
+    assert parse("--rdzv-id Run/7 train.py").job == "run-7"
+    assert parse("--rdzv-id none train.py").job == ""
+    assert parse("--rdzv-id x --job y train.py").job == "y"
+
+
+def test_min_and_max_hosts_make_spares() -> None:
+    request = parse("--nnodes 2:4 --use-supervisor --job j train.py", FLYBALL_SUPERVISOR="http://h:1/")
+    assert (request.nnodes, request.max_nnodes, request.supervisor) == (2, 4, "http://h:1")
+    assert any("spares" in n for n in request.notices)
+
+
+def test_torchruns_variables_fill_in() -> None:
+    request = parse("--nnodes 1 train.py", PET_NNODES="5", PET_NPROC_PER_NODE="4", PET_STANDALONE="1", PET_MODULE="0")
+    assert (request.nnodes, request.nproc_per_node, request.module) == (1, "4", False)
+    with pytest.raises(UsageError, match="PET_MAX_RESTARTS"):
+        parse("train.py", PET_MAX_RESTARTS="many")
+
+
+def test_terminal_words() -> None:
+    assert parse("train.py").console.shows(3)
+    assert not parse("-r 3 train.py").console.shows(0)
+    only = parse("-r 1:3 --local-ranks-filter 0,1,2 train.py").console
+    assert [only.shows(r) for r in range(4)] == [True, False, True, False]
+    tee = parse("-t 3 -r 3 train.py").console
+    assert tee.shows(0)
+    assert tee.prefix
+
+
+def test_checkpoint_flags() -> None:
+    spec = parse(
+        "--enable-optimized-async-ckpt --local-ckpt-dir /a --local-ckpt-interval 5 --persistent-ckpt-dir /b "
+        "--persistent-ckpt-interval -1 --ckpt-every 2 --replicas 0 train.py"
+    ).checkpoint
+    assert (spec.disk_dir, spec.disk_every_steps, spec.persistent_dir) == ("/a", 5, "/b")
+    assert (spec.persistent_every_steps, spec.every_steps, spec.replicas) == (0, 2, 0)
+
+
+def test_grace_and_signals() -> None:
+    assert parse("train.py").stop_grace_s == 10.0
+    assert parse("--shutdown-timeout 30 train.py").stop_grace_s == 30.0
+    assert parse("--term-timeout 1.5 train.py").stop_grace_s == 1.5
+    assert parse("--signals-to-handle SIGUSR1,sigterm train.py").stop_signals == ("SIGUSR1", "SIGTERM")
+
+
+def test_job_names_are_made_of_any_script() -> None:
+    assert default_job_name(parse("/x/Train GPT.py".replace(" ", "_")), "ab12") == "train_gpt-ab12"
+    assert default_job_name(parse("-m pkg.sub.train"), "ab12") == "train-ab12"
+    assert default_job_name(parse("___.py"), "ab12") == "job-ab12"
+    assert len(default_job_name(parse("x" * 200 + ".py"), "ab12")) <= 63
+
+
+@given(st.lists(st.sampled_from([s for f in ALL_FLAGS for s in f.spellings] + ["1", "x", "--", "train.py", "-1", ""])))
+def test_any_line_is_a_request_or_a_usage_error(words: list[str]) -> None:
+    try:
+        request = parse_run(words, {})
+    except UsageError as error:
+        assert error.message
+    else:
+        assert request.help or request.argv
+
+
+def test_no_spelling_is_used_twice_and_help_names_all() -> None:
+    spellings = [s for f in ALL_FLAGS for s in f.spellings]
+    assert len(spellings) == len(set(spellings))
+    text = build_parser().format_help()
+    assert all(f.names[0] in text for f in ALL_FLAGS)
+    assert "examples:" in text
+
+
+def test_the_launcher_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, flyball.launcher; print([m for m in ('torch', 'httpx', 'typer', 'services') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
