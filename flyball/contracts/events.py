@@ -20,6 +20,7 @@ class EventKind(StrEnum):
     RANK_MARKS = (
         "rank_marks"  # data: spawned_at, attached_at, restore_began_at, restored_at, first_step_at, save_blocked_s
     )
+    PHASE = "phase"  # a rank entered a phase that takes long, or left it; data: phase ("eval", "step", ...)
     STEPS = "steps"  # data: first_step, completed_at (list of wall times), of one rank
     RESTORED = "restored"  # data: step, source_tier, source_host, size_bytes, socket_bytes, seconds
     FAULT_INJECTED = "fault_injected"  # data: fault, target; stamped by the injector before it acts
