@@ -1,0 +1,79 @@
+"""The one place per job and generation that says which step the whole world has. Pure.
+
+Rank 0's engine runs it. A rank "has" a step when its shard is committed and, where peers are configured, replicated.
+A step that some rank failed to save, or went past without having it, can never become a world step: it is abandoned,
+so that the slots that hold it may be overwritten. Reports may be lost, repeated and late: each is a fact that stays
+true, except that a step once abandoned stays abandoned, since others may have overwritten it by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+MAX_ABANDONED = 8  # the newest; a rank has two slots, so no slot holds an older one
+
+
+class Coordinator:
+    """Facts about one generation in, world step and abandoned steps out."""
+
+    def __init__(
+        self,
+        *,
+        generation: int,
+        world_size: int,
+        world_step: int,
+        abandoned: Iterable[int] = (),
+        max_abandoned: int = MAX_ABANDONED,
+    ) -> None:
+        """`world_step`: what the generation started from (-1: nothing) or, after a restart of this engine, what its
+        control words say, like `abandoned`."""
+        self.generation = generation
+        self.world_step = world_step
+        self._max_abandoned = max_abandoned
+        self._abandoned = set(abandoned)
+        self._abandoned_floor = -1  # steps up to here left `_abandoned` for want of room, and stay abandoned
+        self._saved: list[set[int]] = [set() for _ in range(world_size)]
+        self._newest = [world_step] * world_size
+
+    @property
+    def abandoned(self) -> tuple[int, ...]:
+        """Steps newer than the world step that will never be complete, oldest first; the newest few."""
+        return tuple(sorted(self._abandoned))
+
+    def saved(self, rank: int, steps: Iterable[int]) -> bool:
+        """The rank has these steps, oldest to newest. True if the world step or the abandoned steps changed."""
+        before = (self.world_step, self.abandoned)
+        for step in steps:
+            self._newest[rank] = max(self._newest[rank], step)
+            if step > self.world_step and not self._is_abandoned(step):
+                self._saved[rank].add(step)
+        complete = set.intersection(*self._saved)
+        if complete:
+            self._advance(max(complete))
+        self._abandon(step for step in set().union(*self._saved) if self._is_passed_over(step))
+        return (self.world_step, self.abandoned) != before
+
+    def failed(self, steps: Iterable[int]) -> bool:
+        """Some rank will never have these steps. True if something changed."""
+        before = self.abandoned
+        self._abandon(step for step in steps if step > self.world_step)
+        return self.abandoned != before
+
+    def _is_abandoned(self, step: int) -> bool:
+        return step in self._abandoned or step <= self._abandoned_floor
+
+    def _is_passed_over(self, step: int) -> bool:
+        return any(newest > step and step not in saved for newest, saved in zip(self._newest, self._saved, strict=True))
+
+    def _advance(self, world_step: int) -> None:
+        self.world_step = world_step
+        self._abandoned = {step for step in self._abandoned if step > world_step}
+        self._saved = [{step for step in saved if step > world_step} for saved in self._saved]
+
+    def _abandon(self, steps: Iterable[int]) -> None:
+        self._abandoned.update(steps)
+        while len(self._abandoned) > self._max_abandoned:
+            oldest = min(self._abandoned)
+            self._abandoned.remove(oldest)
+            self._abandoned_floor = max(self._abandoned_floor, oldest)
+        self._saved = [{step for step in saved if not self._is_abandoned(step)} for saved in self._saved]

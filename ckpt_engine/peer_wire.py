@@ -1,0 +1,122 @@
+"""What engines say to each other. Every request is answered by exactly one Reply, except that an accepted PutShard is
+answered by two: SEND before the bytes, and the outcome after them.
+
+Bytes follow a frame raw, and never inside it: first the manifest, then the shard (a whole safetensors file), in the
+lengths that the frame names.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from flyball.contracts.checkpoints import Tier
+from flyball.contracts.identity import HostId, JobName, Rank, Step
+
+PEER_PROTOCOL = "flyball-engine/1"
+MAX_FRAME_BYTES = 64 << 10
+MAX_MANIFEST_BYTES = 64 << 20
+
+Nonce = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]  # 32 bytes, hex
+Proof = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
+Address = Annotated[str, msgspec.Meta(max_length=255)]
+ManifestSize = Annotated[int, msgspec.Meta(gt=0, le=MAX_MANIFEST_BYTES)]
+ShardSize = Annotated[int, msgspec.Meta(gt=0)]
+
+
+class Challenge(msgspec.Struct, frozen=True):
+    """The first words of whoever accepted a connection."""
+
+    protocol: Annotated[str, msgspec.Meta(max_length=64)]
+    nonce: Nonce
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """Who connects, and the proof that it has the token."""
+
+    host_id: HostId
+    address: Address  # where it accepts connections
+    incarnation: Annotated[str, msgspec.Meta(max_length=64)]
+    nonce: Nonce
+    proof: Proof
+
+
+class Welcome(msgspec.Struct, frozen=True):
+    """Who accepted, and the proof that it has the token as well."""
+
+    host_id: HostId
+    incarnation: Annotated[str, msgspec.Meta(max_length=64)]
+    proof: Proof
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Are you there?"""
+
+
+class WorldStep(msgspec.Struct, frozen=True, tag="world"):
+    """From the coordinator: the newest step that all ranks have, and newer ones that they never will."""
+
+    job: JobName
+    generation: int
+    world_step: int
+    abandoned: tuple[int, ...] = ()
+
+
+class RankSteps(msgspec.Struct, frozen=True, tag="rank_steps"):
+    """To the coordinator: steps that a rank has committed and, where peers are configured, replicated; and those that
+    it will never have."""
+
+    job: JobName
+    generation: int
+    rank: Rank
+    saved: tuple[int, ...]
+    failed: tuple[int, ...] = ()
+
+
+class PutShard(msgspec.Struct, frozen=True, tag="put"):
+    """Take a replica of a rank's shard. `running_generation` fences out senders of a superseded generation; `world`
+    is what the sender knows of the world step, so that a receiver that has not heard yet need not answer BUSY."""
+
+    job: JobName
+    running_generation: int
+    generation: int  # the one that wrote the bytes
+    step: Step
+    rank: Rank
+    manifest_bytes: ManifestSize
+    shard_bytes: ShardSize
+    world: WorldStep
+
+
+class GetShard(msgspec.Struct, frozen=True, tag="get"):
+    """Send a rank's shard from whatever tier has it."""
+
+    job: JobName
+    generation: int
+    step: Step
+    rank: Rank
+
+
+PeerRequest: TypeAlias = Ping | WorldStep | RankSteps | PutShard | GetShard
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    SEND = "send"  # the put may begin
+    HAVE = "have"  # a verified copy is there already
+    BUSY = "busy"  # no replica slot may be overwritten yet; try again
+    STALE = "stale"  # of a generation that no longer counts here
+    CORRUPT = "corrupt"  # the bytes did not match the manifest
+    MISSING = "missing"  # no such shard here
+    ERROR = "error"
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The answer to a request. Sizes and tier are set when a shard follows."""
+
+    verdict: Verdict
+    message: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    manifest_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_MANIFEST_BYTES)] = 0
+    shard_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    tier: Tier | None = None

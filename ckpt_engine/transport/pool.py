@@ -1,0 +1,67 @@
+"""Connections for shards, kept open between transfers: a few per peer."""
+
+from __future__ import annotations
+
+import select
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ckpt_engine.transport.tcp import Connection
+
+Dial = Callable[[str], Connection]  # by host id; raises Unreachable or Unauthorized
+
+
+class ConnectionPool:
+    """Lends connections by host. One that was used without an error is kept for the next, up to a bound per peer."""
+
+    def __init__(self, dial: Dial, *, connections_per_peer: int) -> None:
+        self._dial = dial
+        self._connections_per_peer = connections_per_peer
+        self._idle: dict[str, list[Connection]] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def connection(self, host_id: str) -> Iterator[Connection]:
+        """A connection to the engine of `host_id`, for the body of the with statement."""
+        connection = self._take(host_id) or self._dial(host_id)
+        kept = False
+        try:
+            yield connection
+            kept = self._keep(host_id, connection)
+        finally:
+            if not kept:
+                connection.close()
+
+    def close(self) -> None:
+        """Close what is idle; what is lent is closed by its users."""
+        with self._lock:
+            idle = [connection for connections in self._idle.values() for connection in connections]
+            self._idle.clear()
+            self._connections_per_peer = 0
+        for connection in idle:
+            connection.close()
+
+    def _take(self, host_id: str) -> Connection | None:
+        while True:
+            with self._lock:
+                idle = self._idle.get(host_id)
+                connection = idle.pop() if idle else None
+            if connection is None or not _is_spent(connection):
+                return connection
+            connection.close()
+
+    def _keep(self, host_id: str, connection: Connection) -> bool:
+        with self._lock:
+            idle = self._idle.setdefault(host_id, [])
+            if len(idle) >= self._connections_per_peer:
+                return False
+            idle.append(connection)
+            return True
+
+
+def _is_spent(connection: Connection) -> bool:
+    # Between transfers nothing is to be read; if something is, it is the end of the connection.
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN | select.POLLHUP | select.POLLERR)
+    return bool(poll.poll(0))
