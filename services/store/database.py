@@ -1,0 +1,175 @@
+"""Connections and transactions, the same for SQLite (one machine) and MySQL or MariaDB (several).
+
+Reads are consistent snapshots. Writes on SQLite are BEGIN IMMEDIATE, one at a time; on MySQL they are READ COMMITTED
+and lock the rows that they change. Every failure of the database comes out as a FlyballError with a next step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from flyball.contracts.errors import ConfigurationError, Unreachable
+from services.store.failures import is_deadlock, translate
+
+T = TypeVar("T")
+
+BUSY_TIMEOUT_S = 10.0  # the longest that a transaction waits for another one's lock
+CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 20.0  # the longest wait for one answer of a MySQL server; longer than a lock wait
+MAX_ATTEMPTS = 5  # of a transaction that the server gave up in a deadlock
+
+_DRIVERS = {"sqlite": "sqlite+pysqlite", "mysql": "mysql+pymysql", "mariadb": "mariadb+pymysql"}
+
+
+class Database:
+    """One database. Thread-safe; a process needs one of these for each URL."""
+
+    def __init__(self, url: str) -> None:
+        """`url`: `sqlite:////var/lib/flyball/flyball.sqlite` or `mysql://user:password@host:3306/name`.
+
+        Nothing is opened yet. Raises ConfigurationError for a URL that cannot mean a database of ours.
+        """
+        self.url = _parse(url)
+        self.name = self.url.render_as_string(hide_password=True)
+        self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        # SQLite's own lock is a poll with growing pauses; within a process a mutex hands over at once.
+        self._writers = threading.Lock() if self.is_sqlite else None
+        if self.is_sqlite:
+            self._reader, self._writer = _sqlite_engines(self.url)
+        else:
+            self._reader = _mysql_engine(self.url, isolation_level="REPEATABLE READ")
+            self._writer = _mysql_engine(self.url, isolation_level="READ COMMITTED")
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A transaction in which all reads see the same state."""
+        with self._translated(), self._reader.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction that commits at the end of the block, and stores nothing if it raises."""
+        if self._writers is None:
+            with self._translated(), self._writer.begin() as connection:
+                yield connection
+            return
+        if not self._writers.acquire(timeout=BUSY_TIMEOUT_S):
+            raise Unreachable(
+                f"The database {self.name} was busy for {BUSY_TIMEOUT_S:.0f} s.", hint="look for what holds it"
+            )
+        try:
+            with self._translated(), self._writer.begin() as connection:
+                yield connection
+        finally:
+            self._writers.release()
+
+    def transact(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` in a write transaction; again, from its beginning, if the server ended it in a deadlock."""
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                with self.write() as connection:
+                    return work(connection)
+            except Unreachable as error:
+                if attempt == MAX_ATTEMPTS or not is_deadlock(error.__cause__):
+                    raise
+        raise AssertionError("the loop returns or raises")
+
+    def close(self) -> None:
+        """Give all connections back."""
+        self._reader.dispose()
+        self._writer.dispose()
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except DBAPIError as error:
+            translated = translate(error, self.name)
+            if translated is None:
+                raise
+            raise translated from error
+        except PoolTimeout as error:
+            raise Unreachable(
+                f"All connections to {self.name} are in use.", hint="the database is slow or overloaded; look at it"
+            ) from error
+
+
+def migrate(db: Database) -> None:
+    """Bring the schema up to this release. Safe when several processes do it at once.
+
+    Raises StateVersionMismatch if a newer release has been here.
+    """
+    from services.store.migrations.runner import upgrade  # alembic is slow to import, and only needed at the start
+
+    upgrade(db)
+
+
+def _parse(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+        backend = parsed.get_backend_name()
+        if backend not in _DRIVERS:
+            raise NoSuchModuleError(backend)
+    except (ArgumentError, NoSuchModuleError) as error:
+        raise ConfigurationError(
+            "The database URL is none that Flyball can use.",
+            hint="use sqlite:////absolute/path/flyball.sqlite or mysql://user:password@host:3306/flyball",
+        ) from error
+    if not parsed.database or (backend == "sqlite" and parsed.database == ":memory:"):
+        raise ConfigurationError(
+            "The database URL names no database.", hint="add a file path (SQLite) or a database name (MySQL)"
+        )
+    return parsed.set(drivername=_DRIVERS[backend])
+
+
+def _sqlite_engines(url: URL) -> tuple[Engine, Engine]:
+    def connected(pragmas: tuple[str, ...]) -> Callable[[Any, object], None]:
+        def set_up(connection: Any, _record: object) -> None:  # noqa: ANN401 - a DBAPI connection has no type
+            connection.isolation_level = None  # the driver would begin transactions by itself, and not IMMEDIATE
+            for pragma in pragmas:
+                connection.execute(f"PRAGMA {pragma}").fetchall()
+
+        return set_up
+
+    def begin(statement: str) -> Callable[[Connection], None]:
+        def emit(connection: Connection) -> None:
+            connection.exec_driver_sql(statement)
+
+        return emit
+
+    common = (f"busy_timeout={int(BUSY_TIMEOUT_S * 1000)}", "foreign_keys=ON")
+    writer = create_engine(url, pool_size=1, max_overflow=0, pool_timeout=BUSY_TIMEOUT_S)
+    # FULL: a commit that a power cut takes back would give out the same epoch, and the same action number, twice.
+    event.listen(writer, "connect", connected((*common, "journal_mode=WAL", "synchronous=FULL")))
+    event.listen(writer, "begin", begin("BEGIN IMMEDIATE"))
+    reader = create_engine(url, pool_size=4, max_overflow=12, pool_timeout=BUSY_TIMEOUT_S)
+    event.listen(reader, "connect", connected((*common, "query_only=ON")))
+    event.listen(reader, "begin", begin("BEGIN"))
+    return reader, writer
+
+
+def _mysql_engine(url: URL, *, isolation_level: str) -> Engine:
+    return create_engine(
+        url,
+        isolation_level=isolation_level,
+        pool_pre_ping=True,
+        pool_recycle=1800,
+        pool_size=4,
+        max_overflow=12,
+        pool_timeout=BUSY_TIMEOUT_S,
+        connect_args={
+            "charset": "utf8mb4",
+            "connect_timeout": int(CONNECT_TIMEOUT_S),
+            "read_timeout": ANSWER_TIMEOUT_S,
+            "write_timeout": ANSWER_TIMEOUT_S,
+            "init_command": "SET SESSION sql_mode='STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION', "
+            f"innodb_lock_wait_timeout={int(BUSY_TIMEOUT_S)}",
+        },
+    )

@@ -1,0 +1,294 @@
+"""The tables. Whole contract values are kept as JSON documents; columns are what is searched or changed by itself.
+
+The schema is made by `migrations`; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+from sqlalchemy.dialects.mysql import LONGTEXT
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+MYSQL_OPTIONS = {
+    f"{dialect}_{option}": value
+    for dialect in ("mysql", "mariadb")
+    for option, value in (("engine", "InnoDB"), ("charset", "utf8mb4"), ("collate", "utf8mb4_bin"))
+}
+
+Name = String(64)  # a job, a host, an incarnation
+Word = String(32)  # a member of one of our enums
+Number = BigInteger().with_variant(Integer(), "sqlite")  # SQLite counts up, and needs no second index, for INTEGER
+Seconds = Double()  # wall clock
+Document = Text().with_variant(LONGTEXT(), "mysql", "mariadb")  # JSON of a contract type
+
+
+def _table(name: str, *parts: Column[object] | UniqueConstraint | Index) -> Table:
+    return Table(name, metadata, *parts, **MYSQL_OPTIONS)
+
+
+def _job() -> Column[object]:
+    return Column("job", Name, nullable=False)
+
+
+# --- the controller's lease and position ------------------------------------------------------------------------------
+
+lease = _table(
+    "lease",
+    Column("name", Word, primary_key=True),
+    Column("holder", String(200), nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("expires_at", Seconds, nullable=False),  # on the database's clock
+)
+
+cursors = _table(
+    "cursors",
+    Column("name", Word, primary_key=True),
+    Column("stream", Name, nullable=False),
+    Column("position", BigInteger, nullable=False),
+)
+
+# --- what was observed ------------------------------------------------------------------------------------------------
+
+signals = _table(
+    "signals",
+    Column("number", Number, primary_key=True),
+    Column("source", String(128), nullable=False),
+    Column("incarnation", Name, nullable=False),
+    Column("seq", BigInteger, nullable=False),
+    Column("kind", Word, nullable=False),
+    _job(),
+    Column("generation", Integer, nullable=False),
+    Column("host_id", String(128), nullable=False),  # whom it is about
+    Column("observed_at", Seconds, nullable=False),
+    Column("stored_at", Seconds, nullable=False),
+    Column("document", Document, nullable=False),
+    UniqueConstraint("source", "incarnation", "seq"),
+    Index(None, "job", "generation"),
+    Index(None, "host_id"),
+)
+
+watermarks = _table(
+    "watermarks",  # every signal of an incarnation up to seq is stored
+    Column("incarnation", Name, primary_key=True),
+    Column("seq", BigInteger, nullable=False),
+)
+
+hosts = _table(
+    "hosts",
+    Column("host_id", Name, primary_key=True),
+    Column("state", Word, nullable=False),
+    Column("since", Seconds, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("preempt_deadline_at", Seconds, nullable=False),
+    Column("joined_at", Seconds, nullable=False),
+    Column("address", String(128), nullable=False),
+    Column("failure_domain", String(128), nullable=False),
+    Column("engine_address", String(160), nullable=False),
+    Column("free_port", Integer, nullable=False),
+    Column("daemon_version", Name, nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("incarnation", Name, nullable=False),
+    Column("sent_at", Seconds, nullable=False),  # of the newest report, on the host's clock
+    Column("last_report_at", Seconds, nullable=False),  # on the supervisor's
+    Column("interval_s", Seconds, nullable=False),
+    Column("engine", Document, nullable=False),
+    Column("copies", Document, nullable=False),  # every verified copy on it
+)
+
+ranks = _table(
+    "ranks",
+    Column("job", Name, primary_key=True),
+    Column("generation", Integer, primary_key=True, autoincrement=False),
+    Column("rank", Integer, primary_key=True, autoincrement=False),
+    Column("host_id", Name, nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("step", BigInteger, nullable=False),
+    Column("phase", Integer, nullable=False),
+    Column("reported_at", Seconds, nullable=False),
+    Column("exited_at", Seconds, nullable=False),
+    Column("exited", Document),
+    Column("marks", Document),
+    Column("restored_at", Seconds, nullable=False),
+    Column("restored", Document),
+)
+
+persistent_copies = _table(
+    "persistent_copies",  # no host owns them, and the loss of the one that wrote them does not matter
+    Column("job", Name, primary_key=True),
+    Column("generation", Integer, primary_key=True, autoincrement=False),
+    Column("step", BigInteger, primary_key=True, autoincrement=False),
+    Column("rank", Integer, primary_key=True, autoincrement=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("digest", Name, nullable=False),
+)
+
+# --- what was asked for and decided -----------------------------------------------------------------------------------
+
+jobs = _table(
+    "jobs",
+    Column("job", Name, primary_key=True),
+    Column("spec", Document, nullable=False),
+    Column("state", Word, nullable=False, index=True),
+    Column("message", Text, nullable=False),
+    Column("submitted_at", Seconds, nullable=False),
+    Column("ended_at", Seconds, nullable=False),
+    Column("stop_requested", Boolean, nullable=False),
+    Column("newest_step", BigInteger, nullable=False),
+)
+
+job_failures = _table(
+    "job_failures",
+    Column("number", Number, primary_key=True),
+    Column("job", Name, ForeignKey("jobs.job"), nullable=False, index=True),
+    Column("generation", Integer, nullable=False),
+    Column("cause", Name, nullable=False),
+    Column("error_kind", Text, nullable=False),
+    Column("error_message", Text, nullable=False),
+    Column("step", BigInteger, nullable=False),
+)
+
+generations = _table(
+    "generations",
+    Column("job", Name, ForeignKey("jobs.job"), primary_key=True),
+    Column("generation", Integer, primary_key=True, autoincrement=False),
+    Column("decision", BigInteger, nullable=False),  # the number of the one that granted it
+    Column("plan", Document, nullable=False),
+    Column("granted_at", Seconds, nullable=False),
+    Column("started_at", Seconds, nullable=False),  # 0.0: the start commands are not written yet
+    Column("restore_step", BigInteger),
+    Column("lineage", Document),
+    Column("placement", Document),
+)
+
+incidents = _table(
+    "incidents",
+    Column("number", Number, primary_key=True, autoincrement=False),
+    _job(),
+    Column("state", Word, nullable=False),
+    Column("closed", Boolean, nullable=False, index=True),
+    Column("decided_at", Seconds, nullable=False),  # first decision; 0.0: none yet
+    Column("document", Document, nullable=False),
+    Index(None, "job"),
+)
+
+incident_changes = _table(
+    "incident_changes",
+    Column("number", Number, primary_key=True),
+    Column("incident", Number, ForeignKey("incidents.number"), nullable=False, index=True),
+    Column("at", Seconds, nullable=False),
+    Column("state", Word, nullable=False),
+    Column("cause", Name, nullable=False),
+    Column("message", Text, nullable=False),
+)
+
+decisions = _table(
+    "decisions",
+    Column("number", Number, primary_key=True, autoincrement=False),
+    Column("incident", BigInteger, index=True),
+    _job(),
+    Column("kind", Word, nullable=False),
+    Column("at", Seconds, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("document", Document, nullable=False),
+    Index(None, "job"),
+)
+
+# --- how it is carried out --------------------------------------------------------------------------------------------
+
+actions = _table(
+    "actions",
+    Column("number", Number, ForeignKey("decisions.number"), primary_key=True, autoincrement=False),
+    Column("incident", BigInteger, index=True),
+    _job(),
+    Column("plan", Document, nullable=False),
+    Column("state", Word, nullable=False),
+    Column("ended", Boolean, nullable=False, index=True),
+    Column("phase", Word, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("version", Integer, nullable=False),  # compare-and-set
+    Column("message", Text, nullable=False),
+    Column("started_at", Seconds, nullable=False),
+    Column("ended_at", Seconds, nullable=False),
+)
+
+action_changes = _table(
+    "action_changes",
+    Column("number", Number, primary_key=True),
+    Column("action", Number, ForeignKey("actions.number"), nullable=False, index=True),
+    Column("at", Seconds, nullable=False),
+    Column("phase", Word, nullable=False),
+    Column("state", Word, nullable=False),
+    Column("message", Text, nullable=False),
+)
+
+commands = _table(
+    "commands",  # the outbox
+    Column("number", Number, primary_key=True),
+    Column("command_id", String(190), nullable=False),
+    Column("action", Number, ForeignKey("actions.number"), nullable=False, index=True),
+    Column("phase", Word, nullable=False),
+    Column("host_id", Name, nullable=False),
+    Column("document", Document, nullable=False),
+    Column("created_at", Seconds, nullable=False),
+    Column("dispatched_at", Seconds, nullable=False),  # the newest time; 0.0: never
+    Column("is_open", Boolean, nullable=False),  # not finally answered, and its action has not ended
+    Column("progress", Integer, nullable=False),  # 0 nothing, 1 acknowledged, 2 finally answered
+    Column("answered_at", Seconds, nullable=False),
+    Column("answer", Document),
+    UniqueConstraint("command_id"),
+    Index(None, "host_id", "is_open"),
+)
+
+# --- the logs ---------------------------------------------------------------------------------------------------------
+
+log_head = _table(
+    "log_head",  # one row; its lock puts the writers of the log in order
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("last_event", BigInteger, nullable=False),
+    Column("revision", BigInteger, nullable=False),  # grows with everything that a view may show
+)
+
+events = _table(
+    "events",
+    Column("number", Number, primary_key=True, autoincrement=False),
+    Column("at", Seconds, nullable=False),
+    Column("kind", Word, nullable=False),
+    _job(),
+    Column("document", Document, nullable=False),
+    Index(None, "job"),
+)
+
+bus_streams = _table(
+    "bus_streams",
+    Column("name", Word, primary_key=True),
+    Column("stream", Name, nullable=False),
+    Column("head", BigInteger, nullable=False),  # position of the newest message
+    Column("tail", BigInteger, nullable=False),  # messages up to here are gone
+)
+
+bus_messages = _table(
+    "bus_messages",
+    Column("position", Number, primary_key=True, autoincrement=False),
+    Column("document", Document, nullable=False),
+)
