@@ -1,0 +1,298 @@
+"""The control segment: the mutable words of one rank's slots, apart from the bytes that they speak of.
+
+Every word is 8 bytes and has one writer, so that no lock is needed and none can be left behind by a killed process:
+
+- slot words: whoever fills the slot (the trainer; the engine for a fetched shard or a replica), except `committed`
+- `committed` and the manifest: whoever commits (the engine; a trainer without one)
+- world and restore words: the engine (a trainer without one)
+- trainer words: the trainer
+
+A slot's state is never stored but follows from its sequence numbers: a write begins by raising `written`, is whole
+when `captured` equals it, and verified when `committed` does. A late committer of overwritten bytes changes nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+
+import xxhash
+
+from ckpt_engine import segment_files
+from ckpt_engine.manifest import MAX_MANIFEST_BYTES
+from ckpt_engine.slot_rules import SlotState, SlotView
+from flyball.contracts.checkpoints import Tier
+from flyball.contracts.errors import StateVersionMismatch
+
+LAYOUT_VERSION = 1
+SLOTS = 2
+
+_MAGIC = int.from_bytes(b"FLYBSLOT", "little")
+_HEADER_BYTES = 8192  # the words, and one text; the manifests follow
+CONTROL_BYTES = _HEADER_BYTES + SLOTS * MAX_MANIFEST_BYTES  # manifests are holes until they are written
+
+# Word numbers. Slot words repeat every _SLOT_STRIDE words.
+_SLOT, _SLOT_STRIDE = 16, 16
+_WRITTEN, _CAPTURED, _COMMITTED, _DROPPED, _GENERATION, _STEP, _PAYLOAD_BYTES = range(7)
+_MANIFEST_BYTES, _MANIFEST_HASH_LOW, _MANIFEST_HASH_HIGH = range(7, 10)
+_FENCE_EPOCH, _FENCE_GENERATION = 64, 65
+_WORLD_GENERATION, _WORLD_STEP = 66, 67
+_EMERGENCY_GENERATION, _EMERGENCY_STEP = 68, 69
+_ABANDONED_COUNT, _ABANDONED, _ABANDONED_ENTRIES = 70, 71, 16
+_RESTORE_GENERATION, _RESTORE_STATE, _RESTORE_STEP, _RESTORE_SLOT = 96, 97, 98, 99
+_RESTORE_TIER, _RESTORE_SOCKET_BYTES, _RESTORE_TEXT_BYTES = 100, 101, 102
+_TRAINER_GENERATION, _POSITION, _PARK = 128, 129, 130
+_TEXT_OFFSET, _MAX_TEXT_BYTES = 4096, 2048
+
+_SETTLE_S = 0.001  # longer than any store waits in a processor's store buffer
+
+
+class RestoreState(IntEnum):
+    PENDING = 0
+    READY = 1
+    FAILED = 2
+
+
+class ParkState(IntEnum):
+    RUNNING = 0
+    PARKED = 1  # the trainer saved the emergency step and waits
+    RELEASED = 2  # the engine lets it train on
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What the engine says of the world. Steps are of `generation`; -1 means none."""
+
+    fence_epoch: int
+    fence_generation: int
+    generation: int
+    step: int  # newest step committed, and replicated where configured, on all ranks
+    abandoned: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreWords:
+    """How far the engine is with bringing the restore step into a local slot."""
+
+    generation: int
+    state: RestoreState
+    step: int
+    slot: int
+    tier: Tier
+    socket_bytes: int
+    error: str
+
+
+_TIERS = tuple(Tier)
+
+
+class ControlSegment:
+    """The words of one rank, mapped. Open it through `slots.RankSegments`."""
+
+    def __init__(self, path: str, *, create: bool) -> None:
+        self.path = path
+        try:
+            self._descriptor = segment_files.open_private(path)
+        except FileNotFoundError:
+            if not create:
+                raise
+            self._descriptor = segment_files.publish(
+                path, CONTROL_BYTES, _initial_words(), reserve_bytes=_HEADER_BYTES, replace=False
+            )
+        if os.fstat(self._descriptor).st_size != CONTROL_BYTES:
+            os.close(self._descriptor)
+            raise _other_version(path)
+        self._mapping = mmap.mmap(self._descriptor, _HEADER_BYTES)
+        self._words = memoryview(self._mapping).cast("q")
+        if self._words[0] != _MAGIC or self._words[1] != LAYOUT_VERSION:
+            self.close()
+            raise _other_version(path)
+
+    # --- slots ---
+
+    def slot(self, index: int) -> SlotView:
+        words = self._words[_SLOT + index * _SLOT_STRIDE : _SLOT + (index + 1) * _SLOT_STRIDE].tolist()
+        written = words[_WRITTEN]
+        if words[_DROPPED] == written:  # also 0 == 0: never written
+            return SlotView(index, SlotState.EMPTY, -1, -1, 0, written)
+        state = SlotState.WRITING
+        if words[_CAPTURED] == written:
+            state = SlotState.COMMITTED if words[_COMMITTED] == written else SlotState.CAPTURED
+        return SlotView(index, state, words[_GENERATION], words[_STEP], words[_PAYLOAD_BYTES], written)
+
+    def begin_write(self, index: int, generation: int, step: int, payload_bytes: int) -> None:
+        base = _SLOT + index * _SLOT_STRIDE
+        self._words[base + _WRITTEN] += 1  # first: from here on the old bytes do not count
+        self._words[base + _GENERATION] = generation
+        self._words[base + _STEP] = step
+        self._words[base + _PAYLOAD_BYTES] = payload_bytes
+
+    def mark_captured(self, index: int) -> None:
+        base = _SLOT + index * _SLOT_STRIDE
+        self._words[base + _CAPTURED] = self._words[base + _WRITTEN]
+
+    def drop(self, index: int) -> None:
+        """The slot is empty: its write was given up, or its bytes turned out to be bad."""
+        base = _SLOT + index * _SLOT_STRIDE
+        self._words[base + _DROPPED] = self._words[base + _WRITTEN]
+
+    def commit(self, index: int, sequence: int, manifest: bytes) -> None:
+        """Store the manifest of the bytes that were captured as `sequence`, then the word that makes it count."""
+        base = _SLOT + index * _SLOT_STRIDE
+        digest = xxhash.xxh3_128_digest(manifest)
+        self._words[base + _COMMITTED] = 0  # a manifest that is being replaced belongs to nothing
+        segment_files.write_at(self._descriptor, manifest, _HEADER_BYTES + index * MAX_MANIFEST_BYTES)
+        self._words[base + _MANIFEST_BYTES] = len(manifest)
+        self._words[base + _MANIFEST_HASH_LOW] = int.from_bytes(digest[:8], "little", signed=True)
+        self._words[base + _MANIFEST_HASH_HIGH] = int.from_bytes(digest[8:], "little", signed=True)
+        self._words[base + _COMMITTED] = sequence
+
+    def manifest(self, index: int) -> bytes | None:
+        """The stored manifest of a committed slot; None if the slot is not committed or the manifest is torn."""
+        if self.slot(index).state is not SlotState.COMMITTED:
+            return None
+        base = _SLOT + index * _SLOT_STRIDE
+        size_bytes = self._words[base + _MANIFEST_BYTES]
+        if not 0 < size_bytes <= MAX_MANIFEST_BYTES:
+            return None
+        data = os.pread(self._descriptor, size_bytes, _HEADER_BYTES + index * MAX_MANIFEST_BYTES)
+        expected = b"".join(
+            self._words[base + word].to_bytes(8, "little", signed=True)
+            for word in (_MANIFEST_HASH_LOW, _MANIFEST_HASH_HIGH)
+        )
+        return data if xxhash.xxh3_128_digest(data) == expected else None
+
+    # --- the engine's words ---
+
+    def read_world(self) -> World:
+        words = self._words
+        generation = words[_WORLD_GENERATION]  # before the step: a step may only be taken for an older one
+        count = words[_ABANDONED_COUNT]
+        newest = words[_ABANDONED : _ABANDONED + min(count, _ABANDONED_ENTRIES)].tolist()
+        return World(
+            fence_epoch=words[_FENCE_EPOCH],
+            fence_generation=words[_FENCE_GENERATION],
+            generation=generation,
+            step=words[_WORLD_STEP],
+            abandoned=frozenset(newest),
+        )
+
+    def write_fence(self, epoch: int, generation: int) -> None:
+        """Trainers of an older generation save nothing more."""
+        self._words[_FENCE_EPOCH] = epoch
+        self._words[_FENCE_GENERATION] = generation
+
+    def begin_world(self, generation: int, step: int) -> None:
+        """A generation begins at its restore step (-1: from scratch); nothing of the one before counts."""
+        words = self._words
+        words[_WORLD_STEP] = -1
+        words[_ABANDONED_COUNT] = 0
+        words[_EMERGENCY_STEP] = -1
+        words[_PARK] = ParkState.RUNNING
+        words[_WORLD_GENERATION] = generation
+        words[_WORLD_STEP] = step
+
+    def advance_world(self, step: int) -> None:
+        """All ranks have `step`. Never goes back."""
+        self._words[_WORLD_STEP] = max(step, self._words[_WORLD_STEP])
+
+    def abandon(self, step: int) -> None:
+        """Some rank will never have `step` of this generation; the newest few are remembered."""
+        count = self._words[_ABANDONED_COUNT]
+        self._words[_ABANDONED + count % _ABANDONED_ENTRIES] = step
+        self._words[_ABANDONED_COUNT] = count + 1
+
+    def arm(self, generation: int, step: int) -> int:
+        """Ask the trainer of `generation` to save and park at `step`; returns its position (-1: none yet).
+
+        If the position is `step` or more, it came too late: `disarm`. The trainer writes its position before it looks
+        here, and this looks at the position after having written, so that at least one of the two sees the other.
+        """
+        self._words[_EMERGENCY_STEP] = -1
+        self._words[_EMERGENCY_GENERATION] = generation
+        self._words[_EMERGENCY_STEP] = step
+        time.sleep(_SETTLE_S)  # until the stores of both sides, in whatever order they were done, are visible
+        return self.position(generation)
+
+    def disarm(self) -> None:
+        self._words[_EMERGENCY_STEP] = -1
+
+    def position(self, generation: int) -> int:
+        """Newest step whose save the trainer of `generation` began, -1 if none."""
+        return self._words[_POSITION] if self._words[_TRAINER_GENERATION] == generation else -1
+
+    def write_restore(self, words: RestoreWords) -> None:
+        text = words.error.encode()[:_MAX_TEXT_BYTES]
+        self._words[_RESTORE_STATE] = RestoreState.PENDING
+        self._words[_RESTORE_GENERATION] = words.generation
+        self._words[_RESTORE_STEP] = words.step
+        self._words[_RESTORE_SLOT] = words.slot
+        self._words[_RESTORE_TIER] = _TIERS.index(words.tier)
+        self._words[_RESTORE_SOCKET_BYTES] = words.socket_bytes
+        self._words[_RESTORE_TEXT_BYTES] = len(text)
+        self._mapping[_TEXT_OFFSET : _TEXT_OFFSET + len(text)] = text
+        self._words[_RESTORE_STATE] = words.state  # last: what a reader sees with it is complete
+
+    def read_restore(self) -> RestoreWords:
+        words = self._words
+        state = RestoreState(words[_RESTORE_STATE])
+        text = self._mapping[_TEXT_OFFSET : _TEXT_OFFSET + min(words[_RESTORE_TEXT_BYTES], _MAX_TEXT_BYTES)]
+        return RestoreWords(
+            generation=words[_RESTORE_GENERATION],
+            state=state,
+            step=words[_RESTORE_STEP],
+            slot=words[_RESTORE_SLOT],
+            tier=_TIERS[words[_RESTORE_TIER]],
+            socket_bytes=words[_RESTORE_SOCKET_BYTES],
+            error=text.decode(errors="replace"),
+        )
+
+    # --- the trainer's words ---
+
+    def attach_trainer(self, generation: int) -> None:
+        """A trainer of `generation` begins; it has saved nothing."""
+        self._words[_POSITION] = -1
+        self._words[_TRAINER_GENERATION] = generation
+
+    def write_position(self, step: int) -> None:
+        """The save of `step` begins. Call before `emergency_step`."""
+        self._words[_POSITION] = step
+
+    def emergency_step(self, generation: int) -> int:
+        """The step at which to save and park, -1 if none was named for this generation."""
+        return self._words[_EMERGENCY_STEP] if self._words[_EMERGENCY_GENERATION] == generation else -1
+
+    @property
+    def park(self) -> ParkState:
+        return ParkState(self._words[_PARK])
+
+    @park.setter
+    def park(self, state: ParkState) -> None:
+        self._words[_PARK] = state
+
+    def close(self) -> None:
+        self._words.release()
+        self._mapping.close()
+        os.close(self._descriptor)
+
+
+def _initial_words() -> bytes:
+    words = memoryview(bytearray(_HEADER_BYTES)).cast("q")
+    words[0] = _MAGIC
+    words[1] = LAYOUT_VERSION
+    for word in (
+        *(_FENCE_GENERATION, _WORLD_GENERATION, _WORLD_STEP, _EMERGENCY_GENERATION, _EMERGENCY_STEP),
+        *(_RESTORE_GENERATION, _RESTORE_STEP, _RESTORE_SLOT, _TRAINER_GENERATION, _POSITION),
+    ):
+        words[word] = -1
+    return words.tobytes()
+
+
+def _other_version(path: str) -> StateVersionMismatch:
+    return StateVersionMismatch(
+        f"{path} is not a control segment of layout version {LAYOUT_VERSION}.",
+        hint="end the job that uses it, then remove it, or run the release of Flyball that made it",
+    )

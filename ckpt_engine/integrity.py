@@ -1,0 +1,52 @@
+"""Checksums: xxh3-128 per chunk. xxhash releases the GIL for large buffers, and nothing is copied to be hashed."""
+
+from __future__ import annotations
+
+import xxhash
+
+from flyball.contracts.errors import CorruptShard
+
+DIGEST_BYTES = 16
+DEFAULT_CHUNK_BYTES = 1 << 20
+
+
+def chunk_count(payload_bytes: int, chunk_bytes: int) -> int:
+    return -(-payload_bytes // chunk_bytes)
+
+
+def chunk_digests(payload: memoryview, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> bytes:
+    """The digests of all chunks, one after the other."""
+    return b"".join(
+        xxhash.xxh3_128_digest(payload[start : start + chunk_bytes]) for start in range(0, len(payload), chunk_bytes)
+    )
+
+
+def check_chunk(chunk: memoryview | bytes, index: int, digests: bytes) -> None:
+    """Raise CorruptShard unless `chunk` is chunk `index` of the shard with these digests."""
+    if xxhash.xxh3_128_digest(chunk) != digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
+        raise CorruptShard(
+            f"Chunk {index} ({len(chunk)} bytes) does not match its checksum.",
+            hint="the copy is not used; another tier's copy is tried",
+        )
+
+
+def verify(payload: memoryview, digests: bytes, chunk_bytes: int) -> None:
+    """Raise CorruptShard, naming the first bad chunk, unless every chunk matches."""
+    _check_count(len(payload), digests, chunk_bytes)
+    for index, start in enumerate(range(0, len(payload), chunk_bytes)):
+        check_chunk(payload[start : start + chunk_bytes], index, digests)
+
+
+def copy_verified(source: memoryview, target: memoryview, digests: bytes, chunk_bytes: int) -> None:
+    """Copy chunk by chunk, then check the copy and not the original: what was checked is what is used."""
+    if len(source) != len(target):
+        raise CorruptShard(f"A shard of {len(source)} bytes was to fill {len(target)} bytes.")
+    _check_count(len(source), digests, chunk_bytes)
+    for index, start in enumerate(range(0, len(source), chunk_bytes)):
+        target[start : start + chunk_bytes] = source[start : start + chunk_bytes]
+        check_chunk(target[start : start + chunk_bytes], index, digests)
+
+
+def _check_count(payload_bytes: int, digests: bytes, chunk_bytes: int) -> None:
+    if len(digests) != chunk_count(payload_bytes, chunk_bytes) * DIGEST_BYTES:
+        raise CorruptShard(f"{len(digests)} bytes of checksums do not fit a shard of {payload_bytes} bytes.")

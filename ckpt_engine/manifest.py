@@ -1,0 +1,127 @@
+"""The manifest: what a shard must be, byte for byte. Written last, at every tier. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import xxhash
+
+from ckpt_engine import integrity, shard_format
+from flyball.contracts.errors import CorruptShard
+from flyball.contracts.identity import JobName, Rank, Step
+
+MANIFEST_VERSION = 1
+MAX_MANIFEST_BYTES = 8 << 20
+MAX_CHUNK_BYTES = 64 << 20
+
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One tensor of the shard. `offsets` are (begin, end) in the file; `global_shape` is the tensor's in the whole
+    model, the same as `shape` while ranks hold whole tensors."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[_Size, ...]
+    global_shape: tuple[_Size, ...]
+    offsets: tuple[_Size, _Size]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """One rank's shard of one step."""
+
+    version: int
+    code_version: str
+    job: JobName
+    generation: _Size
+    step: Step
+    rank: Rank
+    world_size: Annotated[int, msgspec.Meta(ge=1)]
+    payload_bytes: _Size
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]
+    chunk_digests: bytes  # DIGEST_BYTES per chunk
+    tensors: tuple[TensorEntry, ...]
+
+
+def describe(
+    payload: memoryview,
+    *,
+    job: str,
+    generation: int,
+    step: int,
+    rank: int,
+    world_size: int,
+    code_version: str,
+    chunk_bytes: int = integrity.DEFAULT_CHUNK_BYTES,
+) -> Manifest:
+    """Hash a captured shard and describe it. Raises CorruptShard if it is not a safetensors file."""
+    header = shard_format.read_header(payload)
+    tensors = tuple(
+        TensorEntry(
+            fqn=name,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            global_shape=tensor.shape,
+            offsets=(header.data_start + tensor.data_offsets[0], header.data_start + tensor.data_offsets[1]),
+        )
+        for name, tensor in header.tensors.items()
+    )
+    return Manifest(
+        version=MANIFEST_VERSION,
+        code_version=code_version,
+        job=job,
+        generation=generation,
+        step=step,
+        rank=rank,
+        world_size=world_size,
+        payload_bytes=len(payload),
+        chunk_bytes=chunk_bytes,
+        chunk_digests=integrity.chunk_digests(payload, chunk_bytes),
+        tensors=tensors,
+    )
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Manifest)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """JSON; chunk digests in base64."""
+    data = _encoder.encode(manifest)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CorruptShard(
+            f"The manifest of rank {manifest.rank}, step {manifest.step} has {len(data)} bytes, the limit is "
+            f"{MAX_MANIFEST_BYTES}.",
+            hint="use larger chunks, or fewer tensors",
+        )
+    return data
+
+
+def decode(data: bytes | memoryview) -> Manifest:
+    """A manifest that can be relied on to be consistent; raises CorruptShard on anything odd."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CorruptShard(f"A manifest of {len(data)} bytes exceeds the limit of {MAX_MANIFEST_BYTES}.")
+    try:
+        manifest = _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise CorruptShard(f"A manifest does not parse: {error}.") from error
+    if manifest.version != MANIFEST_VERSION:
+        raise CorruptShard(
+            f"A manifest has version {manifest.version}, this release reads {MANIFEST_VERSION}.",
+            hint="restore with the release that wrote it",
+        )
+    chunks = integrity.chunk_count(manifest.payload_bytes, manifest.chunk_bytes)
+    if len(manifest.chunk_digests) != chunks * integrity.DIGEST_BYTES:
+        raise CorruptShard(f"A manifest has {len(manifest.chunk_digests)} bytes of checksums for {chunks} chunks.")
+    for tensor in manifest.tensors:
+        begin, end = tensor.offsets
+        if not begin <= end <= manifest.payload_bytes:
+            raise CorruptShard(f"A manifest places tensor {tensor.fqn!r} outside the shard.")
+    return manifest
+
+
+def digest(data: bytes | memoryview) -> str:
+    """The name of a manifest's content: xxh3-128 in hex, as in ShardCopy.digest."""
+    return xxhash.xxh3_128_hexdigest(data)

@@ -1,0 +1,38 @@
+"""What a trainer tells the engine beside it: datagrams on state_dir/notify.sock, JSON, one notice each.
+
+A notice is only a hint that saves the engine from polling: everything it says can be read in the control segment,
+and a lost one delays a commit until the engine's next scan.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from flyball.contracts.identity import JobName, Rank
+
+MAX_NOTICE_BYTES = 4096
+
+
+class Captured(msgspec.Struct, frozen=True, tag="captured"):
+    """A slot holds a whole shard: hash it, commit it, replicate it."""
+
+    job: JobName
+    rank: Rank
+    generation: int
+    step: int
+    slot: int
+
+
+class SaveAborted(msgspec.Struct, frozen=True, tag="save_aborted"):
+    """This rank will never have `step`: the world must not wait for it."""
+
+    job: JobName
+    rank: Rank
+    generation: int
+    step: int
+    message: str
+
+
+Notice: TypeAlias = Captured | SaveAborted

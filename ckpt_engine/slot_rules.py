@@ -1,0 +1,61 @@
+"""When a slot may be overwritten: one rule for own and replica slots, in the trainer and in the engine. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from flyball.contracts.checkpoints import Lineage, is_alive
+
+
+class SlotState(IntEnum):
+    EMPTY = 0
+    WRITING = 1  # torn, if its writer is dead
+    CAPTURED = 2  # whole, not yet hashed
+    COMMITTED = 3  # has a valid manifest
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """A slot at one moment. `generation` and `step` are -1 while it is empty."""
+
+    index: int
+    state: SlotState
+    generation: int
+    step: int
+    payload_bytes: int
+    sequence: int  # grows with every write; the same sequence means the same bytes
+
+
+def may_overwrite(slot: SlotView, world_step: int, lineage: Lineage, abandoned: Collection[int]) -> bool:
+    """Whether no recovery point can need what is in `slot`.
+
+    `world_step` is the newest step known to be committed (and replicated, where configured) on all ranks, -1 if none;
+    `lineage` ends with the running generation; `abandoned` are steps of the running generation that some rank failed to
+    save for good. A slot of a newer generation than the caller's own is never his to overwrite.
+    """
+    running = lineage[-1].generation
+    if slot.state is SlotState.EMPTY:
+        return True
+    if slot.generation > running:
+        return False
+    if slot.state is SlotState.WRITING:
+        return slot.generation < running  # of this generation: its writer is at work
+    if not is_alive(slot.generation, slot.step, lineage):
+        return True
+    return slot.step < world_step or (slot.generation == running and slot.step in abandoned)
+
+
+def choose_slot(
+    slots: Iterable[SlotView], world_step: int, lineage: Lineage, abandoned: Collection[int]
+) -> SlotView | None:
+    """The slot for the next shard: one that holds nothing of use, else the oldest step; None if all are needed."""
+
+    def use(slot: SlotView) -> tuple[bool, int]:
+        whole = slot.state in (SlotState.CAPTURED, SlotState.COMMITTED)
+        useful = whole and is_alive(slot.generation, slot.step, lineage) and slot.step not in abandoned
+        return useful, slot.step
+
+    free = [slot for slot in slots if may_overwrite(slot, world_step, lineage, abandoned)]
+    return min(free, key=use, default=None)
