@@ -1,0 +1,78 @@
+"""What makes a restarted daemon remember which commands it obeyed, and how new the newest leader was."""
+
+from __future__ import annotations
+
+import sqlite3
+from enum import Enum
+
+import msgspec
+
+from flyball.contracts.decisions import Command, CommandUpdate, UpdateState
+from flyball.contracts.identity import Fence
+from host_daemon.database import Database
+
+KEPT_ANSWERS = 500
+
+
+class Admission(Enum):
+    NEW = "new"  # obey it
+    RESUMED = "resumed"  # an earlier daemon began it and was killed before it could answer
+    ANSWERED = "answered"  # send the stored answer again
+    STALE = "stale"  # a newer fence was obeyed; refuse
+
+
+class CommandJournal:
+    """Fences and answers, stored before anything is done or said."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def admit(self, command: Command, job: str) -> tuple[Admission, CommandUpdate | None]:
+        """Decide about a command and remember it and its fence; also returns the newest stored answer, if any.
+
+        Raises StorageFull when it cannot be remembered; then it must not be obeyed.
+        """
+        fence = command.fence
+
+        def work(connection: sqlite3.Connection) -> tuple[Admission, CommandUpdate | None]:
+            row = connection.execute(
+                "SELECT answer FROM commands WHERE command_id = ?", (command.command_id,)
+            ).fetchone()
+            answer = msgspec.json.decode(row[0], type=CommandUpdate) if row and row[0] else None
+            if answer is not None and answer.state is not UpdateState.ACKNOWLEDGED:
+                return Admission.ANSWERED, answer
+            highest = connection.execute("SELECT epoch, generation FROM fences WHERE job = ?", (job,)).fetchone()
+            if highest is not None and fence < Fence(*highest):
+                return Admission.STALE, answer
+            connection.execute(
+                "INSERT INTO fences (job, epoch, generation) VALUES (?, ?, ?)"
+                " ON CONFLICT (job) DO UPDATE SET epoch = excluded.epoch, generation = excluded.generation",
+                (job, fence.epoch, fence.generation),
+            )
+            if row:
+                return Admission.RESUMED, answer
+            connection.execute("INSERT INTO commands (command_id, job) VALUES (?, ?)", (command.command_id, job))
+            connection.execute(
+                "DELETE FROM commands WHERE number <= (SELECT max(number) FROM commands) - ?", (KEPT_ANSWERS,)
+            )
+            return Admission.NEW, None
+
+        return await self._database.run(work)
+
+    async def store(self, update: CommandUpdate, job: str) -> None:
+        """Keep the answer to a command, so that a repeat of the command gets the same one."""
+        blob = msgspec.json.encode(update)
+        await self._database.run(
+            lambda c: c.execute(
+                "INSERT INTO commands (command_id, job, answer) VALUES (?, ?, ?)"
+                " ON CONFLICT (command_id) DO UPDATE SET answer = excluded.answer",
+                (update.command_id, job, blob),
+            )
+        )
+
+    async def fence(self, job: str) -> Fence | None:
+        """The highest fence obeyed for a job."""
+        row = await self._database.run(
+            lambda c: c.execute("SELECT epoch, generation FROM fences WHERE job = ?", (job,)).fetchone()
+        )
+        return Fence(*row) if row else None

@@ -1,0 +1,134 @@
+"""The spool: signals that the controller has not yet committed. Each is stored before it is first sent."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import msgspec
+import structlog
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.errors import StorageFull
+from flyball.contracts.signals import Signal, SignalBody
+from host_daemon.database import Database
+
+MAX_SIGNALS = 10_000
+MAX_IN_MEMORY = 1_000  # signals that found the disk full
+BATCH = 200  # signals in one report
+RESEND_AFTER_S = 1.0
+
+Work = Callable[[sqlite3.Connection], object]
+
+_log = structlog.get_logger(__name__)
+
+
+class Outbox:
+    """Numbers signals, keeps them on disk, and says which are due to be sent.
+
+    A signal leaves the spool when a reply says that its (incarnation, seq) is committed. Those of earlier incarnations
+    of this daemon keep their numbers. When the spool is full new signals are refused, so that the numbers of one
+    incarnation have no gap and the oldest, which tell the cause, stay.
+    """
+
+    def __init__(self, database: Database, clock: Clock, *, source: str, incarnation: str) -> None:
+        self._database = database
+        self._clock = clock
+        self._source = source
+        self._incarnation = incarnation
+        self._next_seq = 1
+        self._pending: dict[tuple[str, int], Signal] = {}
+        self._sent_at: dict[tuple[str, int], float] = {}
+        self._unstored: deque[Signal] = deque()
+        self._refused = 0
+        self._lock = asyncio.Lock()  # signals are stored in the order of their numbers
+
+    async def load(self) -> int:
+        """Take over what earlier incarnations left; returns how many."""
+        rows = await self._database.run(
+            lambda c: c.execute("SELECT signal FROM signals ORDER BY rowid LIMIT ?", (MAX_SIGNALS,)).fetchall()
+        )
+        for (blob,) in rows:
+            signal = msgspec.json.decode(blob, type=Signal)
+            self._pending[signal.incarnation, signal.seq] = signal
+        return len(rows)
+
+    async def put(self, body: SignalBody, *, also: Work | None = None) -> None:
+        """Number a signal and store it, together with `also` in one transaction.
+
+        With a full disk it is kept in memory and stored when there is room.
+        """
+        if len(self._pending) >= MAX_SIGNALS or len(self._unstored) >= MAX_IN_MEMORY:
+            self._refused += 1
+            _log.error("signal_refused", kind=type(body).__name__, refused=self._refused, why="the spool is full")
+            return
+        signal = Signal(self._source, self._incarnation, self._next_seq, self._clock.wall_s(), body)
+        self._next_seq += 1
+        self._unstored.append(signal)
+        async with self._lock:
+            await self._store(also)
+            self._pending[signal.incarnation, signal.seq] = signal
+
+    def due(self) -> tuple[Signal, ...]:
+        """Signals never sent, or sent a while ago and not committed since; oldest first. Marks them sent."""
+        now = self._clock.monotonic_s()
+        due = [
+            signal
+            for key, signal in self._pending.items()
+            if now - self._sent_at.get(key, -RESEND_AFTER_S) >= RESEND_AFTER_S
+        ][:BATCH]
+        self._sent_at.update(((s.incarnation, s.seq), now) for s in due)
+        return tuple(due)
+
+    def not_sent(self, signals: tuple[Signal, ...]) -> None:
+        """The report that carried them did not arrive: they are due at once."""
+        for signal in signals:
+            self._sent_at.pop((signal.incarnation, signal.seq), None)
+
+    @property
+    def has_unsent(self) -> bool:
+        return len(self._sent_at) < len(self._pending)
+
+    async def committed(self, upto: Mapping[str, int]) -> None:
+        """Drop what the controller has committed."""
+        async with self._lock:
+            gone = [key for key in self._pending if key[1] <= upto.get(key[0], 0)]
+            for key in gone:
+                del self._pending[key]
+                self._sent_at.pop(key, None)
+            self._unstored = deque(s for s in self._unstored if s.seq > upto.get(s.incarnation, 0))
+            await self._store()
+            if gone:
+                await self._delete(gone)
+
+    async def _delete(self, keys: list[tuple[str, int]]) -> None:
+        try:
+            await self._database.run(
+                lambda c: c.executemany("DELETE FROM signals WHERE incarnation = ? AND seq = ?", keys)
+            )
+        except StorageFull as error:  # deleting needs room too; a restarted daemon sends them once more
+            _log.warning("spool_not_trimmed", error=str(error))
+
+    async def _store(self, also: Work | None = None) -> None:
+        """Write what waits in memory, oldest first."""
+        waiting = list(self._unstored)
+        if not waiting:
+            return
+
+        def insert(connection: sqlite3.Connection) -> None:
+            connection.executemany(
+                "INSERT INTO signals (incarnation, seq, signal) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
+                [(s.incarnation, s.seq, msgspec.json.encode(s)) for s in waiting],
+            )
+            if also is not None:
+                also(connection)
+
+        try:
+            await self._database.run(insert)
+        except StorageFull as error:
+            _log.error("spool_in_memory", signals=len(self._unstored), error=str(error))
+            return
+        for _ in waiting:
+            self._unstored.popleft()

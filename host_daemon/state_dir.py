@@ -1,0 +1,122 @@
+"""The host's state folder: its version, its lock, and where everything in it is."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flyball.contracts.errors import ConfigurationError, StateVersionMismatch, StorageFull
+
+STATE_VERSION = "1"
+
+
+class StateDir:
+    """Names the files of one host, and holds the lock that makes its daemon the only one."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+        self._lock_descriptor = -1
+
+    @property
+    def database(self) -> Path:
+        return self.root / "daemon.sqlite"
+
+    @property
+    def engine_socket(self) -> Path:
+        return self.root / "engine.sock"
+
+    @property
+    def engine_notify(self) -> Path:
+        return self.root / "notify.sock"
+
+    @property
+    def engine_pid(self) -> Path:
+        return self.root / "engine.pid"
+
+    @property
+    def engine_log(self) -> Path:
+        return self.root / "engine.log"
+
+    @property
+    def spawner_log(self) -> Path:
+        return self.root / "spawner.log"
+
+    @property
+    def preemption_notice(self) -> Path:
+        return self.root / "preemption-notice.json"
+
+    def rank_log(self, log_dir: str, job: str, generation: int, rank: int) -> Path:
+        """stdout and stderr of one rank; `log_dir` is the job's own choice, '' for this folder."""
+        base = Path(log_dir) if log_dir else self.root / "logs"
+        return base / job / f"g{generation}" / f"rank{rank}.log"
+
+    def store_log(self, log_dir: str, job: str, generation: int) -> Path:
+        """What the process that hosts a generation's rendezvous store printed."""
+        return self.rank_log(log_dir, job, generation, 0).with_name("store.log")
+
+    def error_file(self, job: str, generation: int, rank: int) -> Path:
+        """TORCHELASTIC_ERROR_FILE of one rank."""
+        return self.root / "errors" / job / f"g{generation}-r{rank}.json"
+
+    def open(self) -> None:
+        """Create the folder (0700) or check its version, and lock it for this process.
+
+        Raises StateVersionMismatch, StorageFull, or ConfigurationError if it cannot be used or has a daemon already.
+        """
+        with clear_errors(self.root):
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock()
+            self._check_version()
+
+    def close(self) -> None:
+        """Let go of the lock; the files stay."""
+        if self._lock_descriptor >= 0:
+            os.close(self._lock_descriptor)
+            self._lock_descriptor = -1
+
+    def _lock(self) -> None:
+        descriptor = os.open(self.root / "daemon.pid", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+            os.close(descriptor)
+            raise ConfigurationError(
+                f"A host daemon (pid {holder or 'unknown'}) already uses {self.root}.",
+                hint="stop it, or give this one another folder with --state-dir",
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        self._lock_descriptor = descriptor
+
+    def _check_version(self) -> None:
+        path = self.root / "VERSION"
+        try:
+            found = path.read_text().strip()
+        except FileNotFoundError:
+            temporary = path.with_name(f".VERSION.{os.getpid()}")
+            temporary.write_text(f"{STATE_VERSION}\n")
+            temporary.rename(path)
+            return
+        if found != STATE_VERSION:
+            raise StateVersionMismatch(
+                f"The state folder {self.root} has version {found!r}; this release of Flyball uses {STATE_VERSION!r}.",
+                hint="run the release that wrote it, or choose another folder with --state-dir; nothing was changed",
+            )
+
+
+@contextmanager
+def clear_errors(path: Path) -> Iterator[None]:
+    """Turn what the file system says into errors that name the path and the next step."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull(f"There is no room for {path}.", hint="free space on that disk") from error
+        raise ConfigurationError(
+            f"Cannot use {path}: {error.strerror}.", hint="choose a folder that you may write to"
+        ) from error

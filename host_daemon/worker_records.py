@@ -1,0 +1,116 @@
+"""Which processes this host runs for which job, so that a restarted daemon adopts them."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+
+import msgspec
+
+from flyball.contracts.cluster import JobSpec, Placement
+from flyball.contracts.identity import Fence
+from host_daemon.database import Database
+from host_daemon.outbox import Work
+
+STORE_RANK = -1  # the process that hosts a generation's rendezvous store
+
+
+class WorkerRecord(msgspec.Struct, frozen=True):
+    """One process that was started. (pid, start_ticks) names it for ever, on one boot of the machine."""
+
+    job: str
+    generation: int
+    rank: int
+    pid: int
+    start_ticks: int
+    spawned_at: float  # wall clock
+    log_path: str
+
+
+class JobRecord(msgspec.Struct, frozen=True):
+    """The newest generation that this host was told to start."""
+
+    spec: JobSpec
+    placement: Placement
+    fence: Fence
+
+
+class WorkerRecords:
+    """The tables `workers` and `jobs`. Other tools may read `workers`; only the daemon writes it."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def load(self) -> tuple[list[WorkerRecord], list[JobRecord]]:
+        """Workers that had not ended, and the jobs of this host."""
+
+        def work(connection: sqlite3.Connection) -> tuple[list[WorkerRecord], list[JobRecord]]:
+            workers = connection.execute(
+                "SELECT job, generation, rank, pid, start_ticks, spawned_at, log_path FROM workers WHERE ended = 0"
+            ).fetchall()
+            jobs = connection.execute("SELECT start FROM jobs").fetchall()
+            return [WorkerRecord(*row) for row in workers], [msgspec.json.decode(j, type=JobRecord) for (j,) in jobs]
+
+        return await self._database.run(work)
+
+    async def begin(self, record: JobRecord) -> None:
+        """A generation begins here: its placement replaces the last one's, and workers that ended are forgotten."""
+        blob = msgspec.json.encode(record)
+        job = record.spec.job
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM workers WHERE job = ? AND ended = 1", (job,))
+            connection.execute(
+                "INSERT INTO jobs (job, start) VALUES (?, ?) ON CONFLICT (job) DO UPDATE SET start = excluded.start",
+                (job, blob),
+            )
+
+        await self._database.run(work)
+
+    async def add(self, workers: Sequence[WorkerRecord]) -> None:
+        """Processes that exist and wait for leave to run."""
+        rows = [msgspec.structs.astuple(w) for w in workers]
+        await self._database.run(
+            lambda c: c.executemany(
+                "INSERT OR REPLACE INTO workers (job, generation, rank, pid, start_ticks, spawned_at, log_path)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                rows,
+            )
+        )
+
+    @staticmethod
+    def mark_ended(job: str, generation: int, rank: int) -> Work:
+        """The statement that says that a worker's end was made a signal; stored together with the signal."""
+        return lambda c: c.execute(
+            "UPDATE workers SET ended = 1 WHERE job = ? AND generation = ? AND rank = ?", (job, generation, rank)
+        )
+
+    async def forget(self, job: str) -> None:
+        """The job ended."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM workers WHERE job = ?", (job,))
+            connection.execute("DELETE FROM jobs WHERE job = ?", (job,))
+
+        await self._database.run(work)
+
+
+class Facts:
+    """Small things to remember by name."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def get(self, name: str) -> str | None:
+        row = await self._database.run(
+            lambda c: c.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        )
+        return row[0] if row else None
+
+    async def set(self, name: str, value: str) -> None:
+        await self._database.run(
+            lambda c: c.execute(
+                "INSERT INTO facts (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+                (name, value),
+            )
+        )
