@@ -5,6 +5,8 @@ The schema is made by `migrations`; a test compares the two.
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -20,6 +22,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 from sqlalchemy.dialects.mysql import LONGTEXT
+from sqlalchemy.schema import SchemaItem
 
 metadata = MetaData(
     naming_convention={
@@ -30,7 +33,7 @@ metadata = MetaData(
     }
 )
 
-MYSQL_OPTIONS = {
+MYSQL_OPTIONS: dict[str, Any] = {
     f"{dialect}_{option}": value
     for dialect in ("mysql", "mariadb")
     for option, value in (("engine", "InnoDB"), ("charset", "utf8mb4"), ("collate", "utf8mb4_bin"))
@@ -39,15 +42,15 @@ MYSQL_OPTIONS = {
 Name = String(64)  # a job, a host, an incarnation
 Word = String(32)  # a member of one of our enums
 Number = BigInteger().with_variant(Integer(), "sqlite")  # SQLite counts up, and needs no second index, for INTEGER
-Seconds = Double()  # wall clock
+Seconds: Double[float] = Double()  # wall clock
 Document = Text().with_variant(LONGTEXT(), "mysql", "mariadb")  # JSON of a contract type
 
 
-def _table(name: str, *parts: Column[object] | UniqueConstraint | Index) -> Table:
+def _table(name: str, *parts: SchemaItem) -> Table:
     return Table(name, metadata, *parts, **MYSQL_OPTIONS)
 
 
-def _job() -> Column[object]:
+def _job() -> Column[str]:
     return Column("job", Name, nullable=False)
 
 
@@ -154,7 +157,8 @@ jobs = _table(
     Column("submitted_at", Seconds, nullable=False),
     Column("ended_at", Seconds, nullable=False),
     Column("stop_requested", Boolean, nullable=False),
-    Column("newest_step", BigInteger, nullable=False),
+    Column("newest_step", BigInteger, nullable=False),  # of any rank of any generation
+    Column("generation", Integer, nullable=False),  # the newest that was granted; -1: none yet
 )
 
 job_failures = _table(

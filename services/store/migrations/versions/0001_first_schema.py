@@ -26,6 +26,13 @@ def create_index(name, table, columns):
         op.create_index(name, table, columns)
 
 
+def seed(name, key, row):
+    table = sa.table(name, *map(sa.column, row))
+    connection = op.get_bind()
+    if connection.execute(sa.select(table.c[key]).where(table.c[key] == row[key])).first() is None:
+        connection.execute(table.insert().values(row))
+
+
 def upgrade() -> None:
     create_table(
         "bus_messages",
@@ -115,6 +122,7 @@ def upgrade() -> None:
         sa.Column("ended_at", sa.Double(), nullable=False),
         sa.Column("stop_requested", sa.Boolean(), nullable=False),
         sa.Column("newest_step", sa.BigInteger(), nullable=False),
+        sa.Column("generation", sa.Integer(), nullable=False),
         sa.PrimaryKeyConstraint("job", name="pk_jobs"),
     )
     create_index("ix_jobs_state", "jobs", ["state"])
@@ -275,7 +283,5 @@ def upgrade() -> None:
     create_index("ix_commands_action", "commands", ["action"])
     create_index("ix_commands_host_id_is_open", "commands", ["host_id", "is_open"])
 
-    log_head = sa.table("log_head", sa.column("id"), sa.column("last_event"), sa.column("revision"))
-    connection = op.get_bind()
-    if connection.execute(sa.select(log_head.c.id)).first() is None:
-        connection.execute(log_head.insert().values(id=1, last_event=0, revision=0))
+    seed("log_head", "id", {"id": 1, "last_event": 0, "revision": 0})
+    seed("lease", "name", {"name": "controller", "holder": "", "epoch": 0, "expires_at": 0.0})
