@@ -65,6 +65,7 @@ class GenerationPlan(msgspec.Struct, frozen=True):
     peers: Mapping[str, tuple[HostId, ...]]
     parent_lineage: Lineage  # () : start from scratch
     restart_count: int
+    master_port: int = 0  # free on rank 0's host when this was decided; a newer one from its stop result comes first
 
 
 class ActionPlan(msgspec.Struct, frozen=True):
@@ -81,6 +82,7 @@ class ActionPlan(msgspec.Struct, frozen=True):
     emergency_step: int = -1
     deadline_s: float = 30.0  # from the decision to the end of the action
     grace_s: float = 0.0  # SIGTERM first, this long before SIGKILL; 0: SIGKILL at once
+    warm_hosts: tuple[HostId, ...] = ()  # told to hold a warm standby for the job; not waited for
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -113,6 +115,8 @@ class Incident(msgspec.Struct, frozen=True):
     observed_at: float = 0.0  # when the first signal was observed, on its observer's clock
     action_id: str = ""  # the newest action
     hold_until: float = 0.0  # wall clock; 0.0 when not holding
+    holding_for: str = ""  # what a hold waits for; '' when not holding
+    decisions_made: int = 0  # that led to an action; bounded by max_decisions_per_incident
     resolved_at: float = 0.0
     restored_step: int = -1
     lost_steps: int = -1  # -1 until known

@@ -27,6 +27,8 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     emergency_reserve_s: float = 5.0  # kept of a notice's time for the migration itself
     identical_exception_limit: int = 2  # the same exception at the same step this often is a bug in the job
     max_decisions_per_incident: int = 8
+    unwatched_verify_s: float = 10.0  # a script that never attached shows no steps: living this long is its proof
+    spare_fresh_s: float = 15.0  # a host without a report for this long is not given work
 
 
 class HostView(msgspec.Struct, frozen=True):
@@ -41,6 +43,7 @@ class HostView(msgspec.Struct, frozen=True):
     preempt_deadline_at: float = 0.0  # 0.0: no notice
     job: str = ""  # the job that has ranks on it
     reason: str = ""
+    stale_jobs: Mapping[str, int] = {}  # job -> generation of workers in its newest report that were superseded since
 
 
 class RankView(msgspec.Struct, frozen=True):
@@ -85,6 +88,7 @@ class JobView(msgspec.Struct, frozen=True):
     generation: GenerationView | None
     failures: tuple[PastFailure, ...] = ()
     newest_step: int = -1  # highest step that any rank of any generation completed
+    message: str = ""  # of its state
 
 
 class ActionView(msgspec.Struct, frozen=True):
