@@ -42,6 +42,7 @@ _FENCE_EPOCH, _FENCE_GENERATION = 64, 65
 _WORLD_GENERATION, _WORLD_STEP = 66, 67
 _EMERGENCY_GENERATION, _EMERGENCY_STEP = 68, 69
 _ABANDONED_COUNT, _ABANDONED, _ABANDONED_ENTRIES = 70, 71, 16
+_REPLICATED_STEP, _DURABLE_STEP = 88, 89
 _RESTORE_GENERATION, _RESTORE_STATE, _RESTORE_STEP, _RESTORE_SLOT = 96, 97, 98, 99
 _RESTORE_TIER, _RESTORE_SOCKET_BYTES, _RESTORE_TEXT_BYTES = 100, 101, 102
 _TRAINER_GENERATION, _POSITION, _PARK = 128, 129, 130
@@ -190,6 +191,8 @@ class ControlSegment:
         words = self._words
         words[_WORLD_STEP] = -1
         words[_ABANDONED_COUNT] = 0
+        words[_REPLICATED_STEP] = -1
+        words[_DURABLE_STEP] = -1
         words[_EMERGENCY_STEP] = -1
         words[_PARK] = ParkState.RUNNING
         words[_WORLD_GENERATION] = generation
@@ -204,6 +207,22 @@ class ControlSegment:
         count = self._words[_ABANDONED_COUNT]
         self._words[_ABANDONED + count % _ABANDONED_ENTRIES] = step
         self._words[_ABANDONED_COUNT] = count + 1
+
+    def note_replicated(self, step: int) -> None:
+        """This rank's shard of `step` is committed and on every configured peer. Never goes back."""
+        self._words[_REPLICATED_STEP] = max(step, self._words[_REPLICATED_STEP])
+
+    def note_durable(self, step: int) -> None:
+        """This rank's shard of `step` is on a configured disk or persistent tier. Never goes back."""
+        self._words[_DURABLE_STEP] = max(step, self._words[_DURABLE_STEP])
+
+    def replicated_step(self, generation: int) -> int:
+        """Newest step of `generation` that `note_replicated` named, -1 if none."""
+        return self._words[_REPLICATED_STEP] if self._words[_WORLD_GENERATION] == generation else -1
+
+    def durable_step(self, generation: int) -> int:
+        """Newest step of `generation` that `note_durable` named, -1 if none."""
+        return self._words[_DURABLE_STEP] if self._words[_WORLD_GENERATION] == generation else -1
 
     def arm(self, generation: int, step: int) -> int:
         """Ask the trainer of `generation` to save and park at `step`; returns its position (-1: none yet).
@@ -286,6 +305,7 @@ def _initial_words() -> bytes:
     for word in (
         *(_FENCE_GENERATION, _WORLD_GENERATION, _WORLD_STEP, _EMERGENCY_GENERATION, _EMERGENCY_STEP),
         *(_RESTORE_GENERATION, _RESTORE_STEP, _RESTORE_SLOT, _TRAINER_GENERATION, _POSITION),
+        *(_REPLICATED_STEP, _DURABLE_STEP),
     ):
         words[word] = -1
     return words.tobytes()

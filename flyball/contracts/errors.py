@@ -180,6 +180,15 @@ class RestoreFailed(CheckpointError):
     exit_code = 23
 
 
+class StateMismatch(CheckpointError):
+    """The saved state does not fit the model, optimizer or container that it is loaded into; the message names the
+    path. An error in the job, not of the copy: no older recovery point would help."""
+
+    code = "state_mismatch"
+    exit_code = 24
+    status = 400
+
+
 class JobFailed(FlyballError):
     """The job ended without success."""
 

@@ -1,0 +1,158 @@
+"""Copy a training state into a slot, in the training thread.
+
+What is known of a structure (names, shapes, dtypes, offsets, views of the slots) is kept from one save to the next, so
+that in steady state nothing is allocated: one walk over the state, one copy per tensor, one header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ckpt_engine import shard_format
+from ckpt_engine.shard_format import LENGTH_BYTES, TensorHeader
+from ckpt_engine.state_tree import FlatState, flatten
+from flyball.contracts.errors import CorruptShard, UnsupportedState
+from flyball.contracts.fault_points import reach
+
+STATE_KEY = "flyball.state"  # the JSON tree, in the safetensors metadata
+FORMAT_KEY = "flyball.format"
+FORMAT = "1"
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+_HEADER_STEP_BYTES = 4096  # headers are padded to a multiple of it, less the length field, so that data is aligned
+_Signature = tuple[tuple[str, torch.Size, torch.dtype], ...]
+
+
+@dataclass(slots=True)
+class _Plan:
+    """Where everything goes, for states of one structure."""
+
+    signature: _Signature
+    header_capacity: int
+    tensors: dict[str, TensorHeader]
+    payload_bytes: int
+    views: dict[int, tuple[memoryview, dict[str, torch.Tensor]]] = field(default_factory=dict)  # by slot
+
+    def slot_views(self, slot: int, payload: memoryview) -> dict[str, torch.Tensor]:
+        """Tensors that are the slot's memory. Made anew when the slot got a new file."""
+        known = self.views.get(slot)
+        if known is None or known[0] is not payload:
+            known = self.views[slot] = (payload, self._make_views(payload))
+        return known[1]
+
+    def _make_views(self, payload: memoryview) -> dict[str, torch.Tensor]:
+        data = torch.frombuffer(payload, dtype=torch.uint8)[LENGTH_BYTES + self.header_capacity :]
+        views = {}
+        for name, shape, dtype in self.signature:
+            begin, end = self.tensors[name].data_offsets
+            views[name] = data[begin:end].view(dtype).view(shape)
+        return views
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCapture:
+    """A state that was taken apart, its bytes counted and its header encoded; nothing is copied yet."""
+
+    flat: FlatState
+    plan: _Plan
+    header: bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.plan.payload_bytes
+
+    def copy_into(self, slot: int, payload: memoryview) -> None:
+        """Write the whole shard. `payload` is the slot's memory, `payload_bytes` long."""
+        shard_format.write_header(payload, self.header, self.plan.header_capacity)
+        views = self.plan.slot_views(slot, payload)
+        half = len(self.flat.tensors) // 2
+        for index, (name, tensor) in enumerate(self.flat.tensors.items()):
+            if index == half:
+                reach("capture.half")
+            views[name].copy_(tensor)
+
+
+class Capture:
+    """Prepares states for their slots; keeps the plan of the newest structure."""
+
+    def __init__(self) -> None:
+        self._plan: _Plan | None = None
+
+    def prepare(self, state: Mapping[str, object]) -> PreparedCapture:
+        """Take `state` apart (see `state_tree.flatten`); raises UnsupportedState."""
+        flat = flatten(state)
+        signature = tuple((name, tensor.shape, tensor.dtype) for name, tensor in flat.tensors.items())
+        if self._plan is None or self._plan.signature != signature:
+            self._plan = _make_plan(signature, len(flat.tree))
+        header = _encode(flat.tree, self._plan)
+        if len(header) > self._plan.header_capacity:  # values grew: move the data once, by more than they grew
+            self._plan = _make_plan(signature, 2 * len(flat.tree))
+            header = _encode(flat.tree, self._plan)
+        return PreparedCapture(flat, self._plan, header)
+
+
+def _encode(tree: str, plan: _Plan) -> bytes:
+    return shard_format.encode_header({FORMAT_KEY: FORMAT, STATE_KEY: tree}, plan.tensors)
+
+
+def _make_plan(signature: _Signature, tree_chars: int) -> _Plan:
+    """Tensors with wide elements first: without a gap between them, each is aligned to its element all the same."""
+    tensors: dict[str, TensorHeader] = {}
+    offset = 0
+    for name, shape, dtype in sorted(signature, key=lambda entry: -entry[2].itemsize):
+        if dtype not in DTYPE_NAMES:
+            raise UnsupportedState(
+                f"The tensor {name!r} has dtype {dtype}, which the safetensors format does not have.",
+                hint="convert it, or leave it out of the state",
+            )
+        end = offset + shape.numel() * dtype.itemsize
+        tensors[name] = TensorHeader(DTYPE_NAMES[dtype], tuple(shape), (offset, end))
+        offset = end
+    # Quotes in the tree are escaped in the header, and its numbers grow: leave room, so that the offsets stay.
+    needed = len(shard_format.encode_header({}, tensors)) + 2 * tree_chars + 1024
+    pages = -(-(LENGTH_BYTES + needed) // _HEADER_STEP_BYTES)
+    capacity = pages * _HEADER_STEP_BYTES - LENGTH_BYTES
+    if capacity > shard_format.MAX_HEADER_BYTES:
+        raise UnsupportedState(
+            f"What the state holds beside tensors takes {tree_chars} characters.", hint="keep large data in tensors"
+        )
+    return _Plan(signature, capacity, tensors, LENGTH_BYTES + capacity + offset)
+
+
+def tensors_of(payload: memoryview) -> tuple[str, dict[str, torch.Tensor]]:
+    """The tree of a shard, and its tensors as views of `payload`. Raises CorruptShard."""
+    header = shard_format.read_header(payload)
+    if header.metadata.get(FORMAT_KEY) != FORMAT or STATE_KEY not in header.metadata:
+        raise CorruptShard(
+            f"The shard was not written by Flyball in format {FORMAT}.", hint="restore with the release that wrote it"
+        )
+    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    data = torch.frombuffer(payload, dtype=torch.uint8)[header.data_start :]
+    views = {}
+    for name, tensor in header.tensors.items():
+        dtype = dtypes.get(tensor.dtype)
+        begin, end = tensor.data_offsets
+        if dtype is None or torch.Size(tensor.shape).numel() * dtype.itemsize != end - begin:
+            raise CorruptShard(f"Tensor {name!r} of a shard has {end - begin} bytes for {tensor.dtype} {tensor.shape}.")
+        views[name] = data[begin:end].view(dtype).view(tensor.shape)
+    return header.metadata[STATE_KEY], views

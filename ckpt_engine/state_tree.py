@@ -1,0 +1,203 @@
+"""A training state taken apart into tensors and a JSON tree of everything else, and put together again.
+
+Nothing is pickled: a leaf that JSON can say, with its type, is written down; any other is refused by its path. In the
+tree a list, a string, a number, a truth value and None are themselves, an object with plain string keys is a dict, and
+an object with one key that begins with `$` is something else:
+
+    {"$tensor": name} {"$array": name} {"$complex_tensor": name}      bytes in the shard
+    {"$tuple": [..]} {"$set": [..]} {"$dict": [[key, value], ..]} {"$ordered": [[key, value], ..]} {"$size": [..]}
+    {"$float": "nan"} {"$complex": [re, im]} {"$bytes": base64} {"$dtype": name} {"$device": name}
+    {"$numpy": [dtype, base64]}                                       a numpy scalar
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import torch
+
+from ckpt_engine.shard_format import METADATA_KEY
+from flyball.contracts.errors import CorruptShard, UnsupportedState
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_MAX_DEPTH = 64
+_TAGGED_ITEMS: dict[type, str] = {tuple: "$tuple", set: "$set", torch.Size: "$size"}
+
+
+def has_state(value: object) -> bool:
+    """Whether `value` is a module, an optimizer, a scheduler, a data loader...: it says its state itself."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+@dataclass(slots=True)
+class FlatState:
+    """`tensors` by name, each to be stored once; `tree` as above."""
+
+    tensors: dict[str, torch.Tensor]
+    tree: str  # JSON
+
+
+def flatten(state: Mapping[str, object]) -> FlatState:
+    """Take `state` apart. Tensors are not copied. Raises UnsupportedState that names the leaf's path."""
+    walk = _Flatten()
+    tree = {str(key): walk.value(value, str(key), 0) for key, value in state.items()}
+    return FlatState(walk.tensors, json.dumps(tree, separators=(",", ":"), allow_nan=False))
+
+
+def unflatten(tree: str, tensor: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+    """The state again, of containers and leaves of the same types; `tensor(name)` gives each tensor, the same object
+    for the same name, so that tied tensors stay tied. Raises CorruptShard if the tree is not one of `flatten`."""
+    try:
+        return {key: _build(value, tensor) for key, value in json.loads(tree).items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptShard(f"The description of the saved state does not parse: {error!r}.") from error
+
+
+@dataclass(slots=True)
+class _Flatten:
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    _names: dict[tuple[object, ...], str] = field(default_factory=dict)  # what a tensor is -> its name
+
+    def value(self, value: object, path: str, depth: int) -> Json:
+        if depth > _MAX_DEPTH:
+            raise _unsupported(path, "is nested deeper than anything that ends")
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return cast(Json, value)
+        if kind is list or kind in _TAGGED_ITEMS:
+            items = self._items(cast("list[object]", value), path, depth)
+            return items if kind is list else {_TAGGED_ITEMS[kind]: items}
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, Mapping):
+            return self._mapping(value, path, depth)
+        if has_state(value):
+            return self.value(cast(Any, value).state_dict(), path, depth + 1)
+        return self._leaf(value, path)
+
+    def _items(self, items: Iterable[object], path: str, depth: int) -> list[Json]:
+        return [self.value(item, f"{path}.{index}", depth + 1) for index, item in enumerate(items)]
+
+    def _mapping(self, mapping: Mapping[object, object], path: str, depth: int) -> Json:
+        if type(mapping) not in (dict, OrderedDict):
+            raise _unsupported(path, f"is a {type(mapping).__name__}")
+        if type(mapping) is dict and all(type(key) is str and not key.startswith("$") for key in mapping):
+            return {cast(str, key): self.value(item, f"{path}.{key}", depth + 1) for key, item in mapping.items()}
+        pairs: list[Json] = [
+            [self.value(key, f"{path} (a key)", depth + 1), self.value(item, f"{path}.{key}", depth + 1)]
+            for key, item in mapping.items()
+        ]
+        return {"$dict" if type(mapping) is dict else "$ordered": pairs}
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> Json:
+        if type(tensor) not in _PLAIN_TENSORS:
+            raise _unsupported(path, f"is a {type(tensor).__name__}, and only plain tensors can be saved yet")
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+            raise _unsupported(path, "is a sparse, quantized or meta tensor")
+        tensor = tensor.detach()
+        if tensor.is_complex():
+            return {"$complex_tensor": self._name(torch.view_as_real(tensor.resolve_conj()), path)}
+        return {"$tensor": self._name(tensor, path)}
+
+    def _name(self, tensor: torch.Tensor, path: str) -> str:
+        """Tensors that are the same memory, seen the same way, are stored once."""
+        identity = (
+            (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg())
+            if tensor.numel()
+            else (path,)
+        )
+        known = self._names.get(identity)
+        if known is not None:
+            return known
+        name = path
+        while name in self.tensors or name == METADATA_KEY:  # {"a.b": x, "a": {"b": y}}
+            name += "'"
+        self.tensors[name] = tensor
+        self._names[identity] = name
+        return name
+
+    def _leaf(self, value: object, path: str) -> Json:
+        if type(value) is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if type(value) is complex:
+            return {"$complex": [self._leaf(value.real, path), self._leaf(value.imag, path)]}
+        if type(value) is bytes:
+            return {"$bytes": base64.b64encode(value).decode()}
+        if isinstance(value, torch.dtype):
+            return {"$dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"$device": str(value)}
+        if isinstance(value, np.ndarray | np.generic):
+            return self._numpy(value, path)
+        raise _unsupported(path, f"is a {type(value).__module__}.{type(value).__qualname__}")
+
+    def _numpy(self, value: np.ndarray[Any, Any] | np.generic, path: str) -> Json:
+        if isinstance(value, np.ndarray):
+            try:
+                return {"$array": self._name(torch.from_numpy(np.array(value)), path)}
+            except TypeError:
+                raise _unsupported(path, f"is a numpy array of {value.dtype}") from None
+        if value.dtype.kind not in "biufc":
+            raise _unsupported(path, f"is a numpy {value.dtype}")
+        return {"$numpy": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+
+
+def _unsupported(path: str, what: str) -> UnsupportedState:
+    return UnsupportedState(
+        f"The state at {path!r} {what}, which cannot be saved without pickling.",
+        hint="leave it out, or save it as tensors, numbers, strings, lists, tuples and dicts",
+    )
+
+
+def _build(node: Any, tensor: Callable[[str], torch.Tensor]) -> Any:  # noqa: ANN401 - JSON in, any state out
+    if isinstance(node, list):
+        return [_build(item, tensor) for item in node]
+    if not isinstance(node, dict):
+        return node
+    tag = next(iter(node), "")
+    if not tag.startswith("$"):
+        return {key: _build(item, tensor) for key, item in node.items()}
+    content = node[tag]
+    if tag in _FROM_TENSOR:
+        return _FROM_TENSOR[tag](tensor(content))
+    if tag in _FROM_ITEMS:
+        return _FROM_ITEMS[tag](_build(content, tensor))
+    return _FROM_JSON[tag](content)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return dtype
+
+
+_FROM_TENSOR: dict[str, Callable[[torch.Tensor], Any]] = {
+    "$tensor": lambda tensor: tensor,
+    "$complex_tensor": torch.view_as_complex,
+    "$array": lambda tensor: tensor.numpy(),
+}
+_FROM_ITEMS: dict[str, Callable[[Any], Any]] = {
+    "$tuple": tuple,
+    "$set": set,
+    "$size": torch.Size,
+    "$dict": dict,  # of [key, value] lists
+    "$ordered": OrderedDict,
+    "$complex": lambda parts: complex(*parts),
+}
+_FROM_JSON: dict[str, Callable[[Any], Any]] = {
+    "$float": float,
+    "$bytes": lambda text: base64.b64decode(text, validate=True),
+    "$dtype": _torch_dtype,
+    "$device": torch.device,
+    "$numpy": lambda pair: np.frombuffer(base64.b64decode(pair[1], validate=True), dtype=np.dtype(pair[0]))[0],
+}
