@@ -83,3 +83,9 @@ def database_now(connection: Connection) -> float:
 
 def _name(holder: str) -> str:
     return holder.partition("#")[0]
+
+
+def leader(connection: Connection) -> str | None:
+    """Who holds the lease now; None if nobody does."""
+    row = connection.execute(select(lease).where(lease.c.name == CONTROLLER)).one_or_none()
+    return str(row.holder) if row is not None and row.expires_at > database_now(connection) else None
