@@ -1,0 +1,93 @@
+"""The HTTP application: of all parts together, or of one part alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI
+
+from flyball import __version__
+from flyball.contracts.clock import Clock
+from services.actuator.backends.host_daemons import HostDaemons
+from services.api import openapi, problems
+from services.api.access import AccessLog
+from services.api.auth import Authenticator, RequireToken
+from services.api.goodput import GoodputReports
+from services.api.lifespan import Background, running
+from services.api.ports import EventLog, JobStore, ReadModels
+from services.api.routes import events, health, host_commands, jobs, observations, reports
+from services.api.stream import EventStreams
+from services.dashboard import pages
+from services.runtime.health import Health
+from services.runtime.telemetry import Metrics
+from services.runtime.wakeup import LocalWakeup
+from services.sensor.ingest import Ingest
+
+
+@dataclass(frozen=True, slots=True)
+class ApiPart:
+    """What the routes for people need."""
+
+    jobs: JobStore
+    reads: ReadModels
+    events: EventLog
+    streams: EventStreams
+    goodput: GoodputReports
+
+
+@dataclass(frozen=True, slots=True)
+class Dependencies:
+    """What the application is made of; a part that is None is not served."""
+
+    token: str
+    tls: bool
+    health: Health
+    metrics: Metrics
+    clock: Clock
+    wakeup: LocalWakeup
+    sensor: Ingest | None = None
+    actuator: HostDaemons | None = None
+    api: ApiPart | None = None
+    background: Mapping[str, Background] = field(default_factory=dict)
+
+
+def create_app(deps: Dependencies) -> FastAPI:
+    """The application. Everything but health, metrics and the page's own door needs the token."""
+    authenticator = Authenticator(deps.token)
+    app = FastAPI(
+        title="Flyball",
+        version=__version__,
+        docs_url=None,  # they load scripts from elsewhere; /openapi.json is there
+        redoc_url=None,
+        lifespan=lambda app: running(app, deps.wakeup, deps.background, deps.clock),
+    )
+    problems.install(app)
+    app.include_router(health.router(deps.health, deps.metrics))
+    if deps.sensor:
+        app.include_router(reports.router(deps.sensor))
+    if deps.actuator:
+        app.include_router(host_commands.router(deps.actuator))
+    if deps.api:
+        part = deps.api
+        app.include_router(jobs.router(part.jobs, part.reads, deps.wakeup, deps.clock))
+        app.include_router(observations.router(part.reads, part.goodput))
+        app.include_router(events.router(part.events, part.streams, deps.wakeup))
+        app.include_router(pages.router(authenticator, secure=deps.tls))
+        app.mount("/static", pages.static_files(), name="static")
+    app.add_middleware(RequireToken, authenticator=authenticator)
+    app.add_middleware(AccessLog, metrics=deps.metrics, clock=deps.clock)  # added last: the outermost
+    _describe_contract_types(app)
+    return app
+
+
+def _describe_contract_types(app: FastAPI) -> None:
+    generate = app.openapi
+
+    def with_contract_types() -> dict[str, Any]:
+        schema = generate()
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(openapi.components())
+        return schema
+
+    app.openapi = with_contract_types  # type: ignore[method-assign]  # FastAPI's documented way to extend it

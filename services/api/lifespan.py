@@ -1,0 +1,67 @@
+"""What lives as long as the event loop that serves the requests: bells to wait on, and background coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import cast
+
+import msgspec
+import structlog
+from fastapi import FastAPI, Request
+
+from flyball.contracts.clock import Clock
+from services.actuator.notify import AsyncWakeup, Subscribable
+from services.runtime.lifecycle import RESTART_PAUSE_S, CrashBudget
+
+log = structlog.get_logger()
+
+
+class Bells(msgspec.Struct, frozen=True):
+    """Rung by the threads of this process when there is something new."""
+
+    commands: AsyncWakeup
+    events: AsyncWakeup
+
+
+Background = Callable[[Bells], Awaitable[None]]
+
+
+def bells_of(request: Request) -> Bells:
+    return cast("Bells", request.app.state.bells)
+
+
+@asynccontextmanager
+async def running(
+    app: FastAPI, wakeup: Subscribable, background: Mapping[str, Background], clock: Clock
+) -> AsyncIterator[None]:
+    """The application's lifespan."""
+    bells = Bells(commands=AsyncWakeup(wakeup, "commands"), events=AsyncWakeup(wakeup, "events"))
+    app.state.bells = bells
+    tasks = [
+        asyncio.create_task(_kept_running(name, body, bells, clock), name=name) for name, body in background.items()
+    ]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        bells.commands.close()
+        bells.events.close()
+
+
+async def _kept_running(name: str, body: Background, bells: Bells, clock: Clock) -> None:
+    """A coroutine that crashes is started anew a bounded number of times: nothing but it would notice."""
+    budget = CrashBudget(clock)
+    while True:
+        try:
+            await body(bells)
+            return
+        except Exception:  # the task's outermost frame: logged, and bounded by the budget
+            log.exception("a background task crashed", task=name)
+        if not budget.allows_another():
+            log.error("a background task keeps crashing and is given up", task=name)
+            return
+        await asyncio.sleep(RESTART_PAUSE_S)

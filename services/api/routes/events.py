@@ -1,0 +1,91 @@
+"""The event log: read, followed, and one kind of event taken from outside."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Request
+from starlette.responses import Response, StreamingResponse
+
+from flyball.contracts.errors import InvalidMessage
+from flyball.contracts.events import Event, EventKind
+from flyball.contracts.identity import NAME_PATTERN
+from services.api.exchange import json_response, read_message
+from services.api.lifespan import bells_of
+from services.api.openapi import body_of
+from services.api.ports import EventLog
+from services.api.stream import EventStreams
+from services.controller.ports import Wakeup
+
+MAX_EVENTS_BYTES = 64 << 10
+MAX_POSTED_EVENTS = 100
+MAX_PAGE = 1000
+MAX_POSITION = 2**63 - 1
+
+JobQuery = Annotated[str | None, Query(pattern=NAME_PATTERN)]
+After = Annotated[int, Query(ge=0, le=MAX_POSITION)]
+Kinds = Annotated[list[EventKind] | None, Query(alias="kind", max_length=len(EventKind))]
+
+
+def router(events: EventLog, streams: EventStreams, wakeup: Wakeup) -> APIRouter:
+    routes = APIRouter(tags=["events"])
+
+    @routes.get("/v1/events")
+    async def list_events(
+        job: JobQuery = None,
+        after: After = 0,
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = MAX_PAGE,
+        kinds: Kinds = None,
+        newest: bool = False,
+    ) -> Response:
+        """A page of the log in order, from behind `after` or, with `newest`, its end. Pass `next_after` as `after` for
+        what follows."""
+        chosen = frozenset(kinds or ())
+        if newest:
+            page = await asyncio.to_thread(events.newest, job, limit, chosen)
+        else:
+            page = await asyncio.to_thread(events.read, job, after, limit, chosen)
+        return json_response(
+            {
+                "items": [{"position": position, "event": event} for position, event in page],
+                "next_after": page[-1][0] if page else after,
+            }
+        )
+
+    @routes.post("/v1/events", status_code=204, openapi_extra=body_of(list[Event]))
+    async def post_events(request: Request) -> Response:
+        """Put on record that a fault was injected; no other kind is taken from outside."""
+        posted = await read_message(request, list[Event], max_bytes=MAX_EVENTS_BYTES)
+        if len(posted) > MAX_POSTED_EVENTS:
+            raise InvalidMessage(f"More than {MAX_POSTED_EVENTS} events at once.", hint="send fewer")
+        if any(event.kind is not EventKind.FAULT_INJECTED for event in posted):
+            raise InvalidMessage(
+                f"Only events of kind {EventKind.FAULT_INJECTED.value} are taken from outside.",
+                hint="all others follow from what the supervisor stores",
+            )
+        if posted:
+            await asyncio.to_thread(events.append, posted)
+            wakeup.notify("events")
+        return Response(status_code=204)
+
+    @routes.get("/v1/stream", response_class=StreamingResponse)
+    async def stream_events(
+        request: Request,
+        job: JobQuery = None,
+        after: After = 0,
+        kinds: Kinds = None,
+        last_event_id: Annotated[int | None, Header(ge=0, le=MAX_POSITION)] = None,
+    ) -> Response:
+        """Follow the log as server-sent events; a reader that comes back goes on behind its Last-Event-ID."""
+        body = streams.open(
+            job=job,
+            after=after if last_event_id is None else last_event_id,
+            kinds=frozenset(kinds or ()),
+            bell=bells_of(request).events,
+        )
+        return StreamingResponse(
+            body, media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        )
+
+    return routes

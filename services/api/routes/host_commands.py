@@ -1,0 +1,49 @@
+"""Commands to the host daemons, and their answers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import Response
+
+from flyball.contracts.decisions import CommandBatch, CommandUpdate
+from flyball.contracts.errors import InvalidMessage
+from flyball.contracts.identity import NAME_PATTERN
+from flyball.contracts.wire import MAX_MESSAGE_BYTES
+from services.actuator.backends.host_daemons import MAX_WAIT_S, HostDaemons
+from services.api.exchange import json_response, read_message
+from services.api.lifespan import bells_of
+from services.api.openapi import body_of, reply_of
+
+HostIdPath = Annotated[str, Path(pattern=NAME_PATTERN)]
+
+
+def router(daemons: HostDaemons) -> APIRouter:
+    routes = APIRouter(tags=["actuator"])
+
+    @routes.get("/v1/hosts/{host_id}/commands", responses=reply_of(CommandBatch))
+    async def get_commands(
+        request: Request,
+        host_id: HostIdPath,
+        incarnation: Annotated[str, Query(min_length=1, max_length=64)],
+        wait_s: Annotated[float, Query(ge=0.0, le=MAX_WAIT_S)] = 20.0,
+    ) -> Response:
+        """Wait for the host's commands; returns at once when there are some, and empty after `wait_s`."""
+        batch = await daemons.next_commands(
+            host_id, incarnation, wait_s=wait_s, bell=bells_of(request).commands, is_gone=request.is_disconnected
+        )
+        return json_response(batch)
+
+    @routes.post("/v1/hosts/{host_id}/updates", status_code=204, openapi_extra=body_of(CommandUpdate))
+    async def post_update(request: Request, host_id: HostIdPath) -> Response:
+        """Take a host's answer to a command. Idempotent: it may come more than once."""
+        update = await read_message(request, CommandUpdate, max_bytes=MAX_MESSAGE_BYTES)
+        if update.host_id != host_id:
+            raise InvalidMessage(
+                f"An update of {update.host_id!r} was sent for {host_id!r}.", hint="a daemon answers for itself"
+            )
+        await daemons.take_update(update)
+        return Response(status_code=204)
+
+    return routes

@@ -1,0 +1,76 @@
+"""Jobs: submit, look, stop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request
+from starlette.responses import Response
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.cluster import JobSpec
+from flyball.contracts.errors import InvalidMessage
+from flyball.contracts.identity import NAME_PATTERN
+from services.api.exchange import json_response, read_message
+from services.api.openapi import body_of
+from services.api.ports import JobStore, ReadModels
+from services.controller.ports import Wakeup
+
+MAX_SPEC_BYTES = 1 << 20
+MAX_WORLD_SIZE = 100_000
+
+JobPath = Annotated[str, Path(pattern=NAME_PATTERN)]
+
+
+def router(jobs: JobStore, reads: ReadModels, wakeup: Wakeup, clock: Clock) -> APIRouter:
+    routes = APIRouter(tags=["jobs"])
+
+    @routes.post("/v1/jobs", status_code=201, openapi_extra=body_of(JobSpec))
+    async def submit_job(request: Request) -> Response:
+        """Submit a job: 201 if it is new, 200 if the very same is there, 409 if another has its name."""
+        spec = await read_message(request, JobSpec, max_bytes=MAX_SPEC_BYTES)
+        _check(spec)
+        is_new = await asyncio.to_thread(jobs.submit, spec, clock.wall_s())
+        _announce(wakeup)
+        return json_response(await asyncio.to_thread(reads.job, spec.job), 201 if is_new else 200)
+
+    @routes.get("/v1/jobs")
+    async def list_jobs() -> Response:
+        return json_response({"items": await asyncio.to_thread(reads.jobs)})
+
+    @routes.get("/v1/jobs/{job}")
+    async def get_job(job: JobPath) -> Response:
+        return json_response(await asyncio.to_thread(reads.job, job))
+
+    @routes.post("/v1/jobs/{job}/stop", status_code=202)
+    async def stop_job(job: JobPath) -> Response:
+        """Ask for the end of a job; idempotent. The answer shows the job as it is now, most likely still running."""
+        await asyncio.to_thread(jobs.request_stop, job, clock.wall_s())
+        _announce(wakeup)
+        return json_response(await asyncio.to_thread(reads.job, job), 202)
+
+    return routes
+
+
+def _check(spec: JobSpec) -> None:
+    """What the types do not say. Raises InvalidMessage."""
+    wrong = [
+        text
+        for is_wrong, text in (
+            (not spec.argv, "argv is empty"),
+            (spec.nnodes < 1 or spec.nproc_per_node < 1, "nnodes and nproc_per_node must be at least 1"),
+            (spec.nnodes * spec.nproc_per_node > MAX_WORLD_SIZE, f"more than {MAX_WORLD_SIZE} ranks"),
+            (spec.max_restarts < 0, "max_restarts must not be negative"),
+            (spec.stop_grace_s < 0, "stop_grace_s must not be negative"),
+            (bool(spec.hosts) and len(set(spec.hosts)) < spec.nnodes, "hosts names fewer hosts than nnodes"),
+        )
+        if is_wrong
+    ]
+    if wrong:
+        raise InvalidMessage(f"The job cannot be run: {'; '.join(wrong)}.", hint="correct the specification")
+
+
+def _announce(wakeup: Wakeup) -> None:
+    for topic in ("signals", "events"):
+        wakeup.notify(topic)

@@ -1,0 +1,24 @@
+"""Reports of the host daemons."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from flyball.contracts.signals import Report, ReportReply
+from flyball.contracts.wire import MAX_MESSAGE_BYTES, decode
+from services.api.exchange import json_response, read_body
+from services.api.openapi import body_of, reply_of
+from services.sensor.ingest import Ingest
+
+
+def router(ingest: Ingest) -> APIRouter:
+    routes = APIRouter(tags=["sensor"])
+
+    @routes.post("/v1/reports", openapi_extra=body_of(Report), responses=reply_of(ReportReply))
+    async def post_report(request: Request) -> Response:
+        """Take a daemon's report. The reply says which signals are committed, and may leave the daemon's spool."""
+        body = await read_body(request, max_bytes=MAX_MESSAGE_BYTES)
+        return json_response(ingest.accept(decode(body, Report), size_bytes=len(body)))
+
+    return routes

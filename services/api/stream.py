@@ -1,0 +1,82 @@
+"""The event log as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+
+from flyball.contracts.errors import TooBusy
+from flyball.contracts.events import Event, EventKind
+from flyball.contracts.wire import encode
+from services.actuator.notify import AsyncWakeup
+from services.api.ports import EventLog
+from services.runtime.telemetry import Metrics
+
+BATCH = 500
+HEARTBEAT_S = 10.0
+RECONNECT_MS = 1000
+
+
+class EventStreams:
+    """Follows the log for any number of readers, up to a bound. Lives in one event loop."""
+
+    def __init__(self, *, log: EventLog, metrics: Metrics, max_streams: int, poll_interval_s: float) -> None:
+        self._log = log
+        self._metrics = metrics
+        self._max_streams = max_streams
+        self._poll_interval_s = poll_interval_s
+        self._open = 0
+        self._stopping = False
+
+    def stop(self) -> None:
+        """End all streams at their next wake-up; the readers come back to whoever listens then."""
+        self._stopping = True
+
+    def open(
+        self, *, job: str | None, after: int, kinds: Collection[EventKind], bell: AsyncWakeup
+    ) -> AsyncIterator[bytes]:
+        """A stream of the events behind position `after`, without end. No `kinds` means all. Raises TooBusy."""
+        if self._open >= self._max_streams:
+            raise TooBusy(
+                f"{self._open} event streams are open, which is the limit.", retry_after_s=5.0, hint="close one"
+            )
+        return self._follow(job, after, kinds, bell)
+
+    async def _follow(
+        self, job: str | None, after: int, kinds: Collection[EventKind], bell: AsyncWakeup
+    ) -> AsyncIterator[bytes]:
+        self._count(+1)
+        try:
+            yield f"retry: {RECONNECT_MS}\n\n".encode()
+            quiet_s = 0.0
+            while not self._stopping:
+                seen = bell.count
+                after, events = await asyncio.to_thread(self._next, job, after, kinds)
+                if events:
+                    quiet_s = 0.0
+                    yield b"".join(_frame(position, event) for position, event in events)
+                    continue
+                if quiet_s >= HEARTBEAT_S:
+                    quiet_s = 0.0
+                    yield b": alive\n\n"  # so that proxies keep the connection, and a gone reader is noticed
+                await bell.wait(seen, self._poll_interval_s)
+                quiet_s += self._poll_interval_s
+        finally:
+            self._count(-1)
+
+    def _next(self, job: str | None, after: int, kinds: Collection[EventKind]) -> tuple[int, list[tuple[int, Event]]]:
+        """The next events, and the position up to which the log has been looked through."""
+        last = self._log.last()  # first, so that what is added meanwhile is not taken as seen
+        if last <= after:
+            return after, []
+        events = self._log.read(job, after, BATCH, kinds)
+        return (events[-1][0] if len(events) == BATCH else max(last, *(p for p, _ in events), after)), events
+
+    def _count(self, change: int) -> None:
+        self._open += change
+        self._metrics.open_streams.set(self._open)
+
+
+def _frame(position: int, event: Event) -> bytes:
+    # JSON has no raw line breaks, so that a text in it cannot forge a field of the stream.
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (position, event.kind.value.encode(), encode(event))

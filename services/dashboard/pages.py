@@ -1,0 +1,77 @@
+"""The live page: a shell that the server renders, filled by our own script from /v1/... and the event stream.
+
+The token comes once as `/?token=...`; it is exchanged for a cookie and leaves the address at once.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from fastapi.staticfiles import StaticFiles
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.datastructures import Headers
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from flyball import __version__
+from services.api.auth import Authenticator
+
+CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self' data:",
+        "base-uri 'none'",
+        "form-action 'self'",
+        "frame-ancestors 'none'",
+    )
+)
+_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+
+def static_files() -> StaticFiles:
+    """The page's script, style and icon; no secrets in them."""
+    return StaticFiles(directory=str(files("services.dashboard") / "static"))
+
+
+def router(authenticator: Authenticator, *, secure: bool) -> APIRouter:
+    """`secure`: the service speaks TLS, so the cookie must not travel without."""
+    templates = Environment(
+        loader=PackageLoader("services.dashboard"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    page = templates.get_template("index.html").render(version=__version__)
+    closed = {
+        reason: templates.get_template("closed.html").render(version=__version__, wrong=reason == "wrong")
+        for reason in ("missing", "wrong")
+    }
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.get("/")
+    async def index(request: Request, token: Annotated[str | None, Query(max_length=512)] = None) -> Response:
+        if token is not None:
+            if not authenticator.is_token(token):
+                return HTMLResponse(closed["wrong"], status_code=401, headers=_HEADERS)
+            answer = RedirectResponse("/", status_code=303, headers=_HEADERS)
+            answer.set_cookie(
+                authenticator.cookie_name,
+                authenticator.cookie_value,
+                httponly=True,
+                samesite="strict",
+                secure=secure,
+                path="/",
+            )
+            return answer
+        headers = Headers(scope=request.scope)
+        if authenticator.has_cookie(headers) or authenticator.has_bearer(headers):
+            return HTMLResponse(page, headers=_HEADERS)
+        return HTMLResponse(closed["missing"], status_code=401, headers=_HEADERS)
+
+    return routes

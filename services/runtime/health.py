@@ -1,0 +1,57 @@
+"""Whether a process lives, and whether it can do its work."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.errors import FlyballError
+from services.runtime.lifecycle import LoopThread
+
+FRESH_S = 0.05  # the public /readyz must not be a way to load the database
+
+Check = Callable[[], str]  # '' when all is well, else what is wrong
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    ok: bool
+    checks: dict[str, str]  # name -> "ok" or what is wrong
+
+
+class Health:
+    """Thread-safe. Checks may block; the answer of the last fraction of a second is given again."""
+
+    def __init__(self, *, loops: Sequence[LoopThread], checks: Mapping[str, Check], clock: Clock) -> None:
+        self._loops = loops
+        self._checks = checks
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last: Verdict | None = None
+        self._last_at_s = 0.0
+
+    def live(self) -> Verdict:
+        """Whether every loop still runs."""
+        return _verdict({loop.name: "given up after repeated crashes" if loop.failed else "" for loop in self._loops})
+
+    def ready(self) -> Verdict:
+        """Whether everything that the process needs is there."""
+        with self._lock:
+            now_s = self._clock.monotonic_s()
+            if self._last is None or now_s - self._last_at_s > FRESH_S:
+                self._last = _verdict({name: _result(check) for name, check in self._checks.items()})
+                self._last_at_s = self._clock.monotonic_s()
+            return self._last
+
+
+def _result(check: Check) -> str:
+    try:
+        return check()
+    except FlyballError as error:
+        return error.message
+
+
+def _verdict(problems: Mapping[str, str]) -> Verdict:
+    return Verdict(ok=not any(problems.values()), checks={name: problem or "ok" for name, problem in problems.items()})

@@ -1,0 +1,94 @@
+"""Loops in threads that end when told, and the signals that tell a process to end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import structlog
+
+from flyball.contracts.clock import Clock
+
+Loop = Callable[[threading.Event], None]
+
+log = structlog.get_logger()
+
+RESTART_WINDOW_S = 60.0
+MAX_RESTARTS_IN_WINDOW = 5
+RESTART_PAUSE_S = 0.5
+
+TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class CrashBudget:
+    """How often something may crash before it is given up: a few times a minute."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._crashed_at_s: list[float] = []
+
+    def allows_another(self) -> bool:
+        """Count a crash; whether to try again."""
+        now_s = self._clock.monotonic_s()
+        self._crashed_at_s = [at_s for at_s in self._crashed_at_s if now_s - at_s < RESTART_WINDOW_S] + [now_s]
+        return len(self._crashed_at_s) <= MAX_RESTARTS_IN_WINDOW
+
+
+class LoopThread:
+    """Runs `loop(stop)` until stopped. A crash is logged and the loop starts anew, since everything that it needs is in
+    the database; one that keeps crashing is given up, which `failed` tells (and /healthz)."""
+
+    def __init__(self, name: str, loop: Loop, clock: Clock, *, on_restart: Callable[[str], None] | None = None) -> None:
+        self.name = name
+        self.failed = False
+        self._loop = loop
+        self._budget = CrashBudget(clock)
+        self._on_restart = on_restart
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"flyball-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def request_stop(self) -> None:
+        self._stop.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether the loop has ended within `timeout_s`."""
+        if self._thread.ident is None:
+            return True
+        self._thread.join(max(0.0, timeout_s))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._loop(self._stop)
+                return
+            except Exception:  # the thread's outermost frame: logged, and bounded by the budget
+                log.exception("a loop crashed", loop=self.name)
+            if not self._budget.allows_another():
+                self.failed = True
+                log.error("a loop keeps crashing and is given up", loop=self.name)
+                return
+            if self._on_restart:
+                self._on_restart(self.name)
+            self._stop.wait(RESTART_PAUSE_S)
+
+
+@contextmanager
+def held_termination_signals() -> Iterator[None]:
+    """Hold SIGTERM and SIGINT back, so that `termination_requested` can take them at a moment of our choice: a handler
+    could interrupt any line, also one that holds a lock. Threads started inside inherit this."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINATION_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def termination_requested(timeout_s: float) -> bool:
+    """Whether a termination signal came, or comes within `timeout_s`. Only inside `held_termination_signals`."""
+    return signal.sigtimedwait(TERMINATION_SIGNALS, timeout_s) is not None

@@ -1,0 +1,129 @@
+"""Stores received reports: signals to the bus first, then the state that they carry."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import structlog
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.errors import StorageFull, TooBusy, Unreachable
+from flyball.contracts.fault_points import reach
+from flyball.contracts.signals import Report, Signal
+from services.controller.ports import SignalBus, Wakeup
+from services.runtime.telemetry import Metrics
+from services.sensor.report_queue import Received, ReportQueue
+
+log = structlog.get_logger()
+
+MAX_BATCH = 256
+IDLE_WAIT_S = 0.5
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 1.0
+
+T = TypeVar("T")
+
+
+class StatusStore(Protocol):
+    """The sensor's side of the database."""
+
+    def record_reports(self, reports: Sequence[tuple[Report, float]]) -> None:
+        """Store what (report, received_at) pairs say, in one transaction."""
+        ...
+
+    def committed(self, incarnations: Sequence[str]) -> dict[str, int]:
+        """The highest seq per incarnation up to which every signal is committed."""
+        ...
+
+    def hosts_with_placement(self) -> list[str]: ...
+
+
+class ReportWriter:
+    """Drains the queue in batches. While the database is away the queue fills, and the sensor answers 429: the reports
+    stay with the daemons. A report that the database will not take for its own sake is dropped alone, and counted."""
+
+    def __init__(
+        self,
+        *,
+        queue: ReportQueue,
+        bus: SignalBus,
+        status: StatusStore,
+        wakeup: Wakeup,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        self._queue = queue
+        self._bus = bus
+        self._status = status
+        self._wakeup = wakeup
+        self._clock = clock
+        self._metrics = metrics
+        self._away = False
+
+    def run(self, stop: threading.Event) -> None:
+        """Until stopped; then one attempt at what is left."""
+        while not stop.is_set():
+            self._deliver(self._queue.take(max_items=MAX_BATCH, timeout_s=IDLE_WAIT_S), stop)
+        while batch := self._queue.take(max_items=MAX_BATCH, timeout_s=0.0):
+            self._deliver(batch, stop)
+
+    def _deliver(self, batch: list[Received], stop: threading.Event) -> None:
+        with_signals = [item for item in batch if item.signals]
+        if with_signals:
+            reach("sensor.before_publish")
+            self._store(self._publish, with_signals, stop)
+        reports = [item for item in batch if item.report is not None]
+        if reports:
+            self._store(self._record, reports, stop)
+        self._metrics.report_queue_length.set(len(self._queue))
+
+    def _publish(self, items: list[Received]) -> None:
+        signals: list[Signal] = [signal for item in items for signal in item.signals]
+        self._bus.publish(signals)
+        self._wakeup.notify("signals")
+        now = self._clock.monotonic_s()
+        for item in items:
+            self._metrics.publish_delay_seconds.observe(now - item.at_monotonic_s)
+        for signal in signals:
+            self._metrics.signals_published.labels(kind=str(signal.body.__struct_config__.tag)).inc()
+
+    def _record(self, items: list[Received]) -> None:
+        self._status.record_reports([(item.report, item.at) for item in items if item.report is not None])
+        self._wakeup.notify("events")
+
+    def _store(self, write: Callable[[list[Received]], None], items: list[Received], stop: threading.Event) -> None:
+        try:
+            self._insist(write, items, stop)
+        except Exception:  # one host's report must not keep those of all others out of the database
+            if len(items) > 1:
+                for item in items:
+                    self._store(write, [item], stop)
+                return
+            host_id = items[0].report.facts.host_id if items[0].report else "the sensor"
+            log.exception("a report cannot be stored and is dropped", host_id=host_id)
+            self._metrics.reports_dropped.inc()
+
+    def _insist(self, write: Callable[[list[Received]], None], items: list[Received], stop: threading.Event) -> None:
+        """Repeat while the database or the bus is away or full; after `stop` only once more."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                write(items)
+            except (Unreachable, TooBusy, StorageFull) as error:
+                self._note(error)
+                if stop.wait(pause_s):
+                    log.warning("stopped with reports not stored; their hosts keep the signals", reports=len(items))
+                    return
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            else:
+                self._note(None)
+                return
+
+    def _note(self, error: Exception | None) -> None:
+        if error and not self._away:
+            log.warning("reports wait", reason=str(error))
+        elif self._away and not error:
+            log.info("reports are stored again")
+        self._away = error is not None
