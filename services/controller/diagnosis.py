@@ -1,0 +1,261 @@
+"""What ended a generation: the root cause, told from the failures that it drags after it.
+
+When a worker dies, the others fail within milliseconds with a lost connection. Those are secondary: alone they say
+that something failed, not what.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from flyball.contracts.cluster import Phase
+from flyball.contracts.errors import RestoreFailed
+from flyball.contracts.signals import RankStalled, WorkerExited, WorkerStartFailed
+from services.controller.view import GenerationView, HostView, PastFailure, RankView
+
+HOST_SILENT = "host_silent"
+RESTORE_FAILED = "restore_failed"
+WORKER_KILLED = "worker_killed"
+WORKER_START_FAILED = "worker_start_failed"
+WORKER_EXCEPTION = "worker_exception"
+RANK_STALLED = "rank_stalled"
+CONNECTION_LOST = "connection_lost"
+PREEMPTION_NOTICE = "preemption_notice"
+SUPERSEDED_WORKERS = "superseded_workers"
+
+# A cause explains those behind it. A kill comes before an exception, because the exceptions that a kill causes
+# elsewhere are not all known by their message.
+_ORDER = {
+    cause: position
+    for position, cause in enumerate(
+        (
+            HOST_SILENT,
+            RESTORE_FAILED,
+            WORKER_KILLED,
+            WORKER_START_FAILED,
+            WORKER_EXCEPTION,
+            RANK_STALLED,
+            CONNECTION_LOST,
+        )
+    )
+}
+
+_CONNECTION_KINDS = frozenset({"DistNetworkError", "DistStoreError"})
+# What gloo, NCCL and the TCPStore say when the other side is gone. Lower case.
+_CONNECTION_MESSAGES = (
+    "connection closed by peer",
+    "connection closed by remote peer",
+    "connection reset by peer",
+    "connection was likely closed",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "application timeout caused pair closure",
+    "gloo connectfullmesh failed",
+    "ncclremoteerror",
+    "remote process exit",
+    "communicator was aborted",
+    "watchdog caught collective operation timeout",
+    "timed out waiting",
+)
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """One reason why a generation cannot go on. `at` is wall clock, of the observer; step -1: none completed."""
+
+    cause: str
+    message: str  # complete sentences for a person
+    generation: int
+    at: float
+    rank: int = -1
+    host_id: str = ""
+    step: int = -1
+    error_kind: str = ""
+    error_message: str = ""
+    is_step_known: bool = False  # the worker had attached, so its step is a fact and not the lack of one
+    evidence: Mapping[str, str | int | float | bool | None] = {}
+
+    def explains(self, cause: str) -> bool:
+        """Whether this is the deeper reason of the two."""
+        return _ORDER[self.cause] < _ORDER.get(cause, len(_ORDER))
+
+    @property
+    def record(self) -> PastFailure:
+        """For the job's history."""
+        return PastFailure(
+            generation=self.generation,
+            cause=self.cause,
+            error_kind=self.error_kind,
+            error_message=self.error_message,
+            step=self.step,
+        )
+
+
+def is_done(rank: RankView) -> bool:
+    """Whether the rank's worker ended as a worker should; also when a restarted daemon could not learn its status but
+    had seen it say so."""
+    ended = rank.exited
+    if ended is None or ended.expected:
+        return False
+    if ended.exit_code is None and ended.signal_number is None:
+        return rank.phase is Phase.DONE
+    return ended.exit_code == 0
+
+
+def newest_step_of(rank: RankView, generation: GenerationView) -> int:
+    """The newest step known to be completed by a rank: what it restored counts."""
+    restored = -1 if generation.restore_step is None else generation.restore_step
+    return max(rank.step, restored, rank.exited.last_step if rank.exited else -1)
+
+
+def exit_failure(rank: RankView, generation: GenerationView) -> Failure | None:
+    """What a worker's end says; None if it lives, ended well, or was ended by its daemon on command."""
+    ended = rank.exited
+    if ended is None or ended.expected or is_done(rank):
+        return None
+    step = newest_step_of(rank, generation)
+    who = f"Rank {rank.rank} on {rank.host_id} (pid {ended.pid})"
+    when = "before its first step" if step < 0 else f"after step {step}"
+    kind, text = _error_of(ended)
+    cause = _exit_cause(ended)
+    said = f"{kind}: {_shortened(text)}" if text else kind
+    match cause:
+        case "restore_failed":
+            message = f"{who} could not restore step {generation.restore_step} from any source ({said})."
+        case "connection_lost":
+            message = f"{who} lost its connection to the other ranks {when} ({said})."
+        case "worker_killed" if ended.signal_number is not None:
+            message = f"{who} was killed by signal {ended.signal_number} ({_signal_name(ended.signal_number)}) {when}."
+        case "worker_killed":
+            message = f"{who} ended {when} while its daemon was being restarted, so its exit status is unknown."
+        case _:
+            message = f"{who} failed {when} with {said}."
+    return Failure(
+        cause=cause,
+        message=message,
+        generation=generation.generation,
+        at=rank.exited_at,
+        rank=rank.rank,
+        host_id=rank.host_id,
+        step=step,
+        error_kind=kind,
+        error_message=text,
+        is_step_known=step >= 0 or rank.phase is not Phase.STARTING,
+        evidence={
+            "rank": rank.rank,
+            "host": rank.host_id,
+            "pid": ended.pid,
+            "step": step,
+            "exit_code": ended.exit_code,
+            "signal": ended.signal_number,
+            "error": said or None,
+        },
+    )
+
+
+def start_failure(body: WorkerStartFailed, host_id: str, at: float) -> Failure:
+    """A rank that could not be started at all."""
+    return Failure(
+        cause=WORKER_START_FAILED,
+        message=f"Rank {body.rank} could not be started on {host_id}: {_shortened(body.message)}.",
+        generation=body.generation,
+        at=at,
+        rank=body.rank,
+        host_id=host_id,
+        error_kind=WORKER_START_FAILED,
+        error_message=body.message,
+        is_step_known=True,
+        evidence={"rank": body.rank, "host": host_id, "error": body.message},
+    )
+
+
+def stall_failure(body: RankStalled, ranks: Iterable[RankView], at: float) -> Failure:
+    """Ranks that stopped moving; `ranks` says where they are."""
+    hosts = {rank.rank: rank.host_id for rank in ranks}
+    where = ", ".join(f"{rank} on {hosts[rank]}" if rank in hosts else str(rank) for rank in body.ranks[:8])
+    more = f" and {len(body.ranks) - 8} more" if len(body.ranks) > 8 else ""
+    one = len(body.ranks) == 1
+    return Failure(
+        cause=RANK_STALLED,
+        message=(
+            f"Rank{'' if one else 's'} {where}{more} {'has' if one else 'have'} not moved for {body.silent_s:.1f} s in "
+            f"phase {body.phase.name.lower()} after step {body.step}; at most {body.deadline_s:.1f} s were expected."
+        ),
+        generation=body.generation,
+        at=at,
+        rank=body.ranks[0] if body.ranks else -1,
+        host_id=hosts.get(body.ranks[0], "") if body.ranks else "",
+        step=body.step,
+        is_step_known=True,
+        evidence={
+            "ranks": ",".join(map(str, body.ranks)),
+            "phase": body.phase.name.lower(),
+            "step": body.step,
+            "silent_s": round(body.silent_s, 3),
+            "deadline_s": round(body.deadline_s, 3),
+        },
+    )
+
+
+def silence_failure(hosts: Iterable[HostView], generation: GenerationView) -> Failure | None:
+    """Hosts of the generation that fell silent, as one failure."""
+    silent = sorted(hosts, key=lambda host: (host.since, host.host_id))
+    if not silent:
+        return None
+    lost = {host.host_id for host in silent}
+    ranks = [rank for part in generation.hosts if part.host_id in lost for rank in part.ranks]
+    named = ", ".join(host.host_id for host in silent)
+    listed = f"{', '.join(map(str, ranks[:16]))}{', ...' if len(ranks) > 16 else ''}"
+    return Failure(
+        cause=HOST_SILENT,
+        message=f"{named} fell silent with rank{'' if len(ranks) == 1 else 's'} {listed}: {silent[0].reason}",
+        generation=generation.generation,
+        at=silent[0].since,
+        rank=ranks[0] if ranks else -1,
+        host_id=silent[0].host_id,
+        evidence={"hosts": ",".join(host.host_id for host in silent), "ranks": ",".join(map(str, ranks))},
+    )
+
+
+def root_cause(failures: Iterable[Failure]) -> Failure | None:
+    """The failure that explains the others: the deepest cause, of equals the one seen first."""
+    return min(failures, key=lambda failure: (_ORDER[failure.cause], failure.at, failure.rank), default=None)
+
+
+def _exit_cause(ended: WorkerExited) -> str:
+    kind, text = _error_of(ended)
+    if ended.exit_code == RestoreFailed.exit_code:
+        return RESTORE_FAILED
+    if _is_connection_loss(kind, text):  # also of a process that NCCL's watchdog aborted (SIGABRT)
+        if ended.signal_number in (None, signal.SIGABRT):
+            return CONNECTION_LOST
+        return WORKER_KILLED
+    if ended.exit_code is None:
+        return WORKER_KILLED
+    return WORKER_EXCEPTION
+
+
+def _error_of(ended: WorkerExited) -> tuple[str, str]:
+    if ended.error is not None and (ended.error.kind or ended.error.message):
+        return ended.error.kind.rpartition(".")[2] or "an unnamed error", ended.error.message.strip()
+    return ("" if ended.exit_code is None else f"exit code {ended.exit_code}"), ""
+
+
+def _is_connection_loss(kind: str, text: str) -> bool:
+    lowered = text.lower()
+    return kind in _CONNECTION_KINDS or any(pattern in lowered for pattern in _CONNECTION_MESSAGES)
+
+
+def _shortened(text: str, limit: int = 300) -> str:
+    line = " ".join(text.split()).rstrip(".")
+    return line if len(line) <= limit else f"{line[:limit]}..."
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a real-time signal"

@@ -1,0 +1,94 @@
+"""Which hosts get which ranks, and who keeps whose replicas."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from flyball.contracts.cluster import HostRanks, HostState, JobSpec
+from services.controller.view import HostView
+
+_FIT = (HostState.HEALTHY, HostState.SPARE)
+
+
+def free_hosts(
+    hosts: Iterable[HostView], spec: JobSpec, *, taken: Collection[str], now: float, fresh_s: float
+) -> list[HostView]:
+    """Hosts that may take ranks of the job: fit, without a job or a preemption notice, not `taken`, heard of within
+    `fresh_s`. In the order of `spec.hosts` where the user named hosts, else by host_id."""
+    named = {host_id: position for position, host_id in enumerate(spec.hosts)}
+    found = [
+        host
+        for host in hosts
+        if host.state in _FIT
+        and not host.job
+        and not host.stale_jobs
+        and host.preempt_deadline_at == 0.0
+        and host.host_id not in taken
+        and now - host.last_report_at <= fresh_s
+        and (not named or host.host_id in named)
+    ]
+    return sorted(found, key=lambda host: (named.get(host.host_id, 0), host.host_id))
+
+
+def place(spec: JobSpec, free: Sequence[HostView]) -> tuple[HostRanks, ...] | None:
+    """The first placement of a job: ranks in order over the first `nnodes` hosts; None if there are too few."""
+    if len(free) < spec.nnodes:
+        return None
+    return tuple(
+        _ranks_on(host, tuple(range(node * spec.nproc_per_node, (node + 1) * spec.nproc_per_node)))
+        for node, host in enumerate(free[: spec.nnodes])
+    )
+
+
+def replace(
+    placement: Sequence[HostRanks],
+    leaving: Collection[str],
+    free: Sequence[HostView],
+    known: Mapping[str, HostView],
+) -> tuple[HostRanks, ...] | None:
+    """The placement with every leaving host's ranks on a spare; the others keep theirs, with their newest addresses.
+
+    Each spare is chosen from the failure domain that the remaining hosts use least, since those hold its replicas.
+    None if there are too few spares.
+    """
+    used = Counter(
+        known[h.host_id].failure_domain for h in placement if h.host_id not in leaving and h.host_id in known
+    )
+    remaining = list(free)
+    result = []
+    for part in placement:
+        if part.host_id not in leaving:
+            host = known.get(part.host_id)
+            result.append(_ranks_on(host, part.ranks) if host else part)
+            continue
+        if not remaining:
+            return None
+        spare = min(
+            enumerate(remaining), key=lambda item: (used[item[1].failure_domain], not item[1].engine_address, item[0])
+        )[1]
+        remaining.remove(spare)
+        used[spare.failure_domain] += 1
+        result.append(_ranks_on(spare, part.ranks))
+    return tuple(result)
+
+
+def peer_ring(host_domains: Sequence[tuple[str, str]], replicas: int) -> dict[str, tuple[str, ...]]:
+    """For each (host_id, failure_domain): the hosts that keep its replicas.
+
+    Hosts stand in a circle, one failure domain after the other, and look past the largest domain: so each keeps the
+    replicas of exactly `replicas` others (memory is planned for that), in another domain wherever half of the hosts
+    or fewer share one.
+    """
+    size = len(host_domains)
+    circle = [host_id for host_id, _ in sorted(host_domains, key=lambda pair: pair[1])]
+    largest = max(Counter(domain for _, domain in host_domains).values(), default=0)
+    distances = [(largest - 1 + k) % (size - 1) + 1 for k in range(min(replicas, size - 1))] if size > 1 else []
+    return {
+        host_id: tuple(circle[(position + distance) % size] for distance in distances)
+        for position, host_id in enumerate(circle)
+    }
+
+
+def _ranks_on(host: HostView, ranks: tuple[int, ...]) -> HostRanks:
+    return HostRanks(host_id=host.host_id, address=host.address, engine_address=host.engine_address, ranks=ranks)
