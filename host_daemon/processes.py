@@ -1,0 +1,118 @@
+"""What the kernel says of processes: start times, sessions, exits; and how to start one that outlives us."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+INHERITED_DESCRIPTOR = 3  # where a started process finds the one descriptor that it is given
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class ExitStatus(msgspec.Struct, frozen=True):
+    """How a process ended; both None when nobody can know."""
+
+    exit_code: int | None = None
+    signal_number: int | None = None
+
+    @classmethod
+    def of_wait_status(cls, status: int) -> ExitStatus:
+        if os.WIFSIGNALED(status):
+            return cls(signal_number=os.WTERMSIG(status))
+        return cls(exit_code=os.WEXITSTATUS(status))
+
+
+class ProcessStat(msgspec.Struct, frozen=True):
+    """A few fields of /proc/<pid>/stat."""
+
+    state: str
+    session: int
+    start_ticks: int  # since boot; with the pid it names a process for ever
+
+
+def read_stat(pid: int) -> ProcessStat | None:
+    """None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the name before it may contain anything
+    return ProcessStat(state=fields[0], session=int(fields[3]), start_ticks=int(fields[19]))
+
+
+def is_alive(pid: int, start_ticks: int) -> bool:
+    """Whether this very process still runs (a zombie does not)."""
+    stat = read_stat(pid)
+    return stat is not None and stat.start_ticks == start_ticks and stat.state not in "ZX"
+
+
+def session_members(sessions: Iterable[int]) -> dict[int, int]:
+    """Live processes of these sessions: pid -> session."""
+    wanted = set(sessions)
+    found = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            stat = read_stat(int(entry.name))
+            if stat is not None and stat.session in wanted and stat.state not in "ZX":
+                found[int(entry.name)] = stat.session
+    return found
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None if it is gone already."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def send_signal(pid: int, number: signal.Signals) -> None:
+    """Signal one process, if it is still there."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def signal_group(group: int, number: signal.Signals) -> None:
+    """Signal a whole process group, if any of it is still there."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return
+
+
+def become_subreaper() -> None:
+    """Inherit orphans of our descendants: a worker whose spawner died becomes our child, and its exit status ours."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def launch(argv: list[str], *, environment: Mapping[str, str], log_path: Path, descriptor: int | None = None) -> int:
+    """Start a process in a session of its own, stdin from /dev/null, output appended to `log_path`; returns its pid.
+
+    `descriptor` becomes its INHERITED_DESCRIPTOR. Raises OSError.
+    """
+    log_flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    actions: list[tuple[int, int, str, int, int] | tuple[int, int, int]] = [
+        (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, str(log_path), log_flags, 0o600),
+        (os.POSIX_SPAWN_DUP2, 1, 2),
+    ]
+    if descriptor is not None:
+        actions.append((os.POSIX_SPAWN_DUP2, descriptor, INHERITED_DESCRIPTOR))
+    return os.posix_spawn(
+        argv[0],
+        argv,
+        environment,
+        file_actions=actions,
+        setsid=True,
+        setsigmask=[],
+        setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE],
+    )

@@ -1,0 +1,42 @@
+"""Collects every child that ends: our own, and orphans that came to us as their subreaper."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+from host_daemon.processes import ExitStatus
+
+
+class Reaper:
+    """The only one in the daemon who waits for children."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, asyncio.Future[ExitStatus]] = {}
+
+    def start(self) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
+        self._reap()
+
+    def stop(self) -> None:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
+
+    def watch(self, pid: int) -> asyncio.Future[ExitStatus]:
+        """Resolves with the status of this process if it ends as our child. Ask before it can end."""
+        return self._watched.setdefault(pid, asyncio.get_running_loop().create_future())
+
+    def forget(self, pid: int) -> None:
+        self._watched.pop(pid, None)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            watcher = self._watched.get(pid)
+            if watcher is not None and not watcher.done():
+                watcher.set_result(ExitStatus.of_wait_status(status))

@@ -1,0 +1,213 @@
+"""The warm standby: a single-threaded process with torch imported, from which workers are forked.
+
+Run by the daemon as `python -P -m host_daemon.spawner --state-dir DIR` with the job's environment, because thread
+counts that are set after an import are ignored. It forks on request, says how its children ended, and exits when the
+daemon is gone. Its own death does not end its children: each is in a session of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import os
+import selectors
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from host_daemon.child import NO_LEAVE_EXIT_CODE, carry_out
+from host_daemon.processes import INHERITED_DESCRIPTOR
+from host_daemon.spawn_wire import (
+    HEADER,
+    LEAVE,
+    MAX_FRAME_BYTES,
+    Exited,
+    Leave,
+    Order,
+    Ready,
+    Spawn,
+    Spawned,
+    SpawnerNotice,
+    SpawnerRequest,
+    frame,
+)
+
+# What a training script imports sooner or later; torch._dynamo is what DistributedDataParallel and the optimizers
+# import at their first use, for most of a second.
+PRELOAD = ("torch.distributed", "torch.nn.parallel", "torch.optim", "torch._dynamo", "flyball.trainer")
+SEND_TIMEOUT_S = 10.0
+
+
+def _thread_count() -> int:
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def preload() -> str:
+    """Import what workers need. Returns why nothing may be forked from this process now, '' if all is well."""
+    if _thread_count() > 1:
+        return f"the job's environment started {_thread_count() - 1} threads before anything was imported"
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking whether there is a GPU must not initialise it
+    torch = importlib.import_module("torch")
+    bare = _thread_count()  # BLAS may have made its own, which it stops and restarts around a fork
+    for name in PRELOAD:
+        if importlib.util.find_spec(name) is not None:  # not every build of torch has all of them
+            importlib.import_module(name)
+    if _thread_count() > bare:
+        return f"the preload left {_thread_count() - bare} threads more than a bare import of torch"
+    if torch.cuda.is_initialized() or _cuda_is_lost_in_children():
+        return "CUDA was initialised during the preload"
+    gc.collect()
+    gc.freeze()  # the collector would otherwise write to, and so copy, every page of every module in every child
+    return ""
+
+
+def _cuda_is_lost_in_children() -> bool:
+    """Whether something so much as counted the GPUs: torch then refuses CUDA in forked processes."""
+    from torch.cuda import _is_in_bad_fork
+
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(_is_in_bad_fork()))
+    return os.waitpid(pid, 0)[1] != 0
+
+
+class Spawner:
+    """Serves one daemon over its socket."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._received = b""
+        self._leaves: dict[int, int] = {}  # pid -> the pipe in which its leave is awaited
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        control.settimeout(SEND_TIMEOUT_S)
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+
+    def serve(self) -> Order | None:
+        """Returns None in the spawner when the daemon is gone, and the order in each child that got its leave."""
+        signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._selector.register(self._control, selectors.EVENT_READ)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        while True:
+            ready = {key.fileobj for key, _ in self._selector.select()}
+            if self._wake_reader in ready:
+                self._wake_reader.recv(4096)
+                self._report_exits()
+            if self._control in ready:
+                requests = self._receive()
+                if requests is None:
+                    return None
+                for request in requests:
+                    if isinstance(request, Leave):
+                        self._give_leave(request)
+                    elif self._spawn(request):
+                        return request.order
+
+    def send(self, notice: SpawnerNotice) -> None:
+        try:
+            self._control.sendall(frame(notice))
+        except OSError:
+            return  # the daemon is gone; the end of its stream says so too
+
+    def _receive(self) -> list[SpawnerRequest] | None:
+        """Complete requests; None at the end of the stream."""
+        try:
+            data = self._control.recv(1 << 16)
+        except OSError:
+            return None
+        if not data:
+            return None
+        self._received += data
+        requests = []
+        while len(self._received) >= HEADER.size:
+            (length,) = HEADER.unpack_from(self._received)
+            if length > MAX_FRAME_BYTES:
+                return None
+            end = HEADER.size + length
+            if len(self._received) < end:
+                break
+            requests.append(msgspec.json.decode(self._received[HEADER.size : end], type=SpawnerRequest))
+            self._received = self._received[end:]
+        return requests
+
+    def _spawn(self, request: Spawn) -> bool:
+        """Fork. True in the child, once it has its leave."""
+        try:
+            awaited, given = os.pipe()
+            pid = os.fork()
+        except OSError as error:
+            self.send(Spawned(request.request_id, 0, f"fork: {error.strerror}"))
+            return False
+        if pid == 0:
+            os.close(given)
+            self._become_child()
+            if os.read(awaited, 1) != LEAVE:
+                os._exit(NO_LEAVE_EXIT_CODE)
+            os.close(awaited)
+            return True
+        os.close(awaited)
+        self._leaves[pid] = given
+        self.send(Spawned(request.request_id, pid))
+        return False
+
+    def _become_child(self) -> None:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._selector.close()
+        for end in (self._control, self._wake_reader, self._wake_writer):
+            end.close()
+        for other in self._leaves.values():  # or a sibling would wait for ever when the spawner dies
+            os.close(other)
+
+    def _give_leave(self, leave: Leave) -> None:
+        descriptor = self._leaves.pop(leave.pid, None)
+        if descriptor is None:
+            return
+        try:
+            if leave.granted:
+                os.write(descriptor, LEAVE)
+        except BrokenPipeError:
+            return  # it was killed while it waited
+        finally:
+            os.close(descriptor)
+
+    def _report_exits(self) -> None:
+        while True:
+            try:
+                # Said before it is reaped: if we are killed in between, the daemon inherits the zombie and its status.
+                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if info is None:
+                return
+            exited = info.si_code == os.CLD_EXITED
+            code, number = (info.si_status, None) if exited else (None, info.si_status)
+            self.send(Exited(info.si_pid, code, number))
+            self._give_leave(Leave(info.si_pid, granted=False))
+            os.waitpid(info.si_pid, 0)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the daemon
+    spawner = Spawner(socket.socket(fileno=INHERITED_DESCRIPTOR))
+    unfit = preload()
+    sys.stdout.flush()
+    spawner.send(Ready(unfit))
+    order = spawner.serve()
+    if order is not None:
+        carry_out(order)
+
+
+if __name__ == "__main__":
+    main()

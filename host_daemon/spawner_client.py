@@ -1,0 +1,185 @@
+"""The daemon's side of a spawner: start it, order processes, hear of their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from flyball.contracts.errors import FlyballError
+from host_daemon.processes import ExitStatus, launch
+from host_daemon.spawn_wire import (
+    HEADER,
+    LEAVE,
+    MAX_FRAME_BYTES,
+    Exited,
+    Leave,
+    Order,
+    Ready,
+    Spawn,
+    Spawned,
+    SpawnerNotice,
+    WorkerOrder,
+    frame,
+)
+
+READY_TIMEOUT_S = 120.0  # importing torch from a cold network file system takes long
+SPAWN_TIMEOUT_S = 10.0
+
+_log = structlog.get_logger(__name__)
+
+
+class SpawnError(FlyballError):
+    """A process could not be started."""
+
+    code = "spawn_failed"
+
+
+class SpawnedProcess(msgspec.Struct, frozen=True):
+    """A process that waits for leave. `exit_status` resolves if whoever started it lives to see its end."""
+
+    pid: int
+    exit_status: asyncio.Future[ExitStatus]
+    origin: SpawnerProcess | socket.socket
+
+    def give_leave(self, granted: bool = True) -> None:
+        """Let it run, or have it end without having done anything."""
+        if isinstance(self.origin, SpawnerProcess):
+            self.origin.give_leave(self.pid, granted)
+            return
+        with self.origin:
+            if granted:
+                self.origin.sendall(LEAVE)
+
+
+class SpawnerProcess:
+    """One running spawner. Made by `start`."""
+
+    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        self.pid = pid
+        self.ready: asyncio.Future[Ready] = loop.create_future()
+        self._writer = writer
+        self._numbers = itertools.count(1)
+        self._awaited: dict[int, asyncio.Future[SpawnedProcess]] = {}
+        self._children: dict[int, asyncio.Future[ExitStatus]] = {}
+        self._listener = asyncio.create_task(self._listen(reader))
+
+    @classmethod
+    async def start(cls, *, environment: Mapping[str, str], log_path: Path, state_dir: Path) -> SpawnerProcess:
+        """Launch it; `ready` resolves when torch is imported. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            pid = launch(
+                [sys.executable, "-P", "-m", "host_daemon.spawner", "--state-dir", str(state_dir)],
+                environment=environment,
+                log_path=log_path,
+                descriptor=theirs.fileno(),
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return cls(pid, reader, writer)
+
+    @property
+    def dead(self) -> bool:
+        return self._listener.done()
+
+    async def wait_dead(self) -> None:
+        await asyncio.shield(self._listener)
+
+    async def unfit(self) -> str:
+        """Wait for the preload; says why nothing may be forked from it, '' if all is well."""
+        try:
+            ready = await asyncio.wait_for(asyncio.shield(self.ready), READY_TIMEOUT_S)
+        except TimeoutError:
+            return f"the preload took more than {READY_TIMEOUT_S:.0f} s"
+        return ready.unfit
+
+    async def spawn(self, order: Order) -> SpawnedProcess:
+        """Fork one process. Raises SpawnError."""
+        number = next(self._numbers)
+        awaited = self._awaited[number] = asyncio.get_running_loop().create_future()
+        if self.dead:
+            raise SpawnError("The spawner is dead.", hint="the daemon starts another; see spawner.log")
+        self._writer.write(frame(Spawn(number, order)))
+        try:
+            return await asyncio.wait_for(awaited, SPAWN_TIMEOUT_S)
+        except TimeoutError:
+            raise SpawnError(
+                f"The spawner did not fork within {SPAWN_TIMEOUT_S:.0f} s.", hint="see spawner.log"
+            ) from None
+        finally:
+            self._awaited.pop(number, None)
+
+    def give_leave(self, pid: int, granted: bool) -> None:
+        if not self.dead:
+            self._writer.write(frame(Leave(pid, granted)))
+
+    def close(self) -> None:
+        """It exits when it sees the end of its stream; its children live on."""
+        self._writer.close()
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+                if length > MAX_FRAME_BYTES:
+                    break
+                self._hear(msgspec.json.decode(await reader.readexactly(length), type=SpawnerNotice))
+        except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError) as error:
+            _log.info("spawner_ended", pid=self.pid, why=type(error).__name__)
+        finally:
+            if not self.ready.done():
+                self.ready.set_result(Ready("the spawner died during the preload, see spawner.log"))
+            for awaited in self._awaited.values():
+                if not awaited.done():
+                    awaited.set_exception(SpawnError("The spawner died.", hint="see spawner.log"))
+            self._writer.close()
+
+    def _hear(self, notice: SpawnerNotice) -> None:
+        match notice:
+            case Ready():
+                self.ready.set_result(notice)
+            case Spawned(request_id=number, pid=pid, message=message):
+                self._hear_spawned(number, pid, message)
+            case Exited(pid=pid):
+                status = self._children.pop(pid, None)
+                if status is not None and not status.done():
+                    status.set_result(ExitStatus(notice.exit_code, notice.signal_number))
+
+    def _hear_spawned(self, number: int, pid: int, message: str) -> None:
+        awaited = self._awaited.get(number)
+        if awaited is None or awaited.done():  # nobody waits any more, so it shall not run
+            if pid:
+                self.give_leave(pid, granted=False)
+            return
+        if not pid:
+            awaited.set_exception(SpawnError(f"The spawner could not fork: {message}.", hint="see the host's limits"))
+            return
+        status = self._children[pid] = asyncio.get_running_loop().create_future()
+        awaited.set_result(SpawnedProcess(pid, status, self))
+
+
+def start_cold(order: Order, *, environment: Mapping[str, str], log_path: Path) -> SpawnedProcess:
+    """Start a process in a fresh interpreter, as a child of the daemon. Raises SpawnError."""
+    if isinstance(order, WorkerOrder):
+        environment = order.environment
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            pid = launch(
+                [sys.executable, "-P", "-m", "host_daemon.child"],
+                environment=environment,
+                log_path=log_path,
+                descriptor=theirs.fileno(),
+            )
+        ours.sendall(frame(order))
+    except OSError as error:
+        ours.close()
+        raise SpawnError(f"A worker could not be started: {error.strerror}.", hint="see the host's limits") from error
+    return SpawnedProcess(pid, asyncio.get_running_loop().create_future(), ours)
