@@ -32,6 +32,7 @@ _FACTS = (
     "last_report_at",
     "interval_s",
     "engine",
+    "workers",
     "copies",
 )
 
@@ -130,6 +131,7 @@ def _store_hosts(connection: Connection, current: dict[str, tuple[Report, float]
                 "last_report_at": received_at,
                 "interval_s": report.interval_s,
                 "engine": dump(report.engine),
+                "workers": dump(_workers(report)),
                 "copies": dump([copy for copy in report.copies if copy.tier is not Tier.PERSISTENT]),
             }
         )
@@ -139,6 +141,13 @@ def _store_hosts(connection: Connection, current: dict[str, tuple[Report, float]
         for host_id in sorted(current)
         if host_id not in known
     ]
+
+
+def _workers(report: Report) -> dict[str, int]:
+    generations_of: dict[str, int] = {}
+    for status in report.ranks:
+        generations_of[status.job] = max(status.generation, generations_of.get(status.job, -1))
+    return generations_of
 
 
 def _granted(connection: Connection, reports: Sequence[Report]) -> set[tuple[str, int]]:

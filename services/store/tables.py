@@ -116,6 +116,7 @@ hosts = _table(
     Column("last_report_at", Seconds, nullable=False),  # on the supervisor's
     Column("interval_s", Seconds, nullable=False),
     Column("engine", Document, nullable=False),
+    Column("workers", Document, nullable=False),  # job -> generation of the live workers in the newest report
     Column("copies", Document, nullable=False),  # every verified copy on it
 )
 

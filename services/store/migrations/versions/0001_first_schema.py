@@ -97,6 +97,7 @@ def upgrade() -> None:
         sa.Column("last_report_at", sa.Double(), nullable=False),
         sa.Column("interval_s", sa.Double(), nullable=False),
         sa.Column("engine", DOCUMENT, nullable=False),
+        sa.Column("workers", DOCUMENT, nullable=False),
         sa.Column("copies", DOCUMENT, nullable=False),
         sa.PrimaryKeyConstraint("host_id", name="pk_hosts"),
     )

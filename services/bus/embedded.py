@@ -1,0 +1,95 @@
+"""The signal stream in the SQL store: no server to install, and exactly as durable as the decisions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+import structlog
+from sqlalchemy import Connection, delete, insert, select, update
+
+from flyball.contracts.errors import InvalidMessage, TooBusy
+from flyball.contracts.signals import Signal
+from flyball.contracts.wire import decode, encode
+from services.controller.ports import Cursor, Delivered
+from services.store.database import Database
+from services.store.tables import bus_messages, bus_streams
+from services.store.upsert import upsert
+
+STREAM = "signals"
+MAX_LENGTH = 20_000
+RETRY_AFTER_S = 1.0
+
+_log = structlog.get_logger(__name__)
+
+
+class EmbeddedBus:
+    """A `SignalBus`. Positions are given out under the lock of the stream's row, so that they become visible in order:
+    a reader that has seen a position has seen all before it."""
+
+    def __init__(self, db: Database, *, max_length: int = MAX_LENGTH) -> None:
+        self._db = db
+        self._max_length = max_length
+
+    def publish(self, signals: Sequence[Signal]) -> None:
+        """Append all of them, or none: TooBusy when that would make the stream longer than its bound."""
+        if signals:
+            self._db.transact(lambda connection: self._publish(connection, signals))
+
+    def read(self, after: Cursor | None, *, limit: int) -> list[Delivered]:
+        """Up to `limit` signals behind a cursor, oldest first."""
+        with self._db.read() as connection:
+            head = connection.execute(select(bus_streams).where(bus_streams.c.name == STREAM)).first()
+            if head is None:
+                return []
+            position = after.position if after is not None and after.stream == head.stream else 0
+            if position >= head.head:
+                return []
+            rows = connection.execute(
+                select(bus_messages)
+                .where(bus_messages.c.position > position)
+                .order_by(bus_messages.c.position)
+                .limit(limit)
+            ).all()
+        delivered = []
+        for row in rows:
+            try:
+                delivered.append(Delivered(Cursor(head.stream, row.position), decode(row.document, Signal)))
+            except InvalidMessage as error:  # of another release: to stop here would stop all that follow, for ever
+                _log.error("signal_skipped", position=row.position, error=str(error))
+        return delivered
+
+    def trim(self, upto: Cursor) -> None:
+        """Forget what is at or before `upto`; a cursor of another stream changes nothing."""
+
+        def work(connection: Connection) -> None:
+            head = connection.execute(select(bus_streams).where(bus_streams.c.name == STREAM).with_for_update()).first()
+            if head is None or head.stream != upto.stream or upto.position <= head.tail:
+                return
+            tail = min(upto.position, head.head)
+            connection.execute(delete(bus_messages).where(bus_messages.c.position <= tail))
+            connection.execute(update(bus_streams).where(bus_streams.c.name == STREAM).values(tail=tail))
+
+        self._db.transact(work)
+
+    def _publish(self, connection: Connection, signals: Sequence[Signal]) -> None:
+        mine = bus_streams.c.name == STREAM
+        moved = connection.execute(update(bus_streams).where(mine).values(head=bus_streams.c.head + len(signals)))
+        if moved.rowcount == 0:
+            first = {"name": STREAM, "stream": uuid.uuid4().hex, "head": 0, "tail": 0}
+            upsert(connection, bus_streams, [first])  # another publisher may be at it too; the row that is there stays
+            connection.execute(update(bus_streams).where(mine).values(head=bus_streams.c.head + len(signals)))
+        row = connection.execute(select(bus_streams).where(mine)).one()
+        if row.head - row.tail > self._max_length:
+            raise TooBusy(
+                f"{self._max_length} signals wait for the controller.",
+                retry_after_s=RETRY_AFTER_S,
+                hint="see that a controller runs and reaches the database; nothing is lost meanwhile",
+            )
+        connection.execute(
+            insert(bus_messages),
+            [
+                {"position": position, "document": encode(signal).decode()}
+                for position, signal in enumerate(signals, row.head - len(signals) + 1)
+            ],
+        )

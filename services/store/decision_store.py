@@ -1,0 +1,106 @@
+"""The controller's side of the database: the lease, the view, and the one transaction that stores a round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import Connection, select
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.events import Event, EventKind
+from flyball.contracts.signals import Signal
+from services.actuator.ports import PlaybookStep
+from services.controller.ports import Cursor, LeaseGrant
+from services.controller.view import Outcome, View
+from services.store import events, lease, outcome_writer, signal_writer
+from services.store.database import Database
+from services.store.lease import CONTROLLER, ControllerLease
+from services.store.tables import cursors
+from services.store.upsert import upsert
+from services.store.view_loader import load_view
+
+
+class SqlDecisionStore:
+    """A `DecisionStore`. One per controller process: it knows whether this process has held the lease."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self._db = db
+        self._clock = clock
+        self._lease = ControllerLease(clock)
+
+    def acquire_lease(self, holder: str, ttl_s: float) -> LeaseGrant | None:
+        """Take or renew the lease; None while another holds it. `holder`: "name#incarnation", see `ControllerLease`."""
+
+        def work(connection: Connection) -> LeaseGrant | None:
+            acquired = self._lease.acquire(connection, holder, ttl_s)
+            if acquired is None:
+                return None
+            if acquired.is_new:
+                elected = Event(
+                    at=self._clock.wall_s(),
+                    kind=EventKind.CONTROLLER_ELECTED,
+                    data={"epoch": acquired.grant.epoch, "holder": holder},
+                )
+                events.append(connection, [elected])
+            return acquired.grant
+
+        return self._db.transact(work)
+
+    def release_lease(self, holder: str) -> None:
+        """Let another controller take over at once; nothing happens if `holder` has it no more."""
+        self._db.transact(lambda connection: lease.release(connection, holder))
+
+    def cursor(self) -> Cursor | None:
+        """Up to where signals are stored with their decisions; None before the first."""
+        with self._db.read() as connection:
+            row = connection.execute(select(cursors).where(cursors.c.name == CONTROLLER)).first()
+        return Cursor(row.stream, row.position) if row is not None else None
+
+    def revision(self) -> int:
+        """A number that changes whenever a view loaded now might differ from one loaded before."""
+        with self._db.read() as connection:
+            return events.revision(connection)
+
+    def load_view(self) -> View:
+        """One consistent read of all that the policy looks at."""
+        with self._db.read() as connection:
+            return load_view(connection)
+
+    def unseen(self, signals: Sequence[Signal]) -> list[Signal]:
+        """Those that are not stored yet, each once, in their order."""
+        first = {signal_writer.key_of(signal): signal for signal in reversed(signals)}
+        with self._db.read() as connection:
+            known = signal_writer.known_keys(connection, list(first.values()))
+        return [s for s in signals if first[signal_writer.key_of(s)] is s and signal_writer.key_of(s) not in known]
+
+    def commit(
+        self,
+        *,
+        epoch: int,
+        now: float,
+        signals: Sequence[Signal],
+        cursor: Cursor | None,
+        outcome: Outcome,
+        first_steps: Mapping[str, PlaybookStep],
+    ) -> None:
+        """Store a round of the policy in one transaction, or nothing of it. Raises StaleEpoch if a newer controller has
+        taken the lease. `signals` are unseen ones; `cursor` is behind the last that was read, seen or not."""
+
+        def work(connection: Connection) -> None:
+            lease.check_epoch(connection, epoch)
+            news: list[Event] = []
+            news += outcome_writer.store_hosts(connection, outcome.hosts, now)
+            news += signal_writer.store(connection, signals, now)
+            signal_writer.store_exits(connection, signals)
+            signal_writer.raise_newest_steps(connection, signals)
+            if cursor is not None:
+                row = {"name": CONTROLLER, "stream": cursor.stream, "position": cursor.position}
+                upsert(connection, cursors, [row], replace=("stream", "position"))
+            news += outcome_writer.store_incidents(connection, outcome.incidents, outcome.decisions)
+            news += outcome_writer.supersede(connection, outcome.superseded_actions, now)
+            news += outcome_writer.store_decisions(connection, outcome.decisions, epoch)
+            news += outcome_writer.store_actions(connection, outcome.decisions, first_steps, epoch=epoch, now=now)
+            news += outcome_writer.store_jobs(connection, outcome.jobs, now)
+            events.append(connection, [*news, *outcome.events])
+
+        self._db.transact(work)

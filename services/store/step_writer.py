@@ -1,0 +1,141 @@
+"""Stores one move of a playbook: used for the first move together with its decision, and for every later one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, insert, select, update
+
+from flyball.contracts.decisions import ActionPlan, ActionState, Command, StartWorkers
+from flyball.contracts.events import Event, EventKind
+from flyball.contracts.identity import Fence
+from services.actuator.ports import CommandDraft, PlaybookStep
+from services.store.codec import dump
+from services.store.tables import action_changes, actions, commands, generations, jobs
+
+STOP_PHASE = "stop"
+
+
+class Position(msgspec.Struct, frozen=True):
+    """Where an action stands before the step."""
+
+    action_id: str
+    incident_id: str
+    number: int
+    plan: ActionPlan
+    phase: str
+    state: ActionState
+    message: str
+
+
+def store(connection: Connection, position: Position, step: PlaybookStep, *, epoch: int, now: float) -> list[Event]:
+    """Write a step of an action whose row the caller has locked and moved on (`values_of`). Returns its events."""
+    if (step.phase, step.state, step.message) != (position.phase, position.state, position.message):
+        connection.execute(
+            insert(action_changes).values(
+                action=position.number, at=now, phase=step.phase, state=step.state.value, message=step.message
+            )
+        )
+    if step.commands:
+        granted = connection.scalar(select(jobs.c.generation).where(jobs.c.job == position.plan.job))
+        rows = [
+            _row(position, step, draft, Fence(epoch, _fence_generation(position.plan, draft, granted)), now)
+            for draft in step.commands
+        ]
+        connection.execute(insert(commands), rows)
+    events = list(step.events)
+    if position.phase == STOP_PHASE != step.phase or (step.phase == STOP_PHASE and step.state is ActionState.SUCCEEDED):
+        events.append(_event(position, EventKind.WORKERS_STOPPED, position.plan.generation, now))
+    if step.placement is not None:
+        events.append(_start_generation(connection, position, step, now))
+    if step.state.ended:
+        close_commands(connection, position.number)
+        events.append(ended_event(position, step.state, now))
+    return events
+
+
+def values_of(step: PlaybookStep, now: float) -> dict[str, Any]:
+    """The action's columns after a step."""
+    return {
+        "phase": step.phase,
+        "state": step.state.value,
+        "ended": step.state.ended,
+        "attempt": step.attempt,
+        "message": step.message,
+        "version": actions.c.version + 1,
+        "ended_at": now if step.state.ended else 0.0,
+    }
+
+
+def close_commands(connection: Connection, number: int) -> None:
+    """No host is given commands of this action any more."""
+    connection.execute(
+        update(commands).where(commands.c.action == number, commands.c.is_open.is_(True)).values(is_open=False)
+    )
+
+
+def ended_event(position: Position, state: ActionState, now: float) -> Event:
+    return _event(
+        position,
+        EventKind.ACTION_ENDED,
+        position.plan.generation,
+        now,
+        {"action_id": position.action_id, "state": state.value, "kind": position.plan.kind.value},
+    )
+
+
+def _fence_generation(plan: ActionPlan, draft: CommandDraft, granted: int | None) -> int:
+    """Only a start carries the new generation. All else carries the one before it, be it running or itself only
+    granted: so the stop passes before the start, and is refused after it."""
+    if isinstance(draft.body, StartWorkers):
+        return draft.body.placement.generation
+    if plan.next is not None:
+        return plan.next.generation - 1
+    return max(plan.generation, granted if granted is not None else -1)
+
+
+def _row(position: Position, step: PlaybookStep, draft: CommandDraft, fence: Fence, now: float) -> dict[str, Any]:
+    command = Command(draft.command_id, position.action_id, draft.host_id, fence, draft.body, draft.deadline_s)
+    return {
+        "command_id": draft.command_id,
+        "action": position.number,
+        "phase": step.phase,
+        "host_id": draft.host_id,
+        "document": dump(command),
+        "created_at": now,
+        "dispatched_at": 0.0,
+        "is_open": True,
+        "progress": 0,
+        "answered_at": 0.0,
+        "answer": None,
+    }
+
+
+def _start_generation(connection: Connection, position: Position, step: PlaybookStep, now: float) -> Event:
+    placement = step.placement
+    assert placement is not None
+    restore_step = placement.restore.step if placement.restore is not None else None
+    connection.execute(
+        update(generations)
+        .where(generations.c.job == placement.job, generations.c.generation == placement.generation)
+        .values(started_at=now, restore_step=restore_step, lineage=dump(placement.lineage), placement=dump(placement))
+    )
+    return _event(position, EventKind.GENERATION_STARTED, placement.generation, now, {"restore_step": restore_step})
+
+
+def _event(
+    position: Position,
+    kind: EventKind,
+    generation: int,
+    now: float,
+    data: dict[str, str | int | float | bool | list[float | str] | None] | None = None,
+) -> Event:
+    return Event(
+        at=now,
+        kind=kind,
+        job=position.plan.job,
+        generation=generation,
+        incident_id=position.incident_id,
+        data=data or {},
+    )
