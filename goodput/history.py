@@ -42,8 +42,9 @@ class Generation(msgspec.Struct, frozen=True):
     incident_id: str  # the incident that it answers, '' for the first start or where unknown
     began_at: float | None  # first sign of life: start command, spawn or first step
     started_at: float | None
+    spawned_at: float | None  # of the last rank
     restore_began_at: float | None  # of the last rank
-    restored_at: float | None  # of the last rank
+    restored_at: float | None  # of the last rank; when it attached, for a rank that restored nothing
     restore_step: int | None  # -1: from scratch, None: unknown
     steps: tuple[WorldStep, ...]  # steps ascending, times never falling
     blocked: tuple[BlockedSample, ...]  # of the rank that waited longest
@@ -273,15 +274,16 @@ def _generations(by_kind: Mapping[EventKind, list[Event]], incidents: Sequence[I
     for index, n in enumerate(numbers):
         resumed_from = next((restore_steps[m] for m in numbers[index + 1 :] if restore_steps[m] is not None), None)
         steps = step_logs[n].world_steps(resumed_from)
-        started_at = min((e.at for e in started[n]), default=None)
-        spawned_at = min(_moments(marks[n], "spawned_at"), default=None)
-        signs = [t for t in (started_at, spawned_at, *(s.at for s in steps[:1])) if t is not None]
+        spawned = _moments(marks[n], "spawned_at")
+        started_at = min((e.at for e in started[n]), default=min(spawned, default=None))
+        signs = [t for t in (started_at, *spawned, *(s.at for s in steps[:1])) if t is not None]
         generations.append(
             Generation(
                 generation=n,
                 incident_id=_answered_incident(started[n], granted[n], incidents),
                 began_at=min(signs, default=None),
-                started_at=started_at if started_at is not None else spawned_at,
+                started_at=started_at,
+                spawned_at=max(spawned, default=None),
                 restore_began_at=max(_moments(marks[n], "restore_began_at"), default=None),
                 restored_at=max(
                     _moments(marks[n], "restored_at") or _moments(marks[n], "attached_at"),

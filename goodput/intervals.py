@@ -79,7 +79,7 @@ def timeline(history: History) -> Timeline:
     executed = executed_steps(history.generations)
     step_s = median_step_s(executed)
     steps, pauses = _step_spans(history.generations, executed, step_s)
-    spans = [*_base_spans(history, pauses), *steps, *_evaluation_spans(history)]
+    spans = [*_base_spans(history, pauses), *steps, *_evaluation_spans(history, step_s)]
     for generation in history.generations:
         spans += _blocked_spans(generation, steps)
     intervals = tuple(sweep(spans, history.start, history.end))
@@ -242,15 +242,14 @@ def _blocked_spans(generation: Generation, steps: Sequence[Span]) -> Iterator[Sp
         before = sample
 
 
-def _evaluation_spans(history: History) -> Iterator[Span]:
-    """Evaluations of any rank: the others wait for it. One whose end is missing ends with the next completed step or
-    with the incident that cut it off; without either nobody knows how long it took."""
+def _evaluation_spans(history: History, step_s: float | None) -> Iterator[Span]:
+    """Evaluations of any rank: the others wait for it. One ends at the latest where the next step must have begun, or
+    with the fault or incident that cut it off; without any of these nobody knows how long it took."""
     for generation in history.generations:
         for entered, left in generation.evaluations:
-            ends = [s.at for s in generation.steps if s.at > entered][:1]
-            ends += [i.opened_at for i in history.incidents if i.opened_at > entered][:1]
-            ends += [f for f in history.faults if f > entered][:1] if left is None else []
-            if left is not None:
-                ends.append(left)
+            next_step = next((s.at - (step_s or 0.0) for s in generation.steps if s.at > entered), None)
+            opened = next((i.opened_at for i in history.incidents if i.opened_at > entered), None)
+            fault = next((f for f in history.faults if f > entered), None) if left is None else None
+            ends = [end for end in (left, next_step, opened, fault) if end is not None]
             if ends:
                 yield Span(Layer.EVALUATION, entered, min(ends), Category.EVALUATION)

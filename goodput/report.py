@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -15,9 +16,10 @@ from goodput.categories import Category
 _BAR_WIDTH = 24
 
 
-def to_json(report: Report) -> bytes:
-    """The report as one JSON object; docs/goodput.md documents its fields, `schema` names their version."""
-    return msgspec.json.encode(report)
+def to_json(report: Report) -> dict[str, Any]:
+    """The report as one JSON object, in plain dicts and lists; docs/goodput.md documents its fields, and `schema`
+    names their version."""
+    return msgspec.json.decode(msgspec.json.encode(report), type=dict[str, Any])
 
 
 def to_text(report: Report, *, width: int = 100) -> str:

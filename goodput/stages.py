@@ -163,20 +163,25 @@ def _marks(history: History, pauses: Iterable[Pause], cut_off_steps: float) -> I
         if incident_id := _incident_opened(history, wait.until, math.inf):
             yield _Mark(wait.since, _Kind.UNHEARD, incident_id=incident_id)
             yield _Mark(wait.until, _Kind.ELECTED)
+    plain = not any(g.steps or g.restored_at is not None for g in history.generations)
     for generation in history.generations:
-        yield from _start_up_marks(generation)
+        yield from _start_up_marks(generation, plain=plain)
     for pause in pauses:
         yield _pause_mark(history, pause, cut_off_steps)
 
 
-def _start_up_marks(generation: Generation) -> Iterator[_Mark]:
-    """A generation's own marks, each not before the one that causes it: hosts' clocks differ from the controller's."""
+def _start_up_marks(generation: Generation, *, plain: bool) -> Iterator[_Mark]:
+    """A generation's own marks, each not before the one that causes it: hosts' clocks differ from the controller's.
+    A `plain` script, which never attaches, tells nothing once its processes run."""
+    first_step = generation.steps[0].at if generation.steps else None
+    if plain:
+        first_step = generation.started_at if generation.spawned_at is None else generation.spawned_at
     at = -math.inf
     for kind, moment in (
         (_Kind.STARTED, generation.started_at),
         (_Kind.RESTORE_BEGAN, generation.restore_began_at),
         (_Kind.RESTORED, generation.restored_at),
-        (_Kind.FIRST_STEP, generation.steps[0].at if generation.steps else None),
+        (_Kind.FIRST_STEP, first_step),
     ):
         if moment is not None:
             at = max(at, moment)
