@@ -68,6 +68,10 @@ class DecisionStore(Protocol):
 
     def cursor(self) -> Cursor | None: ...
 
+    def revision(self) -> int:
+        """A number that changes whenever `load_view` might answer differently than before."""
+        ...
+
     def load_view(self) -> View: ...
 
     def unseen(self, signals: Sequence[Signal]) -> list[Signal]:

@@ -63,8 +63,9 @@ def release(connection: Connection, holder: str) -> None:
 
 
 def current_epoch(connection: Connection) -> int:
-    """The epoch that commands written now must carry."""
-    return int(connection.execute(select(lease.c.epoch).where(lease.c.name == CONTROLLER)).scalar_one())
+    """The epoch that commands written in this transaction must carry; no other one begins before it ends."""
+    query = select(lease.c.epoch).where(lease.c.name == CONTROLLER).with_for_update(read=True)
+    return int(connection.execute(query).scalar_one())
 
 
 def check_epoch(connection: Connection, epoch: int) -> None:
@@ -81,11 +82,11 @@ def database_now(connection: Connection) -> float:
     return float(connection.execute(_NOW["sqlite" if connection.dialect.name == "sqlite" else "mysql"]).scalar_one())
 
 
-def _name(holder: str) -> str:
-    return holder.partition("#")[0]
-
-
 def leader(connection: Connection) -> str | None:
     """Who holds the lease now; None if nobody does."""
     row = connection.execute(select(lease).where(lease.c.name == CONTROLLER)).one_or_none()
     return str(row.holder) if row is not None and row.expires_at > database_now(connection) else None
+
+
+def _name(holder: str) -> str:
+    return holder.partition("#")[0]

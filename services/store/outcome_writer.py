@@ -151,7 +151,6 @@ def store_actions(
             plan=decision.action,
             phase="",
             state=ActionState.QUEUED,
-            message="",
         )
         connection.execute(
             insert(actions).values(
@@ -210,7 +209,6 @@ def supersede(connection: Connection, action_ids: Sequence[str], now: float) -> 
             plan=load(row.plan, ActionPlan),
             phase=row.phase,
             state=ActionState(row.state),
-            message=row.message,
         )
         events.append(step_writer.ended_event(position, state, now))
     return events

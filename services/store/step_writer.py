@@ -26,12 +26,11 @@ class Position(msgspec.Struct, frozen=True):
     plan: ActionPlan
     phase: str
     state: ActionState
-    message: str
 
 
 def store(connection: Connection, position: Position, step: PlaybookStep, *, epoch: int, now: float) -> list[Event]:
     """Write a step of an action whose row the caller has locked and moved on (`values_of`). Returns its events."""
-    if (step.phase, step.state, step.message) != (position.phase, position.state, position.message):
+    if step.message or (step.phase, step.state) != (position.phase, position.state):
         connection.execute(
             insert(action_changes).values(
                 action=position.number, at=now, phase=step.phase, state=step.state.value, message=step.message
