@@ -65,7 +65,7 @@ def parse_event(line: bytes) -> Event:
     return event
 
 
-def write_log(path: Path | str, events: Iterable[Event]) -> int:
+def write_events(path: Path | str, events: Iterable[Event]) -> int:
     """Append events to a log, made if it is missing; returns how many."""
     count = 0
     with _open(Path(path), "ab") as file:

@@ -7,7 +7,7 @@ import pytest
 from flyball.contracts.errors import ConfigurationError, InvalidMessage, NotFound
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.wire import MAX_MESSAGE_BYTES
-from goodput.events import MAX_NAMED_LINES, read_logs, write_log
+from goodput.events import MAX_NAMED_LINES, read_logs, write_events
 
 EVENTS = (
     Event(at=1.5, kind=EventKind.JOB_SUBMITTED, job="j"),
@@ -18,8 +18,8 @@ GOOD = b'{"at":3.0,"kind":"job_ended","job":"j","data":{"outcome":"succeeded"}}'
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    assert write_log(path, EVENTS[:1]) == 1
-    assert write_log(path, EVENTS[1:]) == 1
+    assert write_events(path, EVENTS[:1]) == 1
+    assert write_events(path, EVENTS[1:]) == 1
 
     log = read_logs([path])
 
@@ -64,7 +64,7 @@ def test_the_names_of_malformed_lines_are_bounded(tmp_path: Path) -> None:
 
 def test_several_files_are_one_log(tmp_path: Path) -> None:
     for index, event in enumerate(EVENTS):
-        write_log(tmp_path / f"{index}.jsonl", [event])
+        write_events(tmp_path / f"{index}.jsonl", [event])
     assert read_logs([tmp_path / "0.jsonl", tmp_path / "1.jsonl"]).events == EVENTS
 
 
