@@ -12,12 +12,12 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from ckpt_engine.manifest import MAX_MANIFEST_BYTES
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.identity import HostId, JobName, Rank, Step
 
 PEER_PROTOCOL = "flyball-engine/1"
 MAX_FRAME_BYTES = 64 << 10
-MAX_MANIFEST_BYTES = 64 << 20
 
 Nonce = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]  # 32 bytes, hex
 Proof = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]

@@ -1,0 +1,190 @@
+"""Bringing a rank's bytes of the restore step into a local slot: source after source, each copy verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from ckpt_engine import integrity, restore_planner
+from ckpt_engine.generation import Generation
+from ckpt_engine.manifest import Manifest
+from ckpt_engine.peer_wire import GetShard, Reply, Verdict
+from ckpt_engine.restore_planner import FetchStep, Origin
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.shard_transfer import receive_manifest, receive_payload
+from ckpt_engine.slots import MemoryPlan, SlotView, choose_slot
+from ckpt_engine.tiers.disk import DiskTier, read_verified
+from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
+from ckpt_engine.tiers.peer import PeerTier
+from ckpt_engine.transport.tcp import Connection
+from flyball.contracts.checkpoints import RestorePlan, Tier
+from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed, StaleCommand, StorageFull
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Where the verified bytes are now, and where they came from."""
+
+    slot: int
+    size_bytes: int
+    tier: Tier
+    host_id: str
+    socket_bytes: int
+
+
+class Fetcher:
+    """Fetches the shards of one generation's restore step for the ranks of this host."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        plan: RestorePlan,
+        *,
+        memory: MemoryTier,
+        replicas: PeerTier,
+        disks: Mapping[Tier, DiskTier],
+        connect: Callable[[str, str], Connection],
+        settings: EngineSettings,
+    ) -> None:
+        """`connect(host_id, address)` makes a connection to an engine."""
+        self._generation = generation
+        self._plan = plan
+        self._memory = memory
+        self._replicas = replicas
+        self._disks = disks
+        self._connect = connect
+        self._settings = settings
+
+    def fetch(self, entry: OpenSegments) -> Fetched:
+        """Have the rank's shard in a committed, verified local slot. Raises RestoreFailed with the reason of every
+        source, or StaleCommand if the generation ended meanwhile."""
+        written_by = restore_planner.source_generation(self._plan, entry.rank)
+        reasons: list[str] = []
+        if written_by is not None:
+            local = self._local_slot(entry, written_by, reasons)
+            if local is not None:
+                return local
+        for step in restore_planner.fetch_order(self._plan, entry.rank, host_id=self._generation.host_id):
+            try:
+                return self._try(entry, step)
+            except StaleCommand:
+                raise
+            except (FlyballError, OSError) as error:
+                where = f"{step.source.tier} of {step.source.host_id or 'the store'}"
+                reasons.append(f"{where}: {error.message if isinstance(error, FlyballError) else error}")
+                log.warning("restore_source_skipped", rank=entry.rank, step=self._plan.step, reason=reasons[-1])
+        raise RestoreFailed(
+            f"Step {self._plan.step} of rank {entry.rank} cannot be had. "
+            + (" ".join(reasons) or "The plan names no source for it."),
+            hint="the controller is to choose an older recovery point",
+        )
+
+    def _local_slot(self, entry: OpenSegments, written_by: int, reasons: list[str]) -> Fetched | None:
+        found = self._memory.find(entry, written_by, self._plan.step)
+        if found is None:
+            return None
+        view, manifest, _ = found
+        try:
+            integrity.verify(entry.segments.payload(view.index), manifest.chunk_digests, manifest.chunk_bytes)
+        except CorruptShard as error:
+            if entry.segments.unchanged(view):
+                reasons.append(f"local slot: {error.message}")
+                log.warning("restore_source_skipped", rank=entry.rank, step=self._plan.step, reason=reasons[-1])
+                entry.segments.drop(view.index)
+                return None
+            # The trainer restored from it and is two saves further already: it found the bytes good.
+        return Fetched(view.index, view.payload_bytes, Tier.MEMORY, self._generation.host_id, 0)
+
+    def _try(self, entry: OpenSegments, step: FetchStep) -> Fetched:
+        if step.origin is Origin.LOCAL_REPLICA:
+            return self._from_replica(entry, step)
+        if step.origin in (Origin.LOCAL_DISK, Origin.PERSISTENT):
+            return self._from_disk(entry, step)
+        return self._from_engine(entry, step)
+
+    def _from_replica(self, entry: OpenSegments, step: FetchStep) -> Fetched:
+        with self._replicas.using(entry.rank) as replica:
+            found = self._replicas.find(replica, step.source.generation, self._plan.step) if replica else None
+            if replica is None or found is None:
+                raise RestoreFailed("it has no such copy.")
+            view, manifest, manifest_bytes = found
+            payload = replica.segments.payload(view.index)
+
+            def copy(target: memoryview) -> None:
+                integrity.copy_verified(payload, target, manifest.chunk_digests, manifest.chunk_bytes)
+
+            return self._commit(entry, step, manifest, manifest_bytes, copy)
+
+    def _from_disk(self, entry: OpenSegments, step: FetchStep) -> Fetched:
+        tier = self._disks.get(step.source.tier)
+        if tier is None:
+            raise RestoreFailed("no such folder is configured for the job.")
+        with tier.reading(step.source.generation, self._plan.step, entry.rank) as (manifest, manifest_bytes, file):
+
+            def copy(target: memoryview) -> None:
+                read_verified(file, manifest, target)
+
+            return self._commit(entry, step, manifest, manifest_bytes, copy)
+
+    def _from_engine(self, entry: OpenSegments, step: FetchStep) -> Fetched:
+        wanted = GetShard(self._generation.job, step.source.generation, self._plan.step, entry.rank)
+        with self._connect(step.source.host_id, step.source.engine_address) as connection:
+            reply = connection.request(wanted, Reply, timeout_s=self._settings.io_timeout_s)
+            if reply.verdict is not Verdict.OK:
+                raise RestoreFailed(f"its engine answered {reply.verdict}: {reply.message}")
+            manifest, manifest_bytes = receive_manifest(
+                connection,
+                reply.manifest_bytes,
+                job=wanted.job,
+                generation=wanted.generation,
+                step=wanted.step,
+                rank=wanted.rank,
+                shard_bytes=reply.shard_bytes,
+            )
+
+            def copy(target: memoryview) -> None:
+                receive_payload(connection, manifest, target, superseded=self._generation.ended.is_set)
+
+            fetched = self._commit(entry, step, manifest, manifest_bytes, copy)
+            tier = Tier.DISK if reply.tier is Tier.DISK else fetched.tier
+            return Fetched(fetched.slot, fetched.size_bytes, tier, fetched.host_id, connection.bytes_received)
+
+    def _commit(
+        self,
+        entry: OpenSegments,
+        step: FetchStep,
+        manifest: Manifest,
+        manifest_bytes: bytes,
+        copy: Callable[[memoryview], None],
+    ) -> Fetched:
+        """Have `copy` fill a free slot with bytes that it has verified, and commit them."""
+        if self._generation.ended.is_set():
+            raise StaleCommand("The restore was given up: a newer generation began.")
+        segments = entry.segments
+        with entry.writing:
+            slot = self._free_slot(segments.slots())
+            plan = MemoryPlan(
+                manifest.payload_bytes,
+                local_ranks=len(self._generation.local_ranks),
+                replicas=len(self._generation.replica_hosts),
+            )
+            target = segments.begin_write(slot.index, manifest.generation, manifest.step, manifest.payload_bytes, plan)
+            try:
+                copy(target)
+                segments.mark_captured(slot.index)
+                if not segments.commit(segments.control.slot(slot.index), manifest_bytes):
+                    raise CorruptShard("the slot was overwritten while it was filled.")
+            except BaseException:
+                segments.drop(slot.index)
+                raise
+        return Fetched(slot.index, manifest.payload_bytes, step.origin.tier, step.source.host_id, 0)
+
+    def _free_slot(self, slots: list[SlotView]) -> SlotView:
+        slot = choose_slot(slots, self._plan.step, self._generation.lineage, ())
+        if slot is None:
+            raise StorageFull("both local slots hold newer steps of this generation.")
+        return slot

@@ -1,0 +1,101 @@
+"""What an engine knows of the generation that a job is in."""
+
+from __future__ import annotations
+
+import threading
+from functools import cached_property
+
+from ckpt_engine import peers
+from ckpt_engine.peer_wire import WorldStep
+from flyball.contracts.checkpoints import Lineage, RestorePlan
+from flyball.contracts.cluster import Placement
+from flyball.contracts.engine_wire import Configure
+
+
+class Generation:
+    """One Configure, seen from this host. Does not change, except that it ends when a newer one begins."""
+
+    def __init__(self, configure: Configure, host_id: str) -> None:
+        self.configure = configure
+        self.host_id = host_id
+        self.ended = threading.Event()
+
+    @property
+    def placement(self) -> Placement:
+        return self.configure.placement
+
+    @property
+    def job(self) -> str:
+        return self.placement.job
+
+    @property
+    def number(self) -> int:
+        return self.placement.generation
+
+    @property
+    def lineage(self) -> Lineage:
+        return self.placement.lineage
+
+    @property
+    def restore(self) -> RestorePlan | None:
+        return self.placement.restore
+
+    @property
+    def restore_step(self) -> int:
+        """What the generation starts from, -1 for nothing."""
+        return self.restore.step if self.restore is not None else -1
+
+    @cached_property
+    def local_ranks(self) -> tuple[int, ...]:
+        return peers.local_ranks(self.placement, self.host_id)
+
+    @cached_property
+    def replica_hosts(self) -> tuple[str, ...]:
+        return peers.replica_hosts(self.placement, self.host_id) if self.configure.spec.replicas > 0 else ()
+
+    @cached_property
+    def replicated_ranks(self) -> frozenset[int]:
+        return peers.replicated_ranks(self.placement, self.host_id)
+
+    @cached_property
+    def coordinator_host(self) -> str:
+        return peers.coordinator_host(self.placement)
+
+    @property
+    def coordinates(self) -> bool:
+        return self.coordinator_host == self.host_id
+
+    @cached_property
+    def linked_hosts(self) -> frozenset[str]:
+        return peers.linked_hosts(self.placement, self.host_id) if self.local_ranks else frozenset()
+
+
+class WorldView:
+    """The newest that this engine heard of the world step, of one generation at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._present = WorldStep(job="", generation=-1, world_step=-1)
+
+    @property
+    def present(self) -> WorldStep:
+        return self._present
+
+    def begin(self, world: WorldStep) -> None:
+        """A generation begins."""
+        with self._lock:
+            self._present = world
+
+    def learn(self, world: WorldStep) -> bool:
+        """Take in what the coordinator said, first or second hand. True if it was news; it never goes back."""
+        with self._lock:
+            present = self._present
+            if world.generation != present.generation or world.world_step < present.world_step:
+                return False
+            if world.world_step == present.world_step and set(world.abandoned) <= set(present.abandoned):
+                return False
+            # Within one world step the abandoned steps only become more, whatever order the messages come in.
+            known = {*world.abandoned, *present.abandoned}
+            abandoned = tuple(sorted(step for step in known if step > world.world_step))
+            self._present = WorldStep(world.job, world.generation, world.world_step, abandoned)
+            return True

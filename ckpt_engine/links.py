@@ -1,0 +1,179 @@
+"""The standing connections between engines: world steps and reports travel on them, and their end is how the death of
+a host is noticed without traffic.
+
+One thread per peer. Messages are kept newest-per-key until the peer has taken them, so that a peer that was away for a
+while gets the present state and not a backlog.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Hashable
+
+import structlog
+
+from ckpt_engine.peer_wire import Ping, RankSteps, Reply, Verdict, WorldStep
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.transport.pool import Dial
+from ckpt_engine.transport.tcp import Connection
+from flyball.contracts.errors import FlyballError
+
+log = structlog.get_logger()
+
+StateMessage = WorldStep | RankSteps
+OnUp = Callable[[str, str], None]  # host id, incarnation
+
+
+class PeerLink:
+    """The standing connection to one peer."""
+
+    def __init__(self, host_id: str, *, dial: Dial, on_up: OnUp, settings: EngineSettings) -> None:
+        self.host_id = host_id
+        self._dial = dial
+        self._on_up = on_up
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._waiting: dict[Hashable, StateMessage] = {}
+        self._down_since: float | None = None
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"link-{host_id}", daemon=True)
+        self._thread.start()
+
+    @property
+    def down_s(self) -> float:
+        """For how long the peer has been out of reach; 0.0 if it is in reach, or was not tried yet."""
+        since = self._down_since
+        return 0.0 if since is None else max(time.monotonic() - since, 1e-9)
+
+    def post(self, key: Hashable, message: StateMessage) -> None:
+        """Send soon; a newer message with the same key takes the place of one that was not sent yet."""
+        with self._lock:
+            self._waiting[key] = message
+        self._nudge()
+
+    def stop(self) -> None:
+        """End the link; what was not sent is dropped."""
+        self._stopped.set()
+        self._nudge()
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _nudge(self) -> None:
+        with self._lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                try:
+                    connection = self._dial(self.host_id)
+                except FlyballError as error:
+                    self._went_down(error)
+                    self._stopped.wait(self._settings.reconnect_interval_s)
+                    continue
+                with connection:
+                    self._came_up(connection)
+                    self._serve_until_broken(connection)
+        finally:
+            with self._lock:
+                os.close(self._wake)
+                self._wake = -1
+
+    def _came_up(self, connection: Connection) -> None:
+        if self._down_since is not None:
+            log.info("peer_reachable", peer=self.host_id, away_s=round(self.down_s, 3))
+        self._down_since = None
+        self._on_up(self.host_id, connection.peer.incarnation)
+
+    def _went_down(self, error: FlyballError) -> None:
+        if self._down_since is None:
+            self._down_since = time.monotonic()
+            log.warning("peer_unreachable", peer=self.host_id, reason=error.message)
+
+    def _serve_until_broken(self, connection: Connection) -> None:
+        try:
+            self._serve(connection)
+        except FlyballError as error:  # not down yet: that is said when no new connection can be made
+            log.info("peer_connection_lost", peer=self.host_id, reason=error.message)
+
+    def _serve(self, connection: Connection) -> None:
+        """Send what is waiting, and a ping when there is nothing; ends by an exception or by `stop`."""
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        deferred: set[Hashable] = set()  # the peer said BUSY: again with the next ping
+        while not self._stopped.is_set():
+            sent = self._send_waiting(connection, deferred)
+            ready = poll.poll(0 if sent else self._settings.ping_interval_s * 1000)
+            if any(descriptor == self._wake for descriptor, _ in ready):
+                os.eventfd_read(self._wake)
+            elif not sent or ready:  # nothing to do, or the connection has an end to tell
+                self._exchange(connection, Ping())
+                deferred.clear()
+
+    def _send_waiting(self, connection: Connection, deferred: set[Hashable]) -> bool:
+        with self._lock:
+            waiting = [item for item in self._waiting.items() if item[0] not in deferred]
+        for key, message in waiting:
+            reply = self._exchange(connection, message)
+            if reply.verdict is Verdict.BUSY:
+                deferred.add(key)
+                continue
+            with self._lock:
+                if self._waiting.get(key) is message:
+                    del self._waiting[key]
+        return bool(waiting)
+
+    def _exchange(self, connection: Connection, message: Ping | StateMessage) -> Reply:
+        return connection.request(message, Reply, timeout_s=self._settings.ping_timeout_s)
+
+
+class PeerLinks:
+    """The links of all jobs of this engine; a peer that two jobs share has one link."""
+
+    def __init__(self, *, dial: Dial, on_up: OnUp, settings: EngineSettings) -> None:
+        self._dial = dial
+        self._on_up = on_up
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._links: dict[str, PeerLink] = {}
+
+    def set_targets(self, hosts: frozenset[str]) -> None:
+        """Have a link to each of these hosts, and to no other."""
+        with self._lock:
+            for host_id in self._links.keys() - hosts:
+                self._links.pop(host_id).stop()
+            for host_id in hosts - self._links.keys():
+                self._links[host_id] = PeerLink(host_id, dial=self._dial, on_up=self._on_up, settings=self._settings)
+
+    def post(self, host_id: str, key: Hashable, message: StateMessage) -> None:
+        """Send to a host that has a link; without one there is nobody to tell."""
+        with self._lock:
+            link = self._links.get(host_id)
+        if link is not None:
+            link.post(key, message)
+
+    def down_s(self, host_id: str) -> float:
+        with self._lock:
+            link = self._links.get(host_id)
+        return 0.0 if link is None else link.down_s
+
+    def unreachable(self) -> tuple[str, ...]:
+        """Peers whose connection broke and could not be made again so far."""
+        with self._lock:
+            return tuple(sorted(host_id for host_id, link in self._links.items() if link.down_s > 0))
+
+    def close(self) -> None:
+        with self._lock:
+            links = list(self._links.values())
+            self._links.clear()
+        for link in links:
+            link.stop()
+        for link in links:
+            link.join(self._settings.ping_timeout_s)

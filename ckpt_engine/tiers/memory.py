@@ -1,0 +1,147 @@
+"""The memory tier: the slots of the ranks that run, or ran, on this host."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckpt_engine import manifest as manifests
+from ckpt_engine.manifest import Manifest
+from ckpt_engine.slots import RankSegments, SlotState, SlotView
+from flyball.contracts.checkpoints import ShardCopy, Tier
+from flyball.contracts.segments import CONTROL_SUFFIX, rank_segment
+
+
+class OpenSegments:
+    """One rank's segments in use by this process. Hold `writing` while a slot is filled or committed."""
+
+    def __init__(self, rank: int, segments: RankSegments) -> None:
+        self.rank = rank
+        self.segments = segments
+        self.writing = threading.Lock()
+        self.users = 0
+        self.removed = False
+
+
+class SlotTier:
+    """The segments of one job and one kind, by rank: opened when first asked for, closed when the last user left."""
+
+    tier: Tier
+    _base_path: Callable[[str, str, int], str]
+
+    def __init__(self, prefix: str, job: str, host_id: str) -> None:
+        self.job = job
+        self.host_id = host_id
+        self._prefix = prefix
+        self._open: dict[int, OpenSegments] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def using(self, rank: int, *, create: bool = False) -> Iterator[OpenSegments | None]:
+        """A rank's segments for the body of the with statement; None if there are none and `create` is not set."""
+        entry = self._enter(rank, create=create)
+        try:
+            yield entry
+        finally:
+            if entry is not None:
+                self._leave(entry)
+
+    def ranks(self) -> list[int]:
+        """The ranks that have segments here, found by their file names."""
+        probe = Path(self._base(0) + CONTROL_SUFFIX)
+        head = probe.name.removesuffix("0" + CONTROL_SUFFIX)
+        pattern = re.compile(re.escape(head) + r"(\d+)" + re.escape(CONTROL_SUFFIX))
+        names = (pattern.fullmatch(path.name) for path in probe.parent.glob(head + "*"))
+        return sorted(int(match.group(1)) for match in names if match)
+
+    def copies(self) -> list[ShardCopy]:
+        """What can be restored from here: committed slots with a valid manifest."""
+        found: list[ShardCopy] = []
+        for rank in self.ranks():
+            with self.using(rank) as entry:
+                if entry is not None:
+                    found.extend(self._copy(rank, view, data) for view, data in _committed(entry.segments))
+        return found
+
+    def find(self, entry: OpenSegments, generation: int, step: int) -> tuple[SlotView, Manifest, bytes] | None:
+        """The committed slot with this step: the slot, its manifest, and the manifest's bytes."""
+        view = entry.segments.find(generation, step)
+        if view is None:
+            return None
+        data = entry.segments.manifest_bytes(view.index)
+        manifest = entry.segments.committed(view.index)
+        if data is None or manifest is None or (manifest.job, manifest.rank) != (self.job, entry.rank):
+            return None
+        return view, manifest, data
+
+    def remove(self, rank: int) -> None:
+        """Free a rank's segments. Who is using them keeps the memory until it leaves."""
+        with self.using(rank) as entry:
+            if entry is not None:
+                entry.segments.unlink()
+                with self._lock:
+                    entry.removed = True
+                    self._open.pop(rank, None)
+
+    def close(self) -> None:
+        """Forget all segments; their files stay."""
+        with self._lock:
+            entries = list(self._open.values())
+            self._open.clear()
+            for entry in entries:
+                entry.removed = True
+            idle = [entry for entry in entries if entry.users == 0]
+        for entry in idle:
+            entry.segments.close()
+
+    def _base(self, rank: int) -> str:
+        return type(self)._base_path(self._prefix, self.job, rank)
+
+    def _copy(self, rank: int, view: SlotView, manifest: bytes) -> ShardCopy:
+        return ShardCopy(
+            job=self.job,
+            generation=view.generation,
+            step=view.step,
+            rank=rank,
+            tier=self.tier,
+            host_id=self.host_id,
+            size_bytes=view.payload_bytes,
+            digest=manifests.digest(manifest),
+        )
+
+    def _enter(self, rank: int, *, create: bool) -> OpenSegments | None:
+        with self._lock:
+            entry = self._open.get(rank)
+            if entry is None:
+                try:
+                    segments = RankSegments.open(self._base(rank), create=create)
+                except FileNotFoundError:
+                    return None
+                entry = self._open[rank] = OpenSegments(rank, segments)
+            entry.users += 1
+            return entry
+
+    def _leave(self, entry: OpenSegments) -> None:
+        with self._lock:
+            entry.users -= 1
+            last = entry.removed and entry.users == 0
+        if last:
+            entry.segments.close()
+
+
+class MemoryTier(SlotTier):
+    """The slots that this host's trainers write."""
+
+    tier = Tier.MEMORY
+    _base_path = staticmethod(rank_segment)
+
+
+def _committed(segments: RankSegments) -> Iterator[tuple[SlotView, bytes]]:
+    for view in segments.slots():
+        if view.state is SlotState.COMMITTED and segments.committed(view.index) is not None:
+            data = segments.manifest_bytes(view.index)
+            if data is not None and segments.unchanged(view):
+                yield view, data
