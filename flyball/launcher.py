@@ -97,7 +97,7 @@ _EPILOG = """examples:
   flyball run train.py --lr 3e-4
   flyball run --nproc-per-node 4 --max-restarts 3 train.py
   flyball run --nproc-per-node gpu -m my_package.train
-  flyball run --supervisor http://10.0.0.1:7070 --nnodes 2 --nproc-per-node 8 --job llama train.py
+  flyball run --supervisor http://10.0.0.1:7370 --nnodes 2 --nproc-per-node 8 --job llama train.py
 """
 
 
@@ -239,7 +239,7 @@ def _supervisor(given: Mapping[str, str], environ: Mapping[str, str]) -> str:
                 hint="export FLYBALL_SUPERVISOR=http://HOST:PORT, or give --supervisor URL",
             )
     if url and not re.fullmatch(r"https?://[^/\s]+/?", url):
-        raise UsageError(f"--supervisor {url} is not an address.", hint="for example --supervisor http://10.0.0.1:7070")
+        raise UsageError(f"--supervisor {url} is not an address.", hint="for example --supervisor http://10.0.0.1:7370")
     if url and given.get("standalone"):
         raise UsageError("--standalone and --supervisor contradict each other.", hint="leave one of them out")
     return url.rstrip("/")

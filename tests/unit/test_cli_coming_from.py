@@ -15,7 +15,7 @@ from flyball.launch_flags import ALL_FLAGS, TRANSOM_VARIABLES, Use
 from flyball.launcher import parse_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
-ENVIRONMENT = {"FLYBALL_SUPERVISOR": "http://127.0.0.1:7070"}
+ENVIRONMENT = {"FLYBALL_SUPERVISOR": "http://127.0.0.1:7370"}
 
 
 class Row(NamedTuple):

@@ -1,0 +1,94 @@
+"""The API of a supervisor, for the command line: plain JSON in and out, and clear errors."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import msgspec
+
+from flyball.contracts import errors
+from flyball.contracts.errors import FlyballError, TooBusy, Unauthorized, Unreachable
+
+CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 30.0
+
+_BY_CODE = {
+    kind.code: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, FlyballError) and kind is not TooBusy
+}
+
+
+class ApiClient:
+    """Raises Unreachable, Unauthorized, and the FlyballError that a problem answer names."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self.url = url
+        self._http = httpx.Client(
+            base_url=url,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+            trust_env=False,  # a proxy of the environment is not for addresses inside a cluster
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def get(self, path: str, **params: str | int | None) -> Any:  # noqa: ANN401 - JSON
+        """The JSON answer of a GET; parameters that are None are left out."""
+        return self._ask("GET", path, params={k: v for k, v in params.items() if v is not None})
+
+    def items(self, path: str, **params: str | int | None) -> list[dict[str, Any]]:
+        """The `items` of a list answer."""
+        return list(self.get(path, **params)["items"])
+
+    def post(self, path: str, body: object = None) -> Any:  # noqa: ANN401 - JSON
+        """The JSON answer of a POST, None if it is empty. `body` is a contract type or plain JSON."""
+        content = None if body is None else msgspec.json.encode(body)
+        return self._ask("POST", path, content=content, headers={"Content-Type": "application/json"})
+
+    def _ask(self, method: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - httpx's own arguments
+        try:
+            response = self._http.request(method, path, **request)
+        except httpx.TimeoutException as error:
+            raise Unreachable(
+                f"The supervisor at {self.url} did not answer in time.",
+                hint="see that it runs (flyball up) and is not overloaded, then try again",
+            ) from error
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise Unreachable(
+                f"The supervisor at {self.url} cannot be reached: {error}.",
+                hint="start one with `flyball up`, or give the right address with --supervisor URL",
+            ) from error
+        if response.is_success:
+            return msgspec.json.decode(response.content) if response.content else None
+        raise _as_error(self.url, response)
+
+
+def _as_error(url: str, response: httpx.Response) -> FlyballError:
+    if response.status_code in (401, 403):
+        return Unauthorized(
+            f"The supervisor at {url} refuses the token.",
+            hint="give the token in its state folder: --token-file FILE, or export FLYBALL_TOKEN",
+        )
+    try:
+        problem = msgspec.json.decode(response.content)
+        detail, code, hint = str(problem["detail"]), str(problem.get("code", "")), str(problem.get("hint", ""))
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        return Unreachable(
+            f"{url} answered {response.status_code}, not as a supervisor does.",
+            hint="see that the address is that of a Flyball supervisor",
+        )
+    if code == TooBusy.code:
+        return TooBusy(detail, retry_after_s=1.0, hint=hint)
+    return _BY_CODE.get(code, FlyballError)(detail, hint=hint)

@@ -1,0 +1,109 @@
+"""The demo as it happens: a line per event, and on a terminal a status line beneath."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from flyball.contracts.events import Event, EventKind
+
+PROGRESS_INTERVAL_S = 10.0  # between lines of progress where there is no terminal
+
+_MARKS = {
+    EventKind.FAULT_INJECTED: ("fault", "bold red"),
+    EventKind.SIGNAL: ("signal", "yellow"),
+    EventKind.INCIDENT_OPENED: ("incident", "yellow"),
+    EventKind.DECISION: ("decision", "bold cyan"),
+    EventKind.WORKERS_STOPPED: ("stopped", "cyan"),
+    EventKind.GENERATION_STARTED: ("started", "cyan"),
+    EventKind.RESTORED: ("restored", "green"),
+    EventKind.INCIDENT_CLOSED: ("closed", "bold green"),
+    EventKind.HOST_JOINED: ("host", "blue"),
+    EventKind.HOST_LEFT: ("host", "blue"),
+    EventKind.JOB_ENDED: ("job", "blue"),
+}
+
+
+class Timeline:
+    """Writes to stderr when stdout is kept for JSON."""
+
+    def __init__(self, *, json_on_stdout: bool) -> None:
+        self._console = Console(file=sys.stderr if json_on_stdout else sys.stdout, highlight=False, soft_wrap=True)
+        self._began_at: float | None = None
+        self._status: Status | None = None
+        self._step = -1
+        self._told_progress_at = time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._status = self._console.status("starting")
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status:
+            self._status.stop()
+
+    def say(self, text: str, style: str = "bold") -> None:
+        """A line of the demo itself."""
+        self._console.print(Text(text, style=style))
+
+    def doing(self, text: str) -> None:
+        """What is waited for now."""
+        if self._status:
+            self._status.update(Text(f"step {self._step}  {text}" if self._step >= 0 else text))
+        elif time.monotonic() - self._told_progress_at > PROGRESS_INTERVAL_S:
+            self._told_progress_at = time.monotonic()
+            self._console.print(Text(f"          ...        {f'step {self._step}: ' if self._step >= 0 else ''}{text}"))
+
+    def show(self, events: Iterable[Event], step: int) -> None:
+        """New events, oldest first, and the step that training has reached."""
+        self._step = max(step, self._step)
+        for event in events:
+            if event.kind in _MARKS:
+                self._line(event)
+
+    def _line(self, event: Event) -> None:
+        self._began_at = event.at if self._began_at is None else self._began_at
+        mark, style = _MARKS[event.kind]
+        line = Text(f"{event.at - self._began_at:8.2f} s  ")
+        line.append(f"{mark:<9}", style=style)
+        line.append(_describe(event))
+        self._console.print(line)
+
+
+def _describe(event: Event) -> str:
+    data = {k: v for k, v in event.data.items() if v not in (None, "", [])}
+    target = data.get("target") or (f"rank {event.rank}" if event.rank >= 0 else event.host_id)
+    step = data.get("restore_step")
+    reason = f": {data['reason']}" if "reason" in data else ""
+    texts = {
+        EventKind.FAULT_INJECTED: f"{data.get('fault')} injected: {target}",
+        EventKind.SIGNAL: f"{data.get('kind')} from {data.get('source')}",
+        EventKind.INCIDENT_OPENED: f"{event.incident_id} opened: {data.get('cause')}",
+        EventKind.DECISION: f"{data.get('decision_id')} {data.get('kind')}{reason}",
+        EventKind.WORKERS_STOPPED: f"all workers of generation {event.generation} stopped",
+        EventKind.GENERATION_STARTED: f"generation {event.generation}, "
+        f"{'from scratch' if step is None else f'from step {step}'}",
+        EventKind.RESTORED: f"rank {event.rank} has step {data.get('step')}, {_source(event)}",
+        EventKind.INCIDENT_CLOSED: f"{event.incident_id} {data.get('state')}, lost steps: {data.get('lost_steps')}",
+        EventKind.HOST_JOINED: f"{event.host_id} joined",
+        EventKind.HOST_LEFT: f"{event.host_id} left",
+        EventKind.JOB_ENDED: f"{event.job} {data.get('outcome')}",
+    }
+    return texts[event.kind]
+
+
+def _source(event: Event) -> str:
+    size, by_socket = (float(str(event.data.get(k) or 0)) / 1e6 for k in ("size_bytes", "socket_bytes"))
+    source = f"{event.data.get('source_tier')} of {event.data.get('source_host') or event.host_id}"
+    return f"{size:.1f} MB from {source}" + (f", {by_socket:.1f} MB by socket" if by_socket else "")

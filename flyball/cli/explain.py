@@ -1,0 +1,76 @@
+"""`flyball explain DECISION`: what was decided, why, and what came of it."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+
+from flyball.cli.options import StateDirOption, SupervisorOption, TokenFileOption, connect, examples
+from flyball.cli.output import Format, OutputOption, print_fields, print_json, print_table
+from flyball.contracts.errors import UsageError
+
+COMMAND: dict[str, Any] = {
+    "help": "Explain a decision: reason, rule, evidence, the signals before it, and every command that followed.",
+    "epilog": examples("flyball explain dec-17", "flyball explain dec-17 -o json"),
+}
+
+
+def command(
+    *,
+    decision: Annotated[str, typer.Argument(help="its id, as `flyball status` shows it, e.g. dec-17")],
+    supervisor: SupervisorOption = "",
+    token_file: TokenFileOption = "",
+    state_dir: StateDirOption = "",
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """One look; nothing is changed."""
+    name = f"dec-{decision}" if decision.isdecimal() else decision
+    if not re.fullmatch(r"dec-\d{1,18}", name):
+        raise UsageError(
+            f"{decision!r} is not a decision's id.", hint="`flyball status` shows the newest ones, e.g. dec-17"
+        )
+    with connect(supervisor, token_file, state_dir) as client:
+        found = client.get(f"/v1/decisions/{name}")
+    if output is Format.JSON:
+        print_json(found)
+        return
+    _show(found)
+
+
+def _show(found: dict[str, Any]) -> None:
+    incident, action = found.get("incident") or {}, found.get("action") or {}
+    print_fields(
+        {
+            "decision": found["decision_id"],
+            "job": found.get("job"),
+            "at": _moment(found.get("at")),
+            "kind": found.get("kind"),
+            "reason": found.get("reason"),
+            "rule": found.get("rule"),
+            "evidence": found.get("evidence"),
+            "incident": incident.get("incident_id"),
+            "cause": incident.get("cause"),
+            "incident state": incident.get("state"),
+            "lost steps": None if incident.get("lost_steps") in (None, -1) else incident["lost_steps"],
+            "action": action.get("action_id"),
+            "action state": action.get("state"),
+        }
+    )
+    print_table(
+        "Signals before it",
+        ("at", "source", "kind", "what was observed"),
+        ([_moment(s.get("at")), s.get("source"), s.get("kind"), s.get("body")] for s in found.get("signals") or ()),
+    )
+    commands = action.get("commands") or found.get("commands") or ()
+    print_table(
+        "Commands",
+        ("command", "host", "state", "message"),
+        ([c.get(k) for k in ("command_id", "host_id", "state", "message")] for c in commands),
+    )
+
+
+def _moment(at: float | None) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] + " UTC" if at else "-"

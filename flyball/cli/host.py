@@ -1,0 +1,48 @@
+"""`flyball host`: this machine joins a cluster."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flyball.cli import this_host
+from flyball.cli.options import SupervisorOption, TokenFileOption, examples
+from flyball.cli.places import find_supervisor, make_state_dir, state_root
+from flyball.contracts.identity import check_name
+
+COMMAND: dict[str, Any] = {
+    "help": "Run this machine's host daemon in the foreground; it starts and watches workers for a supervisor.",
+    "epilog": examples("flyball host --supervisor http://10.0.0.1:7370 --token-file token"),
+}
+
+
+def command(
+    *,
+    supervisor: SupervisorOption = "",
+    token_file: TokenFileOption = "",
+    state_dir: Annotated[str, typer.Option(help="where its state and the ranks' logs are kept")] = "",
+    host_id: Annotated[str, typer.Option(help="stable name of this host [default: its host name]")] = "",
+    address: Annotated[str, typer.Option(help="IP by which other hosts reach this one [default: found out]")] = "",
+    failure_domain: Annotated[str, typer.Option(help="rack, switch or whatever fails together")] = "",
+    report_interval_s: Annotated[float, typer.Option(min=0.05, max=60.0, help="seconds between reports")] = 1.0,
+) -> None:
+    """Becomes the daemon: signals and the exit code are the daemon's own."""
+    found = find_supervisor(os.environ, url=supervisor, token_file=token_file)
+    name = check_name("The host", host_id or this_host.host_id())
+    folder = make_state_dir(Path(state_dir) if state_dir else state_root(os.environ) / "hosts" / name)
+    secret = found.token_file
+    if secret is None:
+        secret = folder / "supervisor.token"
+        secret.touch(mode=0o600)
+        secret.write_text(found.token)
+    arguments = [
+        *("--state-dir", str(folder), "--host-id", name, "--supervisor", found.url, "--token-file", str(secret)),
+        *("--address", address or this_host.address_towards(found.url), "--report-interval-s", str(report_interval_s)),
+        *(("--failure-domain", failure_domain) if failure_domain else ()),
+    ]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "host_daemon", *arguments])

@@ -1,0 +1,154 @@
+"""A host daemon as a child process of the command line, and the end of everything that belongs to it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from flyball.contracts.errors import FlyballError, Unreachable
+from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
+
+DAEMON_STOP_TIMEOUT_S = 15.0
+KILL_TIMEOUT_S = 5.0
+LOG_TAIL_LINES = 12
+
+
+class HostProcess:
+    """Starts one host daemon and ends it with its engine, spawner, workers and shared memory."""
+
+    def __init__(
+        self,
+        *,
+        host_id: str,
+        state_dir: Path,
+        supervisor_url: str,
+        token_file: Path,
+        address: str = "127.0.0.1",
+        failure_domain: str = "",
+        report_interval_s: float = 1.0,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.host_id = host_id
+        self.state_dir = state_dir
+        self.log_file = state_dir.parent / f"{state_dir.name}.daemon.out"
+        self._arguments = [
+            *("--state-dir", str(state_dir), "--host-id", host_id, "--supervisor", supervisor_url),
+            *("--token-file", str(token_file), "--address", address, "--report-interval-s", str(report_interval_s)),
+            *(("--failure-domain", failure_domain) if failure_domain else ()),
+        ]
+        self._environ = dict(os.environ if environ is None else environ)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._prefix = ""
+
+    def start(self) -> None:
+        """Start the daemon in a session of its own: Ctrl-C is for the command line, which then ends all in order."""
+        self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._prefix = shm_prefix(str(self.state_dir.resolve()), self._environ.get(SHM_DIR_VARIABLE, DEFAULT_SHM_DIR))
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "flyball.cli.tied", str(os.getpid()), "host_daemon", *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environ,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    def check(self) -> None:
+        """Raise what ended the daemon, if it has ended."""
+        if self._process is None or self._process.poll() is None:
+            return
+        raise _daemon_error(self.host_id, self._process.returncode, self.log_file)
+
+    def stop(self) -> None:
+        """SIGTERM, a deadline, then SIGKILL to each process of this host by its id; then its segments are removed."""
+        processes = self.processes()
+        if self._process and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(DAEMON_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(KILL_TIMEOUT_S)
+        left = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        for process in left:
+            _signal(process, signal.SIGKILL)
+        psutil.wait_procs(left, timeout=KILL_TIMEOUT_S)
+        self.remove_segments()
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process of this host that can be found: descendants of the daemon; and, since engine and workers
+        outlive it, those that have the state folder as an argument or write their output into it."""
+        found: dict[int, psutil.Process] = {}
+        if self._process and self._process.poll() is None:
+            found |= {p.pid: p for p in _family(self._process.pid)}
+        for process in psutil.process_iter():
+            if process.pid != os.getpid() and process.pid not in found and _belongs(process, str(self.state_dir)):
+                found |= {p.pid: p for p in _family(process.pid)}
+        found.pop(os.getpid(), None)
+        return list(found.values())
+
+    def remove_segments(self) -> None:
+        """Unlink what is left in shared memory under this host's own prefix."""
+        folder, name = os.path.split(self._prefix)
+        if not name:
+            return
+        for path in Path(folder).glob(f"{name}.*"):
+            path.unlink(missing_ok=True)
+
+    def remove_state(self) -> None:
+        shutil.rmtree(self.state_dir, ignore_errors=True)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def _output_of(process: psutil.Process) -> Path:
+    return Path(f"/proc/{process.pid}/fd/1").readlink()
+
+
+def _belongs(process: psutil.Process, state_dir: str) -> bool:
+    try:
+        if process.uids().real != os.getuid():
+            return False
+        return state_dir in process.cmdline() or _output_of(process).is_relative_to(state_dir)
+    except (psutil.Error, OSError):
+        return False
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)  # psutil checks that the id still means the same process
+    except psutil.NoSuchProcess:
+        return
+
+
+def _daemon_error(host_id: str, code: int, log_file: Path) -> FlyballError:
+    lines = log_file.read_text(errors="replace").splitlines() if log_file.exists() else []
+    message = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
+    hint = next((line.removeprefix("Next step: ") for line in reversed(lines) if line.startswith("Next step: ")), "")
+    if message:
+        error = FlyballError(message, hint=hint)
+    else:
+        tail = "\n".join(lines[-LOG_TAIL_LINES:])
+        ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        error = Unreachable(f"The host daemon of {host_id} {ended}.\n{tail}".rstrip(), hint=f"see {log_file}")
+    if code > 0 and message:
+        error.exit_code = code
+    return error

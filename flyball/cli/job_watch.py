@@ -1,0 +1,111 @@
+"""Submit a job, show its ranks' output and the decisions about it, and wait for its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from flyball.cli.client import ApiClient
+from flyball.cli.console import LogFollower
+from flyball.cli.host_process import HostProcess
+from flyball.cli.output import say
+from flyball.cli.signals import EndSignals
+from flyball.contracts.cluster import JobSpec, JobState
+from flyball.contracts.errors import FlyballError, TooBusy, Unreachable
+
+LOG_INTERVAL_S = 0.1
+STATUS_INTERVAL_S = 0.25
+STOP_MARGIN_S = 20.0  # beyond the workers' grace, for the decision, the engine and the way back
+AWAY_LIMIT_S = 60.0  # how long the supervisor may be out of reach
+MAX_DAEMON_RESTARTS = 3
+QUIET_DECISIONS = frozenset({"start_job", "complete_job", "stop_job", "hold"})
+
+Job = Mapping[str, Any]
+
+
+def submit(client: ApiClient, spec: JobSpec) -> Job:
+    """Hand the job in. The same specification twice is one job; another one of that name raises Conflict."""
+    return dict(client.post("/v1/jobs", spec))
+
+
+class JobWatch:
+    """Follows one job until it ends, on behalf of one terminal."""
+
+    def __init__(
+        self,
+        client: ApiClient,
+        spec: JobSpec,
+        signals: EndSignals,
+        *,
+        follower: LogFollower | None = None,
+        daemon: HostProcess | None = None,
+    ) -> None:
+        self._client = client
+        self._spec = spec
+        self._signals = signals
+        self._follower = follower
+        self._daemon = daemon
+        self._daemon_restarts = 0
+        self._told: set[str] = set()
+        self._answered_at = time.monotonic()
+
+    def wait(self) -> Job:
+        """The job when it has ended, or as it is when the person lost patience (a second Ctrl-C)."""
+        stop_by = 0.0
+        while True:
+            shown_at = time.monotonic()
+            job = self._look()
+            if self._signals.count and not stop_by:
+                say(f"stopping job {self._spec.job} (again: at once)")
+                self._client.post(f"/v1/jobs/{self._spec.job}/stop")
+                stop_by = time.monotonic() + self._spec.stop_grace_s + STOP_MARGIN_S
+            if job and JobState(job["state"]).ended:
+                return job
+            if self._signals.count > 1 or (stop_by and time.monotonic() > stop_by):
+                return job or {"state": JobState.RUNNING.value, "message": "was ended before it could stop"}
+            while time.monotonic() - shown_at < STATUS_INTERVAL_S:
+                self._pump()
+                time.sleep(LOG_INTERVAL_S)
+
+    def _pump(self) -> None:
+        if self._follower:
+            self._follower.pump()
+        self._keep_daemon()
+
+    def _look(self) -> Job | None:
+        """The job as the supervisor sees it, None while that is out of reach. Decisions are told as they come."""
+        try:
+            job: Job = self._client.get(f"/v1/jobs/{self._spec.job}")
+            decisions = self._client.items("/v1/decisions", job=self._spec.job)
+        except (Unreachable, TooBusy) as error:
+            if time.monotonic() - self._answered_at > AWAY_LIMIT_S:
+                raise
+            if "away" not in self._told:
+                self._told.add("away")
+                say(f"{error.message} Training goes on; asking again.")
+            return None
+        self._told.discard("away")
+        self._answered_at = time.monotonic()
+        for decision in sorted(decisions, key=lambda d: d["at"]):
+            if decision["decision_id"] not in self._told:
+                self._told.add(decision["decision_id"])
+                if decision["kind"] not in QUIET_DECISIONS:
+                    say(f"{decision['decision_id']} {decision['kind']}: {decision['reason']}")
+        return job
+
+    def _keep_daemon(self) -> None:
+        """A host daemon that dies is started again: it adopts the workers, which live on."""
+        if self._daemon is None:
+            return
+        try:
+            self._daemon.check()
+        except FlyballError as error:
+            self._daemon_restarts += 1
+            if self._daemon_restarts > MAX_DAEMON_RESTARTS or error.exit_code in _START_ERRORS:
+                raise
+            say(f"the host daemon ended; starting it again ({error.message.splitlines()[0]})")
+            self._daemon.start()
+
+
+_START_ERRORS = frozenset({2, 3, 4, 5, 6, 7, 9})  # usage, configuration, port, version, disk, memory, token

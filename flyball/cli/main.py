@@ -1,0 +1,106 @@
+"""The command line: `flyball`. Each command lives in a module of its own; heavy imports wait until one is run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+
+import typer
+
+from flyball import __version__
+from flyball.cli import demo, explain, goodput, host, inject, run, status, up
+from flyball.cli.output import say_error
+from flyball.contracts.errors import FlyballError, UsageError
+
+INTERRUPTED = 130
+BUG = 70  # EX_SOFTWARE of sysexits.h
+
+# typer's own exceptions have moved between packages; these two are bases of a public one.
+UsageProblem: type[Exception] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="flyball",
+    help="Supervise PyTorch training: detect every fault, act on it, lose no progress.",
+    epilog="First steps:  flyball demo  |  flyball run train.py  |  flyball status",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run", **run.COMMAND)(run.command)
+app.command("demo", **demo.COMMAND)(demo.command)
+app.command("up", **up.COMMAND)(up.command)
+app.command("host", **host.COMMAND)(host.command)
+app.command("status", **status.COMMAND)(status.command)
+app.command("explain", **explain.COMMAND)(explain.command)
+app.command("goodput", **goodput.COMMAND)(goodput.command)
+app.add_typer(inject.app, name="inject")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"flyball {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="show the version"),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    sys.exit(run_cli(sys.argv[1:]))
+
+
+def run_cli(arguments: list[str]) -> int:
+    """The exit code of a command line. Errors go to stderr as cause and next step, never as a traceback."""
+    try:
+        return _dispatch(arguments)
+    except FlyballError as error:
+        say_error(error)
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:  # `flyball status | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:  # noqa: BLE001 - the outermost frame: a bug is told, with its traceback in a file
+        say_error(_bug(error))
+        return BUG
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if arguments[:1] == ["run"]:
+        return run.run(arguments[1:])  # torchrun's grammar is argparse's: what follows the script is the script's
+    try:
+        result = app(arguments, prog_name="flyball", standalone_mode=False)
+    except UsageProblem as error:
+        raise _usage_error(error) from error
+    return result if isinstance(result, int) else 0
+
+
+def _usage_error(error: Exception) -> UsageError:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context else "flyball"
+    message = str(getattr(error, "format_message", lambda: error)())
+    if "Usage:" in message:  # no arguments at all: the message is the help text
+        return UsageError(f"{path} needs a command.", hint=f"{path} --help")
+    return UsageError(message, hint=f"{path} --help")
+
+
+def _bug(error: Exception) -> FlyballError:
+    descriptor, path = tempfile.mkstemp(prefix="flyball-crash-", suffix=".txt")
+    with os.fdopen(descriptor, "w") as file:
+        file.write("".join(traceback.format_exception(error)))
+    return FlyballError(
+        f"Flyball met a bug of its own: {type(error).__name__}: {error}", hint=f"report it with the file {path}"
+    )
+
+
+if __name__ == "__main__":
+    main()

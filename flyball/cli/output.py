@@ -1,0 +1,83 @@
+"""What the command line prints: tables or JSON on stdout, everything about itself on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flyball.contracts.errors import FlyballError
+
+
+class Format(StrEnum):
+    TABLE = "table"
+    JSON = "json"
+
+
+OutputOption = Annotated[Format, typer.Option("-o", "--output", help="table for people, json for programs")]
+
+
+def print_json(value: Any) -> None:  # noqa: ANN401 - whatever the API answered
+    """One JSON value on stdout, indented, with a line end."""
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+    sys.stdout.flush()
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table on stdout. Cells are plain text: nothing in a job name or an error message is markup."""
+    table = Table(title=Text(title), title_justify="left", header_style="bold", expand=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    count = 0
+    for row in rows:
+        table.add_row(*(Text(cell(value)) for value in row))
+        count += 1
+    console = Console(soft_wrap=False)
+    if count:
+        console.print(table)
+    else:
+        console.print(Text(f"{title}: none"))
+
+
+def print_fields(fields: Mapping[str, object]) -> None:
+    """Name and value per line, on stdout."""
+    width = max((len(name) for name in fields), default=0)
+    console = Console(soft_wrap=True, highlight=False)
+    for name, value in fields.items():
+        console.print(Text(f"{name.ljust(width)}  {cell(value)}"))
+
+
+def cell(value: object) -> str:
+    """A value as a person reads it; '-' for what is not known."""
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3f}".rstrip("0").rstrip(".")
+    if isinstance(value, list | tuple):
+        return ", ".join(cell(v) for v in value) or "-"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k}={cell(v)}" for k, v in value.items()) or "-"
+    return str(value)
+
+
+def say(message: str) -> None:
+    """One line about what Flyball does, on stderr, so that stdout stays the script's and the results'."""
+    sys.stderr.write(f"flyball: {message}\n")
+    sys.stderr.flush()
+
+
+def say_error(error: FlyballError) -> None:
+    """Cause and next step, on stderr."""
+    sys.stderr.write(f"error: {error.message}\n")
+    if error.hint:
+        sys.stderr.write(f"Next step: {error.hint}\n")
+    sys.stderr.flush()

@@ -1,0 +1,139 @@
+"""Where things are: state folders, running supervisors, their addresses and tokens."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from flyball.contracts.errors import ConfigurationError, NotFound, Unauthorized, UsageError
+
+JOB_FOLDERS_KEPT = 20
+MAX_STATE_PATH = 90  # a Unix socket's path has room for 107 bytes, and sockets live inside
+
+
+def state_root(environ: Mapping[str, str]) -> Path:
+    """The folder under which the supervisor and the jobs of `flyball run` keep theirs."""
+    named = environ.get("FLYBALL_STATE_DIR")
+    if named:
+        return Path(named)
+    base = environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "flyball"
+
+
+def supervisor_dir(environ: Mapping[str, str]) -> Path:
+    """The state folder of `flyball up`, unless it is told another."""
+    named = environ.get("FLYBALL_STATE_DIR")
+    return Path(named) if named else state_root(environ) / "supervisor"
+
+
+def new_job_dir(job: str, environ: Mapping[str, str]) -> Path:
+    """A fresh folder for one run of a job. The newest few are kept, so that logs can be read afterwards."""
+    jobs = state_root(environ) / "jobs"
+    folder = jobs / f"{job[:24]}-{secrets.token_hex(3)}"
+    make_state_dir(folder)
+    _prune(jobs, keep=JOB_FOLDERS_KEPT)
+    return folder
+
+
+def make_state_dir(folder: Path) -> Path:
+    """Create a private folder and return its real path. Raises ConfigurationError if that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        resolved = folder.resolve()
+    except OSError as error:
+        raise ConfigurationError(
+            f"Cannot use the state folder {folder}: {error.strerror}.",
+            hint="choose a folder that you may write to with --state-dir",
+        ) from error
+    if len(os.fsencode(resolved)) > MAX_STATE_PATH:
+        raise ConfigurationError(
+            f"The path of the state folder {resolved} is too long for the sockets inside it.",
+            hint=f"choose one of at most {MAX_STATE_PATH} bytes with --state-dir",
+        )
+    return resolved
+
+
+def _prune(jobs: Path, keep: int) -> None:
+    folders = sorted((f for f in jobs.iterdir() if f.is_dir()), key=lambda f: f.stat().st_mtime, reverse=True)
+    for folder in folders[keep:]:
+        if not (folder / "supervisor").is_dir() or _live_record(folder / "supervisor") is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How to reach a supervisor."""
+
+    url: str
+    token: str
+    token_file: Path | None  # for a host daemon; None if the token came from the environment
+
+
+def find_supervisor(
+    environ: Mapping[str, str], *, url: str = "", token_file: str = "", state_dir: str = ""
+) -> Connection:
+    """The supervisor that is named by flag or environment, else the one that runs on this machine.
+
+    Raises NotFound if none runs, UsageError if several do, Unauthorized without a token.
+    """
+    url = url or environ.get("FLYBALL_SUPERVISOR", "")
+    folder: Path | None = Path(state_dir) if state_dir else None
+    if not url:
+        found = _running(environ) if folder is None else [f for f in (folder, folder / "supervisor") if _live_record(f)]
+        if not found:
+            raise NotFound(
+                f"No supervisor runs {f'in {folder}' if folder else 'on this machine'}, and none was named.",
+                hint="start one with `flyball up`, or give --supervisor URL",
+            )
+        if len(found) > 1:
+            raise UsageError(
+                "Several supervisors run on this machine: " + ", ".join(str(f) for f in found) + ".",
+                hint="choose one with --state-dir DIR or --supervisor URL",
+            )
+        folder = found[0]
+        record = _live_record(folder)
+        url = record.url if record else ""
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"{url} is not an address.", hint="for example --supervisor http://10.0.0.1:7370")
+    token, file = _token(environ, token_file, folder or supervisor_dir(environ))
+    return Connection(url.rstrip("/"), token, file)
+
+
+def _token(environ: Mapping[str, str], token_file: str, folder: Path) -> tuple[str, Path | None]:
+    if not token_file and environ.get("FLYBALL_TOKEN"):
+        return environ["FLYBALL_TOKEN"].strip(), None
+    file = Path(token_file or environ.get("FLYBALL_TOKEN_FILE") or folder / "token")
+    try:
+        return file.read_text().strip(), file
+    except OSError as error:
+        raise Unauthorized(
+            f"No token: {file} cannot be read ({error.strerror}).",
+            hint="copy it from the supervisor's state folder and give --token-file FILE, or export FLYBALL_TOKEN",
+        ) from error
+
+
+class _Record(msgspec.Struct):
+    url: str
+    pid: int
+
+
+def _live_record(folder: Path) -> _Record | None:
+    """supervisor.json of a folder, if its process runs."""
+    try:
+        record = msgspec.json.decode((folder / "supervisor.json").read_bytes(), type=_Record)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return record if psutil.pid_exists(record.pid) else None
+
+
+def _running(environ: Mapping[str, str]) -> list[Path]:
+    jobs = state_root(environ) / "jobs"
+    folders = [supervisor_dir(environ), *sorted(jobs.glob("*/supervisor"))]
+    return [folder for folder in folders if _live_record(folder)]

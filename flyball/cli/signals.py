@@ -1,0 +1,45 @@
+"""Signals that end a command, noted and acted on at a moment of our choice."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from flyball.contracts.errors import UsageError
+
+
+class EndSignals:
+    """While entered, the named signals are counted instead of raising. `count` 1: end in order; more: at once."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.count = 0
+        self.first: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+        try:
+            self._signals = [signal.Signals[name] for name in names]
+        except KeyError as error:
+            raise UsageError(
+                f"There is no signal {error.args[0]} on this system.", hint="for example SIGTERM,SIGINT"
+            ) from None
+
+    def __enter__(self) -> Self:
+        for number in self._signals:
+            self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def exit_code(self) -> int:
+        """As shells report a process that a signal ended: 130 for Ctrl-C."""
+        return 128 + self.first if self.first else 0
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.count += 1
+        self.first = self.first or signal.Signals(number)

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from flyball.cli.client import ApiClient
+from flyball.contracts.cluster import JobSpec
+from flyball.contracts.errors import Conflict, FlyballError, NotFound, TooBusy, Unauthorized, Unreachable
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as its path says."""
+
+    def do_GET(self) -> None:
+        answers = {
+            "/ok": (200, {"items": [1, 2], "path": self.path}),
+            "/missing": (404, {"detail": "No job x.", "code": "not_found", "hint": "look"}),
+            "/conflict": (409, {"detail": "Another.", "code": "conflict", "hint": "rename"}),
+            "/busy": (429, {"detail": "Full.", "code": "too_busy", "hint": "wait"}),
+            "/odd": (500, {"detail": "Odd.", "code": "no-such-code"}),
+            "/token": (401, {"detail": "No.", "code": "unauthorized"}),
+        }
+        status, body = answers.get(self.path.partition("?")[0], (502, None))
+        data = b"<html>bad gateway</html>" if body is None else json.dumps(body).encode()
+        self._answer(status, data)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        seen = {"token": self.headers["Authorization"], "body": json.loads(body) if body else None}
+        self._answer(201, json.dumps(seen).encode())
+
+    def _answer(self, status: int, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_answers_and_bodies(url: str) -> None:
+    with ApiClient(url, "tok") as client:
+        assert client.items("/ok", job=None, after=3) == [1, 2]
+        assert client.get("/ok", job=None, after=3)["path"] == "/ok?after=3"
+        posted = client.post("/any", JobSpec(job="j", argv=("t.py",), workdir="/"))
+    assert posted["token"] == "Bearer tok"
+    assert posted["body"]["argv"] == ["t.py"]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "says"),
+    [
+        ("/missing", NotFound, "No job x."),
+        ("/conflict", Conflict, "Another."),
+        ("/busy", TooBusy, "Full."),
+        ("/odd", FlyballError, "Odd."),
+        ("/token", Unauthorized, "token"),
+        ("/html", Unreachable, "not as a supervisor does"),
+    ],
+)
+def test_problems_become_errors(url: str, path: str, kind: type[FlyballError], says: str) -> None:
+    with ApiClient(url, "t") as client, pytest.raises(kind) as caught:
+        client.get(path)
+    assert says in caught.value.message
+
+
+def test_nobody_there() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: refused at once
+        with (
+            ApiClient(f"http://127.0.0.1:{taken.getsockname()[1]}", "t") as client,
+            pytest.raises(Unreachable) as caught,
+        ):
+            client.get("/ok")
+    assert "flyball up" in caught.value.hint
