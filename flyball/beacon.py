@@ -97,7 +97,12 @@ class BeaconWriter:
         count += 1
         words[_WORD_STEP_COUNT] = self._count = count
         if count == 1:
-            self.mark(Mark.FIRST_STEP)
+            self._first_step()
+
+    def _first_step(self) -> None:
+        self.mark(Mark.FIRST_STEP)
+        if self.current_phase is Phase.STARTING:  # the script never called restore
+            self.phase(Phase.STEP)
 
     def phase(self, phase: Phase) -> None:
         """The rank now does something else."""

@@ -1,0 +1,272 @@
+"""The trainer's side of the checkpoint engine: save into slots, restore from them.
+
+The trainer never depends on the engine process: what it needs is in shared memory, a save that finds no slot in time
+fails, is counted, and training goes on. Capture is synchronous: `save` returns when the copy into the slot is done;
+hashing, commit and replication happen in the engine's process.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from ckpt_engine.engine_link import CommitLink, EngineLink
+from ckpt_engine.local_commit import LocalCommitter
+from ckpt_engine.manifest import Manifest
+from ckpt_engine.save_handle import SaveHandle
+from ckpt_engine.slots import MemoryPlan, ParkState, RankSegments, RestoreState, SlotState, SlotView, World, choose_slot
+from flyball.beacon import BeaconWriter
+from flyball.contracts.checkpoints import CheckpointSpec, is_alive
+from flyball.contracts.cluster import Phase
+from flyball.contracts.errors import CheckpointError, CorruptShard, MemoryTooSmall, RestoreFailed, UnsupportedState
+from flyball.contracts.segments import rank_segment
+from flyball.worker_identity import WorkerIdentity
+
+_log = logging.getLogger("flyball.engine")
+
+_SLOT_POLL_S = 0.0005  # a commit takes milliseconds
+_ENGINE_PROBE_S = 0.1
+_RESTORE_POLL_S = 0.001
+_PARK_POLL_S = 0.005
+PARK_DEADLINE_S = 120.0  # parked and never ended: train on
+
+NO_SUPERVISOR = "no supervisor keeps checkpoint slots for this process"
+NOT_DUE = "the job's checkpoint settings do not name this step"
+
+
+def is_due(spec: CheckpointSpec, step: int) -> bool:
+    """Whether some tier of the spec wants this step; the memory tier has to hold it first, whichever it is."""
+    intervals = (spec.every_steps, spec.disk_every_steps, spec.persistent_every_steps)
+    return any(interval > 0 and step % interval == 0 for interval in intervals)
+
+
+class TrainerEngine:
+    """Slots, restore and the emergency step of one rank. Not for more than one thread."""
+
+    def __init__(self, identity: WorkerIdentity, beacon: BeaconWriter) -> None:
+        self._me = identity
+        self._beacon = beacon
+        self._segments: RankSegments | None = None
+        self._link: CommitLink | None = None
+        self._capture: Any = None  # ckpt_engine.capture.Capture, which imports torch: not before it is needed
+        self._newest_step = -1 if identity.restore_step is None else identity.restore_step
+        self._stuck_at: World | None = None  # the world when a save last ran out of time
+        self.saves = 0
+        self.failed_saves = 0
+        if identity.shm_prefix:
+            self._open()
+
+    def _open(self) -> None:
+        me = self._me
+        if not me.engine_notify and me.world_size > me.local_world_size:
+            return  # ranks on several hosts and nobody to name their common step: no slots rather than unsafe ones
+        self._segments = RankSegments.open(rank_segment(me.shm_prefix, me.job, me.rank), create=True)
+        self._segments.control.attach_trainer(me.generation)
+        self._link = EngineLink(me) if me.engine_notify else LocalCommitter(me, self._segments)
+
+    @property
+    def world_step(self) -> int:
+        """Newest step that all ranks can be restored to, -1 if there is none yet."""
+        restored = -1 if self._me.restore_step is None else self._me.restore_step
+        if self._segments is None or self._link is None:
+            return restored
+        self._link.refresh()
+        world = self._segments.read_world()
+        return world.step if world.generation == self._me.generation else restored
+
+    # --- save ---
+
+    def save(self, step: int, state: Mapping[str, object]) -> SaveHandle:
+        """Copy `state` into a slot if `step` is due or is the step of an emergency checkpoint; there the rank then
+        parks. A failure is on the handle. Raises only what is the job's own error: UnsupportedState, and, at the first
+        save of a job that starts from scratch, MemoryTooSmall."""
+        if self._segments is None or self._link is None:
+            return SaveHandle.not_made(step, NO_SUPERVISOR)
+        control, generation = self._segments.control, self._me.generation
+        if step <= self._newest_step:
+            return SaveHandle.not_made(step, f"step {self._newest_step} was saved or restored before it")
+        self._newest_step = step
+        control.write_position(step)  # before the look at the emergency step: see ControlSegment.arm
+        emergency = control.emergency_step(generation) == step
+        if not emergency and not is_due(self._me.checkpoint, step):
+            return SaveHandle.not_made(step, NOT_DUE)
+        handle = SaveHandle(
+            step,
+            replicated_step=lambda: control.replicated_step(generation),
+            durable_step=lambda: control.durable_step(generation),
+        )
+        phase_before = self._beacon.current_phase
+        began_ns = time.monotonic_ns()
+        self._beacon.phase(Phase.CHECKPOINT)
+        try:
+            self._capture_into_slot(step, state, self._segments, self._link, patient=emergency)
+            handle.mark_captured()
+            self.saves += 1
+        except (CheckpointError, MemoryTooSmall, OSError) as error:
+            self._link.aborted(step, str(error))
+            handle.error = str(error)
+            self.failed_saves += 1
+            _log.warning("the save of step %d failed: %s", step, error)
+            at_start = self._me.restore_step is None and self.saves == 0
+            if isinstance(error, UnsupportedState) or (isinstance(error, MemoryTooSmall) and at_start):
+                raise
+        finally:
+            self._beacon.phase(phase_before)
+            self._beacon.add_save_blocked(time.monotonic_ns() - began_ns)
+        if emergency and not handle.error:
+            self._park(step, self._segments)
+        return handle
+
+    def _capture_into_slot(
+        self, step: int, state: Mapping[str, object], segments: RankSegments, link: CommitLink, *, patient: bool
+    ) -> None:
+        if self._capture is None:
+            from ckpt_engine.capture import Capture
+
+            self._capture = Capture()
+        prepared = self._capture.prepare(state)
+        me = self._me
+        slot = self._wait_for_slot(segments, link, patient=patient)
+        plan = MemoryPlan(prepared.payload_bytes, me.local_world_size, self._replicas())
+        payload = segments.begin_write(slot.index, me.generation, step, prepared.payload_bytes, plan)
+        try:
+            prepared.copy_into(slot.index, payload)
+        except BaseException:
+            segments.drop(slot.index)
+            raise
+        segments.mark_captured(slot.index)
+        link.captured(segments.control.slot(slot.index))
+
+    def _replicas(self) -> int:
+        several_hosts = self._me.world_size > self._me.local_world_size
+        return self._me.checkpoint.replicas if several_hosts else 0
+
+    def _wait_for_slot(self, segments: RankSegments, link: CommitLink, *, patient: bool) -> SlotView:
+        """A slot that the world does not need, as soon as there is one. With a dead engine, or after a wait in vain and
+        no progress since, it is now or never."""
+        began_s = time.monotonic()
+        probe_at_s = began_s + _ENGINE_PROBE_S
+        while True:
+            link.refresh()
+            world = segments.read_world()
+            if world.fence_generation > self._me.generation:
+                raise CheckpointError(f"Generation {world.fence_generation} has taken over from {self._me.generation}.")
+            known = world.generation == self._me.generation
+            slot = choose_slot(
+                segments.slots(), world.step if known else -1, self._me.lineage, world.abandoned if known else ()
+            )
+            if slot is not None:
+                self._stuck_at = None
+                return slot
+            now_s = time.monotonic()
+            timeout_s = self._me.checkpoint.save_timeout_s if patient or world != self._stuck_at else 0.0
+            if now_s - began_s >= timeout_s:
+                self._stuck_at = world
+                raise CheckpointError(
+                    f"No slot was free within {timeout_s:g} s: the world has committed step {world.step}, and both "
+                    f"slots hold newer ones.",
+                    hint="see the engines' logs, of this host and of the other ranks' hosts",
+                )
+            if now_s >= probe_at_s:
+                probe_at_s = now_s + _ENGINE_PROBE_S
+                if not link.alive:
+                    raise CheckpointError("The checkpoint engine of this host is not running.")
+            time.sleep(_SLOT_POLL_S)
+
+    def _park(self, step: int, segments: RankSegments) -> None:
+        """The emergency step is saved: hold still until the daemon ends this process, or the command is taken back."""
+        control = segments.control
+        control.park = ParkState.PARKED
+        self._beacon.phase(Phase.PARKED)
+        deadline_s = time.monotonic() + PARK_DEADLINE_S
+        while control.park is ParkState.PARKED and control.emergency_step(self._me.generation) == step:
+            if time.monotonic() >= deadline_s:
+                _log.warning("parked at step %d for %.0f s and not ended: training on", step, PARK_DEADLINE_S)
+                break
+            time.sleep(_PARK_POLL_S)
+        control.park = ParkState.RUNNING
+        self._beacon.phase(Phase.STEP)
+
+    # --- restore ---
+
+    def restore(self, state: MutableMapping[str, object]) -> int:
+        """Load the step that the controller named; returns the step to go on with. Raises RestoreFailed if the shard
+        cannot be had, StateMismatch if it does not fit `state`."""
+        step = self._me.restore_step
+        if step is None:
+            return 0
+        if self._segments is None:
+            raise RestoreFailed(f"Step {step} was to be restored: {NO_SUPERVISOR}.")
+        from ckpt_engine.restore import load_into
+
+        load_into(state, self._await_shard(step, self._segments))
+        return step + 1
+
+    def _await_shard(self, step: int, segments: RankSegments) -> dict[str, Any]:
+        """The saved state, from the local slot as soon as it holds the step: at once if it survived the last worker,
+        else when the engine has fetched it."""
+        deadline_s = time.monotonic() + self._me.checkpoint.restore_timeout_s
+        reason = "no slot of this host holds it"
+        if isinstance(self._link, LocalCommitter):
+            self._commit_what_was_captured(self._link, segments)
+        while True:
+            engine = segments.control.read_restore()  # before the slots: ready means that they hold it
+            for view in segments.slots():
+                manifest = self._alive_shard(view, step, segments)
+                if manifest is None:
+                    continue
+                try:
+                    return _read_unchanged(segments, view, manifest)
+                except CorruptShard as error:
+                    segments.drop(view.index)  # so that no inventory lists it
+                    reason = str(error)
+            if isinstance(self._link, LocalCommitter):
+                break
+            if engine.generation == self._me.generation and engine.state is not RestoreState.PENDING:
+                reason = engine.error or reason
+                break
+            if time.monotonic() >= deadline_s:
+                reason = f"the engine did not fetch it within {self._me.checkpoint.restore_timeout_s:g} s"
+                break
+            time.sleep(_RESTORE_POLL_S)
+        raise RestoreFailed(
+            f"Rank {self._me.rank} cannot have step {step}: {reason}.",
+            hint="a generation with an older recovery point is needed; see the engine's log",
+        )
+
+    def _alive_shard(self, view: SlotView, step: int, segments: RankSegments) -> Manifest | None:
+        if (
+            view.state is SlotState.COMMITTED
+            and view.step == step
+            and is_alive(view.generation, step, self._me.lineage)
+        ):
+            return segments.committed(view.index)
+        return None
+
+    def _commit_what_was_captured(self, committer: LocalCommitter, segments: RankSegments) -> None:
+        """Without an engine nobody has hashed what the last worker left."""
+        for view in segments.slots():
+            if view.state is SlotState.CAPTURED and is_alive(view.generation, view.step, self._me.lineage):
+                try:
+                    committer.commit(view)
+                except CorruptShard as error:
+                    _log.warning("slot %d is not usable: %s", view.index, error)
+
+    def close(self) -> None:
+        """Let the last commit finish, and let go of the slots; their content stays."""
+        if self._link is not None:
+            self._link.close()
+        if self._segments is not None:
+            self._segments.close()
+        self._link = self._segments = None
+
+
+def _read_unchanged(segments: RankSegments, view: SlotView, manifest: Manifest) -> dict[str, Any]:
+    from ckpt_engine.restore import read_state
+
+    saved = read_state(segments.payload(view.index), manifest)
+    if not segments.unchanged(view):
+        raise CorruptShard(f"Slot {view.index} was overwritten while it was read.")
+    return saved

@@ -1,0 +1,81 @@
+"""What `job.save` returns: how far this rank's shard of a step has come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from flyball.contracts.errors import CheckpointError
+
+_POLL_S = 0.001
+
+
+class Stage:
+    """One thing that a save is to reach. True in a condition once it is reached; never blocks unless asked to."""
+
+    def __init__(self, reached: Callable[[], bool], handle: SaveHandle) -> None:
+        self._reached = reached
+        self._handle = handle
+        self._known = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it is reached. Once true it stays true."""
+        self._known = self._known or self._reached()
+        return self._known
+
+    def __bool__(self) -> bool:
+        return self.done
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is reached; False if the time is over, or if the save failed or was not due."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.done:
+            if self._handle.ended_without_copy or time.monotonic() >= deadline_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+
+class SaveHandle:
+    """A save of one step, of this rank alone (`job.recovery_point` speaks for the world).
+
+    `staged`: the bytes are in a slot in shared memory, and training may change the state again. They survive the death
+    of the trainer. `replicated`: they are hashed, committed, and on every peer that is configured (with none: committed
+    on this host), or those of a newer step are. `durable`: they are on a configured disk or persistent tier, or those
+    of a newer step are; a step that no such tier keeps becomes durable with the next one that is kept.
+
+    `error` says why a save failed, '' if it did not; `skipped` why it was not made: most often because the step is not
+    one that the job's checkpoint settings name.
+    """
+
+    def __init__(self, step: int, *, replicated_step: Callable[[], int], durable_step: Callable[[], int]) -> None:
+        self.step = step
+        self.error = ""
+        self.skipped = ""
+        self._captured = False
+        self.staged = Stage(lambda: self._captured, self)
+        self.replicated = Stage(lambda: self._captured and replicated_step() >= step, self)
+        self.durable = Stage(lambda: self._captured and durable_step() >= step, self)
+
+    @classmethod
+    def not_made(cls, step: int, reason: str) -> SaveHandle:
+        handle = cls(step, replicated_step=lambda: -1, durable_step=lambda: -1)
+        handle.skipped = reason
+        return handle
+
+    @property
+    def ended_without_copy(self) -> bool:
+        return bool(self.error or self.skipped)
+
+    def check(self) -> None:
+        """Raise CheckpointError if the save failed, for a job that must not go on without it."""
+        if self.error:
+            raise CheckpointError(self.error, hint="see the engine's log in the state folder of this host")
+
+    def mark_captured(self) -> None:
+        self._captured = True
+
+    def __repr__(self) -> str:
+        state = self.error or self.skipped or ("staged" if self._captured else "in progress")
+        return f"SaveHandle(step={self.step}, {state})"

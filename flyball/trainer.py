@@ -1,0 +1,151 @@
+"""What a training script uses: `job = flyball.attach()`, then `job.restore`, `job.step`, `job.save`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from ckpt_engine.engine import TrainerEngine
+from ckpt_engine.save_handle import SaveHandle
+from flyball.beacon import BeaconWriter, Mark
+from flyball.contracts import fault_points
+from flyball.contracts.clock import SystemClock
+from flyball.contracts.cluster import Phase
+from flyball.contracts.errors import RestoreFailed, UsageError
+from flyball.worker_identity import WorkerIdentity, read_identity
+
+__all__ = ["Job", "SaveHandle", "attach"]
+
+
+def attach() -> Job:
+    """Join the job that the environment describes; call it once, early, in every rank.
+
+    Under `flyball run` the daemon's variables name the beacon and the slots. Without them (plain python, torchrun) the
+    same script runs with rank and world size from torchrun's variables: `restore` returns 0 and `save` makes nothing.
+    Raises ConfigurationError for a variable that makes no sense.
+    """
+    fault_points.rearm()  # a worker forked from a warm standby has a new environment
+    return Job(read_identity(os.environ))
+
+
+class Job:
+    """One rank of a job. Not for more than one thread."""
+
+    def __init__(self, identity: WorkerIdentity) -> None:
+        self._identity = identity
+        self._beacon = BeaconWriter(identity.beacon or None)
+        self._beacon.mark(Mark.ATTACHED)
+        self._engine = TrainerEngine(identity, self._beacon)
+        self.loss: object = None
+        """What was last given to `step`, as it was given: reading its value is up to whoever wants it."""
+
+    @property
+    def name(self) -> str:
+        return self._identity.job
+
+    @property
+    def rank(self) -> int:
+        return self._identity.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._identity.world_size
+
+    @property
+    def generation(self) -> int:
+        """The job's restart epoch, a number that only grows; torchrun's restart count where there is no supervisor."""
+        return self._identity.generation
+
+    def step(self, step: int, loss: object = None) -> None:
+        """Optimizer step `step` is complete: moves the beacon. Well under a microsecond, no thread, no system call."""
+        self._beacon.step(step)
+        self.loss = loss
+
+    def restore(self, state: MutableMapping[str, object]) -> int:
+        """Load the newest recovery point into `state`; returns the step to begin with: the saved one + 1, or 0.
+
+        `state` maps names to modules, optimizers, anything with state_dict and load_state_dict, tensors and plain
+        containers, as given to `save`. Objects, tensors, dicts and lists are filled in place; numbers, strings and
+        tuples are replaced in `state`. Raises StateMismatch if what was saved does not fit. If the step cannot be had,
+        a supervised process exits with code 23, which asks for an older recovery point; an unsupervised one gets
+        RestoreFailed.
+        """
+        self._beacon.phase(Phase.RESTORING)
+        self._beacon.mark(Mark.RESTORE_BEGAN)
+        try:
+            start = self._engine.restore(state)
+        except RestoreFailed as error:
+            if not self._identity.supervised:
+                raise
+            _write_error_file(self._identity.error_file, error)
+            sys.stderr.write(f"flyball: {error}\n")
+            raise SystemExit(error.exit_code) from error
+        self._beacon.mark(Mark.RESTORED)
+        self._beacon.phase(Phase.STEP)
+        return start
+
+    def save(self, step: int, state: Mapping[str, object]) -> SaveHandle:
+        """Save the state after optimizer step `step`; call it after every step, in every rank.
+
+        It copies on the steps that the job's checkpoint settings name (and at the step of an emergency checkpoint,
+        where the rank then waits to be ended), and returns at once on all others. `state` may be changed when it
+        returns. A save that fails does not stop training: see `SaveHandle.error` and `failed_saves`. Raises
+        UnsupportedState for a leaf that could only be pickled, and MemoryTooSmall at the first save of a job.
+        """
+        return self._engine.save(step, state)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say that this rank does something other than steps: "eval", "data", "checkpoint", "other". Each phase has a
+        deadline of its own before its rank counts as stalled."""
+        try:
+            phase = Phase[name.upper()]
+        except KeyError:
+            raise UsageError(
+                f"There is no phase {name!r}.", hint=f"use one of {', '.join(p.name.lower() for p in Phase)}"
+            ) from None
+        before = self._beacon.current_phase
+        self._beacon.phase(phase)
+        try:
+            yield
+        finally:
+            self._beacon.phase(before)
+
+    @property
+    def recovery_point(self) -> int:
+        """Newest step that the whole world can be restored to, -1 if there is none yet."""
+        return self._engine.world_step
+
+    @property
+    def failed_saves(self) -> int:
+        """How many saves of this rank failed since it attached."""
+        return self._engine.failed_saves
+
+    def close(self) -> None:
+        """The job is done. What was saved stays until the supervisor records the end of the job."""
+        self._beacon.phase(Phase.DONE)
+        self._engine.close()
+        self._beacon.close()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+
+def _write_error_file(path: str, error: RestoreFailed) -> None:
+    """Torch elastic's convention for what ended a worker."""
+    if path:
+        extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(SystemClock().wall_s()))}
+        message = {"message": f"RestoreFailed: {error}", "errorCode": error.exit_code, "extraInfo": extra}
+        Path(path).write_text(json.dumps({"message": message}))

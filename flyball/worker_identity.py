@@ -1,0 +1,73 @@
+"""Who a training process is, read from its environment: the daemon's variables, else torchrun's, else one lone rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from flyball.contracts import worker_env
+from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry
+from flyball.contracts.errors import ConfigurationError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """One rank of one generation, and where it finds its beacon, its slots and its engine ('' or None: it has none)."""
+
+    job: str
+    generation: int
+    rank: int
+    world_size: int
+    local_world_size: int
+    beacon: str
+    shm_prefix: str
+    engine_notify: str
+    restore_step: int | None
+    checkpoint: CheckpointSpec
+    lineage: Lineage
+    error_file: str = ""
+
+    @property
+    def supervised(self) -> bool:
+        """Whether a daemon started this process."""
+        return bool(self.beacon)
+
+
+def read_identity(environment: Mapping[str, str]) -> WorkerIdentity:
+    """The identity that `environment` gives. Raises ConfigurationError that names the variable that is wrong."""
+
+    def value(name: str, kind: type[T], default: T) -> T:
+        text = environment.get(name, "")
+        if not text:
+            return default
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except msgspec.DecodeError as error:
+            raise ConfigurationError(
+                f"The environment variable {name} has the value {text!r}: {error}.",
+                hint="start the script with `flyball run`, which sets it",
+            ) from error
+
+    restarts = value("TORCHELASTIC_RESTART_COUNT", int, 0)
+    generation = value(worker_env.GENERATION, int, restarts)
+    world_size = value("WORLD_SIZE", int, 1)
+    restore_step = value(worker_env.RESTORE_STEP, int, -1)
+    return WorkerIdentity(
+        job=environment.get(worker_env.JOB) or "standalone",
+        generation=generation,
+        rank=value("RANK", int, 0),
+        world_size=world_size,
+        local_world_size=value("LOCAL_WORLD_SIZE", int, world_size),
+        beacon=environment.get(worker_env.BEACON, ""),
+        shm_prefix=environment.get(worker_env.SHM_PREFIX, ""),
+        engine_notify=environment.get(worker_env.ENGINE_NOTIFY, ""),
+        restore_step=None if restore_step < 0 else restore_step,
+        checkpoint=value(worker_env.CHECKPOINT, CheckpointSpec, CheckpointSpec()),
+        lineage=value(worker_env.LINEAGE, tuple[LineageEntry, ...], (LineageEntry(generation),)),
+        error_file=environment.get("TORCHELASTIC_ERROR_FILE", ""),
+    )
