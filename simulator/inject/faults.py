@@ -1,0 +1,177 @@
+"""Real faults on a live stack: a worker killed or frozen, a host lost, a preemption notice.
+
+Every fault finds its target through the supervisor's API and the host's own state folder, makes sure that the processes
+are what they are said to be, takes the time, acts, and then has the supervisor note down what was done and when. The
+stamp comes before the act, so that times counted from it include all of the damage.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.errors import ConfigurationError, NotFound, StorageFull, UsageError
+from flyball.contracts.events import Event, EventKind
+from simulator.inject.cluster import Api, files_of, host_of_rank, jobs_on, note_down
+from simulator.inject.host_files import PREEMPTION_NOTICE, HostFiles, Worker, segments
+from simulator.inject.processes import Process, send, wait_ended
+
+HOST_DOWN_ROUNDS = 5  # a spawner that is not dead yet may still have forked a worker
+HOST_DOWN_TIMEOUT_S = 5.0
+
+
+class Injection(msgspec.Struct, frozen=True):
+    """What was done, and when: `at` is wall clock, taken before the first act."""
+
+    fault: str
+    at: float
+    host_id: str
+    target: str  # in words
+    jobs: tuple[str, ...]  # that it concerns
+    generation: int = -1
+    rank: int = -1
+    pids: tuple[int, ...] = ()  # that were signalled
+    removed_segments: int = 0
+
+    def events(self) -> list[Event]:
+        """What the event log keeps of it, one event per job."""
+        return [
+            Event(
+                at=self.at,
+                kind=EventKind.FAULT_INJECTED,
+                job=job,
+                generation=self.generation,
+                rank=self.rank,
+                host_id=self.host_id,
+                data={"fault": self.fault, "target": self.target},
+            )
+            for job in self.jobs or ("",)
+        ]
+
+
+def kill(api: Api, *, job: str, rank: int, clock: Clock, state_dir: Path | None = None) -> Injection:
+    """SIGKILL to the process of one rank. Raises NotFound if that rank does not run at the moment."""
+    return _signal_worker(api, "kill", signal.SIGKILL, job=job, rank=rank, clock=clock, state_dir=state_dir)
+
+
+def hang(api: Api, *, job: str, rank: int, clock: Clock, state_dir: Path | None = None) -> Injection:
+    """SIGSTOP to the process of one rank: it lives, and does nothing. Raises NotFound if it does not run."""
+    return _signal_worker(api, "hang", signal.SIGSTOP, job=job, rank=rank, clock=clock, state_dir=state_dir)
+
+
+def host_down(api: Api, *, host_id: str, clock: Clock, state_dir: Path | None = None) -> Injection:
+    """The loss of a machine: daemon, engine, spawners and workers are killed, and the host's shared memory and state
+    folder are removed, since on one machine they would survive. Raises ConfigurationError if a process does not die."""
+    files = files_of(api, host_id, state_dir)
+    jobs = tuple(jobs_on(api, host_id))
+    prefix = files.segment_prefix()
+    at = clock.wall_s()
+    killed = _kill_all(files, clock)
+    injection = Injection(
+        fault="host-down",
+        at=at,
+        host_id=host_id,
+        target=f"host {host_id}",
+        jobs=jobs,
+        pids=tuple(killed),
+        removed_segments=_remove(files, prefix),
+    )
+    note_down(api, injection.events())
+    return injection
+
+
+def preempt(
+    api: Api, *, host_id: str, deadline_s: float = 30.0, clock: Clock, state_dir: Path | None = None
+) -> Injection:
+    """A notice that the host will be taken away in `deadline_s`, as a cloud gives it. Nothing is taken away."""
+    if not deadline_s > 0:
+        raise UsageError(f"A notice of {deadline_s} s is none.", hint="give a number of seconds greater than 0")
+    files = files_of(api, host_id, state_dir)
+    jobs = tuple(jobs_on(api, host_id))
+    at = clock.wall_s()
+    _write_notice(files, deadline_s)
+    injection = Injection(
+        fault="preempt", at=at, host_id=host_id, target=f"host {host_id}, {deadline_s:g} s of notice", jobs=jobs
+    )
+    note_down(api, injection.events())
+    return injection
+
+
+def _signal_worker(
+    api: Api, fault: str, number: signal.Signals, *, job: str, rank: int, clock: Clock, state_dir: Path | None
+) -> Injection:
+    host_id = host_of_rank(api, job, rank)
+    worker, process = _running_worker(files_of(api, host_id, state_dir), job, rank, host_id)
+    at = clock.wall_s()
+    if not send(process, number):
+        raise _not_running(job, rank, host_id)
+    injection = Injection(
+        fault=fault,
+        at=at,
+        host_id=host_id,
+        target=f"rank {rank} on {host_id}",
+        jobs=(job,),
+        generation=worker.generation,
+        rank=rank,
+        pids=(process.pid,),
+    )
+    note_down(api, injection.events())
+    return injection
+
+
+def _running_worker(files: HostFiles, job: str, rank: int, host_id: str) -> tuple[Worker, Process]:
+    newest = next((w for w in files.workers() if (w.job, w.rank) == (job, rank)), None)
+    process = files.process_of(newest) if newest is not None else None
+    if newest is None or process is None:
+        raise _not_running(job, rank, host_id)
+    return newest, process
+
+
+def _not_running(job: str, rank: int, host_id: str) -> NotFound:
+    return NotFound(
+        f"Rank {rank} of job {job} does not run on {host_id} at the moment: nothing was done.",
+        hint="wait until the job has recovered (flyball status), then inject again",
+    )
+
+
+def _kill_all(files: HostFiles, clock: Clock) -> list[int]:
+    """SIGKILL to all that runs on the host, the daemon first, until nothing is left."""
+    killed: list[int] = []
+    for _ in range(HOST_DOWN_ROUNDS):
+        running = files.processes()
+        if not running:
+            return killed
+        killed += [process.pid for process in running if send(process, signal.SIGKILL)]
+        wait_ended(running, timeout_s=HOST_DOWN_TIMEOUT_S, clock=clock)
+    left = ", ".join(str(process.pid) for process in files.processes())
+    if left:
+        raise ConfigurationError(
+            f"Processes of the host are still there after SIGKILL: {left}.", hint="see what they wait for in the kernel"
+        )
+    return killed
+
+
+def _remove(files: HostFiles, prefix: Path) -> int:
+    """Remove the host's shared memory and state folder; returns the number of shared-memory files."""
+    found = segments(prefix)
+    for path in found:
+        path.unlink(missing_ok=True)
+    files.remove()
+    return len(found)
+
+
+def _write_notice(files: HostFiles, deadline_s: float) -> None:
+    """Whole or not at all: the daemon may look at any moment."""
+    temporary = files.root / f".{PREEMPTION_NOTICE}.{os.getpid()}"
+    try:
+        temporary.write_bytes(msgspec.json.encode({"deadline_s": deadline_s, "source": "flyball inject"}))
+        temporary.rename(files.root / PREEMPTION_NOTICE)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StorageFull(
+            f"The notice could not be written in {files.root}: {error.strerror}.", hint="free space on that disk"
+        ) from error

@@ -1,0 +1,141 @@
+"""What belongs to one host on this machine: its state folder, processes and shared memory. Nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from pathlib import Path
+
+import msgspec
+
+from flyball.contracts.errors import ConfigurationError, NotFound, StateVersionMismatch
+from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
+from simulator.inject.processes import Process, environment_of, look_at, own_processes
+
+STATE_VERSION = "1"
+PREEMPTION_NOTICE = "preemption-notice.json"  # the daemon watches for it
+_DAEMON = "host_daemon"
+_MODULES = frozenset({_DAEMON, "host_daemon.spawner", "ckpt_engine.server"})
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """A process that the daemon wrote down when it started it; rank -1 is a generation's store."""
+
+    job: str
+    generation: int
+    rank: int
+    pid: int
+    start_ticks: int
+
+
+class HostFiles:
+    """One host's state folder. Raises NotFound if it is none, or not this user's."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.root = state_dir.resolve()
+        try:
+            version = (self.root / "VERSION").read_text().strip()
+            is_own = self.root.stat().st_uid == os.geteuid()
+        except OSError as error:
+            raise self._refusal(error.strerror or str(error)) from error
+        if not (self.root / "daemon.sqlite").is_file():
+            raise self._refusal("it has no daemon.sqlite")
+        if not is_own:
+            raise self._refusal("it belongs to another user")
+        if version != STATE_VERSION:
+            raise StateVersionMismatch(
+                f"The state folder {self.root} has version {version!r}; this release uses {STATE_VERSION!r}.",
+                hint="inject faults with the release that runs the host",
+            )
+
+    def _refusal(self, why: str) -> NotFound:
+        return NotFound(
+            f"{self.root} is not the state folder of a host daemon ({why}): nothing was done.",
+            hint="give the folder that the daemon got as --state-dir",
+        )
+
+    def workers(self) -> list[Worker]:
+        """Workers that had not ended when the daemon last looked, newest generation first."""
+        uri = f"{(self.root / 'daemon.sqlite').as_uri()}?mode=ro"
+        try:
+            connection = sqlite3.connect(uri, uri=True, timeout=5.0)
+            try:
+                rows = connection.execute(
+                    "SELECT job, generation, rank, pid, start_ticks FROM workers WHERE ended = 0"
+                    " ORDER BY generation DESC, rank"
+                ).fetchall()
+            finally:
+                connection.close()
+        except sqlite3.Error as error:
+            raise ConfigurationError(
+                f"The workers of {self.root} cannot be read: {error}.", hint="see that its host daemon runs"
+            ) from error
+        return [Worker(*row) for row in rows]
+
+    def process_of(self, worker: Worker) -> Process | None:
+        """The worker's process if it runs: the same start time, and the leader of its session as all workers are."""
+        process = look_at(worker.pid)
+        if process is None or process.start_ticks != worker.start_ticks or process.session != worker.pid:
+            return None
+        return process
+
+    def processes(self) -> list[Process]:
+        """Daemon first, then engine, spawners, workers and whatever the workers started: all that now run."""
+        sessions = {w.pid for w in self.workers() if self.process_of(w) is not None}
+        found = [p for p in own_processes() if p.pid != os.getpid() and (p.session in sessions or self._serves(p))]
+        return sorted(found, key=lambda p: (_DAEMON not in p.argv, p.session in sessions, p.pid))
+
+    def daemon(self) -> Process | None:
+        return next((p for p in self.processes() if _DAEMON in p.argv), None)
+
+    def segment_prefix(self) -> Path:
+        """What the paths of all shared memory of this host begin with. Ask while the daemon lives: its environment says
+        in which folder they are; without it this process's own environment does."""
+        daemon = self.daemon()
+        environment = environment_of(daemon) if daemon else dict(os.environ)
+        return Path(shm_prefix(str(self.root), environment.get(SHM_DIR_VARIABLE, DEFAULT_SHM_DIR)))
+
+    def remove(self) -> None:
+        """The state folder with all that is in it. Raises ConfigurationError if some of it cannot be removed."""
+        try:
+            shutil.rmtree(self.root)
+        except OSError as error:
+            raise ConfigurationError(
+                f"The state folder {self.root} could not be removed: {error.strerror}.",
+                hint="remove what is left of it",
+            ) from error
+
+    def _serves(self, process: Process) -> bool:
+        """Whether a process is a daemon, spawner or engine that was given this state folder."""
+        return not _MODULES.isdisjoint(process.argv) and state_dir_of(process) == self.root
+
+
+def segments(prefix: Path) -> list[Path]:
+    """The shared-memory files of the host that has this prefix."""
+    try:
+        entries = list(os.scandir(prefix.parent))
+    except FileNotFoundError:
+        return []
+    own = (e.name for e in entries if e.name.startswith(f"{prefix.name}.") and e.is_file(follow_symlinks=False))
+    return [prefix.parent / name for name in sorted(own)]
+
+
+def state_dir_of(process: Process) -> Path | None:
+    """The folder that a process was given as --state-dir; None if it was given none, or has ended."""
+    given = None
+    for argument, following in zip(process.argv, [*process.argv[1:], ""], strict=True):
+        if argument == "--state-dir":
+            given = following
+        elif argument.startswith("--state-dir="):
+            given = argument.partition("=")[2]
+    if not given:
+        return None
+    try:
+        return (Path(f"/proc/{process.pid}/cwd").readlink() / given).resolve()
+    except OSError:
+        return None
+
+
+def is_daemon(process: Process) -> bool:
+    return _DAEMON in process.argv
