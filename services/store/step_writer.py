@@ -42,6 +42,7 @@ def store(connection: Connection, position: Position, step: PlaybookStep, *, epo
             _row(position, step, draft, Fence(epoch, _fence_generation(position.plan, draft, granted)), now)
             for draft in step.commands
         ]
+        _withdraw(connection, position.number, step)
         connection.execute(insert(commands), rows)
     events = list(step.events)
     if position.phase == STOP_PHASE != step.phase or (step.phase == STOP_PHASE and step.state is ActionState.SUCCEEDED):
@@ -109,6 +110,16 @@ def _row(position: Position, step: PlaybookStep, draft: CommandDraft, fence: Fen
         "answered_at": 0.0,
         "answer": None,
     }
+
+
+def _withdraw(connection: Connection, number: int, step: PlaybookStep) -> None:
+    """What a host was asked in this phase before is not handed out any more; its answer still counts."""
+    asked_again = sorted({draft.host_id for draft in step.commands})
+    connection.execute(
+        update(commands)
+        .where(commands.c.action == number, commands.c.phase == step.phase, commands.c.host_id.in_(asked_again))
+        .values(is_open=False)
+    )
 
 
 def _start_generation(connection: Connection, position: Position, step: PlaybookStep, now: float) -> Event:
