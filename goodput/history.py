@@ -18,7 +18,8 @@ from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import NotFound, UsageError
 from flyball.contracts.events import Event, EventKind
 
-_HISTORY_OF_EVERY_JOB = (EventKind.FAULT_INJECTED, EventKind.CONTROLLER_ELECTED)
+# Of these, events without a job concern every job.
+_HISTORY_OF_EVERY_JOB = (EventKind.FAULT_INJECTED, EventKind.CONTROLLER_ELECTED, EventKind.SIGNAL)
 
 
 class WorldStep(NamedTuple):
@@ -110,7 +111,7 @@ def text(data: Mapping[str, object], key: str) -> str:
 
 def choose_job(events: Iterable[Event], job: str | None) -> str:
     """The job to report on; raises NotFound when the log has none, UsageError when it has several to choose from."""
-    names = sorted({e.job for e in events if e.kind not in _HISTORY_OF_EVERY_JOB})
+    names = sorted({e.job for e in events if e.job or e.kind not in _HISTORY_OF_EVERY_JOB})
     if job is not None:
         if job not in names:
             raise NotFound(f"The log has no event of job {job!r}.", hint=f"it has: {', '.join(names) or 'no job'}")

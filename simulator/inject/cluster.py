@@ -36,13 +36,11 @@ def host_of_rank(api: Api, job: str, rank: int) -> str:
 
 def jobs_on(api: Api, host_id: str) -> list[str]:
     """Running jobs that have ranks on a host."""
-    found = []
-    for listed in api.get("/v1/jobs")["items"]:
-        if not JobState(listed["state"]).ended:
-            job = api.get(f"/v1/jobs/{listed['spec']['job']}")
-            if any(r["host_id"] == host_id for r in job["ranks"]):
-                found.append(str(job["spec"]["job"]))
-    return found
+    return [
+        str(job["job"])
+        for job in api.get("/v1/jobs")["items"]
+        if not JobState(job["state"]).ended and any(rank["host_id"] == host_id for rank in job["ranks"])
+    ]
 
 
 def files_of(api: Api, host_id: str, state_dir: Path | None = None) -> HostFiles:
@@ -55,7 +53,7 @@ def files_of(api: Api, host_id: str, state_dir: Path | None = None) -> HostFiles
         raise NotFound(f"There is no host {host_id}.", hint=f"hosts: {', '.join(sorted(hosts)) or 'none'}")
     if state_dir is not None:
         return HostFiles(state_dir)
-    pid = int(hosts[host_id].get("pid") or 0)
+    pid = int(hosts[host_id]["daemon_pid"] or 0)
     daemon = look_at(pid) if pid else None
     folder = state_dir_of(daemon) if daemon is not None and is_daemon(daemon) else None
     if folder is None:

@@ -53,7 +53,7 @@ events = st.lists(
     ),
     min_size=1,
     max_size=40,
-).filter(lambda log: any(e.kind not in (EventKind.FAULT_INJECTED, EventKind.CONTROLLER_ELECTED) for e in log))
+)
 
 
 @given(events, st.one_of(st.none(), moments))

@@ -233,7 +233,11 @@ def test_time_without_a_controller_is_told_apart() -> None:
             event(0.0, EventKind.JOB_SUBMITTED),
             *start(1, 0.0, attached=0.0, began=0.0, restored=0.0),
             *steps(1, 0, [1.0, 2.0, 3.0, 4.0]),
-            event(20.2, EventKind.SIGNAL, kind="worker_exited", source="host-a", observed_at=4.5),
+            Event(
+                at=20.2,
+                kind=EventKind.SIGNAL,
+                data={"kind": "host_silent", "source": "sensor.1", "observed_at": 4.5},
+            ),
             event(20.0, EventKind.CONTROLLER_ELECTED, epoch=2),
             event(20.2, EventKind.INCIDENT_OPENED, incident="inc-1", cause="worker_killed"),
             decision(20.3, "inc-1", "restart_in_place"),
