@@ -25,18 +25,21 @@ class Patience(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     factor: float  # times the longest usual duration
 
 
+_PATIENCE = {
+    Phase.STARTING: Patience(unknown_s=600.0, floor_s=30.0, factor=4.0),
+    Phase.RESTORING: Patience(unknown_s=600.0, floor_s=30.0, factor=4.0),
+    Phase.STEP: Patience(unknown_s=600.0, floor_s=2.0, factor=8.0),
+    Phase.CHECKPOINT: Patience(unknown_s=60.0, floor_s=10.0, factor=8.0),
+    Phase.DATA: Patience(unknown_s=600.0, floor_s=30.0, factor=8.0),
+    Phase.EVAL: Patience(unknown_s=1800.0, floor_s=60.0, factor=4.0),
+    Phase.OTHER: Patience(unknown_s=1800.0, floor_s=60.0, factor=4.0),
+}
+
+
 class StallSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When a rank counts as stalled. A phase that is not named never stalls (parked, done)."""
 
-    phases: Mapping[Phase, Patience] = {
-        Phase.STARTING: Patience(unknown_s=600.0, floor_s=30.0, factor=4.0),
-        Phase.RESTORING: Patience(unknown_s=600.0, floor_s=30.0, factor=4.0),
-        Phase.STEP: Patience(unknown_s=600.0, floor_s=2.0, factor=8.0),
-        Phase.CHECKPOINT: Patience(unknown_s=60.0, floor_s=10.0, factor=8.0),
-        Phase.DATA: Patience(unknown_s=600.0, floor_s=30.0, factor=8.0),
-        Phase.EVAL: Patience(unknown_s=1800.0, floor_s=60.0, factor=4.0),
-        Phase.OTHER: Patience(unknown_s=1800.0, floor_s=60.0, factor=4.0),
-    }
+    phases: Mapping[Phase, Patience] = msgspec.field(default_factory=lambda: dict(_PATIENCE))
     first_step: Patience = Patience(unknown_s=600.0, floor_s=30.0, factor=4.0)  # compiles, warms up
     quantile: float = 0.99
     enough_samples: int = 5  # below, the first step counts as a sample of its successors
