@@ -112,8 +112,7 @@ class Supervisor:
         migrate(assembly.db)
         assembly.build()
         self._loops = assembly.loops
-        for loop in self._loops:
-            stack.callback(self._stop_loop, loop)
+        stack.callback(self._stop_loops)
         health = Health(loops=self._loops, checks=assembly.checks, clock=self._clock)
         self._server = HttpServer(
             create_app(assembly.dependencies(self.token, health)),
@@ -151,10 +150,13 @@ class Supervisor:
             pause.wait(READY_POLL_S)
         raise Unreachable("The supervisor failed while it started.", hint=f"see the log in {self._settings.state_dir}")
 
-    def _stop_loop(self, loop: LoopThread) -> None:
-        loop.request_stop()
-        if not loop.join(self._settings.drain_timeout_s):
-            log.warning("a loop did not end in time", loop=loop.name, drain_timeout_s=self._settings.drain_timeout_s)
+    def _stop_loops(self) -> None:
+        deadline_s = self._clock.monotonic_s() + self._settings.drain_timeout_s
+        for loop in self._loops:
+            loop.request_stop()
+        for loop in self._loops:
+            if not loop.join(deadline_s - self._clock.monotonic_s()):
+                log.warning("a loop did not end in time", loop=loop.name)
 
 
 class _Assembly:
@@ -217,7 +219,7 @@ class _Assembly:
     def _build_sensor(self) -> Ingest:
         settings, status = self._settings, SqlStatusStore(self.db)
         queue = ReportQueue(max_items=settings.report_queue_size, max_size_bytes=settings.report_queue_size_bytes)
-        committed = CommittedPositions(status.committed)
+        committed = CommittedPositions(status.committed, self._clock)
         ingest = Ingest(
             sensor_id=self._instance,
             incarnation=self._incarnation,
@@ -269,7 +271,7 @@ class _Assembly:
     def _build_api(self) -> ApiPart:
         self.checks["leader"] = self._leader_problem
         reads = ReadModels(self.db)
-        event_metrics = EventMetrics(self._events.read, self._metrics)
+        event_metrics = EventMetrics(self._events.read, self._metrics, self._clock)
         self._background["event-metrics"] = lambda bells: event_metrics.run(bells.events)
         return ApiPart(
             jobs=SqlJobStore(self.db),

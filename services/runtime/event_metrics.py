@@ -6,14 +6,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 
-import structlog
-
-from flyball.contracts.errors import Unreachable
+from flyball.contracts.clock import Clock
 from flyball.contracts.events import Event, EventKind
 from services.actuator.notify import AsyncWakeup
+from services.runtime.outages import OUTAGES, Outage
 from services.runtime.telemetry import Metrics
-
-log = structlog.get_logger()
 
 PAGE = 500
 LOOK_AGAIN_S = 1.0
@@ -25,29 +22,29 @@ Read = Callable[[str | None, int, int, Collection[EventKind]], list[tuple[int, E
 class EventMetrics:
     """Follows the event log from its beginning."""
 
-    def __init__(self, read: Read, metrics: Metrics) -> None:
+    def __init__(self, read: Read, metrics: Metrics, clock: Clock) -> None:
         self._read = read
+        self._clock = clock
         self._metrics = metrics
         self._after = 0
         self._opened_at: dict[str, float] = {}
 
     async def run(self, changed: AsyncWakeup) -> None:
-        away = False
+        outage = Outage("event-metrics", self._clock)
         while True:
+            wait_s = LOOK_AGAIN_S
+            page: list[tuple[int, Event]] = []
             seen = changed.count
             try:
                 page = await asyncio.to_thread(self._read, None, self._after, PAGE, COUNTED)
-                away = False
-            except Unreachable as error:
-                if not away:
-                    log.warning("metrics of decisions and incidents stand still", reason=str(error))
-                away = True
-                page = []
+                outage.ended()
+            except OUTAGES as error:
+                wait_s = outage.pause_s(error)
             for position, event in page:
                 self._after = position
                 self._count(event)
             if len(page) < PAGE:
-                await changed.wait(seen, LOOK_AGAIN_S)
+                await changed.wait(seen, wait_s)
 
     def _count(self, event: Event) -> None:
         metrics = self._metrics

@@ -55,8 +55,8 @@ class Settings(BaseSettings):
     start_timeout_s: float = Field(default=30.0, gt=0.0)
     drain_timeout_s: float = Field(default=10.0, gt=0.0)
 
-    policy: dict[str, int | float] = Field(default_factory=dict)
-    detector: dict[str, int | float] = Field(default_factory=dict)
+    policy: dict[str, Any] = Field(default_factory=dict)  # fields of PolicySettings
+    detector: dict[str, Any] = Field(default_factory=dict)  # fields of DetectorSettings
 
     @field_validator("token")
     @classmethod
@@ -80,9 +80,9 @@ class Settings(BaseSettings):
         return _convert(self.detector, DetectorSettings, "detector")
 
 
-def _convert(numbers: dict[str, int | float], kind: type[S], setting: str) -> S:
+def _convert(numbers: dict[str, Any], kind: type[S], setting: str) -> S:
     try:
-        return msgspec.convert(numbers, kind)
+        return msgspec.convert(numbers, kind, strict=False)  # a number from the environment is a string
     except msgspec.ValidationError as error:
         known = ", ".join(field.name for field in msgspec.structs.fields(kind))
         raise ConfigurationError(f"The setting {setting} is wrong: {error}.", hint=f"it takes: {known}") from error

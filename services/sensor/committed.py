@@ -6,12 +6,9 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-import structlog
-
-from flyball.contracts.errors import Unreachable
+from flyball.contracts.clock import Clock
 from services.actuator.notify import AsyncWakeup
-
-log = structlog.get_logger()
+from services.runtime.outages import OUTAGES, Outage
 
 MAX_INCARNATIONS = 20_000
 LOOK_AGAIN_S = 0.1
@@ -21,8 +18,9 @@ class CommittedPositions:
     """A cache of the highest committed seq per incarnation. It asks the database only for incarnations that have
     something outstanding. Belongs to one event loop."""
 
-    def __init__(self, read: Callable[[Sequence[str]], dict[str, int]]) -> None:
+    def __init__(self, read: Callable[[Sequence[str]], dict[str, int]], clock: Clock) -> None:
         self._read = read
+        self._clock = clock
         self._committed: OrderedDict[str, int] = OrderedDict()
         self._newest: dict[str, int] = {}  # of those that are outstanding
 
@@ -41,18 +39,17 @@ class CommittedPositions:
 
     async def run(self, changed: AsyncWakeup) -> None:
         """Keep the cache fresh; woken by `changed`, and by the clock."""
-        away = False
+        outage = Outage("committed", self._clock)
         while True:
+            wait_s = LOOK_AGAIN_S
             seen = changed.count
             if self._newest:
                 try:
                     self._update(await asyncio.to_thread(self._read, list(self._newest)))
-                    away = False
-                except Unreachable as error:
-                    if not away:
-                        log.warning("cannot see what is committed", reason=str(error))
-                    away = True
-            await changed.wait(seen, LOOK_AGAIN_S)
+                    outage.ended()
+                except OUTAGES as error:
+                    wait_s = outage.pause_s(error)
+            await changed.wait(seen, wait_s)
 
     def _update(self, fresh: dict[str, int]) -> None:
         for incarnation, seq in fresh.items():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import structlog
 
 from flyball.contracts.clock import Clock
-from flyball.contracts.errors import StorageFull, TooBusy, Unreachable
 from flyball.contracts.fault_points import reach
 from flyball.contracts.signals import Report, Signal
 from services.controller.ports import SignalBus, Wakeup
+from services.runtime.outages import OUTAGES, Outage
 from services.runtime.telemetry import Metrics
 from services.sensor.report_queue import Received, ReportQueue
 
@@ -20,10 +20,6 @@ log = structlog.get_logger()
 
 MAX_BATCH = 256
 IDLE_WAIT_S = 0.5
-FIRST_PAUSE_S = 0.02
-LONGEST_PAUSE_S = 1.0
-
-T = TypeVar("T")
 
 
 class StatusStore(Protocol):
@@ -60,7 +56,7 @@ class ReportWriter:
         self._wakeup = wakeup
         self._clock = clock
         self._metrics = metrics
-        self._away = False
+        self._outage = Outage("report-writer", clock)
 
     def run(self, stop: threading.Event) -> None:
         """Until stopped; then one attempt at what is left."""
@@ -107,23 +103,13 @@ class ReportWriter:
 
     def _insist(self, write: Callable[[list[Received]], None], items: list[Received], stop: threading.Event) -> None:
         """Repeat while the database or the bus is away or full; after `stop` only once more."""
-        pause_s = FIRST_PAUSE_S
         while True:
             try:
                 write(items)
-            except (Unreachable, TooBusy, StorageFull) as error:
-                self._note(error)
-                if stop.wait(pause_s):
+            except OUTAGES as error:
+                if stop.wait(self._outage.pause_s(error)):
                     log.warning("stopped with reports not stored; their hosts keep the signals", reports=len(items))
                     return
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             else:
-                self._note(None)
+                self._outage.ended()
                 return
-
-    def _note(self, error: Exception | None) -> None:
-        if error and not self._away:
-            log.warning("reports wait", reason=str(error))
-        elif self._away and not error:
-            log.info("reports are stored again")
-        self._away = error is not None

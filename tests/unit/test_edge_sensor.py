@@ -206,7 +206,7 @@ def test_committed_positions_are_asked_for_only_while_something_is_outstanding()
     async def scenario() -> None:
         wakeup = LocalWakeup()
         bell = AsyncWakeup(wakeup, "events")
-        positions = CommittedPositions(read)
+        positions = CommittedPositions(read, SystemClock())
         task = asyncio.create_task(positions.run(bell))
         positions.expect("i1", 3)
         async with asyncio.timeout(10):

@@ -1,0 +1,71 @@
+"""Settings from arguments and the environment, with errors that name what is wrong and show no value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flyball.contracts.errors import ConfigurationError
+from services.runtime.settings import load_settings
+from services.runtime.telemetry import Metrics
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("FLYBALL_PORT", "FLYBALL_TOKEN", "FLYBALL_HOST", "FLYBALL_DATABASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FLYBALL_STATE_DIR", str(tmp_path))
+
+
+def test_defaults_listen_on_loopback_and_keep_everything_in_the_folder(tmp_path: Path) -> None:
+    settings = load_settings()
+    assert settings.host == "127.0.0.1"
+    assert settings.resolved_database_url == f"sqlite:///{tmp_path / 'flyball.sqlite'}"
+    assert settings.policy_settings.root_cause_window_s == 2.0
+
+
+def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYBALL_PORT", "1234")
+    assert load_settings().port == 1234
+    assert load_settings(port=0).port == 0
+    assert load_settings(port=None).port == 1234
+
+
+def test_single_numbers_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYBALL_POLICY__ROOT_CAUSE_WINDOW_S", "0.5")
+    policy = load_settings(policy={"max_decisions_per_incident": 3}).policy_settings
+    assert policy.max_decisions_per_incident == 3
+    monkeypatch.setenv("FLYBALL_POLICY", "{}")
+    assert load_settings().policy_settings.root_cause_window_s == 0.5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"port": 70_000}, "port"),
+        ({"policy": {"no_such_number": 1}}, "no_such_number"),
+        ({"detector": {"no_such_number": 1}}, "no_such_number"),
+        ({"no_such_setting": 1}, "no_such_setting"),
+        ({"tls_cert_file": "cert.pem"}, "certificate and a key"),
+    ],
+)
+def test_a_wrong_setting_is_named(wrong: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named) as caught:
+        load_settings(**wrong)
+    assert caught.value.hint
+
+
+def test_a_short_token_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLYBALL_TOKEN", "hunter2")
+    with pytest.raises(ConfigurationError, match="token: .*at least 16") as caught:
+        load_settings()
+    assert "hunter2" not in str(caught.value)
+    assert "sixteen-or-more-characters" not in repr(load_settings(token="sixteen-or-more-characters"))
+
+
+def test_two_supervisors_in_one_process_count_apart() -> None:
+    first, second = Metrics(), Metrics()
+    first.reports_received.inc()
+    assert first.registry.get_sample_value("flyball_reports_received_total") == 1.0
+    assert second.registry.get_sample_value("flyball_reports_received_total") == 0.0
