@@ -1,0 +1,385 @@
+"""How each kind of decision is carried out: a fixed order of phases, each a command per host. Pure.
+
+`advance` looks at an action with all that its hosts answered, and gives the next move. It may be called at any time,
+by any number of actuators, after any subset of the answers: the moves depend on nothing else, and a command's name
+follows from its place, so that a move made twice is the same move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from flyball.contracts.checkpoints import ShardCopy, branch
+from flyball.contracts.cluster import HostRanks, Placement
+from flyball.contracts.decisions import (
+    ActionPlan,
+    ActionState,
+    CommandBody,
+    CommandResult,
+    DecisionKind,
+    EndJob,
+    GenerationPlan,
+    SaveEmergency,
+    StartWorkers,
+    StopWorkers,
+    UpdateState,
+    WarmUp,
+)
+from services.actuator.ports import ActionProgress, CommandDraft, CommandRecord, PlaybookStep
+from services.controller.incident_states import ACTION, ActionEvent
+from services.controller.recovery_point import plan_restore
+
+STOP, START, SAVE, END = "stop", "start", "save", "end"
+
+PHASES: Mapping[DecisionKind, tuple[str, ...]] = {
+    DecisionKind.START_JOB: (START,),
+    DecisionKind.RESTART_IN_PLACE: (STOP, START),
+    DecisionKind.MIGRATE_TO_SPARE: (STOP, START),
+    DecisionKind.EMERGENCY_CHECKPOINT: (SAVE,),
+    DecisionKind.CORDON: (STOP,),
+    DecisionKind.FAIL_JOB: (STOP, END),
+    DecisionKind.STOP_JOB: (STOP, END),
+    DecisionKind.COMPLETE_JOB: (END,),
+}
+# A job ends also when one of its hosts does not answer: the others are tidied up all the same.
+_BEST_EFFORT = frozenset({DecisionKind.FAIL_JOB, DecisionKind.STOP_JOB, DecisionKind.COMPLETE_JOB})
+# A start that failed may have begun: only a new generation may try again. A refused command did nothing.
+_ATTEMPTS = {STOP: 3, START: 1, SAVE: 1, END: 3}
+_REFUSALS = 3
+_LATE_MARGIN_STEPS = 4  # doubled with each new name
+_FLUSH_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 15.0  # beyond the grace
+_ANSWER_SLACK_S = 2.0  # for the answer to travel, after the daemon's own deadline
+
+
+class _Answers(msgspec.Struct):
+    """What the hosts of a phase have said so far."""
+
+    done: list[str] = []
+    waiting: list[CommandRecord] = []
+    unanswered: list[str] = []  # past their deadline
+    failed: list[CommandRecord] = []
+    again: list[str] = []
+    late: list[CommandRecord] = []  # an emergency save's step that was passed already
+
+
+def advance(progress: ActionProgress, now: float) -> PlaybookStep:
+    """The next move; an empty one (same phase and state, no commands) means: wait until `wake_at`."""
+    if progress.state.ended:
+        return PlaybookStep(progress.phase, progress.state, attempt=progress.attempt)
+    if progress.plan.kind not in PHASES:
+        return _end(progress, ActionEvent.FAILED, f"There is no playbook for {progress.plan.kind.value}.")
+    if not progress.phase:
+        return _enter(progress, PHASES[progress.plan.kind][0], now)
+    answers = _answers(progress, now)
+    return (
+        _at_deadline(progress, answers, now)
+        or _asked_again(progress, answers, now)
+        or _given_up(progress, answers)
+        or _waiting(progress, answers, now)
+        or _phase_done(progress, answers, now)
+    )
+
+
+def _at_deadline(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep | None:
+    if now < progress.started_at + progress.plan.deadline_s:
+        return None
+    return _end(progress, ActionEvent.DEADLINE_PASSED, _overdue_message(progress, answers))
+
+
+def _asked_again(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep | None:
+    if answers.late:
+        return _rename(progress, answers, now)
+    if not answers.again:
+        return None
+    drafts = tuple(_draft(progress, progress.phase, host, _body(progress, host), now) for host in answers.again)
+    return _move(
+        progress, progress.phase, progress.state, drafts, message=f"asking {_names(answers.again)} again", now=now
+    )
+
+
+def _given_up(progress: ActionProgress, answers: _Answers) -> PlaybookStep | None:
+    if progress.plan.kind in _BEST_EFFORT:
+        return None
+    if answers.failed:
+        return _end(progress, ActionEvent.FAILED, _failure_message(progress.phase, answers.failed))
+    if answers.unanswered:
+        return _end(progress, ActionEvent.DEADLINE_PASSED, _overdue_message(progress, answers))
+    return None
+
+
+def _waiting(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep | None:
+    """Nothing to send. Once every host has said that it is at it, so has the action."""
+    if not answers.waiting:
+        return None
+    soonest = min(r.created_at + r.command.deadline_s + _ANSWER_SLACK_S for r in answers.waiting)
+    wake_at = max(now, min(soonest, progress.started_at + progress.plan.deadline_s))
+    state = progress.state
+    if state is ActionState.DISPATCHED and all(record.update is not None for record in answers.waiting):
+        state = ACTION.advance(state, ActionEvent.ANSWERED)
+    return PlaybookStep(progress.phase, state, attempt=progress.attempt, wake_at=wake_at)
+
+
+def _phase_done(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep:
+    following = _following(progress.plan.kind, progress.phase)
+    if following:
+        return _enter(progress, following, now)
+    missing = answers.unanswered + [record.command.host_id for record in answers.failed]
+    if missing:
+        return _end(progress, ActionEvent.FAILED, f"{_names(missing)} could not be tidied up; the others are.")
+    return _end(progress, ActionEvent.COMPLETED, f"{_names(answers.done)} done")
+
+
+def _following(kind: DecisionKind, phase: str) -> str:
+    """The phase after this one, '' after the last."""
+    phases = PHASES[kind]
+    return (*phases, "")[phases.index(phase) + 1]
+
+
+def _enter(progress: ActionProgress, phase: str, now: float) -> PlaybookStep:
+    if phase == START:
+        return _start(progress, now)
+    plan = progress.plan
+    bodies: Mapping[str, tuple[Callable[[], CommandBody], str]] = {
+        STOP: (lambda: _stop_body(plan), f"stopping generation {plan.generation}"),
+        SAVE: (lambda: _save_body(progress, plan.emergency_step, now), f"saving step {plan.emergency_step}"),
+        END: (lambda: _end_body(plan), f"ending job {plan.job}"),
+    }
+    make, doing = bodies[phase]
+    drafts = [_draft(progress, phase, host, make(), now) for host in plan.stop_hosts]
+    drafts += _warm_ups(progress, now)
+    if not drafts:  # every host of it is lost: there is nobody to wait for
+        following = _following(plan.kind, phase)
+        if following:
+            return _enter(progress, following, now)
+        return _end(progress, ActionEvent.COMPLETED, "no host of it is in reach")
+    message = f"{doing} on {_names(plan.stop_hosts)}"
+    return _move(progress, phase, _begun(progress), tuple(drafts), message=message, now=now)
+
+
+def _begun(progress: ActionProgress) -> ActionState:
+    return ACTION.advance(progress.state, ActionEvent.BEGAN) if not progress.phase else progress.state
+
+
+def _start(progress: ActionProgress, now: float) -> PlaybookStep:
+    """Fix the restore step from what the stopped hosts hold, and start every host of the new generation."""
+    plan = progress.plan
+    following = plan.next
+    if following is None:
+        return _end(progress, ActionEvent.FAILED, "The decision grants no generation to start.")
+    results = _results(progress.commands, STOP)
+    placement = _placement(progress, following, results)
+    drafts = [
+        _draft(progress, START, host.host_id, StartWorkers(spec=plan.spec, placement=placement), now)
+        for host in placement.hosts
+    ]
+    drafts += _warm_ups(progress, now)
+    whence = f"from step {placement.restore.step}" if placement.restore else "from scratch"
+    names = _names(host.host_id for host in placement.hosts)
+    message = f"starting generation {following.generation} {whence} on {names}"
+    step = _move(progress, START, _begun(progress), tuple(drafts), message=message, now=now)
+    return msgspec.structs.replace(step, placement=placement, restore=placement.restore)
+
+
+def _placement(progress: ActionProgress, following: GenerationPlan, results: Mapping[str, CommandResult]) -> Placement:
+    plan = progress.plan
+    hosts = tuple(
+        HostRanks(h.host_id, h.address, progress.engine_addresses.get(h.host_id) or h.engine_address, h.ranks)
+        for h in following.hosts
+    )
+    copies: list[ShardCopy] = [copy for result in results.values() for copy in result.copies if copy.job == plan.job]
+    copies += progress.persistent_copies
+    reachable = {host.host_id: host.engine_address for host in hosts}
+    reachable |= {h: a for h, a in progress.engine_addresses.items() if h in results}
+    restore = plan_restore(copies, following.parent_lineage, plan.spec.world_size, reachable, hosts)
+    master = next(host for host in hosts if 0 in host.ranks)
+    stopped = results.get(master.host_id)
+    return Placement(
+        job=plan.job,
+        generation=following.generation,
+        world_size=plan.spec.world_size,
+        hosts=hosts,
+        master_address=master.address,
+        master_port=(stopped.free_port if stopped else 0) or following.master_port,
+        peers=following.peers,
+        lineage=branch(
+            following.parent_lineage,
+            restored_step=restore.step if restore else None,
+            generation=following.generation,
+        ),
+        restore=restore,
+        restart_count=following.restart_count,
+    )
+
+
+def _rename(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep:
+    """Some rank had passed the step before it was armed everywhere: name a later one, for all."""
+    passed = [p.step for record in answers.late if record.update for p in record.update.result.positions]
+    named = max(
+        (r.command.body.step for r in progress.commands if isinstance(r.command.body, SaveEmergency)), default=0
+    )
+    step = max([named, *passed]) + _LATE_MARGIN_STEPS * 2 ** (progress.attempt - 1)
+    if progress.attempt >= 4:
+        return _end(
+            progress,
+            ActionEvent.FAILED,
+            f"The ranks passed step {named} too, the last of {progress.attempt} that were named.",
+        )
+    body = _save_body(progress, step, now)
+    drafts = tuple(_draft(progress, SAVE, host, body, now) for host in progress.plan.stop_hosts)
+    message = f"{_names(r.command.host_id for r in answers.late)} had passed step {named}: saving step {step} instead"
+    moved = _move(progress, SAVE, progress.state, drafts, message=message, now=now)
+    return msgspec.structs.replace(moved, attempt=progress.attempt + 1)
+
+
+def _answers(progress: ActionProgress, now: float) -> _Answers:
+    answers = _Answers()
+    for host in _targets(progress):
+        asked = _asked(progress, progress.phase, host)  # never empty: a phase is entered with its commands
+        record = asked[-1]
+        failures = sum(1 for r in asked if r.state is UpdateState.FAILED)
+        refusals = sum(1 for r in asked if r.state is UpdateState.REFUSED)
+        match record.state:
+            case UpdateState.SUCCEEDED:
+                answers.done.append(host)
+            case UpdateState.FAILED if progress.phase == SAVE and record.update and record.update.code == "too_late":
+                answers.late.append(record)
+            case UpdateState.FAILED:
+                if failures < _ATTEMPTS[progress.phase]:
+                    answers.again.append(host)
+                else:
+                    answers.failed.append(record)
+            case UpdateState.REFUSED:
+                if refusals < _REFUSALS:
+                    answers.again.append(host)
+                else:
+                    answers.failed.append(record)
+            case _ if now >= record.created_at + record.command.deadline_s + _ANSWER_SLACK_S:
+                answers.unanswered.append(host)
+            case _:
+                answers.waiting.append(record)
+    return answers
+
+
+def _targets(progress: ActionProgress) -> tuple[str, ...]:
+    if progress.phase == START and progress.plan.next is not None:
+        return tuple(host.host_id for host in progress.plan.next.hosts)
+    return progress.plan.stop_hosts
+
+
+def _asked(progress: ActionProgress, phase: str, host: str) -> list[CommandRecord]:
+    """The commands of a phase to one host, oldest first; of an emergency save only those of the step named last."""
+    asked = [
+        record
+        for record in progress.commands
+        if record.phase == phase and record.command.host_id == host and not isinstance(record.command.body, WarmUp)
+    ]
+    if phase == SAVE:
+        newest = max((b.step for r in asked if isinstance(b := r.command.body, SaveEmergency)), default=-1)
+        asked = [r for r in asked if isinstance(b := r.command.body, SaveEmergency) and b.step == newest]
+    return sorted(asked, key=lambda record: _number(record.command.command_id))
+
+
+def _results(commands: Iterable[CommandRecord], phase: str) -> dict[str, CommandResult]:
+    return {
+        record.command.host_id: record.update.result
+        for record in commands
+        if record.phase == phase
+        and record.update is not None
+        and record.update.state is UpdateState.SUCCEEDED
+        and isinstance(record.command.body, StopWorkers)
+    }
+
+
+def _body(progress: ActionProgress, host: str) -> CommandBody:
+    """What the host was asked before, to the letter: a start names the same placement, whatever is known by now."""
+    same_phase = [
+        record.command
+        for record in progress.commands
+        if record.phase == progress.phase and not isinstance(record.command.body, WarmUp)
+    ]
+    mine = [command for command in same_phase if command.host_id == host]
+    return max(mine or same_phase, key=lambda command: _number(command.command_id)).body
+
+
+def _stop_body(plan: ActionPlan) -> StopWorkers:
+    return StopWorkers(plan.job, plan.generation, plan.grace_s, flush_timeout_s=_FLUSH_TIMEOUT_S)
+
+
+def _save_body(progress: ActionProgress, step: int, now: float) -> SaveEmergency:
+    plan = progress.plan
+    return SaveEmergency(plan.job, plan.generation, step, deadline_s=_remaining_s(progress, now))
+
+
+def _end_body(plan: ActionPlan) -> EndJob:
+    return EndJob(plan.job, plan.generation, plan.grace_s)
+
+
+def _warm_ups(progress: ActionProgress, now: float) -> list[CommandDraft]:
+    """Sent along with the first phase, and waited for by nobody."""
+    if progress.phase:
+        return []
+    remaining_s = _remaining_s(progress, now)
+    return [
+        CommandDraft(f"{progress.action_id}.warm.{host}.1", host, WarmUp(progress.plan.spec), remaining_s)
+        for host in progress.plan.warm_hosts
+    ]
+
+
+def _draft(progress: ActionProgress, phase: str, host: str, body: CommandBody, now: float) -> CommandDraft:
+    number = 1 + sum(
+        1
+        for record in progress.commands
+        if record.phase == phase and record.command.host_id == host and not isinstance(record.command.body, WarmUp)
+    )
+    remaining_s = _remaining_s(progress, now)
+    limit_s = progress.plan.grace_s + _STOP_TIMEOUT_S if phase in (STOP, END) else remaining_s
+    return CommandDraft(f"{progress.action_id}.{phase}.{host}.{number}", host, body, min(limit_s, remaining_s))
+
+
+def _remaining_s(progress: ActionProgress, now: float) -> float:
+    return max(0.1, progress.started_at + progress.plan.deadline_s - now)
+
+
+def _number(command_id: str) -> int:
+    return int(command_id.rpartition(".")[2])
+
+
+def _move(
+    progress: ActionProgress,
+    phase: str,
+    state: ActionState,
+    commands: tuple[CommandDraft, ...],
+    *,
+    message: str,
+    now: float,
+) -> PlaybookStep:
+    soonest_s = min((draft.deadline_s + _ANSWER_SLACK_S for draft in commands), default=0.0)
+    wake_at = min(now + soonest_s, progress.started_at + progress.plan.deadline_s)
+    attempt = progress.attempt if phase == progress.phase else 1
+    return PlaybookStep(phase, state, commands=commands, message=message, attempt=attempt, wake_at=wake_at)
+
+
+def _end(progress: ActionProgress, event: ActionEvent, message: str) -> PlaybookStep:
+    return PlaybookStep(
+        progress.phase, ACTION.advance(progress.state, event), message=message, attempt=progress.attempt
+    )
+
+
+def _failure_message(phase: str, failed: Iterable[CommandRecord]) -> str:
+    said = {r.command.host_id: r.update.message or r.update.code for r in failed if r.update is not None}
+    return "; ".join(f"{host} could not {phase}: {why or 'no reason given'}" for host, why in said.items())
+
+
+def _overdue_message(progress: ActionProgress, answers: _Answers) -> str:
+    silent = answers.unanswered + [record.command.host_id for record in answers.waiting]
+    if not silent:
+        return f"The deadline of {progress.plan.deadline_s:.0f} s passed in phase {progress.phase}."
+    return f"{_names(silent)} did not answer in phase {progress.phase} in time."
+
+
+def _names(hosts: Iterable[str]) -> str:
+    listed = list(hosts)
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "") if listed else "no host"
