@@ -25,7 +25,6 @@ from flyball.cli.demo_losses import compare, newest_step, read_losses
 from flyball.cli.demo_reference import run_reference
 from flyball.cli.demo_report import FAULTS, DemoResult, print_result
 from flyball.cli.demo_stack import JOB, WORLD_SIZE, DemoStack
-from flyball.cli.demo_targets import choose_target
 from flyball.cli.demo_timeline import Timeline
 from flyball.cli.options import examples
 from flyball.cli.output import print_json
@@ -54,7 +53,7 @@ def command(
     steps: Annotated[int, typer.Option(min=0, help="train at least this many steps")] = 0,
     keep: Annotated[bool, typer.Option("--keep", help="keep logs, losses, database and event log")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="port of the live page; 0: any free one")] = 0,
-    state_dir: Annotated[str, typer.Option(help="folder for all that [default: a temporary one]")] = "",
+    state_dir: Annotated[str, typer.Option(help="folder for all that (default: a temporary one)")] = "",
     seed: Annotated[int, typer.Option(help="seed of the training")] = 1234,
 ) -> int:
     """Exit code 0 only if every fault was recovered and every loss is that of the uninterrupted run."""
@@ -119,8 +118,7 @@ class _Demo:
             stack.wait(self._has_spare, f"a spare host before the fault {fault}", SPARE_DEADLINE_S)
         self._progress(self._newest() + STEPS_BETWEEN_FAULTS)
         self._timeline.doing(f"fault {fault}: watching the recovery")
-        target = choose_target(stack, fault, self._folder)
-        row = inject_and_measure(stack, fault, target)
+        row = inject_and_measure(stack, fault)
         if fault == "host-down":
             stack.add_host(SPARES[1])
         return row
@@ -139,9 +137,9 @@ class _Demo:
 
     def _goodput(self) -> Any:  # noqa: ANN401 - goodput.calculator.Report, imported late
         from goodput.calculator import calculate
-        from goodput.events import write_log
+        from goodput.events import write_events
 
-        write_log(self._folder / "events.jsonl", self._stack.feed.events)
+        write_events(self._folder / "events.jsonl", self._stack.feed.events)
         return calculate(self._stack.feed.events, now=SystemClock().wall_s(), job=JOB)
 
     def _compare(self, rows: tuple[FaultRow, ...], report: Any, decisions: int) -> DemoResult:  # noqa: ANN401

@@ -8,6 +8,7 @@ from typing import Any
 
 from flyball.cli.demo_events import EventFeed
 from flyball.cli.demo_stack import JOB, WORLD_SIZE, DemoStack
+from flyball.cli.demo_targets import inject
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.decisions import DecisionKind, IncidentState
 from flyball.contracts.events import Event, EventKind
@@ -17,7 +18,6 @@ START_DEADLINE_S = 180.0  # import torch on a slow machine
 PROGRESS_DEADLINE_S = 120.0
 RECOVERY_DEADLINE_S = 120.0
 SPARE_DEADLINE_S = 60.0
-NOTICE_S = 60.0  # time that the preemption notice gives
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class FaultRow:
         return asdict(self)
 
 
-def inject_and_measure(stack: DemoStack, fault: str, target: Mapping[str, Any]) -> FaultRow:
+def inject_and_measure(stack: DemoStack, fault: str) -> FaultRow:
     """Inject one fault into a running job and follow it until its incident is resolved."""
     before = {e.incident_id for e in stack.feed.of(EventKind.INCIDENT_OPENED)}
-    stamp = float(target["inject"]())
-    label = str(target["label"])
+    injected = inject(stack, fault)
+    label = injected.target
 
     def incident() -> dict[str, Any] | None:
         found = [i for i in stack.client.items("/v1/incidents", job=JOB) if i["incident_id"] not in before]
@@ -77,7 +77,7 @@ def inject_and_measure(stack: DemoStack, fault: str, target: Mapping[str, Any]) 
         f"a step of every rank after the fault {fault}",
         PROGRESS_DEADLINE_S,
     )
-    return _row(stack.feed, fault=fault, label=label, stamp=stamp, incident=found, generation=generation)
+    return _row(stack.feed, fault=fault, label=label, stamp=injected.at, incident=found, generation=generation)
 
 
 def _row(
@@ -95,7 +95,7 @@ def _row(
     return FaultRow(
         fault=fault,
         target=label,
-        signal=_signal(feed, incident, stamp),
+        signal=str(incident["signal"]),
         decision=" + ".join(dict.fromkeys(str(e.data.get("kind")) for e in decisions)),
         detected_s=round(detected_at - stamp, 3),
         decided_s=round(decisions[0].at - stamp, 3) if decisions else -1.0,
@@ -124,12 +124,3 @@ def _sources(restored: tuple[Restored, ...]) -> str:
     """The farthest tier that any rank needed: 'memory' if all had their own bytes, 'peer host-a' if one had not."""
     elsewhere = dict.fromkeys(f"{r.tier} {r.host}" for r in restored if r.tier != Tier.MEMORY)
     return ", ".join(elsewhere) or (Tier.MEMORY.value if restored else "")
-
-
-def _signal(feed: EventFeed, incident: Mapping[str, Any], stamp: float) -> str:
-    """What the incident says was observed, else the first signal after the fault."""
-    for name in ("signal", "signal_kind"):
-        if incident.get(name):
-            return str(incident[name])
-    kinds = [str(e.data.get("kind")) for e in feed.of(EventKind.SIGNAL) if e.at >= stamp]
-    return kinds[0] if kinds else str(incident["cause"])

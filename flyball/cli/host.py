@@ -25,8 +25,8 @@ def command(
     supervisor: SupervisorOption = "",
     token_file: TokenFileOption = "",
     state_dir: Annotated[str, typer.Option(help="where its state and the ranks' logs are kept")] = "",
-    host_id: Annotated[str, typer.Option(help="stable name of this host [default: its host name]")] = "",
-    address: Annotated[str, typer.Option(help="IP by which other hosts reach this one [default: found out]")] = "",
+    host_id: Annotated[str, typer.Option(help="stable name of this host (default: its host name)")] = "",
+    address: Annotated[str, typer.Option(help="IP by which other hosts reach this one (default: found out)")] = "",
     failure_domain: Annotated[str, typer.Option(help="rack, switch or whatever fails together")] = "",
     report_interval_s: Annotated[float, typer.Option(min=0.05, max=60.0, help="seconds between reports")] = 1.0,
 ) -> None:

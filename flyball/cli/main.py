@@ -80,17 +80,12 @@ def _dispatch(arguments: list[str]) -> int:
     try:
         result = app(arguments, prog_name="flyball", standalone_mode=False)
     except UsageProblem as error:
-        raise _usage_error(error) from error
+        message = str(error.format_message() if hasattr(error, "format_message") else error)
+        if not message.strip():  # no command at all: the help has been printed
+            return UsageError.exit_code
+        context = getattr(error, "ctx", None)
+        raise UsageError(message, hint=f"{context.command_path if context else 'flyball'} --help") from error
     return result if isinstance(result, int) else 0
-
-
-def _usage_error(error: Exception) -> UsageError:
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context else "flyball"
-    message = str(getattr(error, "format_message", lambda: error)())
-    if "Usage:" in message:  # no arguments at all: the message is the help text
-        return UsageError(f"{path} needs a command.", hint=f"{path} --help")
-    return UsageError(message, hint=f"{path} --help")
 
 
 def _bug(error: Exception) -> FlyballError:

@@ -11,10 +11,10 @@ from flyball.cli.client import ApiClient
 from flyball.cli.places import find_supervisor
 
 SupervisorOption = Annotated[
-    str, typer.Option("--supervisor", help="address of the supervisor [default: FLYBALL_SUPERVISOR, or the one here]")
+    str, typer.Option("--supervisor", help="address of the supervisor (default: FLYBALL_SUPERVISOR, or the one here)")
 ]
 TokenFileOption = Annotated[
-    str, typer.Option("--token-file", help="file with its token [default: FLYBALL_TOKEN, or its state folder's]")
+    str, typer.Option("--token-file", help="file with its token (default: FLYBALL_TOKEN, or its state folder's)")
 ]
 StateDirOption = Annotated[str, typer.Option("--state-dir", help="its state folder, if it runs on this machine")]
 JobOption = Annotated[str, typer.Option("--job", help="only this job")]

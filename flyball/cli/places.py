@@ -102,8 +102,15 @@ def find_supervisor(
         url = record.url if record else ""
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"{url} is not an address.", hint="for example --supervisor http://10.0.0.1:7370")
-    token, file = _token(environ, token_file, folder or supervisor_dir(environ))
-    return Connection(url.rstrip("/"), token, file)
+    url = url.rstrip("/")
+    token, file = _token(environ, token_file, folder or _folder_of(url, environ))
+    return Connection(url, token, file)
+
+
+def _folder_of(url: str, environ: Mapping[str, str]) -> Path:
+    """The state folder of the supervisor with this address, if it runs on this machine."""
+    found = (folder for folder in _running(environ) if (record := _live_record(folder)) and record.url == url)
+    return next(found, supervisor_dir(environ))
 
 
 def _token(environ: Mapping[str, str], token_file: str, folder: Path) -> tuple[str, Path | None]:

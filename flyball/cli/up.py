@@ -32,7 +32,7 @@ def command(
     state_dir: Annotated[str, typer.Option(help="where its database, token and log are kept")] = "",
     port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")] = DEFAULT_PORT,
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
-    database_url: Annotated[str, typer.Option(help="SQLAlchemy URL [default: SQLite in the state folder]")] = "",
+    database_url: Annotated[str, typer.Option(help="SQLAlchemy URL (default: SQLite in the state folder)")] = "",
     output: OutputOption = Format.TABLE,
 ) -> int:
     """Until SIGTERM or Ctrl-C, which let running requests end and leave training alone."""

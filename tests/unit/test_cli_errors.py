@@ -1,0 +1,112 @@
+"""Wrong input at the command line: cause and next step on stderr, a documented exit code, no traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flyball.contracts import errors
+from flyball.contracts.errors import FlyballError
+
+DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+
+
+def flyball(*arguments: str, tmp_path: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    base = {k: v for k, v in os.environ.items() if not k.startswith(("FLYBALL_", "PET_", "CKPT_ENGINE_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "flyball.cli.main", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env=base | {"FLYBALL_STATE_DIR": str(tmp_path / "state")} | environ,
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("run", 2, "No script"),
+        ("run missing.py", 2, "missing.py does not exist"),
+        ("run .", 2, "is a folder"),
+        ("run --nnodes 2 train.py", 2, "--nnodes 2"),
+        ("run --no-python x", 2, "--no-python"),
+        ("run --use-supervisor x.py", 2, "FLYBALL_SUPERVISOR"),
+        ("nonsense", 2, "nonsense"),
+        ("status --nonsense", 2, "--nonsense"),
+        ("status -o yaml", 2, "yaml"),
+        ("status", 8, "No supervisor runs"),
+        ("status --supervisor x", 2, "not an address"),
+        ("status --supervisor http://127.0.0.1:9", 9, "No token"),
+        ("explain", 2, "issing"),
+        ("explain dec-x", 2, "not a decision"),
+        ("goodput missing.jsonl", 8, "missing.jsonl"),
+        ("inject kill", 2, "--job"),
+        ("inject kill --job j --rank x", 2, "x"),
+        ("demo --steps x", 2, "x"),
+        ("up --port 70000", 2, "--port"),
+        ("host --host-id A", 8, "No supervisor runs"),
+    ],
+)
+def test_wrong_input(line: str, code: int, says: str, tmp_path: Path) -> None:
+    done = flyball(*line.split(), tmp_path=tmp_path)
+    assert done.returncode == code, done
+    assert says in done.stderr
+    assert "Next step: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_an_unreachable_supervisor_is_named(tmp_path: Path) -> None:
+    done = flyball("status", "--supervisor", "http://127.0.0.1:9", tmp_path=tmp_path, FLYBALL_TOKEN="t" * 20)
+    assert done.returncode == 10
+    assert "http://127.0.0.1:9" in done.stderr
+
+
+def test_help_has_examples_everywhere(tmp_path: Path) -> None:
+    assert "flyball run train.py" in flyball("run", "--help", tmp_path=tmp_path).stdout
+    for command in ("demo", "up", "host", "status", "explain", "goodput", "inject"):
+        done = flyball(command, "--help", tmp_path=tmp_path)
+        assert done.returncode == 0
+        assert f"flyball {command}" in done.stdout.partition("Examples:")[2], command
+
+
+def test_version_and_no_command(tmp_path: Path) -> None:
+    assert flyball("--version", tmp_path=tmp_path).stdout.startswith("flyball ")
+    done = flyball(tmp_path=tmp_path)
+    assert done.returncode == 2
+    assert "run" in done.stdout + done.stderr
+
+
+def test_notices_are_on_stderr(tmp_path: Path) -> None:
+    done = flyball("run", "--monitor-interval", "1", "missing.py", tmp_path=tmp_path, CKPT_ENGINE_MEM_LIMIT_GB="9")
+    assert "flyball: --monitor-interval 1.0: not needed: " in done.stderr
+    assert "flyball: CKPT_ENGINE_MEM_LIMIT_GB: not used: " in done.stderr
+
+
+def test_every_exit_code_is_documented() -> None:
+    text = DOCS.read_text().partition("## Exit codes")[2]
+    documented: set[int] = set()
+    for first, last in re.findall(r"^\| (\d+)(?: to (\d+))? \|", text, flags=re.MULTILINE):
+        documented |= set(range(int(first), int(last or first) + 1))
+    used = {e.exit_code for e in vars(errors).values() if isinstance(e, type) and issubclass(e, FlyballError)}
+    assert used <= documented
+
+
+def test_goodput_of_an_event_log(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text(
+        '{"at": 1.0, "kind": "job_submitted", "job": "j"}\n'
+        "not an event\n"
+        '{"at": 11.0, "kind": "job_ended", "job": "j", "data": {"outcome": "succeeded"}}\n'
+    )
+    done = flyball("goodput", "events.jsonl", "-o", "json", tmp_path=tmp_path)
+    assert done.returncode == 0, done
+    assert '"elapsed_s": 10' in done.stdout
+    assert "events.jsonl:2" in done.stderr
+    assert flyball("goodput", "events.jsonl", tmp_path=tmp_path).stdout
