@@ -135,6 +135,7 @@ def train(options: argparse.Namespace) -> None:
 
     job.close()
     if dist.is_initialized():
+        dist.barrier()  # a rank that leaves early would reset the connections that the others' last step still needs
         dist.destroy_process_group()
 
 

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save as save_with_the_library
+
+from ckpt_engine import integrity, manifest, shard_format
+from flyball.contracts.errors import CorruptShard
+
+
+def shard(values: int = 5000) -> memoryview:
+    return memoryview(bytearray(save_with_the_library({"a": np.arange(values), "b": np.zeros((2, 3), np.float32)})))
+
+
+def described(payload: memoryview, chunk_bytes: int = 4096) -> manifest.Manifest:
+    return manifest.describe(
+        payload, job="job", generation=2, step=9, rank=1, world_size=4, code_version="1", chunk_bytes=chunk_bytes
+    )
+
+
+def test_a_manifest_describes_a_shard_of_the_safetensors_library_and_survives_encoding() -> None:
+    payload = shard()
+    made = described(payload)
+    assert manifest.decode(manifest.encode(made)) == made
+    assert {(t.fqn, t.dtype, t.shape) for t in made.tensors} == {("a", "I64", (5000,)), ("b", "F32", (2, 3))}
+    tensor = next(t for t in made.tensors if t.fqn == "a")
+    begin, end = tensor.offsets
+    assert np.frombuffer(payload[begin:end], np.int64).tolist() == list(range(5000))
+
+
+@given(size=st.integers(1, 300), chunk_bytes=st.integers(1, 64), data=st.data())
+def test_every_flipped_bit_is_found(size: int, chunk_bytes: int, data: st.DataObject) -> None:
+    payload = memoryview(bytearray(data.draw(st.binary(min_size=size, max_size=size))))
+    digests = integrity.chunk_digests(payload, chunk_bytes)
+    integrity.verify(payload, digests, chunk_bytes)
+    target = memoryview(bytearray(size))
+    integrity.copy_verified(payload, target, digests, chunk_bytes)
+    assert target == payload
+    at = data.draw(st.integers(0, size - 1))
+    payload[at] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(CorruptShard, match=f"Chunk {at // chunk_bytes} "):
+        integrity.verify(payload, digests, chunk_bytes)
+    with pytest.raises(CorruptShard):
+        integrity.copy_verified(payload, target, digests, chunk_bytes)
+
+
+def test_checksums_of_another_length_do_not_fit() -> None:
+    payload = shard()
+    with pytest.raises(CorruptShard, match="do not fit"):
+        integrity.verify(payload, b"\0" * 16, 4096)
+    with pytest.raises(CorruptShard, match="was to fill"):
+        integrity.copy_verified(payload, memoryview(bytearray(3)), b"", 4096)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"chunk_digests": b"\0" * 15},
+        {"chunk_bytes": 0},
+        {"chunk_bytes": 1 << 40},
+        {"payload_bytes": -1},
+        {"payload_bytes": 10},
+        {"job": "../etc"},
+        {"step": -1},
+        {"rank": -1},
+        {"world_size": 0},
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(change: dict[str, Any]) -> None:
+    fields = msgspec.to_builtins(described(shard())) | change
+    with pytest.raises(CorruptShard):
+        manifest.decode(msgspec.json.encode(fields))
+
+
+def test_a_tensor_outside_the_shard_is_refused() -> None:
+    made = described(shard())
+    outside = manifest.TensorEntry("x", "U8", (1,), (1,), (made.payload_bytes, made.payload_bytes + 1))
+    with pytest.raises(CorruptShard, match="outside"):
+        manifest.decode(manifest.encode(msgspec.structs.replace(made, tensors=(outside,))))
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_no_manifest_and_no_shard(data: bytes) -> None:
+    with pytest.raises(CorruptShard):
+        manifest.decode(data)
+    with pytest.raises(CorruptShard):
+        shard_format.read_header(memoryview(data))
+
+
+@given(st.binary(max_size=100))
+def test_a_header_of_garbage_is_refused(header: bytes) -> None:
+    with pytest.raises(CorruptShard):
+        shard_format.read_header(memoryview(len(header).to_bytes(8, "little") + header + b"rest"))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        (((0, 8), (9, 16)), "expected from 8"),  # a gap
+        (((0, 8), (4, 16)), "expected from 8"),  # an overlap
+        (((0, 8), (8, 12)), "the file at"),  # bytes that belong to nothing
+        (((0, 8), (8, 99)), "the file at"),  # beyond the end
+        (((4, 8), (8, 16)), "expected from 0"),
+        (((8, 0), (0, 16)), "expected from"),
+    ],
+)
+def test_tensors_must_fill_the_file_exactly(offsets: tuple[tuple[int, int], ...], message: str) -> None:
+    tensors = {f"t{i}": shard_format.TensorHeader("U8", (1,), pair) for i, pair in enumerate(offsets)}
+    header = shard_format.encode_header({}, tensors)
+    payload = memoryview(bytearray(8 + len(header) + 16))
+    shard_format.write_header(payload, header, len(header))
+    with pytest.raises(CorruptShard, match=message):
+        shard_format.read_header(payload)
+
+
+def test_a_manifest_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = described(shard())
+    data = manifest.encode(made)
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(CorruptShard, match="exceeds"):
+        manifest.decode(data)
+    with pytest.raises(CorruptShard, match="limit"):
+        manifest.encode(made)
