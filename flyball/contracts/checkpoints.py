@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import msgspec
 
-from flyball.contracts.identity import HostId, JobName, Rank, Step
+from flyball.contracts.identity import JobName, Rank, Step
 
 
 class Tier(StrEnum):
@@ -96,7 +96,7 @@ class RestoreReport(msgspec.Struct, frozen=True):
     rank: Rank
     step: Step
     source_tier: Tier
-    source_host: HostId | str
+    source_host: str  # '' for the persistent tier
     size_bytes: int
     socket_bytes: int  # payload bytes that came through a socket: 0 unless fetched from another engine
     seconds: float
