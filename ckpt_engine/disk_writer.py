@@ -116,7 +116,8 @@ class DiskWriter:
 
     def _note_durable(self, view: SlotView) -> None:
         with self._memory.using(self._rank) as entry:
-            if entry is not None and view.generation == self._generation.number:
+            of_running = view.generation == self._generation.number and not self._generation.ended.is_set()
+            if entry is not None and of_running:
                 with entry.writing:  # the other tier's writer raises the same word
                     entry.segments.control.note_durable(view.step)
 

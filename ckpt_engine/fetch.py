@@ -18,7 +18,7 @@ from ckpt_engine.slots import MemoryPlan, SlotView, choose_slot
 from ckpt_engine.tiers.disk import DiskTier, read_verified
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.tiers.peer import PeerTier
-from ckpt_engine.transport.tcp import Connection
+from ckpt_engine.transport.pool import Dial
 from flyball.contracts.checkpoints import RestorePlan, Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed, StaleCommand, StorageFull
 
@@ -47,16 +47,15 @@ class Fetcher:
         memory: MemoryTier,
         replicas: PeerTier,
         disks: Mapping[Tier, DiskTier],
-        connect: Callable[[str, str], Connection],
+        dial: Dial,
         settings: EngineSettings,
     ) -> None:
-        """`connect(host_id, address)` makes a connection to an engine."""
         self._generation = generation
         self._plan = plan
         self._memory = memory
         self._replicas = replicas
         self._disks = disks
-        self._connect = connect
+        self._dial = dial
         self._settings = settings
 
     def fetch(self, entry: OpenSegments) -> Fetched:
@@ -132,7 +131,7 @@ class Fetcher:
 
     def _from_engine(self, entry: OpenSegments, step: FetchStep) -> Fetched:
         wanted = GetShard(self._generation.job, step.source.generation, self._plan.step, entry.rank)
-        with self._connect(step.source.host_id, step.source.engine_address) as connection:
+        with self._dial(step.source.host_id, step.source.engine_address) as connection:
             reply = connection.request(wanted, Reply, timeout_s=self._settings.io_timeout_s)
             if reply.verdict is not Verdict.OK:
                 raise RestoreFailed(f"its engine answered {reply.verdict}: {reply.message}")

@@ -71,20 +71,15 @@ class Generation:
 
 
 class WorldView:
-    """The newest that this engine heard of the world step, of one generation at a time."""
+    """The newest that this engine heard of one generation's world step."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: WorldStep) -> None:
         self._lock = threading.Lock()
-        self._present = WorldStep(job="", generation=-1, world_step=-1)
+        self._present = world
 
     @property
     def present(self) -> WorldStep:
         return self._present
-
-    def begin(self, world: WorldStep) -> None:
-        """A generation begins."""
-        with self._lock:
-            self._present = world
 
     def learn(self, world: WorldStep) -> bool:
         """Take in what the coordinator said, first or second hand. True if it was news; it never goes back."""
@@ -94,7 +89,7 @@ class WorldView:
                 return False
             if world.world_step == present.world_step and set(world.abandoned) <= set(present.abandoned):
                 return False
-            # Within one world step the abandoned steps only become more, whatever order the messages come in.
+            # Abandoned steps only become more, whatever order the messages come in, until the world step passes them.
             known = {*world.abandoned, *present.abandoned}
             abandoned = tuple(sorted(step for step in known if step > world.world_step))
             self._present = WorldStep(world.job, world.generation, world.world_step, abandoned)

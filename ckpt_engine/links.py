@@ -72,7 +72,7 @@ class PeerLink:
         try:
             while not self._stopped.is_set():
                 try:
-                    connection = self._dial(self.host_id)
+                    connection = self._dial(self.host_id, "")
                 except FlyballError as error:
                     self._went_down(error)
                     self._stopped.wait(self._settings.reconnect_interval_s)

@@ -31,15 +31,15 @@ def receive_replica(
     put: PutShard,
     *,
     tier: PeerTier,
-    generation: Generation | None,
+    generation: Generation,
     world: WorldView,
     settings: EngineSettings,
 ) -> Reply:
     """Take a shard into a replica slot, if the rules allow it; the answer is the last of the exchange. The slot counts
     only once every chunk was verified and the manifest stored. Raises what ends the connection."""
     refusal = _refusal(put, generation)
-    if refusal is not None or generation is None:
-        return refusal or Reply(Verdict.STALE)
+    if refusal is not None:
+        return refusal
     world.learn(put.world)
     with tier.using(put.rank, create=True) as entry:
         if entry is None:
@@ -54,8 +54,8 @@ def receive_replica(
             entry.writing.release()
 
 
-def _refusal(put: PutShard, generation: Generation | None) -> Reply | None:
-    if generation is None or put.running_generation > generation.number:
+def _refusal(put: PutShard, generation: Generation) -> Reply | None:
+    if put.running_generation > generation.number:
         return Reply(Verdict.BUSY, f"Generation {put.running_generation} was not announced here yet.")
     if put.running_generation < generation.number:
         return Reply(Verdict.STALE, f"Generation {generation.number} runs.")

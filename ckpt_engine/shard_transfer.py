@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from io import FileIO
 
 from ckpt_engine import integrity
 from ckpt_engine import manifest as manifests
@@ -15,6 +16,18 @@ def send_shard(connection: Connection, manifest: bytes, payload: memoryview) -> 
     """Manifest, then shard, from where they lie."""
     connection.send_raw(memoryview(manifest))
     connection.send_raw(payload)
+
+
+def send_file(connection: Connection, manifest: bytes, file: FileIO, size_bytes: int, *, piece_bytes: int) -> None:
+    """Manifest, then a shard that lies in a file; raises OSError if the file cannot be read to its end."""
+    connection.send_raw(memoryview(manifest))
+    buffer = memoryview(bytearray(min(piece_bytes, size_bytes)))
+    while size_bytes > 0:
+        count = file.readinto(buffer[: min(len(buffer), size_bytes)])
+        if not count:
+            raise OSError(f"{file.name} ended {size_bytes} bytes early")
+        connection.send_raw(buffer[:count])
+        size_bytes -= count
 
 
 def receive_manifest(

@@ -37,12 +37,14 @@ class SlotTier:
         self.host_id = host_id
         self._prefix = prefix
         self._open: dict[int, OpenSegments] = {}
+        self._released = False
         self._lock = threading.Lock()
 
     @contextmanager
     def using(self, rank: int, *, create: bool = False) -> Iterator[OpenSegments | None]:
         """A rank's segments for the body of the with statement; None if there are none and `create` is not set."""
-        entry = self._enter(rank, create=create)
+        with self._lock:
+            entry = None if self._released else self._enter_locked(rank, create=create)
         try:
             yield entry
         finally:
@@ -79,23 +81,21 @@ class SlotTier:
 
     def remove(self, rank: int) -> None:
         """Free a rank's segments. Who is using them keeps the memory until it leaves."""
-        with self.using(rank) as entry:
-            if entry is not None:
-                entry.segments.unlink()
-                with self._lock:
-                    entry.removed = True
-                    self._open.pop(rank, None)
-
-    def close(self) -> None:
-        """Forget all segments; their files stay."""
         with self._lock:
-            entries = list(self._open.values())
-            self._open.clear()
-            for entry in entries:
-                entry.removed = True
-            idle = [entry for entry in entries if entry.users == 0]
-        for entry in idle:
-            entry.segments.close()
+            entry = self._enter_locked(rank, create=False)
+            if entry is None:
+                return
+            entry.removed = True
+            self._open.pop(rank, None)
+        entry.segments.unlink()
+        self._leave(entry)
+
+    def release(self) -> None:
+        """Free all segments; from now on there are none, and none are made."""
+        with self._lock:
+            self._released = True
+        for rank in self.ranks():
+            self.remove(rank)
 
     def _base(self, rank: int) -> str:
         return type(self)._base_path(self._prefix, self.job, rank)
@@ -112,17 +112,16 @@ class SlotTier:
             digest=manifests.digest(manifest),
         )
 
-    def _enter(self, rank: int, *, create: bool) -> OpenSegments | None:
-        with self._lock:
-            entry = self._open.get(rank)
-            if entry is None:
-                try:
-                    segments = RankSegments.open(self._base(rank), create=create)
-                except FileNotFoundError:
-                    return None
-                entry = self._open[rank] = OpenSegments(rank, segments)
-            entry.users += 1
-            return entry
+    def _enter_locked(self, rank: int, *, create: bool) -> OpenSegments | None:
+        entry = self._open.get(rank)
+        if entry is None:
+            try:
+                segments = RankSegments.open(self._base(rank), create=create)
+            except FileNotFoundError:
+                return None
+            entry = self._open[rank] = OpenSegments(rank, segments)
+        entry.users += 1
+        return entry
 
     def _leave(self, entry: OpenSegments) -> None:
         with self._lock:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from ckpt_engine.transport.tcp import Connection
 
-Dial = Callable[[str], Connection]  # by host id; raises Unreachable or Unauthorized
+Dial = Callable[[str, str], Connection]  # host id, address ('' : the one it is known by); Unreachable, Unauthorized
 
 
 class ConnectionPool:
@@ -24,7 +24,7 @@ class ConnectionPool:
     @contextmanager
     def connection(self, host_id: str) -> Iterator[Connection]:
         """A connection to the engine of `host_id`, for the body of the with statement."""
-        connection = self._take(host_id) or self._dial(host_id)
+        connection = self._take(host_id) or self._dial(host_id, "")
         kept = False
         try:
             yield connection

@@ -1,0 +1,346 @@
+"""The engine of one host: the daemon's orders, the peers' requests and the trainers' notices, brought to the jobs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from importlib import metadata
+
+import structlog
+
+from ckpt_engine import peers
+from ckpt_engine.context import Services
+from ckpt_engine.control_server import ControlServer, NoticeListener
+from ckpt_engine.counters import Counters
+from ckpt_engine.job import Job
+from ckpt_engine.links import PeerLinks
+from ckpt_engine.notices import Notice
+from ckpt_engine.peer_server import PeerServer, listen
+from ckpt_engine.peer_wire import GetShard, PeerRequest, Ping, PutShard, RankSteps, Reply, Verdict, WorldStep
+from ckpt_engine.replication import receive_replica
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.shard_service import serve_shard
+from ckpt_engine.state_dir import FenceFile, JobFiles, StateDir
+from ckpt_engine.transport.pool import ConnectionPool
+from ckpt_engine.transport.tcp import ByteCounters, Connection, Identity, connect
+from flyball.contracts.clock import SystemClock
+from flyball.contracts.engine_wire import (
+    Arm,
+    AwaitSaved,
+    Configure,
+    EngineReply,
+    EngineRequest,
+    Flush,
+    GetStatus,
+    Release,
+)
+from flyball.contracts.errors import ConfigurationError, FlyballError, Unreachable
+from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
+
+log = structlog.get_logger()
+
+
+class Engine:
+    """The composition: sockets outside, jobs inside."""
+
+    def __init__(
+        self, state: StateDir, *, host_id: str, address: str, port: int, token: bytes, settings: EngineSettings
+    ) -> None:
+        self._settings = settings
+        self._host_id = host_id
+        self._token = token
+        self._lock = threading.Lock()
+        self._jobs: dict[str, Job] = {}
+        self._addresses: dict[str, str] = {}  # host -> "ip:port"
+        self._fences = FenceFile(state.path / "engine-fences.json")
+        self._job_files = JobFiles(state.path / "engine-jobs")
+        self._bytes = ByteCounters()
+        self._counters = Counters()
+        listener = listen(address, port or state.previous_port, fallback=port == 0)
+        shown = f"[{address}]" if ":" in address else address
+        self.address = f"{shown}:{listener.getsockname()[1]}"
+        state.write_pid_file(listener.getsockname()[1])
+        self._identity = Identity(host_id, self.address, secrets.token_hex(8))
+        self._pool = ConnectionPool(self._dial, connections_per_peer=settings.pool_connections_per_peer)
+        self._links = PeerLinks(dial=self._dial, on_up=self._peer_is_up, settings=settings)
+        self._services = Services(
+            host_id=host_id,
+            shm_prefix=shm_prefix(str(state.path.resolve()), os.environ.get(SHM_DIR_VARIABLE, DEFAULT_SHM_DIR)),
+            settings=settings,
+            clock=SystemClock(),
+            counters=self._counters,
+            pool=self._pool,
+            links=self._links,
+            dial=self._dial,
+            code_version=metadata.version("flyball"),
+        )
+        self._peer_server = PeerServer(
+            listener,
+            identity=self._identity,
+            token=token,
+            settings=settings,
+            total=self._bytes,
+            handle=self._answer_peer,
+            on_hello=self._met,
+        )
+        self._notices = NoticeListener(state.socket_path("notify.sock"), handle=self._notice)
+        self._control = ControlServer(state.socket_path("engine.sock"), settings=settings, handle=self.answer)
+
+    def start(self) -> None:
+        """Go on with the jobs that a killed predecessor had, then open the doors."""
+        for configure in self._job_files.load():
+            try:
+                self._begin(configure)
+            except FlyballError as error:  # one job's segments must not keep the others from being served
+                log.error("job_not_resumed", job=configure.placement.job, reason=str(error))
+        self._peer_server.start()
+        self._notices.start()
+        self._control.start()
+        log.info("engine_started", host_id=self._host_id, address=self.address, pid=os.getpid(), jobs=len(self._jobs))
+
+    def stop(self) -> None:
+        """Finish commits in flight within the drain deadline, then end. Segments stay."""
+        deadline_s = time.monotonic() + self._settings.drain_timeout_s
+        self._control.close()
+        for job in list(self._jobs.values()):
+            job.drain(max(deadline_s - time.monotonic(), 0.0))
+        for job in list(self._jobs.values()):
+            job.end(join_timeout_s=max(deadline_s - time.monotonic(), 0.0))
+        self._notices.close()
+        self._links.close()
+        self._peer_server.close()
+        self._pool.close()
+        log.info("engine_stopped", host_id=self._host_id)
+
+    # --- the daemon's orders ---
+
+    def answer(self, request: EngineRequest) -> EngineReply:
+        """Carry out one request; raises FlyballError for what is refused."""
+        match request:
+            case Configure():
+                return self._configure(request)
+            case Flush():
+                return self._flush(request)
+            case Arm():
+                return self._arm(request)
+            case AwaitSaved():
+                return self._await_saved(request)
+            case Release():
+                return self._release(request)
+            case GetStatus():
+                return self._status(request)
+
+    def _configure(self, request: Configure) -> EngineReply:
+        if request.host_id != self._host_id:
+            raise ConfigurationError(
+                f"A generation was configured for host {request.host_id}; this engine is {self._host_id}'s.",
+                hint="give daemon and engine the same state folder and host id",
+            )
+        with self._lock:
+            self._fences.obey(request.placement.job, request.fence)
+            if request.placement.job in self._jobs:
+                self._jobs[request.placement.job].check(request)
+            self._job_files.store(request)
+        self._begin(request)
+        return self._reply()
+
+    def _begin(self, configure: Configure) -> None:
+        name = configure.placement.job
+        with self._lock:
+            job = self._jobs.get(name)
+            if job is None:
+                job = Job(name, self._services)
+                job.replicas.drop_torn()
+                self._jobs[name] = job
+            addresses = peers.engine_addresses(configure.placement)
+            addresses.pop(self._host_id, None)
+            self._addresses.update(addresses)
+        job.begin(configure)
+        self._set_links()
+        log.info(
+            "generation_began",
+            job=name,
+            generation=configure.placement.generation,
+            ranks=list(peers.local_ranks(configure.placement, self._host_id)),
+        )
+
+    def _flush(self, request: Flush) -> EngineReply:
+        job = self._jobs.get(request.job)
+        if job is None:
+            return self._reply()  # nothing of it is here
+        job.flush(request.timeout_s)
+        return self._reply(copies=tuple(job.copies()))
+
+    def _arm(self, request: Arm) -> EngineReply:
+        job = self._job(request.job)
+        with self._lock:
+            self._fences.obey(request.job, request.fence)
+        armed, positions = job.arm(request.step)
+        if armed:
+            return self._reply(positions=positions)
+        return self._reply(
+            ok=False,
+            code="too_late",
+            message=f"A rank is at or past step {request.step}: {positions}. Next step: name a newer one.",
+            positions=positions,
+        )
+
+    def _await_saved(self, request: AwaitSaved) -> EngineReply:
+        job = self._job(request.job)
+        missing = job.await_saved(request.generation, request.step, request.timeout_s)
+        copies = tuple(job.copies())
+        if not missing:
+            return self._reply(copies=copies)
+        return self._reply(
+            ok=False,
+            code="not_saved",
+            message=f"Step {request.step} is not committed and replicated for ranks {missing}.",
+            copies=copies,
+            failures=tuple(job.failures()),
+        )
+
+    def _release(self, request: Release) -> EngineReply:
+        with self._lock:
+            self._fences.obey(request.job, request.fence)
+            job = self._jobs.pop(request.job, None) or Job(request.job, self._services)
+            self._job_files.remove(request.job)
+        job.release()
+        self._set_links()
+        log.info("job_released", job=request.job)
+        return self._reply()
+
+    def _status(self, request: GetStatus) -> EngineReply:
+        jobs = list(self._jobs.values())
+        return self._reply(
+            copies=tuple(copy for job in jobs for copy in job.copies()),
+            restores=tuple(report for job in jobs for report in job.restores(request.restores_since)),
+            failures=tuple(failure for job in jobs for failure in job.failures()),
+        )
+
+    def _reply(self, *, ok: bool = True, code: str = "", message: str = "", **fields: object) -> EngineReply:
+        counters = {
+            **self._counters.snapshot(),
+            "peer_bytes_sent": self._bytes.sent,
+            "peer_bytes_received": self._bytes.received,
+        }
+        return EngineReply(
+            ok=ok,
+            code=code,
+            message=message,
+            pid=os.getpid(),
+            address=self.address,
+            unreachable_peers=self._links.unreachable(),
+            counters=counters,
+            **fields,  # type: ignore[arg-type]  # the fields of EngineReply that a request has
+        )
+
+    def _job(self, name: str) -> Job:
+        job = self._jobs.get(name)
+        if job is None:
+            raise ConfigurationError(
+                f"No generation of {name} is configured on this host.", hint="the job is to be started here first"
+            )
+        return job
+
+    # --- peers and trainers ---
+
+    def _answer_peer(self, connection: Connection, request: PeerRequest) -> None:
+        match request:
+            case Ping():
+                verdict = Reply(Verdict.OK)
+            case WorldStep() | RankSteps():
+                verdict = Reply(self._hear(request))
+            case PutShard():
+                verdict = self._receive(connection, request)
+            case GetShard():
+                self._serve(connection, request)
+                return
+        connection.send(verdict, timeout_s=self._settings.io_timeout_s)
+
+    def _hear(self, message: WorldStep | RankSteps) -> Verdict:
+        job = self._jobs.get(message.job)
+        coordination = job.coordination if job is not None else None
+        if coordination is None:
+            return Verdict.BUSY  # its daemon is about to configure it, or to release it on the sender's side too
+        if isinstance(message, WorldStep):
+            return coordination.hear_world(message)
+        return coordination.hear_rank(message)
+
+    def _receive(self, connection: Connection, put: PutShard) -> Reply:
+        job = self._jobs.get(put.job)
+        if job is None or job.generation is None or job.coordination is None:
+            return Reply(Verdict.BUSY, f"{put.job} was not announced here yet.")
+        generation, coordination = job.generation, job.coordination
+        reply = receive_replica(
+            connection,
+            put,
+            tier=job.replicas,
+            generation=generation,
+            world=coordination.world,
+            settings=self._settings,
+        )
+        if reply.verdict is Verdict.OK:
+            self._counters.add("replicas_committed")
+        elif reply.verdict is Verdict.CORRUPT:
+            self._counters.add("replicas_corrupt")
+            log.warning("replica_refused", job=put.job, rank=put.rank, step=put.step, reason=reply.message)
+        return reply
+
+    def _serve(self, connection: Connection, wanted: GetShard) -> None:
+        job = self._jobs.get(wanted.job) or Job(wanted.job, self._services)
+        sent_before = connection.bytes_sent
+        serve_shard(
+            connection,
+            wanted,
+            slots=(job.memory, job.replicas),
+            disks=tuple(job.disks.values()),
+            settings=self._settings,
+        )
+        sent = connection.bytes_sent - sent_before
+        self._counters.add("restore_bytes_sent", sent)
+        log.info(
+            "shard_served",
+            job=wanted.job,
+            rank=wanted.rank,
+            step=wanted.step,
+            peer=connection.peer.host_id,
+            sent_bytes=sent,
+        )
+
+    def _notice(self, notice: Notice) -> None:
+        job = self._jobs.get(notice.job)
+        if job is not None:
+            job.notice(notice)
+
+    def _met(self, peer: Identity) -> None:
+        # An engine that was restarted on another port says so by calling: the placement still has the old one.
+        with self._lock:
+            self._addresses[peer.host_id] = peer.address
+
+    def _peer_is_up(self, host_id: str, incarnation: str) -> None:
+        log.info("peer_connected", peer=host_id, incarnation=incarnation)
+        for job in list(self._jobs.values()):
+            job.peer_is_up(host_id)
+
+    def _set_links(self) -> None:
+        with self._lock:
+            generations = [job.generation for job in self._jobs.values() if job.generation is not None]
+            self._links.set_targets(frozenset().union(*(generation.linked_hosts for generation in generations)))
+
+    def _dial(self, host_id: str, address: str) -> Connection:
+        with self._lock:
+            known = address or self._addresses.get(host_id, "")
+        if not known:
+            raise Unreachable(f"The address of {host_id}'s engine is not known.", hint="see whether its engine runs")
+        connection = connect(
+            known, identity=self._identity, token=self._token, settings=self._settings, total=self._bytes
+        )
+        if connection.peer.host_id != host_id:
+            connection.close()
+            raise Unreachable(
+                f"At {known} the engine of {connection.peer.host_id} answers, not that of {host_id}.",
+                hint="it is found again when its host reports, or by the next placement",
+            )
+        return connection

@@ -1,0 +1,316 @@
+"""One job on this host, as its engine sees it: the generation that runs, its slots, its disk tiers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from ckpt_engine.context import Services
+from ckpt_engine.coordination import Coordination
+from ckpt_engine.disk_writer import DiskWriter
+from ckpt_engine.generation import Generation
+from ckpt_engine.notices import Notice, SaveAborted
+from ckpt_engine.peer_wire import PutShard, Reply
+from ckpt_engine.pipeline import RankPipeline
+from ckpt_engine.replication import send_replica
+from ckpt_engine.restoring import Restoring
+from ckpt_engine.tiers.disk import DiskTier
+from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
+from ckpt_engine.tiers.peer import PeerTier
+from flyball.contracts.checkpoints import CheckpointSpec, RestoreReport, ShardCopy, Tier
+from flyball.contracts.engine_wire import Configure, SaveFailure
+from flyball.contracts.errors import Conflict, StaleCommand
+
+log = structlog.get_logger()
+
+_REMEMBERED_FAILURES = 64
+_REMEMBERED_RESTORES = 256
+
+
+class Job:
+    """All methods may be called from any thread."""
+
+    def __init__(self, name: str, services: Services) -> None:
+        self.name = name
+        self.memory = MemoryTier(services.shm_prefix, name, services.host_id)
+        self.replicas = PeerTier(services.shm_prefix, name, services.host_id)
+        self.disks: dict[Tier, DiskTier] = {}
+        self.generation: Generation | None = None
+        self.coordination: Coordination | None = None
+        self._services = services
+        self._pipelines: dict[int, RankPipeline] = {}
+        self._writers: list[DiskWriter] = []
+        self._failures: deque[SaveFailure] = deque(maxlen=_REMEMBERED_FAILURES)
+        self._restores: deque[RestoreReport] = deque(maxlen=_REMEMBERED_RESTORES)
+        self._swept: Generation | None = None
+        self._lock = threading.Lock()  # generation changes
+        self._progress = threading.Condition()
+
+    # --- generations ---
+
+    def check(self, configure: Configure) -> None:
+        """Raise what `begin` would refuse: an older generation, or the running one with another placement."""
+        running, asked = self.generation, configure.placement
+        if running is not None and asked.generation < running.number:
+            raise StaleCommand(f"Generation {running.number} of {self.name} runs, {asked.generation} is over.")
+        if running is not None and asked.generation == running.number and asked != running.placement:
+            raise Conflict(
+                f"Generation {running.number} of {self.name} runs with another placement.",
+                hint="a placement never changes within a generation; grant a new one",
+            )
+
+    def begin(self, configure: Configure) -> None:
+        """A generation begins, or is taken up again by a restarted engine. Repeated, it changes nothing. What has to be
+        fetched is fetched in the background."""
+        with self._lock:
+            self.check(configure)
+            if self.generation is not None and self.generation.number == configure.placement.generation:
+                return
+            self._end_running()
+            generation = Generation(configure, self._services.host_id)
+            self.disks = self._open_disks(configure.spec)
+            for disk in self.disks.values():
+                threading.Thread(target=disk.scan, name=f"scan-{disk.tier}", daemon=True).start()
+            coordination = Coordination(
+                generation,
+                memory=self.memory,
+                links=self._services.links,
+                on_advance=partial(self._world_advanced, generation),
+            )
+            self.generation, self.coordination = generation, coordination
+            self._pipelines = {
+                rank: self._make_pipeline(rank, generation, coordination) for rank in generation.local_ranks
+            }
+            for pipeline in self._pipelines.values():
+                pipeline.start()
+
+    def end(self, *, join_timeout_s: float) -> None:
+        """Stop all work on the job; segments and files stay."""
+        with self._lock:
+            pipelines = list(self._pipelines.values())
+            self._end_running()
+        for pipeline in pipelines:
+            pipeline.join(join_timeout_s)
+
+    def release(self) -> None:
+        """The job ended: free its segments on this host. Its copies on disk stay."""
+        self.end(join_timeout_s=self._services.settings.io_timeout_s)
+        self.memory.release()
+        self.replicas.release()
+
+    def _end_running(self) -> None:
+        if self.generation is not None:
+            self.generation.ended.set()
+        for pipeline in self._pipelines.values():
+            pipeline.kick()
+        for writer in self._writers:
+            writer.stop()
+        self._pipelines, self._writers = {}, []
+
+    def _open_disks(self, spec: CheckpointSpec) -> dict[Tier, DiskTier]:
+        host_id = self._services.host_id
+        disks: dict[Tier, DiskTier] = {}
+        if spec.disk_dir and spec.disk_every_steps > 0:
+            # The host's name keeps hosts apart whose disk folders are one, by mistake or on one machine.
+            root = Path(spec.disk_dir) / host_id
+            disks[Tier.DISK] = DiskTier(root, tier=Tier.DISK, job=self.name, host_id=host_id)
+        if spec.persistent_dir and spec.persistent_every_steps > 0:
+            root = Path(spec.persistent_dir)
+            disks[Tier.PERSISTENT] = DiskTier(root, tier=Tier.PERSISTENT, job=self.name, host_id="")
+        return disks
+
+    def _make_pipeline(self, rank: int, generation: Generation, coordination: Coordination) -> RankPipeline:
+        services, spec = self._services, generation.configure.spec
+        intervals = {Tier.DISK: spec.disk_every_steps, Tier.PERSISTENT: spec.persistent_every_steps}
+        on_failure = partial(self._note_failure, generation)
+        writers = [
+            DiskWriter(
+                rank,
+                intervals[tier],
+                generation=generation,
+                memory=self.memory,
+                disk=disk,
+                counters=services.counters,
+                keep_complete_steps=services.settings.keep_complete_steps,
+                on_failure=on_failure,
+            )
+            for tier, disk in self.disks.items()
+        ]
+        self._writers.extend(writers)
+        restore: Callable[[OpenSegments], None] | None = None
+        if generation.restore is not None:
+            restoring = Restoring(
+                generation,
+                generation.restore,
+                memory=self.memory,
+                replicas=self.replicas,
+                disks=self.disks,
+                services=services,
+                on_report=self._restores.append,
+            )
+            restoring.announce(rank)
+            restore = restoring.run
+        return RankPipeline(
+            rank,
+            generation,
+            memory=self.memory,
+            world=coordination.world,
+            writers=writers,
+            put_replica=self._put_replica,
+            peer_down_s=services.links.down_s,
+            restore=restore,
+            on_progress=partial(self._rank_progressed, coordination),
+            on_failure=on_failure,
+            counters=services.counters,
+            settings=services.settings,
+            code_version=services.code_version,
+        )
+
+    # --- what the daemon asks ---
+
+    def flush(self, timeout_s: float) -> None:
+        """Commit what was captured, and look at the disks again; both as far as the time allows."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._lock:
+            pipelines = list(self._pipelines.values())
+        for pipeline in pipelines:
+            pipeline.kick()  # they work side by side; the loop below waits for each in turn
+        for pipeline in pipelines:
+            if time.monotonic() < deadline_s:
+                pipeline.commit_captured()
+        scans = [threading.Thread(target=disk.scan, daemon=True) for disk in self.disks.values()]
+        for scan in scans:
+            scan.start()
+        for scan in scans:
+            scan.join(max(deadline_s - time.monotonic(), 0.0))
+
+    def drain(self, timeout_s: float) -> None:
+        """Finish commits and disk writes in flight, for an engine that is to end."""
+        deadline_s = time.monotonic() + timeout_s
+        self.flush(timeout_s)
+        with self._lock:
+            writers = list(self._writers)
+        for writer in writers:
+            if not writer.drain(max(deadline_s - time.monotonic(), 0.0)):
+                log.warning("disk_write_cut_short", job=self.name)
+
+    def arm(self, step: int) -> tuple[bool, dict[str, int]]:
+        """Have the local ranks save and park at `step`. (armed, positions): not armed if some rank has passed it."""
+        generation = self.generation
+        if generation is None:
+            raise StaleCommand(f"No generation of {self.name} runs here.", hint="the job is to be started first")
+        positions: dict[str, int] = {}
+        for rank in generation.local_ranks:
+            with self.memory.using(rank, create=True) as entry:
+                if entry is not None:
+                    positions[str(rank)] = entry.segments.control.arm(generation.number, step)
+        if all(position < step for position in positions.values()):
+            return True, positions
+        for rank in generation.local_ranks:
+            with self.memory.using(rank) as entry:
+                if entry is not None:
+                    entry.segments.control.disarm()
+        return False, positions
+
+    def await_saved(self, generation_number: int, step: int, timeout_s: float) -> list[int]:
+        """Wait until every local rank has committed, and replicated, `step`. Returns the ranks that have not."""
+        generation = self._running(generation_number)
+
+        def missing() -> list[int]:
+            return [
+                rank
+                for rank, pipeline in self._pipelines.items()
+                if step not in pipeline.saved_steps and step > generation.restore_step
+            ]
+
+        def settled() -> bool:
+            failed = any(step in pipeline.failed_steps for pipeline in self._pipelines.values())
+            return not missing() or failed or generation.ended.is_set()
+
+        with self._progress:
+            self._progress.wait_for(settled, timeout_s)
+        self._running(generation_number)
+        return missing()
+
+    def copies(self) -> list[ShardCopy]:
+        """Every verified copy on this host and in the store."""
+        found = [*self.memory.copies(), *self.replicas.copies()]
+        for disk in list(self.disks.values()):
+            found.extend(disk.copies())
+        return found
+
+    def restores(self, since: float) -> list[RestoreReport]:
+        """Restores whose bytes were verified after this wall time."""
+        return [report for report in list(self._restores) if report.at > since]
+
+    def failures(self) -> list[SaveFailure]:
+        """The newest saves that failed, oldest first."""
+        return list(self._failures)
+
+    # --- what trainers and peers say ---
+
+    def notice(self, notice: Notice) -> None:
+        """A local trainer captured a step, or could not."""
+        pipeline = self._pipelines.get(notice.rank)
+        generation = self.generation
+        if pipeline is None or generation is None or notice.generation != generation.number:
+            return
+        if isinstance(notice, SaveAborted):
+            pipeline.fail(notice.step, notice.message)
+        else:
+            pipeline.kick()
+
+    def peer_is_up(self, host_id: str) -> None:
+        """A connection to this host was made, for the first time or again."""
+        generation, coordination = self.generation, self.coordination
+        if generation is None or coordination is None or host_id not in generation.linked_hosts:
+            return
+        coordination.peer_is_up(host_id)
+        if host_id in generation.replica_hosts:
+            for pipeline in list(self._pipelines.values()):
+                pipeline.peer_is_back(host_id)
+
+    def _running(self, generation_number: int) -> Generation:
+        generation = self.generation
+        if generation is None or generation.number != generation_number:
+            running = generation.number if generation is not None else "none"
+            raise StaleCommand(
+                f"Asked about generation {generation_number} of {self.name}; the one that runs here is {running}.",
+                hint="configure that generation on this host first, or ask about the one that runs",
+            )
+        return generation
+
+    # --- what happens in the pipelines' threads ---
+
+    def _put_replica(self, peer: str, put: PutShard, manifest: bytes, payload: memoryview) -> Reply:
+        with self._services.pool.connection(peer) as connection:
+            return send_replica(connection, put, manifest, payload, self._services.settings)
+
+    def _rank_progressed(self, coordination: Coordination, rank: int) -> None:
+        pipeline = self._pipelines.get(rank)
+        if pipeline is not None and coordination is self.coordination:
+            coordination.report(rank, pipeline.saved_steps, pipeline.failed_steps)
+        with self._progress:
+            self._progress.notify_all()
+
+    def _world_advanced(self, generation: Generation) -> None:
+        """All ranks have a step of this generation, so what older placements left here is not needed any more."""
+        with self._lock:
+            if self._swept is generation:
+                return
+            self._swept = generation
+        for tier, kept in ((self.memory, generation.local_ranks), (self.replicas, generation.replicated_ranks)):
+            for rank in tier.ranks():
+                if rank not in kept:
+                    log.info("segments_freed", job=self.name, rank=rank, tier=str(tier.tier))
+                    tier.remove(rank)
+
+    def _note_failure(self, generation: Generation, rank: int, step: int, message: str) -> None:
+        at = self._services.clock.wall_s()
+        self._failures.append(SaveFailure(self.name, generation.number, rank, step, message, at))

@@ -1,0 +1,68 @@
+"""Giving a shard to a peer that asks for it, from the nearest tier that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import structlog
+
+from ckpt_engine.peer_wire import GetShard, Reply, Verdict
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.shard_transfer import send_file, send_shard
+from ckpt_engine.tiers.disk import DiskTier
+from ckpt_engine.tiers.memory import SlotTier
+from ckpt_engine.transport.tcp import Connection
+from flyball.contracts.errors import CorruptShard
+
+log = structlog.get_logger()
+
+
+def serve_shard(
+    connection: Connection,
+    wanted: GetShard,
+    *,
+    slots: Iterable[SlotTier],
+    disks: Iterable[DiskTier],
+    settings: EngineSettings,
+) -> None:
+    """Answer with the shard's sizes and then the shard, or with MISSING. The bytes are checked by who receives them: a
+    slot that is overwritten meanwhile, or a bad block, is found there. Raises what ends the connection."""
+    for tier in slots:
+        if _serve_slot(connection, wanted, tier, settings):
+            return
+    for disk in disks:
+        if _serve_file(connection, wanted, disk, settings):
+            return
+    connection.send(Reply(Verdict.MISSING, "No tier of this host has it."), timeout_s=settings.io_timeout_s)
+
+
+def _serve_slot(connection: Connection, wanted: GetShard, tier: SlotTier, settings: EngineSettings) -> bool:
+    with tier.using(wanted.rank) as entry:
+        found = tier.find(entry, wanted.generation, wanted.step) if entry is not None else None
+        if entry is None or found is None:
+            return False
+        view, _, manifest = found
+        try:
+            payload = entry.segments.payload(view.index)
+        except CorruptShard as error:
+            log.warning("slot_not_served", rank=wanted.rank, step=wanted.step, reason=str(error))
+            return False
+        reply = Reply(Verdict.OK, manifest_bytes=len(manifest), shard_bytes=len(payload), tier=tier.tier)
+        connection.send(reply, timeout_s=settings.io_timeout_s)
+        send_shard(connection, manifest, payload)
+        return True
+
+
+def _serve_file(connection: Connection, wanted: GetShard, disk: DiskTier, settings: EngineSettings) -> bool:
+    try:
+        with disk.reading(wanted.generation, wanted.step, wanted.rank) as (described, manifest, file):
+            size_bytes = described.payload_bytes
+            reply = Reply(Verdict.OK, manifest_bytes=len(manifest), shard_bytes=size_bytes, tier=disk.tier)
+            connection.send(reply, timeout_s=settings.io_timeout_s)
+            send_file(connection, manifest, file, size_bytes, piece_bytes=settings.transfer_bytes)
+            return True
+    except FileNotFoundError:
+        return False
+    except CorruptShard as error:
+        log.warning("file_not_served", rank=wanted.rank, step=wanted.step, reason=str(error))
+        return False

@@ -1,0 +1,276 @@
+"""Real engine processes on this machine, each with its own state folder, and a trainer's side without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from ckpt_engine.notices import Captured
+from ckpt_engine.slots import RankSegments, RestoreState, SlotState, choose_slot
+from flyball.contracts import wire
+from flyball.contracts.checkpoints import (
+    CheckpointSpec,
+    Lineage,
+    LineageEntry,
+    RestorePlan,
+    ShardSource,
+    Tier,
+)
+from flyball.contracts.cluster import HostRanks, Placement
+from flyball.contracts.engine_wire import Configure, EngineReply, GetStatus
+from flyball.contracts.identity import Fence
+from flyball.contracts.segments import rank_segment, shm_prefix
+
+JOB = "job"
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Poll until the condition holds; fails the test at the deadline."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "condition not met in time"
+        time.sleep(0.002)
+
+
+class EngineHost:
+    """One host: a state folder and the engine process that uses it."""
+
+    def __init__(self, root: Path, host_id: str, token: str, environment: Mapping[str, str]) -> None:
+        self.host_id = host_id
+        self.state_dir = root / host_id
+        self.shm_dir = root / "shm"
+        self.shm_dir.mkdir(exist_ok=True)
+        self.prefix = shm_prefix(str(self.state_dir.resolve()), str(self.shm_dir))
+        self.token_file = root / f"{host_id}.token"
+        self.token_file.write_text(token + "\n")
+        self.environment = dict(environment)
+        self.log_path = root / f"{host_id}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def command(self, *extra: str) -> list[str]:
+        return [
+            *(sys.executable, "-P", "-m", "ckpt_engine.server", "--state-dir", str(self.state_dir)),
+            *("--host-id", self.host_id, "--address", "127.0.0.1", "--token-file", str(self.token_file)),
+            *extra,
+        ]
+
+    def start(self, **environment: str) -> EngineHost:
+        env = {**os.environ, "FLYBALL_SHM_DIR": str(self.shm_dir), **self.environment, **environment}
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(self.command(), env=env, stderr=log, start_new_session=True)
+        wait_until(lambda: self._answers() or self.process is None or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log_path.read_text()
+        return self
+
+    def _answers(self) -> bool:
+        try:
+            return self.ask(GetStatus()).ok
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def terminate(self) -> int:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(10)
+
+    def lose(self) -> None:
+        """The host is gone: engine, segments and state folder."""
+        self.kill()
+        for path in self.segments():
+            path.unlink()
+        shutil.rmtree(self.state_dir)
+
+    def segments(self) -> list[Path]:
+        return sorted(self.shm_dir.glob(Path(self.prefix).name + ".*"))
+
+    def ask(self, request: object) -> EngineReply:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(20)
+            sock.connect(str(self.state_dir / "engine.sock"))
+            data = wire.encode(request)
+            sock.sendall(struct.pack("<I", len(data)) + data)
+            reader = sock.makefile("rb")
+            (length,) = struct.unpack("<I", reader.read(4))
+            return wire.decode(reader.read(length), EngineReply, max_bytes=16 << 20)
+
+    @property
+    def status(self) -> EngineReply:
+        return self.ask(GetStatus())
+
+    @property
+    def address(self) -> str:
+        return self.status.address
+
+    def holds(self, tier: Tier, step: int, rank: int) -> bool:
+        return any((copy.tier, copy.step, copy.rank) == (tier, step, rank) for copy in self.status.copies)
+
+    def logged(self, event: str) -> list[dict[str, object]]:
+        lines = [json.loads(line) for line in self.log_path.read_text().splitlines()]
+        return [line for line in lines if line["event"] == event]
+
+
+class Trainer:
+    """A trainer's side of a slot: what `ckpt_engine.engine` does, without torch."""
+
+    def __init__(self, host: EngineHost, rank: int, generation: int = 1, lineage: Lineage | None = None) -> None:
+        self.host = host
+        self.rank = rank
+        self.generation = generation
+        self.lineage = lineage or (LineageEntry(generation),)
+        self.segments = RankSegments.open(rank_segment(host.prefix, JOB, rank), create=True)
+        self.segments.control.attach_trainer(generation)
+
+    def payload(self, step: int, count: int = 300_000) -> bytes:
+        values = np.random.default_rng([step, self.rank]).random(count, dtype=np.float32)
+        return save({"weight": values, "step": np.array([step])}, {"step": str(step)})
+
+    def try_save(self, step: int) -> bool:
+        """False while no slot may be overwritten."""
+        control = self.segments.control
+        control.write_position(step)
+        world = control.read_world()
+        known = world.generation == self.generation
+        slot = choose_slot(
+            self.segments.slots(), world.step if known else -1, self.lineage, world.abandoned if known else ()
+        )
+        if slot is None:
+            return False
+        data = self.payload(step)
+        self.segments.begin_write(slot.index, self.generation, step, len(data))[:] = data
+        self.segments.mark_captured(slot.index)
+        self.notify(Captured(JOB, self.rank, self.generation, step, slot.index))
+        return True
+
+    def save(self, step: int) -> None:
+        wait_until(lambda: self.try_save(step))
+
+    def notify(self, notice: object) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            try:
+                sock.sendto(wire.encode(notice), str(self.host.state_dir / "notify.sock"))
+            except OSError:
+                return  # no engine: it scans when it is back
+
+    def begin_torn(self, step: int) -> None:
+        """The trainer dies in the middle of a capture."""
+        world = self.segments.read_world()
+        slot = choose_slot(self.segments.slots(), world.step, self.lineage, world.abandoned)
+        assert slot is not None
+        data = self.payload(step)
+        self.segments.begin_write(slot.index, self.generation, step, len(data))[: len(data) // 2] = data[
+            : len(data) // 2
+        ]
+
+    @property
+    def world_step(self) -> int:
+        return self.segments.read_world().step
+
+    def stored(self, generation: int, step: int) -> bytes | None:
+        view = self.segments.find(generation, step, SlotState.COMMITTED)
+        return bytes(self.segments.payload(view.index)) if view else None
+
+    def await_restore(self, generation: int) -> RestoreState:
+        def settled() -> bool:
+            words = self.segments.control.read_restore()
+            return words.generation == generation and words.state is not RestoreState.PENDING
+
+        wait_until(settled)
+        return self.segments.control.read_restore().state
+
+
+class Cluster:
+    """Hosts of one test, and the placements that tie them together."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.hosts: dict[str, EngineHost] = {}
+
+    def host(self, host_id: str, *, token: str = "a token of the test", start: bool = True, **env: str) -> EngineHost:
+        host = EngineHost(self.root, host_id, token, {f"FLYBALL_CKPT_{name}": value for name, value in env.items()})
+        self.hosts[host_id] = host
+        return host.start() if start else host
+
+    def placement(
+        self,
+        ranks: Mapping[str, tuple[int, ...]],
+        *,
+        generation: int = 1,
+        peers: Mapping[str, tuple[str, ...]] | None = None,
+        lineage: Lineage | None = None,
+        restore: RestorePlan | None = None,
+    ) -> Placement:
+        """`ranks` by host; without `peers`, each host's replicas are on the next one."""
+        names = list(ranks)
+        ring = {name: (names[(i + 1) % len(names)],) for i, name in enumerate(names)} if len(names) > 1 else {}
+        return Placement(
+            job=JOB,
+            generation=generation,
+            world_size=sum(len(r) for r in ranks.values()),
+            hosts=tuple(HostRanks(n, "127.0.0.1", self.hosts[n].address, r) for n, r in ranks.items()),
+            master_address="127.0.0.1",
+            master_port=1,
+            peers=ring if peers is None else peers,
+            lineage=lineage or (LineageEntry(generation),),
+            restore=restore,
+        )
+
+    def configure(
+        self, placement: Placement, spec: CheckpointSpec | None = None, *, epoch: int = 1
+    ) -> dict[str, EngineReply]:
+        """Tell every host of the placement."""
+        return {
+            part.host_id: self.hosts[part.host_id].ask(
+                Configure(Fence(epoch, placement.generation), part.host_id, placement, spec or CheckpointSpec())
+            )
+            for part in placement.hosts
+        }
+
+    def source(self, rank: int, tier: Tier, host_id: str, generation: int = 1) -> ShardSource:
+        if tier is Tier.PERSISTENT:
+            return ShardSource(rank, generation, tier, "", "")
+        return ShardSource(rank, generation, tier, host_id, self.hosts[host_id].address)
+
+    def end(self) -> None:
+        for host in self.hosts.values():
+            if host.process is not None and host.process.poll() is None:
+                host.kill()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    root = Path(tempfile.mkdtemp(prefix="flyball-engine-"))  # short: a Unix socket's path is limited
+    cluster = Cluster(root)
+    try:
+        yield cluster
+    finally:
+        cluster.end()
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture
+def trainer() -> Callable[..., Trainer]:
+    return Trainer
+
+
+@pytest.fixture
+def until() -> Callable[..., None]:
+    return wait_until

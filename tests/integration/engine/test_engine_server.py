@@ -1,0 +1,321 @@
+"""Engines as processes: commit, replicate, agree, die, come back, and give up their bytes to a spare."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ckpt_engine.notices import SaveAborted
+from ckpt_engine.slots import RankSegments, RestoreState, SlotState
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier
+from flyball.contracts.engine_wire import Arm, AwaitSaved, Configure, Flush, Release
+from flyball.contracts.identity import Fence
+from flyball.contracts.segments import replica_segment
+
+Until = Callable[..., None]
+
+
+@pytest.fixture
+def pair(cluster: Any, trainer: Any) -> Any:
+    """Hosts a and b, one rank each, each the other's peer; generation 1 runs."""
+    a, b = cluster.host("a"), cluster.host("b")
+    replies = cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
+    assert all(reply.ok for reply in replies.values()), replies
+    return a, b, trainer(a, 0), trainer(b, 1)
+
+
+def test_a_captured_shard_is_committed_replicated_and_becomes_the_world_step(pair: Any, until: Until) -> None:
+    a, b, first, second = pair
+    for step in range(5):
+        first.save(step)
+        second.save(step)
+    until(lambda: first.world_step == 4 and second.world_step == 4)
+    assert a.holds(Tier.MEMORY, 4, 0) and a.holds(Tier.PEER, 4, 1)
+    assert b.holds(Tier.MEMORY, 4, 1) and b.holds(Tier.PEER, 4, 0)
+    replica = RankSegments.open(replica_segment(b.prefix, "job", 0))
+    view = replica.find(1, 4)
+    assert view is not None
+    assert bytes(replica.payload(view.index)) == first.payload(4)
+    assert first.segments.control.replicated_step(1) == 4
+
+
+def test_a_rank_never_overwrites_what_the_world_still_needs(pair: Any, until: Until) -> None:
+    _, _, first, second = pair
+    first.save(0)
+    second.save(0)
+    until(lambda: first.world_step == 0)
+    first.save(1)
+    assert not first.try_save(2)  # the other rank has only step 0
+    second.save(1)
+    first.save(2)
+
+
+def test_a_step_that_one_rank_failed_to_save_is_abandoned_and_the_world_goes_on(pair: Any, until: Until) -> None:
+    a, b, first, second = pair
+    first.save(0)
+    second.save(0)
+    until(lambda: first.world_step == second.world_step == 0)
+    first.save(1)
+    second.notify(SaveAborted("job", 1, 1, 1, "no room"))
+    first.save(2)  # waits for the abandonment
+    second.save(2)
+    until(lambda: first.world_step == second.world_step == 2)
+    failures = b.status.failures
+    assert [(f.rank, f.step, f.message) for f in failures] == [(1, 1, "no room")]
+
+
+def test_a_step_that_one_rank_went_past_without_a_word_is_abandoned(pair: Any, until: Until) -> None:
+    _, _, first, second = pair
+    for step in (0, 1):
+        first.save(step)
+    second.save(0)
+    until(lambda: second.world_step == 0)
+    second.save(2)
+    first.save(2)
+    until(lambda: first.world_step == second.world_step == 2)
+
+
+def test_an_engine_killed_with_a_captured_slot_commits_it_when_it_is_back(pair: Any, until: Until) -> None:
+    a, b, first, second = pair
+    first.save(0)
+    second.save(0)
+    until(lambda: first.world_step == second.world_step == 0)
+    for host in (a, b):
+        address = host.address
+        host.kill()
+        first.save(1) if host is a else second.save(1)
+        host.start()
+        assert host.address == address
+    until(lambda: first.world_step == second.world_step == 1)
+    first.save(2)
+    second.save(2)
+    until(lambda: first.world_step == second.world_step == 2)
+
+
+def test_a_killed_peer_is_seen_at_once_without_traffic_and_seen_again_when_back(pair: Any, until: Until) -> None:
+    a, b, *_ = pair
+    until(lambda: a.logged("peer_connected"))
+    assert a.status.unreachable_peers == ()
+    b.kill()
+    until(lambda: a.status.unreachable_peers == ("b",), 0.4)
+    b.start()
+    until(lambda: a.status.unreachable_peers == ())
+
+
+def test_a_lost_host_is_restored_on_a_spare_from_the_peers_memory(
+    pair: Any, cluster: Any, trainer: Any, until: Until
+) -> None:
+    a, b, first, second = pair
+    for step in range(3):
+        first.save(step)
+        second.save(step)
+    until(lambda: first.world_step == second.world_step == 2)
+    second.save(3)  # only b has it: dead history after the branch at 2
+    sent_before = b.status.counters["peer_bytes_sent"]
+    expected = first.payload(2)
+    a.lose()
+    assert b.ask(Flush("job", 5.0)).ok
+    c = cluster.host("c")
+    lineage = (LineageEntry(1, 2), LineageEntry(2))
+    plan = RestorePlan(2, {"0": (cluster.source(0, Tier.PEER, "b"),), "1": (cluster.source(1, Tier.MEMORY, "b"),)})
+    placement = cluster.placement({"c": (0,), "b": (1,)}, generation=2, lineage=lineage, restore=plan)
+    assert all(reply.ok for reply in cluster.configure(placement).values())
+    moved, stayed = trainer(c, 0, 2, lineage), trainer(b, 1, 2, lineage)
+    assert moved.await_restore(2) is RestoreState.READY
+    assert moved.stored(1, 2) == expected
+    until(lambda: c.status.restores and b.status.restores)
+    (report,) = c.status.restores
+    assert (report.source_tier, report.source_host, report.step) == (Tier.PEER, "b", 2)
+    assert report.socket_bytes >= len(expected)
+    assert b.status.counters["peer_bytes_sent"] - sent_before >= report.socket_bytes
+    assert b.status.counters["restore_bytes_sent"] == report.socket_bytes
+    (local,) = b.status.restores
+    assert (local.source_tier, local.socket_bytes) == (Tier.MEMORY, 0)
+    until(lambda: c.holds(Tier.PEER, 2, 1))  # re-replicated to the new peer
+    for step in (3, 4, 5):
+        moved.save(step)
+        stayed.save(step)
+    until(lambda: moved.world_step == stayed.world_step == 5)
+
+
+def test_the_spare_that_holds_the_replica_restores_without_a_socket(
+    pair: Any, cluster: Any, trainer: Any, until: Until
+) -> None:
+    a, b, first, second = pair
+    first.save(0)
+    second.save(0)
+    until(lambda: first.world_step == second.world_step == 0)
+    a.lose()
+    lineage = (LineageEntry(1, 0), LineageEntry(2))
+    plan = RestorePlan(0, {"0": (cluster.source(0, Tier.PEER, "b"),), "1": (cluster.source(1, Tier.MEMORY, "b"),)})
+    cluster.configure(cluster.placement({"b": (0, 1)}, generation=2, lineage=lineage, restore=plan))
+    moved = trainer(b, 0, 2, lineage)
+    assert moved.await_restore(2) is RestoreState.READY
+    assert moved.stored(1, 0) == first.payload(0)
+    until(lambda: len(b.status.restores) == 2)
+    report = next(r for r in b.status.restores if r.rank == 0)
+    assert (report.source_tier, report.source_host, report.socket_bytes) == (Tier.PEER, "b", 0)
+    moved.save(1)
+    trainer(b, 1, 2, lineage).save(1)
+    until(lambda: moved.world_step == 1)
+    until(lambda: not b.holds(Tier.PEER, 0, 0))  # of no use any more: freed
+
+
+def test_a_corrupt_replica_is_refused_and_the_next_source_is_used(cluster: Any, trainer: Any, until: Until) -> None:
+    spec = CheckpointSpec(persistent_dir=str(cluster.root / "store"), persistent_every_steps=1)
+    a, b = cluster.host("a"), cluster.host("b")
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}), spec)
+    first, second = trainer(a, 0), trainer(b, 1)
+    first.save(0)
+    second.save(0)
+    until(lambda: first.world_step == second.world_step == 0)
+    until(lambda: a.holds(Tier.PERSISTENT, 0, 0))
+    replica = RankSegments.open(replica_segment(b.prefix, "job", 0))
+    view = replica.find(1, 0)
+    assert view is not None
+    replica.payload(view.index)[-1] ^= 1
+    a.lose()
+    c = cluster.host("c")
+    lineage = (LineageEntry(1, 0), LineageEntry(2))
+    sources = (cluster.source(0, Tier.PEER, "b"), cluster.source(0, Tier.PERSISTENT, ""))
+    plan = RestorePlan(0, {"0": sources, "1": (cluster.source(1, Tier.MEMORY, "b"),)})
+    cluster.configure(cluster.placement({"c": (0,), "b": (1,)}, generation=2, lineage=lineage, restore=plan), spec)
+    moved = trainer(c, 0, 2, lineage)
+    assert moved.await_restore(2) is RestoreState.READY
+    assert moved.stored(1, 0) == first.payload(0)
+    until(lambda: c.status.restores)
+    assert c.status.restores[0].source_tier is Tier.PERSISTENT
+    assert c.logged("restore_source_skipped")
+
+
+def test_a_corrupt_local_slot_is_replaced_from_the_peer(pair: Any, cluster: Any, trainer: Any, until: Until) -> None:
+    a, b, first, second = pair
+    first.save(0)
+    second.save(0)
+    until(lambda: first.world_step == second.world_step == 0)
+    view = first.segments.find(1, 0)
+    first.segments.payload(view.index)[-1] ^= 1
+    lineage = (LineageEntry(1, 0), LineageEntry(2))
+    plan = RestorePlan(
+        0,
+        {
+            "0": (cluster.source(0, Tier.MEMORY, "a"), cluster.source(0, Tier.PEER, "b")),
+            "1": (cluster.source(1, Tier.MEMORY, "b"),),
+        },
+    )
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}, generation=2, lineage=lineage, restore=plan))
+    again = trainer(a, 0, 2, lineage)
+    assert again.await_restore(2) is RestoreState.READY
+    assert again.stored(1, 0) == first.payload(0)
+    assert a.status.restores[0].source_tier is Tier.PEER
+
+
+def test_a_restore_without_any_good_source_fails_with_the_reasons(pair: Any, cluster: Any, trainer: Any) -> None:
+    lineage = (LineageEntry(1, 7), LineageEntry(2))
+    plan = RestorePlan(7, {"0": (cluster.source(0, Tier.PEER, "b"),), "1": ()})
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}, generation=2, lineage=lineage, restore=plan))
+    again = trainer(cluster.hosts["a"], 0, 2, lineage)
+    assert again.await_restore(2) is RestoreState.FAILED
+    assert "missing" in again.segments.control.read_restore().error
+
+
+def test_a_torn_capture_does_not_count(pair: Any, until: Until) -> None:
+    a, _, first, second = pair
+    first.save(0)
+    second.save(0)
+    until(lambda: first.world_step == 0)
+    first.begin_torn(1)
+    reply = a.ask(Flush("job", 5.0))
+    assert {(c.tier, c.step) for c in reply.copies if c.rank == 0} == {(Tier.MEMORY, 0)}
+
+
+def test_flush_commits_what_a_dead_trainer_captured_although_the_peer_is_gone(pair: Any, until: Until) -> None:
+    a, b, first, second = pair
+    first.save(0)
+    second.save(0)
+    until(lambda: first.world_step == 0)
+    b.kill()
+    first.save(1)
+    reply = a.ask(Flush("job", 5.0))
+    assert (Tier.MEMORY, 1) in {(c.tier, c.step) for c in reply.copies if c.rank == 0}
+
+
+def test_a_stale_command_is_refused_also_after_a_restart(pair: Any, cluster: Any) -> None:
+    a, *_ = pair
+    newer = cluster.placement({"a": (0,), "b": (1,)}, generation=3)
+    older = cluster.placement({"a": (0,), "b": (1,)}, generation=2)
+    assert a.ask(Configure(Fence(2, 3), "a", newer, CheckpointSpec())).ok
+    assert a.ask(Configure(Fence(1, 2), "a", older, CheckpointSpec())).code == "stale_command"
+    assert a.ask(Arm(Fence(1, 9), "job", 5)).code == "stale_command"
+    a.kill()
+    a.start()
+    assert a.ask(Configure(Fence(1, 2), "a", older, CheckpointSpec())).code == "stale_command"
+    assert a.ask(Configure(Fence(2, 3), "a", newer, CheckpointSpec())).ok  # the same again is no harm
+
+
+def test_arm_names_a_step_and_comes_too_late_for_a_rank_that_passed_it(pair: Any, until: Until) -> None:
+    a, _, first, second = pair
+    first.save(3)
+    second.save(3)
+    reply = a.ask(Arm(Fence(1, 1), "job", 3))
+    assert (reply.ok, reply.code, reply.positions) == (False, "too_late", {"0": 3})
+    assert first.segments.control.emergency_step(1) == -1
+    reply = a.ask(Arm(Fence(1, 1), "job", 5))
+    assert reply.ok and reply.positions == {"0": 3}
+    assert first.segments.control.emergency_step(1) == 5
+    assert a.ask(AwaitSaved("job", 1, 5, 0.05)).code == "not_saved"
+    first.save(5)
+    assert a.ask(AwaitSaved("job", 1, 5, 10.0)).ok  # committed and replicated; that the other rank has not is its own
+    assert a.ask(AwaitSaved("job", 4, 5, 1.0)).code == "stale_command"
+
+
+def test_another_token_is_refused_on_both_sides(cluster: Any, trainer: Any, until: Until) -> None:
+    a, b = cluster.host("a"), cluster.host("b", token="another token")
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
+    until(lambda: a.status.unreachable_peers == ("b",))
+    until(lambda: b.logged("peer_refused") and a.logged("peer_refused"))
+    assert "token" not in "".join(str(line) for line in a.logged("engine_started"))
+    assert not a.logged("peer_connected")
+
+
+def test_release_leaves_nothing_in_shared_memory(pair: Any, until: Until) -> None:
+    a, b, first, second = pair
+    first.save(0)
+    second.save(0)
+    until(lambda: first.world_step == second.world_step == 0)
+    for host in (a, b):
+        assert host.ask(Release(Fence(1, 1), "job")).ok
+        assert host.ask(Release(Fence(1, 1), "job")).ok  # twice is no harm
+    assert a.segments() == [] and b.segments() == []
+    assert a.status.unreachable_peers == () and a.status.copies == ()
+    a.kill()
+    a.start()
+    assert a.status.copies == ()
+
+
+def test_a_second_engine_on_the_same_folder_says_who_has_it(cluster: Any) -> None:
+    a = cluster.host("a")
+    second = subprocess.run(a.command(), stderr=subprocess.PIPE, text=True, check=False, timeout=20)
+    assert second.returncode == 16
+    assert str(a.process.pid) in second.stderr
+    assert a.status.ok
+
+
+def test_sigterm_commits_what_was_captured_and_keeps_the_slots(pair: Any, until: Until) -> None:
+    a, b, first, second = pair
+    first.save(0)
+    assert a.terminate() == 0
+    view = first.segments.find(1, 0, SlotState.COMMITTED)
+    assert view is not None
+    assert not (a.state_dir / "engine.sock").exists()
+
+
+def test_the_server_never_imports_torch(cluster: Any) -> None:
+    a = cluster.host("a")
+    maps = (cluster.root / "maps").with_name("unused")
+    assert not maps.exists()
+    with open(f"/proc/{a.process.pid}/maps") as file:
+        assert "libtorch" not in file.read()
