@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from flyball.contracts.errors import ConfigurationError, Unreachable
+from flyball.contracts.errors import ConfigurationError, InvalidMessage, Unreachable
 from services.store.failures import is_deadlock, translate
 
 T = TypeVar("T")
@@ -90,6 +90,10 @@ class Database:
     def _translated(self) -> Iterator[None]:
         try:
             yield
+        except (DataError, OverflowError) as error:
+            raise InvalidMessage(
+                f"A value does not fit its column in {self.name}: {error.args[0]}.", hint="correct its sender"
+            ) from error
         except DBAPIError as error:
             translated = translate(error, self.name)
             if translated is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import structlog
 from sqlalchemy import Connection, select
 
 from flyball.contracts.clock import Clock
@@ -15,9 +16,12 @@ from services.controller.view import Outcome, View
 from services.store import events, lease, outcome_writer, signal_writer
 from services.store.database import Database
 from services.store.lease import CONTROLLER, ControllerLease
+from services.store.signal_writer import SignalKey
 from services.store.tables import cursors
 from services.store.upsert import upsert
 from services.store.view_loader import load_view
+
+_log = structlog.get_logger(__name__)
 
 
 class SqlDecisionStore:
@@ -67,11 +71,19 @@ class SqlDecisionStore:
             return load_view(connection)
 
     def unseen(self, signals: Sequence[Signal]) -> list[Signal]:
-        """Those that are not stored yet, each once, in their order."""
-        first = {signal_writer.key_of(signal): signal for signal in reversed(signals)}
+        """Those that are not stored yet, each once, in their order. What no column can hold is passed over: one such
+        signal must not hold up all that follow."""
+        first: dict[SignalKey, Signal] = {}
+        for signal in signals:
+            if signal_writer.is_storable(signal):
+                first.setdefault(signal_writer.key_of(signal), signal)
+            else:
+                _log.error(
+                    "signal_dropped", source=signal.source[:64], kind=type(signal.body).__name__, why="too large"
+                )
         with self._db.read() as connection:
             known = signal_writer.known_keys(connection, list(first.values()))
-        return [s for s in signals if first[signal_writer.key_of(s)] is s and signal_writer.key_of(s) not in known]
+        return [signal for key, signal in first.items() if key not in known]
 
     def commit(
         self,

@@ -14,6 +14,8 @@ from services.store.status_store import raise_newest_step
 from services.store.tables import generations, ranks, signals, watermarks
 from services.store.upsert import upsert
 
+MAX_SOURCE_LENGTH = 128
+MAX_NAME_LENGTH = 64
 MAX_GAP = 20_000  # seqs that may wait behind a missing one; more than a daemon spools
 
 SignalKey = tuple[str, str, int]
@@ -21,6 +23,17 @@ SignalKey = tuple[str, str, int]
 
 def key_of(signal: Signal) -> SignalKey:
     return signal.source, signal.incarnation, signal.seq
+
+
+def is_storable(signal: Signal) -> bool:
+    """Whether names and numbers fit their columns. Contracts bound neither incarnations nor integers."""
+    numbers = (getattr(signal.body, name, 0) for name in ("generation", "pid", "last_step", "step"))
+    return (
+        len(signal.source) <= MAX_SOURCE_LENGTH
+        and len(signal.incarnation) <= MAX_NAME_LENGTH
+        and 0 <= signal.seq < 2**63
+        and all(-(2**31) <= number < 2**31 for number in numbers)
+    )
 
 
 def known_keys(connection: Connection, wanted: Sequence[Signal]) -> set[SignalKey]:

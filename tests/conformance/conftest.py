@@ -1,0 +1,308 @@
+"""Databases for the conformance suites: each test runs on SQLite and on a MariaDB or MySQL server, in a database of its
+own that is removed afterwards."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pymysql
+import pytest
+
+from flyball.contracts.checkpoints import LineageEntry, RestorePlan, branch
+from flyball.contracts.cluster import HostFacts, HostRanks, JobSpec, JobState, Placement
+from flyball.contracts.decisions import (
+    ActionPlan,
+    ActionState,
+    CommandUpdate,
+    Decision,
+    DecisionKind,
+    GenerationPlan,
+    Incident,
+    IncidentState,
+    StartWorkers,
+    StopWorkers,
+    UpdateState,
+)
+from flyball.contracts.events import EventKind
+from flyball.contracts.signals import EngineStatus, Report, Signal, SignalBody, WorkerExited
+from services.actuator.ports import CommandDraft, PlaybookStep
+from services.controller.ports import Cursor
+from services.controller.view import JobChange, Outcome
+from services.store.action_store import SqlActionStore
+from services.store.database import Database, migrate
+from services.store.decision_store import SqlDecisionStore
+from services.store.events import SqlEventLog
+from services.store.job_store import SqlJobStore
+from services.store.status_store import SqlStatusStore
+
+SERVER = {"host": "127.0.0.1", "port": 3306, "user": "root", "password": "", "connect_timeout": 3}
+
+
+@pytest.fixture(params=["sqlite", "mariadb"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty database."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'flyball.sqlite'}"
+        return
+    try:
+        server = pymysql.connect(**SERVER)
+    except pymysql.err.OperationalError as error:
+        pytest.skip(f"no MySQL or MariaDB server at 127.0.0.1:3306 ({error})")
+    name = f"flyball_test_{uuid.uuid4().hex[:12]}"
+    with server, server.cursor() as cursor:
+        cursor.execute(f"CREATE DATABASE {name} CHARACTER SET utf8mb4")
+        yield f"mysql://root@127.0.0.1:3306/{name}"
+        cursor.execute(f"DROP DATABASE {name}")
+
+
+@pytest.fixture
+def db(database_url: str) -> Iterator[Database]:
+    """A database with its schema."""
+    database = Database(database_url)
+    migrate(database)
+    yield database
+    database.close()
+
+
+class ManualClock:
+    """Stands still unless told."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+
+    def wall_s(self) -> float:
+        return self.now_s
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+class Make:
+    """Contract values with everything that a test does not care about filled in. Job "job", two ranks per host."""
+
+    T = 1_000.0
+
+    def spec(self, **changes: object) -> JobSpec:
+        fields = {"job": "job", "argv": ("train.py",), "workdir": "/tmp", "nnodes": 2, "nproc_per_node": 2}
+        return JobSpec(**(fields | changes))
+
+    def exited(self, rank: int = 0, *, generation: int = 1, last_step: int = 7, **changes: object) -> WorkerExited:
+        fields = {
+            "job": "job",
+            "generation": generation,
+            "rank": rank,
+            "pid": 100 + rank,
+            "exit_code": None,
+            "signal_number": 9,
+            "last_step": last_step,
+        }
+        return WorkerExited(**(fields | changes))
+
+    def signal(self, seq: int = 1, body: SignalBody | None = None, **changes: object) -> Signal:
+        fields = {"source": "host-a", "incarnation": "inc-a", "seq": seq, "at": self.T, "body": body or self.exited()}
+        return Signal(**(fields | changes))
+
+    def facts(self, host_id: str = "host-a") -> HostFacts:
+        return HostFacts(host_id, "10.0.0.1", "rack-1", f"{host_id}:7000", 29500, "0.1.0", 42)
+
+    def report(self, host_id: str = "host-a", *, sent_at: float = T, **changes: object) -> Report:
+        fields = {
+            "version": 1,
+            "incarnation": f"daemon-{host_id}",
+            "sent_at": sent_at,
+            "interval_s": 1.0,
+            "facts": self.facts(host_id),
+            "engine": EngineStatus(alive=True),
+        }
+        return Report(**(fields | changes))
+
+    def hosts(self, *host_ids: str) -> tuple[HostRanks, ...]:
+        return tuple(
+            HostRanks(host_id, "10.0.0.1", f"{host_id}:7000", (2 * n, 2 * n + 1)) for n, host_id in enumerate(host_ids)
+        )
+
+    def grant(self, generation: int = 1, *host_ids: str) -> GenerationPlan:
+        return GenerationPlan(
+            job="job",
+            generation=generation,
+            parent=generation - 1 if generation > 1 else None,
+            hosts=self.hosts(*(host_ids or ("host-a", "host-b"))),
+            peers={},
+            parent_lineage=tuple(LineageEntry(g) for g in range(1, generation)),
+            restart_count=generation - 1,
+        )
+
+    def placement(self, grant: GenerationPlan, restore_step: int | None = None) -> Placement:
+        restore = None if restore_step is None else RestorePlan(restore_step, {})
+        return Placement(
+            job="job",
+            generation=grant.generation,
+            world_size=4,
+            hosts=grant.hosts,
+            master_address="10.0.0.1",
+            master_port=29500,
+            peers={},
+            lineage=branch(grant.parent_lineage, restored_step=restore_step, generation=grant.generation),
+            restore=restore,
+            restart_count=grant.restart_count,
+        )
+
+    def incident(self, number: int = 1, state: str = "acting", **changes: object) -> Incident:
+        fields = {
+            "incident_id": f"inc-{number}",
+            "job": "job",
+            "host_id": "host-a",
+            "cause": "worker_killed",
+            "state": IncidentState(state),
+            "opened_at": self.T,
+            "since": self.T,
+            "message": "Rank 0 was killed.",
+            "generation": 1,
+            "observed_at": self.T,
+        }
+        return Incident(**(fields | changes))
+
+    def start(self, number: int = 1, generation: int = 1) -> Decision:
+        """A decision to start the job."""
+        grant = self.grant(generation)
+        plan = ActionPlan(DecisionKind.START_JOB, "job", self.spec(), generation, next=grant)
+        return Decision(
+            f"dec-{number}", "", "job", DecisionKind.START_JOB, "Hosts are there.", "start", self.T, {}, plan
+        )
+
+    def restart(self, number: int = 2, *, incident: str = "inc-1", generation: int = 1, **changes: object) -> Decision:
+        """A decision to restart `generation` in place."""
+        fields = {
+            "kind": DecisionKind.RESTART_IN_PLACE,
+            "job": "job",
+            "spec": self.spec(),
+            "generation": generation,
+            "stop_hosts": ("host-a", "host-b"),
+            "next": self.grant(generation + 1),
+        }
+        plan = ActionPlan(**(fields | changes))
+        return Decision(
+            f"dec-{number}", incident, "job", plan.kind, "Rank 0 was killed.", "restart_in_place", self.T, {}, plan
+        )
+
+    def stop_step(self, decision: Decision) -> PlaybookStep:
+        """The first move of a restart."""
+        plan = decision.action
+        assert plan is not None
+        action_id = decision.decision_id.replace("dec", "act")
+        drafts = tuple(
+            CommandDraft(f"{action_id}.stop.{host}.1", host, StopWorkers("job", plan.generation, 0.0), 15.0)
+            for host in plan.stop_hosts
+        )
+        return PlaybookStep("stop", ActionState.DISPATCHED, drafts, message="stopping")
+
+    def start_step(self, decision: Decision, restore_step: int | None = None) -> PlaybookStep:
+        """The move that starts the granted generation."""
+        plan = decision.action
+        assert plan is not None and plan.next is not None
+        placement = self.placement(plan.next, restore_step)
+        action_id = decision.decision_id.replace("dec", "act")
+        drafts = tuple(
+            CommandDraft(
+                f"{action_id}.start.{h.host_id}.1", h.host_id, StartWorkers(spec=plan.spec, placement=placement), 30.0
+            )
+            for h in placement.hosts
+        )
+        return PlaybookStep(
+            "start", ActionState.DISPATCHED, drafts, "starting", placement=placement, restore=placement.restore
+        )
+
+    def update(self, command_id: str, state: str = "succeeded", **changes: object) -> CommandUpdate:
+        fields = {
+            "command_id": command_id,
+            "host_id": command_id.split(".")[2],
+            "incarnation": "daemon",
+            "state": UpdateState(state),
+            "at": self.T,
+        }
+        return CommandUpdate(**(fields | changes))
+
+
+@pytest.fixture
+def make() -> Make:
+    return Make()
+
+
+class Stores:
+    """The stores of one database, and shortcuts for bringing it into a state."""
+
+    def __init__(self, db: Database, clock: ManualClock, make: Make) -> None:
+        self.db, self.clock, self.make = db, clock, make
+        self.decisions = SqlDecisionStore(db, clock)
+        self.actions = SqlActionStore(db, clock)
+        self.status = SqlStatusStore(db)
+        self.jobs = SqlJobStore(db)
+        self.log = SqlEventLog(db)
+        self.epoch = 0
+
+    def lead(self, holder: str = "controller#1") -> int:
+        grant = self.decisions.acquire_lease(holder, 10.0)
+        assert grant is not None
+        self.epoch = grant.epoch
+        return self.epoch
+
+    def commit(
+        self,
+        *,
+        signals: Sequence[Signal] = (),
+        cursor: Cursor | None = None,
+        steps: Mapping[str, PlaybookStep] | None = None,
+        epoch: int | None = None,
+        **outcome: object,
+    ) -> None:
+        self.decisions.commit(
+            epoch=epoch or self.epoch or self.lead(),
+            now=self.clock.wall_s(),
+            signals=signals,
+            cursor=cursor,
+            outcome=Outcome(**outcome),
+            first_steps=steps or {},
+        )
+
+    def run_job(self) -> None:
+        """The job runs its first generation on host-a and host-b."""
+        make = self.make
+        self.jobs.submit(make.spec(), make.T)
+        self.status.record_reports([(make.report("host-a"), make.T), (make.report("host-b"), make.T)])
+        start = make.start()
+        self.commit(
+            decisions=(start,),
+            steps={"act-1": make.start_step(start)},
+            jobs=(JobChange("job", JobState.RUNNING, "training"),),
+        )
+        for host in ("host-a", "host-b"):
+            self.actions.record(make.update(f"act-1.start.{host}.1"))
+        (action,) = self.actions.open_actions()
+        assert self.actions.apply(action, PlaybookStep("start", ActionState.SUCCEEDED), make.T)
+
+    def begin_restart(self) -> Decision:
+        """Rank 0 was killed; a restart has sent its stop commands."""
+        make = self.make
+        restart = make.restart()
+        self.commit(
+            signals=(make.signal(),),
+            incidents=(make.incident(action_id="act-2"),),
+            decisions=(restart,),
+            steps={"act-2": make.stop_step(restart)},
+        )
+        return restart
+
+    def kinds(self) -> list[EventKind]:
+        return [event.kind for _, event in self.log.read(None, 0, 1000)]
+
+
+@pytest.fixture
+def stores(db: Database, clock: ManualClock, make: Make) -> Stores:
+    return Stores(db, clock, make)

@@ -1,0 +1,134 @@
+"""Connections, transactions and migrations mean the same on SQLite and on MySQL or MariaDB."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Connection, insert, inspect, select, text, update
+
+from flyball.contracts.errors import StateVersionMismatch
+from services.store.database import Database, migrate
+from services.store.tables import bus_streams, log_head, metadata
+
+DEADLINE_S = 30.0
+MIGRATE = "import sys; from services.store.database import Database, migrate; migrate(Database(sys.argv[1]))"
+
+
+def test_the_migrated_schema_is_the_one_that_the_code_uses(db: Database) -> None:
+    with db.read() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, metadata) == []
+
+
+def test_migrating_again_changes_nothing(db: Database) -> None:
+    migrate(db)
+    with db.read() as connection:
+        assert connection.scalars(select(log_head.c.id)).all() == [1]
+
+
+def test_processes_that_migrate_at_once_all_succeed(database_url: str) -> None:
+    processes = [
+        subprocess.Popen([sys.executable, "-P", "-c", MIGRATE, database_url], stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    results = [(process.communicate(timeout=DEADLINE_S)[1], process.returncode) for process in processes]
+    assert [code for _, code in results] == [0, 0, 0], results
+    db = Database(database_url)
+    with db.read() as connection:
+        assert set(metadata.tables) <= set(inspect(connection).get_table_names())
+        assert connection.scalars(select(log_head.c.id)).all() == [1]
+    db.close()
+
+
+def test_an_upgrade_that_was_killed_half_way_is_finished(database_url: str) -> None:
+    db = Database(database_url)
+    with db.write() as connection:  # what MySQL leaves behind: some tables, no version
+        for name in ("decisions", "log_head", "jobs"):
+            metadata.tables[name].create(connection)
+    migrate(db)
+    with db.read() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+    db.close()
+
+
+def test_a_newer_schema_is_refused_with_the_next_step(db: Database) -> None:
+    with db.write() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(StateVersionMismatch, match="9999") as caught:
+        migrate(db)
+    assert "release" in caught.value.hint
+
+
+def test_a_database_without_tables_says_what_to_do(database_url: str) -> None:
+    db = Database(database_url)
+    with pytest.raises(StateVersionMismatch) as caught, db.read() as connection:
+        connection.execute(select(log_head))
+    assert "start the supervisor" in caught.value.hint
+    db.close()
+
+
+def test_a_write_that_raises_stores_nothing(db: Database) -> None:
+    with pytest.raises(RuntimeError), db.write() as connection:
+        connection.execute(insert(bus_streams).values(name="x", stream="s", head=0, tail=0))
+        raise RuntimeError
+    with db.read() as connection:
+        assert connection.execute(select(bus_streams)).all() == []
+
+
+def test_a_read_sees_one_state_however_long_it_takes(db: Database) -> None:
+    with db.read() as connection:
+        before = connection.scalar(select(log_head.c.revision))
+        with db.write() as other:
+            other.execute(update(log_head).values(revision=log_head.c.revision + 1))
+        assert connection.scalar(select(log_head.c.revision)) == before
+
+
+def test_writers_in_threads_wait_for_each_other(db: Database) -> None:
+    def add() -> None:
+        for _ in range(20):
+            with db.write() as connection:
+                value = connection.scalar(select(log_head.c.revision).with_for_update())
+                connection.execute(update(log_head).values(revision=value + 1))
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    with db.read() as connection:
+        assert connection.scalar(select(log_head.c.revision)) == 80
+
+
+def test_a_transaction_that_lost_a_deadlock_is_run_again(db: Database) -> None:
+    if db.is_sqlite:
+        pytest.skip("SQLite has one writer at a time, and so no deadlocks")
+    with db.write() as connection:
+        connection.execute(insert(bus_streams), [{"name": n, "stream": "s", "head": 0, "tail": 0} for n in "ab"])
+    both = threading.Barrier(2)
+    attempts: list[str] = []
+
+    def work(first: str, second: str) -> None:
+        def transaction(connection: Connection) -> None:
+            attempts.append(first)
+            for name in (first, second):
+                connection.execute(
+                    update(bus_streams).where(bus_streams.c.name == name).values(head=bus_streams.c.head + 1)
+                )
+                if attempts.count(first) == 1 and name == first:
+                    both.wait(DEADLINE_S)
+
+        db.transact(transaction)
+
+    threads = [threading.Thread(target=work, args=names) for names in (("a", "b"), ("b", "a"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    with db.read() as connection:
+        assert connection.scalars(select(bus_streams.c.head)).all() == [2, 2]
+    assert len(attempts) == 3  # one of the two had to begin again
