@@ -2,7 +2,8 @@
 
 Runs in a process forked from the warm spawner, or as `python -P -m host_daemon.child` in a fresh interpreter (a cold
 start). Its frames stay below the script's until the interpreter ends, so that atexit handlers and threads are treated
-as always, unless it failed. The functions here import nothing late: the daemon's own modules are forgotten before the script runs.
+as always, unless it failed. The functions here import nothing late: the daemon's own modules are forgotten before the
+script runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Collects every child that ends: our own, and orphans that came to us as their subreaper."""
+"""Collects how processes ended: our own children, orphans that came to us as their subreaper, and children of spawners,
+who report them."""
 
 from __future__ import annotations
 
@@ -23,11 +24,17 @@ class Reaper:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
 
     def watch(self, pid: int) -> asyncio.Future[ExitStatus]:
-        """Resolves with the status of this process if it ends as our child. Ask before it can end."""
+        """Resolves with the status of this process when it ends. Ask before it can end."""
         return self._watched.setdefault(pid, asyncio.get_running_loop().create_future())
 
     def forget(self, pid: int) -> None:
         self._watched.pop(pid, None)
+
+    def report(self, pid: int, status: ExitStatus) -> None:
+        """Somebody's child ended."""
+        watcher = self._watched.get(pid)
+        if watcher is not None and not watcher.done():
+            watcher.set_result(status)
 
     def _reap(self) -> None:
         while True:
@@ -37,6 +44,4 @@ class Reaper:
                 return
             if pid == 0:
                 return
-            watcher = self._watched.get(pid)
-            if watcher is not None and not watcher.done():
-                watcher.set_result(ExitStatus.of_wait_status(status))
+            self.report(pid, ExitStatus.of_wait_status(status))

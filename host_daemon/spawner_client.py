@@ -7,6 +7,7 @@ import itertools
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ import structlog
 
 from flyball.contracts.errors import FlyballError
 from host_daemon.processes import ExitStatus, launch
+from host_daemon.reaper import Reaper
 from host_daemon.spawn_wire import (
     HEADER,
     LEAVE,
@@ -41,8 +43,10 @@ class SpawnError(FlyballError):
     code = "spawn_failed"
 
 
-class SpawnedProcess(msgspec.Struct, frozen=True):
-    """A process that waits for leave. `exit_status` resolves if whoever started it lives to see its end."""
+@dataclass(frozen=True, slots=True)
+class SpawnedProcess:
+    """A process that waits for leave. `exit_status` resolves when it ends: its spawner says how, or, after the
+    spawner's death or a cold start, the daemon itself inherits it."""
 
     pid: int
     exit_status: asyncio.Future[ExitStatus]
@@ -61,29 +65,35 @@ class SpawnedProcess(msgspec.Struct, frozen=True):
 class SpawnerProcess:
     """One running spawner. Made by `start`."""
 
-    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, pid: int, reaper: Reaper, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         loop = asyncio.get_running_loop()
         self.pid = pid
+        self._reaper = reaper
         self.ready: asyncio.Future[Ready] = loop.create_future()
         self._writer = writer
         self._numbers = itertools.count(1)
         self._awaited: dict[int, asyncio.Future[SpawnedProcess]] = {}
-        self._children: dict[int, asyncio.Future[ExitStatus]] = {}
         self._listener = asyncio.create_task(self._listen(reader))
 
     @classmethod
-    async def start(cls, *, environment: Mapping[str, str], log_path: Path, state_dir: Path) -> SpawnerProcess:
-        """Launch it; `ready` resolves when torch is imported. Raises OSError."""
+    async def start(
+        cls, *, environment: Mapping[str, str], log_path: Path, state_dir: Path, reaper: Reaper
+    ) -> SpawnerProcess:
+        """Launch it; `ready` resolves when torch is imported. Raises SpawnError."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            pid = launch(
-                [sys.executable, "-P", "-m", "host_daemon.spawner", "--state-dir", str(state_dir)],
-                environment=environment,
-                log_path=log_path,
-                descriptor=theirs.fileno(),
-            )
+        try:
+            with theirs:
+                pid = launch(
+                    [sys.executable, "-P", "-m", "host_daemon.spawner", "--state-dir", str(state_dir)],
+                    environment=environment,
+                    log_path=log_path,
+                    descriptor=theirs.fileno(),
+                )
+        except OSError as error:
+            ours.close()
+            raise SpawnError(f"A spawner could not be started: {error}.", hint="see the host's limits") from error
         reader, writer = await asyncio.open_connection(sock=ours)
-        return cls(pid, reader, writer)
+        return cls(pid, reaper, reader, writer)
 
     @property
     def dead(self) -> bool:
@@ -93,7 +103,10 @@ class SpawnerProcess:
         await asyncio.shield(self._listener)
 
     async def unfit(self) -> str:
-        """Wait for the preload; says why nothing may be forked from it, '' if all is well."""
+        """Wait for the preload; says why nothing may be forked from it, '' if all is well.
+
+        Raises SpawnError if it died.
+        """
         try:
             ready = await asyncio.wait_for(asyncio.shield(self.ready), READY_TIMEOUT_S)
         except TimeoutError:
@@ -135,7 +148,7 @@ class SpawnerProcess:
             _log.info("spawner_ended", pid=self.pid, why=type(error).__name__)
         finally:
             if not self.ready.done():
-                self.ready.set_result(Ready("the spawner died during the preload, see spawner.log"))
+                self.ready.set_exception(SpawnError("The spawner died during its preload.", hint="see spawner.log"))
             for awaited in self._awaited.values():
                 if not awaited.done():
                     awaited.set_exception(SpawnError("The spawner died.", hint="see spawner.log"))
@@ -148,9 +161,7 @@ class SpawnerProcess:
             case Spawned(request_id=number, pid=pid, message=message):
                 self._hear_spawned(number, pid, message)
             case Exited(pid=pid):
-                status = self._children.pop(pid, None)
-                if status is not None and not status.done():
-                    status.set_result(ExitStatus(notice.exit_code, notice.signal_number))
+                self._reaper.report(pid, ExitStatus(notice.exit_code, notice.signal_number))
 
     def _hear_spawned(self, number: int, pid: int, message: str) -> None:
         awaited = self._awaited.get(number)
@@ -161,11 +172,10 @@ class SpawnerProcess:
         if not pid:
             awaited.set_exception(SpawnError(f"The spawner could not fork: {message}.", hint="see the host's limits"))
             return
-        status = self._children[pid] = asyncio.get_running_loop().create_future()
-        awaited.set_result(SpawnedProcess(pid, status, self))
+        awaited.set_result(SpawnedProcess(pid, self._reaper.watch(pid), self))
 
 
-def start_cold(order: Order, *, environment: Mapping[str, str], log_path: Path) -> SpawnedProcess:
+def start_cold(order: Order, *, environment: Mapping[str, str], log_path: Path, reaper: Reaper) -> SpawnedProcess:
     """Start a process in a fresh interpreter, as a child of the daemon. Raises SpawnError."""
     if isinstance(order, WorkerOrder):
         environment = order.environment
@@ -182,4 +192,4 @@ def start_cold(order: Order, *, environment: Mapping[str, str], log_path: Path) 
     except OSError as error:
         ours.close()
         raise SpawnError(f"A worker could not be started: {error.strerror}.", hint="see the host's limits") from error
-    return SpawnedProcess(pid, asyncio.get_running_loop().create_future(), ours)
+    return SpawnedProcess(pid, reaper.watch(pid), ours)

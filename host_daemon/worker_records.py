@@ -41,20 +41,21 @@ class WorkerRecords:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def load(self) -> tuple[list[WorkerRecord], list[JobRecord]]:
-        """Workers that had not ended, and the jobs of this host."""
+    async def load(self) -> tuple[list[tuple[WorkerRecord, bool]], list[JobRecord]]:
+        """Workers, each with whether its end was made a signal, and the jobs of this host."""
 
-        def work(connection: sqlite3.Connection) -> tuple[list[WorkerRecord], list[JobRecord]]:
-            workers = connection.execute(
-                "SELECT job, generation, rank, pid, start_ticks, spawned_at, log_path FROM workers WHERE ended = 0"
+        def work(connection: sqlite3.Connection) -> tuple[list[tuple[WorkerRecord, bool]], list[JobRecord]]:
+            rows = connection.execute(
+                "SELECT job, generation, rank, pid, start_ticks, spawned_at, log_path, ended FROM workers"
             ).fetchall()
             jobs = connection.execute("SELECT start FROM jobs").fetchall()
-            return [WorkerRecord(*row) for row in workers], [msgspec.json.decode(j, type=JobRecord) for (j,) in jobs]
+            workers = [(WorkerRecord(*row[:-1]), bool(row[-1])) for row in rows]
+            return workers, [msgspec.json.decode(j, type=JobRecord) for (j,) in jobs]
 
         return await self._database.run(work)
 
     async def begin(self, record: JobRecord) -> None:
-        """A generation begins here: its placement replaces the last one's, and workers that ended are forgotten."""
+        """A generation begins, after all older workers were ended: they are forgotten, as is the last placement."""
         blob = msgspec.json.encode(record)
         job = record.spec.job
 

@@ -1,0 +1,245 @@
+"""The daemon as a whole: makes the parts, connects them, runs them until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import uuid
+from collections.abc import Callable
+
+import structlog
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.engine_wire import EngineReply
+from flyball.contracts.errors import FlyballError
+from flyball.contracts.segments import shm_prefix
+from flyball.contracts.signals import EngineRestarted, SignalBody, WorkerExited, WorkerStartFailed
+from host_daemon.beacons import Beacons
+from host_daemon.command_journal import CommandJournal
+from host_daemon.commands import CommandLoop
+from host_daemon.database import Database
+from host_daemon.engine_client import EngineClient
+from host_daemon.engine_process import EngineKeeper
+from host_daemon.free_ports import FreePorts
+from host_daemon.generation_start import GenerationStarter
+from host_daemon.http_client import SupervisorClient
+from host_daemon.job_control import JobControl
+from host_daemon.outbox import Outbox
+from host_daemon.probes.preemption import PreemptionProbe
+from host_daemon.processes import ExitStatus, become_subreaper
+from host_daemon.reaper import Reaper
+from host_daemon.reporting import RESTORES_FACT, Reporter
+from host_daemon.settings import DaemonSettings
+from host_daemon.standby import Standbys
+from host_daemon.state_dir import StateDir
+from host_daemon.worker_errors import read_error
+from host_daemon.worker_records import Facts, WorkerRecords
+from host_daemon.workers import Worker, WorkerTable
+
+BEACON_INTERVAL_S = 0.05
+PREEMPTION_INTERVAL_S = 0.1
+LAST_REPORT_TIMEOUT_S = 2.0
+PREEMPTION_FACT = "preemption_notice_told"
+
+_log = structlog.get_logger(__name__)
+
+
+class Agent:
+    """One host's daemon. The state folder is open, and preflight has passed."""
+
+    def __init__(self, settings: DaemonSettings, state_dir: StateDir, clock: Clock) -> None:
+        incarnation = uuid.uuid4().hex
+        prefix = shm_prefix(str(state_dir.root), settings.shm_dir)
+        self._state_dir = state_dir
+        self._clock = clock
+        self._database = Database(state_dir.database)
+        self._facts = Facts(self._database)
+        self._records = WorkerRecords(self._database)
+        self._outbox = Outbox(self._database, clock, source=settings.host_id, incarnation=incarnation)
+        self._beacons = Beacons(shm_prefix=prefix, clock=clock)
+        self._reaper = Reaper()
+        self._workers = WorkerTable(records=self._records, reaper=self._reaper, clock=clock, on_exit=self._worker_ended)
+        self._standbys = Standbys(
+            state_dir=state_dir.root, log_path=state_dir.spawner_log, reaper=self._reaper, clock=clock
+        )
+        self._http = SupervisorClient(settings.supervisor_url, settings.token)
+        ports = FreePorts()
+        engine_client = EngineClient(state_dir.engine_socket)
+        self._engine = EngineKeeper(
+            settings,
+            state_dir,
+            engine_client,
+            clock,
+            on_restart=self._engine_restarted,
+            on_status=self._engine_answered,
+        )
+        self._reporter = Reporter(
+            settings,
+            clock,
+            incarnation=incarnation,
+            client=self._http,
+            outbox=self._outbox,
+            beacons=self._beacons,
+            engine=self._engine,
+            ports=ports,
+            facts=self._facts,
+        )
+        self._control = JobControl(
+            host_id=settings.host_id,
+            workers=self._workers,
+            beacons=self._beacons,
+            standbys=self._standbys,
+            starter=GenerationStarter(
+                address=settings.address,
+                state_dir=state_dir,
+                shm_prefix=prefix,
+                standbys=self._standbys,
+                workers=self._workers,
+                beacons=self._beacons,
+            ),
+            records=self._records,
+            signal=self._signal,
+            engine=self._engine,
+            engine_client=engine_client,
+            ports=ports,
+        )
+        self._commands = CommandLoop(
+            host_id=settings.host_id,
+            incarnation=incarnation,
+            client=self._http,
+            journal=CommandJournal(self._database),
+            clock=clock,
+            handler=self._control.carry_out,
+        )
+        self._incarnation = incarnation
+
+    async def run(self) -> None:
+        """Until SIGTERM or SIGINT, which end the workers and the engine in order. If this process is killed or fails,
+        they live on, and the next daemon adopts them."""
+        told_to_end = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, told_to_end.set)
+        become_subreaper()
+        self._reaper.start()
+        await self._take_over()
+        _log.info("daemon_started", incarnation=self._incarnation)
+        async with asyncio.TaskGroup() as group:
+            engine = group.create_task(self._engine.run())
+            loops = [
+                group.create_task(loop)
+                for loop in (
+                    self._reporter.run(),
+                    self._commands.run(),
+                    self._watch_beacons(),
+                    self._watch_for_preemption(),
+                )
+            ]
+            await told_to_end.wait()
+            _log.info("daemon_ends")
+            for task in (engine, *loops):
+                task.cancel()
+        await self._end()
+
+    async def _end(self) -> None:
+        await self._commands.close()
+        await self._control.stop_all()
+        await self._engine.stop()
+        with contextlib.suppress(FlyballError, TimeoutError):
+            await asyncio.wait_for(self._reporter.send_once(), LAST_REPORT_TIMEOUT_S)
+        self._standbys.close()
+        await self._http.close()
+        self._database.close()
+        self._state_dir.close()
+
+    async def _take_over(self) -> None:
+        """Go on where an earlier daemon of this folder stopped."""
+        signals = await self._outbox.load()
+        workers, jobs = await self._records.load()
+        for job in jobs:
+            self._control.take_over(job)
+        for record, ended in workers:
+            if record.rank >= 0:
+                self._beacons.watch(
+                    record.job, record.generation, record.rank, pid=record.pid, spawned_at=record.spawned_at
+                )
+            if ended:
+                self._beacons.worker_ended(record.job, record.generation, record.rank)
+            else:
+                self._workers.adopt(record, self._state_dir.error_file(record.job, record.generation, record.rank))
+        self._engine.restores_since = float(await self._facts.get(RESTORES_FACT) or 0.0)
+        if workers or signals:
+            _log.info("taken_over", workers=len(workers), jobs=len(jobs), spooled_signals=signals)
+
+    async def _signal(self, body: SignalBody) -> None:
+        await self._outbox.put(body)
+        self._reporter.wake()
+
+    async def _worker_ended(self, worker: Worker, status: ExitStatus) -> None:
+        record = worker.record
+        job, generation, rank = record.job, record.generation, record.rank
+        self._beacons.worker_ended(job, generation, rank)
+        ended = self._records.mark_ended(job, generation, rank)
+        if worker.is_store:
+            _log.info("store_ended", job=job, generation=generation, expected=worker.expected)
+            if not worker.expected:
+                message = f"The process that hosted the rendezvous store ended; see {record.log_path}."
+                await self._outbox.put(WorkerStartFailed(job, generation, 0, message), also=ended)
+                self._reporter.wake()
+            return
+        _log.info(
+            "worker_ended",
+            job=job,
+            generation=generation,
+            rank=rank,
+            pid=record.pid,
+            exit_code=status.exit_code,
+            signal_number=status.signal_number,
+            expected=worker.expected,
+        )
+        exited = WorkerExited(
+            job=job,
+            generation=generation,
+            rank=rank,
+            pid=record.pid,
+            exit_code=status.exit_code,
+            signal_number=status.signal_number,
+            last_step=self._beacons.last_step(job, generation, rank),
+            error=None if worker.expected else read_error(worker.error_file, worker.log_path, status),
+            expected=worker.expected,
+        )
+        await self._outbox.put(exited, also=ended)
+        self._reporter.wake()
+
+    async def _engine_restarted(self, body: EngineRestarted) -> None:
+        await self._signal(body)
+        await self._control.configure_engine()
+
+    async def _engine_answered(self, status: EngineReply) -> None:
+        await self._reporter.note_engine(status)
+
+    async def _watch_beacons(self) -> None:
+        def sample() -> None:
+            if self._beacons.sample():
+                self._reporter.wake()
+
+        await self._every(BEACON_INTERVAL_S, sample)
+
+    async def _watch_for_preemption(self) -> None:
+        told = await self._facts.get(PREEMPTION_FACT)
+        probe = PreemptionProbe(self._state_dir.preemption_notice, told)
+        while True:
+            notice = probe.check()
+            if notice is not None:
+                _log.warning("preemption_notice", deadline_at=notice.deadline_at, source=notice.source)
+                await self._signal(notice)
+                await self._facts.set(PREEMPTION_FACT, probe.identity)
+            await asyncio.sleep(PREEMPTION_INTERVAL_S)
+
+    async def _every(self, interval_s: float, work: Callable[[], None]) -> None:
+        """Call `work` at an interval, and note how late the event loop was."""
+        while True:
+            due = self._clock.monotonic_s() + interval_s
+            await asyncio.sleep(interval_s)
+            self._reporter.lagged_s = max(self._reporter.lagged_s, self._clock.monotonic_s() - due)
+            work()

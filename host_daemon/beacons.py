@@ -1,0 +1,264 @@
+"""Reads the beacons of this host's ranks: every step once, the moments of a worker's life, and where each rank is."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from flyball.beacon import BeaconReader, BeaconSnapshot, create_beacon
+from flyball.contracts.clock import Clock
+from flyball.contracts.cluster import RankStatus
+from flyball.contracts.decisions import RankPosition
+from flyball.contracts.errors import StateVersionMismatch
+from flyball.contracts.segments import beacon_path
+from flyball.contracts.signals import RankMarks, RankSteps
+
+MAX_WAITING_STEPS = 10_000  # per rank, while no report gets through
+STEPS_PER_REPORT = 1_000  # per rank
+EAGER_STEPS = 3  # the first steps of a generation are reported at once: they end an incident
+SAVE_BLOCKED_EVERY_S = 5.0
+_SEEN_SUFFIX = ".seen"
+
+_log = structlog.get_logger(__name__)
+
+
+class BeaconReadings(msgspec.Struct, frozen=True):
+    """What one report says of the ranks; `put_back` it if the report does not arrive."""
+
+    steps: tuple[RankSteps, ...]
+    marks: tuple[RankMarks, ...]
+    seen: tuple[tuple[str, int], ...]  # beacon path, steps completed so far
+
+
+@dataclass(slots=True)
+class _Watched:
+    job: str
+    generation: int
+    rank: int
+    pid: int
+    spawned_at: float
+    path: str
+    reader: BeaconReader
+    snapshot: BeaconSnapshot
+    count: int
+    waiting: deque[tuple[int, float]] = field(default_factory=deque)  # (step, wall time)
+    marks: RankMarks | None = None  # as last read
+    marks_reported: RankMarks | None = None
+    marks_reported_s: float = 0.0
+    live: bool = True
+    removed: bool = False  # its file is gone; kept until what was read from it is reported
+
+
+class Beacons:
+    """All beacons of this host, in the order in which their generations began."""
+
+    def __init__(self, *, shm_prefix: str, clock: Clock) -> None:
+        self._prefix = shm_prefix
+        self._clock = clock
+        self._watched: dict[tuple[str, int, int], _Watched] = {}
+
+    def create(self, job: str, generation: int, rank: int) -> None:
+        """A fresh beacon for a worker that is about to start. Raises MemoryTooSmall."""
+        path = beacon_path(self._prefix, job, generation, rank)
+        create_beacon(path)
+        Path(path + _SEEN_SUFFIX).unlink(missing_ok=True)
+
+    def watch(self, job: str, generation: int, rank: int, *, pid: int, spawned_at: float) -> None:
+        """Read this beacon from now on; one that an earlier daemon watched goes on where that one's reports ended."""
+        path = beacon_path(self._prefix, job, generation, rank)
+        try:
+            reader = BeaconReader(path)
+        except (OSError, StateVersionMismatch) as error:
+            _log.warning("beacon_unreadable", path=path, error=str(error))
+            return
+        self._watched[job, generation, rank] = _Watched(
+            job, generation, rank, pid, spawned_at, path, reader, reader.snapshot(), _read_seen(path)
+        )
+
+    def sample(self) -> bool:
+        """Read all beacons of live workers. True if something should be reported at once."""
+        urgent = False
+        for watched in self._watched.values():
+            if watched.live:
+                urgent |= self._read(watched)
+        return urgent
+
+    def worker_ended(self, job: str, generation: int, rank: int) -> None:
+        """Read a dead worker's beacon for the last time."""
+        watched = self._watched.get((job, generation, rank))
+        if watched is not None and watched.live:
+            self._read(watched)
+            watched.live = False
+
+    def last_step(self, job: str, generation: int, rank: int) -> int:
+        """The newest step that the rank completed, -1 if none."""
+        watched = self._watched.get((job, generation, rank))
+        return watched.snapshot.step if watched else -1
+
+    def positions(self, job: str, *, upto_generation: int) -> tuple[RankPosition, ...]:
+        """Where the ranks of the newest generation (up to one) are, or were when they died."""
+        ours = [w for w in self._watched.values() if w.job == job and w.generation <= upto_generation]
+        newest = max((w.generation for w in ours), default=0)
+        return tuple(RankPosition(w.rank, w.snapshot.step) for w in ours if w.generation == newest)
+
+    def statuses(self) -> tuple[RankStatus, ...]:
+        """Live workers, as their beacons show them."""
+        now_ns, wall_s = self._now()
+        return tuple(
+            RankStatus(
+                job=w.job,
+                generation=w.generation,
+                rank=w.rank,
+                pid=w.pid,
+                phase=w.snapshot.phase,
+                step=w.snapshot.step,
+                beacon_age_s=max(
+                    0.0,
+                    (now_ns - w.snapshot.moved_ns) / 1e9 if w.snapshot.moved_ns else wall_s - w.spawned_at,
+                ),
+            )
+            for w in self._watched.values()
+            if w.live
+        )
+
+    def take(self) -> BeaconReadings:
+        """Steps and moments that no report has carried yet."""
+        now_s = self._clock.monotonic_s()
+        steps: list[RankSteps] = []
+        marks: list[RankMarks] = []
+        seen: list[tuple[str, int]] = []
+        for watched in self._watched.values():
+            if watched.waiting:
+                steps += _runs(watched, [watched.waiting.popleft() for _ in range(_at_most(watched.waiting))])
+                seen.append((watched.path, watched.count - len(watched.waiting)))
+            if _marks_are_due(watched, now_s) and watched.marks is not None:
+                marks.append(watched.marks)
+                watched.marks_reported, watched.marks_reported_s = watched.marks, now_s
+        return BeaconReadings(tuple(steps), tuple(marks), tuple(seen))
+
+    def arrived(self, readings: BeaconReadings) -> None:
+        """Remember, beside the beacon, how far its steps were reported: a restarted daemon goes on there."""
+        for path, count in readings.seen:
+            if Path(path).exists():
+                _write_seen(path, count)
+        for key, watched in list(self._watched.items()):
+            if watched.removed and not watched.waiting:
+                del self._watched[key]
+
+    def put_back(self, readings: BeaconReadings) -> None:
+        """The report did not arrive."""
+        for run in reversed(readings.steps):
+            watched = self._watched.get((run.job, run.generation, run.rank))
+            if watched is not None:
+                watched.waiting.extendleft(
+                    reversed([(run.first_step + i, at) for i, at in enumerate(run.completed_at)])
+                )
+                _drop_oldest(watched)
+        for mark in readings.marks:
+            watched = self._watched.get((mark.job, mark.generation, mark.rank))
+            if watched is not None:
+                watched.marks_reported = None
+
+    def remove(self, job: str, *, before_generation: int | None = None) -> None:
+        """Delete the beacon files of a job's dead workers (of generations before one)."""
+        for watched in self._watched.values():
+            older = before_generation is None or watched.generation < before_generation
+            if watched.job == job and older and not watched.removed:
+                watched.removed, watched.live = True, False
+                watched.reader.close()
+                Path(watched.path).unlink(missing_ok=True)
+                Path(watched.path + _SEEN_SUFFIX).unlink(missing_ok=True)
+
+    def _now(self) -> tuple[int, float]:
+        return int(self._clock.monotonic_s() * 1e9), self._clock.wall_s()
+
+    def _read(self, watched: _Watched) -> bool:
+        now_ns, wall_s = self._now()
+
+        def wall(moment_ns: int) -> float:
+            return wall_s - (now_ns - moment_ns) / 1e9 if moment_ns else 0.0
+
+        snapshot = watched.reader.snapshot()
+        new = snapshot.steps_since(watched.count)
+        watched.snapshot = snapshot
+        watched.count = snapshot.step_count
+        watched.waiting.extend((step, wall(at_ns)) for step, at_ns in new)
+        _drop_oldest(watched)
+        watched.marks = _marks(watched, wall)
+        return bool(new) and snapshot.step_count - len(new) < EAGER_STEPS
+
+
+def _marks(watched: _Watched, wall: Callable[[int], float]) -> RankMarks:
+    """The moments of a worker's life. One that was converted before stays as it was: clocks are adjusted."""
+    snapshot, before = watched.snapshot, watched.marks
+
+    def moment(name: str, at_ns: int) -> float:
+        return (getattr(before, name) if before else 0.0) or wall(at_ns)
+
+    return RankMarks(
+        job=watched.job,
+        generation=watched.generation,
+        rank=watched.rank,
+        spawned_at=watched.spawned_at,
+        attached_at=moment("attached_at", snapshot.attached_ns),
+        restore_began_at=moment("restore_began_at", snapshot.restore_began_ns),
+        restored_at=moment("restored_at", snapshot.restored_ns),
+        first_step_at=moment("first_step_at", snapshot.first_step_ns),
+        save_blocked_s=snapshot.save_blocked_ns / 1e9,
+    )
+
+
+def _marks_are_due(watched: _Watched, now_s: float) -> bool:
+    """A new moment is due at once; the time that saves blocked grows with every save and is due now and then."""
+    marks, reported = watched.marks, watched.marks_reported
+    if marks == reported:
+        return False
+    if marks is None or reported is None or not watched.live:
+        return True
+    if msgspec.structs.replace(marks, save_blocked_s=reported.save_blocked_s) != reported:
+        return True
+    return now_s - watched.marks_reported_s >= SAVE_BLOCKED_EVERY_S
+
+
+def _runs(watched: _Watched, steps: Iterable[tuple[int, float]]) -> list[RankSteps]:
+    """Consecutive steps go into one record; a script that skips steps makes several."""
+    runs: list[tuple[int, list[float]]] = []
+    for step, at in steps:
+        if runs and step == runs[-1][0] + len(runs[-1][1]):
+            runs[-1][1].append(at)
+        else:
+            runs.append((step, [at]))
+    return [RankSteps(watched.job, watched.generation, watched.rank, first, tuple(at)) for first, at in runs]
+
+
+def _at_most(waiting: deque[tuple[int, float]]) -> int:
+    return min(len(waiting), STEPS_PER_REPORT)
+
+
+def _drop_oldest(watched: _Watched) -> None:
+    lost = len(watched.waiting) - MAX_WAITING_STEPS
+    if lost > 0:
+        _log.warning("steps_not_reported", job=watched.job, rank=watched.rank, steps=lost)
+        for _ in range(lost):
+            watched.waiting.popleft()
+
+
+def _read_seen(path: str) -> int:
+    try:
+        return int.from_bytes(Path(path + _SEEN_SUFFIX).read_bytes(), "little")
+    except FileNotFoundError:
+        return 0
+
+
+def _write_seen(path: str, count: int) -> None:
+    descriptor = os.open(path + _SEEN_SUFFIX, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.pwrite(descriptor, count.to_bytes(8, "little"), 0)
+    finally:
+        os.close(descriptor)

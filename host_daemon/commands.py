@@ -1,0 +1,217 @@
+"""Receives commands, obeys each at most once, and has every answer stored before it is sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import stamina
+import structlog
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.decisions import (
+    Command,
+    CommandBody,
+    CommandResult,
+    CommandUpdate,
+    EndJob,
+    SaveEmergency,
+    StartWorkers,
+    StopWorkers,
+    UpdateState,
+    WarmUp,
+)
+from flyball.contracts.errors import FlyballError, StaleCommand, TooBusy, Unreachable
+from host_daemon.command_journal import Admission, CommandJournal
+from host_daemon.http_client import SupervisorClient
+
+POLL_WAIT_S = 20.0
+POLL_RETRY_S = 0.2
+MAX_POLL_RETRY_S = 2.0
+REPEATED_PAUSE_S = 0.1  # when all that a poll brings is being worked on already
+ANSWER_TIMEOUT_S = 60.0  # then it is left to the repetition of the command
+
+_log = structlog.get_logger(__name__)
+
+Acknowledge = Callable[[CommandResult], Awaitable[None]]
+
+
+class CommandFailed(FlyballError):
+    """A command could not be carried out; `result` holds what is known all the same."""
+
+    def __init__(self, message: str, *, code: str, result: CommandResult | None = None, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+        self.result = result or CommandResult()
+
+
+# Carries out one command; `resumed` says that an earlier daemon began it, `acknowledged` that it had said so.
+Handler = Callable[[Command, "Progress"], Awaitable[CommandResult]]
+
+
+class Progress:
+    """What a handler needs of the command's own life."""
+
+    def __init__(self, *, resumed: bool, acknowledged: bool, acknowledge: Acknowledge) -> None:
+        self.resumed = resumed
+        self.acknowledged = acknowledged
+        self.acknowledge = acknowledge
+
+
+def job_of(body: CommandBody) -> str:
+    """The job that a command is about."""
+    return body.spec.job if isinstance(body, WarmUp | StartWorkers) else body.job
+
+
+class CommandLoop:
+    """One long poll, and one task per command. Commands of a job are carried out one after the other."""
+
+    def __init__(
+        self,
+        *,
+        host_id: str,
+        incarnation: str,
+        client: SupervisorClient,
+        journal: CommandJournal,
+        clock: Clock,
+        handler: Handler,
+    ) -> None:
+        self._host_id = host_id
+        self._incarnation = incarnation
+        self._client = client
+        self._journal = journal
+        self._clock = clock
+        self._handler = handler
+        self._running: dict[str, tuple[Command, asyncio.Task[None]]] = {}  # by command_id
+        self._answers: dict[str, asyncio.Task[None]] = {}
+        self._turns: dict[str, asyncio.Lock] = {}  # by job
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        retry_s = POLL_RETRY_S
+        while True:
+            try:
+                batch = await self._client.commands(self._host_id, self._incarnation, wait_s=POLL_WAIT_S)
+            except TooBusy as error:
+                await asyncio.sleep(error.retry_after_s)
+                continue
+            except FlyballError as error:
+                _log.debug("no_commands", error=str(error))
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, MAX_POLL_RETRY_S)
+                continue
+            retry_s = POLL_RETRY_S
+            new = [c for c in batch.commands if c.command_id not in self._running]
+            for command in new:
+                task = asyncio.create_task(self._obey(command), name=command.command_id)
+                self._running[command.command_id] = (command, task)
+                task.add_done_callback(lambda done: self._running.pop(done.get_name(), None))
+            if batch.commands and not new:
+                await asyncio.sleep(REPEATED_PAUSE_S)
+
+    async def close(self) -> None:
+        """Give up what is being carried out, and sending answers; what was stored is sent on a repetition."""
+        tasks = [task for _, task in self._running.values()] + list(self._answers.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _obey(self, command: Command) -> None:
+        job = job_of(command.body)
+        try:
+            admission, answer = await self._journal.admit(command, job)
+        except FlyballError as error:
+            await self._answer(command, _failed(error), stored=False)
+            return
+        if admission is Admission.ANSWERED and answer is not None:
+            self._send(answer)
+            return
+        if admission is Admission.STALE:
+            message = f"{command.command_id} carries {command.fence}, and a newer one was obeyed."
+            await self._answer(command, (UpdateState.REFUSED, StaleCommand.code, message, CommandResult()))
+            return
+        self._supersede(command)
+        _log.info("command", id=command.command_id, kind=type(command.body).__name__, job=job, state=admission.value)
+        await self._carry_out(command, resumed=admission is Admission.RESUMED, acknowledged=answer is not None)
+
+    async def _carry_out(self, command: Command, *, resumed: bool, acknowledged: bool) -> None:
+        async def acknowledge(result: CommandResult) -> None:
+            await self._answer(command, (UpdateState.ACKNOWLEDGED, "", "", result))
+
+        progress = Progress(resumed=resumed, acknowledged=acknowledged, acknowledge=acknowledge)
+        try:
+            async with (
+                asyncio.timeout(command.deadline_s),
+                self._turns.setdefault(job_of(command.body), asyncio.Lock()),
+            ):
+                result = await self._handler(command, progress)
+        except TimeoutError:
+            message = f"Not done within {command.deadline_s:.1f} s."
+            await self._answer(command, (UpdateState.FAILED, "timed_out", message, CommandResult()))
+        except asyncio.CancelledError:
+            await self._answer(command, (UpdateState.FAILED, "superseded", "A newer command came.", CommandResult()))
+            raise
+        except FlyballError as error:
+            await self._answer(command, _failed(error))
+        else:
+            await self._answer(command, (UpdateState.SUCCEEDED, "", "", result))
+
+    def _supersede(self, newer: Command) -> None:
+        """What waits (for a save, for a standby) gives way to a command that ends the workers it waits for."""
+        if not isinstance(newer.body, StopWorkers | StartWorkers | EndJob):
+            return
+        for other, task in self._running.values():
+            same_job = job_of(other.body) == job_of(newer.body)
+            older = other.command_id != newer.command_id and other.fence <= newer.fence
+            if same_job and older and isinstance(other.body, SaveEmergency | WarmUp | StartWorkers):
+                task.cancel()
+
+    async def _answer(
+        self, command: Command, answer: tuple[UpdateState, str, str, CommandResult], *, stored: bool = True
+    ) -> None:
+        state, code, message, result = answer
+        update = CommandUpdate(
+            command_id=command.command_id,
+            host_id=self._host_id,
+            incarnation=self._incarnation,
+            state=state,
+            at=self._clock.wall_s(),
+            message=message,
+            code=code,
+            result=result,
+        )
+        log = _log.info if state in (UpdateState.SUCCEEDED, UpdateState.ACKNOWLEDGED) else _log.warning
+        log("answer", id=command.command_id, state=state.value, code=code, message=message)
+        if stored:
+            try:
+                await self._journal.store(update, job_of(command.body))
+            except FlyballError as error:  # it is sent all the same; a repetition of the command begins anew
+                _log.error("answer_not_stored", id=command.command_id, error=str(error))
+        self._send(update)
+
+    def _send(self, update: CommandUpdate) -> None:
+        """Send in the background; a later answer to the same command takes the place of an earlier one."""
+        earlier = self._answers.pop(update.command_id, None)
+        if earlier is not None:
+            earlier.cancel()
+        task = self._answers[update.command_id] = asyncio.create_task(self._deliver(update))
+        task.add_done_callback(lambda done: self._forget(update.command_id, done))
+
+    def _forget(self, command_id: str, task: asyncio.Task[None]) -> None:
+        if self._answers.get(command_id) is task:
+            del self._answers[command_id]
+
+    async def _deliver(self, update: CommandUpdate) -> None:
+        try:
+            async for attempt in stamina.retry_context(
+                on=(Unreachable, TooBusy), attempts=None, timeout=ANSWER_TIMEOUT_S, wait_initial=0.05, wait_max=2.0
+            ):
+                with attempt:
+                    await self._client.update(update)
+        except FlyballError as error:
+            _log.error("answer_not_delivered", id=update.command_id, error=str(error))
+
+
+def _failed(error: FlyballError) -> tuple[UpdateState, str, str, CommandResult]:
+    result = error.result if isinstance(error, CommandFailed) else CommandResult()
+    return UpdateState.FAILED, error.code, str(error), result

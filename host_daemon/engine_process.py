@@ -1,0 +1,201 @@
+"""Keeps a checkpoint engine running beside the daemon. It outlives the daemon, and a restarted daemon adopts it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import structlog
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.engine_wire import EngineReply, GetStatus
+from flyball.contracts.errors import FlyballError, Unreachable
+from flyball.contracts.signals import EngineRestarted
+from host_daemon.engine_client import EngineClient
+from host_daemon.processes import launch, open_pidfd, send_signal
+from host_daemon.settings import DaemonSettings
+from host_daemon.state_dir import StateDir
+
+POLL_S = 0.2
+START_TIMEOUT_S = 20.0
+HANG_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 10.0
+MAX_BACKOFF_S = 5.0
+
+_log = structlog.get_logger(__name__)
+
+
+class EngineKeeper:
+    """Starts or adopts the engine, polls it, restarts it when it died or hangs."""
+
+    def __init__(
+        self,
+        settings: DaemonSettings,
+        state_dir: StateDir,
+        client: EngineClient,
+        clock: Clock,
+        *,
+        on_restart: Callable[[EngineRestarted], Awaitable[None]],
+        on_status: Callable[[EngineReply], Awaitable[None]],
+    ) -> None:
+        self._settings = settings
+        self._state_dir = state_dir
+        self._client = client
+        self._clock = clock
+        self._on_restart = on_restart
+        self._on_status = on_status
+        self._pid = 0
+        self._alive = asyncio.Event()
+        self.restores_since = 0.0  # restores up to this wall time were seen; set it before `run` to go on there
+        self.status = EngineReply(ok=False)  # the newest answer, also while the engine is away
+
+    @property
+    def alive(self) -> bool:
+        return self._alive.is_set()
+
+    async def wait_alive(self, timeout_s: float) -> bool:
+        """Whether the engine is there, or comes within the time."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._alive.wait(), timeout_s)
+        return self.alive
+
+    async def run(self) -> None:
+        """Until cancelled. The engine itself is left running."""
+        had_one = self._state_dir.engine_pid.exists()
+        adopted = had_one and await self._adopt()
+        backoff_s = 0.1
+        while True:
+            if not adopted:
+                try:
+                    await self._start()
+                except (FlyballError, OSError) as error:
+                    _log.error("engine_not_started", error=str(error), next_try_s=backoff_s)
+                    await asyncio.sleep(backoff_s)
+                    backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                    continue
+                if had_one:
+                    await self._on_restart(EngineRestarted("The checkpoint engine was dead; another was started."))
+            adopted, had_one, backoff_s = False, True, 0.1
+            await self._watch()
+            self._alive.clear()
+            _log.warning("engine_died", pid=self._pid)
+
+    async def stop(self) -> None:
+        """End the engine in order: SIGTERM lets it finish what it commits."""
+        if not self._pid:
+            return
+        send_signal(self._pid, signal.SIGTERM)
+        if not await _ended(self._pid, STOP_TIMEOUT_S):
+            send_signal(self._pid, signal.SIGKILL)
+            await _ended(self._pid, STOP_TIMEOUT_S)
+        self._pid = 0
+
+    async def _adopt(self) -> bool:
+        """Take over an engine that an earlier daemon started; one that runs and does not answer is killed."""
+        try:
+            await self._note(await self._client.ask(GetStatus()))
+        except FlyballError as error:
+            pid = _engine_in(self._state_dir)
+            if pid:
+                _log.warning("engine_silent", pid=pid, error=str(error))
+                send_signal(pid, signal.SIGKILL)
+                await _ended(pid, STOP_TIMEOUT_S)
+            return False
+        _log.info("engine_adopted", pid=self._pid)
+        return True
+
+    async def _start(self) -> None:
+        settings = self._settings
+        argv = [sys.executable, "-P", "-m", "ckpt_engine.server"]
+        argv += ["--state-dir", str(self._state_dir.root), "--host-id", settings.host_id]
+        argv += ["--address", settings.address, "--token-file", str(settings.token_file)]
+        self._pid = launch(argv, environment=dict(os.environ), log_path=self._state_dir.engine_log)
+        pidfd = open_pidfd(self._pid)
+        try:
+            await self._answers(pidfd)
+        finally:
+            if pidfd is not None:
+                os.close(pidfd)
+        _log.info("engine_started", pid=self._pid, address=self.status.address)
+
+    async def _answers(self, pidfd: int | None) -> None:
+        deadline = self._clock.monotonic_s() + START_TIMEOUT_S
+        while self._clock.monotonic_s() < deadline:
+            if pidfd is None or _readable(pidfd):
+                raise Unreachable("The checkpoint engine ended while it started.", hint="see engine.log")
+            with contextlib.suppress(Unreachable):
+                await self._note(await self._client.ask(GetStatus(), timeout_s=1.0))
+                return
+            await asyncio.sleep(0.01)
+        send_signal(self._pid, signal.SIGKILL)
+        raise Unreachable(f"The checkpoint engine was not up within {START_TIMEOUT_S:.0f} s.", hint="see engine.log")
+
+    async def _watch(self) -> None:
+        """Poll the engine until it ends; one that is silent for too long is killed."""
+        ended = asyncio.Event()
+        pidfd = open_pidfd(self._pid)
+        if pidfd is None:
+            return
+        loop = asyncio.get_running_loop()
+        loop.add_reader(pidfd, ended.set)
+        answered = self._clock.monotonic_s()
+        try:
+            while not ended.is_set():
+                try:
+                    await self._note(await self._client.ask(GetStatus(restores_since=self.restores_since)))
+                    answered = self._clock.monotonic_s()
+                except FlyballError as error:
+                    self._alive.clear()
+                    if self._clock.monotonic_s() - answered > HANG_TIMEOUT_S:
+                        _log.error("engine_hangs", pid=self._pid, error=str(error))
+                        send_signal(self._pid, signal.SIGKILL)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), POLL_S)
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+
+    async def _note(self, reply: EngineReply) -> None:
+        self._pid = reply.pid or self._pid
+        self.status = reply
+        self.restores_since = max([self.restores_since, *(r.at for r in reply.restores)])
+        self._alive.set()
+        await self._on_status(reply)
+
+
+def _engine_in(state_dir: StateDir) -> int:
+    """The pid of a process that is this folder's engine, 0 if there is none."""
+    try:
+        pid = int(state_dir.engine_pid.read_text().split()[0])
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pid if b"ckpt_engine.server" in command and str(state_dir.root).encode() in command else 0
+
+
+def _readable(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+async def _ended(pid: int, timeout_s: float) -> bool:
+    """Wait for the end of a process that may not be our child."""
+    pidfd = open_pidfd(pid)
+    if pidfd is None:
+        return True
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(pidfd, ended.set)
+    try:
+        await asyncio.wait_for(ended.wait(), timeout_s)
+        return True
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)

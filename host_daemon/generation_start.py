@@ -1,0 +1,182 @@
+"""Starts one host's part of a generation: beacons, the rendezvous store, the workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from flyball.contracts.cluster import HostRanks, JobSpec, Placement
+from flyball.contracts.errors import NotFound, PortInUse
+from host_daemon.beacons import Beacons
+from host_daemon.free_ports import is_free
+from host_daemon.spawn_wire import Order, StoreOrder, WorkerOrder
+from host_daemon.spawner_client import SpawnedProcess
+from host_daemon.standby import Standbys
+from host_daemon.state_dir import StateDir, clear_errors
+from host_daemon.worker_environment import rank_environment
+from host_daemon.worker_records import STORE_RANK
+from host_daemon.workers import Worker, WorkerTable
+
+
+class GenerationStarter:
+    """Everything that is needed to start workers; knows nothing of commands."""
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        state_dir: StateDir,
+        shm_prefix: str,
+        standbys: Standbys,
+        workers: WorkerTable,
+        beacons: Beacons,
+    ) -> None:
+        self._address = address
+        self._state_dir = state_dir
+        self._shm_prefix = shm_prefix
+        self._standbys = standbys
+        self._workers = workers
+        self._beacons = beacons
+        self._waiting_stores: dict[str, tuple[int, Worker]] = {}  # job -> (port, store that the next generation takes)
+
+    async def start(
+        self,
+        spec: JobSpec,
+        placement: Placement,
+        host: HostRanks,
+        environment: Mapping[str, str],
+        store: Worker | None,
+    ) -> dict[str, int]:
+        """Start all ranks of this host at once; returns str(rank) -> pid. Older workers were ended before, except for
+        the `store` that was claimed.
+
+        Raises NotFound (script missing), PortInUse, StorageFull, MemoryTooSmall, SpawnError; nothing runs then.
+        """
+        check_script(spec)
+        job, generation = spec.job, placement.generation
+        if 0 in host.ranks:
+            await self._provide_store(spec, placement, store)
+        with clear_errors(self._state_dir.rank_log(spec.log_dir, job, generation, 0).parent):
+            self._make_folders(spec, generation, host.ranks)
+        orders = [self._order(spec, placement, host, local_rank, environment) for local_rank in range(len(host.ranks))]
+        for order in orders:
+            self._beacons.create(job, generation, order.rank)
+        started = await self._spawn(job, orders)
+        workers = [
+            self._workers.make(
+                process,
+                job=job,
+                generation=generation,
+                rank=order.rank,
+                log_path=Path(order.log_path),
+                error_file=self._state_dir.error_file(job, generation, order.rank),
+            )
+            for process, order in zip(started, orders, strict=True)
+        ]
+        await self._workers.add(zip(started, workers, strict=True))
+        for record in (worker.record for worker in workers):
+            self._beacons.watch(job, generation, record.rank, pid=record.pid, spawned_at=record.spawned_at)
+        return {str(worker.record.rank): worker.record.pid for worker in workers}
+
+    async def prepare_store(self, spec: JobSpec, generation: int, port: int) -> None:
+        """Have a store listen on a port that is about to be offered for the generation after `generation`.
+
+        Ranks on other hosts may be faster than rank 0's host; a refused connection would cost them half a second.
+        """
+        self.forget_store(spec.job)
+        self._waiting_stores[spec.job] = port, await self._start_store(spec, generation, port)
+
+    def claim_store(self, placement: Placement, host: HostRanks) -> Worker | None:
+        """The store that listens already where this placement wants one. Without a claim it is to be ended."""
+        port, store = self._waiting_stores.pop(placement.job, (0, None))
+        wanted = 0 in host.ranks and port == placement.master_port
+        return store if wanted and store is not None and not store.gone.is_set() else None
+
+    def forget_store(self, job: str) -> None:
+        """Whoever ends the job's workers ends the waiting store with them."""
+        self._waiting_stores.pop(job, None)
+
+    async def _provide_store(self, spec: JobSpec, placement: Placement, claimed: Worker | None) -> None:
+        if claimed is not None:
+            await self._workers.relabel(claimed, placement.generation)
+            return
+        if not is_free(placement.master_port):
+            raise PortInUse(
+                f"MASTER_PORT {placement.master_port} was taken before generation {placement.generation} began.",
+                hint="the next generation gets another port",
+            )
+        await self._start_store(spec, placement.generation, placement.master_port)
+
+    async def _start_store(self, spec: JobSpec, generation: int, port: int) -> Worker:
+        log_path = self._state_dir.store_log(spec.log_dir, spec.job, generation)
+        with clear_errors(log_path.parent):
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+        [process] = await self._spawn(spec.job, [StoreOrder(self._address, port, str(log_path))])
+        worker = self._workers.make(
+            process,
+            job=spec.job,
+            generation=generation,
+            rank=STORE_RANK,
+            log_path=log_path,
+            error_file=self._state_dir.error_file(spec.job, generation, STORE_RANK),
+        )
+        await self._workers.add([(process, worker)])
+        return worker
+
+    async def _spawn(self, job: str, orders: Sequence[Order]) -> list[SpawnedProcess]:
+        """All of them, or none."""
+        tasks = [asyncio.ensure_future(self._standbys.start(job, order)) for order in orders]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(outcome, SpawnedProcess):
+                    outcome.give_leave(granted=False)
+            raise
+
+    def _order(
+        self, spec: JobSpec, placement: Placement, host: HostRanks, local_rank: int, environment: Mapping[str, str]
+    ) -> WorkerOrder:
+        rank, generation = host.ranks[local_rank], placement.generation
+        return WorkerOrder(
+            rank=rank,
+            argv=spec.argv,
+            module=spec.module,
+            workdir=spec.workdir,
+            environment=rank_environment(
+                environment,
+                spec=spec,
+                placement=placement,
+                host=host,
+                local_rank=local_rank,
+                shm_prefix=self._shm_prefix,
+                engine_notify=str(self._state_dir.engine_notify),
+                error_file=str(self._state_dir.error_file(spec.job, generation, rank)),
+            ),
+            log_path=str(self._state_dir.rank_log(spec.log_dir, spec.job, generation, rank)),
+        )
+
+    def _make_folders(self, spec: JobSpec, generation: int, ranks: Sequence[int]) -> None:
+        self._state_dir.rank_log(spec.log_dir, spec.job, generation, 0).parent.mkdir(parents=True, exist_ok=True)
+        for rank in ranks:
+            error_file = self._state_dir.error_file(spec.job, generation, rank)
+            error_file.parent.mkdir(parents=True, exist_ok=True)
+            error_file.unlink(missing_ok=True)
+
+
+def check_script(spec: JobSpec) -> None:
+    """Raise NotFound if there is nothing to run. (Whether a module exists, only its interpreter can tell.)"""
+    workdir = Path(spec.workdir)
+    if not workdir.is_dir():
+        raise NotFound(
+            f"The working folder {workdir} does not exist on this host.",
+            hint="put the code at the same path everywhere",
+        )
+    script = workdir / spec.argv[0]
+    if not spec.module and not script.exists():
+        raise NotFound(
+            f"The script {script} does not exist on this host.", hint="put the code at the same path on every host"
+        )

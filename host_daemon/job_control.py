@@ -1,0 +1,240 @@
+"""What each command does on this host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping
+
+import structlog
+
+from flyball.contracts.cluster import HostRanks
+from flyball.contracts.decisions import (
+    Command,
+    CommandResult,
+    EndJob,
+    RankPosition,
+    SaveEmergency,
+    StartWorkers,
+    StopWorkers,
+    WarmUp,
+)
+from flyball.contracts.engine_wire import Arm, AwaitSaved, Configure, EngineReply, Flush, Release
+from flyball.contracts.errors import FlyballError, NotFound, Unreachable
+from flyball.contracts.signals import SignalBody, WorkerStartFailed
+from host_daemon.beacons import Beacons
+from host_daemon.commands import CommandFailed, Progress
+from host_daemon.engine_client import EngineClient, EngineRefused
+from host_daemon.engine_process import EngineKeeper
+from host_daemon.free_ports import FreePorts
+from host_daemon.generation_start import GenerationStarter
+from host_daemon.standby import Standbys
+from host_daemon.worker_environment import job_environment
+from host_daemon.worker_records import JobRecord, WorkerRecords
+from host_daemon.workers import WorkerTable
+
+ENGINE_WAIT_S = 5.0  # for an engine that is being restarted, before workers are started without it
+ENGINE_MARGIN_S = 2.0  # for the answer, beyond the time that the engine itself is given
+MAX_START_MESSAGE = 4_000
+
+_log = structlog.get_logger(__name__)
+
+
+class JobControl:
+    """Carries out commands; one at a time per job (the command loop sees to that)."""
+
+    def __init__(
+        self,
+        *,
+        host_id: str,
+        workers: WorkerTable,
+        beacons: Beacons,
+        standbys: Standbys,
+        starter: GenerationStarter,
+        records: WorkerRecords,
+        signal: Callable[[SignalBody], Awaitable[None]],
+        engine: EngineKeeper,
+        engine_client: EngineClient,
+        ports: FreePorts,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._host_id = host_id
+        self._workers = workers
+        self._beacons = beacons
+        self._standbys = standbys
+        self._starter = starter
+        self._records = records
+        self._signal = signal
+        self._engine = engine
+        self._engine_client = engine_client
+        self._ports = ports
+        self._environ = environ
+        self._jobs: dict[str, JobRecord] = {}
+
+    async def carry_out(self, command: Command, progress: Progress) -> CommandResult:
+        """Do what the command says. Raises FlyballError with what prevents it."""
+        match command.body:
+            case WarmUp() as body:
+                return await self._warm_up(body)
+            case StopWorkers() as body:
+                return await self._stop(body)
+            case StartWorkers() as body:
+                return await self._start(command, body, progress)
+            case SaveEmergency() as body:
+                return await self._save(command, body, progress)
+            case EndJob() as body:
+                return await self._end(command, body)
+
+    def take_over(self, record: JobRecord) -> None:
+        """A restarted daemon goes on with a job of the one before it."""
+        self._jobs[record.spec.job] = record
+        self._standbys.keep(record.spec.job, job_environment(self._environ, record.spec))
+
+    async def configure_engine(self) -> None:
+        """Tell a restarted engine of the generations that run."""
+        for record in self._jobs.values():
+            await self._configure(record)
+
+    async def stop_all(self) -> None:
+        """End every worker of this host, each with its job's grace."""
+        for job in self._workers.jobs:
+            record = self._jobs.get(job)
+            await self._workers.stop(self._workers.of(job), record.spec.stop_grace_s if record else 0.0)
+
+    async def _warm_up(self, body: WarmUp) -> CommandResult:
+        self._standbys.keep(body.spec.job, job_environment(self._environ, body.spec))
+        reason = await self._standbys.ready(body.spec.job)
+        if reason:
+            _log.warning("no_warm_standby", job=body.spec.job, reason=reason)
+        return CommandResult()
+
+    async def _stop(self, body: StopWorkers) -> CommandResult:
+        await self._stop_workers(body.job, body.generation, body.grace_s)
+        reply = await self._flush(body)
+        return CommandResult(
+            positions=self._positions(body.job, body.generation),
+            copies=tuple(c for c in reply.copies if c.job == body.job),
+            free_port=await self._offer_port(body),
+        )
+
+    async def _stop_workers(self, job: str, upto_generation: int, grace_s: float) -> None:
+        targets = self._workers.of(job, upto_generation=upto_generation)
+        self._starter.forget_store(job)
+        await self._workers.stop(targets, grace_s)
+        for worker in targets:
+            self._beacons.worker_ended(job, worker.record.generation, worker.record.rank)
+
+    async def _flush(self, body: StopWorkers) -> EngineReply:
+        """What the engine has after it committed all that was captured; nothing if it is away."""
+        try:
+            if not await self._engine.wait_alive(body.flush_timeout_s):
+                raise Unreachable("The checkpoint engine is away.")
+            request = Flush(body.job, body.flush_timeout_s)
+            return await self._engine_client.ask(request, timeout_s=body.flush_timeout_s + ENGINE_MARGIN_S)
+        except FlyballError as error:
+            _log.error("engine_not_flushed", job=body.job, error=str(error))
+            return EngineReply(ok=False)
+
+    def _positions(self, job: str, generation: int) -> tuple[RankPosition, ...]:
+        return self._beacons.positions(job, upto_generation=generation)
+
+    async def _offer_port(self, body: StopWorkers) -> int:
+        """A port at which the next generation's store listens already, should rank 0 come here."""
+        port = self._ports.find()
+        record = self._jobs.get(body.job)
+        if record is not None:
+            try:
+                await self._starter.prepare_store(record.spec, body.generation, port)
+            except FlyballError as error:
+                _log.warning("no_store_prepared", job=body.job, error=str(error))
+        return port
+
+    async def _start(self, command: Command, body: StartWorkers, progress: Progress) -> CommandResult:
+        spec, placement = body.spec, body.placement
+        host = placement.host(self._host_id)
+        if host is None:
+            raise NotFound(f"The placement has no ranks for {self._host_id}.", hint="this is a bug of the controller")
+        if progress.resumed:
+            return self._already_started(body, host)
+        environment = job_environment(self._environ, spec)
+        self._standbys.keep(spec.job, environment)
+        store = self._starter.claim_store(placement, host)
+        await self._workers.stop([w for w in self._workers.of(spec.job) if w is not store], grace_s=0.0)
+        self._beacons.remove(spec.job, before_generation=placement.generation)
+        record = JobRecord(spec, placement, command.fence)
+        await self._records.begin(record)
+        self._jobs[spec.job] = record
+        if await self._engine.wait_alive(ENGINE_WAIT_S):
+            await self._configure(record)
+        else:
+            _log.error("started_without_engine", job=spec.job, generation=placement.generation)
+        try:
+            pids = await self._starter.start(spec, placement, host, environment, store)
+        except FlyballError as error:
+            for rank in host.ranks:
+                await self._signal(
+                    WorkerStartFailed(spec.job, placement.generation, rank, str(error)[:MAX_START_MESSAGE])
+                )
+            raise
+        return CommandResult(pids=pids)
+
+    def _already_started(self, body: StartWorkers, host: HostRanks) -> CommandResult:
+        """An earlier daemon began this and was killed: workers that have their leave run, the others never existed."""
+        generation = body.placement.generation
+        live = {
+            w.record.rank: w.record.pid
+            for w in self._workers.live()
+            if w.record.job == body.spec.job and w.record.generation == generation
+        }
+        if set(live) != set(host.ranks):
+            raise CommandFailed(
+                f"The daemon was restarted while it started generation {generation}; "
+                f"{len(live)} of {len(host.ranks)} ranks run.",
+                code="interrupted",
+                hint="the controller grants another generation",
+            )
+        return CommandResult(pids={str(rank): pid for rank, pid in live.items()})
+
+    async def _save(self, command: Command, body: SaveEmergency, progress: Progress) -> CommandResult:
+        if not progress.acknowledged:
+            try:
+                reply = await self._engine_client.ask(Arm(command.fence, body.job, body.step))
+            except EngineRefused as error:
+                positions = _positions_of(error.reply)
+                raise CommandFailed(
+                    error.message, code=error.code, result=CommandResult(positions=positions), hint=error.hint
+                ) from error
+            await progress.acknowledge(CommandResult(positions=_positions_of(reply)))
+        reply = await self._engine_client.ask(
+            AwaitSaved(body.job, body.generation, body.step, body.deadline_s),
+            timeout_s=body.deadline_s + ENGINE_MARGIN_S,
+        )
+        return CommandResult(
+            positions=self._positions(body.job, body.generation),
+            copies=tuple(c for c in reply.copies if c.job == body.job),
+        )
+
+    async def _end(self, command: Command, body: EndJob) -> CommandResult:
+        self._starter.forget_store(body.job)
+        await self._stop_workers(body.job, body.generation, body.grace_s)
+        positions = self._positions(body.job, body.generation)
+        if await self._engine.wait_alive(ENGINE_WAIT_S):
+            try:
+                await self._engine_client.ask(Release(command.fence, body.job), timeout_s=command.deadline_s)
+            except FlyballError as error:
+                _log.error("engine_not_released", job=body.job, error=str(error))
+        self._beacons.remove(body.job)
+        self._standbys.drop(body.job)
+        self._jobs.pop(body.job, None)
+        await self._records.forget(body.job)
+        return CommandResult(positions=positions)
+
+    async def _configure(self, record: JobRecord) -> None:
+        request = Configure(record.fence, self._host_id, record.placement, record.spec.checkpoint)
+        try:
+            await self._engine_client.ask(request)
+        except FlyballError as error:  # training does not depend on it; the failure of saves is reported by itself
+            _log.error("engine_not_configured", job=record.spec.job, error=str(error))
+
+
+def _positions_of(reply: EngineReply) -> tuple[RankPosition, ...]:
+    return tuple(RankPosition(int(rank), step) for rank, step in reply.positions.items())

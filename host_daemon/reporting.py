@@ -1,0 +1,183 @@
+"""Sends reports: at once when something happened, else every interval."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import os
+from collections import deque
+
+import structlog
+
+from flyball.contracts.checkpoints import RestoreReport
+from flyball.contracts.clock import Clock
+from flyball.contracts.cluster import HostFacts
+from flyball.contracts.engine_wire import EngineReply, SaveFailure
+from flyball.contracts.errors import FlyballError, InvalidMessage, TooBusy, Unauthorized
+from flyball.contracts.signals import EngineStatus, Report, SaveFailed
+from flyball.contracts.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
+from host_daemon.beacons import BeaconReadings, Beacons
+from host_daemon.engine_process import EngineKeeper
+from host_daemon.free_ports import FreePorts, is_free
+from host_daemon.http_client import SupervisorClient
+from host_daemon.outbox import Outbox
+from host_daemon.settings import DaemonSettings
+from host_daemon.worker_records import Facts
+
+MIN_INTERVAL_S = 0.02  # between two reports, also when much happens
+RETRY_S = 0.25  # after a report that did not arrive, doubled up to the maximum
+MAX_RETRY_S = 2.0
+MAX_RESTORES = 256
+MAX_SAVE_FAILURES = 256
+RESTORES_FACT = "restores_reported_at"
+
+_log = structlog.get_logger(__name__)
+
+
+class Reporter:
+    """Composes and sends reports. One at a time; what happens meanwhile goes into the next."""
+
+    def __init__(
+        self,
+        settings: DaemonSettings,
+        clock: Clock,
+        *,
+        incarnation: str,
+        client: SupervisorClient,
+        outbox: Outbox,
+        beacons: Beacons,
+        engine: EngineKeeper,
+        ports: FreePorts,
+        facts: Facts,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._incarnation = incarnation
+        self._client = client
+        self._outbox = outbox
+        self._beacons = beacons
+        self._engine = engine
+        self._ports = ports
+        self._facts = facts
+        self._urgent = asyncio.Event()
+        self._restores: deque[RestoreReport] = deque(maxlen=MAX_RESTORES)
+        self._save_failures: deque[SaveFailure] = deque(maxlen=MAX_SAVE_FAILURES)
+        self._unreachable: tuple[str, ...] = ()
+        self._free_port = 0
+        self._version = importlib.metadata.version("flyball")
+        self._trouble = ""
+        self.lagged_s = 0.0  # the worst of the loop's delays since the last report
+
+    def wake(self) -> None:
+        """Something happened that should be reported at once."""
+        self._urgent.set()
+
+    async def note_engine(self, status: EngineReply) -> None:
+        """Take what is new in an answer of the engine."""
+        self._restores.extend(status.restores)
+        for failure in status.failures:
+            if failure not in self._save_failures:
+                self._save_failures.append(failure)
+                await self._outbox.put(
+                    SaveFailed(failure.job, failure.generation, failure.rank, failure.step, failure.message[:4_000])
+                )
+                self.wake()
+        if status.unreachable_peers != self._unreachable:
+            self._unreachable = status.unreachable_peers
+            self.wake()
+        if status.restores:
+            self.wake()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        retry_s = RETRY_S
+        while True:
+            self._urgent.clear()
+            try:
+                await self.send_once()
+            except TooBusy as error:
+                await asyncio.sleep(error.retry_after_s)
+            except FlyballError as error:
+                self._say(error)
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, MAX_RETRY_S)
+            else:
+                self._say(None)
+                retry_s = RETRY_S
+                if not self._outbox.has_unsent:
+                    await asyncio.sleep(MIN_INTERVAL_S)
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._urgent.wait(), self._settings.report_interval_s - MIN_INTERVAL_S)
+
+    async def send_once(self) -> None:
+        """Send one report. What it carried is due again if it did not arrive. Raises FlyballError."""
+        readings = self._beacons.take()
+        signals = self._outbox.due()
+        restores = tuple(self._restores)
+        lagged_s, self.lagged_s = self.lagged_s, 0.0
+        report = Report(
+            version=WIRE_VERSION,
+            incarnation=self._incarnation,
+            sent_at=self._clock.wall_s(),
+            interval_s=self._settings.report_interval_s,
+            facts=self._host_facts(),
+            engine=self._engine_status(),
+            signals=signals,
+            ranks=self._beacons.statuses(),
+            steps=readings.steps,
+            marks=readings.marks,
+            restores=restores,
+            copies=self._engine.status.copies if self._engine.alive else (),
+            lagged_s=lagged_s,
+        )
+        try:
+            reply = await self._client.report(report)
+        except BaseException as error:
+            self._outbox.not_sent(signals)
+            if isinstance(error, InvalidMessage):
+                # It would be refused for ever. Its signals stay in the spool; its state is old news by then.
+                _log.error("report_refused", error=str(error), size_bytes=len(encode(report)), limit=MAX_MESSAGE_BYTES)
+            else:
+                self._beacons.put_back(readings)
+            raise
+        await self._after(readings, restores)
+        await self._outbox.committed(reply.committed)
+
+    async def _after(self, readings: BeaconReadings, restores: tuple[RestoreReport, ...]) -> None:
+        self._beacons.arrived(readings)
+        for restore in restores:
+            self._restores.remove(restore)
+        if restores:
+            await self._facts.set(RESTORES_FACT, repr(max(r.at for r in restores)))
+
+    def _host_facts(self) -> HostFacts:
+        if not self._free_port or not is_free(self._free_port):
+            self._free_port = self._ports.find()
+        settings = self._settings
+        return HostFacts(
+            host_id=settings.host_id,
+            address=settings.address,
+            failure_domain=settings.failure_domain,
+            engine_address=self._engine.status.address if self._engine.alive else "",
+            free_port=self._free_port,
+            daemon_version=self._version,
+            pid=os.getpid(),
+        )
+
+    def _engine_status(self) -> EngineStatus:
+        status = self._engine.status
+        return EngineStatus(self._engine.alive, status.unreachable_peers, status.counters)
+
+    def _say(self, error: FlyballError | None) -> None:
+        """Log a change, not every repetition."""
+        trouble = type(error).__name__ if error else ""
+        if trouble == self._trouble:
+            return
+        self._trouble = trouble
+        if error is None:
+            _log.info("supervisor_answers")
+        elif isinstance(error, Unauthorized):
+            _log.error("supervisor_refuses", error=str(error))
+        else:
+            _log.warning("supervisor_away", error=str(error), note="workers run on, signals are kept")

@@ -1,0 +1,126 @@
+"""Warm standbys: one spawner per environment that a job of this host has or will have."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import structlog
+
+from flyball.contracts.clock import Clock
+from host_daemon.reaper import Reaper
+from host_daemon.spawn_wire import Order
+from host_daemon.spawner_client import SpawnedProcess, SpawnerProcess, SpawnError, start_cold
+
+MAX_EARLY_DEATHS = 3
+EARLY_S = 60.0
+RESTART_DELAY_S = 0.2
+
+_log = structlog.get_logger(__name__)
+
+
+class Standbys:
+    """Keeps a spawner ready for every job that asked for one, and starts processes through it, or cold."""
+
+    def __init__(self, *, state_dir: Path, log_path: Path, reaper: Reaper, clock: Clock) -> None:
+        self._state_dir = state_dir
+        self._log_path = log_path
+        self._reaper = reaper
+        self._clock = clock
+        self._by_job: dict[str, _Standby] = {}
+
+    def keep(self, job: str, environment: Mapping[str, str]) -> None:
+        """Have a spawner with this environment for the job; jobs with the same environment share one."""
+        wanted = dict(environment)
+        if job in self._by_job and self._by_job[job].environment == wanted:
+            return
+        self.drop(job)
+        same = next((s for s in self._by_job.values() if s.environment == wanted), None)
+        self._by_job[job] = same or _Standby(wanted, self._state_dir, self._log_path, self._reaper, self._clock)
+
+    def drop(self, job: str) -> None:
+        """The job needs none any more."""
+        standby = self._by_job.pop(job, None)
+        if standby is not None and standby not in self._by_job.values():
+            standby.close()
+
+    async def ready(self, job: str) -> str:
+        """Wait until processes of the job can be started; '' if warm, else the reason why they start cold."""
+        return await self._by_job[job].ready()
+
+    async def start(self, job: str, order: Order) -> SpawnedProcess:
+        """Start one process, which then waits for its leave. `keep` was called before. Raises SpawnError."""
+        return await self._by_job[job].start(order)
+
+    def close(self) -> None:
+        for job in list(self._by_job):
+            self.drop(job)
+
+
+class _Standby:
+    def __init__(
+        self, environment: dict[str, str], state_dir: Path, log_path: Path, reaper: Reaper, clock: Clock
+    ) -> None:
+        self.environment = environment
+        self._state_dir = state_dir
+        self._log_path = log_path
+        self._reaper = reaper
+        self._clock = clock
+        self._spawner: SpawnerProcess | None = None
+        self._cold_because = ""
+        self._settled = asyncio.Event()  # set while there is a spawner, or it is clear that there will be none
+        self._task = asyncio.create_task(self._maintain())
+
+    async def ready(self) -> str:
+        await self._settled.wait()
+        return self._cold_because
+
+    async def start(self, order: Order) -> SpawnedProcess:
+        await self._settled.wait()
+        if self._spawner is not None:
+            try:
+                return await self._spawner.spawn(order)
+            except SpawnError as error:
+                _log.warning("cold_start", reason=str(error))
+        return start_cold(order, environment=self.environment, log_path=self._log_path, reaper=self._reaper)
+
+    def close(self) -> None:
+        self._task.cancel()
+        if self._spawner is not None:
+            self._spawner.close()
+
+    async def _maintain(self) -> None:
+        deaths = 0
+        while deaths < MAX_EARLY_DEATHS:
+            began = self._clock.monotonic_s()
+            with contextlib.suppress(SpawnError):
+                self._cold_because = await self._serve_one()
+                if self._cold_because:
+                    break
+            deaths = deaths + 1 if self._clock.monotonic_s() - began < EARLY_S else 1
+            _log.warning("spawner_restart", deaths=deaths)
+            await asyncio.sleep(RESTART_DELAY_S * deaths)
+        self._cold_because = self._cold_because or "its spawner died again and again, see spawner.log"
+        _log.warning("cold_starts", reason=self._cold_because)
+        self._settled.set()
+
+    async def _serve_one(self) -> str:
+        """Until the spawner dies, or turns out to be unfit, which is returned."""
+        spawner = await SpawnerProcess.start(
+            environment=self.environment, log_path=self._log_path, state_dir=self._state_dir, reaper=self._reaper
+        )
+        try:
+            unfit = await spawner.unfit()
+            if unfit:
+                return unfit
+            _log.info("spawner_ready", pid=spawner.pid)
+            self._spawner = spawner
+            self._settled.set()
+            await spawner.wait_dead()
+            return ""
+        finally:
+            self._spawner = None
+            self._settled.clear()
+            spawner.close()

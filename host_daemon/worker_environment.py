@@ -1,0 +1,67 @@
+"""The environment of a worker: the daemon's own, the job's, torchrun's variables and Flyball's. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flyball.contracts import wire, worker_env
+from flyball.contracts.cluster import HostRanks, JobSpec, Placement
+from flyball.contracts.segments import beacon_path
+
+
+def job_environment(base: Mapping[str, str], spec: JobSpec) -> dict[str, str]:
+    """What all workers of a job have in common, and the spawner has already when it imports torch."""
+    environment = {**base, **spec.env}
+    if spec.nproc_per_node > 1:
+        environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun; N ranks with N threads each would crawl
+    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    # torch looks up the name of every address that it connects to. One lost answer of the name server would hold up a
+    # rendezvous, and so every restart, for the resolver's default of 5 s.
+    environment.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+    return environment
+
+
+def rank_environment(
+    environment: Mapping[str, str],
+    *,
+    spec: JobSpec,
+    placement: Placement,
+    host: HostRanks,
+    local_rank: int,
+    shm_prefix: str,
+    engine_notify: str,
+    error_file: str,
+) -> dict[str, str]:
+    """The complete environment of one rank, `environment` being its job's."""
+    rank = host.ranks[local_rank]
+    restore = placement.restore
+    torchrun = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": placement.world_size,
+        "LOCAL_WORLD_SIZE": len(host.ranks),
+        "GROUP_RANK": placement.hosts.index(host),
+        "GROUP_WORLD_SIZE": len(placement.hosts),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": placement.world_size,
+        "MASTER_ADDR": placement.master_address,
+        "MASTER_PORT": placement.master_port,
+        "TORCHELASTIC_RESTART_COUNT": placement.restart_count,
+        "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+        "TORCHELASTIC_RUN_ID": placement.job,
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is a process of its own, see store_server
+    }
+    flyball = {
+        worker_env.JOB: placement.job,
+        worker_env.GENERATION: placement.generation,
+        worker_env.HOST_ID: host.host_id,
+        worker_env.BEACON: beacon_path(shm_prefix, placement.job, placement.generation, rank),
+        worker_env.SHM_PREFIX: shm_prefix,
+        worker_env.ENGINE_NOTIFY: engine_notify,
+        worker_env.RESTORE_STEP: "" if restore is None else restore.step,
+        worker_env.CHECKPOINT: wire.encode(spec.checkpoint).decode(),
+        worker_env.LINEAGE: wire.encode(placement.lineage).decode(),
+    }
+    return {**environment, **{name: str(value) for name, value in (torchrun | flyball).items()}}

@@ -1,0 +1,80 @@
+"""What ended a worker: torch's error file first, else the end of its log."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import msgspec
+
+from flyball.contracts.cluster import WorkerError
+from host_daemon.processes import ExitStatus
+
+MAX_MESSAGE_CHARS = 4_000
+MAX_TRACEBACK_CHARS = 12_000
+_TAIL_BYTES = 32 << 10
+_SIGNALS_OF_FAILURE = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+
+_EXCEPTION_LINE = re.compile(r"^(?P<kind>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re.MULTILINE)
+_CPP_TERMINATE = re.compile(
+    r"terminate called after throwing an instance of '(?P<kind>[^']+)'\s+what\(\):\s*(?P<message>.*)"
+)
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+def read_error(error_file: Path, log_path: Path, status: ExitStatus) -> WorkerError | None:
+    """None if neither says anything. A log is asked only about a worker that failed by itself: one that was killed may
+    well have printed a traceback of something that it survived."""
+    if status.exit_code == 0:
+        return None
+    error = _from_error_file(error_file)
+    by_itself = status.exit_code is not None or status.signal_number in _SIGNALS_OF_FAILURE
+    return error if error is not None or not by_itself else _from_log(log_path)
+
+
+def _from_error_file(path: Path) -> WorkerError | None:
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return None
+    message = content.get("message") if isinstance(content, dict) else None
+    extra: object = {}
+    if isinstance(message, dict):
+        message, extra = message.get("message", ""), message.get("extraInfo", {})
+    if not isinstance(message, str):
+        return None
+    kind, text = _split(message)
+    callstack = extra.get("py_callstack", "") if isinstance(extra, dict) else ""
+    return _bounded(kind, text, callstack if isinstance(callstack, str) else "")
+
+
+def _from_log(path: Path) -> WorkerError | None:
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
+            tail = log.read(_TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return None
+    start = tail.rfind(_TRACEBACK)
+    if start >= 0:
+        # The exception is named on the first line after the traceback's header that is not indented.
+        header_end = start + len(_TRACEBACK)
+        found = _EXCEPTION_LINE.search(tail, header_end)
+        if found:
+            return _bounded(found["kind"], found["message"] or "", tail[start : found.end()])
+    found = _CPP_TERMINATE.search(tail)
+    if found:
+        return _bounded(found["kind"], found["message"], tail[found.start() :])
+    return None
+
+
+def _split(message: str) -> tuple[str, str]:
+    """ "ValueError: no" -> ("ValueError", "no"); a message that names no class has kind ''."""
+    found = re.match(r"([A-Za-z_][\w.]*)(?:: |$)", message)
+    return (found[1], message[found.end() :]) if found else ("", message)
+
+
+def _bounded(kind: str, message: str, traceback: str) -> WorkerError:
+    return WorkerError(kind.rpartition(".")[2], message[:MAX_MESSAGE_CHARS], traceback[-MAX_TRACEBACK_CHARS:])

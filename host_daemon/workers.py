@@ -1,0 +1,233 @@
+"""The processes that run for jobs on this host: start, notice the end, stop, adopt."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.errors import FlyballError
+from host_daemon.processes import (
+    ExitStatus,
+    is_alive,
+    open_pidfd,
+    read_stat,
+    send_signal,
+    session_members,
+    signal_group,
+)
+from host_daemon.reaper import Reaper
+from host_daemon.spawner_client import SpawnedProcess
+from host_daemon.worker_records import STORE_RANK, WorkerRecord, WorkerRecords
+
+STATUS_TIMEOUT_S = 1.0  # from the end of a process to the word of its spawner how it ended
+KILL_TIMEOUT_S = 10.0
+_RESCAN_S = 0.005
+
+_log = structlog.get_logger(__name__)
+
+
+class WorkersRemain(FlyballError):
+    """Processes survived SIGKILL (stuck in the kernel, as a rule in a driver or a dead network file system)."""
+
+    code = "workers_remain"
+
+
+@dataclass(eq=False, slots=True)
+class Worker:
+    """One process, the leader of a session of its own. Its pid is the session's and the group's id."""
+
+    record: WorkerRecord
+    error_file: Path
+    exit_status: asyncio.Future[ExitStatus] | None  # None: adopted, nobody can know
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    expected: bool = False  # we ended it ourselves
+    had_children: bool = False  # others of its session lived on when it ended
+    handled: asyncio.Event = field(default_factory=asyncio.Event)  # its end was made a signal
+
+    @property
+    def log_path(self) -> Path:
+        return Path(self.record.log_path)
+
+    @property
+    def is_store(self) -> bool:
+        return self.record.rank == STORE_RANK
+
+
+ExitHandler = Callable[[Worker, ExitStatus], Awaitable[None]]
+
+
+class WorkerTable:
+    """Every worker of this host that runs, or ran in a generation that was not yet stopped."""
+
+    def __init__(self, *, records: WorkerRecords, reaper: Reaper, clock: Clock, on_exit: ExitHandler) -> None:
+        self._records = records
+        self._reaper = reaper
+        self._clock = clock
+        self._on_exit = on_exit
+        self._workers: list[Worker] = []
+        self._settling: set[asyncio.Task[None]] = set()
+
+    def of(self, job: str, *, upto_generation: int | None = None) -> list[Worker]:
+        """The job's workers, up to and including a generation."""
+        return [
+            w
+            for w in self._workers
+            if w.record.job == job and (upto_generation is None or w.record.generation <= upto_generation)
+        ]
+
+    def live(self) -> list[Worker]:
+        """Workers (not stores) whose process runs."""
+        return [w for w in self._workers if not w.gone.is_set() and not w.is_store]
+
+    @property
+    def jobs(self) -> set[str]:
+        return {w.record.job for w in self._workers}
+
+    async def add(self, started: Iterable[tuple[SpawnedProcess, Worker]]) -> None:
+        """Record processes that wait for their leave, watch them, and let them run."""
+        pairs = list(started)
+        try:
+            await self._records.add([worker.record for _, worker in pairs])
+        except BaseException:
+            for process, _ in pairs:
+                process.give_leave(granted=False)
+            raise
+        for process, worker in pairs:
+            self._workers.append(worker)
+            self._watch(worker)
+            process.give_leave()
+
+    def make(
+        self, process: SpawnedProcess, *, job: str, generation: int, rank: int, log_path: Path, error_file: Path
+    ) -> Worker:
+        """The worker that a started process is."""
+        stat = read_stat(process.pid)
+        record = WorkerRecord(
+            job=job,
+            generation=generation,
+            rank=rank,
+            pid=process.pid,
+            start_ticks=stat.start_ticks if stat else 0,
+            spawned_at=self._clock.wall_s(),
+            log_path=str(log_path),
+        )
+        return Worker(record, error_file, process.exit_status)
+
+    async def relabel(self, worker: Worker, generation: int) -> None:
+        """A store that waited becomes that of a generation."""
+        worker.record = msgspec.structs.replace(worker.record, generation=generation)
+        await self._records.add([worker.record])
+
+    def adopt(self, record: WorkerRecord, error_file: Path) -> Worker:
+        """Watch a worker that an earlier daemon started; one that has ended meanwhile is handled as such."""
+        worker = Worker(record, error_file, exit_status=None)
+        self._workers.append(worker)
+        if is_alive(record.pid, record.start_ticks):
+            self._watch(worker)
+        else:
+            self._note_end(worker)
+        return worker
+
+    async def stop(self, workers: list[Worker], grace_s: float) -> None:
+        """End these workers and everything in their sessions: SIGTERM, the grace, SIGKILL.
+
+        Returns when none is left, and forgets them. Raises WorkersRemain.
+        """
+        for worker in workers:
+            if worker.gone.is_set():
+                await worker.handled.wait()  # then it is known what it left behind
+            else:
+                worker.expected = True
+        targets = [w for w in workers if not w.gone.is_set() or w.had_children]
+        if grace_s > 0 and targets:
+            for worker in targets:
+                signal_group(worker.record.pid, signal.SIGTERM)
+                signal_group(worker.record.pid, signal.SIGCONT)  # one that is stopped could not act on it
+            await self._sessions_end(targets, grace_s)
+        for worker in targets:
+            signal_group(worker.record.pid, signal.SIGKILL)
+            if not worker.gone.is_set():
+                send_signal(worker.record.pid, signal.SIGKILL)
+        await self._all_gone(targets, KILL_TIMEOUT_S)
+        await self._sessions_end(targets, KILL_TIMEOUT_S, kill=True)
+        left = [f"rank {w.record.rank} (pid {w.record.pid})" for w in targets if not w.gone.is_set()]
+        if left:
+            raise WorkersRemain(f"Killed, but still there: {', '.join(left)}.", hint="the host needs a reboot")
+        for worker in workers:
+            await worker.handled.wait()
+            self._workers.remove(worker)
+
+    async def _all_gone(self, workers: list[Worker], timeout_s: float) -> None:
+        waits = [asyncio.ensure_future(w.gone.wait()) for w in workers if not w.gone.is_set()]
+        if waits:
+            _, pending = await asyncio.wait(waits, timeout=timeout_s)
+            for wait in pending:
+                wait.cancel()
+
+    async def _sessions_end(self, workers: list[Worker], timeout_s: float, *, kill: bool = False) -> None:
+        """Wait until nobody of these sessions is left, or the time is over."""
+        await self._all_gone(workers, 0.0 if kill else timeout_s)
+        leaders = {w.record.pid: w.record.start_ticks for w in workers}
+        deadline = self._clock.monotonic_s() + timeout_s
+        while leaders:
+            members = await asyncio.to_thread(session_members, leaders)
+            left = [pid for pid, session in members.items() if not _is_recycled(session, leaders[session])]
+            if not left:
+                return
+            if self._clock.monotonic_s() > deadline:
+                break
+            if kill:
+                for pid in left:
+                    send_signal(pid, signal.SIGKILL)
+            await asyncio.sleep(_RESCAN_S)
+        if kill and leaders:
+            raise WorkersRemain(f"Killed, but still there: processes {left}.", hint="the host needs a reboot")
+
+    def _watch(self, worker: Worker) -> None:
+        descriptor = open_pidfd(worker.record.pid)
+        if descriptor is None:
+            self._note_end(worker)
+            return
+        loop = asyncio.get_running_loop()
+
+        def ended() -> None:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+            self._note_end(worker)
+
+        loop.add_reader(descriptor, ended)
+
+    def _note_end(self, worker: Worker) -> None:
+        worker.gone.set()
+        task = asyncio.create_task(self._settle(worker))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    async def _settle(self, worker: Worker) -> None:
+        status = ExitStatus()
+        if worker.exit_status is not None:
+            try:
+                status = await asyncio.wait_for(worker.exit_status, STATUS_TIMEOUT_S)
+            except TimeoutError:
+                _log.warning("exit_status_unknown", pid=worker.record.pid)
+            self._reaper.forget(worker.record.pid)
+        try:
+            await self._on_exit(worker, status)
+            if not worker.expected:
+                worker.had_children = bool(await asyncio.to_thread(session_members, [worker.record.pid]))
+        finally:
+            worker.handled.set()
+
+
+def _is_recycled(session: int, start_ticks: int) -> bool:
+    """Whether the id of a session that ended was given to a new process, which is none of ours."""
+    leader = read_stat(session)
+    return leader is not None and leader.start_ticks != start_ticks
