@@ -20,6 +20,11 @@ def load(document: str, kind: Any) -> Any:  # noqa: ANN401 - a generic alias suc
     return msgspec.json.decode(document, type=kind)
 
 
+def plain(value: object) -> Any:  # noqa: ANN401 - JSON has no static type
+    """A contract value as the dicts, lists and numbers that its JSON has."""
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
 def number_of(identifier: str) -> int:
     """17 for "dec-17". Raises NotFound for what is no identifier of ours."""
     _, _, digits = identifier.rpartition("-")

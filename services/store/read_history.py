@@ -6,14 +6,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from sqlalchemy import Connection, Row, Table, or_, select
 
 from flyball.contracts.checkpoints import RestoreReport
 from flyball.contracts.decisions import ActionPlan, Command, CommandUpdate, Decision, DecisionKind, Incident
 from flyball.contracts.signals import Signal
 from services.store import tables
-from services.store.codec import load
+from services.store.codec import load, plain
 from services.store.read_state import moment
 
 Json = dict[str, Any]
@@ -63,7 +62,7 @@ def _incident(
 ) -> Json:
     kinds = list(dict.fromkeys(signal.kind for signal, _ in seen if _belongs(signal, incident)))
     acting = [decision for decision in decided if decision.kind != DecisionKind.HOLD.value]
-    document: Json = msgspec.to_builtins(incident)
+    document: Json = plain(incident)
     return document | {
         "observed_at": moment(incident.observed_at),
         "decided_at": moment(row.decided_at),
@@ -139,7 +138,7 @@ def _signals_before(connection: Connection, incident_number: int, at: float) -> 
             "stored_at": row.stored_at,
             "source": signal.source,
             "kind": row.kind,
-            "body": msgspec.to_builtins(signal.body),
+            "body": plain(signal.body),
         }
         for row, signal in _signals(connection, [incident])
         if row.stored_at <= at and _belongs(row, incident)
@@ -159,7 +158,7 @@ def _action(connection: Connection, number: int) -> Json | None:
         "message": row.message,
         "started_at": row.started_at,
         "ended_at": moment(row.ended_at),
-        "plan": msgspec.to_builtins(plan),
+        "plan": plain(plan),
         "phases": [
             {"at": change.at, "phase": change.phase, "state": change.state, "message": change.message}
             for change in _grouped(connection, tables.action_changes, "action", [number])[number]
@@ -186,7 +185,7 @@ def _command(row: Row[Any]) -> Json:
         "created_at": row.created_at,
         "dispatched_at": moment(row.dispatched_at),
         "answered_at": moment(row.answered_at),
-        "result": msgspec.to_builtins(answer.result) if answer else None,
+        "result": plain(answer.result) if answer else None,
     }
 
 

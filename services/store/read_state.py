@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-import msgspec
 from sqlalchemy import Connection, Row, select
 
 from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
@@ -14,7 +13,7 @@ from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.signals import EngineStatus, WorkerExited
 from services.controller.recovery_point import newest_step
 from services.store import tables
-from services.store.codec import load
+from services.store.codec import load, plain
 from services.store.view_loader import load_persistent_copies
 
 Json = dict[str, Any]
@@ -66,7 +65,7 @@ def _job(row: Row[Any], plan: GenerationPlan | None, rank_rows: dict[int, Row[An
     placed = [(rank, host.host_id) for host in plan.hosts for rank in host.ranks] if plan else []
     return {
         "job": row.job,
-        "spec": msgspec.to_builtins(spec),
+        "spec": plain(spec),
         "state": row.state,
         "message": row.message,
         "world_size": spec.world_size,
@@ -165,10 +164,10 @@ def checkpoints(connection: Connection, job: str) -> list[Json]:
             "world_size": spec.world_size,
             "newest_step": row.newest_step,
             "recovery_point": point if point is not None else -1,
-            "lineage": msgspec.to_builtins(lineage),
+            "lineage": plain(lineage),
             "tiers": {tier.value: _tier([c for c in reachable if c.tier is tier], lineage, spec) for tier in Tier},
             "copies": [
-                msgspec.to_builtins(copy) | {"reachable": copy.host_id not in lost}
+                plain(copy) | {"reachable": copy.host_id not in lost}
                 for copy in sorted(copies, key=lambda c: (-c.step, c.rank, c.tier.value, c.host_id))
             ],
         }

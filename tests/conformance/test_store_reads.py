@@ -1,0 +1,176 @@
+"""What people are shown. Everything must be plain JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from flyball.contracts.checkpoints import RestoreReport, ShardCopy, Tier
+from flyball.contracts.cluster import HostState, Phase, RankStatus
+from flyball.contracts.decisions import ActionState, CommandResult, RankPosition
+from flyball.contracts.errors import NotFound
+from flyball.contracts.events import Event, EventKind
+from services.actuator.ports import PlaybookStep
+from services.controller.view import HostChange
+from services.store.read_models import ReadModels
+
+
+@pytest.fixture
+def reads(stores) -> ReadModels:
+    return ReadModels(stores.db)
+
+
+@pytest.fixture
+def recovered(stores, make, clock):
+    """A worker was killed, its job restarted from the peer's copies, and the incident closed."""
+    stores.run_job()
+    clock.now_s = 1001.0
+    restart = stores.begin_restart()
+    for host in ("host-a", "host-b"):
+        result = CommandResult(positions=(RankPosition(0, 7),), free_port=29501)
+        stores.actions.commands_for(host, 1001.1)
+        stores.actions.record(make.update(f"act-2.stop.{host}.1", result=result, at=1001.2))
+    (progress,) = stores.actions.open_actions()
+    assert stores.actions.apply(progress, make.start_step(restart, 6), 1001.5)
+    (progress,) = stores.actions.open_actions()
+    assert stores.actions.apply(progress, PlaybookStep("start", ActionState.SUCCEEDED), 1002.0)
+    report = make.report(
+        "host-a",
+        sent_at=1003.0,
+        ranks=(RankStatus("job", 2, 0, 200, Phase.STEP, 8, 0.1),),
+        restores=(RestoreReport("job", 2, 0, 6, Tier.PEER, "host-b", 1000, 1000, 0.1, 1002.5),),
+    )
+    stores.status.record_reports([(report, 1003.0)])
+    stores.commit(
+        incidents=(make.incident(state="resolved", since=1004.0, resolved_at=1004.0, action_id="act-2", lost_steps=1),),
+    )
+    return stores
+
+
+def test_a_job_with_its_ranks(recovered, reads, make) -> None:
+    job = reads.job("job")
+    assert json.loads(json.dumps(job)) == job
+    assert (job["job"], job["state"], job["generation"], job["restart_count"]) == ("job", "running", 2, 1)
+    assert (job["newest_step"], job["world_size"], job["ended_at"]) == (8, 4, None)
+    assert job["spec"]["argv"] == ["train.py"]
+    assert [(r["rank"], r["host_id"], r["pid"], r["step"], r["phase"]) for r in job["ranks"]] == [
+        (0, "host-a", 200, 8, "step"),
+        (1, "host-a", None, -1, "waiting"),
+        (2, "host-b", None, -1, "waiting"),
+        (3, "host-b", None, -1, "waiting"),
+    ]
+    recovered.commit(signals=(make.signal(9, make.exited(0, generation=2)),))
+    assert (reads.jobs()[0]["ranks"][0]["phase"], reads.jobs()[0]["ranks"][0]["signal_number"]) == ("exited", 9)
+
+
+def test_hosts_with_their_job(recovered, reads, make) -> None:
+    recovered.status.record_reports([(make.report("host-c", sent_at=1003.0), 1003.0)])
+    hosts = reads.hosts()
+    assert json.loads(json.dumps(hosts)) == hosts
+    assert [(h["host_id"], h["state"], h["job"], h["ranks"]) for h in hosts] == [
+        ("host-a", "healthy", "job", [0, 1]),
+        ("host-b", "healthy", "job", [2, 3]),
+        ("host-c", "healthy", "", []),
+    ]
+
+
+def test_an_incident_with_all_that_a_report_needs(recovered, reads) -> None:
+    (incident,) = reads.incidents("job")
+    assert json.loads(json.dumps(incident)) == incident
+    assert (incident["signal"], incident["signals"], incident["decisions"]) == (
+        "worker_exited",
+        ["worker_exited"],
+        ["restart_in_place"],
+    )
+    moments = [incident[name] for name in ("observed_at", "opened_at", "decided_at", "resolved_at")]
+    assert moments == [1000.0, 1000.0, 1000.0, 1004.0]
+    assert [(r["rank"], r["tier"], r["source_host"], r["socket_bytes"]) for r in incident["restored_from"]] == [
+        (0, "peer", "host-b", 1000)
+    ]
+    assert (incident["lost_steps"], [change["state"] for change in incident["timeline"]]) == (1, ["acting", "resolved"])
+    assert reads.incidents(None) == [incident]
+    assert reads.incidents("another") == []
+
+
+def test_a_decision_explained(recovered, reads) -> None:
+    decision = reads.decision("dec-2")
+    assert json.loads(json.dumps(decision)) == decision
+    assert (decision["kind"], decision["rule"], decision["reason"]) == (
+        "restart_in_place",
+        "restart_in_place",
+        "Rank 0 was killed.",
+    )
+    assert decision["incident"]["incident_id"] == "inc-1"
+    assert [(s["kind"], s["source"], s["body"]["signal_number"]) for s in decision["signals"]] == [
+        ("worker_exited", "host-a", 9)
+    ]
+    action = decision["action"]
+    assert (action["action_id"], action["state"], action["ended_at"]) == ("act-2", "succeeded", 1002.0)
+    assert [(p["phase"], p["state"]) for p in action["phases"]] == [
+        ("", "queued"),
+        ("stop", "dispatched"),
+        ("start", "dispatched"),
+        ("start", "succeeded"),
+    ]
+    assert [(c["command_id"], c["kind"], c["state"]) for c in action["commands"]] == [
+        ("act-2.stop.host-a.1", "stop_workers", "succeeded"),
+        ("act-2.stop.host-b.1", "stop_workers", "succeeded"),
+        ("act-2.start.host-a.1", "start_workers", "queued"),
+        ("act-2.start.host-b.1", "start_workers", "queued"),
+    ]
+    assert (action["commands"][0]["dispatched_at"], action["commands"][0]["result"]["free_port"]) == (1001.1, 29501)
+
+
+def test_decisions_in_their_order(recovered, reads) -> None:
+    assert [(d["decision_id"], d["kind"], d["action_state"]) for d in reads.decisions("job")] == [
+        ("dec-1", "start_job", "succeeded"),
+        ("dec-2", "restart_in_place", "succeeded"),
+    ]
+    assert reads.decisions("another") == []
+
+
+def test_checkpoints_count_only_where_they_can_be_had(recovered, reads, make) -> None:
+    def copies(tier: Tier, host_id: str, step: int, *ranks: int) -> tuple[ShardCopy, ...]:
+        return tuple(ShardCopy("job", 2, step, rank, tier, host_id, 10, "d") for rank in ranks)
+
+    own_a, own_b = copies(Tier.MEMORY, "host-a", 8, 0, 1), copies(Tier.MEMORY, "host-b", 8, 2, 3)
+    durable = copies(Tier.PERSISTENT, "", 4, 0, 1, 2, 3)
+    recovered.status.record_reports([(make.report("host-a", sent_at=1005.0, copies=(*own_a, *durable)), 1005.0)])
+    recovered.status.record_reports([(make.report("host-b", sent_at=1005.0, copies=own_b), 1005.0)])
+    found = reads.checkpoints("job")
+    assert json.loads(json.dumps(found)) == found
+    assert (found["recovery_point"], found["tiers"]["memory"]["newest_complete_step"]) == (8, 8)
+    assert found["tiers"]["persistent"] == {
+        "copies": 4,
+        "size_bytes": 40,
+        "newest_step": 4,
+        "newest_complete_step": 4,
+    }
+    recovered.commit(hosts=(HostChange("host-b", HostState.SILENT, "no report"),))
+    found = reads.checkpoints("job")
+    assert found["recovery_point"] == 4
+    assert {c["host_id"] for c in found["copies"] if not c["reachable"]} == {"host-b"}
+
+
+def test_what_does_not_exist_is_said_to(reads) -> None:
+    for look in (lambda: reads.job("x"), lambda: reads.checkpoints("x"), lambda: reads.decision("dec-7")):
+        with pytest.raises(NotFound) as caught:
+            look()
+        assert caught.value.hint
+    with pytest.raises(NotFound):
+        reads.decision("dec-seven")
+    assert reads.jobs() == reads.hosts() == reads.incidents(None) == reads.decisions(None) == []
+
+
+def test_the_event_log_is_read_on_and_from_its_end(stores) -> None:
+    for number in range(5):
+        stores.log.append([Event(at=float(number), kind=EventKind.FAULT_INJECTED, job="job" if number % 2 else "")])
+    stores.log.append([Event(at=9.0, kind=EventKind.HOST_LEFT, job="another")])
+    assert [e.at for _, e in stores.log.read(None, 0, 100)] == [0.0, 1.0, 2.0, 3.0, 4.0, 9.0]
+    first = stores.log.read("job", 0, 2)
+    assert [e.at for _, e in first] == [0.0, 1.0]
+    assert [e.at for _, e in stores.log.read("job", first[-1][0], 100)] == [2.0, 3.0, 4.0]
+    assert [e.at for _, e in stores.log.newest("job", 2)] == [3.0, 4.0]
+    assert [e.at for _, e in stores.log.read(None, 0, 100, {EventKind.HOST_LEFT})] == [9.0]
+    assert stores.log.last() == 6

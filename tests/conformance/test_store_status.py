@@ -1,0 +1,190 @@
+"""What daemons report: the newest wins, nothing is told twice, and nothing that was never granted is taken in."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from sqlalchemy import select
+
+from flyball.contracts.checkpoints import RestoreReport, Tier
+from flyball.contracts.cluster import HostState, JobState, Phase, RankStatus
+from flyball.contracts.errors import InvalidMessage
+from flyball.contracts.events import Event, EventKind
+from flyball.contracts.signals import EngineStatus, RankMarks, RankSteps
+from services.controller.view import HostChange, JobChange
+from services.store import tables
+
+
+def status(rank: int = 0, step: int = 5, phase: Phase = Phase.STEP, **changes: object) -> RankStatus:
+    fields = {"job": "job", "generation": 1, "rank": rank, "pid": 100 + rank, "phase": phase, "step": step}
+    return RankStatus(**(fields | {"beacon_age_s": 0.5} | changes))
+
+
+def steps(first_step: int, *completed_at: float, rank: int = 0, generation: int = 1) -> RankSteps:
+    return RankSteps("job", generation, rank, first_step, completed_at)
+
+
+def marks(rank: int = 0, **moments: float) -> RankMarks:
+    names = ("spawned_at", "attached_at", "restore_began_at", "restored_at", "first_step_at", "save_blocked_s")
+    return RankMarks("job", 1, rank, **(dict.fromkeys(names, 0.0) | moments))
+
+
+def restored(at: float, rank: int = 0) -> RestoreReport:
+    return RestoreReport("job", 1, rank, 4, Tier.PEER, "host-b", 1000, 1000, 0.2, at)
+
+
+@pytest.fixture
+def running(stores):
+    """A job that runs; events from here on are what a test adds."""
+    stores.run_job()
+    return stores
+
+
+def new_events(stores, *kinds: EventKind) -> list[Event]:
+    return [event for _, event in stores.log.read(None, 0, 1000, kinds)]
+
+
+def ranks_of(stores) -> dict[int, tuple[str, int, Phase]]:
+    (job,) = stores.decisions.load_view().jobs
+    return {rank.rank: (rank.host_id, rank.step, rank.phase) for rank in job.generation.ranks}
+
+
+def test_a_host_joins_with_its_first_report(stores, make) -> None:
+    stores.status.record_reports([(make.report("host-a"), 1001.0)])
+    stores.status.record_reports([(make.report("host-a", sent_at=1002.0), 1003.0)])
+    (host,) = stores.decisions.load_view().hosts
+    assert (host.host_id, host.state, host.since, host.last_report_at) == ("host-a", HostState.HEALTHY, 1001.0, 1003.0)
+    assert (host.address, host.engine_address, host.free_port) == ("10.0.0.1", "host-a:7000", 29500)
+    assert [event.kind for event in new_events(stores)] == [EventKind.HOST_JOINED]
+
+
+def test_a_report_leaves_what_the_controller_decided_of_the_host(stores, make) -> None:
+    stores.status.record_reports([(make.report("host-a"), 1001.0)])
+    stores.commit(hosts=(HostChange("host-a", HostState.CORDONED, "to be taken away", 1100.0),))
+    stores.status.record_reports([(make.report("host-a", sent_at=1002.0), 1003.0)])
+    (host,) = stores.decisions.load_view().hosts
+    assert (host.state, host.reason, host.preempt_deadline_at) == (HostState.CORDONED, "to be taken away", 1100.0)
+
+
+def test_the_newest_status_of_a_rank_wins_and_its_step_never_falls(running, make) -> None:
+    record = running.status.record_reports
+    record([(make.report("host-a", sent_at=1010.0, ranks=(status(0, 5), status(1, 4))), 1010.0)])
+    record([(make.report("host-a", sent_at=1011.0, ranks=(status(0, 3, Phase.EVAL),)), 1011.0)])
+    assert ranks_of(running) == {0: ("host-a", 5, Phase.EVAL), 1: ("host-a", 4, Phase.STEP)}
+    assert running.decisions.load_view().jobs[0].newest_step == 5
+
+
+def test_a_report_that_comes_twice_changes_nothing(running, make) -> None:
+    report = make.report("host-a", sent_at=1010.0, ranks=(status(),), steps=(steps(4, 1009.0, 1009.5),))
+    running.status.record_reports([(report, 1010.0), (report, 1010.1)])
+    running.status.record_reports([(report, 1010.2)])
+    (event,) = new_events(running, EventKind.STEPS)
+    assert (event.rank, event.host_id, event.at) == (0, "host-a", 1009.5)
+    assert event.data == {"first_step": 4, "completed_at": [1009.0, 1009.5]}
+
+
+def test_a_report_that_comes_late_adds_its_steps_and_leaves_newer_facts(running, make) -> None:
+    newer = make.report("host-a", sent_at=1011.0, ranks=(status(0, 7),), steps=(steps(6, 1010.0, 1010.5),))
+    older = make.report(
+        "host-a",
+        sent_at=1010.0,
+        ranks=(status(0, 5, Phase.CHECKPOINT),),
+        steps=(steps(4, 1008.0, 1009.0),),
+        engine=EngineStatus(alive=False),
+    )
+    running.status.record_reports([(newer, 1011.0)])
+    running.status.record_reports([(older, 1011.5)])
+    assert ranks_of(running) == {0: ("host-a", 7, Phase.STEP)}
+    assert [event.data["first_step"] for event in new_events(running, EventKind.STEPS)] == [6, 4]
+
+
+def test_a_host_whose_clock_was_set_back_is_not_ignored(running, make) -> None:
+    running.status.record_reports([(make.report("host-a", sent_at=5000.0, ranks=(status(0, 5),)), 1011.0)])
+    running.status.record_reports([(make.report("host-a", sent_at=1012.0, ranks=(status(0, 6),)), 1012.0)])
+    assert ranks_of(running) == {0: ("host-a", 6, Phase.STEP)}
+    restarted = make.report("host-a", sent_at=1010.0, incarnation="another", ranks=(status(0, 8),))
+    running.status.record_reports([(restarted, 1013.0)])
+    assert ranks_of(running) == {0: ("host-a", 8, Phase.STEP)}
+
+
+def test_steps_of_a_rank_that_died_before_its_status_was_sent_count(running, make) -> None:
+    running.status.record_reports(
+        [(make.report("host-a", sent_at=1010.0, steps=(steps(0, 1.0, 2.0, rank=1),)), 1010.0)]
+    )
+    assert ranks_of(running) == {1: ("host-a", 1, Phase.STARTING)}
+
+
+def test_marks_are_told_when_one_of_them_is_new(running, make) -> None:
+    told = [marks(spawned_at=1.0), marks(spawned_at=1.0), marks(spawned_at=1.0, attached_at=2.0), marks(spawned_at=1.0)]
+    for number, mark in enumerate(told):
+        running.status.record_reports([(make.report("host-a", sent_at=1010.0 + number, marks=(mark,)), 1010.0)])
+    events = new_events(running, EventKind.RANK_MARKS)
+    assert [event.data["attached_at"] for event in events] == [0.0, 2.0]
+
+
+def test_a_restore_is_told_once(running, make) -> None:
+    for number, at in enumerate([1005.0, 1005.0, 1004.0, 1006.0]):
+        report = make.report("host-a", sent_at=1010.0 + number, restores=(restored(at),))
+        running.status.record_reports([(report, 1010.0)])
+    events = new_events(running, EventKind.RESTORED)
+    assert [event.at for event in events] == [1005.0, 1006.0]
+    assert events[0].data == {
+        "step": 4,
+        "source_tier": "peer",
+        "source_host": "host-b",
+        "size_bytes": 1000,
+        "socket_bytes": 1000,
+        "seconds": 0.2,
+    }
+
+
+def test_evaluation_is_told_when_it_begins_and_when_it_ends(running, make) -> None:
+    phases = [Phase.STEP, Phase.CHECKPOINT, Phase.EVAL, Phase.EVAL, Phase.STEP]
+    for number, phase in enumerate(phases):
+        report = make.report("host-a", sent_at=1010.0 + number, ranks=(status(phase=phase),))
+        running.status.record_reports([(report, 1010.0 + number)])
+    events = new_events(running, EventKind.PHASE)
+    assert [(event.at, event.data["phase"]) for event in events] == [(1011.5, "eval"), (1013.5, "step")]
+
+
+def test_what_was_never_granted_is_ignored(running, make) -> None:
+    before = running.decisions.load_view().jobs, running.kinds()
+    report = make.report(
+        "host-a",
+        sent_at=1010.0,
+        ranks=(status(generation=9), status(job="unknown")),
+        steps=(steps(4, 1.0, generation=9),),
+        marks=(RankMarks("unknown", 1, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0),),
+    )
+    running.status.record_reports([(report, 1010.0)])
+    assert (running.decisions.load_view().jobs, running.kinds()) == before
+
+
+def test_hosts_with_a_placement_are_those_of_running_jobs(running) -> None:
+    assert running.status.hosts_with_placement() == ["host-a", "host-b"]
+    running.commit(jobs=(JobChange("job", JobState.SUCCEEDED, "done"),))
+    assert running.status.hosts_with_placement() == []
+
+
+def test_a_value_that_fits_no_column_is_refused_whole(running, make) -> None:
+    report = make.report("host-a", sent_at=1010.0, ranks=(status(0, 5),), incarnation="i" * 70)
+    if running.db.is_sqlite:  # it does not bound text, but integers
+        report = make.report("host-a", sent_at=1010.0, ranks=(status(0, 2**70),))
+    with pytest.raises(InvalidMessage):
+        running.status.record_reports([(report, 1010.0)])
+    assert ranks_of(running) == {}
+
+
+def test_a_batch_of_many_hosts_in_any_order(running, make) -> None:
+    reports = [
+        (make.report(f"host-{letter}", sent_at=1010.0 + n, ranks=(status(rank, n),)), 1010.0 + n)
+        for rank, letter in enumerate("abcdef")
+        for n in range(5)
+    ]
+    random.Random(7).shuffle(reports)
+    running.status.record_reports(reports)
+    with running.db.read() as connection:
+        rows = connection.execute(select(tables.ranks.c.rank, tables.ranks.c.step).order_by(tables.ranks.c.rank)).all()
+    assert [tuple(row) for row in rows] == [(rank, 4) for rank in range(6)]
+    assert len(running.decisions.load_view().hosts) == 6
