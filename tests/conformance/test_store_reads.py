@@ -25,8 +25,8 @@ def reads(stores) -> ReadModels:
 def recovered(stores, make, clock):
     """A worker was killed, its job restarted from the peer's copies, and the incident closed."""
     stores.run_job()
-    clock.now_s = 1001.0
     restart = stores.begin_restart()
+    clock.now_s = 1001.0
     for host in ("host-a", "host-b"):
         result = CommandResult(positions=(RankPosition(0, 7),), free_port=29501)
         stores.actions.commands_for(host, 1001.1)
