@@ -1,0 +1,99 @@
+"""Rules about a job as a whole, and about workers that it left behind."""
+
+from __future__ import annotations
+
+from flyball.contracts.cluster import JobState
+from flyball.contracts.decisions import DecisionKind
+from services.controller import plans, spare_choice
+from services.controller.diagnosis import is_done
+from services.controller.round import Case, Round, Verdict
+from services.controller.view import JobView
+
+_ASK_AGAIN_S = 1.0
+
+
+def stop_on_request(case: Case) -> Verdict | None:
+    """An operator's wish comes before everything else."""
+    job = case.job
+    if not job.stop_requested:
+        return None
+    return Verdict(
+        DecisionKind.STOP_JOB,
+        f"An operator asked to stop job {job.spec.job}, which had completed step {job.newest_step}."
+        if job.newest_step >= 0
+        else f"An operator asked to stop job {job.spec.job}, which had completed no step.",
+        plan=plans.end_plan(case, DecisionKind.STOP_JOB, job.spec.stop_grace_s),
+        evidence={"newest_step": job.newest_step},
+        job_state=JobState.STOPPED,
+    )
+
+
+def complete_when_all_ranks_are_done(case: Case) -> Verdict | None:
+    """A job succeeded when every rank's worker ended with exit code 0."""
+    job, generation = case.job, case.job.generation
+    if job.state is not JobState.RUNNING or generation is None or len(generation.ranks) < job.spec.world_size:
+        return None
+    if not all(is_done(rank) for rank in generation.ranks):
+        return None
+    return Verdict(
+        DecisionKind.COMPLETE_JOB,
+        f"All {job.spec.world_size} ranks of generation {generation.generation} ended with exit code 0.",
+        plan=plans.end_plan(case, DecisionKind.COMPLETE_JOB, job.spec.stop_grace_s),
+        evidence={"generation": generation.generation, "newest_step": job.newest_step},
+        job_state=JobState.SUCCEEDED,
+    )
+
+
+def start_when_hosts_suffice(case: Case) -> Verdict | None:
+    """A submitted job starts as soon as enough healthy hosts are free."""
+    job = case.job
+    if job.state is not JobState.SUBMITTED:
+        return None
+    hosts = spare_choice.place(job.spec, case.round.free_hosts(job.spec))
+    if hosts is None:
+        return None
+    names = ", ".join(part.host_id for part in hosts)
+    return Verdict(
+        DecisionKind.START_JOB,
+        f"Job {job.spec.job} needs {_hosts(job.spec.nnodes)}, and {names} {'is' if len(hosts) == 1 else 'are'} free: "
+        f"{job.spec.world_size} rank{'' if job.spec.world_size == 1 else 's'} start there.",
+        plan=plans.start_plan(case, hosts),
+        evidence={"nnodes": job.spec.nnodes, "nproc_per_node": job.spec.nproc_per_node, "hosts": names},
+        job_state=JobState.RUNNING,
+        job_message=f"running on {names}",
+    )
+
+
+def say_what_is_missing(round_: Round, job: JobView) -> None:
+    """A job that waits says what for."""
+    free = [host.host_id for host in round_.free_hosts(job.spec)]
+    among = f" of {', '.join(job.spec.hosts)}" if job.spec.hosts else ""
+    message = f"waits for hosts: it needs {_hosts(job.spec.nnodes)}{among}, free: {', '.join(free) or 'none'}"
+    if message != job.message:
+        round_.change_job(job.spec.job, job.state, message)
+
+
+def stop_superseded_workers(case: Case) -> Verdict | None:
+    """A host that was away and comes back with workers of an old generation gets no work before they are stopped."""
+    incident = case.incident
+    if incident is None:
+        return None
+    busy = next(case.round.open_actions(case.job.spec.job), None)
+    if busy is not None:
+        return Verdict(
+            DecisionKind.HOLD,
+            f"{incident.message} They are stopped when {busy.action_id} is over.",
+            holding_for=f"{busy.action_id} to be over",
+            hold_until=case.now + _ASK_AGAIN_S,
+        )
+    generation = case.round.hosts[incident.host_id].stale_jobs[incident.job]
+    return Verdict(
+        DecisionKind.CORDON,
+        f"{incident.message} They are stopped before {incident.host_id} may take new work.",
+        plan=plans.clean_plan(case, incident.host_id, generation),
+        evidence={"host": incident.host_id, "generation": generation},
+    )
+
+
+def _hosts(count: int) -> str:
+    return "1 host" if count == 1 else f"{count} hosts"

@@ -1,0 +1,153 @@
+"""Builds the action plans of decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flyball.contracts.checkpoints import Lineage
+from flyball.contracts.cluster import HostRanks
+from flyball.contracts.decisions import ActionPlan, DecisionKind, GenerationPlan
+from services.controller.guardrails import next_restart_count
+from services.controller.round import Case
+from services.controller.spare_choice import peer_ring
+from services.controller.view import GenerationView, HostView
+
+_WARM_SPARES = 2  # per job; more would only wait for a third failure within seconds
+_END_TIMEOUT_S = 40.0  # beyond twice the grace, for a job's end
+
+
+def start_plan(case: Case, hosts: tuple[HostRanks, ...]) -> ActionPlan:
+    """The job's first generation."""
+    spec = case.job.spec
+    return ActionPlan(
+        kind=DecisionKind.START_JOB,
+        job=spec.job,
+        spec=spec,
+        generation=0,
+        next=GenerationPlan(
+            job=spec.job,
+            generation=1,
+            parent=None,
+            hosts=hosts,
+            peers=_peers(case, hosts),
+            parent_lineage=(),
+            restart_count=0,
+            master_port=_master_port(case, hosts),
+        ),
+        deadline_s=case.settings.action_deadline_s,
+        warm_hosts=_warm(case, hosts),
+    )
+
+
+def restart_plan(
+    case: Case,
+    generation: GenerationView,
+    hosts: tuple[HostRanks, ...],
+    *,
+    kind: DecisionKind,
+    cause: str,
+    lineage: Lineage | None = None,
+) -> ActionPlan:
+    """Stop what runs, and go on in a new generation on `hosts`; `lineage` where another history than all of the
+    present one is to count."""
+    spec = case.job.spec
+    reachable, unreachable = _involved(case, generation)
+    before = {part.host_id for part in generation.hosts}
+    joining = tuple(part.host_id for part in hosts if part.host_id not in before)
+    return ActionPlan(
+        kind=kind,
+        job=spec.job,
+        spec=spec,
+        generation=generation.generation,
+        stop_hosts=reachable,
+        unreachable_hosts=unreachable,
+        next=GenerationPlan(
+            job=spec.job,
+            generation=generation.generation + 1,
+            parent=generation.generation if generation.started_at > 0.0 else generation.parent,
+            hosts=hosts,
+            peers=_peers(case, hosts),
+            parent_lineage=generation.lineage if lineage is None else lineage,
+            restart_count=next_restart_count(generation, cause),
+            master_port=_master_port(case, hosts),
+        ),
+        deadline_s=case.settings.action_deadline_s,
+        warm_hosts=(*joining, *_warm(case, hosts)),
+    )
+
+
+def save_plan(
+    case: Case, generation: GenerationView, step: int, *, deadline_s: float, spares: Sequence[HostView]
+) -> ActionPlan:
+    """Have every rank save at `step`, park, and meanwhile warm the hosts that will go on."""
+    return ActionPlan(
+        kind=DecisionKind.EMERGENCY_CHECKPOINT,
+        job=case.job.spec.job,
+        spec=case.job.spec,
+        generation=generation.generation,
+        stop_hosts=tuple(part.host_id for part in generation.hosts),
+        emergency_step=step,
+        deadline_s=deadline_s,
+        warm_hosts=tuple(host.host_id for host in spares[:_WARM_SPARES]),
+    )
+
+
+def end_plan(case: Case, kind: DecisionKind, grace_s: float) -> ActionPlan:
+    """End the job on every host that has something of it."""
+    spec = case.job.spec
+    generation = case.job.generation
+    reachable, unreachable = _involved(case, generation) if generation else ((), ())
+    return ActionPlan(
+        kind=kind,
+        job=spec.job,
+        spec=spec,
+        generation=generation.generation if generation else 0,
+        stop_hosts=reachable,
+        unreachable_hosts=unreachable,
+        deadline_s=2.0 * grace_s + _END_TIMEOUT_S,
+        grace_s=grace_s,
+    )
+
+
+def clean_plan(case: Case, host_id: str, generation: int) -> ActionPlan:
+    """Stop the workers of a superseded generation that still run on a host."""
+    return ActionPlan(
+        kind=DecisionKind.CORDON,
+        job=case.job.spec.job,
+        spec=case.job.spec,
+        generation=generation,
+        stop_hosts=(host_id,),
+        deadline_s=case.settings.action_deadline_s,
+    )
+
+
+def _involved(case: Case, generation: GenerationView) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Hosts that have, or may have, workers of the job, those in reach and those not: of the generation, and of actions
+    that did not succeed, which may have left older workers behind."""
+    names = [part.host_id for part in generation.hosts]
+    for action in case.round.actions.values():
+        plan = action.plan
+        if plan.job == case.job.spec.job and plan.kind is not DecisionKind.CORDON:
+            names += plan.stop_hosts
+            names += plan.unreachable_hosts
+    unique = tuple(dict.fromkeys(names))
+    silent = tuple(host_id for host_id in unique if case.round.is_silent(host_id))
+    return tuple(host_id for host_id in unique if host_id not in silent), silent
+
+
+def _peers(case: Case, hosts: Sequence[HostRanks]) -> dict[str, tuple[str, ...]]:
+    known = case.round.hosts
+    domains = [(h.host_id, known[h.host_id].failure_domain if h.host_id in known else "") for h in hosts]
+    return peer_ring(domains, case.job.spec.checkpoint.replicas)
+
+
+def _master_port(case: Case, hosts: Sequence[HostRanks]) -> int:
+    master = next(part.host_id for part in hosts if 0 in part.ranks)
+    host = case.round.hosts.get(master)
+    return host.free_port if host else 0
+
+
+def _warm(case: Case, hosts: Sequence[HostRanks]) -> tuple[str, ...]:
+    placed = {part.host_id for part in hosts}
+    free = [h.host_id for h in case.round.free_hosts(case.job.spec) if h.host_id not in placed]
+    return tuple(free[:_WARM_SPARES])

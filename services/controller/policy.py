@@ -1,0 +1,86 @@
+"""The policy: what to do about everything that is known, as ordered lists of small rules.
+
+Of each list the first rule that has something to say decides, and its name is kept with the decision. Rules look at
+the view, never at what they did before: asked again about the same facts they want the same, and what is wanted
+already is not decided twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from flyball.contracts.cluster import JobState
+from flyball.contracts.decisions import IncidentState
+from flyball.contracts.signals import Signal
+from services.controller import intake, job_rules, preemption_rules, recovery_rules, tracking
+from services.controller.diagnosis import PREEMPTION_NOTICE, SUPERSEDED_WORKERS
+from services.controller.round import Case, Round, Verdict
+from services.controller.view import Outcome, PolicySettings, View
+
+Rule = Callable[[Case], Verdict | None]
+
+JOB_RULES: tuple[Rule, ...] = (
+    job_rules.stop_on_request,
+    job_rules.complete_when_all_ranks_are_done,
+    job_rules.start_when_hosts_suffice,
+)
+
+FAILURE_RULES: tuple[Rule, ...] = (
+    recovery_rules.fail_after_too_many_decisions,
+    recovery_rules.fail_on_identical_exception,
+    recovery_rules.back_off_after_a_failed_action,
+    recovery_rules.wait_for_the_root_cause,
+    recovery_rules.watch_returned_hosts,
+    recovery_rules.fail_when_restarts_are_used_up,
+    recovery_rules.restart_from_an_older_recovery_point,
+    recovery_rules.migrate_to_spare,
+    recovery_rules.wait_for_a_spare,
+    recovery_rules.restart_in_place,
+)
+
+PREEMPTION_RULES: tuple[Rule, ...] = (
+    preemption_rules.give_up_after_too_many_decisions,
+    preemption_rules.let_the_other_incident_go_first,
+    recovery_rules.back_off_after_a_failed_action,
+    preemption_rules.save_before_the_host_goes,
+    recovery_rules.migrate_to_spare,
+    preemption_rules.wait_for_a_spare,
+    recovery_rules.restart_in_place,
+)
+
+STALE_WORKER_RULES: tuple[Rule, ...] = (
+    preemption_rules.give_up_after_too_many_decisions,
+    recovery_rules.back_off_after_a_failed_action,
+    job_rules.stop_superseded_workers,
+)
+
+_RULES_OF = {PREEMPTION_NOTICE: PREEMPTION_RULES, SUPERSEDED_WORKERS: STALE_WORKER_RULES}
+
+
+def decide(view: View, signals: Sequence[Signal], settings: PolicySettings, now: float) -> Outcome:
+    """One round. `signals` are those not seen before; `now` is wall-clock time. The same arguments give the same
+    outcome, and a round with nothing new gives an empty one."""
+    round_ = Round(view, settings, now)
+    intake.take_signals(round_, signals)
+    intake.settle_hosts(round_)
+    for name in list(round_.jobs):
+        if round_.jobs[name].state.ended:
+            continue
+        tracking.follow(round_, round_.jobs[name])
+        tracking.diagnose(round_, round_.jobs[name])
+        _ask(round_, JOB_RULES, Case(round_, round_.jobs[name]))
+        if round_.jobs[name].state is JobState.SUBMITTED:
+            job_rules.say_what_is_missing(round_, round_.jobs[name])
+        for incident_id in [incident.incident_id for incident in round_.open_incidents(name)]:
+            incident = round_.incidents[incident_id]  # a rule that was asked before may have closed it
+            if incident.state is IncidentState.DECIDING:
+                _ask(round_, _RULES_OF.get(incident.cause, FAILURE_RULES), Case(round_, round_.jobs[name], incident))
+    return round_.outcome()
+
+
+def _ask(round_: Round, rules: Sequence[Rule], case: Case) -> None:
+    for rule in rules:
+        verdict = rule(case)
+        if verdict is not None:
+            round_.apply(case, rule.__name__, verdict)
+            return

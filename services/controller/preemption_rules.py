@@ -1,0 +1,133 @@
+"""Rules about a host that will be taken away at a known time."""
+
+from __future__ import annotations
+
+import math
+
+from flyball.contracts.cluster import Phase
+from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState
+from services.controller import plans, tracking
+from services.controller.diagnosis import PREEMPTION_NOTICE
+from services.controller.round import Case, Verdict
+from services.controller.view import GenerationView
+
+_DISPATCH_S = 0.25  # from the decision until the step is armed everywhere; ranks go on meanwhile
+_ASK_AGAIN_S = 1.0
+
+
+def give_up_after_too_many_decisions(case: Case) -> Verdict | None:
+    """Training goes on until the host goes; its loss is then an incident of its own."""
+    incident, limit = case.incident, case.settings.max_decisions_per_incident
+    if incident is None or incident.decisions_made < limit:
+        return None
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{incident.message} {limit} actions have not ended it: it is left to an operator.",
+        evidence={"decisions": incident.decisions_made},
+        gives_up=True,
+        cordons=incident.host_id,
+    )
+
+
+def let_the_other_incident_go_first(case: Case) -> Verdict | None:
+    """One incident at a time changes the generation. A failure comes first, and leaves the preempted host on its way."""
+    job = case.job.spec.job
+    others = [
+        other
+        for other in case.round.open_incidents(job)
+        if case.incident is not None
+        and other.incident_id != case.incident.incident_id
+        and (other == tracking.failure_of(case.round, job) or _acts_on_a_notice(other.cause, other.state))
+    ]
+    if not others or case.incident is None:
+        return None
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{case.incident.message} {others[0].incident_id} ({others[0].cause}) is being handled and comes first.",
+        evidence={"incident": others[0].incident_id},
+        holding_for=f"{others[0].incident_id} to be over",
+        hold_until=case.now + _ASK_AGAIN_S,
+    )
+
+
+def save_before_the_host_goes(case: Case) -> Verdict | None:
+    """Every rank saves the same step, named here, and parks: then nothing is lost. With no spare in sight training goes
+    on for as long as the notice allows."""
+    incident, generation = case.incident, case.job.generation
+    if incident is None or generation is None:
+        return None
+    earlier = case.round.actions.get(incident.action_id)
+    if earlier is not None and earlier.state is not ActionState.SUPERSEDED:
+        return None
+    remaining_s = _remaining_s(case)
+    reserve_s = case.settings.emergency_reserve_s
+    spares = case.round.free_hosts(case.job.spec)
+    if remaining_s <= reserve_s or not _is_stepping(case, generation):
+        return None
+    if not spares and remaining_s > 2.0 * reserve_s:
+        return None
+    step = _step_ahead(case, generation)
+    deadline_s = min(case.settings.action_deadline_s, remaining_s - reserve_s)
+    return Verdict(
+        DecisionKind.EMERGENCY_CHECKPOINT,
+        f"{incident.message} {remaining_s:.1f} s are left: every rank saves step {step} and parks, "
+        + (f"then {spares[0].host_id} takes over." if spares else "then a spare is waited for."),
+        plan=plans.save_plan(case, generation, step, deadline_s=deadline_s, spares=spares),
+        evidence={
+            "host": incident.host_id,
+            "remaining_s": round(remaining_s, 3),
+            "step": step,
+            "newest_step": max(rank.step for rank in generation.ranks),
+        },
+    )
+
+
+def wait_for_a_spare(case: Case) -> Verdict | None:
+    """Until a host appears, training goes on where it is."""
+    incident, generation = case.incident, case.job.generation
+    if incident is None or generation is None:
+        return None
+    if all(part.host_id != incident.host_id for part in generation.hosts):
+        return None
+    remaining_s = _remaining_s(case)
+    last_call = case.now + remaining_s - 2.0 * case.settings.emergency_reserve_s
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{incident.message} No spare is free to take its ranks: waiting for a host.",
+        evidence={"host": incident.host_id, "remaining_s": round(remaining_s, 3)},
+        holding_for="a spare host",
+        hold_until=min(case.now + _ASK_AGAIN_S, last_call) if last_call > case.now else case.now + _ASK_AGAIN_S,
+    )
+
+
+def _remaining_s(case: Case) -> float:
+    host = case.round.hosts.get(case.incident.host_id) if case.incident else None
+    return host.preempt_deadline_at - case.now if host else 0.0
+
+
+def _is_stepping(case: Case, generation: GenerationView) -> bool:
+    """Whether all ranks are there and past their start, so that an emergency save can be met."""
+    ranks = generation.ranks
+    return (
+        len(ranks) == case.job.spec.world_size
+        and generation.started_at > 0.0
+        and case.job.spec.checkpoint.every_steps > 0
+        and all(rank.exited is None and rank.phase not in (Phase.STARTING, Phase.RESTORING) for rank in ranks)
+    )
+
+
+def _step_ahead(case: Case, generation: GenerationView) -> int:
+    """A step that no rank has passed when the command arrives: reports are a little old, and ranks go on meanwhile. One
+    that is passed all the same is named anew by the playbook."""
+    restored = -1 if generation.restore_step is None else generation.restore_step
+    newest = 0.0
+    for rank in generation.ranks:
+        ran_s = max(rank.reported_at - generation.started_at, 1e-3)
+        steps_per_s = max(0, rank.step - restored) / ran_s
+        ahead_s = max(0.0, case.now - rank.reported_at) + _DISPATCH_S
+        newest = max(newest, rank.step + steps_per_s * ahead_s)
+    return math.ceil(newest) + case.settings.emergency_margin_steps
+
+
+def _acts_on_a_notice(cause: str, state: IncidentState) -> bool:
+    return cause == PREEMPTION_NOTICE and state in (IncidentState.ACTING, IncidentState.VERIFYING)

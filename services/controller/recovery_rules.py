@@ -1,0 +1,300 @@
+"""Rules about a generation that failed."""
+
+from __future__ import annotations
+
+from flyball.contracts.checkpoints import Lineage
+from flyball.contracts.cluster import HostRanks, HostState, JobState
+from flyball.contracts.decisions import ActionState, DecisionKind, Incident
+from services.controller import guardrails, plans, recovery_point, spare_choice
+from services.controller.diagnosis import (
+    CONNECTION_LOST,
+    HOST_SILENT,
+    RESTORE_FAILED,
+    WORKER_EXCEPTION,
+    WORKER_START_FAILED,
+)
+from services.controller.round import Case, Evidence, Verdict
+from services.controller.view import ActionView, GenerationView
+
+_UNHEARD_WINDOWS = 5  # root-cause windows that a host's own word is waited for
+_ASK_AGAIN_S = 1.0
+_LEAVING = (HostState.CORDONED, HostState.IN_REPAIR, HostState.DEGRADED)
+
+
+def fail_after_too_many_decisions(case: Case) -> Verdict | None:
+    """An incident that this many actions did not end needs a person."""
+    incident, limit = _incident(case), case.settings.max_decisions_per_incident
+    if incident.decisions_made < limit:
+        return None
+    return _fail(case, f"{incident.message} {limit} actions have not ended it.", {"decisions": incident.decisions_made})
+
+
+def fail_on_identical_exception(case: Case) -> Verdict | None:
+    """The same exception at the same step again is a bug in the job, not a fault in the machine."""
+    incident, limit = _incident(case), case.settings.identical_exception_limit
+    if incident.cause not in (WORKER_EXCEPTION, WORKER_START_FAILED):
+        return None
+    own = [f for f in case.job.failures if (f.generation, f.cause) == (incident.generation, incident.cause)]
+    if not own or not own[-1].error_kind:
+        return None
+    times = guardrails.times_seen(own[-1], case.job.failures)
+    if times < limit:
+        return None
+    where = f"after step {own[-1].step}" if own[-1].step >= 0 else "before the first step"
+    return _fail(
+        case,
+        f"{incident.message} The same failure {where} ended {times} generations: another restart would meet it again.",
+        {"times": times, "error": own[-1].error_kind, "step": own[-1].step},
+    )
+
+
+def back_off_after_a_failed_action(case: Case) -> Verdict | None:
+    """Between actions that fail lies some time, more with each."""
+    incident, action = _incident(case), _last_action(case)
+    if action is None or not _is_retry(case):
+        return None
+    until = incident.since + guardrails.back_off_s(incident.decisions_made)
+    if case.now >= until:
+        return None
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{action.action_id} ended {action.state.value}: {_sentence(action.message)} "
+        f"The next attempt, number {incident.decisions_made + 1}, is made in {until - case.now:.1f} s.",
+        evidence={"action": action.action_id, "decisions": incident.decisions_made},
+        holding_for=f"some time to pass after {action.action_id}",
+        hold_until=until,
+    )
+
+
+def wait_for_the_root_cause(case: Case) -> Verdict | None:
+    """A lost connection says that somebody is gone, not who: wait for what tells it, longer while a host of the job has
+    not been heard of since."""
+    incident, generation = _incident(case), _generation(case)
+    if incident.cause != CONNECTION_LOST or incident.generation != generation.generation or _is_retry(case):
+        return None
+    window_s = case.settings.root_cause_window_s
+    known = [case.round.hosts[part.host_id] for part in generation.hosts if part.host_id in case.round.hosts]
+    unheard = [host.host_id for host in known if host.last_report_at < incident.since]
+    until = incident.since + window_s
+    if case.now >= until and unheard:
+        until = incident.since + _UNHEARD_WINDOWS * window_s
+    if case.now >= until:
+        return None
+    awaited = f"word of {', '.join(unheard)}" if case.now >= incident.since + window_s else "the root cause"
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{incident.message} That follows from another failure, which has not been reported yet: "
+        f"{awaited} is awaited for up to {until - case.now:.1f} s.",
+        evidence={"unheard": ",".join(unheard), "window_s": window_s},
+        holding_for=awaited,
+        hold_until=until,
+    )
+
+
+def watch_returned_hosts(case: Case) -> Verdict | None:
+    """Hosts that were silent and report again may never have stopped training: look whether steps advance."""
+    incident, generation = _incident(case), _generation(case)
+    if incident.cause != HOST_SILENT or incident.generation != generation.generation or _is_retry(case):
+        return None
+    hosts = [case.round.hosts[part.host_id] for part in generation.hosts if part.host_id in case.round.hosts]
+    if any(host.state is HostState.SILENT for host in hosts) or any(rank.exited for rank in generation.ranks):
+        return None
+    until = max(host.since for host in hosts) + case.settings.root_cause_window_s
+    if case.now >= until:
+        return None
+    return Verdict(
+        DecisionKind.HOLD,
+        f"All hosts of generation {generation.generation} report again, and no worker ended: "
+        f"for {until - case.now:.1f} s it is seen whether steps advance past {incident.failed_step}.",
+        holding_for="steps to advance after the return",
+        hold_until=until,
+    )
+
+
+def fail_when_restarts_are_used_up(case: Case) -> Verdict | None:
+    """Failures of the workers themselves count against --max-restarts, as with torchrun."""
+    incident, generation, limit = _incident(case), _generation(case), case.job.spec.max_restarts
+    if (
+        incident.cause not in guardrails.WORKER_CAUSES
+        or guardrails.next_restart_count(generation, incident.cause) <= limit
+    ):
+        return None
+    return _fail(
+        case,
+        f"{incident.message} {'The one restart' if limit == 1 else f'All {limit} restarts'} that --max-restarts allows "
+        f"{'is' if limit == 1 else 'are'} used up.",
+        {"restarts": generation.restart_count, "max_restarts": limit},
+    )
+
+
+def restart_from_an_older_recovery_point(case: Case) -> Verdict | None:
+    """A step that could not be restored is left out of the history, at once if there is an older one, else when trying
+    it again failed too."""
+    incident, generation = _incident(case), _generation(case)
+    step = generation.restore_step
+    if incident.cause != RESTORE_FAILED or step is None or incident.generation != generation.generation:
+        return None
+    older = recovery_point.before(generation.lineage, step)
+    copies = [copy for copy in case.round.view.copies if copy.job == case.job.spec.job]
+    newest = recovery_point.newest_step(copies, older, case.job.spec.world_size)
+    failed_before = sum(
+        1 for f in case.job.failures if f.cause == RESTORE_FAILED and f.generation >= generation.generation - 1
+    )
+    if newest is None and failed_before < 2:
+        return None
+    goal = f"step {newest}" if newest is not None else "the beginning, since no older step is complete"
+    return _restart(case, f"Step {step} is left out, and the next generation goes back to {goal}.", lineage=older)
+
+
+def migrate_to_spare(case: Case) -> Verdict | None:
+    """Ranks of hosts that are lost, or about to be, go to spares; all other ranks keep their hosts."""
+    return _migrate(case)
+
+
+def wait_for_a_spare(case: Case) -> Verdict | None:
+    """Without enough hosts the job waits; every host that appears is looked at."""
+    lost, _ = _lost_and_leaving(case)
+    if not lost:
+        return None
+    free = case.round.free_hosts(case.job.spec)
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{_incident(case).message} No spare: {len(lost)} host{'' if len(lost) == 1 else 's'} must be replaced "
+        f"({', '.join(lost)}), and {len(free) or 'none'} {'is' if len(free) <= 1 else 'are'} free: waiting for a host.",
+        evidence={"lost": ",".join(lost), "free": ",".join(host.host_id for host in free)},
+        holding_for="a spare host",
+        hold_until=case.now + _ASK_AGAIN_S,
+    )
+
+
+def restart_in_place(case: Case) -> Verdict | None:
+    """With its hosts well, the job starts again where it is, from the newest recovery point."""
+    return _restart(case, "Its hosts are well: it starts again in place.")
+
+
+# --- parts of the rules ----------------------------------------------------------------------------------------------
+
+
+def _restart(case: Case, what: str, *, lineage: Lineage | None = None) -> Verdict:
+    """Restart on the present hosts, or on spares where hosts are lost or leaving."""
+    moved = _migrate(case, lineage=lineage)
+    if moved is not None:
+        return moved
+    incident, generation = _incident(case), _generation(case)
+    hosts = spare_choice.replace(generation.hosts, (), (), case.round.hosts) or generation.hosts
+    plan = plans.restart_plan(
+        case, generation, hosts, kind=DecisionKind.RESTART_IN_PLACE, cause=incident.cause, lineage=lineage
+    )
+    return Verdict(
+        DecisionKind.RESTART_IN_PLACE,
+        f"{incident.message} {_history(case)}{what} {_budget(case, generation)}",
+        plan=plan,
+        evidence=_evidence(case, generation),
+    )
+
+
+def _migrate(case: Case, *, lineage: Lineage | None = None) -> Verdict | None:
+    lost, leaving = _lost_and_leaving(case)
+    if not lost and not leaving:
+        return None
+    incident, generation = _incident(case), _generation(case)
+    free = case.round.free_hosts(case.job.spec)
+    moving = (lost + leaving)[: max(len(lost), len(free))]  # who leaves on notice can wait; who is lost cannot
+    hosts = spare_choice.replace(generation.hosts, moving, free, case.round.hosts) if moving else None
+    if hosts is None:
+        return None
+    plan = plans.restart_plan(
+        case, generation, hosts, kind=DecisionKind.MIGRATE_TO_SPARE, cause=incident.cause, lineage=lineage
+    )
+    return Verdict(
+        DecisionKind.MIGRATE_TO_SPARE,
+        f"{incident.message} {_history(case)}{_moves(generation.hosts, hosts)}",
+        plan=plan,
+        evidence={
+            **_evidence(case, generation),
+            "from": ",".join(moving),
+            "to": ",".join(
+                part.host_id for part in hosts if part not in generation.hosts and part.host_id not in moving
+            ),
+        },
+    )
+
+
+def _moves(before: tuple[HostRanks, ...], after: tuple[HostRanks, ...]) -> str:
+    moved = [(old, new) for old, new in zip(before, after, strict=True) if old.host_id != new.host_id]
+    return " ".join(f"{new.host_id} takes {_ranks(new.ranks)} of {old.host_id}." for old, new in moved)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+
+
+def _lost_and_leaving(case: Case) -> tuple[list[str], list[str]]:
+    """Hosts of the present generation that cannot be asked, and those that should be left while they can."""
+    lost, leaving = [], []
+    for part in _generation(case).hosts:
+        host = case.round.hosts.get(part.host_id)
+        if host is None or host.state is HostState.SILENT:
+            lost.append(part.host_id)
+        elif host.preempt_deadline_at > 0.0 or host.state in _LEAVING:
+            leaving.append(part.host_id)
+    return lost, leaving
+
+
+def _fail(case: Case, reason: str, evidence: Evidence) -> Verdict:
+    return Verdict(
+        DecisionKind.FAIL_JOB,
+        reason,
+        plan=plans.end_plan(case, DecisionKind.FAIL_JOB, 0.0),
+        evidence={**_evidence(case, case.job.generation), **evidence},
+        job_state=JobState.FAILED,
+        gives_up=True,
+    )
+
+
+def _budget(case: Case, generation: GenerationView) -> str:
+    count = guardrails.next_restart_count(generation, _incident(case).cause)
+    if count == generation.restart_count:
+        return "This burns no restart."
+    return f"This is restart {count} of {case.job.spec.max_restarts}."
+
+
+def _history(case: Case) -> str:
+    action = _last_action(case)
+    if action is None or not _is_retry(case):
+        return ""
+    return f"{action.action_id} ended {action.state.value}: {_sentence(action.message)} "
+
+
+def _evidence(case: Case, generation: GenerationView | None) -> Evidence:
+    failure = case.round.diagnoses.get(case.job.spec.job)
+    facts: dict[str, str | int | float | bool | None] = {}
+    if failure is not None and failure.cause == _incident(case).cause:
+        facts |= failure.evidence
+    if generation is not None:
+        facts |= {"generation": generation.generation, "restarts": generation.restart_count}
+    return {**facts, "max_restarts": case.job.spec.max_restarts}
+
+
+def _last_action(case: Case) -> ActionView | None:
+    return case.round.actions.get(_incident(case).action_id)
+
+
+def _is_retry(case: Case) -> bool:
+    """Whether the incident's last action failed: what it was for is known, and still wanted."""
+    action = _last_action(case)
+    return action is not None and action.state in (ActionState.FAILED, ActionState.TIMED_OUT)
+
+
+def _sentence(text: str) -> str:
+    return f"{text.strip().rstrip('.') or 'no reason given'}."
+
+
+def _incident(case: Case) -> Incident:
+    assert case.incident is not None, "a rule about incidents is asked about one"
+    return case.incident
+
+
+def _generation(case: Case) -> GenerationView:
+    assert case.job.generation is not None, "only a job with a generation has incidents"
+    return case.job.generation

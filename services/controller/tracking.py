@@ -1,0 +1,282 @@
+"""Follows incidents through what happened since the last round, and finds what is wrong now. It decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flyball.contracts.cluster import HostState, JobState, Phase
+from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
+from services.controller import diagnosis
+from services.controller.diagnosis import (
+    HOST_SILENT,
+    PREEMPTION_NOTICE,
+    SUPERSEDED_WORKERS,
+    WORKER_START_FAILED,
+    Failure,
+)
+from services.controller.incident_states import IncidentEvent
+from services.controller.round import Round
+from services.controller.view import ActionView, GenerationView, HostView, JobView, PastFailure, RankView
+
+_STALE_AFTER_S = 2.0  # a report this much newer than the generation's start still shows older workers: they run on
+_CLEAN_WITHIN_S = 15.0
+_NOT_OF_THE_GENERATION = frozenset({PREEMPTION_NOTICE, SUPERSEDED_WORKERS})
+
+
+def failure_of(round_: Round, job: str) -> Incident | None:
+    """The job's open incident about a generation that failed; there is at most one."""
+    return next((i for i in round_.open_incidents(job) if i.cause not in _NOT_OF_THE_GENERATION), None)
+
+
+def follow(round_: Round, job: JobView) -> None:
+    """Move the job's incidents on by what their actions, ranks and hosts did."""
+    for incident in round_.open_incidents(job.spec.job):
+        if incident.cause == SUPERSEDED_WORKERS:
+            _follow_stale_workers(round_, incident)
+        elif incident.state is IncidentState.ACTING:
+            _follow_action(round_, job, incident)
+        elif incident.state is IncidentState.VERIFYING:
+            _verify(round_, job, incident)
+        elif incident.state is IncidentState.DECIDING:
+            _clear(round_, job, incident)
+
+
+def diagnose(round_: Round, job: JobView) -> None:
+    """Find what is wrong with the job's present generation, and open or deepen its incident."""
+    generation = job.generation
+    if generation is None or job.state is not JobState.RUNNING:
+        return
+    failure = _find_failure(round_, job, generation)
+    if failure is not None:
+        round_.diagnoses[job.spec.job] = failure
+        _record(round_, job, generation, failure)
+    _find_notices(round_, job, generation)
+    _find_stale_workers(round_, job, generation)
+
+
+def newest_common_step(generation: GenerationView) -> int:
+    """The newest step that all ranks are known to have completed, -1 if none; ranks that never reported do not count."""
+    steps = [diagnosis.newest_step_of(rank, generation) for rank in generation.ranks]
+    restored = -1 if generation.restore_step is None else generation.restore_step
+    return min(steps, default=restored)
+
+
+# --- following -------------------------------------------------------------------------------------------------------
+
+
+def _follow_action(round_: Round, job: JobView, incident: Incident) -> None:
+    action = round_.actions.get(incident.action_id)
+    if action is None or action.state in (ActionState.FAILED, ActionState.TIMED_OUT):
+        round_.advance(incident, IncidentEvent.ACTION_FAILED, failed_step=_failed_step(incident, action))
+    elif action.state is ActionState.SUPERSEDED:
+        round_.advance(incident, IncidentEvent.SUPERSEDED, failed_step=_failed_step(incident, action))
+    elif action.state is ActionState.SUCCEEDED and action.plan.kind is DecisionKind.EMERGENCY_CHECKPOINT:
+        round_.advance(incident, IncidentEvent.SAVED)
+    elif action.state is ActionState.SUCCEEDED:
+        failed = _failed_step(incident, action)
+        restored = -1 if action.restore_step is None else action.restore_step
+        round_.advance(
+            incident,
+            IncidentEvent.ACTION_SUCCEEDED,
+            failed_step=failed,
+            restored_step=restored,
+            lost_steps=max(0, failed - restored),
+        )
+    elif _waits_for_the_silent(round_, job, action):
+        round_.advance(incident, IncidentEvent.FAILED_AGAIN, failed_step=_failed_step(incident, action))
+
+
+def _waits_for_the_silent(round_: Round, job: JobView, action: ActionView) -> bool:
+    """Whether a host that is to be stopped fell silent. One that is to be started is found by its generation."""
+    if action.plan.next is None or action.phase not in ("", "stop"):
+        return False
+    present = {part.host_id for part in job.generation.hosts} if job.generation else set()
+    return any(round_.is_silent(host_id) for host_id in action.plan.stop_hosts if host_id not in present)
+
+
+def _failed_step(incident: Incident, action: ActionView | None) -> int:
+    """The newest step completed by all ranks before the failure, as far as an action's hosts have told.
+
+    A rank whose host is lost completed at least what was known when the incident opened, and what was restored of it.
+    """
+    if action is None or not action.positions or action.plan.next is None:
+        return incident.failed_step
+    told = min(action.positions.values())
+    if len(action.positions) < action.plan.spec.world_size:
+        restored = -1 if action.restore_step is None else action.restore_step
+        told = min(told, max(incident.failed_step, restored))
+    return max(incident.failed_step, told)
+
+
+def _verify(round_: Round, job: JobView, incident: Incident) -> None:
+    """Resolved is an incident when every rank has gone past the failed step, not when processes are up."""
+    generation = job.generation
+    if generation is None or generation.started_at == 0.0:
+        return
+    threshold = max(incident.failed_step, incident.restored_step)
+    ranks = generation.ranks if len(generation.ranks) == job.spec.world_size else ()
+    if ranks and all(rank.step > threshold for rank in ranks):
+        round_.advance(incident, IncidentEvent.STEPS_ADVANCED)
+    elif threshold < 0 and ranks and all(_shows_no_steps(rank) for rank in ranks):
+        _watch_life(round_, incident, ranks)
+    elif round_.now < incident.since + round_.settings.verify_deadline_s:
+        round_.wake(incident.since + round_.settings.verify_deadline_s)
+    elif ranks and all(rank.phase not in (Phase.STARTING, Phase.RESTORING) for rank in ranks):
+        round_.wake(round_.now + round_.settings.verify_deadline_s)  # long steps; if they stop, the detector tells
+    elif failure_of(round_, job.spec.job) in (None, incident):  # else that one is about to start another generation
+        round_.advance(incident, IncidentEvent.VERIFY_OVERDUE)
+
+
+def _shows_no_steps(rank: RankView) -> bool:
+    return rank.exited is None and rank.phase is Phase.STARTING
+
+
+def _watch_life(round_: Round, incident: Incident, ranks: Sequence[RankView]) -> None:
+    """A script that does not attach (or has not yet, and lost nothing): living on is all that it can show."""
+    due = incident.since + round_.settings.unwatched_verify_s
+    if round_.now >= due and all(rank.reported_at >= incident.since for rank in ranks):
+        round_.advance(incident, IncidentEvent.STEPS_ADVANCED)
+    else:
+        round_.wake(max(due, round_.now + 1.0))
+
+
+def _clear(round_: Round, job: JobView, incident: Incident) -> None:
+    """An incident whose cause went away before anything was done."""
+    generation = job.generation
+    if generation is None:
+        return
+    if incident.cause == PREEMPTION_NOTICE:
+        action = round_.actions.get(incident.action_id)
+        migrates = action is not None and action.plan.next is not None  # then it sees to its own end
+        if not migrates and all(part.host_id != incident.host_id for part in generation.hosts):
+            round_.advance(incident, IncidentEvent.CLEARED)
+    elif incident.cause == HOST_SILENT and incident.generation == generation.generation:
+        ranks = generation.ranks
+        advanced = len(ranks) == job.spec.world_size and all(
+            rank.step > incident.failed_step and rank.exited is None and rank.reported_at > incident.since
+            for rank in ranks
+        )
+        if advanced and not _silent_hosts(round_, generation):
+            round_.advance(incident, IncidentEvent.CLEARED, lost_steps=0)
+
+
+def _follow_stale_workers(round_: Round, incident: Incident) -> None:
+    host = round_.hosts.get(incident.host_id)
+    if host is None or host.state is HostState.SILENT or incident.job not in host.stale_jobs:
+        round_.advance(incident, IncidentEvent.CLEARED)
+        return
+    action = round_.actions.get(incident.action_id)
+    if incident.state is IncidentState.VERIFYING:
+        round_.wake(incident.since + _CLEAN_WITHIN_S)
+        if round_.now >= incident.since + _CLEAN_WITHIN_S:
+            round_.advance(incident, IncidentEvent.VERIFY_OVERDUE)
+    elif incident.state is IncidentState.ACTING and (action is None or action.state.ended):
+        succeeded = action is not None and action.state is ActionState.SUCCEEDED
+        round_.advance(incident, IncidentEvent.ACTION_SUCCEEDED if succeeded else IncidentEvent.ACTION_FAILED)
+
+
+# --- diagnosing ------------------------------------------------------------------------------------------------------
+
+
+def _find_failure(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
+    failures = [diagnosis.exit_failure(rank, generation) for rank in generation.ranks]
+    failures.append(diagnosis.silence_failure(_silent_hosts(round_, generation), generation))
+    failures += round_.reported.get(job.spec.job, [])
+    found = diagnosis.root_cause(failure for failure in failures if failure is not None)
+    return found or _never_started(round_, job, generation)
+
+
+def _silent_hosts(round_: Round, generation: GenerationView) -> list[HostView]:
+    hosts = [round_.hosts[part.host_id] for part in generation.hosts if part.host_id in round_.hosts]
+    return [host for host in hosts if host.state is HostState.SILENT]
+
+
+def _never_started(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
+    """A generation whose action ended without an incident to tell of it, and whose ranks are not all there."""
+    if any(round_.open_actions(job.spec.job)) or failure_of(round_, job.spec.job) is not None:
+        return None
+    present = {rank.rank for rank in generation.ranks}
+    missing = [rank for part in generation.hosts for rank in part.ranks if rank not in present]
+    due = generation.started_at + round_.settings.action_deadline_s
+    if generation.started_at > 0.0 and (not missing or round_.now < due):
+        if missing:
+            round_.wake(due)
+        return None
+    listed = ", ".join(map(str, missing[:16]))
+    return Failure(
+        cause=WORKER_START_FAILED,
+        message=f"Generation {generation.generation} did not start: nothing is heard of rank {listed}.",
+        generation=generation.generation,
+        at=round_.now,
+        rank=missing[0] if missing else -1,
+        evidence={"ranks": ",".join(map(str, missing))},
+    )
+
+
+def _record(round_: Round, job: JobView, generation: GenerationView, failure: Failure) -> None:
+    """Open the job's incident, start it anew for a newer generation, or deepen its cause."""
+    incident = failure_of(round_, job.spec.job)
+    facts = {
+        "cause": failure.cause,
+        "message": failure.message,
+        "host_id": failure.host_id,
+        "generation": generation.generation,
+    }
+    if incident is None:
+        round_.open_incident(
+            job=job.spec.job, observed_at=failure.at, failed_step=newest_common_step(generation), **facts
+        )
+    elif incident.generation < generation.generation:
+        failed = max(incident.failed_step, newest_common_step(generation))
+        round_.advance(incident, IncidentEvent.FAILED_AGAIN, failed_step=failed, **facts)
+    elif incident.state is IncidentState.DECIDING and failure.explains(incident.cause):
+        round_.advance(incident, None, **facts)
+    else:
+        return
+    record = failure.record
+    if not failure.is_step_known:  # then "the same step" cannot be said of it
+        record = PastFailure(record.generation, record.cause, "", "", record.step)
+    round_.change_job(job.spec.job, job.state, job.message, record)
+
+
+def _find_notices(round_: Round, job: JobView, generation: GenerationView) -> None:
+    known = {i.host_id for i in round_.open_incidents(job.spec.job) if i.cause == PREEMPTION_NOTICE}
+    for part in generation.hosts:
+        host = round_.hosts.get(part.host_id)
+        if host is None or host.preempt_deadline_at == 0.0 or host.host_id in known:
+            continue
+        if host.state in (HostState.SILENT, HostState.CORDONED):
+            continue  # lost already, or an earlier incident gave up on it
+        round_.open_incident(
+            job=job.spec.job,
+            host_id=host.host_id,
+            cause=PREEMPTION_NOTICE,
+            message=f"{host.host_id} will be taken away: {host.reason}",
+            generation=generation.generation,
+            failed_step=newest_common_step(generation),
+            observed_at=round_.noticed.get(host.host_id, round_.now),
+        )
+
+
+def _find_stale_workers(round_: Round, job: JobView, generation: GenerationView) -> None:
+    name = job.spec.job
+    if generation.started_at == 0.0 or any(round_.open_actions(name)):
+        return
+    present = {part.host_id for part in generation.hosts}
+    known = {i.host_id for i in round_.open_incidents(name) if i.cause == SUPERSEDED_WORKERS}
+    for host in round_.hosts.values():
+        if name not in host.stale_jobs or host.host_id in present or host.host_id in known:
+            continue
+        if host.state in (HostState.SILENT, HostState.CORDONED):
+            continue
+        if host.last_report_at <= generation.started_at + _STALE_AFTER_S:
+            continue  # that report may be older than the stop
+        stale = host.stale_jobs[name]
+        round_.open_incident(
+            job=name,
+            host_id=host.host_id,
+            cause=SUPERSEDED_WORKERS,
+            message=f"{host.host_id} still runs workers of generation {stale}, superseded by {generation.generation}.",
+            generation=stale,
+            observed_at=round_.now,
+        )
