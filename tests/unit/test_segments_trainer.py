@@ -1,0 +1,482 @@
+"""The trainer's side, with the test in the engine's place: it reads the notices and writes the words."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flyball
+from ckpt_engine import manifest as manifests
+from ckpt_engine import segment_files
+from ckpt_engine.control import RestoreState, RestoreWords
+from ckpt_engine.engine import NO_SUPERVISOR, NOT_DUE, is_due
+from ckpt_engine.notices import Captured, Notice, SaveAborted
+from ckpt_engine.slots import RankSegments, SlotState
+from flyball.beacon import BeaconReader, create_beacon
+from flyball.contracts import wire
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier, branch
+from flyball.contracts.cluster import Phase
+from flyball.contracts.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MemoryTooSmall,
+    RestoreFailed,
+    StateMismatch,
+    UnsupportedState,
+    UsageError,
+)
+from flyball.contracts.segments import SLOT_SUFFIXES, rank_segment
+from flyball.trainer import Job
+from flyball.worker_identity import WorkerIdentity, read_identity
+
+
+@pytest.fixture
+def identity(tmp_path: Path) -> WorkerIdentity:
+    """A lone supervised rank with slots and no engine."""
+    beacon = str(tmp_path / "beacon")
+    create_beacon(beacon)
+    return WorkerIdentity(
+        job="job",
+        generation=1,
+        rank=0,
+        world_size=1,
+        local_world_size=1,
+        beacon=beacon,
+        shm_prefix=str(tmp_path / "flyball-test"),
+        engine_notify="",
+        restore_step=None,
+        checkpoint=CheckpointSpec(save_timeout_s=5.0, restore_timeout_s=5.0),
+        lineage=(LineageEntry(1),),
+        error_file=str(tmp_path / "error.json"),
+    )
+
+
+class Engine:
+    """The other side of the segments and of the notify socket."""
+
+    def __init__(self, identity: WorkerIdentity) -> None:
+        self.segments = RankSegments.open(rank_segment(identity.shm_prefix, identity.job, identity.rank), create=True)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(identity.engine_notify)
+        self.socket.settimeout(10.0)
+        self.segments.control.begin_world(1, -1)
+
+    def notice(self) -> Captured | SaveAborted:
+        return wire.decode(self.socket.recv(4096), Notice)  # type: ignore[arg-type]  # a union of tagged structs
+
+    def commit(self, index: int, *, world: bool = True) -> None:
+        view = self.segments.slots()[index]
+        made = manifests.describe(
+            self.segments.payload(index),
+            job="job",
+            generation=view.generation,
+            step=view.step,
+            rank=0,
+            world_size=1,
+            code_version="test",
+        )
+        assert self.segments.commit(view, manifests.encode(made))
+        self.segments.control.note_replicated(view.step)
+        if world:
+            self.segments.control.advance_world(view.step)
+
+
+@pytest.fixture
+def engine(identity: WorkerIdentity, tmp_path: Path) -> Iterator[Engine]:
+    made = Engine(replace(identity, engine_notify=str(tmp_path / "notify.sock")))
+    yield made
+    made.socket.close()
+
+
+@pytest.fixture
+def with_engine(identity: WorkerIdentity, engine: Engine, tmp_path: Path) -> WorkerIdentity:
+    return replace(identity, engine_notify=str(tmp_path / "notify.sock"))
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"t": torch.full((100,), value), "n": {"value": value}}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come to pass"
+        time.sleep(0.001)
+
+
+# --- attach ---
+
+
+def test_without_a_supervisor_a_script_runs_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    with flyball.attach() as job:
+        assert (job.rank, job.world_size, job.generation) == (1, 2, 3)
+        assert job.restore(state(0.0)) == 0
+        loss = torch.tensor(1.0)
+        job.step(0, loss=loss)
+        assert job.loss is loss
+        handle = job.save(0, state(1.0))
+        assert handle.skipped == NO_SUPERVISOR
+        assert not handle.staged and not handle.durable.wait(10.0)
+        assert (job.recovery_point, job.failed_saves) == (-1, 0)
+        handle.check()
+
+
+@pytest.mark.parametrize(
+    "variable", ["RANK", "FLYBALL_GENERATION", "FLYBALL_RESTORE_STEP", "FLYBALL_CHECKPOINT", "FLYBALL_LINEAGE"]
+)
+def test_a_variable_that_makes_no_sense_is_named(variable: str) -> None:
+    with pytest.raises(ConfigurationError, match=variable):
+        read_identity({variable: "{"})
+
+
+def test_the_daemons_variables_are_read() -> None:
+    lineage = branch((LineageEntry(1),), restored_step=7, generation=2)
+    found = read_identity(
+        {
+            "FLYBALL_JOB": "j",
+            "FLYBALL_GENERATION": "2",
+            "FLYBALL_RESTORE_STEP": "7",
+            "FLYBALL_LINEAGE": wire.encode(lineage).decode(),
+            "FLYBALL_CHECKPOINT": '{"every_steps": 5}',
+            "RANK": "3",
+            "WORLD_SIZE": "4",
+            "LOCAL_WORLD_SIZE": "2",
+        }
+    )
+    assert (found.job, found.generation, found.restore_step, found.lineage) == ("j", 2, 7, lineage)
+    assert (found.checkpoint.every_steps, found.rank, found.world_size, found.local_world_size) == (5, 3, 4, 2)
+    assert read_identity({"FLYBALL_RESTORE_STEP": ""}).restore_step is None
+
+
+def test_the_beacon_tells_of_phases_and_moments(identity: WorkerIdentity) -> None:
+    reader = BeaconReader(identity.beacon)
+    job = Job(identity)
+    assert (reader.snapshot().attached_ns > 0, reader.snapshot().phase) == (True, Phase.STARTING)
+    job.restore({})
+    assert reader.snapshot().restored_ns >= reader.snapshot().restore_began_ns > 0
+    with job.phase("eval"):
+        assert reader.snapshot().phase is Phase.EVAL
+    assert reader.snapshot().phase is Phase.STEP
+    with pytest.raises(UsageError, match="no phase 'lunch'"), job.phase("lunch"):
+        pass
+    job.step(0)
+    job.save(0, state(0.0))
+    snapshot = reader.snapshot()
+    assert (snapshot.step, snapshot.phase) == (0, Phase.STEP)
+    assert snapshot.save_blocked_ns > 0 and snapshot.first_step_ns > 0
+    job.close()
+    assert reader.snapshot().phase is Phase.DONE
+
+
+# --- save and restore without an engine ---
+
+
+def test_a_lone_rank_commits_for_itself_and_restores(identity: WorkerIdentity) -> None:
+    job = Job(identity)
+    assert job.restore(state(0.0)) == 0
+    for step in range(5):
+        job.step(step)
+        handle = job.save(step, state(float(step)))
+        assert handle.staged and not handle.error
+    assert handle.replicated.wait(10.0)
+    wait_for(lambda: job.recovery_point == 4)
+    assert not handle.durable
+    job.close()
+
+    target = state(-1.0)
+    again = Job(
+        replace(identity, generation=2, restore_step=4, lineage=branch(identity.lineage, restored_step=4, generation=2))
+    )
+    assert again.restore(target) == 5
+    assert target["t"].tolist() == [4.0] * 100 and target["n"] == {"value": 4.0}
+    assert again.recovery_point == 4
+    held = [bytes(again._engine._segments.payload(i)) for i in range(2)]
+    target["t"].fill_(9.0)  # does not alias the slot
+    assert [bytes(again._engine._segments.payload(i)) for i in range(2)] == held
+    assert again.save(4, target).skipped
+    assert again.save(5, target).staged
+    again.close()
+
+
+def test_a_shard_that_was_captured_and_never_committed_is_restored(identity: WorkerIdentity) -> None:
+    """The worker died between the two; the bytes are whole."""
+    job = Job(identity)
+    job._engine._link.captured = lambda view: None
+    job.save(0, state(3.0))
+    segments = RankSegments.open(rank_segment(identity.shm_prefix, "job", 0))
+    assert segments.slots()[0].state is SlotState.CAPTURED
+    target = state(0.0)
+    lineage = branch(identity.lineage, restored_step=0, generation=2)
+    assert Job(replace(identity, generation=2, restore_step=0, lineage=lineage)).restore(target) == 1
+    assert target["n"] == {"value": 3.0}
+
+
+def test_ranks_of_one_host_keep_a_common_step_without_an_engine(identity: WorkerIdentity) -> None:
+    spec = CheckpointSpec(save_timeout_s=0.05)
+    ranks = [
+        Job(replace(identity, rank=rank, world_size=2, local_world_size=2, beacon="", checkpoint=spec))
+        for rank in range(2)
+    ]
+    assert all(job.save(0, state(0.0)).staged for job in ranks)
+    wait_for(lambda: all(job.recovery_point == 0 for job in ranks))
+    assert ranks[0].save(1, state(1.0)).staged
+    ahead = ranks[0].save(2, state(2.0))
+    assert "No slot was free" in ahead.error  # rank 1 has only step 0: neither 0 nor 1 may go
+    assert ranks[1].save(1, state(1.0)).staged
+    wait_for(lambda: all(job.recovery_point == 1 for job in ranks))
+    assert ranks[0].save(3, state(3.0)).staged
+    for job in ranks:
+        job.close()
+
+
+def test_ranks_on_several_hosts_without_an_engine_get_no_slots(identity: WorkerIdentity) -> None:
+    job = Job(replace(identity, world_size=4, local_world_size=2))
+    assert job.save(0, state(0.0)).skipped == NO_SUPERVISOR
+
+
+def test_a_corrupt_slot_is_not_restored_and_not_listed_again(
+    identity: WorkerIdentity, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(identity)
+    job.save(0, state(0.0))
+    wait_for(lambda: job.recovery_point == 0)
+    job.close()
+    path = Path(rank_segment(identity.shm_prefix, "job", 0) + SLOT_SUFFIXES[0])
+    with path.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x55")
+    again = Job(
+        replace(identity, generation=2, restore_step=0, lineage=branch(identity.lineage, restored_step=0, generation=2))
+    )
+    with pytest.raises(SystemExit) as exit_:
+        again.restore(state(0.0))
+    assert exit_.value.code == 23
+    assert "does not match its checksum" in capsys.readouterr().err
+    error = json.loads(Path(identity.error_file).read_text())["message"]
+    assert (
+        error["message"].startswith("RestoreFailed: Rank 0 cannot have step 0")
+        and "Traceback" in error["extraInfo"]["py_callstack"]
+    )
+    segments = RankSegments.open(rank_segment(identity.shm_prefix, "job", 0))
+    assert segments.slots()[0].state is SlotState.EMPTY
+
+
+def test_a_state_that_does_not_fit_is_the_jobs_own_error(identity: WorkerIdentity) -> None:
+    job = Job(identity)
+    job.save(0, state(0.0))
+    job.close()
+    again = Job(
+        replace(identity, generation=2, restore_step=0, lineage=branch(identity.lineage, restored_step=0, generation=2))
+    )
+    with pytest.raises(StateMismatch, match="'t' is"):
+        again.restore({"t": torch.zeros(3)})
+
+
+# --- which steps ---
+
+
+def test_a_step_is_due_for_whichever_tier_wants_it() -> None:
+    spec = CheckpointSpec(every_steps=3, disk_every_steps=5, persistent_every_steps=0)
+    assert [step for step in range(11) if is_due(spec, step)] == [0, 3, 5, 6, 9, 10]
+    assert not is_due(CheckpointSpec(every_steps=0), 0)
+
+
+def test_only_due_steps_are_saved_and_positions_move_at_all(with_engine: WorkerIdentity, engine: Engine) -> None:
+    job = Job(replace(with_engine, checkpoint=CheckpointSpec(every_steps=2)))
+    assert job.save(0, state(0.0)).staged
+    handle = job.save(1, state(1.0))
+    assert handle.skipped == NOT_DUE
+    assert engine.segments.control.position(1) == 1
+    assert job.save(1, state(1.0)).skipped.startswith("step 1 was saved")
+
+
+# --- save with an engine ---
+
+
+def test_the_engine_is_told_and_what_it_does_shows_on_the_handle(with_engine: WorkerIdentity, engine: Engine) -> None:
+    job = Job(with_engine)
+    handle = job.save(0, state(1.0))
+    assert engine.notice() == Captured(job="job", rank=0, generation=1, step=0, slot=0)
+    assert handle.staged and not handle.replicated and not handle.durable
+    engine.commit(0)
+    assert handle.replicated and job.recovery_point == 0
+    engine.segments.control.note_durable(0)
+    assert handle.durable.wait(0.0)
+    assert repr(handle) == "SaveHandle(step=0, staged)"
+
+
+def test_a_save_waits_for_the_world_and_goes_on_as_soon_as_it_may(with_engine: WorkerIdentity, engine: Engine) -> None:
+    job = Job(with_engine)
+    job.save(0, state(0.0))
+    job.save(1, state(1.0))
+    engine.commit(0)
+    timer = threading.Timer(0.1, engine.commit, args=(1,))
+    timer.start()
+    began_s = time.monotonic()
+    handle = job.save(2, state(2.0))
+    assert handle.staged and 0.05 < time.monotonic() - began_s < 4.0
+    assert [view.step for view in engine.segments.slots()] == [2, 1]
+    timer.join()
+
+
+def test_a_step_that_was_abandoned_frees_its_slot(with_engine: WorkerIdentity, engine: Engine) -> None:
+    job = Job(with_engine)
+    job.save(0, state(0.0))
+    engine.commit(0)
+    job.save(1, state(1.0))
+    engine.commit(1, world=False)
+    engine.segments.control.abandon(1)
+    assert job.save(2, state(2.0)).staged
+    assert [view.step for view in engine.segments.slots()] == [0, 2]
+
+
+def test_a_dead_engine_costs_a_moment_and_no_exception(with_engine: WorkerIdentity, engine: Engine) -> None:
+    job = Job(replace(with_engine, checkpoint=CheckpointSpec(save_timeout_s=60.0)))
+    engine.socket.close()
+    assert job.save(0, state(0.0)).staged and job.save(1, state(1.0)).staged
+    began_s = time.monotonic()
+    handle = job.save(2, state(2.0))
+    assert time.monotonic() - began_s < 5.0
+    assert "is not running" in handle.error and job.failed_saves == 1
+    assert not handle.staged.wait(10.0)
+    with pytest.raises(CheckpointError, match="is not running"):
+        handle.check()
+
+
+def test_a_stuck_engine_is_waited_for_once(with_engine: WorkerIdentity, engine: Engine) -> None:
+    job = Job(replace(with_engine, checkpoint=CheckpointSpec(save_timeout_s=0.3)))
+    job.save(0, state(0.0))
+    job.save(1, state(1.0))
+    began_s = time.monotonic()
+    assert "within 0.3 s" in job.save(2, state(2.0)).error
+    waited_s = time.monotonic() - began_s
+    for step in range(3, 20):
+        assert job.save(step, state(2.0)).error
+    assert time.monotonic() - began_s < waited_s + 0.3 <= 2.0
+    notices = [engine.notice() for _ in range(3)]
+    assert [type(notice) for notice in notices] == [Captured, Captured, SaveAborted]
+    assert notices[2].step == 2
+    engine.commit(0)
+    engine.commit(1)
+    assert job.save(20, state(3.0)).staged
+
+
+def test_a_superseded_trainer_saves_nothing(with_engine: WorkerIdentity, engine: Engine) -> None:
+    job = Job(with_engine)
+    engine.segments.control.write_fence(3, 2)
+    handle = job.save(0, state(0.0))
+    assert "Generation 2 has taken over" in handle.error
+    assert [view.state for view in engine.segments.slots()] == [SlotState.EMPTY] * 2
+
+
+def test_what_cannot_be_saved_is_raised_and_leaves_no_torn_slot(with_engine: WorkerIdentity, engine: Engine) -> None:
+    job = Job(with_engine)
+    with pytest.raises(UnsupportedState, match="'x'"):
+        job.save(0, {"x": object()})
+    assert isinstance(engine.notice(), SaveAborted)
+    assert job.save(1, state(1.0)).staged
+
+
+@pytest.mark.parametrize(("restore_step", "raises"), [(None, True), (7, False)])
+def test_too_little_memory_stops_a_job_at_its_start_and_only_there(
+    with_engine: WorkerIdentity, engine: Engine, monkeypatch: pytest.MonkeyPatch, restore_step: int | None, raises: bool
+) -> None:
+    monkeypatch.setattr(segment_files, "available_memory", lambda directory: {"the machine": 100})
+    job = Job(replace(with_engine, restore_step=restore_step))
+    if raises:
+        with pytest.raises(MemoryTooSmall, match="Memory plan"):
+            job.save(8, state(0.0))
+    else:
+        assert "Memory plan" in job.save(8, state(0.0)).error
+    assert job.failed_saves == 1
+
+
+# --- the emergency step ---
+
+
+def test_at_the_emergency_step_a_rank_saves_and_parks_until_released(
+    with_engine: WorkerIdentity, engine: Engine
+) -> None:
+    job = Job(replace(with_engine, checkpoint=CheckpointSpec(every_steps=0)))
+    reader = BeaconReader(with_engine.beacon)
+    assert job.save(0, state(0.0)).skipped == NOT_DUE
+    assert engine.segments.control.arm(1, 2) == 0
+    assert job.save(1, state(1.0)).skipped == NOT_DUE
+    handles = []
+    thread = threading.Thread(target=lambda: handles.append(job.save(2, state(2.0))))
+    thread.start()
+    wait_for(lambda: reader.snapshot().phase is Phase.PARKED)
+    assert isinstance(engine.notice(), Captured)
+    engine.commit(0)
+    assert thread.is_alive()
+    engine.segments.control.disarm()
+    thread.join(timeout=10.0)
+    assert handles[0].staged and handles[0].replicated
+    assert reader.snapshot().phase is Phase.STEP
+    assert job.save(3, state(3.0)).skipped == NOT_DUE
+
+
+def test_an_emergency_step_of_another_generation_means_nothing(with_engine: WorkerIdentity, engine: Engine) -> None:
+    engine.segments.control.arm(0, 1)
+    job = Job(replace(with_engine, checkpoint=CheckpointSpec(every_steps=0)))
+    assert job.save(1, state(1.0)).skipped == NOT_DUE
+
+
+# --- restore with an engine ---
+
+
+def restoring(with_engine: WorkerIdentity, step: int = 6) -> WorkerIdentity:
+    lineage = branch(with_engine.lineage, restored_step=step, generation=2)
+    return replace(with_engine, generation=2, restore_step=step, lineage=lineage)
+
+
+def test_a_shard_that_the_engine_fetches_is_waited_for(with_engine: WorkerIdentity, engine: Engine) -> None:
+    writer = Job(with_engine)
+    for step in (5, 6):
+        writer.save(step, state(float(step)))
+    engine.segments.drop(1)
+    engine.commit(0)
+    engine.segments.control.begin_world(2, 6)
+    found: list[tuple[int, dict[str, Any]]] = []
+
+    def restore() -> None:
+        target = state(0.0)
+        found.append((Job(restoring(with_engine)).restore(target), target))
+
+    thread = threading.Thread(target=restore)
+    thread.start()
+    other = Job(replace(with_engine, job="elsewhere", beacon=""))  # the shard as the peer has it
+    other.save(6, state(6.5))
+    source = RankSegments.open(rank_segment(with_engine.shm_prefix, "elsewhere", 0)).payload(0)
+    engine.segments.begin_write(1, 1, 6, len(source))[:] = source
+    engine.segments.mark_captured(1)
+    assert thread.is_alive()
+    engine.commit(1)
+    engine.segments.control.write_restore(RestoreWords(2, RestoreState.READY, 6, 1, Tier.PEER, len(source), ""))
+    thread.join(timeout=10.0)
+    assert found[0][0] == 7 and found[0][1]["n"] == {"value": 6.5}
+
+
+def test_a_restore_that_the_engine_gave_up_says_why(with_engine: WorkerIdentity, engine: Engine) -> None:
+    failed = RestoreWords(2, RestoreState.FAILED, 6, -1, Tier.MEMORY, 0, "host-b: connection refused")
+    engine.segments.control.write_restore(failed)
+    with pytest.raises(RestoreFailed, match=r"step 6: host-b: connection refused"):
+        Job(replace(restoring(with_engine), beacon="")).restore(state(0.0))
+
+
+def test_a_restore_has_a_deadline(with_engine: WorkerIdentity, engine: Engine) -> None:
+    spec = CheckpointSpec(restore_timeout_s=0.2)
+    with pytest.raises(RestoreFailed, match=r"within 0\.2 s"):
+        Job(replace(restoring(with_engine), beacon="", checkpoint=spec)).restore(state(0.0))
