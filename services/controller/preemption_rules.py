@@ -30,7 +30,7 @@ def give_up_after_too_many_decisions(case: Case) -> Verdict | None:
 
 
 def let_the_other_incident_go_first(case: Case) -> Verdict | None:
-    """One incident at a time changes the generation. A failure comes first, and leaves the preempted host on its way."""
+    """One incident at a time changes the generation. A failure goes first, and leaves the preempted host too."""
     job = case.job.spec.job
     others = [
         other

@@ -55,7 +55,7 @@ def diagnose(round_: Round, job: JobView) -> None:
 
 
 def newest_common_step(generation: GenerationView) -> int:
-    """The newest step that all ranks are known to have completed, -1 if none; ranks that never reported do not count."""
+    """The newest step that all ranks are known to have completed, -1 if none; one that never reported is left out."""
     steps = [diagnosis.newest_step_of(rank, generation) for rank in generation.ranks]
     restored = -1 if generation.restore_step is None else generation.restore_step
     return min(steps, default=restored)
