@@ -34,7 +34,8 @@ class EmbeddedBus:
     def publish(self, signals: Sequence[Signal]) -> None:
         """Append all of them, or none: TooBusy when that would make the stream longer than its bound."""
         if signals:
-            self._db.transact(lambda connection: self._publish(connection, signals))
+            # Not durable: a signal stays with its daemon until it is committed together with its decisions.
+            self._db.transact(lambda connection: self._publish(connection, signals), durable=False)
 
     def read(self, after: Cursor | None, *, limit: int) -> list[Delivered]:
         """Up to `limit` signals behind a cursor, oldest first."""
@@ -70,7 +71,7 @@ class EmbeddedBus:
             connection.execute(delete(bus_messages).where(bus_messages.c.position <= tail))
             connection.execute(update(bus_streams).where(bus_streams.c.name == STREAM).values(tail=tail))
 
-        self._db.transact(work)
+        self._db.transact(work, durable=False)
 
     def _publish(self, connection: Connection, signals: Sequence[Signal]) -> None:
         mine = bus_streams.c.name == STREAM

@@ -106,7 +106,7 @@ class SqlActionStore:
         fresh = [row.number for row in rows if row.dispatched_at == 0.0]
         if fresh:
             # A command of an action that was superseded meanwhile is not open any more, and must not go out.
-            with self._db.write() as connection:
+            with self._db.write(durable=False) as connection:
                 connection.execute(
                     sql_update(commands)
                     .where(commands.c.number.in_(fresh), commands.c.is_open.is_(True))
@@ -135,7 +135,7 @@ class SqlActionStore:
                 return True
             return connection.execute(select(commands.c.number).where(*mine)).first() is not None
 
-        if not self._db.transact(work):
+        if not self._db.transact(work, durable=False):  # what is lost is asked for again
             _log.warning("answer_ignored", command_id=update.command_id, host_id=update.host_id, why="never asked")
 
 

@@ -25,6 +25,7 @@ CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 20.0  # the longest wait for one answer of a MySQL server; longer than a lock wait
 MAX_ATTEMPTS = 5  # of a transaction that the server gave up in a deadlock
 
+_DURABLE = "flyball_durable"  # an execution option of a connection
 _DRIVERS = {"sqlite": "sqlite+pysqlite", "mysql": "mysql+pymysql", "mariadb": "mariadb+pymysql"}
 
 
@@ -54,8 +55,12 @@ class Database:
             yield connection
 
     @contextmanager
-    def write(self) -> Iterator[Connection]:
-        """A transaction that commits at the end of the block, and stores nothing if it raises."""
+    def write(self, *, durable: bool = True) -> Iterator[Connection]:
+        """A transaction that commits at the end of the block, and stores nothing if it raises.
+
+        Every commit survives the kill of any process. `durable=False` is for what is sent again anyway: on SQLite it
+        does not wait for the disk, and a power cut may take the newest of such commits back (never out of order).
+        """
         if self._writers is None:
             with self._translated(), self._writer.begin() as connection:
                 yield connection
@@ -65,16 +70,20 @@ class Database:
                 f"The database {self.name} was busy for {BUSY_TIMEOUT_S:.0f} s.", hint="look for what holds it"
             )
         try:
-            with self._translated(), self._writer.begin() as connection:
+            with (
+                self._translated(),
+                self._writer.connect().execution_options(**{_DURABLE: durable}) as connection,
+                connection.begin(),
+            ):
                 yield connection
         finally:
             self._writers.release()
 
-    def transact(self, work: Callable[[Connection], T]) -> T:
+    def transact(self, work: Callable[[Connection], T], *, durable: bool = True) -> T:
         """Run `work` in a write transaction; again, from its beginning, if the server ended it in a deadlock."""
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
-                with self.write() as connection:
+                with self.write(durable=durable) as connection:
                     return work(connection)
             except Unreachable as error:
                 if attempt == MAX_ATTEMPTS or not is_deadlock(error.__cause__):
@@ -142,20 +151,23 @@ def _sqlite_engines(url: URL) -> tuple[Engine, Engine]:
 
         return set_up
 
-    def begin(statement: str) -> Callable[[Connection], None]:
-        def emit(connection: Connection) -> None:
-            connection.exec_driver_sql(statement)
+    def begin_read(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN")
 
-        return emit
+    def begin_write(connection: Connection) -> None:
+        # FULL waits for the disk: a commit that a power cut takes back would give out the same epoch, and the same
+        # action number, twice.
+        durable = connection.get_execution_options().get(_DURABLE, True)
+        connection.exec_driver_sql(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
 
     common = (f"busy_timeout={int(BUSY_TIMEOUT_S * 1000)}", "foreign_keys=ON")
     writer = create_engine(url, pool_size=1, max_overflow=0, pool_timeout=BUSY_TIMEOUT_S)
-    # FULL: a commit that a power cut takes back would give out the same epoch, and the same action number, twice.
-    event.listen(writer, "connect", connected((*common, "journal_mode=WAL", "synchronous=FULL")))
-    event.listen(writer, "begin", begin("BEGIN IMMEDIATE"))
+    event.listen(writer, "connect", connected((*common, "journal_mode=WAL")))
+    event.listen(writer, "begin", begin_write)
     reader = create_engine(url, pool_size=4, max_overflow=12, pool_timeout=BUSY_TIMEOUT_S)
     event.listen(reader, "connect", connected((*common, "query_only=ON")))
-    event.listen(reader, "begin", begin("BEGIN"))
+    event.listen(reader, "begin", begin_read)
     return reader, writer
 
 

@@ -51,7 +51,7 @@ class SqlStatusStore:
         What it says of jobs and generations that were never granted is ignored.
         """
         if reports:
-            self._db.transact(lambda connection: _record(connection, reports))
+            self._db.transact(lambda connection: _record(connection, reports), durable=False)
 
     def committed(self, incarnations: Iterable[str]) -> dict[str, int]:
         """For each incarnation that is known: every signal up to this seq is committed."""
