@@ -103,18 +103,16 @@ class _Flatten:
             raise _unsupported(path, f"is a {type(tensor).__name__}, and only plain tensors can be saved yet")
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             raise _unsupported(path, "is a sparse, quantized or meta tensor")
-        tensor = tensor.detach()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         if tensor.is_complex():
             return {"$complex_tensor": self._name(torch.view_as_real(tensor.resolve_conj()), path)}
         return {"$tensor": self._name(tensor, path)}
 
     def _name(self, tensor: torch.Tensor, path: str) -> str:
         """Tensors that are the same memory, seen the same way, are stored once."""
-        identity = (
-            (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg())
-            if tensor.numel()
-            else (path,)
-        )
+        address = tensor.data_ptr()  # 0 for an empty one; unique among the devices of a machine
+        identity = (address, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()) if address else (path,)
         known = self._names.get(identity)
         if known is not None:
             return known

@@ -1,0 +1,127 @@
+"""What Flyball costs a training step: `job.step`, and `job.save` of the example's model and optimizer.
+
+    python benchmarks/trainer_overhead.py [--json] [--saves N]
+
+One rank, no engine process beside it (it commits for itself, on a thread), one thread for torch, as under
+`flyball run` with several ranks per host. Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import statistics
+import sys
+import time
+import timeit
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ckpt_engine.slots import RankSegments
+from flyball.beacon import create_beacon
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
+from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, rank_segment
+from flyball.trainer import Job
+from flyball.worker_identity import WorkerIdentity
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+STEP_CALLS = 200_000
+
+
+def identity(prefix: str, every_steps: int) -> WorkerIdentity:
+    beacon = f"{prefix}.beacon"
+    create_beacon(beacon)
+    return WorkerIdentity(
+        job="benchmark",
+        generation=1,
+        rank=0,
+        world_size=1,
+        local_world_size=1,
+        beacon=beacon,
+        shm_prefix=prefix,
+        engine_notify="",
+        restore_step=None,
+        checkpoint=CheckpointSpec(every_steps=every_steps),
+        lineage=(LineageEntry(1),),
+    )
+
+
+def trained_state() -> tuple[dict[str, object], Callable[[], None]]:
+    """The example's state after one step, and a function that does another."""
+    example = runpy.run_path(str(EXAMPLE))
+    options = example["parse"]([])
+    model = example["GPT"](options.layers, options.width, options.heads, options.context)
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = example["StandardLibrary"](options.batch_size, options.context, 1, 0)
+
+    def train_step() -> None:
+        loss = model(*data.batch())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    train_step()
+    return {"model": model, "optimizer": optimizer, "data": data}, train_step
+
+
+def measure(prefix: str, saves: int) -> dict[str, float]:
+    job = Job(identity(prefix, every_steps=2))  # every other save is not due
+    loss = torch.tensor(1.0)
+    step_ns = min(timeit.repeat(lambda: job.step(1, loss=loss), number=STEP_CALLS, repeat=5)) / STEP_CALLS * 1e9
+    state, train_step = trained_state()
+    due_ms, not_due_us, train_ms = [], [], []
+    for step in range(2 * saves):
+        began_s = time.perf_counter()
+        train_step()
+        trained_s = time.perf_counter()
+        handle = job.save(step, state)
+        saved_s = time.perf_counter()
+        train_ms.append((trained_s - began_s) * 1e3)
+        if step % 2:
+            not_due_us.append((saved_s - trained_s) * 1e6)
+        else:
+            due_ms.append((saved_s - trained_s) * 1e3)
+            assert handle.staged, handle.error
+    job.close()
+    segments = RankSegments.open(rank_segment(prefix, "benchmark", 0))
+    payload_bytes = max(view.payload_bytes for view in segments.slots())
+    segments.unlink()
+    segments.close()
+    settled_ms = due_ms[2:]  # the first two make their slots
+    return {
+        "step_ns": round(step_ns, 1),
+        "save_ms_median": round(statistics.median(settled_ms), 3),
+        "save_ms_p95": round(statistics.quantiles(settled_ms, n=20)[-1], 3),
+        "save_first_ms": round(due_ms[0], 3),
+        "save_not_due_us": round(statistics.median(not_due_us), 2),
+        "payload_mib": round(payload_bytes / 2**20, 2),
+        "train_step_ms": round(statistics.median(train_ms), 2),
+        "save_share_of_step": round(statistics.median(settled_ms) / statistics.median(train_ms), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--saves", type=int, default=60)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    prefix = str(Path(os.environ.get(SHM_DIR_VARIABLE, DEFAULT_SHM_DIR)) / f"flyball-benchmark-{os.getpid()}")
+    try:
+        found = measure(prefix, options.saves)
+    finally:
+        Path(f"{prefix}.beacon").unlink(missing_ok=True)
+    if options.json:
+        json.dump(found, sys.stdout)
+        print()
+        return
+    for name, value in found.items():
+        print(f"{name:20} {value:>10}")
+
+
+if __name__ == "__main__":
+    main()
