@@ -43,7 +43,7 @@ Name = String(64)  # a job, a host, an incarnation
 Word = String(32)  # a member of one of our enums
 Number = BigInteger().with_variant(Integer(), "sqlite")  # SQLite counts up, and needs no second index, for INTEGER
 Seconds: Double[float] = Double()  # wall clock
-Document = Text().with_variant(LONGTEXT(), "mysql", "mariadb")  # JSON of a contract type
+Document = Text().with_variant(LONGTEXT(), "mysql", "mariadb")  # JSON of a contract type, or words of any length
 
 
 def _table(name: str, *parts: SchemaItem) -> Table:
@@ -102,7 +102,7 @@ hosts = _table(
     Column("host_id", Name, primary_key=True),
     Column("state", Word, nullable=False),
     Column("since", Seconds, nullable=False),
-    Column("reason", Text, nullable=False),
+    Column("reason", Document, nullable=False),
     Column("preempt_deadline_at", Seconds, nullable=False),
     Column("joined_at", Seconds, nullable=False),
     Column("address", String(128), nullable=False),
@@ -154,7 +154,7 @@ jobs = _table(
     Column("job", Name, primary_key=True),
     Column("spec", Document, nullable=False),
     Column("state", Word, nullable=False, index=True),
-    Column("message", Text, nullable=False),
+    Column("message", Document, nullable=False),
     Column("submitted_at", Seconds, nullable=False),
     Column("ended_at", Seconds, nullable=False),
     Column("stop_requested", Boolean, nullable=False),
@@ -168,8 +168,8 @@ job_failures = _table(
     Column("job", Name, ForeignKey("jobs.job"), nullable=False, index=True),
     Column("generation", Integer, nullable=False),
     Column("cause", Name, nullable=False),
-    Column("error_kind", Text, nullable=False),
-    Column("error_message", Text, nullable=False),
+    Column("error_kind", Document, nullable=False),
+    Column("error_message", Document, nullable=False),
     Column("step", BigInteger, nullable=False),
 )
 
@@ -204,7 +204,7 @@ incident_changes = _table(
     Column("at", Seconds, nullable=False),
     Column("state", Word, nullable=False),
     Column("cause", Name, nullable=False),
-    Column("message", Text, nullable=False),
+    Column("message", Document, nullable=False),
 )
 
 decisions = _table(
@@ -232,7 +232,7 @@ actions = _table(
     Column("phase", Word, nullable=False),
     Column("attempt", Integer, nullable=False),
     Column("version", Integer, nullable=False),  # compare-and-set
-    Column("message", Text, nullable=False),
+    Column("message", Document, nullable=False),
     Column("started_at", Seconds, nullable=False),
     Column("ended_at", Seconds, nullable=False),
 )
@@ -244,7 +244,7 @@ action_changes = _table(
     Column("at", Seconds, nullable=False),
     Column("phase", Word, nullable=False),
     Column("state", Word, nullable=False),
-    Column("message", Text, nullable=False),
+    Column("message", Document, nullable=False),
 )
 
 commands = _table(
