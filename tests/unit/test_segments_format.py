@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save as save_with_the_library
 
@@ -33,6 +33,7 @@ def test_a_manifest_describes_a_shard_of_the_safetensors_library_and_survives_en
     assert np.frombuffer(payload[begin:end], np.int64).tolist() == list(range(5000))
 
 
+@settings(deadline=None)
 @given(size=st.integers(1, 300), chunk_bytes=st.integers(1, 64), data=st.data())
 def test_every_flipped_bit_is_found(size: int, chunk_bytes: int, data: st.DataObject) -> None:
     payload = memoryview(bytearray(data.draw(st.binary(min_size=size, max_size=size))))
@@ -85,6 +86,7 @@ def test_a_tensor_outside_the_shard_is_refused() -> None:
         manifest.decode(manifest.encode(msgspec.structs.replace(made, tensors=(outside,))))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_no_manifest_and_no_shard(data: bytes) -> None:
     with pytest.raises(CorruptShard):
@@ -93,6 +95,7 @@ def test_garbage_is_no_manifest_and_no_shard(data: bytes) -> None:
         shard_format.read_header(memoryview(data))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=100))
 def test_a_header_of_garbage_is_refused(header: bytes) -> None:
     with pytest.raises(CorruptShard):

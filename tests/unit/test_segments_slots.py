@@ -182,7 +182,7 @@ def test_the_plan_of_the_whole_host_is_checked_less_what_is_there(
     segments: RankSegments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segment_files, "available_memory", lambda directory: {"the machine": 7000})
-    with pytest.raises(MemoryTooSmall, match="the machine has 6[.]8 KiB"):
+    with pytest.raises(MemoryTooSmall, match=r"the machine has 6\.8 KiB"):
         segments.begin_write(0, 1, 1, 1000, MemoryPlan(1000, local_ranks=4))
     segments.begin_write(0, 1, 1, 1000, MemoryPlan(1000, local_ranks=3))
     segments.begin_write(1, 1, 2, 1000, MemoryPlan(1000, local_ranks=4))  # 8000 in all, 1000 are there

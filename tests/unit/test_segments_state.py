@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load as load_with_the_library
 from torch import nn
@@ -83,6 +83,7 @@ json_like = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(json_like)
 def test_any_tree_comes_back_as_it_was(tree: object) -> None:
     assert same(round_trip({"x": tree})["x"], tree)

@@ -359,12 +359,9 @@ def test_a_stuck_engine_is_waited_for_once(with_engine: WorkerIdentity, engine: 
     job = Job(replace(with_engine, checkpoint=CheckpointSpec(save_timeout_s=0.3)))
     job.save(0, state(0.0))
     job.save(1, state(1.0))
-    began_s = time.monotonic()
     assert "within 0.3 s" in job.save(2, state(2.0)).error
-    waited_s = time.monotonic() - began_s
     for step in range(3, 20):
-        assert job.save(step, state(2.0)).error
-    assert time.monotonic() - began_s < waited_s + 0.3 <= 2.0
+        assert "within 0 s" in job.save(step, state(2.0)).error
     notices = [engine.notice() for _ in range(3)]
     assert [type(notice) for notice in notices] == [Captured, Captured, SaveAborted]
     assert notices[2].step == 2
