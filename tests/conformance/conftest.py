@@ -4,7 +4,7 @@ own that is removed afterwards."""
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pymysql
@@ -306,3 +306,18 @@ class Stores:
 @pytest.fixture
 def stores(db: Database, clock: ManualClock, make: Make) -> Stores:
     return Stores(db, clock, make)
+
+
+@pytest.fixture
+def new_stores(tmp_path: Path, make: Make) -> Iterator[Callable[[], Stores]]:
+    """Makes stores of a new SQLite database at every call, for properties that are tried many times."""
+    opened: list[Database] = []
+
+    def new() -> Stores:
+        opened.append(Database(f"sqlite:///{tmp_path / f'{len(opened)}.sqlite'}"))
+        migrate(opened[-1])
+        return Stores(opened[-1], ManualClock(), make)
+
+    yield new
+    for database in opened:
+        database.close()

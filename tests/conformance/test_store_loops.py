@@ -222,7 +222,7 @@ def test_only_the_leader_decides_and_its_successor_goes_on(running, cluster: Clu
 
 
 def test_a_stop_ends_the_job_everywhere(running, cluster: Cluster, stores) -> None:
-    stores.jobs.request_stop("job", cluster.clock.wall_s())  # noqa: TID251 - a test is no part of the program
+    stores.jobs.request_stop("job", cluster.clock.wall_s())
     eventually(
         lambda: (running(), cluster.job_state() == JobState.STOPPED.value and not cluster.open_action())[1],
         "the job stopped",

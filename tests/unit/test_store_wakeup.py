@@ -1,0 +1,79 @@
+"""Wake-ups reach everybody who waits, in threads and in an event loop, and are never lost between two waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from services.actuator.notify import AsyncWakeup
+from services.runtime.wakeup import LocalWakeup
+
+DEADLINE_S = 30.0
+
+
+def test_a_notification_before_the_wait_is_not_lost() -> None:
+    wakeup = LocalWakeup()
+    wakeup.notify("signals")
+    assert wakeup.wait("signals", DEADLINE_S)
+    assert not wakeup.wait("signals", 0.0)
+    assert not wakeup.wait("actions", 0.0)
+
+
+def test_every_waiting_thread_is_woken() -> None:
+    wakeup = LocalWakeup()
+    ready = threading.Barrier(4)
+    woken: list[bool] = []
+
+    def wait() -> None:
+        ready.wait(DEADLINE_S)
+        woken.append(wakeup.wait("commands", DEADLINE_S))
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    ready.wait(DEADLINE_S)
+    wakeup.notify("commands")
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert woken == [True] * 3
+
+
+def test_a_listener_is_called_until_it_leaves() -> None:
+    wakeup = LocalWakeup()
+    heard: list[str] = []
+    leave = wakeup.subscribe("events", lambda: heard.append("events"))
+    wakeup.notify("events")
+    wakeup.notify("signals")
+    leave()
+    leave()
+    wakeup.notify("events")
+    assert heard == ["events"]
+
+
+def test_coroutines_are_woken_from_threads() -> None:
+    async def scenario() -> None:
+        wakeup = LocalWakeup()
+        bell = AsyncWakeup(wakeup, "commands")
+        seen = bell.count
+        waiters = [asyncio.create_task(bell.wait(seen, DEADLINE_S)) for _ in range(3)]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(wakeup.notify, "commands")
+        assert await asyncio.gather(*waiters) == [seen + 1] * 3
+        assert await bell.wait(seen, DEADLINE_S) == seen + 1  # notified since: no wait at all
+        assert await bell.wait(seen + 1, 0.0) == seen + 1  # nothing new: the timeout
+        bell.close()
+        wakeup.notify("commands")
+        await asyncio.sleep(0)
+        assert bell.count == seen + 1
+
+    asyncio.run(scenario())
+
+
+def test_a_notification_after_the_end_of_the_event_loop_is_harmless() -> None:
+    wakeup = LocalWakeup()
+
+    async def listen() -> None:
+        AsyncWakeup(wakeup, "commands")
+
+    asyncio.run(listen())
+    wakeup.notify("commands")
