@@ -1,0 +1,436 @@
+"""A real supervisor on a free port, spoken to as daemons, users and strangers do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from flyball.contracts.clock import SystemClock
+from flyball.contracts.cluster import HostFacts, JobSpec, Phase, RankStatus
+from flyball.contracts.errors import ConfigurationError, PortInUse, StateVersionMismatch
+from flyball.contracts.events import Event, EventKind
+from flyball.contracts.signals import EngineStatus, RankSteps, Report, Signal, WorkerExited
+from flyball.contracts.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
+from services.main import Supervisor
+from services.runtime.settings import load_settings
+
+CLOCK = SystemClock()
+DEADLINE_S = 20.0
+PUBLIC = {"/healthz", "/readyz", "/metrics"}
+
+
+def until(look: Callable[[], Any], what: str) -> Any:  # noqa: ANN401 - whatever `look` gives
+    deadline = time.monotonic() + DEADLINE_S
+    while not (found := look()):
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
+        threading.Event().wait(0.01)
+    return found
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
+    started: list[Supervisor] = []
+
+    def start_one(**settings: object) -> Supervisor:
+        supervisor = Supervisor(load_settings(**({"state_dir": tmp_path / "supervisor", "port": 0} | settings)))
+        supervisor.start()
+        started.append(supervisor)
+        return supervisor
+
+    yield start_one
+    for supervisor in started:
+        supervisor.stop()
+
+
+@pytest.fixture
+def supervisor(start: Callable[..., Supervisor]) -> Supervisor:
+    return start()
+
+
+@pytest.fixture
+def client(supervisor: Supervisor) -> Iterator[httpx.Client]:
+    with client_of(supervisor) as client:
+        yield client
+
+
+def client_of(supervisor: Supervisor, token: str | None = None) -> httpx.Client:
+    headers = {"Authorization": f"Bearer {supervisor.token if token is None else token}"}
+    return httpx.Client(base_url=supervisor.url, headers=headers, timeout=DEADLINE_S)
+
+
+def report(host_id: str = "host-a", **parts: Any) -> Report:  # noqa: ANN401 - fields of Report
+    facts = HostFacts(
+        host_id=host_id,
+        address="127.0.0.1",
+        failure_domain="rack-1",
+        engine_address="127.0.0.1:1",
+        free_port=29_500,
+        daemon_version="0.1.0",
+        pid=1,
+    )
+    now = CLOCK.wall_s()
+    basis = Report(
+        version=WIRE_VERSION,
+        incarnation=f"inc-{host_id}",
+        sent_at=now,
+        interval_s=1.0,
+        facts=facts,
+        engine=EngineStatus(alive=True),
+    )
+    return msgspec.structs.replace(basis, **parts)
+
+
+def send(client: httpx.Client, message: Report) -> httpx.Response:
+    return client.post("/v1/reports", content=encode(message))
+
+
+def items(client: httpx.Client, path: str, **query: str) -> list[dict[str, Any]]:
+    answer = client.get(path, params=query)
+    assert answer.status_code == 200, answer.text
+    found: list[dict[str, Any]] = answer.json()["items"]
+    return found
+
+
+SPEC = JobSpec(job="demo", argv=("train.py", "--name", "<img src=x onerror=alert(1)>"), workdir="/tmp")
+
+
+def answer_commands(client: httpx.Client, host_id: str = "host-a") -> list[dict[str, Any]]:
+    """Take the next commands as a daemon does, and say that they succeeded."""
+    answer = client.get(f"/v1/hosts/{host_id}/commands", params={"incarnation": f"inc-{host_id}", "wait_s": 10})
+    assert answer.status_code == 200, answer.text
+    commands: list[dict[str, Any]] = answer.json()["commands"]
+    for command in commands:
+        update = {
+            "command_id": command["command_id"],
+            "host_id": host_id,
+            "incarnation": f"inc-{host_id}",
+            "state": "succeeded",
+            "at": CLOCK.wall_s(),
+            "result": {"positions": [{"rank": 0, "step": 3}], "free_port": 29_501},
+        }
+        assert client.post(f"/v1/hosts/{host_id}/updates", json=update).status_code == 204
+    return commands
+
+
+def test_a_worker_dies_and_the_whole_way_is_visible(client: httpx.Client) -> None:
+    assert send(client, report()).status_code == 200
+    until(lambda: items(client, "/v1/hosts"), "the host is known")
+    assert client.post("/v1/jobs", content=encode(SPEC)).status_code == 201
+    assert client.post("/v1/jobs", content=encode(SPEC)).status_code == 200
+    other = msgspec.structs.replace(SPEC, workdir="/elsewhere")
+    conflict = client.post("/v1/jobs", content=encode(other))
+    assert (conflict.status_code, conflict.json()["code"]) == (409, "conflict")
+
+    started = until(lambda: answer_commands(client), "the start command")
+    assert [c["body"]["type"] for c in started] == ["start_workers"]
+    generation = started[0]["body"]["placement"]["generation"]
+    status = RankStatus(job="demo", generation=generation, rank=0, pid=9, phase=Phase.STEP, step=3, beacon_age_s=0.1)
+    now = CLOCK.wall_s()
+    steps = RankSteps(
+        job="demo", generation=generation, rank=0, first_step=0, completed_at=(now - 3, now - 2, now - 1, now)
+    )
+    assert send(client, report(ranks=(status,), steps=(steps,))).status_code == 200
+    until(lambda: client.get("/v1/jobs/demo").json()["newest_step"] == 3, "the step is known")
+
+    death = Signal(
+        source="host-a",
+        incarnation="inc-host-a",
+        seq=1,
+        at=CLOCK.wall_s(),
+        body=WorkerExited(
+            job="demo", generation=generation, rank=0, pid=9, exit_code=None, signal_number=9, last_step=3
+        ),
+    )
+    began = time.monotonic()
+    assert send(client, report(signals=(death,))).status_code == 200
+    stop = until(lambda: answer_commands(client), "the stop command")
+    assert [c["body"]["type"] for c in stop] == ["stop_workers"]
+    assert time.monotonic() - began < 2.0, "signal to command takes milliseconds, seconds on a very busy machine"
+
+    incident = items(client, "/v1/incidents", job="demo")[0]
+    assert incident["cause"] == "worker_killed"
+    decision = client.get(f"/v1/decisions/{incident['decision_ids'][0]}").json()
+    assert decision["kind"] == "restart_in_place"
+    assert decision["signals"][0]["kind"] == "worker_exited"
+    assert decision["action"]["commands"][0]["host_id"] == "host-a"
+    until(
+        lambda: send(client, report(signals=(death,))).json()["committed"].get("inc-host-a") == 1,
+        "the daemon may forget the signal",
+    )
+    assert len(items(client, "/v1/incidents", job="demo")) == 1, "a repeated signal changes nothing"
+    assert client.get("/v1/goodput", params={"job": "demo"}).json()["job"] == "demo"
+    assert client.get("/v1/checkpoints", params={"job": "demo"}).json()["recovery_point"] == -1
+    assert 'flyball_decisions_total{kind="restart_in_place"} 1.0' in until(
+        lambda: (text := client.get("/metrics").text) and "restart_in_place" in text and text, "the metric"
+    )
+    assert client.post("/v1/jobs/demo/stop").status_code == 202
+
+
+def test_nothing_but_health_answers_without_the_right_token(supervisor: Supervisor, client: httpx.Client) -> None:
+    paths: dict[str, dict[str, Any]] = client.get("/openapi.json").json()["paths"]
+    assert {"/v1/reports", "/v1/jobs", "/v1/stream", "/v1/hosts/{host_id}/commands"} < paths.keys()
+    tried = 0
+    for path, methods in [*paths.items(), ("/openapi.json", {"get": {}}), ("/no/such/path", {"get": {}, "post": {}})]:
+        for method in methods:
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {supervisor.token}"}):
+                answer = httpx.request(method, supervisor.url + re.sub(r"{\w+}", "x", path), headers=headers)
+                if path in PUBLIC:
+                    assert answer.status_code == 200
+                    continue
+                assert answer.status_code == 401, (method, path)
+                assert answer.headers["content-type"] == "application/problem+json"
+                assert answer.headers["www-authenticate"].startswith("Bearer")
+                tried += 1
+    assert tried > 40
+    assert supervisor.token not in client.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b"", 400, "invalid_message"),
+        (b"{", 400, "invalid_message"),
+        (b'{"version": 1}', 400, "invalid_message"),
+        (b"[" * 100_000, 400, "invalid_message"),
+        (b"\xff\xfe", 400, "invalid_message"),
+        (encode(report(version=WIRE_VERSION + 1)), 400, "invalid_message"),
+        (encode(report()).replace(b'"host-a"', b'"../../etc"'), 400, "invalid_message"),
+        (b" " * (MAX_MESSAGE_BYTES + 1), 413, "body_too_large"),
+    ],
+)
+def test_a_bad_report_is_refused_and_leaves_nothing(client: httpx.Client, body: bytes, status: int, code: str) -> None:
+    answer = client.post("/v1/reports", content=body)
+    assert (answer.status_code, answer.json()["code"]) == (status, code)
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["detail"]
+    assert items(client, "/v1/hosts") == []
+
+
+def test_a_body_of_unknown_length_is_cut_off(client: httpx.Client) -> None:
+    def endless() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b" " * 65_536
+
+    with contextlib.suppress(httpx.WriteError):  # the server may close before all of it was sent
+        assert client.post("/v1/reports", content=endless()).status_code == 413
+    assert items(client, "/v1/hosts") == []
+
+
+def test_a_daemon_speaks_for_itself_only(client: httpx.Client) -> None:
+    signal = Signal(
+        source="host-b",
+        incarnation="i",
+        seq=1,
+        at=0.0,
+        body=WorkerExited(job="demo", generation=0, rank=0, pid=1, exit_code=1, signal_number=None, last_step=0),
+    )
+    answer = send(client, report(signals=(signal,)))
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_message")
+    update = {"command_id": "c", "host_id": "host-b", "incarnation": "i", "state": "failed", "at": 0.0}
+    assert client.post("/v1/hosts/host-a/updates", json=update).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/no-such-thing", 404),
+        ("GET", "/v1/jobs/none", 404),
+        ("GET", "/v1/decisions/dec-999999999999999999", 404),
+        ("POST", "/v1/jobs/none/stop", 404),
+        ("GET", "/v1/goodput?job=none", 404),
+        ("DELETE", "/v1/jobs", 405),
+        ("GET", "/v1/decisions/first", 422),
+        ("GET", "/v1/checkpoints", 422),
+        ("GET", "/v1/events?after=-1", 422),
+        ("GET", "/v1/events?limit=1000000", 422),
+        ("GET", "/v1/hosts/Host%20A/commands?incarnation=i", 422),
+        ("GET", "/v1/hosts/host-a/commands?incarnation=i&wait_s=1e9", 422),
+        ("GET", "/static/../templates/index.html", 404),
+        ("GET", "/static/%2e%2e/pages.py", 404),
+    ],
+)
+def test_every_refusal_is_a_problem_with_a_detail(client: httpx.Client, method: str, path: str, status: int) -> None:
+    answer = client.request(method, path)
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    problem = answer.json()
+    assert problem["status"] == status
+    assert problem["type"] == f"urn:flyball:error:{problem['code']}"
+    assert problem["detail"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"argv": []},
+        {"nnodes": 0},
+        {"nproc_per_node": -1},
+        {"nnodes": 100_000, "nproc_per_node": 100_000},
+        {"job": "../x"},
+        {"no_such_field": 1},
+        {"hosts": ["host-a", "host-a"], "nnodes": 2},
+    ],
+)
+def test_a_job_that_cannot_be_run_is_refused(client: httpx.Client, wrong: dict[str, object]) -> None:
+    spec = {"job": "demo", "argv": ["train.py"], "workdir": "/"} | wrong
+    answer = client.post("/v1/jobs", json=spec)
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_message")
+    assert items(client, "/v1/jobs") == []
+
+
+def test_a_full_queue_pushes_back_and_nothing_taken_is_lost(start: Callable[..., Supervisor], tmp_path: Path) -> None:
+    supervisor = start(report_queue_size=2)
+    database = sqlite3.connect(tmp_path / "supervisor" / "flyball.sqlite", isolation_level=None)
+    with client_of(supervisor) as client:
+        database.execute("BEGIN IMMEDIATE")  # the database takes no writes for a while
+        taken: list[str] = []
+        refused = None
+        for number in range(20):
+            answer = send(client, report(f"host-{number}"))
+            if answer.status_code == 429:
+                refused = answer
+                break
+            assert answer.status_code == 200
+            taken.append(f"host-{number}")
+        database.execute("ROLLBACK")
+        database.close()
+        assert refused is not None
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["code"] == "too_busy"
+        until(lambda: {h["host_id"] for h in items(client, "/v1/hosts")} == set(taken), "what was taken is stored")
+        assert send(client, report("host-19")).status_code == 200
+
+
+def test_the_stream_delivers_what_happens_and_goes_on_where_it_was_left(client: httpx.Client) -> None:
+    fault = Event(at=1.0, kind=EventKind.FAULT_INJECTED, job="demo", data={"fault": "kill\n\ndata: forged"})
+    after = client.get("/v1/events").json()["next_after"]
+    seen: list[tuple[int, dict[str, Any]]] = []
+    with client.stream("GET", "/v1/stream", params={"job": "demo", "kind": "fault_injected", "after": after}) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        lines = stream.iter_lines()
+        assert next(lines).startswith("retry:")
+        assert client.post("/v1/events", content=encode([fault])).status_code == 204
+        position = 0
+        for line in lines:
+            if line.startswith("id: "):
+                position = int(line[4:])
+            if line.startswith("data: "):
+                seen.append((position, json.loads(line[6:])))
+                break
+    assert [event["data"]["fault"] for _, event in seen] == ["kill\n\ndata: forged"]
+    second = msgspec.structs.replace(fault, at=2.0)
+    assert client.post("/v1/events", content=encode([second])).status_code == 204
+    with client.stream("GET", "/v1/stream", headers={"Last-Event-ID": str(seen[0][0])}) as stream:
+        data = next(json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: "))
+    assert data["at"] == 2.0
+
+
+def test_only_injected_faults_are_taken_from_outside(client: httpx.Client) -> None:
+    forged = Event(at=1.0, kind=EventKind.JOB_ENDED, job="demo", data={"outcome": "succeeded"})
+    answer = client.post("/v1/events", content=encode([forged]))
+    assert answer.status_code == 400
+    assert items(client, "/v1/events", job="demo", kind="job_ended") == []
+
+
+def test_the_number_of_streams_is_bounded(start: Callable[..., Supervisor]) -> None:
+    with client_of(start(max_streams=1)) as client:
+        with client.stream("GET", "/v1/stream") as first:
+            next(first.iter_lines())
+            refused = client.get("/v1/stream")
+            assert refused.status_code == 429
+            assert "retry-after" in refused.headers
+        until(lambda: "flyball_open_streams 0.0" in client.get("/metrics").text, "the stream is given back")
+
+
+def test_the_page_takes_the_token_once_and_then_a_cookie(supervisor: Supervisor) -> None:
+    with httpx.Client(base_url=supervisor.url) as browser:
+        closed = browser.get("/")
+        assert closed.status_code == 401
+        assert "needs a token" in closed.text
+        wrong = browser.get("/", params={"token": "<script>alert(1)</script>"})
+        assert wrong.status_code == 401
+        assert "<script" not in wrong.text
+        answer = browser.get("/", params={"token": supervisor.token})
+        assert (answer.status_code, answer.headers["location"]) == (303, "/")
+        cookie = answer.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "samesite=strict" in cookie.lower()
+        assert supervisor.token not in cookie
+        page = browser.get("/")
+        assert page.status_code == 200
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert supervisor.token not in page.text
+        assert browser.get("/v1/jobs").status_code == 200
+        assert browser.post("/v1/jobs/demo/stop").status_code == 401, "a cookie is good for reading only"
+
+
+def test_the_log_has_no_token_and_no_query(supervisor: Supervisor, client: httpx.Client, tmp_path: Path) -> None:
+    httpx.get(supervisor.url, params={"token": supervisor.token})
+    httpx.get(supervisor.url, params={"token": "a-wrong-token"})
+    assert client.get("/v1/jobs/none").status_code == 404
+    supervisor.stop()
+    log = (tmp_path / "supervisor" / "supervisor.log").read_text()
+    assert '"path": "/v1/jobs/none"' in log
+    assert "token" not in log
+    assert supervisor.token not in log
+
+
+def test_a_second_supervisor_in_the_same_folder_says_so(
+    supervisor: Supervisor, start: Callable[..., Supervisor]
+) -> None:
+    with pytest.raises(ConfigurationError, match="Another supervisor"):
+        start()
+    with client_of(supervisor) as client:
+        assert client.get("/readyz").status_code == 200, "the first is not disturbed"
+
+
+def test_a_port_in_use_and_a_folder_of_another_version(
+    supervisor: Supervisor, start: Callable[..., Supervisor], tmp_path: Path
+) -> None:
+    port = int(supervisor.url.rsplit(":", 1)[1])
+    with pytest.raises(PortInUse):
+        start(state_dir=tmp_path / "other", port=port)
+    start(state_dir=tmp_path / "other")  # nothing was left locked by the failure
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "VERSION").write_text("0\n")
+    with pytest.raises(StateVersionMismatch):
+        start(state_dir=tmp_path / "old")
+
+
+def test_stopping_answers_who_waits_and_a_restart_goes_on(start: Callable[..., Supervisor], tmp_path: Path) -> None:
+    first = start()
+    answers: list[httpx.Response] = []
+    with client_of(first) as client:
+        send(client, report())
+        until(lambda: items(client, "/v1/hosts"), "the host is known")
+
+        def poll() -> None:
+            query = {"incarnation": "i", "wait_s": "30"}
+            answers.append(client.get("/v1/hosts/host-a/commands", params=query))
+
+        waiting = threading.Thread(target=poll)
+        waiting.start()
+        until(lambda: "flyball_waiting_polls 1.0" in client.get("/metrics").text, "the poll waits")
+        first.stop()
+        waiting.join(DEADLINE_S)
+    assert [(a.status_code, a.json()) for a in answers] == [(200, {"commands": []})]
+    assert not (tmp_path / "supervisor" / "supervisor.json").exists()
+    second = start()
+    record = json.loads((tmp_path / "supervisor" / "supervisor.json").read_text())
+    assert record["url"] == second.url
+    assert second.token == first.token
+    with client_of(second) as client:
+        assert [h["host_id"] for h in items(client, "/v1/hosts")] == ["host-a"]
