@@ -12,6 +12,7 @@ import typer
 from flyball import __version__
 from flyball.cli import demo, explain, goodput, host, inject, run, status, up
 from flyball.cli.output import say_error
+from flyball.cli.own_packages import prefer_own_packages
 from flyball.contracts.errors import FlyballError, UsageError
 
 INTERRUPTED = 130
@@ -54,6 +55,7 @@ def _top(
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    prefer_own_packages()
     sys.exit(run_cli(sys.argv[1:]))
 
 

@@ -12,6 +12,8 @@ import runpy
 import signal
 import sys
 
+from flyball.cli.own_packages import prefer_own_packages
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -20,6 +22,7 @@ def main() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # it died before the request
         sys.exit(128 + signal.SIGTERM)
+    prefer_own_packages()
     sys.argv = [module, *sys.argv[3:]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
