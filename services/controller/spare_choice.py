@@ -9,13 +9,15 @@ from flyball.contracts.cluster import HostRanks, HostState, JobSpec
 from services.controller.view import HostView
 
 _FIT = (HostState.HEALTHY, HostState.SPARE)
+_ENGINE_WAIT_S = 10.0  # a host that has just joined reports before its engine is up: placed then, it would get no peers
 
 
 def free_hosts(
     hosts: Iterable[HostView], spec: JobSpec, *, taken: Collection[str], now: float, fresh_s: float
 ) -> list[HostView]:
     """Hosts that may take ranks of the job: fit, without a job or a preemption notice, not `taken`, heard of within
-    `fresh_s`. In the order of `spec.hosts` where the user named hosts, else by host_id."""
+    `fresh_s`, with an engine unless it has long been without one. In the order of `spec.hosts` where the user named
+    hosts, else by host_id."""
     named = {host_id: position for position, host_id in enumerate(spec.hosts)}
     found = [
         host
@@ -26,6 +28,7 @@ def free_hosts(
         and host.preempt_deadline_at == 0.0
         and host.host_id not in taken
         and now - host.last_report_at <= fresh_s
+        and (host.engine_address or now - host.since > _ENGINE_WAIT_S)
         and (not named or host.host_id in named)
     ]
     return sorted(found, key=lambda host: (named.get(host.host_id, 0), host.host_id))
