@@ -68,7 +68,7 @@ def _incident(
         "decided_at": moment(row.decided_at),
         "resolved_at": moment(incident.resolved_at),
         "hold_until": moment(incident.hold_until),
-        "signal": incident.cause if incident.cause in kinds else next(iter(kinds), ""),
+        "signal": _telling(incident.cause, kinds),
         "signals": kinds,
         "decisions": [decision.kind for decision in acting],
         "decision_ids": [f"dec-{decision.number}" for decision in decided],
@@ -78,6 +78,12 @@ def _incident(
             for change in timeline
         ],
     }
+
+
+def _telling(cause: str, kinds: Sequence[str]) -> str:
+    """The signal that the cause was told by; a worker's exit has several causes."""
+    told_by = cause if cause in kinds else "worker_exited"
+    return told_by if told_by in kinds else next(iter(kinds), "")
 
 
 def decisions(connection: Connection, job: str | None) -> list[Json]:
