@@ -10,14 +10,13 @@ from pathlib import Path
 from flyball.contracts.errors import StorageFull
 
 
-def write_durably(path: Path, parts: Iterable[bytes | memoryview]) -> int:
+def write_durably(path: Path, parts: Iterable[bytes | memoryview], *, mode: int = 0o600) -> int:
     """Put the parts, one after the other, into `path`; returns their size in bytes. Raises StorageFull, and leaves no
     half file, when the disk has no room."""
     temporary = path.with_name(f".{path.name}.new.{os.getpid()}")
     size_bytes = 0
     try:
-        with temporary.open("wb", buffering=0) as file:
-            temporary.chmod(0o600)
+        with open(temporary, "wb", buffering=0, opener=lambda name, flags: os.open(name, flags, mode)) as file:
             for part in parts:
                 rest = memoryview(part)
                 while rest:
@@ -39,11 +38,11 @@ def write_durably(path: Path, parts: Iterable[bytes | memoryview]) -> int:
     return size_bytes
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, *, mode: int = 0o700) -> None:
     """Make a folder and its parents such that their names survive a power cut."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=mode, exist_ok=True)
         sync_folder(folder.parent)
 
 

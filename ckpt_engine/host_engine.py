@@ -273,6 +273,7 @@ class Engine:
         if job is None or job.generation is None or job.coordination is None:
             return Reply(Verdict.BUSY, f"{put.job} was not announced here yet.")
         generation, coordination = job.generation, job.coordination
+        coordination.hear_world(put.world)
         reply = receive_replica(
             connection,
             put,

@@ -26,6 +26,7 @@ from ckpt_engine.slots import SlotState, SlotView
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from flyball.contracts.checkpoints import is_alive
 from flyball.contracts.errors import CorruptShard, FlyballError, Unreachable
+from flyball.contracts.fault_points import reach
 
 log = structlog.get_logger()
 
@@ -185,6 +186,7 @@ class RankPipeline:
     def _commit(self, entry: OpenSegments, view: SlotView) -> None:
         began_s = time.monotonic()
         try:
+            reach("engine.commit")
             manifest = manifests.describe(
                 entry.segments.payload(view.index),
                 job=self._generation.job,
@@ -254,7 +256,10 @@ class RankPipeline:
         return None
 
     def _offer(self, peer: str, entry: OpenSegments, view: SlotView, manifest: Manifest, data: bytes) -> _Attempt:
-        payload = entry.segments.payload(view.index)
+        try:
+            payload = entry.segments.payload(view.index)
+        except CorruptShard as error:  # overwritten this moment, or its file was tampered with
+            return _Attempt(False, None, error.message)
         put = PutShard(
             job=self._generation.job,
             running_generation=self._generation.number,

@@ -13,6 +13,7 @@ from ckpt_engine.tiers.memory import OpenSegments
 from ckpt_engine.tiers.peer import PeerTier
 from ckpt_engine.transport.tcp import Connection
 from flyball.contracts.errors import CorruptShard, InvalidMessage, MemoryTooSmall
+from flyball.contracts.fault_points import reach
 
 
 def send_replica(
@@ -40,7 +41,6 @@ def receive_replica(
     refusal = _refusal(put, generation)
     if refusal is not None:
         return refusal
-    world.learn(put.world)
     with tier.using(put.rank, create=True) as entry:
         if entry is None:
             return Reply(Verdict.ERROR, "The replica slots were removed just now.")
@@ -88,6 +88,7 @@ def _receive_into(
     try:
         connection.send(Reply(Verdict.SEND), timeout_s=settings.io_timeout_s)
         manifest, manifest_bytes = _receive_manifest(connection, put)
+        reach("engine.replica")
         receive_payload(connection, manifest, target, superseded=generation.ended.is_set, read_to_end=True)
         segments.mark_captured(slot.index)
         segments.commit(segments.control.slot(slot.index), manifest_bytes)

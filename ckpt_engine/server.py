@@ -14,7 +14,6 @@ import os
 import secrets
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -75,9 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code of `flyball.contracts.errors`."""
     options = _parse(arguments)
     log_to_stderr()
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before any thread: they inherit it, and only sigwait takes them
     try:
         engine = Engine(
             StateDir(options.state_dir),
@@ -91,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FlyballError as error:
         log.error("engine_not_started", code=error.code, reason=error.message, hint=error.hint)
         return error.exit_code
-    stop.wait()
+    signal.sigwait(ends)
     engine.stop()
     return 0
 

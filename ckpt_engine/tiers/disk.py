@@ -74,10 +74,10 @@ class DiskTier:
     def write(self, manifest: Manifest, manifest_bytes: bytes, payload: memoryview) -> int:
         """Store a verified shard; returns the bytes written. Raises StorageFull, or OSError if the folder is away."""
         shard = self._path(manifest.generation, manifest.step, manifest.rank, SHARD_SUFFIX)
-        make_folder(shard.parent)
-        written = write_durably(shard, [payload])
+        make_folder(shard.parent, mode=0o755)
+        written = write_durably(shard, [payload], mode=0o644)
         lines = [manifest_bytes, b"\n", manifests.digest(manifest_bytes).encode(), b"\n"]
-        written += write_durably(shard.with_suffix(MANIFEST_SUFFIX), lines)
+        written += write_durably(shard.with_suffix(MANIFEST_SUFFIX), lines, mode=0o644)
         with self._lock:
             key = (manifest.generation, manifest.step, manifest.rank)
             self._copies[key] = self._copy(manifest, manifest_bytes)

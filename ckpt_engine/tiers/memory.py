@@ -24,6 +24,7 @@ class OpenSegments:
         self.writing = threading.Lock()
         self.users = 0
         self.removed = False
+        self.copies: dict[int, tuple[int, ShardCopy]] = {}  # slot -> (sequence, copy): what `copies` found before
 
 
 class SlotTier:
@@ -65,7 +66,8 @@ class SlotTier:
         for rank in self.ranks():
             with self.using(rank) as entry:
                 if entry is not None:
-                    found.extend(self._copy(rank, view, data) for view, data in _committed(entry.segments))
+                    slots = [view for view in entry.segments.slots() if view.state is SlotState.COMMITTED]
+                    found.extend(copy for view in slots if (copy := self._copy(entry, view)) is not None)
         return found
 
     def find(self, entry: OpenSegments, generation: int, step: int) -> tuple[SlotView, Manifest, bytes] | None:
@@ -100,17 +102,25 @@ class SlotTier:
     def _base(self, rank: int) -> str:
         return type(self)._base_path(self._prefix, self.job, rank)
 
-    def _copy(self, rank: int, view: SlotView, manifest: bytes) -> ShardCopy:
-        return ShardCopy(
+    def _copy(self, entry: OpenSegments, view: SlotView) -> ShardCopy | None:
+        sequence, known = entry.copies.get(view.index, (-1, None))
+        if sequence == view.sequence:
+            return known
+        found = self.find(entry, view.generation, view.step)
+        if found is None or not entry.segments.unchanged(view):
+            return None
+        copy = ShardCopy(
             job=self.job,
             generation=view.generation,
             step=view.step,
-            rank=rank,
+            rank=entry.rank,
             tier=self.tier,
             host_id=self.host_id,
             size_bytes=view.payload_bytes,
-            digest=manifests.digest(manifest),
+            digest=manifests.digest(found[2]),
         )
+        entry.copies[view.index] = (view.sequence, copy)
+        return copy
 
     def _enter_locked(self, rank: int, *, create: bool) -> OpenSegments | None:
         entry = self._open.get(rank)
@@ -136,11 +146,3 @@ class MemoryTier(SlotTier):
 
     tier = Tier.MEMORY
     _base_path = staticmethod(rank_segment)
-
-
-def _committed(segments: RankSegments) -> Iterator[tuple[SlotView, bytes]]:
-    for view in segments.slots():
-        if view.state is SlotState.COMMITTED and segments.committed(view.index) is not None:
-            data = segments.manifest_bytes(view.index)
-            if data is not None and segments.unchanged(view):
-                yield view, data
