@@ -175,8 +175,12 @@ def start_failure(body: WorkerStartFailed, host_id: str, at: float) -> Failure:
 def stall_failure(body: RankStalled, ranks: Iterable[RankView], at: float) -> Failure:
     """Ranks that stopped moving; `ranks` says where they are."""
     hosts = {rank.rank: rank.host_id for rank in ranks}
-    where = ", ".join(f"{rank} on {hosts[rank]}" if rank in hosts else str(rank) for rank in body.ranks[:8])
-    more = f" and {len(body.ranks) - 8} more" if len(body.ranks) > 8 else ""
+    shown = body.ranks[:16]
+    beside: dict[str, list[int]] = {}
+    for rank in shown:
+        beside.setdefault(hosts.get(rank, "an unknown host"), []).append(rank)
+    where = " and ".join(f"{', '.join(map(str, on_host))} on {name}" for name, on_host in beside.items())
+    more = f" and {len(body.ranks) - len(shown)} more" if len(body.ranks) > len(shown) else ""
     one = len(body.ranks) == 1
     return Failure(
         cause=RANK_STALLED,

@@ -97,7 +97,7 @@ def _host_silent(round_: Round, signal: Signal, body: HostSilent) -> None:
     if host is None or host.last_report_at > signal.at or not _may(host, HostEvent.FELL_SILENT):
         return
     seen = f"{', '.join(body.witnesses)} cannot reach it either" if body.witnesses else "nobody else could be asked"
-    reason = f"no report for {body.silent_s:.1f} s, of at most {body.deadline_s:.1f} s that were expected; {seen}."
+    reason = f"no report for {body.silent_s:.1f} s, where one was due within {body.deadline_s:.1f} s; {seen}."
     round_.change_host(body.host_id, HostEvent.FELL_SILENT, reason)
 
 

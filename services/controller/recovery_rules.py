@@ -143,7 +143,9 @@ def restart_from_an_older_recovery_point(case: Case) -> Verdict | None:
     if newest is None and failed_before < 2:
         return None
     goal = f"step {newest}" if newest is not None else "the beginning, since no older step is complete"
-    return _restart(case, f"Step {step} is left out, and the next generation goes back to {goal}.", lineage=older)
+    return _restart(
+        case, f"Step {step} is left out: generation {generation.generation + 1} goes back to {goal}.", lineage=older
+    )
 
 
 def migrate_to_spare(case: Case) -> Verdict | None:
@@ -169,7 +171,8 @@ def wait_for_a_spare(case: Case) -> Verdict | None:
 
 def restart_in_place(case: Case) -> Verdict | None:
     """With its hosts well, the job starts again where it is, from the newest recovery point."""
-    return _restart(case, "Its hosts are well: it starts again in place.")
+    following = _generation(case).generation + 1
+    return _restart(case, f"No host has to be replaced: generation {following} starts in place.")
 
 
 # --- parts of the rules ----------------------------------------------------------------------------------------------

@@ -37,8 +37,8 @@ def follow(round_: Round, job: JobView) -> None:
             _follow_action(round_, job, incident)
         elif incident.state is IncidentState.VERIFYING:
             _verify(round_, job, incident)
-        elif incident.state is IncidentState.DECIDING:
-            _clear(round_, job, incident)
+        if round_.incidents[incident.incident_id].state is IncidentState.DECIDING:
+            _clear(round_, job, round_.incidents[incident.incident_id])
 
 
 def diagnose(round_: Round, job: JobView) -> None:

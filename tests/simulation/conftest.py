@@ -1,0 +1,680 @@
+"""A small world in memory: hosts with workers that train in lockstep, and a store, around the real detector, policy
+and playbook. Time is simulated; chance comes from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+import pytest
+
+from flyball.contracts.checkpoints import CheckpointSpec, ShardCopy, Tier
+from flyball.contracts.cluster import (
+    HostFacts,
+    HostState,
+    JobSpec,
+    JobState,
+    Phase,
+    Placement,
+    RankStatus,
+    WorkerError,
+)
+from flyball.contracts.decisions import (
+    ActionState,
+    Command,
+    CommandResult,
+    CommandUpdate,
+    Decision,
+    EndJob,
+    Incident,
+    RankPosition,
+    SaveEmergency,
+    StartWorkers,
+    StopWorkers,
+    UpdateState,
+    WarmUp,
+)
+from flyball.contracts.identity import Fence
+from flyball.contracts.signals import (
+    EngineStatus,
+    PreemptionNotice,
+    RankSteps,
+    Report,
+    Signal,
+    SignalBody,
+    WorkerExited,
+)
+from services.actuator.playbook import advance
+from services.actuator.ports import ActionProgress, CommandRecord, PlaybookStep
+from services.controller.incident_states import ACTION, ActionEvent
+from services.controller.policy import decide
+from services.controller.view import (
+    ActionView,
+    GenerationView,
+    HostView,
+    JobView,
+    Outcome,
+    PastFailure,
+    PolicySettings,
+    RankView,
+    View,
+)
+from services.sensor.fault_detector import DetectorSettings, FaultDetector
+
+TICK_S = 0.05
+STEP_S = 0.1
+REPORT_S = 0.2
+CONNECTION_LOST = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:20631: Connection reset by peer."
+
+
+class Store:
+    """What the database keeps, as dictionaries; the same rules as the real one."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, HostView] = {}
+        self.workers: dict[str, dict[str, int]] = {}
+        self.copies: dict[str, tuple[ShardCopy, ...]] = {}
+        self.jobs: dict[str, JobView] = {}
+        self.ranks: dict[tuple[str, int, int], RankView] = {}
+        self.started: dict[tuple[str, int], tuple[float, Placement]] = {}
+        self.incidents: dict[str, Incident] = {}
+        self.decisions: list[Decision] = []
+        self.actions: dict[str, ActionProgress] = {}
+        self.messages: dict[str, str] = {}
+        self.steps: list[tuple[str, PlaybookStep]] = []
+
+    def report(self, report: Report, now: float) -> None:
+        facts, host_id = report.facts, report.facts.host_id
+        known = self.hosts.get(host_id)
+        self.hosts[host_id] = HostView(
+            host_id=host_id,
+            state=known.state if known else HostState.HEALTHY,
+            since=known.since if known else now,
+            address=facts.address,
+            failure_domain=facts.failure_domain,
+            engine_address=facts.engine_address,
+            free_port=facts.free_port,
+            last_report_at=now,
+            preempt_deadline_at=known.preempt_deadline_at if known else 0.0,
+            reason=known.reason if known else "",
+        )
+        self.workers[host_id] = {status.job: status.generation for status in report.ranks}
+        self.copies[host_id] = report.copies
+        for status in report.ranks:
+            key = (status.job, status.generation, status.rank)
+            before = self.ranks.get(key)
+            self.ranks[key] = RankView(
+                rank=status.rank,
+                host_id=host_id,
+                step=max(status.step, before.step if before else -1),
+                phase=status.phase,
+                reported_at=now,
+                exited=before.exited if before else None,
+                exited_at=before.exited_at if before else 0.0,
+            )
+
+    def view(self) -> View:
+        jobs = tuple(
+            msgspec.structs.replace(job, generation=self._generation(name, job)) for name, job in self.jobs.items()
+        )
+        placed = {
+            part.host_id: job.spec.job
+            for job in jobs
+            if job.generation and not job.state.ended
+            for part in job.generation.hosts
+        }
+        newest = {job.spec.job: job.generation.generation for job in jobs if job.generation}
+        hosts = tuple(
+            msgspec.structs.replace(
+                host,
+                job=placed.get(name, ""),
+                stale_jobs={j: g for j, g in self.workers[name].items() if g < newest.get(j, -1)},
+            )
+            for name, host in sorted(self.hosts.items())
+        )
+        still_open = tuple(i for i in self.incidents.values() if not i.state.closed)
+        wanted = {i.action_id for i in still_open}
+        actions = tuple(self._action(a) for a in self.actions.values() if not a.state.ended or a.action_id in wanted)
+        copies = tuple(copy for name in sorted(self.copies) for copy in self.copies[name])
+        return View(jobs, hosts, still_open, actions, copies, len(self.incidents) + 1, len(self.decisions) + 1)
+
+    def _generation(self, name: str, job: JobView) -> GenerationView | None:
+        granted = [d.action.next for d in self.decisions if d.job == name and d.action and d.action.next]
+        if not granted:
+            return None
+        plan = granted[-1]
+        started_at, placement = self.started.get((name, plan.generation), (0.0, None))
+        return GenerationView(
+            generation=plan.generation,
+            parent=plan.parent,
+            lineage=placement.lineage if placement else plan.parent_lineage,
+            hosts=plan.hosts,
+            peers=plan.peers,
+            started_at=started_at,
+            restore_step=placement.restore.step if placement and placement.restore else None,
+            restart_count=plan.restart_count,
+            ranks=tuple(v for (j, g, _), v in sorted(self.ranks.items()) if (j, g) == (name, plan.generation)),
+        )
+
+    def _action(self, action: ActionProgress) -> ActionView:
+        positions: dict[str, int] = {}
+        for record in action.commands:
+            for position in record.update.result.positions if record.update else ():
+                key = str(position.rank)
+                positions[key] = max(position.step, positions.get(key, position.step))
+        following = action.plan.next
+        started = self.started.get((action.plan.job, following.generation)) if following else None
+        return ActionView(
+            action_id=action.action_id,
+            decision_id=action.decision_id,
+            incident_id=action.incident_id,
+            plan=action.plan,
+            state=action.state,
+            phase=action.phase,
+            started_at=action.started_at,
+            message=self.messages.get(action.action_id, ""),
+            positions=positions,
+            restore_step=started[1].restore.step if started and started[1].restore else None,
+            restore_fixed=started is not None,
+        )
+
+    def commit(self, outcome: Outcome, signals: list[Signal], now: float) -> None:
+        for signal in signals:
+            if isinstance(body := signal.body, WorkerExited):
+                key = (body.job, body.generation, body.rank)
+                before = self.ranks.get(key) or RankView(
+                    body.rank, signal.source, body.last_step, Phase.STARTING, signal.at
+                )
+                if before.exited is None:
+                    self.ranks[key] = msgspec.structs.replace(
+                        before, exited=body, exited_at=signal.at, step=max(before.step, body.last_step)
+                    )
+        for change in outcome.hosts:
+            host = self.hosts[change.host_id]
+            notice = change.preempt_deadline_at
+            self.hosts[change.host_id] = msgspec.structs.replace(
+                host,
+                state=change.state,
+                since=now if change.state is not host.state else host.since,
+                reason=change.reason,
+                preempt_deadline_at=host.preempt_deadline_at if notice is None else notice,
+            )
+        for incident in outcome.incidents:
+            self.incidents[incident.incident_id] = incident
+        for action_id in outcome.superseded_actions:
+            self.actions[action_id] = msgspec.structs.replace(
+                self.actions[action_id], state=ACTION.advance(self.actions[action_id].state, ActionEvent.SUPERSEDED)
+            )
+        for change in outcome.jobs:
+            job = self.jobs[change.job]
+            failures: tuple[PastFailure, ...] = (*job.failures, change.failure) if change.failure else job.failures
+            self.jobs[change.job] = msgspec.structs.replace(
+                job, state=change.state, message=change.message, failures=failures
+            )
+        for decision in outcome.decisions:
+            assert decision.decision_id == f"dec-{len(self.decisions) + 1}"
+            self.decisions.append(decision)
+            if decision.action is not None:
+                action_id = decision.decision_id.replace("dec", "act")
+                self.actions[action_id] = ActionProgress(
+                    action_id=action_id,
+                    decision_id=decision.decision_id,
+                    incident_id=decision.incident_id,
+                    plan=decision.action,
+                    state=ActionState.QUEUED,
+                    phase="",
+                    version=0,
+                    started_at=now,
+                    commands=(),
+                )
+                self.carry_out(action_id, now)
+
+    def carry_out(self, action_id: str, now: float) -> None:
+        """One move of the playbook."""
+        action = self.actions[action_id]
+        addresses = {name: host.engine_address for name, host in self.hosts.items()}
+        action = msgspec.structs.replace(action, engine_addresses=addresses)
+        step = advance(action, now)
+        self.steps.append((action_id, step))
+        known = {record.command.command_id for record in action.commands}
+        fresh = []
+        for draft in step.commands:
+            assert draft.command_id not in known, "a command was written twice"
+            body = draft.body
+            following = action.plan.next
+            generation = (
+                body.placement.generation
+                if isinstance(body, StartWorkers)
+                else (following.generation - 1 if following else action.plan.generation)
+            )
+            command = Command(draft.command_id, action_id, draft.host_id, Fence(1, generation), body, draft.deadline_s)
+            fresh.append(CommandRecord(command, step.phase, now, None))
+        if step.placement is not None:
+            key = (step.placement.job, step.placement.generation)
+            assert key not in self.started, "a generation was started twice"
+            self.started[key] = (now, step.placement)
+        if step.message:
+            self.messages[action_id] = step.message
+        self.actions[action_id] = msgspec.structs.replace(
+            action,
+            phase=step.phase,
+            state=step.state,
+            attempt=step.attempt,
+            version=action.version + 1,
+            commands=(*action.commands, *fresh),
+        )
+
+    def answer(self, update: CommandUpdate) -> None:
+        for action_id, action in self.actions.items():
+            records = []
+            for record in action.commands:
+                final = record.update is not None and record.update.state is not UpdateState.ACKNOWLEDGED
+                mine = record.command.command_id == update.command_id and not final
+                records.append(msgspec.structs.replace(record, update=update) if mine else record)
+            self.actions[action_id] = msgspec.structs.replace(action, commands=tuple(records))
+
+
+class Worker:
+    def __init__(self, rank: int, placement: Placement, pid: int, now: float) -> None:
+        self.rank = rank
+        self.placement = placement
+        self.pid = pid
+        self.ready_at = now + 0.3
+        self.phase = Phase.STARTING
+        self.step = -1
+        self.done: list[tuple[int, float]] = []
+        self.moved_at = now
+        self.alive = True
+        self.hung = False
+        self.parks_at = -1
+
+
+class Host:
+    def __init__(self, name: str, domain: str) -> None:
+        self.name = name
+        self.domain = domain
+        self.incarnation = f"{name}-1"
+        self.alive = True
+        self.cut_off = False
+        self.workers: dict[int, Worker] = {}
+        self.copies: dict[tuple[Tier, int], list[ShardCopy]] = {}
+        self.signals: list[Signal] = []
+        self.seq = 0
+        self.next_report_at = 0.0
+        self.obeyed: dict[str, CommandUpdate] = {}
+        self.fence = Fence(0, 0)
+        self.saving: list[Command] = []
+        self.placement: Placement | None = None  # the engine's, which outlives the workers
+
+    def inventory(self) -> tuple[ShardCopy, ...]:
+        return tuple(copy for copies in self.copies.values() for copy in copies)
+
+    def keep(self, copy: ShardCopy) -> None:
+        slots = self.copies.setdefault((copy.tier, copy.rank), [])
+        slots.append(copy)
+        del slots[:-2]
+
+
+class World:
+    """`run` until a condition; faults are methods."""
+
+    def __init__(self, seed: int = 0, hosts: Mapping[str, str] | None = None) -> None:
+        self.random = random.Random(seed)
+        self.now = 1_000.0
+        self.store = Store()
+        self.settings = PolicySettings(unwatched_verify_s=5.0)
+        self.detector = FaultDetector(DetectorSettings(tick_interval_s=TICK_S))
+        domains = hosts or {"host-a": "rack-1", "host-b": "rack-2", "host-c": "rack-3"}
+        self.hosts = {name: Host(name, domain) for name, domain in domains.items()}
+        self.pids = 100
+        self.sensor_seq = 0
+        self.inbox: list[Signal] = []
+        self.next_step_at: dict[tuple[str, int], float] = {}
+        self.fails_at: dict[int, str] = {}  # step -> exception that every generation meets there
+        self.last_step = 10_000
+        self.restored: list[tuple[int, int | None]] = []
+
+    # --- faults ---
+
+    def worker(self, rank: int) -> tuple[Host, Worker]:
+        for host in self.hosts.values():
+            if host.alive and rank in host.workers and host.workers[rank].alive and not host.cut_off:
+                return host, host.workers[rank]
+        raise LookupError(rank)
+
+    def kill(self, rank: int) -> None:
+        host, worker = self.worker(rank)
+        self.end(host, worker, exit_code=None, signal_number=9)
+
+    def hang(self, rank: int) -> None:
+        self.worker(rank)[1].hung = True
+
+    def host_down(self, name: str) -> None:
+        host = self.hosts[name]
+        host.alive = False
+        host.workers.clear()
+        host.copies.clear()
+
+    def preempt(self, name: str, seconds: float) -> None:
+        host = self.hosts[name]
+        self.say(host, PreemptionNotice(deadline_at=self.now + seconds, source="test"))
+
+    def submit(self, spec: JobSpec) -> None:
+        self.store.jobs[spec.job] = JobView(spec, JobState.SUBMITTED, self.now, False, None)
+
+    # --- reading ---
+
+    @property
+    def job(self) -> JobView:
+        return self.store.view().jobs[0]
+
+    def step(self) -> int:
+        steps = [w.step for h in self.hosts.values() if h.alive for w in h.workers.values() if w.alive]
+        return min(steps, default=-1)
+
+    def open_incidents(self) -> list[Incident]:
+        return [i for i in self.store.incidents.values() if not i.state.closed]
+
+    # --- time ---
+
+    def run(self, until: Callable[[], bool], *, within_s: float) -> None:
+        deadline = self.now + within_s
+        while not until():
+            assert self.now < deadline, (
+                f"not within {within_s} s: {self.store.decisions[-3:]} {self.open_incidents()} {self.job.message}"
+            )
+            self.tick()
+
+    def settle(self, *, within_s: float = 120.0, quiet_s: float = 5.0) -> None:
+        """Until no incident has been open for `quiet_s`: longer than any fault needs to be found."""
+        quiet_since = self.now
+
+        def is_quiet() -> bool:
+            nonlocal quiet_since
+            if self.open_incidents():
+                quiet_since = self.now
+            return self.now - quiet_since >= quiet_s
+
+        self.run(is_quiet, within_s=within_s)
+
+    def tick(self) -> None:
+        self.now = round(self.now + TICK_S, 6)
+        self.train()
+        for host in self.hosts.values():
+            if host.alive:
+                self.obey(host)
+                self.finish_saves(host)
+                if self.now >= host.next_report_at or host.signals:
+                    self.report(host)
+        self.raise_(self.detector.tick(self.now))
+        self.control()
+        for action_id, action in list(self.store.actions.items()):
+            if not action.state.ended:
+                self.store.carry_out(action_id, self.now)
+
+    def control(self) -> None:
+        signals, self.inbox = self.inbox, []
+        view = self.store.view()
+        outcome = decide(view, signals, self.settings, self.now)
+        assert outcome == decide(view, signals, self.settings, self.now), "the policy is not deterministic"
+        self.store.commit(outcome, signals, self.now)
+        after = self.store.view()
+        again, without = (decide(after, known, self.settings, self.now) for known in (signals, []))
+        assert again == without, "signals that were seen already changed something"
+
+    def raise_(self, bodies: list[SignalBody]) -> None:
+        for body in bodies:
+            self.sensor_seq += 1
+            self.inbox.append(Signal("sensor.1", "s1", self.sensor_seq, self.now, body))
+
+    def say(self, host: Host, body: SignalBody) -> None:
+        host.seq += 1
+        host.signals.append(Signal(host.name, host.incarnation, host.seq, self.now, body))
+
+    def report(self, host: Host) -> None:
+        if host.cut_off:
+            return
+        host.next_report_at = self.now + REPORT_S
+        live = [w for w in host.workers.values() if w.alive]
+        unreachable = tuple(
+            sorted(
+                peer
+                for peer in (host.placement.peers.get(host.name, ()) if host.placement else ())
+                if not self.hosts[peer].alive or self.hosts[peer].cut_off
+            )
+        )
+        report = Report(
+            version=1,
+            incarnation=host.incarnation,
+            sent_at=self.now,
+            interval_s=REPORT_S,
+            facts=HostFacts(host.name, "127.0.0.1", host.domain, f"{host.name}:7000", 29_500, "1", 1),
+            engine=EngineStatus(alive=True, unreachable_peers=unreachable),
+            signals=tuple(host.signals),
+            ranks=tuple(
+                RankStatus(
+                    w.placement.job,
+                    w.placement.generation,
+                    w.rank,
+                    w.pid,
+                    w.phase,
+                    w.step,
+                    self.now - w.moved_at,
+                )
+                for w in live
+            ),
+            steps=tuple(
+                RankSteps(w.placement.job, w.placement.generation, w.rank, w.done[0][0], tuple(t for _, t in w.done))
+                for w in live
+                if w.done
+            ),
+            copies=host.inventory(),
+        )
+        for worker in live:
+            worker.done = []
+        self.inbox += host.signals
+        host.signals = []
+        self.raise_(self.detector.observe(report, self.now))
+        self.store.report(report, self.now)
+
+    # --- training ---
+
+    def train(self) -> None:
+        groups: dict[tuple[str, int], list[tuple[Host, Worker]]] = {}
+        for host in self.hosts.values():
+            for worker in host.workers.values() if host.alive else ():
+                if worker.alive:
+                    key = (worker.placement.job, worker.placement.generation)
+                    groups.setdefault(key, []).append((host, worker))
+        for key, members in sorted(groups.items()):
+            self.train_group(key, members)
+
+    def train_group(self, key: tuple[str, int], members: list[tuple[Host, Worker]]) -> None:
+        placement = members[0][1].placement
+        started = {w.rank for _, w in members}
+        if any(self.now < worker.ready_at for _, worker in members):
+            return
+        if len(started) < placement.world_size:
+            if any(w.phase is not Phase.STARTING for _, w in members) or key in self.next_step_at:
+                for host, worker in members:  # somebody is gone: the others notice at once
+                    if not worker.hung and worker.phase is not Phase.PARKED:
+                        self.end(host, worker, exit_code=1, signal_number=None, error=CONNECTION_LOST)
+            return
+        if any(worker.hung for _, worker in members):
+            return
+        if key not in self.next_step_at:
+            for _, worker in members:
+                worker.phase = Phase.STEP
+                worker.moved_at = self.now
+            self.next_step_at[key] = self.now + STEP_S
+            return
+        if self.now < self.next_step_at[key] - 1e-9:
+            return
+        if any(worker.phase is Phase.PARKED for _, worker in members):
+            return
+        self.next_step_at[key] = self.now + STEP_S
+        base = placement.restore.step if placement.restore else -1
+        step = max(base, *(w.step for _, w in members)) + 1
+        if step in self.fails_at:
+            host, worker = members[-1]
+            self.end(host, worker, exit_code=1, signal_number=None, error=self.fails_at[step], kind="ValueError")
+            return
+        if step > self.last_step:
+            for host, worker in members:
+                self.end(host, worker, exit_code=0, signal_number=None)
+            return
+        for host, worker in members:
+            worker.step = step
+            worker.moved_at = self.now
+            worker.done.append((step, self.now))
+            self.save(host, worker, step)
+            if worker.parks_at == step:
+                worker.phase = Phase.PARKED
+
+    def save(self, host: Host, worker: Worker, step: int) -> None:
+        placement = worker.placement
+        for keeper, tier in [(host.name, Tier.MEMORY), *((p, Tier.PEER) for p in placement.peers.get(host.name, ()))]:
+            if self.hosts[keeper].alive and not self.hosts[keeper].cut_off:
+                self.hosts[keeper].keep(
+                    ShardCopy(placement.job, placement.generation, step, worker.rank, tier, keeper, 10, "d")
+                )
+
+    def end(
+        self,
+        host: Host,
+        worker: Worker,
+        *,
+        exit_code: int | None,
+        signal_number: int | None,
+        error: str = "",
+        kind: str = "RuntimeError",
+        expected: bool = False,
+    ) -> None:
+        worker.alive = False
+        body = WorkerExited(
+            job=worker.placement.job,
+            generation=worker.placement.generation,
+            rank=worker.rank,
+            pid=worker.pid,
+            exit_code=exit_code,
+            signal_number=signal_number,
+            last_step=worker.step,
+            error=WorkerError(kind, error) if error else None,
+            expected=expected,
+        )
+        self.say(host, body)
+
+    # --- the daemon's side of commands ---
+
+    def obey(self, host: Host) -> None:
+        if host.cut_off:
+            return
+        for action in list(self.store.actions.values()):
+            for record in action.commands:
+                command = record.command
+                final = record.update is not None and record.update.state is not UpdateState.ACKNOWLEDGED
+                if command.host_id != host.name or action.state.ended or final:
+                    continue
+                if self.random.random() < 0.3:
+                    continue  # on its way
+                if command.command_id not in host.obeyed:
+                    host.obeyed[command.command_id] = self.carry(host, command)
+                self.store.answer(host.obeyed[command.command_id])
+
+    def update(self, host: Host, command: Command, state: UpdateState, **more: object) -> CommandUpdate:
+        return CommandUpdate(command.command_id, host.name, host.incarnation, state, self.now, **more)  # type: ignore[arg-type]  # test helper
+
+    def carry(self, host: Host, command: Command) -> CommandUpdate:
+        body = command.body
+        if isinstance(body, WarmUp):
+            return self.update(host, command, UpdateState.SUCCEEDED)
+        if command.fence < host.fence:
+            return self.update(host, command, UpdateState.REFUSED, code="stale_command")
+        host.fence = command.fence
+        match body:
+            case StopWorkers() | EndJob():
+                positions = tuple(RankPosition(w.rank, w.step) for w in host.workers.values())
+                for worker in host.workers.values():
+                    if worker.alive and worker.placement.generation <= body.generation:
+                        self.end(host, worker, exit_code=None, signal_number=9, expected=True)
+                host.saving = []
+                result = CommandResult(positions=positions, copies=host.inventory(), free_port=29_501)
+                return self.update(host, command, UpdateState.SUCCEEDED, result=result)
+            case StartWorkers(placement=placement):
+                self.start(host, placement)
+                return self.update(host, command, UpdateState.SUCCEEDED)
+            case SaveEmergency():
+                live = [w for w in host.workers.values() if w.alive]
+                if any(w.step >= body.step for w in live):
+                    positions = tuple(RankPosition(w.rank, w.step) for w in live)
+                    return self.update(
+                        host, command, UpdateState.FAILED, code="too_late", result=CommandResult(positions=positions)
+                    )
+                for worker in live:
+                    worker.parks_at = body.step
+                    if worker.phase is Phase.PARKED:
+                        worker.phase = Phase.STEP
+                host.saving.append(command)
+                return self.update(host, command, UpdateState.ACKNOWLEDGED)
+        raise AssertionError(body)
+
+    def finish_saves(self, host: Host) -> None:
+        for command in list(host.saving):
+            body = command.body
+            assert isinstance(body, SaveEmergency)
+            live = [w for w in host.workers.values() if w.alive]
+            if live and all(w.phase is Phase.PARKED and w.step == body.step for w in live):
+                host.saving.remove(command)
+                host.obeyed[command.command_id] = self.update(host, command, UpdateState.SUCCEEDED)
+
+    def start(self, host: Host, placement: Placement) -> None:
+        mine = placement.host(host.name)
+        assert mine is not None
+        for worker in host.workers.values():
+            if worker.alive:
+                self.end(host, worker, exit_code=None, signal_number=9, expected=True)
+        host.workers = {}
+        host.placement = placement
+        if host.name == placement.hosts[0].host_id:
+            self.restored.append((placement.generation, placement.restore.step if placement.restore else None))
+        for rank in mine.ranks:
+            if placement.restore is not None:
+                self.fetch(host, placement, rank)
+            self.pids += 1
+            host.workers[rank] = Worker(rank, placement, self.pids, self.now)
+
+    def fetch(self, host: Host, placement: Placement, rank: int) -> None:
+        restore = placement.restore
+        assert restore is not None
+        for source in restore.sources[str(rank)]:
+            holder = self.hosts[source.host_id]
+            found = [
+                copy
+                for copy in holder.inventory()
+                if (copy.generation, copy.step, copy.rank, copy.tier)
+                == (source.generation, restore.step, rank, source.tier)
+            ]
+            if holder.alive and found and (holder is host or source.engine_address == f"{holder.name}:7000"):
+                host.keep(msgspec.structs.replace(found[0], tier=Tier.MEMORY, host_id=host.name))
+                return
+        raise AssertionError(f"rank {rank} cannot have step {restore.step} from any of {restore.sources[str(rank)]}")
+
+
+@pytest.fixture
+def new_world() -> Iterator[Callable[..., World]]:
+    """Makes worlds; each has its own seed and hosts."""
+    yield World
+
+
+@pytest.fixture
+def spec() -> JobSpec:
+    return JobSpec(
+        job="demo",
+        argv=("train.py",),
+        workdir="/",
+        nnodes=2,
+        nproc_per_node=2,
+        max_restarts=100,
+        checkpoint=CheckpointSpec(every_steps=1),
+    )
