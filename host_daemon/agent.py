@@ -113,6 +113,7 @@ class Agent:
             handler=self._control.carry_out,
         )
         self._incarnation = incarnation
+        self._warm_nproc = settings.warm_nproc
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT, which end the workers and the engine in order. If this process is killed or fails,
@@ -123,6 +124,8 @@ class Agent:
         become_subreaper()
         self._reaper.start()
         await self._take_over()
+        if self._warm_nproc:
+            self._control.expect_jobs(self._warm_nproc)
         _log.info("daemon_started", incarnation=self._incarnation)
         async with asyncio.TaskGroup() as group:
             engine = group.create_task(self._engine.run())

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import structlog
 
-from flyball.contracts.cluster import HostRanks
+from flyball.contracts.cluster import HostRanks, JobSpec
 from flyball.contracts.decisions import (
     Command,
     CommandResult,
@@ -83,6 +83,11 @@ class JobControl:
                 return await self._save(command, body, progress)
             case EndJob() as body:
                 return await self._end(command, body)
+
+    def expect_jobs(self, nproc_per_node: int) -> None:
+        """Have a standby for jobs that bring no environment of their own, before the first one comes."""
+        spec = JobSpec(job="any", argv=("-",), workdir="/", nproc_per_node=nproc_per_node)
+        self._standbys.keep("", job_environment(self._environ, spec))  # '' is no job's name: it stays
 
     def take_over(self, record: JobRecord) -> None:
         """A restarted daemon goes on with a job of the one before it."""

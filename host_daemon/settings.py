@@ -29,6 +29,7 @@ class DaemonSettings(msgspec.Struct, frozen=True):
     failure_domain: str = ""
     report_interval_s: float = 1.0
     shm_dir: str = DEFAULT_SHM_DIR
+    warm_nproc: int = 0  # have a warm standby for jobs of this many workers per host before one comes; 0: none
 
     def __repr__(self) -> str:
         return f"DaemonSettings(host_id={self.host_id!r}, supervisor_url={self.supervisor_url!r})"  # never the token
@@ -50,6 +51,7 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str] = os.env
         ("address", "IP address at which other hosts reach this one"),
         ("failure-domain", "rack or switch; hosts of one domain are expected to fail together"),
         ("report-interval-s", "seconds between reports when nothing happens"),
+        ("warm-nproc", "workers per host of the jobs that a warm standby is kept for before one comes; 0: none"),
     ):
         parser.add_argument(f"--{name}", default=environ.get(f"FLYBALL_{name.replace('-', '_').upper()}"), help=about)
     given = parser.parse_args(list(arguments))
@@ -70,6 +72,7 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str] = os.env
         failure_domain=given.failure_domain or "",
         report_interval_s=_interval(given.report_interval_s or "1.0"),
         shm_dir=environ.get(SHM_DIR_VARIABLE) or DEFAULT_SHM_DIR,
+        warm_nproc=_count(given.warm_nproc or "0"),
     )
 
 
@@ -94,3 +97,9 @@ def _interval(text: str) -> float:
     if not 0.05 <= seconds <= 60.0:
         raise UsageError(f"--report-interval-s {text} is not between 0.05 and 60.", hint="1.0 is the default")
     return seconds
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise UsageError(f"--warm-nproc {text} is not a number of workers.", hint="0 is the default")
+    return int(text)

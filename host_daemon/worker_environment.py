@@ -11,7 +11,7 @@ from flyball.contracts.segments import beacon_path
 
 def job_environment(base: Mapping[str, str], spec: JobSpec) -> dict[str, str]:
     """What all workers of a job have in common, and the spawner has already when it imports torch."""
-    environment = {**base, **spec.env}
+    environment = {**{name: value for name, value in base.items() if name != "FLYBALL_TOKEN"}, **spec.env}
     if spec.nproc_per_node > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun; N ranks with N threads each would crawl
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
@@ -42,7 +42,7 @@ def rank_environment(
         "LOCAL_WORLD_SIZE": len(host.ranks),
         "GROUP_RANK": placement.hosts.index(host),
         "GROUP_WORLD_SIZE": len(placement.hosts),
-        "ROLE_NAME": "default",
+        "ROLE_NAME": spec.env.get("ROLE_NAME", "default"),
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": placement.world_size,
         "MASTER_ADDR": placement.master_address,

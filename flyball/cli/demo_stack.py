@@ -54,6 +54,7 @@ class DemoStack:
             token_file=self.folder / "supervisor" / "token",
             failure_domain=f"rack-{host_id[-1]}",
             report_interval_s=REPORT_INTERVAL_S,
+            warm_nproc=NPROC_PER_NODE,
         )
         self.hosts[host_id] = host
         host.start()

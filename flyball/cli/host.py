@@ -28,6 +28,12 @@ def command(
     host_id: Annotated[str, typer.Option(help="stable name of this host (default: its host name)")] = "",
     address: Annotated[str, typer.Option(help="IP by which other hosts reach this one (default: found out)")] = "",
     failure_domain: Annotated[str, typer.Option(help="rack, switch or whatever fails together")] = "",
+    warm_nproc: Annotated[
+        int,
+        typer.Option(
+            min=0, help="keep a warm standby for jobs with this many workers per host; 0: from the first job on"
+        ),
+    ] = 0,
     report_interval_s: Annotated[float, typer.Option(min=0.05, max=60.0, help="seconds between reports")] = 1.0,
 ) -> None:
     """Becomes the daemon: signals and the exit code are the daemon's own."""
@@ -42,6 +48,7 @@ def command(
     arguments = [
         *("--state-dir", str(folder), "--host-id", name, "--supervisor", found.url, "--token-file", str(secret)),
         *("--address", address or this_host.address_towards(found.url), "--report-interval-s", str(report_interval_s)),
+        *("--warm-nproc", str(warm_nproc)),
         *(("--failure-domain", failure_domain) if failure_domain else ()),
     ]
     sys.stdout.flush()

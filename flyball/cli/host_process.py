@@ -17,7 +17,6 @@ from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_pr
 
 DAEMON_STOP_TIMEOUT_S = 15.0
 KILL_TIMEOUT_S = 5.0
-LOG_TAIL_LINES = 12
 
 
 class HostProcess:
@@ -33,6 +32,7 @@ class HostProcess:
         address: str = "127.0.0.1",
         failure_domain: str = "",
         report_interval_s: float = 1.0,
+        warm_nproc: int = 0,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.host_id = host_id
@@ -41,6 +41,7 @@ class HostProcess:
         self._arguments = [
             *("--state-dir", str(state_dir), "--host-id", host_id, "--supervisor", supervisor_url),
             *("--token-file", str(token_file), "--address", address, "--report-interval-s", str(report_interval_s)),
+            *("--warm-nproc", str(warm_nproc)),
             *(("--failure-domain", failure_domain) if failure_domain else ()),
         ]
         self._environ = dict(os.environ if environ is None else environ)
@@ -146,9 +147,9 @@ def _daemon_error(host_id: str, code: int, log_file: Path) -> FlyballError:
     if message:
         error = FlyballError(message, hint=hint)
     else:
-        tail = "\n".join(lines[-LOG_TAIL_LINES:])
+        last = f" Its last words: {lines[-1].strip()}" if lines else ""
         ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        error = Unreachable(f"The host daemon of {host_id} {ended}.\n{tail}".rstrip(), hint=f"see {log_file}")
+        error = Unreachable(f"The host daemon of {host_id} {ended}.{last}", hint=f"see {log_file}")
     if code > 0 and message:
         error.exit_code = code
     return error

@@ -55,11 +55,11 @@ def run(arguments: list[str]) -> int:
     spec = _job_spec(request)
     with EndSignals(request.stop_signals) as signals, ExitStack() as stack:
         if request.supervisor:
-            session = _join(request, find_supervisor(os.environ, url=request.supervisor), stack)
+            session = _join(request, spec, find_supervisor(os.environ, url=request.supervisor), stack)
         elif request.rendezvous:
-            session = _meet(request, stack, signals)
+            session = _meet(request, spec, stack, signals)
         else:
-            session = _alone(request, spec.job, stack)
+            session = _alone(request, spec, stack)
         job = session.follow(request, spec, signals, stack)
         if session.linger:
             time.sleep(LINGER_S)
@@ -102,19 +102,21 @@ class _Session:
                 follower.close()
 
 
-def _alone(request: RunRequest, job: str, stack: ExitStack) -> _Session:
+def _alone(request: RunRequest, spec: JobSpec, stack: ExitStack) -> _Session:
     """Supervisor and daemon for the life of this one job."""
-    folder = make_state_dir(Path(request.state_dir)) if request.state_dir else new_job_dir(job, os.environ).resolve()
+    folder = (
+        make_state_dir(Path(request.state_dir)) if request.state_dir else new_job_dir(spec.job, os.environ).resolve()
+    )
     supervisor = start_supervisor(folder / "supervisor")
     stack.callback(supervisor.stop)
     connection = Connection(supervisor.url, supervisor.token, folder / "supervisor" / "token")
-    say(f"job {job}; status page {supervisor.url}/?token={supervisor.token}")
+    say(f"job {spec.job}; status page {supervisor.url}/?token={supervisor.token}")
     say(f"state and logs in {folder}")
-    daemon = _start_daemon(request, connection, folder / "host", stack)
+    daemon = _start_daemon(request, spec, connection, folder / "host", stack)
     return _Session(connection, daemon)
 
 
-def _join(request: RunRequest, connection: Connection, stack: ExitStack) -> _Session:
+def _join(request: RunRequest, spec: JobSpec, connection: Connection, stack: ExitStack) -> _Session:
     """A cluster's supervisor; this host joins it unless it has."""
     name = request.host_id or this_host.host_id()
     with ApiClient(connection.url, connection.token) as client:
@@ -123,12 +125,12 @@ def _join(request: RunRequest, connection: Connection, stack: ExitStack) -> _Ses
         say(f"host {name} has joined {connection.url} already")
         return _Session(connection, None)
     folder = make_state_dir(Path(request.state_dir) if request.state_dir else state_root(os.environ) / "hosts" / name)
-    daemon = _start_daemon(request, connection, folder, stack)
+    daemon = _start_daemon(request, spec, connection, folder, stack)
     say(f"host {name} joins {connection.url}")
     return _Session(connection, daemon)
 
 
-def _meet(request: RunRequest, stack: ExitStack, signals: EndSignals) -> _Session:
+def _meet(request: RunRequest, spec: JobSpec, stack: ExitStack, signals: EndSignals) -> _Session:
     """Several hosts without a running supervisor: it comes up where the rendezvous address is, the others join it."""
     token = os.environ.get("FLYBALL_TOKEN", "").strip()
     if not token:
@@ -157,7 +159,7 @@ def _meet(request: RunRequest, stack: ExitStack, signals: EndSignals) -> _Sessio
             say(f"supervisor of job {request.job} at {url}")
     if not here:
         _await_supervisor(connection, signals)
-    session = _join(request, connection, stack)
+    session = _join(request, spec, connection, stack)
     session.linger = here
     return session
 
@@ -178,7 +180,9 @@ def _await_supervisor(connection: Connection, signals: EndSignals) -> None:
             time.sleep(RENDEZVOUS_RETRY_S)
 
 
-def _start_daemon(request: RunRequest, connection: Connection, folder: Path, stack: ExitStack) -> HostProcess:
+def _start_daemon(
+    request: RunRequest, spec: JobSpec, connection: Connection, folder: Path, stack: ExitStack
+) -> HostProcess:
     token_file = connection.token_file
     if token_file is None:
         token_file = folder.parent / f"{folder.name}.token"
@@ -192,6 +196,7 @@ def _start_daemon(request: RunRequest, connection: Connection, folder: Path, sta
         token_file=token_file,
         address=request.local_addr or this_host.address_towards(connection.url),
         report_interval_s=OWN_HOST_REPORT_INTERVAL_S,
+        warm_nproc=0 if spec.env else spec.nproc_per_node,  # while the job is being submitted
     )
     stack.callback(daemon.stop)
     daemon.start()
