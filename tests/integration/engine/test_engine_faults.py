@@ -1,0 +1,151 @@
+"""Engines killed at exact points, disks that fill up, copies that only a disk still has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+from safetensors.numpy import load_file
+
+from ckpt_engine.slots import RankSegments, RestoreState, SlotState
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier
+from flyball.contracts.engine_wire import Flush
+from flyball.contracts.segments import replica_segment
+
+if TYPE_CHECKING:
+    from tests.integration.engine.conftest import Cluster, EngineHost, Trainer
+
+Until = Callable[..., None]
+
+
+def died(host: EngineHost) -> bool:
+    return host.process is not None and host.process.poll() == -9
+
+
+@pytest.mark.parametrize("point", ["engine.commit:2", "engine.replica:2"])
+def test_an_engine_killed_in_the_middle_goes_on_where_it_was(
+    cluster: Cluster, trainer: type[Trainer], until: Until, point: str
+) -> None:
+    a, b = cluster.host("a"), cluster.host("b", start=False)
+    b.start(FLYBALL_FAULT_POINT=point)
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
+    first, second = trainer(a, 0), trainer(b, 1)
+    first.save(0)
+    second.save(0)
+    until(lambda: first.world_step == second.world_step == 0)
+    first.save(1)
+    second.save(1)
+    until(lambda: died(b))
+    replica = RankSegments.open(replica_segment(b.prefix, "job", 0))
+    assert replica.find(1, 0) is not None  # the newest world step was not touched
+    b.start()
+    until(lambda: first.world_step == second.world_step == 1)
+    view = replica.find(1, 1)
+    assert view is not None and bytes(replica.payload(view.index)) == first.payload(1)
+
+
+def test_steps_that_are_due_reach_the_disk_and_restore_from_there(
+    cluster: Cluster, trainer: type[Trainer], until: Until
+) -> None:
+    spec = CheckpointSpec(disk_dir=str(cluster.root / "disk"), disk_every_steps=2)
+    a = cluster.host("a")
+    cluster.configure(cluster.placement({"a": (0,)}), spec)
+    worker = trainer(a, 0)
+    for step in range(7):
+        worker.save(step)
+    until(lambda: a.holds(Tier.DISK, 6, 0))
+    until(lambda: worker.segments.control.durable_step(1) == 6)
+    assert {copy.step for copy in a.status.copies if copy.tier is Tier.DISK} <= {4, 6}  # the newest two
+    tensors = load_file(cluster.root / "disk" / "a" / "job" / "g1" / "step6" / "rank0.safetensors")
+    assert tensors["step"] == [6]
+    expected = worker.payload(6)
+    a.kill()
+    for path in a.segments():
+        path.unlink()
+    a.start()
+    reply = a.ask(Flush("job", 5.0))
+    assert (Tier.DISK, 6) in {(copy.tier, copy.step) for copy in reply.copies}
+    lineage = (LineageEntry(1, 6), LineageEntry(2))
+    plan = RestorePlan(6, {"0": (cluster.source(0, Tier.DISK, "a"),)})
+    cluster.configure(cluster.placement({"a": (0,)}, generation=2, lineage=lineage, restore=plan), spec)
+    again = trainer(a, 0, 2, lineage)
+    assert again.await_restore(2) is RestoreState.READY
+    assert again.stored(1, 6) == expected
+    (report,) = a.status.restores
+    assert (report.source_tier, report.source_host, report.socket_bytes) == (Tier.DISK, "a", 0)
+
+
+def test_a_shard_on_another_hosts_disk_comes_through_its_engine(
+    cluster: Cluster, trainer: type[Trainer], until: Until
+) -> None:
+    spec = CheckpointSpec(disk_dir=str(cluster.root / "disk"), disk_every_steps=1)
+    a, b = cluster.host("a"), cluster.host("b")
+    cluster.configure(cluster.placement({"a": (0,)}), spec)
+    worker = trainer(a, 0)
+    worker.save(0)
+    until(lambda: a.holds(Tier.DISK, 0, 0))
+    for path in a.segments():
+        path.unlink()
+    lineage = (LineageEntry(1, 0), LineageEntry(2))
+    plan = RestorePlan(0, {"0": (cluster.source(0, Tier.DISK, "a"),)})
+    cluster.configure(cluster.placement({"b": (0,)}, generation=2, lineage=lineage, restore=plan), spec)
+    moved = trainer(b, 0, 2, lineage)
+    assert moved.await_restore(2) is RestoreState.READY
+    assert moved.stored(1, 0) == worker.payload(0)
+    report = b.status.restores[0]
+    assert (report.source_tier, report.source_host) == (Tier.DISK, "a")
+    assert report.socket_bytes >= report.size_bytes
+
+
+def test_a_disk_that_cannot_be_written_fails_visibly_and_the_memory_tier_goes_on(
+    cluster: Cluster, trainer: type[Trainer], until: Until
+) -> None:
+    blocked = cluster.root / "disk"
+    blocked.write_text("a file where the folder should be")
+    spec = CheckpointSpec(disk_dir=str(blocked), disk_every_steps=1)
+    a = cluster.host("a")
+    cluster.configure(cluster.placement({"a": (0,)}), spec)
+    worker = trainer(a, 0)
+    for step in range(4):
+        worker.save(step)
+    until(lambda: worker.world_step == 3)
+    until(lambda: a.status.counters.get("disk_write_failures", 0) > 0)
+    assert "disk" in a.status.failures[-1].message
+    assert worker.segments.control.durable_step(1) == -1
+
+
+def test_a_shard_that_is_no_safetensors_file_fails_its_save_only(
+    cluster: Cluster, trainer: type[Trainer], until: Until
+) -> None:
+    a = cluster.host("a")
+    cluster.configure(cluster.placement({"a": (0,)}))
+    worker = trainer(a, 0)
+    worker.save(0)
+    until(lambda: worker.world_step == 0)
+    slot = next(view for view in worker.segments.slots() if view.state is SlotState.EMPTY)
+    worker.segments.begin_write(slot.index, 1, 1, 100)[:] = b"\xff" * 100
+    worker.segments.mark_captured(slot.index)
+    until(lambda: a.status.failures)  # found by the scan, without a notice
+    worker.save(2)
+    until(lambda: worker.world_step == 2)
+
+
+def test_a_peer_that_stays_away_fails_saves_and_not_for_ever(
+    cluster: Cluster, trainer: type[Trainer], until: Until
+) -> None:
+    a, b = cluster.host("a", REPLICATE_TIMEOUT_S="0.3"), cluster.host("b")
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
+    first, second = trainer(a, 0), trainer(b, 1)
+    first.save(0)
+    second.save(0)
+    until(lambda: first.world_step == second.world_step == 0)
+    b.kill()
+    first.save(1)
+    first.save(2)  # possible because step 1 was given up
+    until(lambda: {failure.step for failure in a.status.failures} >= {1, 2})
+    b.start()
+    until(lambda: a.status.unreachable_peers == ())
+    second.save(3)
+    first.save(3)
+    until(lambda: first.world_step == second.world_step == 3)
