@@ -2,7 +2,9 @@
 age is measured on the host that it lies on.
 
 What is normal is learnt per job: how long its steps take, exactly; how long it stays in other phases, as far as that
-was seen. Until something is known of a phase, patience is long; a false alarm costs a restart.
+was seen. Until something is known of a phase, patience is long; a false alarm costs a restart. An alarm that comes
+again at the same step after a restart may be a false one (a long evaluation that the script does not announce), so
+each repetition makes patience there ten times longer.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class StallSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: int = 512  # step durations remembered per job
     sampled_ranks: int = 8  # whose steps are timed: all ranks of a job tell the same
     behind_steps: int = 2  # a lone rank that far behind the others waits for nobody
+    repeat_factor: float = 10.0  # of all deadlines, for each alarm before at this step
     lagged_daemon_s: float = 0.5  # a daemon that ran this late may have been frozen together with its workers
     max_jobs: int = 1_000
 
@@ -66,9 +69,10 @@ class _Rank:
         "host_id",
         "idle_s",
         "moved_s",
+        "pauses",
         "phase",
+        "seen_s",
         "step",
-        "was_apart",
     )
 
     def __init__(self, host_id: str, status: RankStatus, moved_s: float) -> None:
@@ -79,7 +83,8 @@ class _Rank:
         self.idle_s = 0.0
         self.forgiven_s = 0.0
         self.has_stepped = False
-        self.was_apart = False
+        self.seen_s = moved_s + status.beacon_age_s
+        self.pauses = 0  # of the job, at this rank's last step
         self.done_step = -1
         self.done_at = 0.0
 
@@ -98,9 +103,15 @@ class _Job:
         self.usual_step_s: float | None = None  # of `steps`; None: to be computed
         self.stays: dict[Phase, deque[float]] = {}
         self.first_step_s = 0.0
+        self.pauses = 0  # grows with what makes the time between two steps say nothing of a step
+        self.repeats = 0  # alarms at `alarm_step`, in earlier generations
+        self.alarm_step = -1
 
     def begin(self, generation: int) -> None:
         """A new generation starts afresh, with what was learnt of the job."""
+        if self.is_stalled:
+            self.repeats = self.repeats + 1 if self.newest_step <= self.alarm_step + 1 else 1
+            self.alarm_step = self.newest_step
         self.generation = generation
         self.ranks.clear()
         self.waiting.clear()
@@ -182,14 +193,16 @@ class StallWatch:
         rank = job.ranks.get(status.rank)
         if rank is None:
             rank = job.ranks[status.rank] = _Rank(host_id, status, moved_s)
-        if status.phase is not rank.phase:
+        was = rank.phase
+        if status.phase is not was:
             lasted_s = max(0.0, moved_s - rank.entered_s)
             job.stays.setdefault(rank.phase, deque(maxlen=_STAYS)).append(lasted_s)
             rank.entered_s = moved_s
         if status.step > rank.first_seen_step and not rank.has_stepped:
             rank.has_stepped = True
-            job.first_step_s = max(job.first_step_s, moved_s - rank.entered_s)
-        has_moved = status.phase is not rank.phase or status.step != rank.step or status.beacon_age_s < rank.idle_s
+            began_s = rank.entered_s if was is Phase.STEP else rank.seen_s
+            job.first_step_s = max(job.first_step_s, moved_s - began_s, 1e-3)
+        has_moved = status.phase is not was or status.step != rank.step or status.beacon_age_s < rank.idle_s
         if has_moved:
             rank.forgiven_s = 0.0
         rank.forgiven_s += lagged_s
@@ -197,8 +210,12 @@ class StallWatch:
         rank.phase, rank.step = status.phase, status.step
         rank.moved_s = moved_s if has_moved else min(rank.moved_s, moved_s)
         rank.idle_s = status.beacon_age_s
-        rank.was_apart = rank.was_apart or status.phase in _APART_FROM_STEPS
+        rank.seen_s = now_s
+        if lagged_s or status.phase in _APART_FROM_STEPS:
+            job.pauses += 1
         job.newest_step = max(job.newest_step, status.step)
+        if job.newest_step > job.alarm_step + 1:
+            job.repeats = 0
         job.has_attached = job.has_attached or status.phase is not Phase.STARTING
         return rank
 
@@ -210,13 +227,13 @@ class StallWatch:
             job.sampled.add(steps.rank)
         if steps.rank in job.sampled:
             times = steps.completed_at
-            if rank.done_step == steps.first_step - 1 and rank.done_at and not rank.was_apart:
+            if rank.done_step == steps.first_step - 1 and rank.done_at and rank.pauses == job.pauses:
                 times = (rank.done_at, *times)
             job.steps.extend(max(0.0, later - earlier) for earlier, later in pairwise(times))
             job.usual_step_s = None
         rank.done_step = steps.first_step + len(steps.completed_at) - 1
         rank.done_at = steps.completed_at[-1]
-        rank.was_apart = False
+        rank.pauses = job.pauses
 
     def _judge(self, job: _Job, number: int, rank: _Rank) -> None:
         deadline_s = self._deadline_s(job, rank)
@@ -233,6 +250,10 @@ class StallWatch:
 
     def _deadline_s(self, job: _Job, rank: _Rank) -> float | None:
         """How long this rank may stay as it is; None: for ever."""
+        usual_s = self._first_deadline_s(job, rank)
+        return None if usual_s is None else usual_s * self._settings.repeat_factor**job.repeats
+
+    def _first_deadline_s(self, job: _Job, rank: _Rank) -> float | None:
         patience = self._settings.phases.get(rank.phase)
         if patience is None or (rank.phase is Phase.STARTING and not job.has_attached):
             return None

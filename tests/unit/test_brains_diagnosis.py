@@ -1,0 +1,125 @@
+"""Root causes told from what they drag after them."""
+
+from __future__ import annotations
+
+import pytest
+
+from flyball.contracts.cluster import HostRanks, Phase, WorkerError
+from flyball.contracts.signals import RankStalled, WorkerExited
+from services.controller import diagnosis
+from services.controller.diagnosis import exit_failure, is_done, root_cause, stall_failure
+from services.controller.view import GenerationView, RankView
+
+GENERATION = GenerationView(
+    generation=3,
+    parent=2,
+    lineage=(),
+    hosts=(HostRanks("host-a", "10.0.0.1", "10.0.0.1:7", (0, 1)),),
+    peers={},
+    started_at=100.0,
+    restore_step=40,
+    restart_count=1,
+)
+
+
+def exited(
+    *,
+    rank: int = 0,
+    exit_code: int | None = 1,
+    signal_number: int | None = None,
+    error: WorkerError | None = None,
+    phase: Phase = Phase.STEP,
+    expected: bool = False,
+    at: float = 200.0,
+) -> RankView:
+    body = WorkerExited("job", 3, rank, 4242, exit_code, signal_number, 57, error, expected)
+    return RankView(rank, "host-a", 56, phase, 199.0, body, at)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("RuntimeError", "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:20631: Connection reset by peer."),
+        ("RuntimeError", "Connection closed by peer [127.0.0.1]:1"),
+        ("torch.distributed.DistNetworkError", "Failed to recv, got 0 bytes. Connection was likely closed."),
+        ("DistStoreError", "wait timeout after 3000ms, keys: /default_pg/0//cpu//0/1"),
+        ("DistBackendError", "NCCL error: remote process exited or there was a network error, ncclRemoteError"),
+        ("RuntimeError", "Timed out waiting 1800000ms for recv operation to complete"),
+    ],
+)
+def test_lost_connections_are_secondary(kind: str, message: str) -> None:
+    failure = exit_failure(exited(error=WorkerError(kind, message)), GENERATION)
+    assert failure is not None and failure.cause == diagnosis.CONNECTION_LOST
+
+
+@pytest.mark.parametrize(
+    ("view", "cause"),
+    [
+        (exited(exit_code=None, signal_number=9), diagnosis.WORKER_KILLED),
+        (exited(exit_code=None, signal_number=6), diagnosis.WORKER_KILLED),
+        (exited(exit_code=None, signal_number=6, error=WorkerError("X", "ncclRemoteError")), diagnosis.CONNECTION_LOST),
+        (exited(exit_code=None, signal_number=9, error=WorkerError("X", "broken pipe")), diagnosis.WORKER_KILLED),
+        (exited(error=WorkerError("ValueError", "boom")), diagnosis.WORKER_EXCEPTION),
+        (exited(error=WorkerError("DistBackendError", "CUDA out of memory")), diagnosis.WORKER_EXCEPTION),
+        (exited(exit_code=7), diagnosis.WORKER_EXCEPTION),
+        (exited(exit_code=23, error=WorkerError("RestoreFailed", "connection refused")), diagnosis.RESTORE_FAILED),
+        (exited(exit_code=None), diagnosis.WORKER_KILLED),
+    ],
+)
+def test_causes(view: RankView, cause: str) -> None:
+    failure = exit_failure(view, GENERATION)
+    assert failure is not None and failure.cause == cause
+    assert failure.message.endswith(".") and "Rank 0 on host-a (pid 4242)" in failure.message
+    assert failure.step == 57
+
+
+def test_the_message_names_what_an_engineer_needs() -> None:
+    failure = exit_failure(exited(exit_code=None, signal_number=9), GENERATION)
+    assert failure is not None
+    assert failure.message == "Rank 0 on host-a (pid 4242) was killed by signal 9 (SIGKILL) after step 57."
+    assert failure.evidence["signal"] == 9
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        exited(exit_code=0),
+        exited(exit_code=None, signal_number=9, expected=True),
+        exited(exit_code=None, phase=Phase.DONE),
+        RankView(0, "host-a", 5, Phase.STEP, 1.0),
+    ],
+)
+def test_these_are_no_failures(view: RankView) -> None:
+    assert exit_failure(view, GENERATION) is None
+
+
+def test_only_a_good_end_is_done() -> None:
+    assert is_done(exited(exit_code=0))
+    assert is_done(exited(exit_code=None, phase=Phase.DONE))  # a restarted daemon could not learn the status
+    assert not is_done(exited(exit_code=None, phase=Phase.STEP))
+    assert not is_done(exited(exit_code=0, expected=True))
+    assert not is_done(RankView(0, "host-a", 5, Phase.DONE, 1.0))
+
+
+def test_the_deepest_cause_wins_over_the_earliest() -> None:
+    lost = exit_failure(exited(rank=0, error=WorkerError("E", "broken pipe"), at=1.0), GENERATION)
+    raised = exit_failure(exited(rank=1, error=WorkerError("E", "boom"), at=2.0), GENERATION)
+    killed = exit_failure(exited(rank=2, exit_code=None, signal_number=9, at=3.0), GENERATION)
+    found = root_cause([f for f in (lost, raised, killed) if f])
+    assert found is not None and found.rank == 2
+    assert root_cause([]) is None
+
+
+def test_of_equal_causes_the_first_wins() -> None:
+    early = exit_failure(exited(rank=5, error=WorkerError("E", "boom"), at=1.0), GENERATION)
+    late = exit_failure(exited(rank=1, error=WorkerError("E", "bang"), at=2.0), GENERATION)
+    assert root_cause([f for f in (late, early) if f]) == early
+
+
+def test_a_stall_names_ranks_and_hosts() -> None:
+    ranks = [RankView(0, "host-a", 5, Phase.STEP, 1.0), RankView(2, "host-b", 5, Phase.STEP, 1.0)]
+    failure = stall_failure(RankStalled("job", 3, (0, 1, 2), Phase.STEP, 5, 2.25, 2.0), ranks, 9.0)
+    assert failure.message == (
+        "Ranks 0 on host-a and 1 on an unknown host and 2 on host-b have not moved for 2.2 s in phase step "
+        "after step 5; at most 2.0 s were expected."
+    )
