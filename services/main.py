@@ -53,7 +53,7 @@ from services.store.lease import leader
 from services.store.read_models import ReadModels
 from services.store.status_store import SqlStatusStore
 
-log = structlog.get_logger()
+log = structlog.get_logger("services.main")  # not __main__, also when run as a program
 
 PARTS = ("sensor", "controller", "actuator", "api")
 IDLE_POLL_S = 0.5  # where every change of the database is made, and announced, in this process

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from flyball.contracts.errors import TooBusy
 from flyball.contracts.events import Event, EventKind
@@ -32,37 +35,32 @@ class EventStreams:
         """End all streams at their next wake-up; the readers come back to whoever listens then."""
         self._stopping = True
 
-    def open(
-        self, *, job: str | None, after: int, kinds: Collection[EventKind], bell: AsyncWakeup
-    ) -> AsyncIterator[bytes]:
-        """A stream of the events behind position `after`, without end. No `kinds` means all. Raises TooBusy."""
+    def open(self, *, job: str | None, after: int, kinds: Collection[EventKind], bell: AsyncWakeup) -> Response:
+        """A response without end: the events behind position `after`. No `kinds` means all. Raises TooBusy."""
         if self._open >= self._max_streams:
             raise TooBusy(
                 f"{self._open} event streams are open, which is the limit.", retry_after_s=5.0, hint="close one"
             )
-        return self._follow(job, after, kinds, bell)
+        self._count(+1)
+        return _Stream(self._follow(job, after, kinds, bell), on_end=lambda: self._count(-1))
 
     async def _follow(
         self, job: str | None, after: int, kinds: Collection[EventKind], bell: AsyncWakeup
     ) -> AsyncIterator[bytes]:
-        self._count(+1)
-        try:
-            yield f"retry: {RECONNECT_MS}\n\n".encode()
-            quiet_s = 0.0
-            while not self._stopping:
-                seen = bell.count
-                after, events = await asyncio.to_thread(self._next, job, after, kinds)
-                if events:
-                    quiet_s = 0.0
-                    yield b"".join(_frame(position, event) for position, event in events)
-                    continue
-                if quiet_s >= HEARTBEAT_S:
-                    quiet_s = 0.0
-                    yield b": alive\n\n"  # so that proxies keep the connection, and a gone reader is noticed
-                await bell.wait(seen, self._poll_interval_s)
-                quiet_s += self._poll_interval_s
-        finally:
-            self._count(-1)
+        yield f"retry: {RECONNECT_MS}\n\n".encode()
+        quiet_s = 0.0
+        while not self._stopping:
+            seen = bell.count
+            after, events = await asyncio.to_thread(self._next, job, after, kinds)
+            if events:
+                quiet_s = 0.0
+                yield b"".join(_frame(position, event) for position, event in events)
+                continue
+            if quiet_s >= HEARTBEAT_S:
+                quiet_s = 0.0
+                yield b": alive\n\n"  # so that proxies keep the connection, and a gone reader is noticed
+            await bell.wait(seen, self._poll_interval_s)
+            quiet_s += self._poll_interval_s
 
     def _next(self, job: str | None, after: int, kinds: Collection[EventKind]) -> tuple[int, list[tuple[int, Event]]]:
         """The next events, and the position up to which the log has been looked through."""
@@ -75,6 +73,22 @@ class EventStreams:
     def _count(self, change: int) -> None:
         self._open += change
         self._metrics.open_streams.set(self._open)
+
+
+class _Stream(StreamingResponse):
+    """Says when it ended, also if its reader left before the first byte."""
+
+    def __init__(self, body: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+        super().__init__(
+            body, media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        )
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
 
 
 def _frame(position: int, event: Event) -> bytes:

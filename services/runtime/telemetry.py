@@ -66,6 +66,8 @@ def configure_logging(*, level: str, json: bool, file: Path | None) -> None:
         logger.addHandler(handler)
         logger.setLevel(level.upper())
         logger.propagate = False
+    # It writes whole URLs, and one of ours may hold a token; uvicorn's own switch fails when a parent has a handler.
+    logging.getLogger("uvicorn.access").disabled = True
 
 
 def _redact(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -78,14 +78,11 @@ def router(events: EventLog, streams: EventStreams, wakeup: Wakeup) -> APIRouter
         last_event_id: Annotated[int | None, Header(ge=0, le=MAX_POSITION)] = None,
     ) -> Response:
         """Follow the log as server-sent events; a reader that comes back goes on behind its Last-Event-ID."""
-        body = streams.open(
+        return streams.open(
             job=job,
             after=after if last_event_id is None else last_event_id,
             kinds=frozenset(kinds or ()),
             bell=bells_of(request).events,
-        )
-        return StreamingResponse(
-            body, media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         )
 
     return routes
