@@ -1,0 +1,592 @@
+"""The policy's rules, one situation each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
+from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase, WorkerError
+from flyball.contracts.decisions import (
+    ActionPlan,
+    ActionState,
+    Decision,
+    DecisionKind,
+    GenerationPlan,
+    Incident,
+    IncidentState,
+)
+from flyball.contracts.signals import (
+    EngineRestarted,
+    HostReturned,
+    HostSilent,
+    PeerUnreachable,
+    PreemptionNotice,
+    RankStalled,
+    SaveFailed,
+    Signal,
+    SignalBody,
+    WorkerExited,
+    WorkerStartFailed,
+)
+from services.controller.policy import decide
+from services.controller.view import (
+    ActionView,
+    GenerationView,
+    HostView,
+    JobView,
+    Outcome,
+    PastFailure,
+    PolicySettings,
+    RankView,
+    View,
+)
+
+NOW = 10_000.0
+SETTINGS = PolicySettings()
+SPEC = JobSpec(
+    job="job", argv=("t.py",), workdir="/", nnodes=2, nproc_per_node=1, checkpoint=CheckpointSpec(every_steps=1)
+)
+
+
+def host(name: str, *, state: HostState = HostState.HEALTHY, job: str = "", **more: object) -> HostView:
+    facts = {"since": NOW - 500, "last_report_at": NOW - 0.1, "failure_domain": f"rack-{name}", "free_port": 29_500}
+    return HostView(
+        host_id=name,
+        state=state,
+        address="10.0.0.1",
+        engine_address=f"{name}:7",
+        job=job,
+        **{**facts, **more},  # type: ignore[arg-type]  # a builder
+    )
+
+
+def rank(number: int, on: str, *, step: int = 50, phase: Phase = Phase.STEP, at: float = NOW - 0.1) -> RankView:
+    return RankView(number, on, step, phase, at)
+
+
+GENERATION = GenerationView(
+    generation=2,
+    parent=1,
+    lineage=(LineageEntry(1, 40), LineageEntry(2)),
+    hosts=(HostRanks("a", "10.0.0.1", "a:7", (0,)), HostRanks("b", "10.0.0.1", "b:7", (1,))),
+    peers={"a": ("b",), "b": ("a",)},
+    started_at=NOW - 100,
+    restore_step=40,
+    restart_count=1,
+    ranks=(rank(0, "a"), rank(1, "b")),
+)
+JOB = JobView(SPEC, JobState.RUNNING, NOW - 1000, False, GENERATION, newest_step=50, message="running on a, b")
+HOSTS = (host("a", job="job"), host("b", job="job"), host("c"))
+
+
+def view(
+    *,
+    job: JobView = JOB,
+    hosts: Sequence[HostView] = HOSTS,
+    incidents: Sequence[Incident] = (),
+    actions: Sequence[ActionView] = (),
+    copies: Sequence[ShardCopy] = (),
+) -> View:
+    return View((job,), tuple(hosts), tuple(incidents), tuple(actions), tuple(copies), 7, 70)
+
+
+def say(body: SignalBody, *, source: str = "a", at: float = NOW, seq: int = 1) -> Signal:
+    return Signal(source, "i1", seq, at, body)
+
+
+def exited(
+    number: int = 1, *, generation: int = 2, exit_code: int | None = 1, signal: int | None = None, error: str = "boom"
+) -> WorkerExited:
+    problem = WorkerError("ValueError", error) if error else None
+    return WorkerExited("job", generation, number, 4242, exit_code, signal, 50, problem)
+
+
+KILLED = exited(exit_code=None, signal=9, error="")
+LOST = exited(error="Connection reset by peer")
+
+
+def incident(**more: object) -> Incident:
+    facts: dict[str, object] = {
+        "incident_id": "inc-1",
+        "job": "job",
+        "host_id": "b",
+        "cause": "worker_killed",
+        "state": IncidentState.ACTING,
+        "opened_at": NOW - 10,
+        "since": NOW - 10,
+        "message": "Rank 1 was killed.",
+        "generation": 1,
+        "failed_step": 50,
+        "action_id": "act-1",
+        "decisions_made": 1,
+    }
+    return Incident(**{**facts, **more})  # type: ignore[arg-type]  # a builder
+
+
+def action(**more: object) -> ActionView:
+    plan = ActionPlan(
+        DecisionKind.RESTART_IN_PLACE,
+        "job",
+        SPEC,
+        generation=1,
+        stop_hosts=("a", "b"),
+        next=GenerationPlan("job", 2, 1, (), {}, (), restart_count=1),
+    )
+    facts: dict[str, object] = {
+        "action_id": "act-1",
+        "decision_id": "dec-1",
+        "incident_id": "inc-1",
+        "plan": plan,
+        "state": ActionState.SUCCEEDED,
+        "phase": "start",
+        "started_at": NOW - 10,
+        "positions": {"0": 50, "1": 51},
+        "restore_step": 49,
+        "restore_fixed": True,
+    }
+    return ActionView(**{**facts, **more})  # type: ignore[arg-type]  # a builder
+
+
+def decided(outcome: Outcome) -> Decision:
+    (decision,) = outcome.decisions
+    return decision
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------------
+
+
+def submitted(**more: object) -> JobView:
+    return JobView(SPEC, JobState.SUBMITTED, NOW, False, None, **more)  # type: ignore[arg-type]  # a builder
+
+
+def test_a_job_starts_when_hosts_suffice() -> None:
+    outcome = decide(view(job=submitted(), hosts=(host("a"), host("b"), host("c"))), [], SETTINGS, NOW)
+    decision = decided(outcome)
+    assert (decision.kind, decision.rule, decision.incident_id) == (
+        DecisionKind.START_JOB,
+        "start_when_hosts_suffice",
+        "",
+    )
+    plan = decision.action
+    assert plan is not None and plan.next is not None
+    assert [part.ranks for part in plan.next.hosts] == [(0,), (1,)]
+    assert plan.next.peers == {"a": ("b",), "b": ("a",)}
+    assert plan.next.master_port == 29_500 and plan.warm_hosts == ("c",)
+    assert outcome.jobs[-1].state is JobState.RUNNING
+
+
+def test_a_job_that_waits_says_so_once() -> None:
+    outcome = decide(view(job=submitted(), hosts=(host("a"),)), [], SETTINGS, NOW)
+    assert outcome.jobs[0].message == "waits for hosts: it needs 2 hosts, free: a"
+    again = decide(view(job=submitted(message=outcome.jobs[0].message), hosts=(host("a"),)), [], SETTINGS, NOW)
+    assert again.empty
+
+
+@pytest.mark.parametrize(
+    "unfit",
+    [
+        host("a", state=HostState.SILENT, since=NOW),
+        host("a", state=HostState.CORDONED),
+        host("a", job="other"),
+        host("a", preempt_deadline_at=NOW + 10),
+        host("a", last_report_at=NOW - 60),
+        host("a", stale_jobs={"other": 3}),
+    ],
+)
+def test_unfit_hosts_get_no_work(unfit: HostView) -> None:
+    assert not decide(view(job=submitted(), hosts=(unfit, host("b"))), [], SETTINGS, NOW).decisions
+
+
+def test_hosts_that_the_user_named_come_in_that_order() -> None:
+    spec = msgspec.structs.replace(SPEC, hosts=("c", "b"))
+    job = msgspec.structs.replace(submitted(), spec=spec)
+    plan = decided(decide(view(job=job, hosts=(host("a"), host("b"), host("c"))), [], SETTINGS, NOW)).action
+    assert plan is not None and plan.next is not None
+    assert [part.host_id for part in plan.next.hosts] == ["c", "b"]
+
+
+def test_two_jobs_do_not_get_the_same_hosts() -> None:
+    other = msgspec.structs.replace(submitted(), spec=msgspec.structs.replace(SPEC, job="other"))
+    both = msgspec.structs.replace(view(hosts=[host(n) for n in "abc"]), jobs=(submitted(), other))
+    outcome = decide(both, [], SETTINGS, NOW)
+    assert [d.job for d in outcome.decisions] == ["job"]
+    assert outcome.jobs[-1].message == "waits for hosts: it needs 2 hosts, free: c"
+
+
+def test_an_operators_stop_supersedes_everything() -> None:
+    job = msgspec.structs.replace(JOB, stop_requested=True)
+    running = action(state=ActionState.DISPATCHED)
+    outcome = decide(view(job=job, incidents=[incident()], actions=[running]), [], SETTINGS, NOW)
+    assert decided(outcome).kind is DecisionKind.STOP_JOB
+    assert outcome.superseded_actions == ("act-1",)
+    assert outcome.jobs[-1].state is JobState.STOPPED
+    assert outcome.incidents[-1].state is IncidentState.RESOLVED
+    assert outcome.decisions[0].action is not None and outcome.decisions[0].action.grace_s == SPEC.stop_grace_s
+
+
+def test_a_job_is_done_when_all_ranks_are() -> None:
+    ends = [say(exited(n, exit_code=0, error=""), seq=n + 1) for n in range(2)]
+    assert decide(view(), ends[:1], SETTINGS, NOW).empty
+    outcome = decide(view(), ends, SETTINGS, NOW)
+    assert decided(outcome).kind is DecisionKind.COMPLETE_JOB
+    assert outcome.jobs[-1].state is JobState.SUCCEEDED and not outcome.incidents
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_restarts_in_place() -> None:
+    outcome = decide(view(), [say(KILLED, source="b")], SETTINGS, NOW)
+    decision = decided(outcome)
+    assert decision.rule == "restart_in_place" and decision.incident_id == "inc-7" and decision.decision_id == "dec-70"
+    assert decision.reason == (
+        "Rank 1 on b (pid 4242) was killed by signal 9 (SIGKILL) after step 50. "
+        "No host has to be replaced: generation 3 starts in place. This is restart 2 of 3."
+    )
+    plan = decision.action
+    assert plan is not None and plan.next is not None
+    assert (plan.generation, plan.stop_hosts, plan.next.generation, plan.next.parent) == (2, ("a", "b"), 3, 2)
+    assert plan.next.parent_lineage == GENERATION.lineage and plan.next.restart_count == 2
+    (opened,) = outcome.incidents
+    assert (opened.cause, opened.state, opened.action_id, opened.failed_step) == (
+        "worker_killed",
+        IncidentState.ACTING,
+        "act-70",
+        50,
+    )
+    assert outcome.jobs[0].failure is not None and outcome.jobs[0].failure.cause == "worker_killed"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        exited(generation=1, exit_code=None, signal=9),
+        exited(generation=3, exit_code=None, signal=9),
+        msgspec.structs.replace(KILLED, job="unknown"),
+        msgspec.structs.replace(KILLED, expected=True),
+        WorkerStartFailed("job", 1, 0, "gone"),
+        RankStalled("job", 1, (0,), Phase.STEP, 5, 3.0, 2.0),
+        HostReturned("a", 3.0),
+        HostReturned("nobody", 3.0),
+        HostSilent("nobody", 3.0, 2.0, ()),
+        PreemptionNotice(0.0, "x"),
+        PeerUnreachable("b", "x"),
+        SaveFailed("job", 2, 0, 5, "x"),
+        EngineRestarted("x"),
+    ],
+)
+def test_these_signals_change_nothing(body: SignalBody) -> None:
+    assert decide(view(), [say(body)], SETTINGS, NOW).empty
+
+
+def test_news_of_a_silent_host_that_reported_since_is_old() -> None:
+    assert decide(view(), [say(HostSilent("b", 3.0, 2.0, ()), at=NOW - 5)], SETTINGS, NOW).empty
+
+
+def test_ranks_that_moved_since_are_not_stalled() -> None:
+    stall = RankStalled("job", 2, (0, 1), Phase.STEP, 49, 3.0, 2.0)
+    assert decide(view(), [say(stall, at=NOW - 5)], SETTINGS, NOW).empty
+    assert decided(decide(view(), [say(stall)], SETTINGS, NOW)).kind is DecisionKind.RESTART_IN_PLACE
+
+
+def test_a_lost_connection_waits_for_its_cause() -> None:
+    outcome = decide(view(), [say(LOST, source="b")], SETTINGS, NOW)
+    assert decided(outcome).kind is DecisionKind.HOLD and decided(outcome).action is None
+    (held,) = outcome.incidents
+    assert held.state is IncidentState.DECIDING and held.hold_until == outcome.wake_at == NOW + 2.0
+    waiting = _with_exit(LOST)
+    assert not decide(view(job=waiting, incidents=[held]), [], SETTINGS, NOW + 1.0).decisions
+    # The cause arrives: at once.
+    found = decide(view(job=waiting, incidents=[held]), [say(exited(0, exit_code=None, signal=9))], SETTINGS, NOW + 1.0)
+    assert decided(found).kind is DecisionKind.RESTART_IN_PLACE
+    assert found.incidents[0].cause == "worker_killed" and found.incidents[0].host_id == "a"
+    # It never arrives, and every host has been heard of since.
+    heard = [msgspec.structs.replace(h, last_report_at=NOW + 2.0) for h in HOSTS]
+    late = decide(view(job=waiting, incidents=[held], hosts=heard), [], SETTINGS, NOW + 2.1)
+    assert decided(late).kind is DecisionKind.RESTART_IN_PLACE and late.incidents[0].cause == "connection_lost"
+
+
+def test_a_host_that_is_not_heard_of_is_waited_for_longer() -> None:
+    (held,) = decide(view(), [say(LOST)], SETTINGS, NOW).incidents
+    waiting = _with_exit(LOST)
+    heard = [host("a", job="job", last_report_at=NOW + 2), HOSTS[1], host("c", last_report_at=NOW + 2)]
+    outcome = decide(view(job=waiting, incidents=[held], hosts=heard), [], SETTINGS, NOW + 2.1)
+    assert decided(outcome).kind is DecisionKind.HOLD and "word of b" in decided(outcome).reason
+    silent = say(HostSilent("b", 3.0, 2.0, ("a",)), source="sensor.1", at=NOW + 3)
+    found = decide(view(job=waiting, incidents=outcome.incidents, hosts=heard), [silent], SETTINGS, NOW + 3)
+    assert decided(found).kind is DecisionKind.MIGRATE_TO_SPARE
+    assert "c takes rank 1 of b" in decided(found).reason
+
+
+def _with_exit(body: WorkerExited, at: float = NOW) -> JobView:
+    ranks = tuple(
+        msgspec.structs.replace(r, exited=body, exited_at=at) if r.rank == body.rank else r for r in GENERATION.ranks
+    )
+    return msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, ranks=ranks))
+
+
+def test_a_silent_host_is_replaced() -> None:
+    silent = say(HostSilent("b", 3.0, 2.0, ("a",)), source="sensor.1")
+    outcome = decide(view(), [silent], SETTINGS, NOW)
+    decision = decided(outcome)
+    plan = decision.action
+    assert plan is not None and plan.next is not None
+    assert (plan.stop_hosts, plan.unreachable_hosts) == (("a",), ("b",))
+    assert [(part.host_id, part.ranks) for part in plan.next.hosts] == [("a", (0,)), ("c", (1,))]
+    assert plan.next.restart_count == 1 and "c" in plan.warm_hosts
+    assert outcome.hosts[0].state is HostState.SILENT
+    assert "a cannot reach it either" in decision.reason
+
+
+def test_a_silent_host_supersedes_a_restart_that_waits_for_it() -> None:
+    generation = msgspec.structs.replace(GENERATION, started_at=0.0, ranks=(), restore_step=None)
+    job = msgspec.structs.replace(JOB, generation=generation)
+    silent = say(HostSilent("b", 3.0, 2.0, ()), source="sensor.1")
+    stopping = action(state=ActionState.DISPATCHED, phase="stop", positions={"0": 51}, restore_step=None)
+    outcome = decide(view(job=job, incidents=[incident()], actions=[stopping]), [silent], SETTINGS, NOW)
+    assert decided(outcome).kind is DecisionKind.MIGRATE_TO_SPARE
+    assert outcome.superseded_actions == ("act-1",)
+    (same,) = outcome.incidents
+    assert same.incident_id == "inc-1" and same.cause == "host_silent" and same.decisions_made == 2
+    plan = decided(outcome).action
+    assert plan is not None and plan.next is not None
+    assert (plan.next.generation, plan.next.parent, plan.next.restart_count) == (3, 1, 1)
+
+
+def test_without_a_spare_it_holds_and_looks_again() -> None:
+    silent = say(HostSilent("b", 3.0, 2.0, ()), source="sensor.1")
+    outcome = decide(view(hosts=HOSTS[:2]), [silent], SETTINGS, NOW)
+    assert decided(outcome).rule == "wait_for_a_spare" and "No spare" in decided(outcome).reason
+    assert outcome.wake_at == NOW + 1.0
+    after = view(hosts=(HOSTS[0], host("b", state=HostState.SILENT, job="job", since=NOW)), incidents=outcome.incidents)
+    assert not decide(after, [], SETTINGS, NOW + 1).decisions
+    came = msgspec.structs.replace(after, hosts=(*after.hosts, host("d")))
+    assert decided(decide(came, [], SETTINGS, NOW + 1)).kind is DecisionKind.MIGRATE_TO_SPARE
+
+
+def test_a_host_that_returns_while_a_spare_is_awaited_may_go_on() -> None:
+    held = incident(cause="host_silent", state=IncidentState.DECIDING, generation=2, action_id="", failed_step=50)
+    back = host("b", state=HostState.SILENT, job="job", since=NOW - 8)
+    returned = decide(view(hosts=(HOSTS[0], back), incidents=[held]), [say(HostReturned("b", 9.0))], SETTINGS, NOW)
+    assert returned.hosts[0].state is HostState.HEALTHY
+    assert decided(returned).rule == "watch_returned_hosts"
+    well = (HOSTS[0], host("b", job="job", since=NOW))
+    ranks = (rank(0, "a", step=51, at=NOW + 1), rank(1, "b", step=51, at=NOW + 1))
+    job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, ranks=ranks))
+    (closed,) = decide(view(job=job, hosts=well, incidents=returned.incidents), [], SETTINGS, NOW + 1).incidents
+    assert closed.state is IncidentState.RESOLVED and closed.lost_steps == 0
+    stuck = decide(view(hosts=well, incidents=returned.incidents), [], SETTINGS, NOW + 2)
+    assert decided(stuck).kind is DecisionKind.RESTART_IN_PLACE
+
+
+def test_an_identical_exception_fails_the_job() -> None:
+    past = PastFailure(1, "worker_exception", "ValueError", "boom at 0x7f01", 50)
+    job = msgspec.structs.replace(JOB, failures=(past,))
+    outcome = decide(view(job=job), [say(exited(error="boom at 0xdead"))], SETTINGS, NOW)
+    assert decided(outcome).rule == "fail_on_identical_exception"
+    assert outcome.jobs[-1].state is JobState.FAILED
+    assert outcome.incidents[-1].state is IncidentState.ESCALATED
+    other = decide(view(job=job), [say(exited(error="another"))], SETTINGS, NOW)
+    assert decided(other).kind is DecisionKind.RESTART_IN_PLACE
+
+
+def test_an_exception_of_a_script_without_steps_is_left_to_max_restarts() -> None:
+    ranks = tuple(rank(n, on, step=-1, phase=Phase.STARTING) for n, on in enumerate("ab"))
+    generation = msgspec.structs.replace(GENERATION, ranks=ranks, restore_step=None)
+    past = PastFailure(1, "worker_exception", "ValueError", "boom", -1)
+    job = msgspec.structs.replace(JOB, generation=generation, failures=(past,))
+    body = msgspec.structs.replace(exited(), last_step=-1)
+    assert decided(decide(view(job=job), [say(body)], SETTINGS, NOW)).kind is DecisionKind.RESTART_IN_PLACE
+
+
+def test_restarts_are_used_up() -> None:
+    job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, restart_count=3))
+    outcome = decide(view(job=job), [say(KILLED)], SETTINGS, NOW)
+    assert decided(outcome).rule == "fail_when_restarts_are_used_up"
+    assert "All 3 restarts" in outcome.jobs[-1].message
+    silent = say(HostSilent("b", 3.0, 2.0, ()), source="sensor.1")
+    assert decided(decide(view(job=job), [silent], SETTINGS, NOW)).kind is DecisionKind.MIGRATE_TO_SPARE
+
+
+def test_too_many_decisions_escalate() -> None:
+    stuck = incident(state=IncidentState.DECIDING, generation=2, decisions_made=8, action_id="")
+    outcome = decide(view(job=_with_exit(KILLED), incidents=[stuck]), [], SETTINGS, NOW)
+    assert decided(outcome).rule == "fail_after_too_many_decisions"
+
+
+def test_a_failed_action_is_followed_by_another_with_growing_pauses() -> None:
+    failed = action(state=ActionState.FAILED, message="b could not stop: no disk", phase="stop")
+    generation = msgspec.structs.replace(GENERATION, started_at=0.0, ranks=(), restore_step=None)
+    job = msgspec.structs.replace(JOB, generation=generation)
+    first = decide(view(job=job, incidents=[incident()], actions=[failed]), [], SETTINGS, NOW)
+    assert decided(first).kind is DecisionKind.RESTART_IN_PLACE
+    assert "act-1 ended failed: b could not stop: no disk." in decided(first).reason
+    later = decide(view(job=job, incidents=[incident(decisions_made=3)], actions=[failed]), [], SETTINGS, NOW)
+    assert decided(later).rule == "back_off_after_a_failed_action" and later.wake_at == NOW + 1.0
+
+
+def test_an_incident_is_resolved_when_every_rank_is_past_the_failed_step() -> None:
+    (verifying,) = decide(view(incidents=[incident()], actions=[action()]), [], SETTINGS, NOW).incidents
+    assert (verifying.state, verifying.restored_step) == (IncidentState.VERIFYING, 49)
+    assert (verifying.failed_step, verifying.lost_steps) == (50, 1)
+    seen = view(incidents=[verifying], actions=[action()])
+    assert decide(seen, [], SETTINGS, NOW).empty or not decide(seen, [], SETTINGS, NOW).incidents
+    ranks = (rank(0, "a", step=51), rank(1, "b", step=51))
+    job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, ranks=ranks))
+    (resolved,) = decide(view(job=job, incidents=[verifying], actions=[action()]), [], SETTINGS, NOW).incidents
+    assert resolved.state is IncidentState.RESOLVED and resolved.resolved_at == NOW
+
+
+def test_positions_of_a_lost_host_count_from_what_is_known() -> None:
+    partial = action(positions={"0": 55}, restore_step=53)
+    (verifying,) = decide(view(incidents=[incident()], actions=[partial]), [], SETTINGS, NOW).incidents
+    assert (verifying.failed_step, verifying.lost_steps) == (53, 0)
+
+
+def test_a_start_that_never_gets_going_is_tried_again() -> None:
+    ranks = (rank(0, "a", step=-1, phase=Phase.RESTORING), rank(1, "b", step=-1, phase=Phase.STARTING))
+    job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, ranks=ranks))
+    waiting = incident(state=IncidentState.VERIFYING, since=NOW - 299, restored_step=49)
+    early = decide(view(job=job, incidents=[waiting], actions=[action()]), [], SETTINGS, NOW)
+    assert not early.decisions and early.wake_at == NOW + 1
+    late = decide(view(job=job, incidents=[waiting], actions=[action()]), [], SETTINGS, NOW + 1)
+    assert decided(late).kind is DecisionKind.RESTART_IN_PLACE
+
+
+def test_a_script_that_never_attaches_is_resolved_by_living() -> None:
+    ranks = (rank(0, "a", step=-1, phase=Phase.STARTING), rank(1, "b", step=-1, phase=Phase.STARTING))
+    generation = msgspec.structs.replace(GENERATION, ranks=ranks, restore_step=None)
+    job = msgspec.structs.replace(JOB, generation=generation)
+    waiting = incident(state=IncidentState.VERIFYING, since=NOW - 5, failed_step=-1)
+    early = decide(view(job=job, incidents=[waiting]), [], SETTINGS, NOW)
+    assert not early.incidents and early.wake_at == NOW + 5
+    (resolved,) = decide(view(job=job, incidents=[waiting]), [], SETTINGS, NOW + 5).incidents
+    assert resolved.state is IncidentState.RESOLVED
+
+
+def test_a_granted_generation_that_nobody_starts_becomes_an_incident() -> None:
+    generation = msgspec.structs.replace(GENERATION, started_at=0.0, ranks=())
+    job = msgspec.structs.replace(JOB, generation=generation)
+    outcome = decide(view(job=job), [], SETTINGS, NOW)
+    assert outcome.incidents[0].cause == "worker_start_failed"
+    assert decided(outcome).kind is DecisionKind.RESTART_IN_PLACE
+
+
+def test_a_failed_restore_goes_to_an_older_point() -> None:
+    def copy(step: int, number: int) -> ShardCopy:
+        return ShardCopy("job", 1, step, number, Tier.MEMORY, "ab"[number], 10, "d")
+
+    body = exited(exit_code=23, error="no source")
+    older = [copy(step, n) for step in (39, 40) for n in range(2)]
+    decision = decided(decide(view(copies=older), [say(body)], SETTINGS, NOW))
+    assert decision.rule == "restart_from_an_older_recovery_point"
+    assert decision.action is not None and decision.action.next is not None
+    assert decision.action.next.parent_lineage == (LineageEntry(1, 39), LineageEntry(2, 39))
+    assert decision.action.next.restart_count == 1
+    none_older = decided(decide(view(copies=older[2:]), [say(body)], SETTINGS, NOW))
+    assert none_older.rule == "restart_in_place"  # once more, before everything is given up
+    job = msgspec.structs.replace(JOB, failures=(PastFailure(1, "restore_failed", "", "", 40),))
+    scratch = decided(decide(view(job=job, copies=older[2:]), [say(body)], SETTINGS, NOW))
+    assert "the beginning" in scratch.reason
+
+
+# --- preemption ------------------------------------------------------------------------------------------------------
+
+NOTICE = PreemptionNotice(NOW + 30.0, "cloud")
+
+
+def test_a_notice_saves_a_named_step_first() -> None:
+    outcome = decide(view(), [say(NOTICE, source="b")], SETTINGS, NOW)
+    decision = decided(outcome)
+    plan = decision.action
+    assert plan is not None and plan.kind is DecisionKind.EMERGENCY_CHECKPOINT
+    # 10 steps in 99.9 s: the next is about to come; the margin is 3.
+    assert plan.emergency_step == 54 and plan.stop_hosts == ("a", "b") and plan.warm_hosts == ("c",)
+    assert plan.deadline_s == pytest.approx(25.0)
+    assert outcome.incidents[0].cause == "preemption_notice"
+    assert outcome.hosts[0].preempt_deadline_at == NOW + 30.0
+
+
+def preempted() -> tuple[HostView, ...]:
+    return (HOSTS[0], host("b", job="job", preempt_deadline_at=NOW + 20), HOSTS[2])
+
+
+def saved(state: ActionState) -> ActionView:
+    plan = ActionPlan(DecisionKind.EMERGENCY_CHECKPOINT, "job", SPEC, 2, stop_hosts=("a", "b"), emergency_step=54)
+    return action(plan=plan, state=state, phase="save")
+
+
+@pytest.mark.parametrize("state", [ActionState.SUCCEEDED, ActionState.FAILED, ActionState.TIMED_OUT])
+def test_after_the_save_or_without_it_the_ranks_move(state: ActionState) -> None:
+    notice = incident(cause="preemption_notice", generation=2)
+    outcome = decide(view(hosts=preempted(), incidents=[notice], actions=[saved(state)]), [], SETTINGS, NOW)
+    plan = decided(outcome).action
+    assert plan is not None and plan.kind is DecisionKind.MIGRATE_TO_SPARE and plan.next is not None
+    assert [part.host_id for part in plan.next.hosts] == ["a", "c"]
+    assert plan.stop_hosts == ("a", "b") and plan.next.restart_count == 1
+
+
+def test_without_a_spare_training_goes_on_until_the_last_moment() -> None:
+    outcome = decide(view(hosts=preempted()[:2]), [], SETTINGS, NOW)
+    assert decided(outcome).kind is DecisionKind.HOLD
+    held = outcome.incidents
+    late = decide(view(hosts=preempted()[:2], incidents=held), [], SETTINGS, NOW + 10.5)
+    assert decided(late).kind is DecisionKind.EMERGENCY_CHECKPOINT
+    assert "then a spare is waited for" in decided(late).reason
+
+
+def test_a_failure_comes_before_a_notice_and_moves_the_ranks_too() -> None:
+    notice = incident(cause="preemption_notice", generation=2)
+    running = saved(ActionState.DISPATCHED)
+    outcome = decide(view(hosts=preempted(), incidents=[notice], actions=[running]), [say(KILLED)], SETTINGS, NOW)
+    assert decided(outcome).kind is DecisionKind.MIGRATE_TO_SPARE and decided(outcome).incident_id == "inc-7"
+    assert outcome.superseded_actions == ("act-1",)
+
+
+def test_a_preempted_host_without_ranks_is_cordoned() -> None:
+    outcome = decide(view(hosts=(*HOSTS[:2], host("c", preempt_deadline_at=NOW + 20))), [], SETTINGS, NOW)
+    assert outcome.hosts[0].state is HostState.CORDONED and not outcome.decisions
+
+
+# --- hosts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_returned_host_is_a_spare() -> None:
+    gone = host("c", state=HostState.SILENT, since=NOW - 60, last_report_at=NOW - 70)
+    outcome = decide(view(hosts=(*HOSTS[:2], gone)), [say(HostReturned("c", 70.0), source="sensor.1")], SETTINGS, NOW)
+    assert outcome.hosts[0].state is HostState.SPARE
+    unsaid = msgspec.structs.replace(gone, last_report_at=NOW)
+    assert decide(view(hosts=(*HOSTS[:2], unsaid)), [], SETTINGS, NOW).hosts[0].state is HostState.SPARE
+
+
+def test_superseded_workers_are_stopped_before_a_host_is_a_spare() -> None:
+    back = host("c", state=HostState.SILENT, since=NOW - 60, last_report_at=NOW, stale_jobs={"job": 1})
+    outcome = decide(view(hosts=(*HOSTS[:2], back)), [], SETTINGS, NOW)
+    plan = decided(outcome).action
+    assert plan is not None
+    assert (plan.kind, plan.stop_hosts, plan.generation, plan.next) == (DecisionKind.CORDON, ("c",), 1, None)
+    assert outcome.hosts[0].state is HostState.IN_REPAIR
+    clean = host("c", state=HostState.IN_REPAIR)
+    done = action(plan=plan, state=ActionState.SUCCEEDED, action_id="act-70")
+    after = decide(view(hosts=(*HOSTS[:2], clean), incidents=outcome.incidents, actions=[done]), [], SETTINGS, NOW)
+    assert after.hosts[0].state is HostState.SPARE
+    assert after.incidents[0].state is IncidentState.RESOLVED
+
+
+def test_superseded_workers_that_cannot_be_stopped_cordon_the_host() -> None:
+    stuck = incident(
+        cause="superseded_workers",
+        host_id="c",
+        generation=1,
+        state=IncidentState.DECIDING,
+        decisions_made=8,
+        action_id="",
+    )
+    bad = host("c", state=HostState.IN_REPAIR, stale_jobs={"job": 1})
+    outcome = decide(view(hosts=(*HOSTS[:2], bad), incidents=[stuck]), [], SETTINGS, NOW)
+    assert outcome.hosts[0].state is HostState.CORDONED
+    assert outcome.incidents[0].state is IncidentState.ESCALATED
+    assert not outcome.jobs  # the job goes on
