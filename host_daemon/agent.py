@@ -11,13 +11,14 @@ from collections.abc import Callable
 import structlog
 
 from flyball.contracts.clock import Clock
+from flyball.contracts.decisions import Command, CommandResult
 from flyball.contracts.engine_wire import EngineReply
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.segments import shm_prefix
 from flyball.contracts.signals import EngineRestarted, SignalBody, WorkerExited, WorkerStartFailed
 from host_daemon.beacons import Beacons
 from host_daemon.command_journal import CommandJournal
-from host_daemon.commands import CommandLoop
+from host_daemon.commands import CommandLoop, Progress
 from host_daemon.database import Database
 from host_daemon.engine_client import EngineClient
 from host_daemon.engine_process import EngineKeeper
@@ -110,7 +111,7 @@ class Agent:
             client=self._http,
             journal=CommandJournal(self._database),
             clock=clock,
-            handler=self._control.carry_out,
+            handler=self._carry_out,
         )
         self._incarnation = incarnation
         self._warm_nproc = settings.warm_nproc
@@ -173,6 +174,12 @@ class Agent:
         self._engine.restores_since = float(await self._facts.get(RESTORES_FACT) or 0.0)
         if workers or signals:
             _log.info("taken_over", workers=len(workers), jobs=len(jobs), spooled_signals=signals)
+
+    async def _carry_out(self, command: Command, progress: Progress) -> CommandResult:
+        try:
+            return await self._control.carry_out(command, progress)
+        finally:
+            self._reporter.wake()  # ranks, copies and the free port are others now
 
     async def _signal(self, body: SignalBody) -> None:
         await self._outbox.put(body)

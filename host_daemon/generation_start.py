@@ -82,9 +82,12 @@ class GenerationStarter:
     async def prepare_store(self, spec: JobSpec, generation: int, port: int) -> None:
         """Have a store listen on a port that is about to be offered for the generation after `generation`.
 
-        Ranks on other hosts may be faster than rank 0's host; a refused connection would cost them half a second.
+        Ranks on other hosts may be faster than rank 0's host; a refused connection would cost them half a second. Done
+        only if it can be done at once: nobody waits for it.
         """
         self.forget_store(spec.job)
+        if not self._standbys.is_warm(spec.job):
+            return
         self._waiting_stores[spec.job] = port, await self._start_store(spec, generation, port)
 
     def claim_store(self, placement: Placement, host: HostRanks) -> Worker | None:

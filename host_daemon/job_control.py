@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -34,6 +35,7 @@ from host_daemon.workers import WorkerTable
 
 ENGINE_WAIT_S = 5.0  # for an engine that is being restarted, before workers are started without it
 ENGINE_MARGIN_S = 2.0  # for the answer, beyond the time that the engine itself is given
+STORE_TIMEOUT_S = 1.0
 MAX_START_MESSAGE = 4_000
 
 _log = structlog.get_logger(__name__)
@@ -148,8 +150,9 @@ class JobControl:
         record = self._jobs.get(body.job)
         if record is not None:
             try:
-                await self._starter.prepare_store(record.spec, body.generation, port)
-            except FlyballError as error:
+                async with asyncio.timeout(STORE_TIMEOUT_S):
+                    await self._starter.prepare_store(record.spec, body.generation, port)
+            except (FlyballError, TimeoutError) as error:
                 _log.warning("no_store_prepared", job=body.job, error=str(error))
         return port
 

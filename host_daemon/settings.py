@@ -60,7 +60,7 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str] = os.env
             flag = f"--{required.replace('_', '-')}"
             raise UsageError(f"{flag} is missing.", hint=f"give it, or set FLYBALL_{required.upper()}")
     if not re.fullmatch(r"https?://[^/\s]+/?", given.supervisor):
-        raise UsageError(f"--supervisor {given.supervisor} is no URL.", hint="for example http://10.0.0.1:7070")
+        raise UsageError(f"--supervisor {given.supervisor} is no URL.", hint="for example http://10.0.0.1:7370")
     token_file = Path(given.token_file).absolute()
     return DaemonSettings(
         state_dir=Path(given.state_dir).resolve(),

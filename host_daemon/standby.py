@@ -50,6 +50,10 @@ class Standbys:
         """Wait until processes of the job can be started; '' if warm, else the reason why they start cold."""
         return await self._by_job[job].ready()
 
+    def is_warm(self, job: str) -> bool:
+        """Whether a process of the job can be forked at this moment."""
+        return job in self._by_job and self._by_job[job].is_warm
+
     async def start(self, job: str, order: Order) -> SpawnedProcess:
         """Start one process, which then waits for its leave. `keep` was called before. Raises SpawnError."""
         return await self._by_job[job].start(order)
@@ -72,6 +76,10 @@ class _Standby:
         self._cold_because = ""
         self._settled = asyncio.Event()  # set while there is a spawner, or it is clear that there will be none
         self._task = asyncio.create_task(self._maintain())
+
+    @property
+    def is_warm(self) -> bool:
+        return self._spawner is not None and not self._spawner.dead
 
     async def ready(self) -> str:
         await self._settled.wait()

@@ -77,4 +77,4 @@ def _split(message: str) -> tuple[str, str]:
 
 
 def _bounded(kind: str, message: str, traceback: str) -> WorkerError:
-    return WorkerError(kind.rpartition(".")[2], message[:MAX_MESSAGE_CHARS], traceback[-MAX_TRACEBACK_CHARS:])
+    return WorkerError(re.split(r"[.:]+", kind)[-1], message[:MAX_MESSAGE_CHARS], traceback[-MAX_TRACEBACK_CHARS:])

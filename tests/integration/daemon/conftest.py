@@ -19,8 +19,8 @@ import msgspec
 import pytest
 
 from flyball.contracts import wire
-from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.checkpoints import LineageEntry
+from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.decisions import (
     Command,
     CommandBatch,
@@ -35,7 +35,7 @@ from flyball.contracts.identity import Fence
 from flyball.contracts.signals import Report, ReportReply, Signal, WorkerExited
 
 TOKEN = "a-token-for-tests"
-DEADLINE_S = 40.0
+DEADLINE_S = 60.0  # on a busy machine; nothing waits that long otherwise
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Supervisor:
 
     def __init__(self) -> None:
         self.lock = threading.Condition()
-        self.reports: list[tuple[float, Report]] = []
+        self.reports: list[Report] = []
         self.updates: list[CommandUpdate] = []
         self.waiting: list[Command] = []
         self.committed: dict[str, int] = {}
@@ -68,6 +68,7 @@ class Supervisor:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
                 supervisor._poll(self)
@@ -109,7 +110,7 @@ class Supervisor:
     def signals(self) -> list[Signal]:
         """Every signal once, in the order of arrival."""
         with self.lock:
-            seen = {(s.incarnation, s.seq): s for _, report in self.reports for s in report.signals}
+            seen = {(s.incarnation, s.seq): s for report in self.reports for s in report.signals}
         return list(seen.values())
 
     def exits(self, rank: int | None = None) -> list[WorkerExited]:
@@ -121,7 +122,7 @@ class Supervisor:
 
     @property
     def newest(self) -> Report | None:
-        return self.reports[-1][1] if self.reports else None
+        return self.reports[-1] if self.reports else None
 
     def _post(self, request: BaseHTTPRequestHandler) -> None:
         body = request.rfile.read(int(request.headers["Content-Length"]))
@@ -130,7 +131,7 @@ class Supervisor:
         if request.path == "/v1/reports":
             report = wire.decode(body, Report)
             with self.lock:
-                self.reports.append((time.time(), report))
+                self.reports.append(report)
                 if self.commits:
                     for s in report.signals:
                         self.committed[s.incarnation] = max(self.committed.get(s.incarnation, 0), s.seq)
@@ -179,6 +180,8 @@ class Supervisor:
 class Daemon:
     """One host daemon process on a state folder of its own."""
 
+    until = staticmethod(until)
+
     def __init__(self, root: Path, supervisor: Supervisor) -> None:
         self.root = root
         self.state_dir = root / "state"
@@ -200,9 +203,11 @@ class Daemon:
     def launch(self, *extra: str) -> subprocess.Popen[bytes]:
         with self.log_path.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "host_daemon", "--state-dir", str(self.state_dir), "--host-id", "host-a"]
-                + ["--supervisor", self.supervisor.url, "--token-file", str(self.token_file)]
-                + ["--report-interval-s", "0.2", *extra],
+                [
+                    *(sys.executable, "-P", "-m", "host_daemon", "--state-dir", str(self.state_dir)),
+                    *("--host-id", "host-a", "--supervisor", self.supervisor.url),
+                    *("--token-file", str(self.token_file), "--report-interval-s", "0.2", *extra),
+                ],
                 env=self.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -261,6 +266,10 @@ class Daemon:
     def rank_log(self, generation: int, rank: int, job: str = "job") -> str:
         path = self.state_dir / "logs" / job / f"g{generation}" / f"rank{rank}.log"
         return path.read_text() if path.exists() else ""
+
+    def wait_up(self, generation: int = 1, rank: int = 0) -> None:
+        """The worker printed "up"."""
+        until(f"rank {rank} up", lambda: "up" in self.rank_log(generation, rank).split())
 
     def clean_up(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -328,7 +337,7 @@ class Job:
     ) -> Command:
         self._number += 1
         return Command(
-            command_id=command_id or f"act-{self._number}.{type(body).__name__.lower()}.host-a.1",
+            command_id=command_id or f"act-{self.spec.job}-{self._number}.{type(body).__name__.lower()}.host-a.1",
             action_id=f"act-{self._number}",
             host_id="host-a",
             fence=Fence(epoch, generation),

@@ -1,0 +1,289 @@
+"""What a kill -9 of the daemon, its engine, or an absent supervisor must not take away."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from flyball.contracts.cluster import Phase
+from flyball.contracts.decisions import StartWorkers, StopWorkers, UpdateState
+from flyball.contracts.signals import EngineRestarted, PreemptionNotice
+
+WAIT = """
+import signal
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+
+STEPS = """
+import os, signal
+from flyball.beacon import BeaconWriter
+beacon = BeaconWriter(os.environ["FLYBALL_BEACON"])
+step = 0
+def advance(*_):
+    global step
+    beacon.step(step)
+    step += 1
+signal.signal(signal.SIGUSR1, advance)
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def advance(daemon, supervisor, pid: int, upto: int) -> None:
+    """Have the worker complete its steps up to one, each seen by the supervisor before the next."""
+    for step in range(upto + 1):
+        if step not in steps_of(supervisor):
+            os.kill(pid, signal.SIGUSR1)
+            daemon.until(f"step {step}", lambda step=step: step in steps_of(supervisor))
+
+
+def steps_of(supervisor) -> list[int]:
+    return [
+        run.first_step + i
+        for report in supervisor.reports
+        for run in report.steps
+        for i in range(len(run.completed_at))
+    ]
+
+
+def test_a_restarted_daemon_adopts_its_workers(daemon, supervisor, make_job):
+    daemon.start()
+    job = make_job(STEPS)
+    pid = job.start().result.pids["0"]
+    daemon.wait_up()
+    advance(daemon, supervisor, pid, 2)
+    engine = supervisor.newest.facts.engine_address
+    daemon.kill()
+    assert alive(pid)
+    os.kill(pid, signal.SIGUSR1)  # a step that no daemon is there to see
+    daemon.start()
+    daemon.until("the worker in a report", lambda: supervisor.newest.ranks and supervisor.newest.ranks[0].pid == pid)
+    daemon.until("the step of the meantime", lambda: 3 in steps_of(supervisor))
+    advance(daemon, supervisor, pid, 4)
+    assert steps_of(supervisor) == [0, 1, 2, 3, 4]
+    assert daemon.until("the engine", lambda: supervisor.newest.facts.engine_address) == engine
+    update = job.stop()
+    assert [(p.rank, p.step) for p in update.result.positions] == [(0, 4)]
+    assert not alive(pid)
+    exited = supervisor.exit_of(0)
+    assert (exited.exit_code, exited.signal_number, exited.expected, exited.last_step) == (None, None, True, 4)
+
+
+def test_a_worker_that_ended_without_a_daemon_is_reported_once(daemon, supervisor, make_job):
+    daemon.start()
+    job = make_job(WAIT)
+    pid = job.start().result.pids["0"]
+    daemon.wait_up()
+    daemon.kill()
+    os.kill(pid, signal.SIGKILL)
+    daemon.until("its end", lambda: not alive(pid))
+    daemon.start()
+    assert supervisor.exit_of(0).signal_number is None
+    daemon.kill()
+    daemon.start()
+    count = len(supervisor.reports)
+    daemon.until("more reports", lambda: len(supervisor.reports) > count + 3)
+    assert len(supervisor.exits()) == 1
+
+
+def test_the_spool_survives_and_keeps_its_numbers(daemon, supervisor, make_job):
+    supervisor.commits = False
+    daemon.start()
+    job = make_job("import sys; sys.exit(3)", nproc=2)
+    job.start()
+    before = daemon.until("both exits", lambda: len(supervisor.exits()) == 2 and supervisor.signals())
+    daemon.kill()
+    supervisor.refusal = (503, {})
+    daemon.process = daemon.launch()
+    refused = supervisor.refused
+    daemon.until("an attempt", lambda: supervisor.refused > refused)
+    daemon.kill()
+    supervisor.reports.clear()
+    supervisor.refusal = None
+    daemon.start()
+    after = daemon.until("both exits again", lambda: len(supervisor.exits()) == 2 and supervisor.signals())
+    assert after == before
+    supervisor.commits = True
+    daemon.until("the commit", lambda: supervisor.committed)
+    count = len(supervisor.reports)
+    daemon.until("a report after the reply that said so", lambda: len(supervisor.reports) > count + 1)
+    daemon.kill()
+    supervisor.reports.clear()
+    daemon.start()
+    count = len(supervisor.reports)
+    daemon.until("more reports", lambda: len(supervisor.reports) > count + 3)
+    assert supervisor.signals() == []
+
+
+def test_an_uncommitted_signal_is_sent_again(daemon, supervisor, make_job):
+    supervisor.commits = False
+    daemon.start()
+    make_job("").start()
+    daemon.until("three sendings", lambda: sum(bool(r.signals) for r in supervisor.reports) >= 3)
+    assert len(supervisor.signals()) == 1
+
+
+def test_a_stale_command_is_refused_also_after_a_restart(daemon, supervisor, make_job):
+    daemon.start()
+    job = make_job(WAIT)
+    pid = job.start(2, epoch=5).result.pids["0"]
+    daemon.wait_up(2)
+    for epoch, generation in ((4, 9), (5, 1)):
+        update = job.stop(generation, epoch=epoch)
+        assert (update.state, update.code) == (UpdateState.REFUSED, "stale_command")
+    daemon.kill()
+    daemon.start()
+    assert job.stop(9, epoch=4).state is UpdateState.REFUSED
+    assert alive(pid)
+
+
+def test_a_repeated_command_is_answered_and_not_obeyed_again(daemon, supervisor, make_job):
+    daemon.start()
+    job = make_job(WAIT)
+    start = job.command(StartWorkers(job.spec, job.placement(1)), generation=1)
+    supervisor.send(start)
+    first = supervisor.answer(start)
+    daemon.wait_up()
+    supervisor.send(start)
+    assert supervisor.answer(start, count=2) == first
+    daemon.kill()
+    daemon.start()
+    supervisor.send(start)
+    assert supervisor.answer(start, count=3) == first
+    assert alive(first.result.pids["0"])
+    assert supervisor.exits() == []
+
+
+def test_a_dead_engine_is_replaced_and_workers_run_on(daemon, supervisor, make_job):
+    daemon.start()
+    job = make_job(WAIT)
+    pid = job.start().result.pids["0"]
+    daemon.wait_up()
+    (engine,) = [p for p, c in daemon.owned().items() if "ckpt_engine.server" in c]
+    os.kill(engine, signal.SIGKILL)
+    daemon.until("the signal", lambda: [s for s in supervisor.signals() if isinstance(s.body, EngineRestarted)])
+    daemon.until("a report of the new engine", lambda: supervisor.newest.engine.alive)
+    assert alive(pid)
+    assert [p for p, c in daemon.owned().items() if "ckpt_engine.server" in c] != [engine]
+    assert job.stop().state is UpdateState.SUCCEEDED
+
+
+def test_workers_run_on_while_the_supervisor_is_away(daemon, supervisor, make_job):
+    daemon.start()
+    job = make_job(STEPS)
+    pid = job.start().result.pids["0"]
+    daemon.wait_up()
+    supervisor.refusal = (503, {})
+    refused = supervisor.refused
+    for _ in range(3):
+        os.kill(pid, signal.SIGUSR1)
+        daemon.until("an attempt", lambda r=refused: supervisor.refused > r)
+        refused = supervisor.refused
+    supervisor.refusal = None
+    daemon.until("all steps", lambda: len(steps_of(supervisor)) == 3)
+    assert steps_of(supervisor) == [0, 1, 2]
+
+
+def test_a_busy_supervisor_is_left_alone_for_as_long_as_it_asks(daemon, supervisor):
+    daemon.start()
+    supervisor.refusal = (429, {"Retry-After": "30"})
+    daemon.until("both the report and the poll refused", lambda: supervisor.refused >= 2)
+    refused = supervisor.refused
+    count = len(supervisor.reports)
+    os.kill(daemon.pid, 0)
+    assert (supervisor.refused, len(supervisor.reports)) == (refused, count)
+
+
+def test_a_wrong_token_is_said_clearly_and_the_daemon_stays(daemon, supervisor):
+    daemon.token_file.write_text("wrong")
+    daemon.process = daemon.launch()
+    daemon.until("the reason in the log", lambda: "supervisor_refuses" in daemon.log())
+    assert "refuses this daemon's token" in daemon.log() and "wrong" not in daemon.log().replace("wrong_", "")
+    assert daemon.process.poll() is None
+
+
+def test_a_preemption_notice_is_told_once(daemon, supervisor):
+    daemon.start("--report-interval-s", "60")
+    notice = daemon.state_dir / "preemption-notice.json"
+
+    def write(text: str) -> None:
+        temporary = notice.with_suffix(".tmp")
+        temporary.write_text(text)
+        temporary.rename(notice)
+
+    def notices() -> list[PreemptionNotice]:
+        return [s.body for s in supervisor.signals() if isinstance(s.body, PreemptionNotice)]
+
+    write("{broken")
+    daemon.until("the complaint", lambda: "preemption_notice_malformed" in daemon.log())
+    write('{"deadline_s": 30.0, "source": "test"}')
+    (told,) = daemon.until("the signal", notices)
+    assert told.source == "test"
+    assert abs(told.deadline_at - notice.stat().st_mtime - 30) < 1e-3
+    daemon.kill()
+    daemon.start()
+    count = len(supervisor.reports)
+    daemon.until("more reports", lambda: len(supervisor.reports) > count + 3)
+    assert len(notices()) == 1
+    assert daemon.log().count("preemption_notice_malformed") == 1
+
+
+def test_a_start_that_was_cut_short_is_not_repeated(daemon, supervisor, make_job):
+    daemon.start()
+    job = make_job(WAIT)
+    hold = daemon.root / "hold"
+    hold.mkdir()
+    (hold / "sitecustomize.py").write_text("import signal\nsignal.pause()\n")
+    held = make_job(WAIT, name="held", env={"PYTHONPATH": str(hold)})  # its standby never gets ready
+    command = held.command(StartWorkers(held.spec, held.placement(1)), generation=1)
+    supervisor.send(command)
+    daemon.until("the standby", daemon.spawner_pid)
+    daemon.until("the command in work", lambda: command.command_id in daemon.log())
+    daemon.kill()
+    daemon.start()
+    supervisor.send(command)
+    update = supervisor.answer(command)
+    assert (update.state, update.code) == (UpdateState.FAILED, "interrupted")
+    job.start()
+    daemon.wait_up()
+
+
+def test_a_newer_command_takes_the_place_of_one_that_waits(daemon, supervisor, make_job):
+    daemon.start()
+    hold = daemon.root / "hold"
+    hold.mkdir()
+    (hold / "sitecustomize.py").write_text("import signal\nsignal.pause()\n")
+    job = make_job(WAIT, env={"PYTHONPATH": str(hold)})
+    start = job.command(StartWorkers(job.spec, job.placement(1)), generation=1)
+    supervisor.send(start)
+    daemon.until("the standby", daemon.spawner_pid)
+    stop = job.command(StopWorkers("job", 1, 0.0), generation=1)
+    supervisor.send(stop)
+    assert supervisor.answer(start).code == "superseded"
+    assert supervisor.answer(stop).state is UpdateState.SUCCEEDED
+    assert supervisor.newest.ranks == ()
+
+
+def test_beacons_show_phase_and_age(daemon, supervisor, make_job):
+    daemon.start()
+    job = make_job(STEPS)
+    pid = job.start().result.pids["0"]
+    daemon.wait_up()
+    advance(daemon, supervisor, pid, 1)
+    status = daemon.until("step 1", lambda: [r for r in supervisor.newest.ranks if r.step == 1])[0]
+    assert (status.rank, status.generation, status.pid, status.phase) == (0, 1, pid, Phase.STEP)
+    older = daemon.until("an age", lambda: [r for r in supervisor.newest.ranks if r.beacon_age_s > 0.3])[0]
+    assert older.step == 1
+    marks = [m for report in supervisor.reports for m in report.marks]
+    assert marks[-1].first_step_at > marks[-1].spawned_at > 0
