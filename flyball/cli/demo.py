@@ -31,7 +31,6 @@ from flyball.cli.output import print_json
 from flyball.cli.places import make_state_dir
 from flyball.cli.signals import EndSignals
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.cluster import HostState
 from flyball.contracts.errors import NotFound
 from flyball.contracts.events import EventKind
 
@@ -106,7 +105,7 @@ class _Demo:
         for host_id in (*FIRST_HOSTS, SPARES[0]):
             stack.add_host(host_id)
         wanted = {*FIRST_HOSTS, SPARES[0]}
-        stack.wait(lambda: wanted <= set(stack.host_states()), "the start of the host daemons", START_DEADLINE_S)
+        stack.wait(lambda: wanted <= stack.ready_hosts(), "the start of the host daemons", START_DEADLINE_S)
         stack.submit(self._script, self._arguments(stack.losses_dir, MAX_STEPS))
         stack.wait(lambda: self._newest() >= STEPS_BETWEEN_FAULTS, "the first steps of training", START_DEADLINE_S)
 
@@ -132,8 +131,7 @@ class _Demo:
 
     def _has_spare(self) -> bool:
         busy = {rank["host_id"] for rank in self._stack.job()["ranks"]}
-        usable = {HostState.HEALTHY.value, HostState.SPARE.value}
-        return any(state in usable and host not in busy for host, state in self._stack.host_states().items())
+        return bool(self._stack.ready_hosts() - busy)
 
     def _goodput(self) -> Any:  # noqa: ANN401 - goodput.calculator.Report, imported late
         from goodput.calculator import calculate

@@ -50,9 +50,15 @@ def print_result(result: DemoResult) -> None:
     """The report on stdout."""
     print_table(
         "Faults (seconds since the injection)",
-        ("fault", "signal", "decision", "detected", "decided", "resumed", "lost steps", "restored from"),
+        ("fault", "decision", "detected", "decided", "resumed", "lost steps", "from"),
         (
-            [f.fault, f.signal, f.decision, f.detected_s, f.decided_s, f.resumed_s, f.lost_steps, f.restored_from]
+            [
+                f.fault,
+                f.decision.replace("_", " "),
+                *(f"{seconds:.2f}" for seconds in (f.detected_s, f.decided_s, f.resumed_s)),
+                f.lost_steps,
+                f.restored_from,
+            ]
             for f in result.faults
         ),
     )

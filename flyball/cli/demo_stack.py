@@ -15,7 +15,7 @@ from flyball.cli.host_process import HostProcess
 from flyball.cli.job_watch import submit
 from flyball.cli.signals import EndSignals
 from flyball.contracts.checkpoints import CheckpointSpec
-from flyball.contracts.cluster import JobSpec, JobState
+from flyball.contracts.cluster import HostState, JobSpec, JobState
 from flyball.contracts.errors import JobFailed, Unreachable
 
 JOB = "demo"
@@ -81,8 +81,12 @@ class DemoStack:
     def job(self) -> dict[str, Any]:
         return dict(self.client.get(f"/v1/jobs/{JOB}"))
 
-    def host_states(self) -> dict[str, str]:
-        return {h["host_id"]: h["state"] for h in self.client.items("/v1/hosts")}
+    def ready_hosts(self) -> set[str]:
+        """Hosts that could take ranks at once: fit, with an engine and a warm standby."""
+        fit = {HostState.HEALTHY.value, HostState.SPARE.value}
+        hosts = self.client.items("/v1/hosts")
+        ready = {str(h["host_id"]) for h in hosts if h["state"] in fit and h["engine_address"]}
+        return {host_id for host_id in ready if host_id in self.hosts and self.hosts[host_id].is_warm}
 
     def wait(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
         """Until the condition holds. Raises Unreachable that names what did not happen and where the logs are."""

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from flyball.contracts.decisions import DecisionKind
 from flyball.contracts.events import Event, EventKind
 
 PROGRESS_INTERVAL_S = 10.0  # between lines of progress where there is no terminal
@@ -39,6 +40,7 @@ class Timeline:
         self._began_at: float | None = None
         self._status: Status | None = None
         self._step = -1
+        self._acting = False  # signals are then the echo of the action: workers that were stopped
         self._told_progress_at = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -69,7 +71,11 @@ class Timeline:
         """New events, oldest first, and the step that training has reached."""
         self._step = max(step, self._step)
         for event in events:
-            if event.kind in _MARKS:
+            if event.kind is EventKind.DECISION:
+                self._acting = event.data.get("kind") != DecisionKind.HOLD.value
+            elif event.kind is EventKind.INCIDENT_CLOSED or event.kind is EventKind.FAULT_INJECTED:
+                self._acting = False
+            if event.kind in _MARKS and not (self._acting and event.kind is EventKind.SIGNAL):
                 self._line(event)
 
     def _line(self, event: Event) -> None:

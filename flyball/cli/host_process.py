@@ -66,6 +66,11 @@ class HostProcess:
     def pid(self) -> int:
         return self._process.pid if self._process else 0
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether the daemon has said that workers can be forked from a warm standby."""
+        return self.log_file.exists() and '"spawner_ready"' in self.log_file.read_text(errors="replace")
+
     def check(self) -> None:
         """Raise what ended the daemon, if it has ended."""
         if self._process is None or self._process.poll() is None:

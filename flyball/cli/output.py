@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -32,7 +33,7 @@ def print_json(value: Any) -> None:  # noqa: ANN401 - whatever the API answered
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """A table on stdout. Cells are plain text: nothing in a job name or an error message is markup."""
-    table = Table(title=Text(title), title_justify="left", header_style="bold", expand=False)
+    table = Table(title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
     count = 0

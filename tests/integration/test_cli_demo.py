@@ -1,0 +1,93 @@
+"""`flyball demo`: the main promise, whole, and its end at a bad moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder with a path short enough for sockets; afterwards no process and no shared memory of it may be left."""
+    with tempfile.TemporaryDirectory(prefix="fb-") as name:
+        folder = Path(name)
+        (folder / "shm").mkdir()
+        yield folder
+        left = [p for p in psutil.process_iter(["cmdline"]) if any(name in a for a in p.info["cmdline"] or ())]
+        assert left == []
+        assert list((folder / "shm").iterdir()) == []
+
+
+def start(place: Path) -> subprocess.Popen[str]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("FLYBALL_", "PET_", "TORCHELASTIC_", "OMP_"))}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "flyball.cli.main", "demo", "--json", "--state-dir", str(place)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environ | {"FLYBALL_SHM_DIR": str(place / "shm"), "FLYBALL_STATE_DIR": str(place / "s")},
+    )
+
+
+def test_four_faults_are_recovered_and_every_loss_is_the_uninterrupted_runs(place: Path) -> None:
+    process = start(place)
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, err
+    result = json.loads(out)
+    faults = {f["fault"]: f for f in result["faults"]}
+    assert list(faults) == ["kill", "hang", "host-down", "preempt"]
+    for fault in faults.values():
+        assert 0.0 <= fault["detected_s"] <= fault["decided_s"] <= fault["resumed_s"]
+        assert 0 <= fault["lost_steps"] <= 1
+    assert [f["decision"] for f in result["faults"]] == [
+        "restart_in_place",
+        "restart_in_place",
+        "migrate_to_spare",
+        "emergency_checkpoint + migrate_to_spare",
+    ]
+    assert faults["kill"]["restored_from"] == faults["hang"]["restored_from"] == "memory"
+    assert faults["preempt"]["lost_steps"] == 0
+    moved = [r for r in faults["host-down"]["restored"] if r["tier"] == "peer"]
+    assert [r["rank"] for r in moved] == [2, 3]
+    assert all(r["socket_bytes"] >= r["size_bytes"] > 0 for r in moved), "the bytes came over the network"
+    assert result["loss_matches_uninterrupted"] is True
+    assert result["losses_compared"] >= 4 * result["steps"]
+    assert 0.0 < result["goodput"] < 1.0
+    assert list(place.glob("flyball-demo-*")) == [], "files of a demo that went well are removed"
+
+
+def test_ctrl_c_in_the_middle_leaves_nothing_behind(place: Path) -> None:
+    process = start(place)
+    late = threading.Timer(120, process.kill)
+    late.start()
+    try:
+        assert process.stderr
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if " generation 1," in line:
+                break
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        late.cancel()
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, "".join(lines) + err
+    assert out == ""
+    assert "Traceback" not in err
+    assert len(list(place.glob("flyball-demo-*"))) == 1, "logs are kept"
