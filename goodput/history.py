@@ -184,10 +184,11 @@ def _incidents(by_kind: Mapping[EventKind, list[Event]]) -> tuple[Incident, ...]
     for incident_id, named_at in first_named.items():
         opening, closing = opened.get(incident_id), closed.get(incident_id)
         lost = number(closing.data, "lost_steps") if closing else None
+        causes = (text(e.data, "cause") for e in (closing, opening) if e)  # the end knows better than the beginning
         incidents.append(
             Incident(
                 incident_id=incident_id,
-                cause=(text(opening.data, "cause") if opening else "") or "unknown",
+                cause=next((cause for cause in causes if cause), "unknown"),
                 opened_at=opening.at if opening else named_at,
                 closed_at=closing.at if closing else None,
                 outcome=text(closing.data, "state") if closing else "",
