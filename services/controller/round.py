@@ -192,7 +192,8 @@ class Round:
                 action_id=action_id or case.incident.action_id,
                 decisions_made=case.incident.decisions_made + (1 if action_id else 0),
             )
-        if verdict.cordons:
+        cordoned = self.hosts.get(verdict.cordons)
+        if cordoned is not None and cordoned.state not in (HostState.CORDONED, HostState.SILENT):
             self.change_host(verdict.cordons, HostEvent.CORDONED, verdict.reason)
         if verdict.job_state is not None:
             name = case.job.spec.job

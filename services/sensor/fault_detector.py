@@ -47,14 +47,13 @@ class FaultDetector:
         if is_newest:
             signals += self._peers.observe(report)
             signals += self._stalls.observe(report, time_s)
+        self._drop_forgotten()
         return signals
 
     def tick(self, now_s: float) -> list[SignalBody]:
         """Let time pass; answers the hosts that fell silent."""
         signals = self._silence.tick(self._own_time(now_s))
-        for host_id in self._silence.take_forgotten():
-            self._peers.forget(host_id)
-            self._stalls.forget(host_id)
+        self._drop_forgotten()
         return signals
 
     def suspicion(self) -> tuple[Suspicion, ...]:
@@ -65,6 +64,11 @@ class FaultDetector:
     def forgiven_s(self) -> float:
         """The time so far that did not count because the driver's loop was late."""
         return self._forgiven_s
+
+    def _drop_forgotten(self) -> None:
+        for host_id in self._silence.take_forgotten():
+            self._peers.forget(host_id)
+            self._stalls.forget(host_id)
 
     def _own_time(self, now_s: float) -> float:
         if self._called_s is not None:

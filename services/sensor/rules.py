@@ -27,6 +27,9 @@ class PeerRules:
             for peer in sorted(now - before - said)
         ]
 
+    def __len__(self) -> int:
+        return len(self._unreachable)
+
     def forget(self, host_id: str) -> None:
         """Drop what is remembered of a host."""
         self._unreachable.pop(host_id, None)

@@ -1,0 +1,299 @@
+"""What holds for every view and all signals: the policy is deterministic, idempotent, bounded, and leaves no incident
+without a next step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
+from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase, WorkerError
+from flyball.contracts.decisions import (
+    ActionPlan,
+    ActionState,
+    DecisionKind,
+    GenerationPlan,
+    Incident,
+    IncidentState,
+)
+from flyball.contracts.signals import (
+    HostReturned,
+    HostSilent,
+    PreemptionNotice,
+    RankStalled,
+    Signal,
+    WorkerExited,
+    WorkerStartFailed,
+)
+from services.controller.policy import decide
+from services.controller.view import (
+    ActionView,
+    GenerationView,
+    HostView,
+    JobView,
+    PolicySettings,
+    RankView,
+    View,
+)
+
+NOW = 10_000.0
+HOSTS = ("a", "b", "c", "d")
+SPEC = JobSpec(job="job", argv=("t.py",), workdir="/", nnodes=2, nproc_per_node=1, max_restarts=3)
+SETTINGS = PolicySettings()
+
+ages = st.sampled_from([0.1, 1.0, 5.0, 100.0, 1000.0])
+hosts_of = st.tuples(
+    *(
+        st.builds(
+            HostView,
+            host_id=st.just(name),
+            state=st.sampled_from(list(HostState)),
+            since=ages.map(lambda age: NOW - age),
+            address=st.just("ip"),
+            failure_domain=st.sampled_from(["r1", "r2"]),
+            engine_address=st.just(f"{name}:7"),
+            free_port=st.just(1),
+            last_report_at=ages.map(lambda age: NOW - age),
+            preempt_deadline_at=st.sampled_from([0.0, 0.0, 0.0, NOW - 5, NOW + 3, NOW + 30]),
+            job=st.just("job" if name in "ab" else ""),
+            stale_jobs=st.sampled_from([{}, {}, {"job": 1}]),
+        )
+        for name in HOSTS
+    )
+)
+errors = st.sampled_from([None, WorkerError("ValueError", "boom"), WorkerError("E", "Connection reset by peer")])
+exits = st.builds(
+    WorkerExited,
+    job=st.sampled_from(["job", "other"]),
+    generation=st.integers(1, 3),
+    rank=st.integers(0, 1),
+    pid=st.just(7),
+    exit_code=st.sampled_from([0, 1, 23, None]),
+    signal_number=st.sampled_from([None, 9]),
+    last_step=st.integers(-1, 50),
+    error=errors,
+    expected=st.booleans(),
+)
+ranks = st.lists(
+    st.builds(
+        RankView,
+        rank=st.integers(0, 1),
+        host_id=st.sampled_from(["a", "b"]),
+        step=st.integers(-1, 60),
+        phase=st.sampled_from(list(Phase)),
+        reported_at=ages.map(lambda age: NOW - age),
+        exited=st.one_of(st.none(), exits),
+        exited_at=st.just(NOW - 1),
+    ),
+    max_size=2,
+    unique_by=lambda rank: rank.rank,
+).map(lambda drawn: tuple(sorted(drawn, key=lambda rank: rank.rank)))
+PARTS = (HostRanks("a", "ip", "a:7", (0,)), HostRanks("b", "ip", "b:7", (1,)))
+generations = st.builds(
+    GenerationView,
+    generation=st.just(2),
+    parent=st.just(1),
+    lineage=st.just((LineageEntry(1, 40), LineageEntry(2))),
+    hosts=st.just(PARTS),
+    peers=st.just({}),
+    started_at=st.sampled_from([0.0, NOW - 3, NOW - 400]),
+    restore_step=st.sampled_from([None, 40]),
+    restart_count=st.integers(0, 3),
+    ranks=ranks,
+)
+jobs = st.builds(
+    JobView,
+    spec=st.just(SPEC),
+    state=st.just(JobState.RUNNING),
+    submitted_at=st.just(NOW - 2000),
+    stop_requested=st.sampled_from([False, False, False, True]),
+    generation=generations,
+    newest_step=st.just(50),
+)
+signals_of = st.lists(
+    st.builds(
+        Signal,
+        source=st.sampled_from([*HOSTS, "sensor.1"]),
+        incarnation=st.just("i"),
+        seq=st.integers(1, 9),
+        at=ages.map(lambda age: NOW - age),
+        body=st.one_of(
+            exits,
+            st.builds(HostSilent, st.sampled_from(HOSTS), st.just(3.0), st.just(2.0), st.just(())),
+            st.builds(HostReturned, st.sampled_from(HOSTS), st.just(3.0)),
+            st.builds(PreemptionNotice, st.sampled_from([NOW + 30, NOW + 4, NOW - 1]), st.just("t")),
+            st.builds(
+                RankStalled,
+                st.just("job"),
+                st.integers(1, 3),
+                st.sampled_from([(0,), (0, 1)]),
+                st.just(Phase.STEP),
+                st.integers(-1, 60),
+                st.just(3.0),
+                st.just(2.0),
+            ),
+            st.builds(WorkerStartFailed, st.just("job"), st.integers(1, 3), st.just(0), st.just("no script")),
+        ),
+    ),
+    max_size=4,
+)
+copies_of = st.lists(
+    st.builds(
+        ShardCopy, st.just("job"), st.just(1), st.integers(38, 40), st.integers(0, 1), st.just(Tier.MEMORY),
+        st.sampled_from(HOSTS), st.just(1), st.just("d"),
+    ),
+    max_size=6,
+)  # fmt: skip
+causes = st.sampled_from(
+    ["worker_killed", "worker_exception", "rank_stalled", "host_silent", "connection_lost", "restore_failed"]
+)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> View:
+    """A running job with hosts in any state, and perhaps an incident anywhere in its life."""
+    incidents: list[Incident] = []
+    actions: list[ActionView] = []
+    shape = draw(st.sampled_from(["none", "failure", "notice", "both"]))
+    if shape in ("failure", "both"):
+        incidents.append(draw(_incident("inc-1", draw(causes), actions)))
+    if shape in ("notice", "both"):
+        incidents.append(draw(_incident("inc-2", "preemption_notice", actions)))
+    return View((draw(jobs),), draw(hosts_of), tuple(incidents), tuple(actions), tuple(draw(copies_of)), 3, 30)
+
+
+@st.composite
+def _incident(draw: st.DrawFn, incident_id: str, cause: str, actions: list[ActionView]) -> Incident:
+    state = draw(st.sampled_from([IncidentState.DECIDING, IncidentState.ACTING, IncidentState.VERIFYING]))
+    number = f"1{incident_id[-1]}"
+    made = draw(st.integers(0, 8)) if state is IncidentState.DECIDING else draw(st.integers(1, 8))
+    if made:
+        saves = cause == "preemption_notice" and draw(st.booleans())
+        following = GenerationPlan("job", 2, 1, PARTS, {}, (LineageEntry(1),), 1)
+        plan = ActionPlan(
+            DecisionKind.EMERGENCY_CHECKPOINT if saves else DecisionKind.RESTART_IN_PLACE,
+            "job",
+            SPEC,
+            generation=1,
+            stop_hosts=draw(st.sampled_from([("a", "b"), ("a", "c")])),
+            next=None if saves else following,
+        )
+        if state is IncidentState.ACTING:
+            states = list(ActionState)
+        elif state is IncidentState.VERIFYING:
+            states = [ActionState.SUCCEEDED]
+        else:
+            states = [s for s in ActionState if s.ended]
+        actions.append(
+            ActionView(
+                action_id=f"act-{number}",
+                decision_id=f"dec-{number}",
+                incident_id=incident_id,
+                plan=plan,
+                state=draw(st.sampled_from(states)),
+                phase=draw(st.sampled_from(["", "stop", "start"])),
+                started_at=NOW - 5,
+                positions=draw(st.sampled_from([{}, {"0": 44}, {"0": 44, "1": 43}])),
+                restore_step=draw(st.sampled_from([None, 40])),
+            )
+        )
+    return Incident(
+        incident_id=incident_id,
+        job="job",
+        host_id=draw(st.sampled_from(["a", "b", "c"])),
+        cause=cause,
+        state=state,
+        opened_at=NOW - 20,
+        since=draw(ages.map(lambda age: NOW - age)),
+        message="Something happened.",
+        generation=draw(st.integers(1, 2)),
+        failed_step=draw(st.integers(-1, 60)),
+        action_id=f"act-{number}" if made else "",
+        decisions_made=made,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(views(), signals_of)
+def test_every_round(view: View, signals: list[Signal]) -> None:
+    outcome = decide(view, signals, SETTINGS, NOW)
+    assert outcome == decide(view, signals, SETTINGS, NOW)
+    assert outcome == decide(msgspec.convert(msgspec.to_builtins(view), View), signals, SETTINGS, NOW)
+
+    acting = Counter(d.job for d in outcome.decisions if d.action and d.action.kind is not DecisionKind.CORDON)
+    assert all(count == 1 for count in acting.values()), "two actions for one job in one round"
+    numbers = [int(d.decision_id.removeprefix("dec-")) for d in outcome.decisions]
+    assert numbers == list(range(30, 30 + len(numbers)))
+    assert outcome.wake_at == 0.0 or outcome.wake_at >= NOW
+
+    before = {incident.incident_id: incident for incident in view.incidents}
+    after = before | {incident.incident_id: incident for incident in outcome.incidents}
+    for decision in outcome.decisions:
+        assert decision.reason.endswith(".") and decision.rule
+        assert decision.incident_id == "" or decision.incident_id in after
+        plan = decision.action
+        if plan is None:
+            continue
+        assert not set(plan.stop_hosts) & set(plan.unreachable_hosts)
+        states = {h.host_id: h.state for h in view.hosts} | {c.host_id: c.state for c in outcome.hosts}
+        assert all(states[host] is not HostState.SILENT for host in plan.stop_hosts)
+        if plan.next is not None:
+            placed = [part.host_id for part in plan.next.hosts]
+            assert len(set(placed)) == SPEC.nnodes
+            assert all(states[host] is not HostState.SILENT for host in placed)
+            assert plan.next.generation == 3
+            assert [part.ranks for part in plan.next.hosts] == [(0,), (1,)]
+    for change in outcome.jobs:
+        if change.state.ended:
+            assert all(incident.state.closed for incident in after.values())
+            return
+    for incident in after.values():
+        if incident.state is IncidentState.DECIDING:
+            # It holds for something, and somebody will look again.
+            assert incident.holding_for and outcome.wake_at > NOW, incident
+        if incident.state.closed:
+            assert incident.resolved_at == NOW
+
+
+@settings(max_examples=80, deadline=None)
+@given(views(), signals_of)
+def test_a_second_round_adds_nothing_to_a_hold(view: View, signals: list[Signal]) -> None:
+    outcome = decide(view, signals, SETTINGS, NOW)
+    if any(d.action for d in outcome.decisions) or outcome.superseded_actions:
+        return  # what follows depends on the hosts' answers
+    changed = {incident.incident_id: incident for incident in outcome.incidents}
+    hosts = {change.host_id: change for change in outcome.hosts}
+    later = msgspec.structs.replace(
+        view,
+        incidents=tuple(
+            incident
+            for incident in ({i.incident_id: i for i in view.incidents} | changed).values()
+            if not incident.state.closed
+        ),
+        hosts=tuple(
+            msgspec.structs.replace(
+                host,
+                state=hosts[host.host_id].state,
+                since=NOW if hosts[host.host_id].state is not host.state else host.since,
+                reason=hosts[host.host_id].reason,
+                preempt_deadline_at=host.preempt_deadline_at
+                if (deadline := hosts[host.host_id].preempt_deadline_at) is None
+                else deadline,
+            )
+            if host.host_id in hosts
+            else host
+            for host in view.hosts
+        ),
+        next_incident=view.next_incident + len(set(changed) - {i.incident_id for i in view.incidents}),
+        next_decision=view.next_decision + len(outcome.decisions),
+    )
+    again = decide(later, [], SETTINGS, NOW)
+    repeated = [
+        d
+        for d in again.decisions
+        if (d.incident_id, d.reason) in {(o.incident_id, o.reason) for o in outcome.decisions}
+    ]
+    assert repeated == []

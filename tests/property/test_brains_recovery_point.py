@@ -1,0 +1,98 @@
+"""The recovery point is the newest step that every rank can really be restored from."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier, branch, is_alive
+from flyball.contracts.cluster import HostRanks
+from services.controller.recovery_point import before, newest_step, plan_restore
+
+HOSTS = ("a", "b", "c")
+
+copies_of = st.lists(
+    st.builds(
+        ShardCopy,
+        job=st.just("job"),
+        generation=st.integers(1, 3),
+        step=st.integers(0, 6),
+        rank=st.integers(0, 3),
+        tier=st.sampled_from(list(Tier)),
+        host_id=st.sampled_from(HOSTS),
+        size_bytes=st.just(1),
+        digest=st.just("d"),
+    ),
+    max_size=60,
+)
+lineages = st.lists(
+    st.builds(LineageEntry, st.integers(1, 3), st.one_of(st.none(), st.integers(0, 6))), max_size=3
+).map(tuple)
+worlds = st.integers(1, 4)
+reachable = st.sets(st.sampled_from(HOSTS))
+
+
+def complete(copies: list[ShardCopy], lineage: tuple[LineageEntry, ...], world_size: int) -> list[int]:
+    """By brute force: every step that all ranks have, from one generation that counts."""
+    return [
+        step
+        for step in range(7)
+        for generation in range(1, 4)
+        if is_alive(generation, step, lineage)
+        and all(any((c.generation, c.step, c.rank) == (generation, step, r) for c in copies) for r in range(world_size))
+    ]
+
+
+@given(copies_of, lineages, worlds)
+def test_it_is_the_newest_complete_step(
+    copies: list[ShardCopy], lineage: tuple[LineageEntry, ...], world_size: int
+) -> None:
+    assert newest_step(copies, lineage, world_size) == max(complete(copies, lineage, world_size), default=None)
+
+
+@given(copies_of, lineages, worlds, reachable, st.permutations(HOSTS))
+def test_every_rank_has_a_source_within_reach(
+    copies: list[ShardCopy],
+    lineage: tuple[LineageEntry, ...],
+    world_size: int,
+    in_reach: set[str],
+    placement: list[str],
+) -> None:
+    hosts = [HostRanks(placement[rank % 2], "ip", "", (rank,)) for rank in range(world_size)]
+    addresses = {host: f"{host}:7" for host in in_reach}
+    plan = plan_restore(copies, lineage, world_size, addresses, hosts)
+    home = {rank: host.host_id for host in hosts for rank in host.ranks}
+    usable = [c for c in copies if c.tier is Tier.PERSISTENT or c.host_id in in_reach or c.host_id == home.get(c.rank)]
+    expected = max(complete(usable, lineage, world_size), default=None)
+    if plan is None:
+        assert expected is None
+        return
+    assert plan.step == expected
+    assert set(plan.sources) == {str(rank) for rank in range(world_size)}
+    for rank, sources in plan.sources.items():
+        assert sources and len(set(sources)) == len(sources)
+        assert len({source.generation for source in sources}) == 1
+        local_first = [
+            source.host_id == home[int(rank)] for source in sources if source.tier in (Tier.MEMORY, Tier.PEER)
+        ]
+        assert local_first == sorted(local_first, reverse=True)
+        for source in sources:
+            assert any(
+                (c.generation, c.step, c.rank, c.tier, c.host_id)
+                == (source.generation, plan.step, int(rank), source.tier, source.host_id)
+                for c in copies
+            )
+            is_local = source.tier is Tier.PERSISTENT or source.host_id == home[int(rank)]
+            assert source.engine_address == ("" if is_local else f"{source.host_id}:7")
+
+
+@given(copies_of, lineages, worlds)
+def test_what_is_branched_off_is_never_restored_again(
+    copies: list[ShardCopy], lineage: tuple[LineageEntry, ...], world_size: int
+) -> None:
+    step = newest_step(copies, lineage, world_size)
+    after = branch(lineage, restored_step=step, generation=9)
+    assert newest_step(copies, after, world_size) == step
+    if step is not None:
+        older = newest_step(copies, before(lineage, step), world_size)
+        assert older is None or older < step

@@ -1,0 +1,317 @@
+"""How decisions are carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+
+from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
+from flyball.contracts.cluster import HostRanks, JobSpec
+from flyball.contracts.decisions import (
+    ActionPlan,
+    ActionState,
+    Command,
+    CommandResult,
+    CommandUpdate,
+    DecisionKind,
+    EndJob,
+    GenerationPlan,
+    RankPosition,
+    SaveEmergency,
+    StartWorkers,
+    StopWorkers,
+    UpdateState,
+    WarmUp,
+)
+from flyball.contracts.identity import Fence
+from services.actuator.playbook import advance
+from services.actuator.ports import ActionProgress, CommandRecord, PlaybookStep
+
+NOW = 1000.0
+SPEC = JobSpec(job="job", argv=("t.py",), workdir="/", nnodes=2, nproc_per_node=1)
+NEXT = GenerationPlan(
+    job="job",
+    generation=3,
+    parent=2,
+    hosts=(HostRanks("a", "10.0.0.1", "a:old", (0,)), HostRanks("c", "10.0.0.3", "c:7", (1,))),
+    peers={"a": ("c",), "c": ("a",)},
+    parent_lineage=(LineageEntry(2),),
+    restart_count=1,
+    master_port=29_500,
+)
+MIGRATE = ActionPlan(
+    DecisionKind.MIGRATE_TO_SPARE,
+    "job",
+    SPEC,
+    generation=2,
+    stop_hosts=("a",),
+    unreachable_hosts=("b",),
+    next=NEXT,
+    deadline_s=60.0,
+    warm_hosts=("c",),
+)
+
+
+def begun(plan: ActionPlan) -> ActionProgress:
+    return ActionProgress(
+        action_id="act-9",
+        decision_id="dec-9",
+        incident_id="inc-1",
+        plan=plan,
+        state=ActionState.QUEUED,
+        phase="",
+        version=0,
+        started_at=NOW,
+        commands=(),
+        engine_addresses={"a": "a:7", "b": "b:7", "c": "c:7"},
+    )
+
+
+def apply(progress: ActionProgress, step: PlaybookStep, now: float = NOW) -> ActionProgress:
+    fresh = [
+        CommandRecord(
+            Command(d.command_id, "act-9", d.host_id, Fence(1, 2), d.body, d.deadline_s), step.phase, now, None
+        )
+        for d in step.commands
+    ]
+    return msgspec.structs.replace(
+        progress, phase=step.phase, state=step.state, attempt=step.attempt, commands=(*progress.commands, *fresh)
+    )
+
+
+def answer(
+    progress: ActionProgress,
+    state: UpdateState,
+    hosts: Mapping[str, CommandResult],
+    *,
+    code: str = "",
+    message: str = "",
+) -> ActionProgress:
+    """Let hosts answer their newest command of the present phase."""
+    records = list(progress.commands)
+    for host, result in hosts.items():
+        at = max(i for i, r in enumerate(records) if r.command.host_id == host and r.phase == progress.phase)
+        command = records[at].command
+        update = CommandUpdate(command.command_id, host, "i1", state, NOW, message=message, code=code, result=result)
+        records[at] = msgspec.structs.replace(records[at], update=update)
+    return msgspec.structs.replace(progress, commands=tuple(records))
+
+
+def copy(step: int, rank: int, host: str, tier: Tier = Tier.MEMORY) -> ShardCopy:
+    return ShardCopy("job", 2, step, rank, tier, host, 10, "d")
+
+
+STOPPED = CommandResult(
+    positions=(RankPosition(0, 58),),
+    copies=(copy(57, 0, "a"), copy(58, 0, "a"), copy(57, 1, "a", Tier.PEER)),
+    free_port=31_000,
+)
+
+
+def test_a_migration_stops_then_starts() -> None:
+    progress = begun(MIGRATE)
+    step = advance(progress, NOW)
+    assert (step.phase, step.state) == ("stop", ActionState.DISPATCHED)
+    assert [(d.command_id, type(d.body)) for d in step.commands] == [
+        ("act-9.stop.a.1", StopWorkers),
+        ("act-9.warm.c.1", WarmUp),
+    ]
+    progress = apply(progress, step)
+    waiting = advance(progress, NOW + 1)
+    assert not waiting.commands and (waiting.phase, waiting.state) == ("stop", ActionState.DISPATCHED)
+    progress = answer(progress, UpdateState.SUCCEEDED, {"a": STOPPED})
+    step = advance(progress, NOW + 1)
+    assert [d.command_id for d in step.commands] == ["act-9.start.a.1", "act-9.start.c.1"]
+    placement = step.placement
+    assert placement is not None and placement.restore is not None and step.restore == placement.restore
+    assert placement.restore.step == 57  # 58 is not complete without the lost host
+    assert (placement.master_address, placement.master_port) == ("10.0.0.1", 31_000)
+    assert placement.lineage == (LineageEntry(2, 57), LineageEntry(3))
+    assert placement.hosts[0].engine_address == "a:7"  # the newest that is known
+    (source,) = placement.restore.sources["1"]
+    assert (source.host_id, source.tier, source.engine_address) == ("a", Tier.PEER, "a:7")
+    assert all(isinstance(d.body, StartWorkers) and d.body.placement == placement for d in step.commands)
+    progress = answer(apply(progress, step), UpdateState.SUCCEEDED, {"a": CommandResult(), "c": CommandResult()})
+    done = advance(progress, NOW + 2)
+    assert done.state is ActionState.SUCCEEDED
+    assert advance(apply(progress, done), NOW + 3).state is ActionState.SUCCEEDED
+
+
+def test_a_first_start_has_nothing_to_stop_or_restore() -> None:
+    plan = msgspec.structs.replace(
+        MIGRATE,
+        kind=DecisionKind.START_JOB,
+        stop_hosts=(),
+        unreachable_hosts=(),
+        next=msgspec.structs.replace(NEXT, parent_lineage=(), parent=None),
+    )
+    step = advance(begun(plan), NOW)
+    assert step.phase == "start" and step.placement is not None and step.placement.restore is None
+    assert step.placement.master_port == 29_500
+    assert [d.command_id for d in step.commands] == ["act-9.start.a.1", "act-9.start.c.1", "act-9.warm.c.1"]
+
+
+def test_when_every_host_is_lost_nobody_is_waited_for() -> None:
+    plan = msgspec.structs.replace(MIGRATE, stop_hosts=(), unreachable_hosts=("a", "b"), warm_hosts=())
+    progress = msgspec.structs.replace(
+        begun(plan), persistent_copies=tuple(copy(50, rank, "", Tier.PERSISTENT) for rank in (0, 1))
+    )
+    step = advance(progress, NOW)
+    assert step.phase == "start" and step.restore is not None and step.restore.step == 50
+
+
+def test_a_failed_stop_is_tried_three_times() -> None:
+    progress = apply(begun(MIGRATE), advance(begun(MIGRATE), NOW))
+    for number in (2, 3):
+        progress = answer(progress, UpdateState.FAILED, {"a": CommandResult()}, message="no disk")
+        step = advance(progress, NOW)
+        assert [d.command_id for d in step.commands] == [f"act-9.stop.a.{number}"]
+        progress = apply(progress, step)
+    progress = answer(progress, UpdateState.FAILED, {"a": CommandResult()}, message="no disk")
+    step = advance(progress, NOW)
+    assert step.state is ActionState.FAILED and step.message == "a could not stop: no disk"
+
+
+def started() -> ActionProgress:
+    progress = apply(begun(MIGRATE), advance(begun(MIGRATE), NOW))
+    progress = answer(progress, UpdateState.SUCCEEDED, {"a": STOPPED})
+    return apply(progress, advance(progress, NOW))
+
+
+def test_a_failed_start_is_not_repeated_within_its_generation() -> None:
+    progress = answer(started(), UpdateState.FAILED, {"c": CommandResult()}, message="script missing")
+    assert advance(progress, NOW).state is ActionState.FAILED
+
+
+def test_a_refused_start_did_nothing_and_is_asked_again_to_the_letter() -> None:
+    progress = started()
+    first = [r.command.body for r in progress.commands if r.command.command_id == "act-9.start.c.1"]
+    progress = answer(progress, UpdateState.REFUSED, {"c": CommandResult()}, code="stale_command")
+    # By now other copies are known, but the placement stands.
+    progress = msgspec.structs.replace(
+        progress, persistent_copies=tuple(copy(99, rank, "", Tier.PERSISTENT) for rank in (0, 1))
+    )
+    step = advance(progress, NOW)
+    (again,) = step.commands
+    assert again.command_id == "act-9.start.c.2" and [again.body] == first and step.placement is None
+    for _ in range(2):
+        progress = answer(apply(progress, advance(progress, NOW)), UpdateState.REFUSED, {"c": CommandResult()})
+    assert advance(progress, NOW).state is ActionState.FAILED
+
+
+def test_a_host_that_does_not_answer_ends_the_action() -> None:
+    progress = apply(begun(MIGRATE), advance(begun(MIGRATE), NOW))
+    wake_at = advance(progress, NOW + 1).wake_at
+    assert NOW + 15 <= wake_at <= NOW + 18
+    step = advance(progress, wake_at)
+    assert step.state is ActionState.TIMED_OUT and step.message == "a did not answer in phase stop in time."
+
+
+def test_an_action_has_a_deadline() -> None:
+    progress = started()
+    assert advance(progress, NOW + 60).state is ActionState.TIMED_OUT
+
+
+# --- emergency saves -------------------------------------------------------------------------------------------------
+
+SAVE = ActionPlan(
+    DecisionKind.EMERGENCY_CHECKPOINT,
+    "job",
+    SPEC,
+    generation=2,
+    stop_hosts=("a", "b"),
+    emergency_step=60,
+    deadline_s=20.0,
+)
+
+
+def steps_named(step: PlaybookStep) -> set[int]:
+    return {d.body.step for d in step.commands if isinstance(d.body, SaveEmergency)}
+
+
+def test_an_emergency_save_is_armed_then_done() -> None:
+    progress = apply(begun(SAVE), advance(begun(SAVE), NOW))
+    assert {d.host_id for d in advance(begun(SAVE), NOW).commands} == {"a", "b"}
+    progress = answer(progress, UpdateState.ACKNOWLEDGED, {"a": CommandResult()})
+    assert advance(progress, NOW).state is ActionState.DISPATCHED
+    progress = answer(progress, UpdateState.ACKNOWLEDGED, {"b": CommandResult()})
+    assert advance(progress, NOW).state is ActionState.ACKNOWLEDGED
+    progress = apply(progress, advance(progress, NOW))
+    progress = answer(progress, UpdateState.SUCCEEDED, {"a": CommandResult(), "b": CommandResult()})
+    assert advance(progress, NOW).state is ActionState.SUCCEEDED
+
+
+def test_a_step_that_was_passed_is_named_anew_for_all() -> None:
+    progress = apply(begun(SAVE), advance(begun(SAVE), NOW))
+    progress = answer(progress, UpdateState.ACKNOWLEDGED, {"a": CommandResult()})
+    late = CommandResult(positions=(RankPosition(1, 63),))
+    progress = answer(progress, UpdateState.FAILED, {"b": late}, code="too_late")
+    step = advance(progress, NOW)
+    assert steps_named(step) == {67} and step.attempt == 2
+    assert [d.command_id for d in step.commands] == ["act-9.save.a.2", "act-9.save.b.2"]
+    progress = apply(progress, step)
+    assert not advance(progress, NOW).commands  # the answers to the first name count no more
+    progress = answer(progress, UpdateState.SUCCEEDED, {"a": CommandResult(), "b": CommandResult()})
+    assert advance(progress, NOW).state is ActionState.SUCCEEDED
+
+
+def test_a_step_is_not_named_for_ever() -> None:
+    progress = apply(begun(SAVE), advance(begun(SAVE), NOW))
+    named = [60]
+    for _ in range(3):
+        late = CommandResult(positions=(RankPosition(0, named[-1] + 5),))
+        progress = answer(progress, UpdateState.FAILED, {"a": late, "b": late}, code="too_late")
+        step = advance(progress, NOW)
+        named += steps_named(step)
+        progress = apply(progress, step)
+    assert named == sorted(set(named))
+    progress = answer(progress, UpdateState.FAILED, {"a": CommandResult()}, code="too_late")
+    assert advance(progress, NOW).state is ActionState.FAILED
+
+
+def test_a_save_that_fails_otherwise_fails() -> None:
+    progress = apply(begun(SAVE), advance(begun(SAVE), NOW))
+    progress = answer(progress, UpdateState.FAILED, {"a": CommandResult()}, code="unreachable", message="no engine")
+    step = advance(progress, NOW)
+    assert step.state is ActionState.FAILED and "no engine" in step.message
+
+
+# --- the end of a job ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [DecisionKind.FAIL_JOB, DecisionKind.STOP_JOB])
+def test_a_job_ends_everywhere_though_one_host_does_not_answer(kind: DecisionKind) -> None:
+    plan = msgspec.structs.replace(SAVE, kind=kind, grace_s=5.0, deadline_s=50.0)
+    progress = apply(begun(plan), advance(begun(plan), NOW))
+    progress = answer(progress, UpdateState.SUCCEEDED, {"a": CommandResult()})
+    assert not advance(progress, NOW + 10).commands
+    step = advance(progress, NOW + 22)  # grace, time to stop, time to answer: over
+    assert step.phase == "end" and {d.host_id for d in step.commands} == {"a", "b"}
+    assert all(isinstance(d.body, EndJob) for d in step.commands)
+    progress = apply(progress, step, NOW + 22)
+    progress = answer(progress, UpdateState.SUCCEEDED, {"a": CommandResult(), "b": CommandResult()})
+    assert advance(progress, NOW + 23).state is ActionState.SUCCEEDED
+
+
+def test_a_completed_job_is_only_tidied_up() -> None:
+    plan = msgspec.structs.replace(SAVE, kind=DecisionKind.COMPLETE_JOB)
+    step = advance(begun(plan), NOW)
+    assert step.phase == "end"
+    progress = apply(begun(plan), step)
+    progress = answer(progress, UpdateState.SUCCEEDED, {"a": CommandResult(), "b": CommandResult()})
+    assert advance(progress, NOW).state is ActionState.SUCCEEDED
+
+
+def test_stray_workers_are_stopped_and_nothing_else() -> None:
+    plan = ActionPlan(DecisionKind.CORDON, "job", SPEC, generation=1, stop_hosts=("c",))
+    progress = apply(begun(plan), advance(begun(plan), NOW))
+    progress = answer(progress, UpdateState.SUCCEEDED, {"c": CommandResult()})
+    assert advance(progress, NOW).state is ActionState.SUCCEEDED
+
+
+def test_a_decision_without_a_playbook_fails_clearly() -> None:
+    plan = msgspec.structs.replace(MIGRATE, kind=DecisionKind.SHRINK)
+    step = advance(begun(plan), NOW)
+    assert step.state is ActionState.FAILED and "no playbook for shrink" in step.message
