@@ -58,7 +58,7 @@ def test_a_wrong_setting_is_named(wrong: dict[str, object], named: str) -> None:
 
 def test_a_short_token_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLYBALL_TOKEN", "hunter2")
-    with pytest.raises(ConfigurationError, match="token: .*at least 16") as caught:
+    with pytest.raises(ConfigurationError, match=r"token: .*at least 16") as caught:
         load_settings()
     assert "hunter2" not in str(caught.value)
     assert "sixteen-or-more-characters" not in repr(load_settings(token="sixteen-or-more-characters"))

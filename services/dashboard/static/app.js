@@ -45,6 +45,7 @@ const words = (name) => String(name).replaceAll("_", " ");
 const look = (state) => Object.keys(STATE_LOOKS).find((kind) => STATE_LOOKS[kind].includes(state)) ?? "";
 const chip = (state) => element("span", `chip ${look(state)}`, element("span", "", MARKS[look(state)]), words(state));
 const clock = (at) => new Date(at * 1000).toLocaleTimeString([], { hour12: false });
+const counted = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 const percent = (share) => share === null || share === undefined ? "–" : `${(100 * share).toFixed(1)}%`;
 
 function timeOf(at) {
@@ -171,7 +172,7 @@ async function follow(job) {
   if (job?.job !== page.job?.job) return;
   for (const { event } of steps.items) addPoints(event);
   page.timeline = past.items.map((item) => item.event);
-  show("timeline", page.timeline.toReversed(), drawTimeline);
+  show("timeline", page.timeline, drawTimeline);
   const after = Math.max(past.next_after, steps.next_after);
   const parameters = new URLSearchParams({ ...about, after });
   for (const kind of [...TIMELINE_KINDS, "steps"]) parameters.append("kind", kind);
@@ -180,7 +181,7 @@ async function follow(job) {
   page.stream.onerror = () => connection(false, "reconnecting");
   for (const kind of TIMELINE_KINDS) page.stream.addEventListener(kind, (message) => {
     page.timeline = [...page.timeline, JSON.parse(message.data)].slice(-TIMELINE_LENGTH);
-    show("timeline", page.timeline.toReversed(), drawTimeline);
+    show("timeline", page.timeline, drawTimeline);
     refresh();
     refreshSlowly();
   });
@@ -220,8 +221,8 @@ function showTiles() {
     ["Goodput so far", percent(page.goodput?.goodput)],
     ["Elapsed", seconds(Math.max(0, Math.round((job.ended_at ?? Date.now() / 1000) - job.submitted_at)))],
     ["Generation", job.generation >= 0 ? job.generation : "–"],
-    ["Restarts", job.restart_count, `of ${job.spec.max_restarts} for its own failures`],
-    ["Steps lost", known.reduce((sum, incident) => sum + incident.lost_steps, 0), `in ${page.incidents?.length ?? 0} incidents`],
+    ["Restarts", job.restart_count, `of ${job.spec.max_restarts}`],
+    ["Steps lost", known.reduce((sum, incident) => sum + incident.lost_steps, 0), `in ${counted(page.incidents?.length ?? 0, "incident")}`],
     ["Ranks", job.world_size, `${job.spec.nnodes} × ${job.spec.nproc_per_node}`],
   ];
   show("tiles", tiles, () => tiles.map(([name, value, note]) =>
@@ -243,9 +244,9 @@ function showHosts(hosts, job) {
 
 function drawHost(host) {
   const notes = [
-    host.reason,
+    look(host.state) === "good" ? "" : host.reason,
     host.preempt ? `to be taken away at ${clock(host.preempt)}` : "",
-    host.engine ? `${host.copies} copies, ${bytes(host.size)}` : "checkpoint engine away",
+    host.engine ? `${counted(host.copies, "shard")} held, ${bytes(host.size)}` : "checkpoint engine away",
     host.domain ? `domain ${host.domain}` : "",
   ].filter(Boolean).join(" · ");
   const ranks = host.ranks.map(({ rank, step, phase }) =>
@@ -260,8 +261,10 @@ function drawHost(host) {
 
 function showIncidents(incidents, decisions) {
   const reasons = new Map(decisions.map((decision) => [decision.decision_id, decision]));
+  const measured = new Map((page.goodput?.incidents ?? []).map((incident) => [incident.incident_id, incident]));
   const data = incidents.map((incident) => ({
     ...incident,
+    times: timesOf(incident, measured.get(incident.incident_id)),
     chosen: incident.decision_ids.map((id) => reasons.get(id)).filter(Boolean).map(({ kind, reason, at }) => ({ kind, reason, at })),
   })).toReversed();
   show("open-incidents", data.filter((incident) => OPEN_STATES.has(incident.state)), (open) => open.map(drawIncident));
@@ -269,21 +272,32 @@ function showIncidents(incidents, decisions) {
     closed.length ? closed.map(drawIncident) : [element("p", "quiet", data.length ? "The one above is the first." : "None so far.")]);
 }
 
+/** Seconds since the fault as goodput measures them, or, until it has, since the first observation. */
+function timesOf(incident, measured) {
+  if (measured?.detected_s !== null && measured?.detected_s !== undefined) {
+    const about = measured.began_is_estimate ? "≈ " : "";
+    const since = (value) => (value === null ? null : about + seconds(value));
+    return [since(measured.detected_s), since(measured.decided_s), since(measured.resumed_s)];
+  }
+  const began = incident.observed_at ?? incident.opened_at;
+  const since = (at) => (at === null ? null : seconds(Math.max(0, at - began)));
+  return [since(incident.opened_at), since(incident.decided_at), since(incident.resolved_at)];
+}
+
 function drawIncident(incident) {
   const isOpen = OPEN_STATES.has(incident.state);
-  const began = incident.observed_at ?? incident.opened_at;
-  const since = (at) => (at === null || at === undefined ? null : seconds(Math.max(0, at - began)));
+  const [detected, decided, resumed] = incident.times;
   const last = incident.chosen.findLast((decision) => decision.kind !== "hold") ?? incident.chosen.at(-1);
   const head = element("header", "", element("h3", "", words(incident.cause)), chip(incident.state),
     element("span", "quiet", [incident.incident_id, incident.host_id, incident.generation >= 0 ? `generation ${incident.generation}` : ""].filter(Boolean).join(" · ")),
     timeOf(incident.opened_at));
   return element("article", `incident ${isOpen ? "open" : incident.state}`, head,
-    element("p", "", incident.message),
+    last?.reason.startsWith(incident.message) ? null : element("p", "", incident.message),
     last ? element("p", "", element("strong", "", `Decision: ${words(last.kind)}. `), last.reason) : element("p", "quiet", "No decision yet."),
     facts([
-      ["detected", since(incident.opened_at)],
-      ["decided", since(incident.decided_at)],
-      ["resumed", since(incident.resolved_at)],
+      ["detected", detected],
+      ["decided", decided],
+      ["resumed", resumed],
       ["lost steps", incident.lost_steps >= 0 ? incident.lost_steps : null],
       ["restored step", incident.restored_step >= 0 ? incident.restored_step : null],
       ["restored from", sources(incident.restored_from)],
@@ -297,7 +311,7 @@ function sources(restored) {
     const from = `${tier}${source_host ? ` of ${source_host}` : ""}${socket_bytes ? ", over the network" : ""}`;
     counts.set(from, (counts.get(from) ?? 0) + 1);
   }
-  return [...counts].map(([from, count]) => `${from} (${count} ${count === 1 ? "rank" : "ranks"})`).join("; ");
+  return [...counts].map(([from, count]) => `${from} (${counted(count, "rank")})`).join("; ");
 }
 
 // --- progress -----------------------------------------------------------------------------------------------------
@@ -326,7 +340,7 @@ function drawProgress(incidents) {
   const [low, high] = [Math.min(...steps), Math.max(...steps, Math.min(...steps) + 1)];
   const x = (at) => left + ((at - from) / Math.max(to - from, 1e-3)) * (width - left - 8);
   const y = (step) => 8 + (1 - (step - low) / (high - low)) * (height - bottom - 8);
-  show("progress", [width, to, points.length, points.at(-1), incidents.map((i) => [i.opened_at, i.resolved_at])], () => {
+  show("progress", [width, to, points.length, points.at(-1), incidents.map((i) => [i.opened_at, i.resolved_at, i.cause])], () => {
     const svg = drawing("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Step ${high} of rank 0 at ${clock(to)}, with ${incidents.length} incidents marked` });
     svg.append(drawing("line", { class: "axis", x1: left, x2: width, y1: height - bottom, y2: height - bottom }));
     for (const incident of incidents) {
@@ -335,7 +349,7 @@ function drawProgress(incidents) {
       if (ended < from) continue;
       svg.append(drawing("rect", { class: "outage", x: x(began), y: 8, width: Math.max(2, x(ended) - x(began)), height: height - bottom - 8 }));
       svg.append(drawing("line", { class: "outage-edge", x1: x(began), x2: x(began), y1: 8, y2: height - bottom }));
-      svg.append(drawing("text", { x: x(began) + 4, y: 20 }, incident.incident_id));
+      svg.append(drawing("text", { x: x(began) + 4, y: 20 }, `${incident.incident_id} ${words(incident.cause)}`));
     }
     for (const generation of new Set(points.map((point) => point.generation))) {
       const line = points.filter((point) => point.generation === generation).map((point) => `${x(point.at).toFixed(1)},${y(point.step).toFixed(1)}`);
@@ -377,7 +391,7 @@ function drawCheckpoints(checkpoints) {
   const point = checkpoints.recovery_point;
   return [
     element("p", "", element("strong", "", point >= 0 ? `Recovery point: step ${point}` : "No recovery point yet"),
-      point >= 0 ? element("span", "quiet", ` · ${Math.max(0, checkpoints.newest_step - point)} steps behind the newest`) : null),
+      point >= 0 ? element("span", "quiet", ` · ${counted(Math.max(0, checkpoints.newest_step - point), "step")} behind the newest`) : null),
     table([["tier", false], ["verified copies", true], ["size", true], ["newest complete step", true]], rows),
   ];
 }
@@ -400,7 +414,7 @@ const TELL = {
   fault_injected: (e) => `fault injected: ${words(e.data.fault)} ${e.data.target ?? ""}`,
   signal: (e) => `signal: ${words(e.data.kind)} from ${e.data.source}`,
   incident_opened: (e) => `${e.incident_id} opened: ${words(e.data.cause)}`,
-  incident_closed: (e) => `${e.incident_id} ${e.data.state}${e.data.lost_steps >= 0 ? `, ${e.data.lost_steps} steps lost` : ""}`,
+  incident_closed: (e) => `${e.incident_id} ${e.data.state}${e.data.lost_steps >= 0 ? `, ${counted(e.data.lost_steps, "step")} lost` : ""}`,
   decision: (e) => `${e.data.decision_id}: ${words(e.data.kind)}`,
   action_ended: (e) => `${e.data.action_id} ${words(e.data.state)}`,
   host_joined: (e) => `host ${e.host_id} joined`,
@@ -410,7 +424,7 @@ const TELL = {
 
 function drawTimeline(events) {
   if (!events.length) return [element("li", "", element("p", "quiet", "Nothing yet."))];
-  return events.map((event) => element("li", "", timeOf(event.at), element("p", "", TELL[event.kind]?.(event) ?? words(event.kind))));
+  return [...events].sort((a, b) => b.at - a.at).map((event) => element("li", "", timeOf(event.at), element("p", "", TELL[event.kind]?.(event) ?? words(event.kind))));
 }
 
 // --- start --------------------------------------------------------------------------------------------------------
