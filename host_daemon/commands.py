@@ -106,8 +106,9 @@ class CommandLoop:
                 task = asyncio.create_task(self._obey(command), name=command.command_id)
                 self._running[command.command_id] = (command, task)
                 task.add_done_callback(lambda done: self._running.pop(done.get_name(), None))
-            if batch.commands and not new:
-                await asyncio.sleep(REPEATED_PAUSE_S)
+            working = {task for _, task in self._running.values()} | set(self._answers.values())
+            if batch.commands and not new and working:
+                await asyncio.wait(working, timeout=REPEATED_PAUSE_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def close(self) -> None:
         """Give up what is being carried out, and sending answers; what was stored is sent on a repetition."""

@@ -88,6 +88,10 @@ class Outbox:
             self._sent_at.pop((signal.incarnation, signal.seq), None)
 
     @property
+    def has_uncommitted(self) -> bool:
+        return bool(self._pending)
+
+    @property
     def has_unsent(self) -> bool:
         return len(self._sent_at) < len(self._pending)
 

@@ -21,11 +21,11 @@ from host_daemon.beacons import BeaconReadings, Beacons
 from host_daemon.engine_process import EngineKeeper
 from host_daemon.free_ports import FreePorts, is_free
 from host_daemon.http_client import SupervisorClient
-from host_daemon.outbox import Outbox
+from host_daemon.outbox import RESEND_AFTER_S, Outbox
 from host_daemon.settings import DaemonSettings
 from host_daemon.worker_records import Facts
 
-MIN_INTERVAL_S = 0.02  # between two reports, also when much happens
+MIN_INTERVAL_S = 0.005  # between two reports, also when much happens
 RETRY_S = 0.25  # after a report that did not arrive, doubled up to the maximum
 MAX_RETRY_S = 2.0
 MAX_RESTORES = 256
@@ -107,8 +107,11 @@ class Reporter:
                 retry_s = RETRY_S
                 if not self._outbox.has_unsent:
                     await asyncio.sleep(MIN_INTERVAL_S)
+                    interval_s = self._settings.report_interval_s
+                    if self._outbox.has_uncommitted:
+                        interval_s = min(interval_s, RESEND_AFTER_S)
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._urgent.wait(), self._settings.report_interval_s - MIN_INTERVAL_S)
+                        await asyncio.wait_for(self._urgent.wait(), interval_s - MIN_INTERVAL_S)
 
     async def send_once(self) -> None:
         """Send one report. What it carried is due again if it did not arrive. Raises FlyballError."""

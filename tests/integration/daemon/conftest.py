@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ from flyball.contracts.decisions import (
     StartWorkers,
     StopWorkers,
     UpdateState,
+    WarmUp,
 )
 from flyball.contracts.identity import Fence
 from flyball.contracts.signals import Report, ReportReply, Signal, WorkerExited
@@ -113,12 +115,12 @@ class Supervisor:
             seen = {(s.incarnation, s.seq): s for report in self.reports for s in report.signals}
         return list(seen.values())
 
-    def exits(self, rank: int | None = None) -> list[WorkerExited]:
+    def exits(self, rank: int | None = None, job: str = "job") -> list[WorkerExited]:
         bodies = [s.body for s in self.signals() if isinstance(s.body, WorkerExited)]
-        return [b for b in bodies if rank is None or b.rank == rank]
+        return [b for b in bodies if b.job == job and (rank is None or b.rank == rank)]
 
-    def exit_of(self, rank: int) -> WorkerExited:
-        return until(f"the exit of rank {rank}", lambda: next(iter(self.exits(rank)), None))
+    def exit_of(self, rank: int, job: str = "job") -> WorkerExited:
+        return until(f"the exit of rank {rank}", lambda: next(iter(self.exits(rank, job)), None))
 
     @property
     def newest(self) -> Report | None:
@@ -248,17 +250,17 @@ class Daemon:
                     found[int(entry.name)] = command
         return found
 
-    def spawner_pid(self) -> int:
-        def found() -> int | None:
-            children = [
-                p
-                for p, c in self.owned().items()
-                if "host_daemon.spawner" in c
-                and Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split()[1] == str(self.pid)
-            ]
-            return children[0] if children else None
-
-        return until("a spawner", found)
+    def children(self, what: str) -> set[int]:
+        """Processes of this daemon's own that have `what` on their command line."""
+        found = set()
+        for pid in (pid for pid, command in self.owned().items() if what in command):
+            try:
+                parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+            except OSError:
+                continue
+            if parent == str(self.pid):
+                found.add(pid)
+        return found
 
     def log(self) -> str:
         return self.log_path.read_text()
@@ -266,10 +268,6 @@ class Daemon:
     def rank_log(self, generation: int, rank: int, job: str = "job") -> str:
         path = self.state_dir / "logs" / job / f"g{generation}" / f"rank{rank}.log"
         return path.read_text() if path.exists() else ""
-
-    def wait_up(self, generation: int = 1, rank: int = 0) -> None:
-        """The worker printed "up"."""
-        until(f"rank {rank} up", lambda: "up" in self.rank_log(generation, rank).split())
 
     def clean_up(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -302,6 +300,19 @@ def daemon(tmp_path: Path, supervisor: Supervisor) -> Iterator[Daemon]:
     daemon.clean_up()
 
 
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon for tests that only use it; its warm standby is kept from one to the next."""
+    server = Supervisor()
+    daemon = Daemon(tmp_path_factory.mktemp("shared"), server)
+    daemon.start()
+    keeper = Job(daemon, "", name="keeper")
+    keeper.send(WarmUp(keeper.spec), generation=1)
+    yield daemon
+    daemon.clean_up()
+    server.close()
+
+
 class Job:
     """Makes the commands for a job of one host."""
 
@@ -310,7 +321,8 @@ class Job:
         self.workdir = daemon.root / f"{name}-code"
         self.workdir.mkdir()
         (self.workdir / "train.py").write_text(script)
-        settings = {"argv": ("train.py",), "workdir": str(self.workdir), **spec}
+        environment = {"OMP_NUM_THREADS": "1"}  # the same for any number of ranks, so that they share a standby
+        settings = {"argv": ("train.py",), "workdir": str(self.workdir), "env": environment, **spec}
         self.spec = msgspec.convert(
             {"job": name, "nproc_per_node": nproc, "stop_grace_s": 0.0, **settings}, JobSpec, strict=False
         )
@@ -350,6 +362,16 @@ class Job:
         self.daemon.supervisor.send(command)
         return self.daemon.supervisor.answer(command)
 
+    def log(self, generation: int = 1, rank: int = 0) -> str:
+        return self.daemon.rank_log(generation, rank, self.spec.job)
+
+    def wait_up(self, generation: int = 1, rank: int = 0) -> None:
+        """The worker printed "up"."""
+        until(f"rank {rank} up", lambda: "up" in self.log(generation, rank).split())
+
+    def exit_of(self, rank: int) -> WorkerExited:
+        return self.daemon.supervisor.exit_of(rank, self.spec.job)
+
     def start(self, generation: int = 1, *, epoch: int = 1, port: int = 0) -> CommandUpdate:
         body = StartWorkers(self.spec, self.placement(generation, port=port))
         update = self.send(body, generation=generation, epoch=epoch)
@@ -369,3 +391,18 @@ def make_job(daemon: Daemon) -> Callable[..., Job]:
         return Job(daemon, script, **settings)  # type: ignore[arg-type]  # passed through as given
 
     return make
+
+
+@pytest.fixture
+def make_shared_job(shared: Daemon, request: pytest.FixtureRequest) -> Iterator[Callable[..., Job]]:
+    """Jobs with names of their own on the shared daemon, ended with the test."""
+    made: list[Job] = []
+
+    def make(script: str, **settings: object) -> Job:
+        digest = hashlib.blake2b(request.node.name.encode(), digest_size=4).hexdigest()
+        made.append(Job(shared, script, name=f"job-{digest}-{len(made)}", **settings))  # type: ignore[arg-type]  # as given
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.end(1_000)

@@ -61,7 +61,7 @@ def test_a_restarted_daemon_adopts_its_workers(daemon, supervisor, make_job):
     daemon.start()
     job = make_job(STEPS)
     pid = job.start().result.pids["0"]
-    daemon.wait_up()
+    job.wait_up()
     advance(daemon, supervisor, pid, 2)
     engine = supervisor.newest.facts.engine_address
     daemon.kill()
@@ -84,7 +84,7 @@ def test_a_worker_that_ended_without_a_daemon_is_reported_once(daemon, superviso
     daemon.start()
     job = make_job(WAIT)
     pid = job.start().result.pids["0"]
-    daemon.wait_up()
+    job.wait_up()
     daemon.kill()
     os.kill(pid, signal.SIGKILL)
     daemon.until("its end", lambda: not alive(pid))
@@ -138,7 +138,7 @@ def test_a_stale_command_is_refused_also_after_a_restart(daemon, supervisor, mak
     daemon.start()
     job = make_job(WAIT)
     pid = job.start(2, epoch=5).result.pids["0"]
-    daemon.wait_up(2)
+    job.wait_up(2)
     for epoch, generation in ((4, 9), (5, 1)):
         update = job.stop(generation, epoch=epoch)
         assert (update.state, update.code) == (UpdateState.REFUSED, "stale_command")
@@ -154,7 +154,7 @@ def test_a_repeated_command_is_answered_and_not_obeyed_again(daemon, supervisor,
     start = job.command(StartWorkers(job.spec, job.placement(1)), generation=1)
     supervisor.send(start)
     first = supervisor.answer(start)
-    daemon.wait_up()
+    job.wait_up()
     supervisor.send(start)
     assert supervisor.answer(start, count=2) == first
     daemon.kill()
@@ -169,7 +169,7 @@ def test_a_dead_engine_is_replaced_and_workers_run_on(daemon, supervisor, make_j
     daemon.start()
     job = make_job(WAIT)
     pid = job.start().result.pids["0"]
-    daemon.wait_up()
+    job.wait_up()
     (engine,) = [p for p, c in daemon.owned().items() if "ckpt_engine.server" in c]
     os.kill(engine, signal.SIGKILL)
     daemon.until("the signal", lambda: [s for s in supervisor.signals() if isinstance(s.body, EngineRestarted)])
@@ -183,7 +183,7 @@ def test_workers_run_on_while_the_supervisor_is_away(daemon, supervisor, make_jo
     daemon.start()
     job = make_job(STEPS)
     pid = job.start().result.pids["0"]
-    daemon.wait_up()
+    job.wait_up()
     supervisor.refusal = (503, {})
     refused = supervisor.refused
     for _ in range(3):
@@ -248,7 +248,7 @@ def test_a_start_that_was_cut_short_is_not_repeated(daemon, supervisor, make_job
     held = make_job(WAIT, name="held", env={"PYTHONPATH": str(hold)})  # its standby never gets ready
     command = held.command(StartWorkers(held.spec, held.placement(1)), generation=1)
     supervisor.send(command)
-    daemon.until("the standby", daemon.spawner_pid)
+    daemon.until("the standby", lambda: daemon.children("host_daemon.spawner"))
     daemon.until("the command in work", lambda: command.command_id in daemon.log())
     daemon.kill()
     daemon.start()
@@ -256,7 +256,7 @@ def test_a_start_that_was_cut_short_is_not_repeated(daemon, supervisor, make_job
     update = supervisor.answer(command)
     assert (update.state, update.code) == (UpdateState.FAILED, "interrupted")
     job.start()
-    daemon.wait_up()
+    job.wait_up()
 
 
 def test_a_newer_command_takes_the_place_of_one_that_waits(daemon, supervisor, make_job):
@@ -267,7 +267,7 @@ def test_a_newer_command_takes_the_place_of_one_that_waits(daemon, supervisor, m
     job = make_job(WAIT, env={"PYTHONPATH": str(hold)})
     start = job.command(StartWorkers(job.spec, job.placement(1)), generation=1)
     supervisor.send(start)
-    daemon.until("the standby", daemon.spawner_pid)
+    daemon.until("the standby", lambda: daemon.children("host_daemon.spawner"))
     stop = job.command(StopWorkers("job", 1, 0.0), generation=1)
     supervisor.send(stop)
     assert supervisor.answer(start).code == "superseded"
@@ -279,7 +279,7 @@ def test_beacons_show_phase_and_age(daemon, supervisor, make_job):
     daemon.start()
     job = make_job(STEPS)
     pid = job.start().result.pids["0"]
-    daemon.wait_up()
+    job.wait_up()
     advance(daemon, supervisor, pid, 1)
     status = daemon.until("step 1", lambda: [r for r in supervisor.newest.ranks if r.step == 1])[0]
     assert (status.rank, status.generation, status.pid, status.phase) == (0, 1, pid, Phase.STEP)

@@ -32,14 +32,13 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_environment_of_a_worker_is_torchruns(daemon, supervisor, make_job):
-    daemon.start()
-    job = make_job(PRINT_ENVIRONMENT, nproc=2, argv=("train.py", "--lr", "3e-4"), env={"COLOUR": "blue"})
+def test_environment_of_a_worker_is_torchruns(shared, make_shared_job):
+    job = make_shared_job(PRINT_ENVIRONMENT, nproc=2, argv=("train.py", "--lr", "3e-4"), env={"COLOUR": "blue"})
     pids = job.start().result.pids
     seen = {}
     for rank in (0, 1):
-        assert supervisor.exit_of(rank).exit_code == 0
-        seen[rank] = json.loads(daemon.rank_log(1, rank))
+        assert job.exit_of(rank).exit_code == 0
+        seen[rank] = json.loads(job.log(1, rank))
         assert seen[rank]["ids"] == [pids[str(rank)]] * 3
     said = seen[1]
     assert said["argv"] == ["train.py", "--lr", "3e-4"]
@@ -50,37 +49,36 @@ def test_environment_of_a_worker_is_torchruns(daemon, supervisor, make_job):
         "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1", "ROLE_RANK": "1", "ROLE_WORLD_SIZE": "2", "ROLE_NAME": "default",
         "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "3",
-        "TORCHELASTIC_RUN_ID": "job", "OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "COLOUR": "blue", "FLYBALL_JOB": "job", "FLYBALL_GENERATION": "1", "FLYBALL_HOST_ID": "host-a",
+        "TORCHELASTIC_RUN_ID": job.spec.job, "OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "COLOUR": "blue", "FLYBALL_JOB": job.spec.job, "FLYBALL_GENERATION": "1", "FLYBALL_HOST_ID": "host-a",
         "FLYBALL_RESTORE_STEP": "",
     }  # fmt: skip
     assert {name: said["env"].get(name) for name in expected} == expected
     assert int(said["env"]["MASTER_PORT"]) > 0
 
 
-def test_thread_counts_of_the_jobs_environment_hold_in_preloaded_workers(daemon, supervisor, make_job):
-    daemon.start()
+def test_thread_counts_of_the_jobs_environment_hold_in_preloaded_workers(shared, make_shared_job):
     counts = {}
     for threads in ("1", "2"):
-        job = make_job(PRINT_ENVIRONMENT, name=f"job-{threads}", env={"OMP_NUM_THREADS": threads})
+        job = make_shared_job(PRINT_ENVIRONMENT, env={"OMP_NUM_THREADS": threads})
         job.start()
-        log = daemon.until("its output", lambda name=job.spec.job: daemon.rank_log(1, 0, name))
-        counts[threads] = json.loads(log)["threads"]
+        job.exit_of(0)
+        counts[threads] = json.loads(job.log())["threads"]
     assert counts == {"1": 1, "2": min(2, os.cpu_count() or 1)}
 
 
 def test_an_exit_is_an_event_and_does_not_wait_for_the_next_report(daemon, supervisor, make_job):
     daemon.start("--report-interval-s", "60")
-    pid = make_job(WAIT).start().result.pids["0"]
-    daemon.wait_up()
+    job = make_job(WAIT)
+    pid = job.start().result.pids["0"]
+    job.wait_up()
     os.kill(pid, signal.SIGKILL)
-    exited = supervisor.exit_of(0)
+    exited = job.exit_of(0)
     assert (exited.pid, exited.exit_code, exited.signal_number) == (pid, None, signal.SIGKILL)
     assert exited.last_step == -1 and exited.error is None and not exited.expected
 
 
-def test_exit_codes_and_errors_are_the_scripts_own(daemon, supervisor, make_job):
-    daemon.start()
+def test_exit_codes_and_errors_are_the_scripts_own(shared, make_shared_job):
     cases = {
         "code": "import sys; sys.exit(7)",
         "text": "import sys; sys.exit('no data')",
@@ -93,28 +91,25 @@ def test_exit_codes_and_errors_are_the_scripts_own(daemon, supervisor, make_job)
         '  what():  watchdog", file=sys.stderr, flush=True); os.abort()',
         "syntax": "def broken(:\n    pass",
     }
-    exits = {}
+    jobs, exits = {}, {}
     for name, script in cases.items():
-        job = make_job(script, name=name)
-        job.start()
-        exits[name] = daemon.until(
-            f"the end of {name}", lambda n=name: next((e for e in supervisor.exits() if e.job == n), None)
-        )
+        jobs[name] = make_shared_job(script)
+        jobs[name].start()
+        exits[name] = jobs[name].exit_of(0)
     assert exits["code"].exit_code == 7
     assert exits["text"].exit_code == 1
-    assert "no data" in daemon.rank_log(1, 0, "text")
+    assert "no data" in jobs["text"].log()
     error = exits["error"].error
     assert (error.kind, error.message) == ("ValueError", "bad shard")
     assert "in load" in error.traceback and "host_daemon" not in error.traceback
-    assert "host_daemon" not in daemon.rank_log(1, 0, "error")
+    assert "host_daemon" not in jobs["error"].log()
     assert exits["record"].error.kind == "KeyError"
     assert exits["native"].signal_number == signal.SIGABRT
     assert (exits["native"].error.kind, exits["native"].error.message) == ("Error", "watchdog")
     assert exits["syntax"].error.kind == "SyntaxError"
 
 
-def test_stop_ends_the_whole_session_and_leaves_nobody_behind(daemon, supervisor, make_job):
-    daemon.start()
+def test_stop_ends_the_whole_session_and_leaves_nobody_behind(shared, make_shared_job):
     script = """
 import os, signal, subprocess, sys
 stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('child', flush=True); signal.pause()"
@@ -124,35 +119,33 @@ print("pids", a.pid, b.pid, flush=True)
 while True:
     signal.pause()
 """
-    job = make_job(script)
+    job = make_shared_job(script)
     worker = job.start().result.pids["0"]
-    daemon.until("both children", lambda: daemon.rank_log(1, 0).split().count("child") == 2)
-    children = [int(p) for p in daemon.rank_log(1, 0).partition("pids")[2].split()[:2]]
+    shared.until("both children", lambda: job.log(1, 0).split().count("child") == 2)
+    children = [int(p) for p in job.log(1, 0).partition("pids")[2].split()[:2]]
     update = job.stop()
     assert update.state is UpdateState.SUCCEEDED
     assert not any(alive(pid) for pid in (worker, *children))
-    assert supervisor.exit_of(0).expected
+    assert job.exit_of(0).expected
 
 
-def test_children_that_outlive_a_worker_are_ended_with_its_generation(daemon, supervisor, make_job):
-    daemon.start()
+def test_children_that_outlive_a_worker_are_ended_with_its_generation(shared, make_shared_job):
     script = """
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 print(child.pid, flush=True)
 raise RuntimeError("gone, and the child stays")
 """
-    job = make_job(script)
+    job = make_shared_job(script)
     job.start()
-    supervisor.exit_of(0)
-    child = int(daemon.rank_log(1, 0).split()[0])
+    job.exit_of(0)
+    child = int(job.log(1, 0).split()[0])
     assert alive(child)
     job.stop()
     assert not alive(child)
 
 
-def test_grace_lets_a_worker_finish_and_its_end_is_final(daemon, supervisor, make_job):
-    daemon.start()
+def test_grace_lets_a_worker_finish_and_its_end_is_final(shared, make_shared_job):
     script = """
 import os, signal, sys
 rank = os.environ["RANK"]
@@ -164,21 +157,20 @@ print("up", flush=True)
 while True:
     signal.pause()
 """
-    job = make_job(script, nproc=2)
+    job = make_shared_job(script, nproc=2)
     job.start()
-    daemon.wait_up(rank=0)
-    daemon.wait_up(rank=1)
+    job.wait_up(rank=0)
+    job.wait_up(rank=1)
     assert job.stop(grace_s=0.5).state is UpdateState.SUCCEEDED
-    assert "finished" in daemon.rank_log(1, 0)
-    assert supervisor.exit_of(0).exit_code == 0
-    assert supervisor.exit_of(1).signal_number == signal.SIGKILL
+    assert "finished" in job.log(1, 0)
+    assert job.exit_of(0).exit_code == 0
+    assert job.exit_of(1).signal_number == signal.SIGKILL
 
 
-def test_a_stopped_process_can_be_stopped(daemon, supervisor, make_job):
-    daemon.start()
-    job = make_job(WAIT)
+def test_a_stopped_process_can_be_stopped(shared, make_shared_job):
+    job = make_shared_job(WAIT)
     pid = job.start().result.pids["0"]
-    daemon.wait_up()
+    job.wait_up()
     os.kill(pid, signal.SIGSTOP)
     assert job.stop().state is UpdateState.SUCCEEDED
     assert not alive(pid)
@@ -189,87 +181,85 @@ def test_the_spawners_death_is_not_the_workers(daemon, supervisor, make_job):
     script = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(5))\nprint('up', flush=True)\n"
     job = make_job(script + "while True:\n    signal.pause()\n")
     worker = job.start().result.pids["0"]
-    daemon.wait_up()
-    spawner = daemon.spawner_pid()
+    job.wait_up()
+    (spawner,) = daemon.children("host_daemon.spawner")
+    before = set(daemon.owned())
     os.kill(spawner, signal.SIGKILL)
-    daemon.until("another spawner", lambda: daemon.spawner_pid() not in (spawner, worker) and not alive(spawner))
+    daemon.until("another spawner", lambda: daemon.children("host_daemon.spawner") - before)
     assert alive(worker)
     os.kill(worker, signal.SIGUSR1)
-    assert supervisor.exit_of(0).exit_code == 5
+    assert job.exit_of(0).exit_code == 5
     job.stop(1)
     job.start(2)
-    daemon.wait_up(2)
+    job.wait_up(2)
 
 
-def test_packages_of_the_user_with_our_names_win(daemon, supervisor, make_job):
-    daemon.start()
+def test_packages_of_the_user_with_our_names_win(shared, make_shared_job):
     names = ("services", "goodput", "simulator", "host_daemon")
-    job = make_job(f"import {', '.join(names)}\nprint([m.MINE for m in ({', '.join(names)})], flush=True)")
+    job = make_shared_job(f"import {', '.join(names)}\nprint([m.MINE for m in ({', '.join(names)})], flush=True)")
     for name in names:
         (job.workdir / name).mkdir()
         (job.workdir / name / "__init__.py").write_text(f"MINE = '{name}'")
     job.start()
-    assert supervisor.exit_of(0).exit_code == 0, daemon.rank_log(1, 0)
-    assert daemon.rank_log(1, 0).strip() == str(list(names))
+    assert job.exit_of(0).exit_code == 0, job.log(1, 0)
+    assert job.log(1, 0).strip() == str(list(names))
 
 
-def test_a_module_runs_as_with_python_m(daemon, supervisor, make_job):
-    daemon.start()
-    job = make_job("", argv=("pack.train", "--x"), module=True)
+def test_a_module_runs_as_with_python_m(shared, make_shared_job):
+    job = make_shared_job("", argv=("pack.train", "--x"), module=True)
     (job.workdir / "pack").mkdir()
     (job.workdir / "pack" / "__init__.py").write_text("")
     (job.workdir / "pack" / "train.py").write_text("import sys\nprint(__name__, __package__, sys.argv[1:])")
     job.start()
-    assert supervisor.exit_of(0).exit_code == 0
-    assert daemon.rank_log(1, 0).split() == ["__main__", "pack", "['--x']"]
+    assert job.exit_of(0).exit_code == 0
+    assert job.log(1, 0).split() == ["__main__", "pack", "['--x']"]
 
 
-def test_what_a_script_registers_for_its_end_runs(daemon, supervisor, make_job):
-    daemon.start()
+def test_what_a_script_registers_for_its_end_runs(shared, make_shared_job):
     script = """
 import atexit, sys, threading
 x = 5
 atexit.register(lambda: print("atexit", sys.modules["__main__"].x))
 threading.Thread(target=lambda: print("thread")).start()
 """
-    make_job(script).start()
-    assert supervisor.exit_of(0).exit_code == 0
-    assert set(daemon.rank_log(1, 0).split()) == {"thread", "atexit", "5"}
+    job = make_shared_job(script)
+    job.start()
+    assert job.exit_of(0).exit_code == 0
+    assert set(job.log(1, 0).split()) == {"thread", "atexit", "5"}
 
 
-def test_ranks_do_not_share_random_numbers(daemon, supervisor, make_job):
-    daemon.start()
-    make_job("import numpy, random\nprint(numpy.random.rand(), random.random())", nproc=2).start()
+def test_ranks_do_not_share_random_numbers(shared, make_shared_job):
+    job = make_shared_job("import numpy, random\nprint(numpy.random.rand(), random.random())", nproc=2)
+    job.start()
     for rank in (0, 1):
-        supervisor.exit_of(rank)
-    first, second = (daemon.rank_log(1, rank).split() for rank in (0, 1))
+        job.exit_of(rank)
+    first, second = (job.log(1, rank).split() for rank in (0, 1))
     assert first[0] != second[0] and first[1] != second[1]
 
 
-def test_an_environment_that_starts_threads_is_started_cold(daemon, supervisor, make_job):
-    daemon.start()
-    folder = daemon.root / "site"
+def test_an_environment_that_starts_threads_is_started_cold(shared, make_shared_job):
+    folder = shared.root / "site"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
-    job = make_job("import os, sys\nprint(os.getpid(), os.getsid(0))\nsys.exit(3)", env={"PYTHONPATH": str(folder)})
+    script = "import os, sys\nprint(os.getpid(), os.getsid(0))\nsys.exit(3)"
+    job = make_shared_job(script, env={"PYTHONPATH": str(folder)})
     pid = job.start().result.pids["0"]
-    assert supervisor.exit_of(0).exit_code == 3
-    assert daemon.rank_log(1, 0).split() == [str(pid)] * 2
-    assert "cold_starts" in daemon.log()
+    assert job.exit_of(0).exit_code == 3
+    assert job.log(1, 0).split() == [str(pid)] * 2
+    assert "cold_starts" in shared.log()
 
 
-def test_a_missing_script_is_a_clear_failure(daemon, supervisor, make_job):
-    daemon.start()
-    job = make_job("", argv=("absent.py",))
+def test_a_missing_script_is_a_clear_failure(shared, make_shared_job):
+    job = make_shared_job("", argv=("absent.py",))
     command = job.command(StartWorkers(job.spec, job.placement(1)), generation=1)
-    supervisor.send(command)
-    update = supervisor.answer(command)
+    shared.supervisor.send(command)
+    update = shared.supervisor.answer(command)
     assert (update.state, update.code) == (UpdateState.FAILED, "not_found")
     assert "absent.py does not exist" in update.message
-    failed = daemon.until(
-        "the signal", lambda: [s.body for s in supervisor.signals() if isinstance(s.body, WorkerStartFailed)]
+    failed = shared.until(
+        "the signal", lambda: [s.body for s in shared.supervisor.signals() if isinstance(s.body, WorkerStartFailed)]
     )
     assert "absent.py" in failed[0].message
 
@@ -278,16 +268,15 @@ def test_warm_up_has_a_standby_before_there_is_a_worker(daemon, supervisor, make
     daemon.start()
     job = make_job(WAIT)
     assert job.send(WarmUp(job.spec), generation=1).state is UpdateState.SUCCEEDED
-    warm = daemon.spawner_pid()
+    (warm,) = daemon.children("host_daemon.spawner")
     job.start(1)
-    daemon.wait_up()
-    assert daemon.spawner_pid() == warm
+    job.wait_up()
+    assert daemon.children("host_daemon.spawner") == {warm}
     job.end(1)
     daemon.until("the standby's end", lambda: not alive(warm))
 
 
-def test_ranks_meet_at_once_and_again_after_a_restart(daemon, supervisor, make_job):
-    daemon.start()
+def test_ranks_meet_at_once_and_again_after_a_restart(shared, make_shared_job):
     script = """
 import os, signal, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -297,16 +286,15 @@ print("up", int(x), os.environ["MASTER_PORT"], flush=True)
 while True:
     signal.pause()
 """
-    job = make_job(script, nproc=2)
+    job = make_shared_job(script, nproc=2)
     job.start(1)
     for rank in (0, 1):
-        daemon.wait_up(1, rank)
+        job.wait_up(1, rank)
     port = job.stop(1).result.free_port
     job.start(2, port=port)
     for rank in (0, 1):
-        daemon.wait_up(2, rank)
-        assert daemon.rank_log(2, rank).split() == ["up", "2", str(port)]
-    assert len([c for c in daemon.owned().values() if "host_daemon.spawner" in c]) == 4  # spawner, store, two ranks
+        job.wait_up(2, rank)
+        assert job.log(2, rank).split() == ["up", "2", str(port)]
 
 
 def test_end_of_a_job_and_of_the_daemon_leaves_nothing(daemon, supervisor, make_job):
