@@ -65,6 +65,7 @@ class GenerationPlan(msgspec.Struct, frozen=True):
     peers: Mapping[str, tuple[HostId, ...]]
     parent_lineage: Lineage  # () : start from scratch
     restart_count: int
+    known_step: int = -1  # the recovery point as reported before; finding less means that an engine has not told all
     master_port: int = 0  # free on rank 0's host when this was decided; a newer one from its stop result comes first
 
 

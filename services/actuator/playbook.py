@@ -169,8 +169,11 @@ def _start(progress: ActionProgress, now: float) -> PlaybookStep:
     following = plan.next
     if following is None:
         return _end(progress, ActionEvent.FAILED, "The decision grants no generation to start.")
-    results = _results(progress.commands, STOP)
+    results = _stopped(progress.commands)
     placement = _placement(progress, following, results)
+    found = placement.restore.step if placement.restore else -1
+    if found < following.known_step:
+        return _ask_for_copies(progress, following.known_step, now)
     drafts = [
         _draft(progress, START, host.host_id, StartWorkers(spec=plan.spec, placement=placement), now)
         for host in placement.hosts
@@ -181,6 +184,18 @@ def _start(progress: ActionProgress, now: float) -> PlaybookStep:
     message = f"starting generation {following.generation} {whence} on {names}"
     step = _move(progress, START, _begun(progress), tuple(drafts), message=message, now=now)
     return msgspec.structs.replace(step, placement=placement, restore=placement.restore)
+
+
+def _ask_for_copies(progress: ActionProgress, known_step: int, now: float) -> PlaybookStep:
+    """Step `known_step` was reported complete, and is not in the answers: an engine was away, or is telling less. Going
+    on from an older one would lose what is there, so the hosts are asked again before that is believed."""
+    hosts = progress.plan.stop_hosts
+    tries = max((len(_asked(progress, STOP, host)) for host in hosts), default=_ATTEMPTS[STOP])
+    if tries >= _ATTEMPTS[STOP]:
+        return _end(progress, ActionEvent.FAILED, f"Step {known_step} was complete, and no host tells of it any more.")
+    drafts = tuple(_draft(progress, STOP, host, _stop_body(progress.plan), now) for host in hosts)
+    message = f"step {known_step} is not in the inventories: asking {_names(hosts)} again"
+    return _move(progress, STOP, progress.state, drafts, message=message, now=now)
 
 
 def _placement(progress: ActionProgress, following: GenerationPlan, results: Mapping[str, CommandResult]) -> Placement:
@@ -282,14 +297,12 @@ def _asked(progress: ActionProgress, phase: str, host: str) -> list[CommandRecor
     return sorted(asked, key=lambda record: _number(record.command.command_id))
 
 
-def _results(commands: Iterable[CommandRecord], phase: str) -> dict[str, CommandResult]:
+def _stopped(commands: Iterable[CommandRecord]) -> dict[str, CommandResult]:
+    """What the hosts that stopped found, by host; of several answers the last."""
     return {
         record.command.host_id: record.update.result
         for record in commands
-        if record.phase == phase
-        and record.update is not None
-        and record.update.state is UpdateState.SUCCEEDED
-        and isinstance(record.command.body, StopWorkers)
+        if isinstance(record.command.body, StopWorkers) and record.update and record.state is UpdateState.SUCCEEDED
     }
 
 

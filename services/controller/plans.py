@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from flyball.contracts.checkpoints import Lineage
+from flyball.contracts.checkpoints import Lineage, Tier
 from flyball.contracts.cluster import HostRanks
 from flyball.contracts.decisions import ActionPlan, DecisionKind, GenerationPlan
 from services.controller.guardrails import next_restart_count
+from services.controller.recovery_point import newest_step
 from services.controller.round import Case
 from services.controller.spare_choice import peer_ring
 from services.controller.view import GenerationView, HostView
@@ -52,6 +53,7 @@ def restart_plan(
     present one is to count."""
     spec = case.job.spec
     reachable, unreachable = _involved(case, generation)
+    history = generation.lineage if lineage is None else lineage
     before = {part.host_id for part in generation.hosts}
     joining = tuple(part.host_id for part in hosts if part.host_id not in before)
     return ActionPlan(
@@ -67,8 +69,9 @@ def restart_plan(
             parent=generation.generation if generation.started_at > 0.0 else generation.parent,
             hosts=hosts,
             peers=_peers(case, hosts),
-            parent_lineage=generation.lineage if lineage is None else lineage,
+            parent_lineage=history,
             restart_count=next_restart_count(generation, cause),
+            known_step=_known_step(case, history, reachable),
             master_port=_master_port(case, hosts),
         ),
         deadline_s=case.settings.action_deadline_s,
@@ -133,6 +136,17 @@ def _involved(case: Case, generation: GenerationView) -> tuple[tuple[str, ...], 
     unique = tuple(dict.fromkeys(names))
     silent = tuple(host_id for host_id in unique if case.round.is_silent(host_id))
     return tuple(host_id for host_id in unique if host_id not in silent), silent
+
+
+def _known_step(case: Case, lineage: Lineage, asked: Collection[str]) -> int:
+    """The recovery point that the hosts which are asked have reported, -1 if none."""
+    copies = [
+        copy
+        for copy in case.round.view.copies
+        if copy.job == case.job.spec.job and (copy.tier is Tier.PERSISTENT or copy.host_id in asked)
+    ]
+    step = newest_step(copies, lineage, case.job.spec.world_size)
+    return -1 if step is None else step
 
 
 def _peers(case: Case, hosts: Sequence[HostRanks]) -> dict[str, tuple[str, ...]]:

@@ -201,6 +201,21 @@ def test_a_refused_start_did_nothing_and_is_asked_again_to_the_letter() -> None:
     assert advance(progress, NOW).state is ActionState.FAILED
 
 
+def test_a_known_step_that_is_not_told_of_is_asked_for_again_before_it_is_given_up() -> None:
+    plan = msgspec.structs.replace(MIGRATE, next=msgspec.structs.replace(NEXT, known_step=57))
+    forgetful = CommandResult(positions=(RankPosition(0, 58),))  # its engine was away
+    progress = apply(begun(plan), advance(begun(plan), NOW))
+    for number in (2, 3):
+        progress = answer(progress, UpdateState.SUCCEEDED, {"a": forgetful})
+        step = advance(progress, NOW)
+        assert step.phase == "stop" and [d.command_id for d in step.commands] == [f"act-9.stop.a.{number}"]
+        progress = apply(progress, step)
+    told = advance(answer(progress, UpdateState.SUCCEEDED, {"a": STOPPED}), NOW)
+    assert told.phase == "start" and told.restore is not None and told.restore.step == 57
+    step = advance(answer(progress, UpdateState.SUCCEEDED, {"a": forgetful}), NOW)
+    assert step.state is ActionState.FAILED and "Step 57 was complete" in step.message
+
+
 def test_a_host_that_does_not_answer_ends_the_action() -> None:
     progress = apply(begun(MIGRATE), advance(begun(MIGRATE), NOW))
     wake_at = advance(progress, NOW + 1).wake_at
