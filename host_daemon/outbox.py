@@ -43,6 +43,7 @@ class Outbox:
         self._sent_at: dict[tuple[str, int], float] = {}
         self._unstored: deque[Signal] = deque()
         self._refused = 0
+        self._disk_is_full = False
         self._lock = asyncio.Lock()  # signals are stored in the order of their numbers
 
     async def load(self) -> int:
@@ -103,9 +104,9 @@ class Outbox:
                 del self._pending[key]
                 self._sent_at.pop(key, None)
             self._unstored = deque(s for s in self._unstored if s.seq > upto.get(s.incarnation, 0))
-            await self._store()
             if gone:
-                await self._delete(gone)
+                await self._delete(gone)  # which may make the room that the others wait for
+            await self._store()
 
     async def _delete(self, keys: list[tuple[str, int]]) -> None:
         try:
@@ -132,7 +133,12 @@ class Outbox:
         try:
             await self._database.run(insert)
         except StorageFull as error:
-            _log.error("spool_in_memory", signals=len(self._unstored), error=str(error))
+            if not self._disk_is_full:
+                _log.error("spool_in_memory", error=str(error))
+            self._disk_is_full = True
             return
+        if self._disk_is_full:
+            _log.info("spool_on_disk_again", signals=len(waiting))
+        self._disk_is_full = False
         for _ in waiting:
             self._unstored.popleft()

@@ -1,0 +1,157 @@
+"""Reading beacons: every step once, whatever becomes of reports and daemons."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flyball.beacon import BeaconWriter, Mark
+from flyball.contracts.clock import SystemClock
+from flyball.contracts.cluster import Phase
+from flyball.contracts.decisions import RankPosition
+from flyball.contracts.segments import beacon_path
+from host_daemon.beacons import MAX_WAITING_STEPS, STEPS_PER_REPORT, Beacons
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    return str(tmp_path / "flyball-test")
+
+
+def watched(prefix: str, rank: int = 0, generation: int = 1) -> tuple[Beacons, BeaconWriter]:
+    beacons = Beacons(shm_prefix=prefix, clock=SystemClock())
+    return beacons, add(beacons, prefix, rank, generation)
+
+
+def add(beacons: Beacons, prefix: str, rank: int, generation: int = 1) -> BeaconWriter:
+    beacons.create("job", generation, rank)
+    beacons.watch("job", generation, rank, pid=100 + rank, spawned_at=1_000.0)
+    return BeaconWriter(beacon_path(prefix, "job", generation, rank))
+
+
+def steps(readings) -> list[int]:
+    return [run.first_step + i for run in readings.steps for i in range(len(run.completed_at))]
+
+
+def test_every_step_is_taken_once_and_consecutive_ones_share_a_record(prefix):
+    beacons, writer = watched(prefix)
+    for step in (0, 1, 2):
+        writer.step(step)
+    assert beacons.sample()
+    taken = beacons.take()
+    assert [(r.first_step, len(r.completed_at)) for r in taken.steps] == [(0, 3)]
+    assert list(taken.steps[0].completed_at) == sorted(taken.steps[0].completed_at)
+    assert abs(taken.steps[0].completed_at[-1] - SystemClock().wall_s()) < 5.0
+    for step in (10, 11, 13):
+        writer.step(step)
+    assert not beacons.sample()  # not among the first of its life any more
+    assert [(r.first_step, len(r.completed_at)) for r in beacons.take().steps] == [(10, 2), (13, 1)]
+    assert beacons.take().steps == ()
+
+
+def test_steps_of_a_report_that_did_not_arrive_come_with_the_next_in_order(prefix):
+    beacons, writer = watched(prefix)
+    writer.step(0)
+    writer.step(1)
+    beacons.sample()
+    beacons.put_back(beacons.take())
+    writer.step(2)
+    beacons.sample()
+    again = beacons.take()
+    assert steps(again) == [0, 1, 2]
+    assert len(again.marks) == 1
+
+
+def test_a_restarted_daemon_goes_on_after_the_last_step_that_was_reported(prefix):
+    beacons, writer = watched(prefix)
+    writer.step(0)
+    writer.step(1)
+    beacons.sample()
+    beacons.arrived(beacons.take())
+    writer.step(2)
+    beacons.sample()
+    beacons.take()  # killed before it was sent
+    successor = Beacons(shm_prefix=prefix, clock=SystemClock())
+    successor.watch("job", 1, 0, pid=100, spawned_at=1_000.0)
+    writer.step(3)
+    successor.sample()
+    assert steps(successor.take()) == [2, 3]
+
+
+def test_what_waits_is_bounded_and_one_report_takes_a_part(prefix):
+    beacons, writer = watched(prefix)
+    for step in range(MAX_WAITING_STEPS + 500):
+        writer.step(step)
+        if step % 100 == 0:
+            beacons.sample()
+    beacons.sample()
+    first = steps(beacons.take())
+    assert first == list(range(500, 500 + STEPS_PER_REPORT))
+    assert steps(beacons.take())[0] == 500 + STEPS_PER_REPORT
+
+
+def test_positions_are_of_the_newest_generation_also_after_death(prefix):
+    beacons, writer = watched(prefix)
+    other = add(beacons, prefix, 1)
+    writer.step(7)
+    other.step(6)
+    assert beacons.positions("job", upto_generation=1) == (RankPosition(0, -1), RankPosition(1, -1))
+    beacons.worker_ended("job", 1, 0)
+    beacons.worker_ended("job", 1, 1)
+    assert beacons.positions("job", upto_generation=5) == (RankPosition(0, 7), RankPosition(1, 6))
+    assert beacons.positions("job", upto_generation=0) == ()
+    assert beacons.last_step("job", 1, 0) == 7
+    assert beacons.statuses() == ()
+
+
+def test_status_shows_phase_step_and_how_long_nothing_moved(prefix):
+    beacons, writer = watched(prefix)
+    (status,) = beacons.statuses()
+    assert (status.step, status.phase, status.pid) == (-1, Phase.STARTING, 100)
+    assert status.beacon_age_s > 1e6  # since it was spawned
+    writer.step(4)
+    writer.phase(Phase.EVAL)
+    beacons.sample()
+    (status,) = beacons.statuses()
+    assert (status.step, status.phase) == (4, Phase.EVAL)
+    assert 0.0 <= status.beacon_age_s < 5.0
+
+
+def test_moments_are_reported_when_new_and_do_not_move(prefix):
+    beacons, writer = watched(prefix)
+    beacons.sample()
+    assert [m.spawned_at for m in beacons.take().marks] == [1_000.0]
+    assert beacons.take().marks == ()
+    writer.mark(Mark.ATTACHED)
+    beacons.sample()
+    (first,) = beacons.take().marks
+    assert first.attached_at > 0.0 and first.first_step_at == 0.0
+    writer.step(0)
+    beacons.sample()
+    (second,) = beacons.take().marks
+    assert second.attached_at == first.attached_at and second.first_step_at >= first.attached_at
+    writer.add_save_blocked(2_000_000)
+    beacons.sample()
+    assert beacons.take().marks == ()  # grows with every save; not worth a record each time
+    beacons.worker_ended("job", 1, 0)
+    (last,) = beacons.take().marks
+    assert last.save_blocked_s == pytest.approx(0.002)
+
+
+def test_removed_beacons_leave_no_file_and_lose_no_step(prefix, tmp_path):
+    beacons, writer = watched(prefix, generation=1)
+    newer = add(beacons, prefix, 0, generation=2)
+    writer.step(0)
+    beacons.worker_ended("job", 1, 0)
+    beacons.arrived(beacons.take())
+    newer.step(1)
+    beacons.remove("job", before_generation=2)
+    assert [p.name for p in tmp_path.iterdir()] == [Path(beacon_path(prefix, "job", 2, 0)).name]
+    beacons.worker_ended("job", 2, 0)
+    beacons.remove("job")
+    assert list(tmp_path.iterdir()) == []
+    last = beacons.take()
+    assert steps(last) == [1]
+    beacons.arrived(last)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,205 @@
+"""The spool and the journal, on real SQLite files."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from flyball.contracts.decisions import Command, CommandUpdate, StopWorkers, UpdateState
+from flyball.contracts.errors import StateVersionMismatch, StorageFull
+from flyball.contracts.identity import Fence
+from flyball.contracts.signals import EngineRestarted
+from host_daemon import outbox as outbox_module
+from host_daemon.command_journal import Admission, CommandJournal
+from host_daemon.database import Database
+from host_daemon.outbox import Outbox
+from host_daemon.worker_records import Facts, WorkerRecord, WorkerRecords
+
+
+class Clock:
+    """Stands still until it is told to move."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+
+    def wall_s(self) -> float:
+        return self.now_s
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+
+def spool(path: Path, clock: Clock, incarnation: str, **settings: int) -> tuple[Outbox, Database]:
+    database = Database(path / "daemon.sqlite", **settings)
+    return Outbox(database, clock, source="host-a", incarnation=incarnation), database
+
+
+def bodies(signals) -> list[str]:
+    return [s.body.message for s in signals]
+
+
+def test_signals_are_sent_once_then_again_after_a_second_until_committed(tmp_path):
+    async def scenario() -> None:
+        clock = Clock()
+        box, database = spool(tmp_path, clock, "one")
+        await box.put(EngineRestarted("a"))
+        await box.put(EngineRestarted("b"))
+        assert [(s.seq, s.incarnation) for s in box.due()] == [(1, "one"), (2, "one")]
+        assert box.due() == () and not box.has_unsent and box.has_uncommitted
+        clock.now_s += 1.0
+        await box.committed({"one": 1, "two": 9})
+        assert bodies(box.due()) == ["b"]
+        await box.committed({"one": 2})
+        clock.now_s += 5.0
+        assert box.due() == () and not box.has_uncommitted
+        database.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_report_that_did_not_arrive_makes_its_signals_due_at_once(tmp_path):
+    async def scenario() -> None:
+        box, database = spool(tmp_path, Clock(), "one")
+        await box.put(EngineRestarted("a"))
+        box.not_sent(box.due())
+        assert box.has_unsent and bodies(box.due()) == ["a"]
+        database.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_an_earlier_incarnation_left_keeps_its_number_and_comes_first(tmp_path):
+    async def scenario() -> None:
+        box, database = spool(tmp_path, Clock(), "one")
+        await box.put(EngineRestarted("a"))
+        await box.put(EngineRestarted("b"))
+        await box.committed({"one": 1})
+        database.close()
+        box, database = spool(tmp_path, Clock(), "two")
+        assert await box.load() == 1
+        await box.put(EngineRestarted("c"))
+        assert [(s.incarnation, s.seq, s.body.message) for s in box.due()] == [("one", 2, "b"), ("two", 1, "c")]
+        database.close()
+
+    asyncio.run(scenario())
+
+
+def test_numbers_follow_the_order_of_concurrent_puts(tmp_path):
+    async def scenario() -> None:
+        box, database = spool(tmp_path, Clock(), "one")
+        await asyncio.gather(*(box.put(EngineRestarted(str(i))) for i in range(50)))
+        assert [(s.seq, s.body.message) for s in box.due()] == [(i + 1, str(i)) for i in range(50)]
+        database.close()
+        box, database = spool(tmp_path, Clock(), "two")
+        assert await box.load() == 50
+        database.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_full_spool_refuses_new_signals_and_keeps_the_oldest(tmp_path, monkeypatch):
+    monkeypatch.setattr(outbox_module, "MAX_SIGNALS", 3)
+
+    async def scenario() -> None:
+        box, database = spool(tmp_path, Clock(), "one")
+        for i in range(5):
+            await box.put(EngineRestarted(str(i)))
+        assert bodies(box.due()) == ["0", "1", "2"]
+        await box.committed({"one": 3})
+        await box.put(EngineRestarted("later"))
+        assert [s.seq for s in box.due()] == [4]  # no gap
+        database.close()
+
+    asyncio.run(scenario())
+
+
+def test_with_a_full_disk_signals_wait_in_memory_and_are_stored_when_there_is_room(tmp_path):
+    async def scenario() -> None:
+        clock = Clock()
+        box, database = spool(tmp_path, clock, "one", max_bytes=80 << 10)
+        for i in range(60):
+            await box.put(EngineRestarted(f"{i}:" + "x" * 2_000))
+        assert len(box.due()) == 60  # sent all the same
+        with pytest.raises(StorageFull, match="cannot grow"):
+            await Facts(database).set("big", "x" * 60_000)
+        await box.committed({"one": 57})
+        database.close()
+        box, database = spool(tmp_path, clock, "two")
+        assert await box.load() == 3
+        assert [s.seq for s in box.due()] == [58, 59, 60]
+        database.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_signal_and_what_belongs_to_it_are_stored_together(tmp_path):
+    async def scenario() -> None:
+        box, database = spool(tmp_path, Clock(), "one")
+        records = WorkerRecords(database)
+        await records.add([WorkerRecord("job", 1, 0, 4711, 99, 5.0, "log")])
+        await box.put(EngineRestarted("a"), also=records.mark_ended("job", 1, 0))
+        ((record, ended),), _ = await records.load()
+        assert (record.pid, ended) == (4711, True)
+        database.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_file_of_another_version_is_left_alone(tmp_path):
+    path = tmp_path / "daemon.sqlite"
+    Database(path).close()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 9")
+    connection.close()
+    with pytest.raises(StateVersionMismatch, match="version 9") as caught:
+        Database(path)
+    assert caught.value.hint
+
+
+def command(command_id: str, epoch: int, generation: int) -> Command:
+    return Command(command_id, "act-1", "host-a", Fence(epoch, generation), StopWorkers("job", generation, 0.0), 10.0)
+
+
+def answer(command_id: str, state: UpdateState) -> CommandUpdate:
+    return CommandUpdate(command_id, "host-a", "one", state, 5.0)
+
+
+def test_the_journal_admits_each_command_once_and_nothing_stale(tmp_path):
+    async def scenario() -> None:
+        database = Database(tmp_path / "daemon.sqlite")
+        journal = CommandJournal(database)
+        assert await journal.admit(command("a", 2, 3), "job") == (Admission.NEW, None)
+        assert (await journal.admit(command("b", 1, 9), "job"))[0] is Admission.STALE  # an older leader
+        assert (await journal.admit(command("c", 2, 2), "job"))[0] is Admission.STALE
+        assert (await journal.admit(command("d", 1, 1), "other"))[0] is Admission.NEW  # fences are per job
+        assert (await journal.admit(command("a", 2, 3), "job"))[0] is Admission.RESUMED
+        await journal.store(answer("a", UpdateState.ACKNOWLEDGED), "job")
+        admission, stored = await journal.admit(command("a", 2, 3), "job")
+        assert admission is Admission.RESUMED and stored.state is UpdateState.ACKNOWLEDGED
+        await journal.store(answer("a", UpdateState.SUCCEEDED), "job")
+        database.close()
+        database = Database(tmp_path / "daemon.sqlite")
+        journal = CommandJournal(database)
+        admission, stored = await journal.admit(command("a", 2, 3), "job")
+        assert admission is Admission.ANSWERED and stored == answer("a", UpdateState.SUCCEEDED)
+        assert (await journal.admit(command("e", 2, 2), "job"))[0] is Admission.STALE
+        database.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_journal_is_bounded(tmp_path):
+    async def scenario() -> None:
+        database = Database(tmp_path / "daemon.sqlite")
+        journal = CommandJournal(database)
+        for i in range(520):
+            await journal.admit(command(f"c{i}", 1, 1), "job")
+        count = await database.run(lambda c: c.execute("SELECT count(*) FROM commands").fetchone()[0])
+        assert count == 500
+        assert (await journal.admit(command("c519", 1, 1), "job"))[0] is Admission.RESUMED
+        database.close()
+
+    asyncio.run(scenario())

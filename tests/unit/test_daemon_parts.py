@@ -1,0 +1,259 @@
+"""The daemon's smaller parts: environment of a rank, errors of a worker, notices, ports, settings, start checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flyball.contracts import wire
+from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry, RestorePlan
+from flyball.contracts.cluster import HostRanks, JobSpec, Placement
+from flyball.contracts.errors import ConfigurationError, NotFound, StateVersionMismatch, UsageError
+from host_daemon.free_ports import FreePorts, is_free
+from host_daemon.generation_start import check_script
+from host_daemon.preflight import check_host
+from host_daemon.probes.preemption import PreemptionProbe
+from host_daemon.processes import ExitStatus, is_alive, read_stat, session_members
+from host_daemon.settings import parse_settings
+from host_daemon.state_dir import StateDir
+from host_daemon.worker_environment import job_environment, rank_environment
+from host_daemon.worker_errors import read_error
+
+SPEC = JobSpec("job", ("train.py",), "/code", nnodes=2, nproc_per_node=2, checkpoint=CheckpointSpec(every_steps=5))
+HOSTS = (HostRanks("host-a", "10.0.0.1", "", (0, 1)), HostRanks("host-b", "10.0.0.2", "", (2, 3)))
+PLACEMENT = Placement(
+    job="job",
+    generation=3,
+    world_size=4,
+    hosts=HOSTS,
+    master_address="10.0.0.1",
+    master_port=20_001,
+    peers={},
+    lineage=(LineageEntry(1, 7), LineageEntry(3)),
+    restore=RestorePlan(7, {}),
+    restart_count=2,
+)
+
+
+def test_environment_of_a_rank_on_the_second_host():
+    common = job_environment({"PATH": "/bin", "RANK": "9"}, SPEC)
+    found = rank_environment(
+        common,
+        spec=SPEC,
+        placement=PLACEMENT,
+        host=HOSTS[1],
+        local_rank=1,
+        shm_prefix="/dev/shm/flyball-x",
+        engine_notify="/s/notify.sock",
+        error_file="/s/e.json",
+    )
+    expected = {
+        "PATH": "/bin", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "20001", "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_ERROR_FILE": "/s/e.json", "OMP_NUM_THREADS": "1", "FLYBALL_GENERATION": "3",
+        "FLYBALL_BEACON": "/dev/shm/flyball-x.job.g3.r3.beacon", "FLYBALL_RESTORE_STEP": "7",
+        "FLYBALL_ENGINE_NOTIFY": "/s/notify.sock",
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+    assert wire.decode(found["FLYBALL_CHECKPOINT"], CheckpointSpec) == SPEC.checkpoint
+    assert msgspec.json.decode(found["FLYBALL_LINEAGE"], type=Lineage) == PLACEMENT.lineage
+
+
+def test_the_users_own_choices_stand():
+    spec = msgspec.structs.replace(SPEC, env={"OMP_NUM_THREADS": "8", "RES_OPTIONS": "timeout:9"})
+    found = job_environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, spec)
+    chosen = (found["OMP_NUM_THREADS"], found["RES_OPTIONS"], found["TORCH_NCCL_ASYNC_ERROR_HANDLING"])
+    assert chosen == ("8", "timeout:9", "3")
+    alone = msgspec.structs.replace(SPEC, nproc_per_node=1)
+    assert "OMP_NUM_THREADS" not in job_environment({}, alone)
+
+
+FAILED, KILLED, ABORTED = ExitStatus(exit_code=1), ExitStatus(signal_number=9), ExitStatus(signal_number=6)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "message"),
+    [
+        (
+            {"message": {"message": "ValueError: no: good", "extraInfo": {"py_callstack": "T"}}},
+            "ValueError",
+            "no: good",
+        ),
+        ({"message": "torch.cuda.OutOfMemoryError: 3 GiB"}, "OutOfMemoryError", "3 GiB"),
+        ({"message": {"message": "all is lost", "extraInfo": 7}}, "", "all is lost"),
+        ({"message": {"message": "KeyboardInterrupt"}}, "KeyboardInterrupt", ""),
+    ],
+)
+def test_torchs_error_file_is_believed_first(tmp_path, content, kind, message):
+    (tmp_path / "error").write_text(json.dumps(content))
+    (tmp_path / "log").write_text("Traceback (most recent call last):\nTypeError: another\n")
+    error = read_error(tmp_path / "error", tmp_path / "log", FAILED)
+    assert (error.kind, error.message) == (kind, message)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"message": 5}', b"\xff"])
+def test_without_a_usable_error_file_the_log_tells(tmp_path, content):
+    (tmp_path / "error").write_bytes(content)
+    log = "Traceback (most recent call last):\n  File a\nKeyError: 1\n\nDuring handling ...\n\n"
+    log += "Traceback (most recent call last):\n  File b, line 2\n    boom()\nmy.lib.ShardError: bad 7\nbye\n"
+    (tmp_path / "log").write_text(log)
+    error = read_error(tmp_path / "error", tmp_path / "log", FAILED)
+    assert (error.kind, error.message) == ("ShardError", "bad 7")
+    assert error.traceback.startswith("Traceback") and error.traceback.endswith("bad 7")
+
+
+def test_a_killed_worker_has_no_error_of_its_own(tmp_path):
+    (tmp_path / "log").write_text("Traceback (most recent call last):\nKeyError: caught and logged\n")
+    assert read_error(tmp_path / "error", tmp_path / "log", KILLED) is None
+    assert read_error(tmp_path / "error", tmp_path / "log", ExitStatus(exit_code=0)) is None
+    assert read_error(tmp_path / "error", tmp_path / "log", ABORTED).kind == "KeyError"
+    assert read_error(tmp_path / "error", tmp_path / "absent", FAILED) is None
+
+
+def test_each_version_of_a_notice_is_told_once(tmp_path):
+    path = tmp_path / "preemption-notice.json"
+
+    def rename_into_place(text: str) -> float:
+        (tmp_path / "new").write_text(text)
+        (tmp_path / "new").rename(path)
+        return path.stat().st_mtime
+
+    probe = PreemptionProbe(path, told=None)
+    assert probe.check() is None
+    written_at = rename_into_place('{"deadline_s": 30, "source": "gce"}')
+    notice = probe.check()
+    assert (notice.deadline_at, notice.source) == (written_at + 30.0, "gce")
+    assert probe.check() is None
+    assert PreemptionProbe(path, told=probe.identity).check() is None
+    for malformed in ("", "{", '{"deadline_s": -1}', '{"source": "x"}', '{"deadline_s": "soon"}', "x" * 9_999):
+        rename_into_place(malformed)
+        assert probe.check() is None
+    rename_into_place('{"deadline_s": 5}')
+    assert probe.check() is not None
+
+
+def test_a_proposed_port_is_free_and_none_that_outgoing_connections_take():
+    ports = FreePorts()
+    proposed = [ports.find() for _ in range(20)]
+    ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(is_free(port) and port < ephemeral for port in proposed)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert not is_free(taken.getsockname()[1])
+
+
+def test_a_process_is_named_by_pid_and_start_time_and_found_by_session():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        stat = read_stat(child.pid)
+        assert stat.session == child.pid
+        assert is_alive(child.pid, stat.start_ticks) and not is_alive(child.pid, stat.start_ticks + 1)
+        assert session_members([child.pid]) == {child.pid: child.pid}
+    finally:
+        child.kill()
+        child.communicate()
+    assert read_stat(child.pid) is None and session_members([child.pid]) == {}
+    assert ExitStatus.of_wait_status(signal.SIGKILL) == ExitStatus(signal_number=signal.SIGKILL)
+    assert ExitStatus.of_wait_status(7 << 8) == ExitStatus(exit_code=7)
+
+
+def test_a_script_that_is_not_there_is_named(tmp_path):
+    spec = msgspec.structs.replace(SPEC, workdir=str(tmp_path))
+    with pytest.raises(NotFound, match=r"train\.py does not exist"):
+        check_script(spec)
+    check_script(msgspec.structs.replace(spec, module=True))
+    with pytest.raises(NotFound, match="working folder"):
+        check_script(msgspec.structs.replace(spec, workdir=str(tmp_path / "no")))
+
+
+def arguments(tmp_path: Path, **changes: str) -> list[str]:
+    (tmp_path / "token").write_text("secret\n")
+    given = {
+        "state-dir": str(tmp_path / "state"),
+        "host-id": "host-a",
+        "supervisor": "http://127.0.0.1:7070",
+        "token-file": str(tmp_path / "token"),
+        **{name.replace("_", "-"): value for name, value in changes.items()},
+    }
+    return [part for name, value in given.items() for part in (f"--{name}", value)]
+
+
+def test_settings_come_from_flags_then_from_the_environment(tmp_path):
+    environ = {"FLYBALL_ADDRESS": "10.1.1.1", "FLYBALL_FAILURE_DOMAIN": "rack-1", "FLYBALL_SHM_DIR": "/x"}
+    settings = parse_settings(arguments(tmp_path, failure_domain="rack-2"), environ)
+    assert (settings.address, settings.failure_domain, settings.shm_dir) == ("10.1.1.1", "rack-2", "/x")
+    assert settings.token == "secret" and "secret" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "word"),
+    [
+        ({"host_id": "Host A"}, UsageError, "Host A"),
+        ({"supervisor": "localhost"}, UsageError, "localhost"),
+        ({"report_interval_s": "0"}, UsageError, "report-interval-s"),
+        ({"report_interval_s": "soon"}, UsageError, "soon"),
+        ({"state_dir": ""}, UsageError, "--state-dir"),
+        ({"token_file": "/nowhere/token"}, ConfigurationError, "/nowhere/token"),
+        ({"unknown": "1"}, UsageError, "nknown"),
+    ],
+)
+def test_bad_settings_are_named_with_a_next_step(tmp_path, changes, error, word):
+    with pytest.raises(error, match=word) as caught:
+        parse_settings(arguments(tmp_path, **changes), {})
+    assert caught.value.hint
+
+
+def test_one_daemon_per_state_folder_and_only_of_its_version(tmp_path):
+    first = StateDir(tmp_path / "state")
+    first.open()
+    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(ConfigurationError, match=str(os.getpid())):
+        StateDir(tmp_path / "state").open()
+    first.close()
+    again = StateDir(tmp_path / "state")
+    again.open()
+    again.close()
+    (tmp_path / "state" / "VERSION").write_text("0\n")
+    with pytest.raises(StateVersionMismatch, match="'0'"):
+        StateDir(tmp_path / "state").open()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="file"):
+        StateDir(tmp_path / "file").open()
+
+
+def test_what_the_host_lacks_is_said_at_the_start(tmp_path):
+    (tmp_path / "state").mkdir()
+    environ = {"FLYBALL_SHM_DIR": str(tmp_path)}
+    check_host(parse_settings(arguments(tmp_path), environ))
+    with pytest.raises(ConfigurationError, match="not an address of this host"):
+        check_host(parse_settings(arguments(tmp_path, address="192.0.2.7"), environ))
+    with pytest.raises(ConfigurationError, match="not an IP address"):
+        check_host(parse_settings(arguments(tmp_path, address="no.such.host"), environ))
+    with pytest.raises(ConfigurationError, match="/nowhere"):
+        check_host(parse_settings(arguments(tmp_path), {"FLYBALL_SHM_DIR": "/nowhere"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [({"host_id": "A B"}, 2), ({"token_file": "/nowhere"}, 3), ({"address": "192.0.2.7"}, 3)],
+)
+def test_a_daemon_that_cannot_start_says_why_without_a_traceback(tmp_path, changes, code):
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "host_daemon", *arguments(tmp_path, **changes)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code
+    assert done.stderr.startswith("error: ") and "\nNext step: " in done.stderr
+    assert "Traceback" not in done.stderr
