@@ -100,7 +100,7 @@ class Job:
 
     def release(self) -> None:
         """The job ended: free its segments on this host. Its copies on disk stay."""
-        self.end(join_timeout_s=self._services.settings.io_timeout_s)
+        self.end(join_timeout_s=0.0)  # a transfer that is going on keeps its memory until it ends
         self.memory.release()
         self.replicas.release()
 

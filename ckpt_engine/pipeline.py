@@ -219,11 +219,16 @@ class RankPipeline:
         for view in views:
             if not self._is_wanted(view):
                 continue
+            found = self._memory.find(entry, view.generation, view.step)
+            if found is None:
+                self._drop_bad(entry, view, "its manifest is not valid")
+                continue
             for peer in self._generation.replica_hosts:
-                retry_s = self._replicate_to(peer, entry, view)
+                retry_s = self._replicate_to(peer, entry, *found)
                 if retry_s is not None:
                     return retry_s  # newer steps wait for this one
-            self._note_saved(entry, view)
+            if entry.segments.unchanged(view):
+                self._note_saved(entry, view)
         return self._settings.scan_interval_s
 
     def _is_wanted(self, view: SlotView) -> bool:
@@ -234,26 +239,32 @@ class RankPipeline:
             lost = view.step in self._failed or view.step in world.abandoned
         return view.generation != self._generation.number or not lost
 
-    def _replicate_to(self, peer: str, entry: OpenSegments, view: SlotView) -> float | None:
+    def _replicate_to(
+        self, peer: str, entry: OpenSegments, view: SlotView, manifest: Manifest, data: bytes
+    ) -> float | None:
         """None when the peer has the shard, or never will; else the seconds after which to try again."""
         key = (peer, view.generation, view.step)
         with self._state_lock:
             if key in self._replicated or key in self._given_up:
                 return None
             tried_s = time.monotonic() - self._tried_since.setdefault(key, time.monotonic())
-        found = self._memory.find(entry, view.generation, view.step)
-        if found is None:
-            return None  # overwritten since, so it was not needed any more
-        attempt = self._offer(peer, entry, *found)
+        attempt = self._offer(peer, entry, view, manifest, data)
         spent = max(tried_s, self._peer_down_s(peer)) > self._settings.replicate_timeout_s
         if not attempt.there and attempt.retry_s is not None and not spent:
             return attempt.retry_s
         with self._state_lock:
+            self._forget_old_steps()
             self._tried_since.pop(key, None)
             (self._replicated if attempt.there else self._given_up).add(key)
         if not attempt.there:
             self._give_up(view, f"It could not be replicated to {peer}: {attempt.reason}")
         return None
+
+    def _forget_old_steps(self) -> None:
+        oldest = self._world.present.world_step
+        self._replicated = {key for key in self._replicated if key[2] >= oldest}
+        self._given_up = {key for key in self._given_up if key[2] >= oldest}
+        self._tried_since = {key: since for key, since in self._tried_since.items() if key[2] >= oldest}
 
     def _offer(self, peer: str, entry: OpenSegments, view: SlotView, manifest: Manifest, data: bytes) -> _Attempt:
         try:
@@ -289,15 +300,22 @@ class RankPipeline:
         return _Attempt(False, retry_s, f"it answered {reply.verdict}. {reply.message}")
 
     def _is_bad_here(self, entry: OpenSegments, view: SlotView, manifest: Manifest) -> bool:
-        """The peer found the bytes bad: if they are bad in this slot already, it must not be restored from."""
+        """The peer found the bytes bad: whether they are bad in this slot already."""
         try:
             integrity.verify(entry.segments.payload(view.index), manifest.chunk_digests, manifest.chunk_bytes)
-        except CorruptShard:
-            if entry.segments.unchanged(view):
-                self._counters.add("corrupt_copies")
-                entry.segments.drop(view.index)
+        except CorruptShard as error:
+            self._drop_bad(entry, view, error.message)
             return True
         return False
+
+    def _drop_bad(self, entry: OpenSegments, view: SlotView, reason: str) -> None:
+        """This slot must not be restored from, unless it holds something newer by now."""
+        with entry.writing:
+            if not entry.segments.unchanged(view):
+                return
+            entry.segments.drop(view.index)
+        self._counters.add("corrupt_copies")
+        self._give_up(view, f"The slot is corrupt: {reason}")
 
     def _give_up(self, view: SlotView, reason: str) -> None:
         if view.generation == self._generation.number:

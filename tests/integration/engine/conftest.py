@@ -38,7 +38,7 @@ from flyball.contracts.segments import rank_segment, shm_prefix
 JOB = "job"
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
     """Poll until the condition holds; fails the test at the deadline."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
