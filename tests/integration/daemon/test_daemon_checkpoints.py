@@ -1,0 +1,73 @@
+"""The daemon between commands and the checkpoint engine, with a trainer that saves."""
+
+from __future__ import annotations
+
+import msgspec
+
+from flyball.contracts.checkpoints import RestorePlan, ShardSource, Tier, branch
+from flyball.contracts.decisions import SaveEmergency, StartWorkers, UpdateState
+
+TRAINER = """
+import threading
+import torch
+import flyball
+job = flyball.attach()
+x = torch.zeros(1000)
+start = job.restore({"x": x})
+print("start", start, float(x[0]), flush=True)
+for step in range(start, 100_000):
+    x += 1
+    job.step(step)
+    job.save(step, {"x": x})
+    threading.Event().wait(0.02)
+"""
+
+
+def test_emergency_save_stop_and_restore_lose_no_step(shared, make_shared_job):
+    supervisor = shared.supervisor
+    job = make_shared_job(TRAINER, nproc=2)
+    name = job.spec.job
+    job.start()
+
+    def newest_step() -> int:
+        return max((r.step for r in supervisor.newest.ranks if r.job == name), default=-1)
+
+    shared.until("a few steps", lambda: newest_step() >= 3)
+    late = job.send(SaveEmergency(name, 1, 0, 20.0), generation=1)
+    assert (late.state, late.code) == (UpdateState.FAILED, "too_late")
+    assert {p.rank for p in late.result.positions} == {0, 1}
+
+    step = newest_step() + 25
+    command = job.command(SaveEmergency(name, 1, step, 30.0), generation=1)
+    supervisor.send(command)
+    assert supervisor.answer(command, final=False).state is UpdateState.ACKNOWLEDGED
+    saved = supervisor.answer(command)
+    assert saved.state is UpdateState.SUCCEEDED, saved
+    assert {c.rank for c in saved.result.copies if c.step == step} == {0, 1}
+
+    stopped = job.stop(1).result
+    assert {(p.rank, p.step) for p in stopped.positions} == {(0, step), (1, step)}
+    assert {c.rank for c in stopped.copies if c.step == step and c.tier is Tier.MEMORY} == {0, 1}
+
+    before = job.placement(1)
+    sources = {str(rank): (ShardSource(rank, 1, Tier.MEMORY, "host-a", ""),) for rank in (0, 1)}
+    placement = msgspec.structs.replace(
+        job.placement(2, port=stopped.free_port),
+        lineage=branch(before.lineage, restored_step=step, generation=2),
+        restore=RestorePlan(step, sources),
+    )
+    assert job.send(StartWorkers(job.spec, placement), generation=2).state is UpdateState.SUCCEEDED
+    for rank in (0, 1):
+        line = shared.until("its start", lambda rank=rank: job.log(2, rank))
+        assert line.split() == ["start", str(step + 1), str(float(step + 1))]
+    restores = shared.until(
+        "the restores in a report",
+        lambda: {(s.rank, s.step, s.source_tier) for r in supervisor.reports for s in r.restores if s.job == name},
+    )
+    assert restores <= {(0, step, Tier.MEMORY), (1, step, Tier.MEMORY)}
+    shared.until("a step beyond", lambda: newest_step() > step)
+    shared.until("its copies in a report", lambda: [c for c in supervisor.newest.copies if c.generation == 2])
+    marks = [m for r in supervisor.reports for m in r.marks if m.job == name and m.generation == 2]
+    assert all(m.spawned_at <= m.attached_at <= m.restored_at <= m.first_step_at for m in marks if m.first_step_at)
+    job.end(2)
+    assert not [p.name for p in shared.shm_dir.iterdir() if f".{name}." in p.name]
