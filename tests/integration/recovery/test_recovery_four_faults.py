@@ -1,0 +1,158 @@
+"""Two hosts of two ranks and a spare: every fault is noticed, decided about, and recovered from without a trace in the
+losses. The tests share one job, and each waits for the incident of its own fault."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flyball.contracts.clock import SystemClock
+from simulator.inject import faults
+
+CLOCK = SystemClock()
+JOB = "four-faults"
+
+
+@pytest.fixture(scope="module")
+def job(make_stack):
+    stack = make_stack()
+    stack.start_supervisor()
+    stack.add_hosts("host-a", "host-b", "host-c")
+    return stack.train(JOB, nnodes=2, nproc_per_node=2)
+
+
+@pytest.fixture
+def spare(job) -> str:
+    """A healthy host without ranks and without notice; a new one if there is none."""
+    stack = job.stack
+
+    def free() -> list[str]:
+        hosts = stack.api.items("/v1/hosts")
+        usable = [h for h in hosts if h["state"] in ("healthy", "spare") and h["preempt_deadline_at"] is None]
+        return [h["host_id"] for h in usable if not h["job"] and h["engine_alive"]]
+
+    if not free():
+        stack.add_hosts(f"host-{'abcdefgh'[len(stack.hosts)]}")
+        stack.until("a spare", free)
+    return free()[0]
+
+
+def check_restored(job, incident: dict[str, Any], tiers: dict[int, str]) -> None:
+    """Every rank restored the incident's step, each from where it should."""
+    restored = incident["restored_from"]
+    assert {r["rank"]: r["tier"] for r in restored} == tiers
+    assert {r["step"] for r in restored} == {incident["restored_step"]}
+    for r in restored:
+        if r["tier"] == "peer":
+            assert r["socket_bytes"] >= r["size_bytes"] > 0, "the shard, and its manifest, came through a socket"
+        else:
+            assert r["socket_bytes"] == 0 < r["size_bytes"]
+
+
+def check_recovered(job, reference, incident: dict[str, Any], kinds: list[str], rules: list[str]) -> None:
+    """What holds after every fault."""
+    assert incident["state"] == "resolved", incident
+    decisions = job.decisions(incident)
+    assert [(d["kind"], d["rule"]) for d in decisions] == list(zip(kinds, rules, strict=True))
+    assert all(d["reason"] for d in decisions)
+    assert incident["lost_steps"] == max(0, incident["failed_step"] - incident["restored_step"])
+    job.train_on()
+    losses = job.check_losses(reference)
+    assert min(max(s for r, s in losses if r == rank) for rank in range(4)) > incident["failed_step"]
+    job.check_goodput()
+
+
+IN_MEMORY = dict.fromkeys(range(4), "memory")
+
+
+def test_a_killed_worker_is_restarted_from_memory(job, reference) -> None:
+    with job.next_incident() as incident:
+        injected = faults.kill(job.stack.api, job=JOB, rank=1, clock=CLOCK)
+    assert (incident["cause"], incident["signal"]) == ("worker_killed", "worker_exited")
+    assert "signal 9 (SIGKILL)" in incident["message"]
+    assert injected.at <= incident["observed_at"] <= incident["decided_at"] <= incident["resolved_at"]
+    check_recovered(job, reference, incident, ["restart_in_place"], ["restart_in_place"])
+    check_restored(job, incident, IN_MEMORY)
+    assert incident["lost_steps"] <= 1
+
+
+def check_stall(job, reference, incident: dict[str, Any], rank: int) -> None:
+    assert (incident["cause"], incident["signal"]) == ("rank_stalled", "rank_stalled")
+    (decision,) = job.decisions(incident)
+    # Ranks that wait for it in the all-reduce may be named too: their beacons stopped within the same milliseconds.
+    assert str(rank) in decision["evidence"]["ranks"].split(",")
+    check_recovered(job, reference, incident, ["restart_in_place"], ["restart_in_place"])
+    check_restored(job, incident, IN_MEMORY)
+    assert incident["lost_steps"] <= 1
+
+
+def test_a_frozen_worker_is_found_by_its_beacon(job, reference) -> None:
+    with job.next_incident() as incident:
+        faults.hang(job.stack.api, job=JOB, rank=2, clock=CLOCK)
+    check_stall(job, reference, incident, 2)
+
+
+def test_a_worker_that_spins_is_found_by_its_beacon(job, reference) -> None:
+    with job.next_incident() as incident:
+        job.arm("spin", 3)
+    check_stall(job, reference, incident, 3)
+
+
+def test_a_rank_that_never_enters_the_all_reduce_is_found_by_the_beacons(job, reference) -> None:
+    with job.next_incident() as incident:
+        job.arm("absent", 1)
+    check_stall(job, reference, incident, 1)
+
+
+def test_a_lost_host_is_replaced_from_its_peers_memory(job, reference, spare) -> None:
+    stack = job.stack
+    lost, kept = job.host_of(3), job.host_of(0)
+    assert lost != kept
+    moved = [r["rank"] for r in job.get()["ranks"] if r["host_id"] == lost]
+    before = stack.counters(kept)
+    stack.lost.add(lost)
+    with job.next_incident() as incident:
+        injected = faults.host_down(stack.api, host_id=lost, clock=CLOCK)
+    assert injected.removed_segments > 0 and not stack.hosts[lost].state_dir.exists()
+    assert (incident["cause"], incident["signal"]) == ("host_silent", "host_silent")
+    check_recovered(job, reference, incident, ["migrate_to_spare"], ["migrate_to_spare"])
+    check_restored(job, incident, IN_MEMORY | dict.fromkeys(moved, "peer"))
+    assert {job.host_of(rank) for rank in moved} == {spare}
+    check_served(stack, incident, kept, before)
+    assert incident["lost_steps"] <= 1
+
+
+def check_served(stack, incident: dict[str, Any], server: str, before: dict[str, int]) -> None:
+    """The serving engine counted the bytes that the fetching ones reported."""
+    fetched = [r for r in incident["restored_from"] if r["tier"] == "peer"]
+    assert {r["source_host"] for r in fetched} == {server}
+    assert all(r["source_host"] != r["host_id"] for r in fetched)
+    after = stack.counters(server)
+    grown = {name: after[name] - before.get(name, 0) for name in ("restore_bytes_sent", "peer_bytes_sent")}
+    assert grown["restore_bytes_sent"] >= sum(r["size_bytes"] for r in fetched)
+    assert grown["peer_bytes_sent"] >= grown["restore_bytes_sent"]
+
+
+def test_a_preempted_host_is_left_without_losing_a_step(job, reference, spare) -> None:
+    stack = job.stack
+    leaving, kept = job.host_of(0), job.host_of(3)
+    assert leaving != kept
+    moved = [r["rank"] for r in job.get()["ranks"] if r["host_id"] == leaving]
+    before = stack.counters(kept)
+    with job.next_incident() as incident:
+        faults.preempt(stack.api, host_id=leaving, deadline_s=60.0, clock=CLOCK)
+    assert (incident["cause"], incident["signal"]) == ("preemption_notice", "preemption_notice")
+    check_recovered(
+        job,
+        reference,
+        incident,
+        ["emergency_checkpoint", "migrate_to_spare"],
+        ["save_before_the_host_goes", "migrate_to_spare"],
+    )
+    check_restored(job, incident, IN_MEMORY | dict.fromkeys(moved, "peer"))
+    assert {job.host_of(rank) for rank in moved} == {spare}
+    check_served(stack, incident, kept, before)
+    assert incident["lost_steps"] == 0
+    named = job.decisions(incident)[0]["evidence"]["step"]
+    assert incident["restored_step"] >= named, "the step that the command named, or a later one if that was passed"
