@@ -8,8 +8,6 @@ import os
 import threading
 from pathlib import Path
 
-import msgspec
-
 from ckpt_engine.durable_files import make_folder, write_durably
 from flyball.contracts import wire
 from flyball.contracts.engine_wire import Configure
@@ -26,13 +24,6 @@ STATE_VERSION = "1"
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less the closing zero
 
 
-class PidFile(msgspec.Struct, frozen=True):
-    """The content of engine.pid, for people and for the next engine."""
-
-    pid: int
-    port: int = 0  # taken again after a restart, so that peers find the new engine where the old one was
-
-
 class StateDir:
     """The state folder of one host. Open it once per process."""
 
@@ -47,10 +38,10 @@ class StateDir:
             fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise Conflict(
-                f"Another checkpoint engine (pid {self._read_pid_file().pid}) uses {path}.",
+                f"Another checkpoint engine (pid {self._read_pid_file()[0]}) uses {path}.",
                 hint="use it, end it, or give this one a state folder of its own",
             ) from error
-        self.previous_port = self._read_pid_file().port
+        _, self.previous_port = self._read_pid_file()  # taken again, so that peers find this engine where it was
 
     def socket_path(self, name: str) -> Path:
         """The path of a Unix socket in the folder; a file that a killed engine left there is removed."""
@@ -64,16 +55,17 @@ class StateDir:
         return path
 
     def write_pid_file(self, port: int) -> None:
-        """Say who and where this engine is. Written in place: the lock is on this very file."""
-        data = wire.encode(PidFile(os.getpid(), port)) + b"\n"
+        """Say who and where this engine is: "pid port". Written in place, because the lock is on this very file."""
+        data = f"{os.getpid()} {port}\n".encode()
         os.pwrite(self._lock_descriptor, data, 0)
         os.ftruncate(self._lock_descriptor, len(data))
 
-    def _read_pid_file(self) -> PidFile:
+    def _read_pid_file(self) -> tuple[int, int]:
         try:
-            return wire.decode(self._pid_path.read_bytes(), PidFile)
-        except InvalidMessage:
-            return PidFile(0)  # empty, or torn by a kill: nothing depends on it
+            pid, port = self._pid_path.read_text().split()
+            return int(pid), int(port)
+        except ValueError:
+            return 0, 0  # empty, or torn by a kill: nothing depends on it
 
 
 class FenceFile:
