@@ -132,6 +132,7 @@ class ControllerLoop:
                 self._step_down("the lease ran out during a round; nothing of it was stored")
                 return POLL_S
             cursor = delivered[-1].cursor if delivered else None
+            reach("controller.before_commit")
             self._store.commit(
                 epoch=grant.epoch, now=now, signals=signals, cursor=cursor, outcome=outcome, first_steps=steps
             )
