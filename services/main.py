@@ -33,7 +33,7 @@ from services.controller.loop import ControllerLoop
 from services.runtime.event_metrics import EventMetrics
 from services.runtime.health import Check, Health
 from services.runtime.http_server import HttpServer
-from services.runtime.lifecycle import Loop, LoopThread, held_termination_signals, termination_requested
+from services.runtime.lifecycle import Loop, LoopThread, hold_termination_signals, termination_requested
 from services.runtime.listener import bind_listener, url_of
 from services.runtime.settings import Settings, load_settings
 from services.runtime.state_dir import StateDir, SupervisorRecord
@@ -107,6 +107,7 @@ class Supervisor:
         stack.callback(listener.close)
         self.url = url_of(listener, tls=settings.tls_cert_file is not None)
 
+        state_dir.make_private("flyball.sqlite")  # jobs may carry secrets in their environment
         assembly = _Assembly(settings, self._parts, self._clock)
         stack.callback(assembly.db.close)
         migrate(assembly.db)
@@ -271,8 +272,8 @@ class _Assembly:
     def _build_api(self) -> ApiPart:
         self.checks["leader"] = self._leader_problem
         reads = ReadModels(self.db)
-        event_metrics = EventMetrics(self._events.read, self._metrics, self._clock)
-        self._background["event-metrics"] = lambda bells: event_metrics.run(bells.events)
+        event_metrics = EventMetrics(self._events, self._metrics, self._clock)
+        self._background["event-metrics"] = lambda _: event_metrics.run()
         return ApiPart(
             jobs=SqlJobStore(self.db),
             reads=reads,
@@ -333,18 +334,18 @@ def _check_tls(settings: Settings) -> None:
 
 def _run(settings: Settings, parts: Sequence[str]) -> int:
     """Serve until a termination signal or a failure; the exit code."""
-    with held_termination_signals():
-        supervisor = Supervisor(settings, parts)
-        supervisor.start()
-        try:
-            while not termination_requested(ALIVE_POLL_S):
-                if supervisor.failed:
-                    log.error("a part failed; ending, so that the process can be started anew")
-                    return 1
-            log.info("ending", reason="termination signal")
-            return 0
-        finally:
-            supervisor.stop()
+    hold_termination_signals()
+    supervisor = Supervisor(settings, parts)
+    supervisor.start()
+    try:
+        while not termination_requested(ALIVE_POLL_S):
+            if supervisor.failed:
+                log.error("a part failed; ending, so that the process can be started anew")
+                return 1
+        log.info("ending", reason="termination signal")
+        return 0
+    finally:
+        supervisor.stop()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.events import Event, EventKind
+from services.runtime.log_cursor import EventLogReader
 
 Json = dict[str, Any]
 
@@ -21,21 +22,11 @@ class JobStore(Protocol):
         ...
 
 
-class EventLog(Protocol):
+class EventLog(EventLogReader, Protocol):
     def append(self, events: Sequence[Event]) -> None: ...
-
-    def read(
-        self, job: str | None, after: int, limit: int, kinds: Collection[EventKind] = ()
-    ) -> list[tuple[int, Event]]:
-        """The oldest (position, event) pairs behind `after`, in order, of one job or of all; no `kinds` means all."""
-        ...
 
     def newest(self, job: str | None, limit: int, kinds: Collection[EventKind] = ()) -> list[tuple[int, Event]]:
         """The newest (position, event) pairs, in order."""
-        ...
-
-    def last(self) -> int:
-        """The position of the newest event of all, 0 if there is none."""
         ...
 
 

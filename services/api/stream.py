@@ -13,6 +13,7 @@ from flyball.contracts.events import Event, EventKind
 from flyball.contracts.wire import encode
 from services.actuator.notify import AsyncWakeup
 from services.api.ports import EventLog
+from services.runtime.log_cursor import read_on
 from services.runtime.telemetry import Metrics
 
 BATCH = 500
@@ -51,7 +52,7 @@ class EventStreams:
         quiet_s = 0.0
         while not self._stopping:
             seen = bell.count
-            after, events = await asyncio.to_thread(self._next, job, after, kinds)
+            after, events = await asyncio.to_thread(read_on, self._log, job=job, after=after, limit=BATCH, kinds=kinds)
             if events:
                 quiet_s = 0.0
                 yield b"".join(_frame(position, event) for position, event in events)
@@ -61,14 +62,6 @@ class EventStreams:
                 yield b": alive\n\n"  # so that proxies keep the connection, and a gone reader is noticed
             await bell.wait(seen, self._poll_interval_s)
             quiet_s += self._poll_interval_s
-
-    def _next(self, job: str | None, after: int, kinds: Collection[EventKind]) -> tuple[int, list[tuple[int, Event]]]:
-        """The next events, and the position up to which the log has been looked through."""
-        last = self._log.last()  # first, so that what is added meanwhile is not taken as seen
-        if last <= after:
-            return after, []
-        events = self._log.read(job, after, BATCH, kinds)
-        return (events[-1][0] if len(events) == BATCH else max(last, *(p for p, _ in events), after)), events
 
     def _count(self, change: int) -> None:
         self._open += change

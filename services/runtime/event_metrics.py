@@ -4,11 +4,10 @@ growing on over restarts."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.events import Event, EventKind
-from services.actuator.notify import AsyncWakeup
+from services.runtime.log_cursor import EventLogReader, read_on
 from services.runtime.outages import OUTAGES, Outage
 from services.runtime.telemetry import Metrics
 
@@ -16,35 +15,34 @@ PAGE = 500
 LOOK_AGAIN_S = 1.0
 COUNTED = (EventKind.DECISION, EventKind.INCIDENT_OPENED, EventKind.INCIDENT_CLOSED)
 
-Read = Callable[[str | None, int, int, Collection[EventKind]], list[tuple[int, Event]]]
-
 
 class EventMetrics:
     """Follows the event log from its beginning."""
 
-    def __init__(self, read: Read, metrics: Metrics, clock: Clock) -> None:
-        self._read = read
+    def __init__(self, log: EventLogReader, metrics: Metrics, clock: Clock) -> None:
+        self._log = log
         self._clock = clock
         self._metrics = metrics
         self._after = 0
         self._opened_at: dict[str, float] = {}
 
-    async def run(self, changed: AsyncWakeup) -> None:
+    async def run(self) -> None:
+        """Until cancelled; a scrape is never more than about a second behind."""
         outage = Outage("event-metrics", self._clock)
         while True:
             wait_s = LOOK_AGAIN_S
-            page: list[tuple[int, Event]] = []
-            seen = changed.count
             try:
-                page = await asyncio.to_thread(self._read, None, self._after, PAGE, COUNTED)
+                self._after, page = await asyncio.to_thread(
+                    read_on, self._log, job=None, after=self._after, limit=PAGE, kinds=COUNTED
+                )
                 outage.ended()
+                for _, event in page:
+                    self._count(event)
+                if len(page) == PAGE:
+                    continue
             except OUTAGES as error:
                 wait_s = outage.pause_s(error)
-            for position, event in page:
-                self._after = position
-                self._count(event)
-            if len(page) < PAGE:
-                await changed.wait(seen, wait_s)
+            await asyncio.sleep(wait_s)
 
     def _count(self, event: Event) -> None:
         metrics = self._metrics

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import structlog
 
@@ -78,17 +77,13 @@ class LoopThread:
             self._stop.wait(RESTART_PAUSE_S)
 
 
-@contextmanager
-def held_termination_signals() -> Iterator[None]:
-    """Hold SIGTERM and SIGINT back, so that `termination_requested` can take them at a moment of our choice: a handler
-    could interrupt any line, also one that holds a lock. Threads started inside inherit this."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINATION_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+def hold_termination_signals() -> None:
+    """Hold SIGTERM and SIGINT back for the rest of the process's life, so that `termination_requested` can take them at
+    a moment of our choice: a handler could interrupt any line, also one that holds a lock, and a second signal would
+    cut the drain off. For the main thread, before it starts others: they inherit this."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, TERMINATION_SIGNALS)
 
 
 def termination_requested(timeout_s: float) -> bool:
-    """Whether a termination signal came, or comes within `timeout_s`. Only inside `held_termination_signals`."""
+    """Whether a termination signal came, or comes within `timeout_s`. Only after `hold_termination_signals`."""
     return signal.sigtimedwait(TERMINATION_SIGNALS, timeout_s) is not None

@@ -70,6 +70,11 @@ class StateDir:
             )
         return token
 
+    def make_private(self, name: str) -> None:
+        """Create an empty file for the owner alone, unless it is there."""
+        with _clear_errors(self.path / name):
+            os.close(os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
     def write_record(self, name: str, record: SupervisorRecord) -> None:
         """Publish the address as `name`.json, whole or not at all."""
         path = self.path / f"{name}.json"

@@ -177,14 +177,46 @@ def test_a_worker_dies_and_the_whole_way_is_visible(client: httpx.Client) -> Non
     assert client.post("/v1/jobs/demo/stop").status_code == 202
 
 
+QUICK_DETECTOR = {"silence": {"min_deadline_s": 0.2, "expected_deadline_s": 0.2, "correlated_factor": 3.0}}
+
+
+def test_a_host_that_stops_reporting_is_found_also_by_a_sensor_that_never_heard_it(
+    start: Callable[..., Supervisor],
+) -> None:
+    first = start()  # patient by default: it finds nothing in the moment that it runs
+    with client_of(first) as client:
+        send(client, report())
+        until(lambda: items(client, "/v1/hosts"), "the host is known")
+        client.post("/v1/jobs", content=encode(SPEC))
+        until(lambda: answer_commands(client), "the host has ranks")
+    first.stop()
+    with client_of(start(detector=QUICK_DETECTOR)) as client:
+        found = until(lambda: items(client, "/v1/incidents", job="demo"), "the incident")
+        assert (found[0]["cause"], found[0]["host_id"]) == ("host_silent", "host-a")
+        signals = items(client, "/v1/events", job="demo", kind="signal")
+        assert signals[-1]["event"]["data"]["source"].startswith("sensor.")
+
+
+def test_commands_are_kept_for_a_daemon_that_left_its_poll(client: httpx.Client) -> None:
+    send(client, report())
+    until(lambda: items(client, "/v1/hosts"), "the host is known")
+    with pytest.raises(httpx.ReadTimeout):
+        client.get("/v1/hosts/host-a/commands", params={"incarnation": "inc-host-a", "wait_s": 20}, timeout=0.2)
+    client.post("/v1/jobs", content=encode(SPEC))
+    until(lambda: items(client, "/v1/decisions", job="demo"), "the decision to start")
+    assert [c["body"]["type"] for c in answer_commands(client)] == ["start_workers"]
+    assert "flyball_commands_handed_out_total 1.0" in client.get("/metrics").text, "not to the dead connection too"
+
+
 def test_nothing_but_health_answers_without_the_right_token(supervisor: Supervisor, client: httpx.Client) -> None:
     paths: dict[str, dict[str, Any]] = client.get("/openapi.json").json()["paths"]
     assert {"/v1/reports", "/v1/jobs", "/v1/stream", "/v1/hosts/{host_id}/commands"} < paths.keys()
     tried = 0
+    stranger = httpx.Client(base_url=supervisor.url, timeout=DEADLINE_S)
     for path, methods in [*paths.items(), ("/openapi.json", {"get": {}}), ("/no/such/path", {"get": {}, "post": {}})]:
         for method in methods:
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {supervisor.token}"}):
-                answer = httpx.request(method, supervisor.url + re.sub(r"{\w+}", "x", path), headers=headers)
+                answer = stranger.request(method, re.sub(r"{\w+}", "x", path), headers=headers)
                 if path in PUBLIC:
                     assert answer.status_code == 200
                     continue
@@ -192,6 +224,7 @@ def test_nothing_but_health_answers_without_the_right_token(supervisor: Supervis
                 assert answer.headers["content-type"] == "application/problem+json"
                 assert answer.headers["www-authenticate"].startswith("Bearer")
                 tried += 1
+    stranger.close()
     assert tried > 40
     assert supervisor.token not in client.get("/metrics").text
 

@@ -88,6 +88,15 @@ def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
         StateDir(tmp_path).token()
 
 
+def test_a_private_file_stays_what_it_is(tmp_path: Path) -> None:
+    folder = StateDir(tmp_path)
+    folder.make_private("flyball.sqlite")
+    assert stat.S_IMODE((tmp_path / "flyball.sqlite").stat().st_mode) == 0o600
+    (tmp_path / "flyball.sqlite").write_text("data")
+    folder.make_private("flyball.sqlite")
+    assert (tmp_path / "flyball.sqlite").read_text() == "data"
+
+
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="Cannot use") as caught:

@@ -2,7 +2,8 @@
 // the page as text, never as markup.
 "use strict";
 
-const REFRESH_MS = 250; // the least time between two looks at what changes with every step
+const REFRESH_MS = 150; // from an event to the look at what it changed
+const STEPS_REFRESH_MS = 500; // the same for completed steps, which come all the time
 const SLOW_REFRESH_MS = 3000;
 const QUIET_REFRESH_MS = 5000; // also without an event: a host that stopped reporting writes none
 const MAX_POINTS = 1500;
@@ -137,12 +138,23 @@ const refresh = paced(async () => {
   const about = job ? { job: job.job } : {};
   const [hosts, incidents, decisions] = await Promise.all([get("hosts"), get("incidents", about), get("decisions", about)]);
   if (job?.job !== page.job?.job) return; // another job was chosen meanwhile
-  showJob(job, incidents.items);
+  page.incidents = incidents.items;
+  page.hosts = hosts.items;
+  showJob(job);
   showHosts(hosts.items, job);
   showIncidents(incidents.items, decisions.items);
   show("decisions", decisions.items.slice(-TIMELINE_LENGTH).reverse(), drawDecisions);
   drawProgress(incidents.items);
 }, REFRESH_MS);
+
+const refreshSteps = paced(async () => {
+  const job = page.job && await get(`jobs/${encodeURIComponent(page.job.job)}`);
+  if (!job || job.job !== page.job?.job) return;
+  page.job = job;
+  showJob(job);
+  showHosts(page.hosts ?? [], job);
+  drawProgress(page.incidents ?? []);
+}, STEPS_REFRESH_MS);
 
 const refreshSlowly = paced(async () => {
   if (!page.job) return;
@@ -158,6 +170,7 @@ function startOver(job) {
   page.points = [];
   page.timeline = [];
   page.goodput = null;
+  page.incidents = [];
   page.job = job;
   for (const id of ["goodput", "checkpoints", "timeline", "progress"]) { byId(id).replaceChildren(); page.shown.delete(id); }
   follow(job).catch((error) => connection(false, error.message));
@@ -185,7 +198,7 @@ async function follow(job) {
     refresh();
     refreshSlowly();
   });
-  page.stream.addEventListener("steps", (message) => { addPoints(JSON.parse(message.data)); refresh(); });
+  page.stream.addEventListener("steps", (message) => { addPoints(JSON.parse(message.data)); refreshSteps(); });
 }
 
 // --- the job ------------------------------------------------------------------------------------------------------
@@ -200,8 +213,7 @@ function showPicker(jobs) {
   if (page.job && document.activeElement !== byId("job-choice")) byId("job-choice").value = page.job.job;
 }
 
-function showJob(job, incidents) {
-  page.incidents = incidents;
+function showJob(job) {
   if (!job) return;
   document.title = `${job.job} · ${job.state} · Flyball`;
   show("job-name", job.job, String);
