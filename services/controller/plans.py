@@ -96,10 +96,11 @@ def save_plan(
 
 
 def end_plan(case: Case, kind: DecisionKind, grace_s: float) -> ActionPlan:
-    """End the job on every host that has something of it."""
+    """End the job on every host that has something of it: workers, or copies from an earlier placement."""
     spec = case.job.spec
     generation = case.job.generation
-    reachable, unreachable = _involved(case, generation) if generation else ((), ())
+    holders = tuple(copy.host_id for copy in case.round.view.copies if copy.job == spec.job and copy.host_id)
+    reachable, unreachable = _involved(case, generation, holders) if generation else ((), ())
     return ActionPlan(
         kind=kind,
         job=spec.job,
@@ -124,10 +125,12 @@ def clean_plan(case: Case, host_id: str, generation: int) -> ActionPlan:
     )
 
 
-def _involved(case: Case, generation: GenerationView) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _involved(
+    case: Case, generation: GenerationView, others: Collection[str] = ()
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Hosts that have, or may have, workers of the job, those in reach and those not: of the generation, and of actions
-    that did not succeed, which may have left older workers behind."""
-    names = [part.host_id for part in generation.hosts]
+    that did not succeed, which may have left older workers behind; and `others`."""
+    names = [*(part.host_id for part in generation.hosts), *others]
     for action in case.round.actions.values():
         plan = action.plan
         if plan.job == case.job.spec.job and plan.kind is not DecisionKind.CORDON:

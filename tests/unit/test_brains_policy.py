@@ -235,6 +235,13 @@ def test_a_job_is_done_when_all_ranks_are() -> None:
     assert outcome.jobs[-1].state is JobState.SUCCEEDED and not outcome.incidents
 
 
+def test_a_job_ends_also_where_an_earlier_placement_left_copies() -> None:
+    ends = [say(exited(n, exit_code=0, error=""), seq=n + 1) for n in range(2)]
+    left_behind = ShardCopy("job", 1, 40, 0, Tier.MEMORY, "c", 10, "00")
+    plan = decided(decide(view(copies=[left_behind]), ends, SETTINGS, NOW)).action
+    assert plan is not None and set(plan.stop_hosts) == {"a", "b", "c"}
+
+
 # --- failures --------------------------------------------------------------------------------------------------------
 
 
