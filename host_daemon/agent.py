@@ -151,7 +151,7 @@ class Agent:
         await self._engine.stop()
         with contextlib.suppress(FlyballError, TimeoutError):
             await asyncio.wait_for(self._reporter.send_once(), LAST_REPORT_TIMEOUT_S)
-        self._standbys.close()
+        await self._standbys.close()
         await self._http.close()
         self._database.close()
         self._state_dir.close()
@@ -196,6 +196,8 @@ class Agent:
                 message = f"The process that hosted the rendezvous store ended; see {record.log_path}."
                 await self._outbox.put(WorkerStartFailed(job, generation, 0, message), also=ended)
                 self._reporter.wake()
+            else:
+                await self._records.end(record)
             return
         _log.info(
             "worker_ended",

@@ -184,7 +184,11 @@ class Beacons:
         def wall(moment_ns: int) -> float:
             return wall_s - (now_ns - moment_ns) / 1e9 if moment_ns else 0.0
 
-        snapshot = watched.reader.snapshot()
+        try:
+            snapshot = watched.reader.snapshot()
+        except ValueError as error:  # a phase that does not exist: somebody wrote over the page
+            _log.warning("beacon_garbled", path=watched.path, error=str(error))
+            return False
         new = snapshot.steps_since(watched.count)
         watched.snapshot = snapshot
         watched.count = snapshot.step_count

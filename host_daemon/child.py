@@ -34,18 +34,19 @@ _FRAMES_OF_OURS = (__file__, runpy.__file__, "<frozen runpy>")
 
 def carry_out(order: Order) -> None:
     """Run what was ordered, in this process; ends by SystemExit, or by returning when the script is through."""
-    _redirect(order.log_path)
     if isinstance(order, StoreOrder):
+        _redirect(order.log_path)
         serve_store(order.address, order.port)
         return
-    os.chdir(order.workdir)
     os.environ.clear()
     os.environ.update(order.environment)
-    fault_points.rearm()
-    _name_process(f"r{order.rank} {Path(order.argv[0]).name}")
-    _reseed_numpy()
-    _forget_daemon()
     try:
+        _redirect(order.log_path)
+        os.chdir(order.workdir)
+        fault_points.rearm()
+        _name_process(f"r{order.rank} {Path(order.argv[0]).name}")
+        _reseed_numpy()
+        _forget_daemon()
         _run(order)
     except SystemExit as request:
         if request.code not in (None, 0):
@@ -80,7 +81,8 @@ def _redirect(log_path: str) -> None:
 
 def _name_process(name: str) -> None:
     """What ps and top show, in place of the spawner's name."""
-    Path("/proc/self/comm").write_text(name[:15])
+    with contextlib.suppress(OSError):  # a convenience, and some containers mount /proc read-only
+        Path("/proc/self/comm").write_text(name[:15])
 
 
 def _reseed_numpy() -> None:

@@ -103,9 +103,11 @@ class JobControl:
 
     async def stop_all(self) -> None:
         """End every worker of this host, each with its job's grace."""
-        for job in self._workers.jobs:
-            record = self._jobs.get(job)
-            await self._workers.stop(self._workers.of(job), record.spec.stop_grace_s if record else 0.0)
+        await asyncio.gather(*(self._stop_job(job) for job in self._workers.jobs))
+
+    async def _stop_job(self, job: str) -> None:
+        record = self._jobs.get(job)
+        await self._workers.stop(self._workers.of(job), record.spec.stop_grace_s if record else 0.0)
 
     async def _warm_up(self, body: WarmUp) -> CommandResult:
         self._standbys.keep(body.spec.job, job_environment(self._environ, body.spec))

@@ -11,12 +11,12 @@ import msgspec
 import structlog
 
 from flyball.contracts.clock import Clock
-from flyball.contracts.errors import StorageFull
+from flyball.contracts.errors import FlyballError
 from flyball.contracts.signals import Signal, SignalBody
 from host_daemon.database import Database
 
 MAX_SIGNALS = 10_000
-MAX_IN_MEMORY = 1_000  # signals that found the disk full
+MAX_IN_MEMORY = 1_000  # signals that found the disk full or broken
 BATCH = 200  # signals in one report
 RESEND_AFTER_S = 1.0
 
@@ -43,7 +43,7 @@ class Outbox:
         self._sent_at: dict[tuple[str, int], float] = {}
         self._unstored: deque[Signal] = deque()
         self._refused = 0
-        self._disk_is_full = False
+        self._in_memory = False
         self._lock = asyncio.Lock()  # signals are stored in the order of their numbers
 
     async def load(self) -> int:
@@ -113,7 +113,7 @@ class Outbox:
             await self._database.run(
                 lambda c: c.executemany("DELETE FROM signals WHERE incarnation = ? AND seq = ?", keys)
             )
-        except StorageFull as error:  # deleting needs room too; a restarted daemon sends them once more
+        except FlyballError as error:  # deleting needs room too; a restarted daemon sends them once more
             _log.warning("spool_not_trimmed", error=str(error))
 
     async def _store(self, also: Work | None = None) -> None:
@@ -132,13 +132,13 @@ class Outbox:
 
         try:
             await self._database.run(insert)
-        except StorageFull as error:
-            if not self._disk_is_full:
+        except FlyballError as error:  # full or broken: signals go up all the same, and are stored when it works again
+            if not self._in_memory:
                 _log.error("spool_in_memory", error=str(error))
-            self._disk_is_full = True
+            self._in_memory = True
             return
-        if self._disk_is_full:
+        if self._in_memory:
             _log.info("spool_on_disk_again", signals=len(waiting))
-        self._disk_is_full = False
+        self._in_memory = False
         for _ in waiting:
             self._unstored.popleft()

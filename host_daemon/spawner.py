@@ -142,8 +142,14 @@ class Spawner:
         """Fork. True in the child, once it has its leave."""
         try:
             awaited, given = os.pipe()
+        except OSError as error:
+            self.send(Spawned(request.request_id, 0, f"pipe: {error.strerror}"))
+            return False
+        try:
             pid = os.fork()
         except OSError as error:
+            os.close(awaited)
+            os.close(given)
             self.send(Spawned(request.request_id, 0, f"fork: {error.strerror}"))
             return False
         if pid == 0:

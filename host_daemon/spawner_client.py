@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import msgspec
 import structlog
 
 from flyball.contracts.errors import FlyballError
-from host_daemon.processes import ExitStatus, launch
+from host_daemon.processes import ExitStatus, launch, send_signal
 from host_daemon.reaper import Reaper
 from host_daemon.spawn_wire import (
     HEADER,
@@ -134,7 +135,9 @@ class SpawnerProcess:
             self._writer.write(frame(Leave(pid, granted)))
 
     def close(self) -> None:
-        """It exits when it sees the end of its stream; its children live on."""
+        """End it; its children live on."""
+        if not self.dead:
+            send_signal(self.pid, signal.SIGKILL)  # it has nothing to lose, and taking down torch in order takes long
         self._writer.close()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:

@@ -17,6 +17,7 @@ from host_daemon.spawner_client import SpawnedProcess, SpawnerProcess, SpawnErro
 MAX_EARLY_DEATHS = 3
 EARLY_S = 60.0
 RESTART_DELAY_S = 0.2
+CLOSE_TIMEOUT_S = 5.0
 
 _log = structlog.get_logger(__name__)
 
@@ -58,9 +59,13 @@ class Standbys:
         """Start one process, which then waits for its leave. `keep` was called before. Raises SpawnError."""
         return await self._by_job[job].start(order)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """End all standbys, and wait until they are gone."""
+        spawners = [s.spawner for s in self._by_job.values() if s.spawner is not None]
         for job in list(self._by_job):
             self.drop(job)
+        if spawners:
+            await asyncio.wait([asyncio.ensure_future(s.wait_dead()) for s in spawners], timeout=CLOSE_TIMEOUT_S)
 
 
 class _Standby:
@@ -72,14 +77,14 @@ class _Standby:
         self._log_path = log_path
         self._reaper = reaper
         self._clock = clock
-        self._spawner: SpawnerProcess | None = None
+        self.spawner: SpawnerProcess | None = None
         self._cold_because = ""
         self._settled = asyncio.Event()  # set while there is a spawner, or it is clear that there will be none
         self._task = asyncio.create_task(self._maintain())
 
     @property
     def is_warm(self) -> bool:
-        return self._spawner is not None and not self._spawner.dead
+        return self.spawner is not None and not self.spawner.dead
 
     async def ready(self) -> str:
         await self._settled.wait()
@@ -87,17 +92,17 @@ class _Standby:
 
     async def start(self, order: Order) -> SpawnedProcess:
         await self._settled.wait()
-        if self._spawner is not None:
+        if self.spawner is not None:
             try:
-                return await self._spawner.spawn(order)
+                return await self.spawner.spawn(order)
             except SpawnError as error:
                 _log.warning("cold_start", reason=str(error))
         return start_cold(order, environment=self.environment, log_path=self._log_path, reaper=self._reaper)
 
     def close(self) -> None:
         self._task.cancel()
-        if self._spawner is not None:
-            self._spawner.close()
+        if self.spawner is not None:
+            self.spawner.close()
 
     async def _maintain(self) -> None:
         deaths = 0
@@ -124,11 +129,11 @@ class _Standby:
             if unfit:
                 return unfit
             _log.info("spawner_ready", pid=spawner.pid)
-            self._spawner = spawner
+            self.spawner = spawner
             self._settled.set()
             await spawner.wait_dead()
             return ""
         finally:
-            self._spawner = None
+            self.spawner = None
             self._settled.clear()
             spawner.close()

@@ -12,6 +12,10 @@ from flyball.contracts.identity import Fence
 from host_daemon.database import Database
 from host_daemon.outbox import Work
 
+_INSERT = (
+    "INSERT OR REPLACE INTO workers (job, generation, rank, pid, start_ticks, spawned_at, log_path)"
+    " VALUES (?, ?, ?, ?, ?, ?, ?)"
+)
 STORE_RANK = -1  # the process that hosts a generation's rendezvous store
 
 
@@ -71,13 +75,21 @@ class WorkerRecords:
     async def add(self, workers: Sequence[WorkerRecord]) -> None:
         """Processes that exist and wait for leave to run."""
         rows = [msgspec.structs.astuple(w) for w in workers]
-        await self._database.run(
-            lambda c: c.executemany(
-                "INSERT OR REPLACE INTO workers (job, generation, rank, pid, start_ticks, spawned_at, log_path)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                rows,
-            )
-        )
+        await self._database.run(lambda c: c.executemany(_INSERT, rows))
+
+    async def relabel(self, old: WorkerRecord, new: WorkerRecord) -> None:
+        """The same process under another generation."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            key = (old.job, old.generation, old.rank)
+            connection.execute("DELETE FROM workers WHERE job = ? AND generation = ? AND rank = ?", key)
+            connection.execute(_INSERT, msgspec.structs.astuple(new))
+
+        await self._database.run(work)
+
+    async def end(self, worker: WorkerRecord) -> None:
+        """A process ended of which no signal tells."""
+        await self._database.run(self.mark_ended(worker.job, worker.generation, worker.rank))
 
     @staticmethod
     def mark_ended(job: str, generation: int, rank: int) -> Work:

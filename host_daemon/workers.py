@@ -123,8 +123,8 @@ class WorkerTable:
 
     async def relabel(self, worker: Worker, generation: int) -> None:
         """A store that waited becomes that of a generation."""
-        worker.record = msgspec.structs.replace(worker.record, generation=generation)
-        await self._records.add([worker.record])
+        old, worker.record = worker.record, msgspec.structs.replace(worker.record, generation=generation)
+        await self._records.relabel(old, worker.record)
 
     def adopt(self, record: WorkerRecord, error_file: Path) -> Worker:
         """Watch a worker that an earlier daemon started; one that has ended meanwhile is handled as such."""

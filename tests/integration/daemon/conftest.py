@@ -61,7 +61,8 @@ class Supervisor:
         self.lock = threading.Condition()
         self.reports: list[Report] = []
         self.updates: list[CommandUpdate] = []
-        self.waiting: list[Command] = []
+        self.open: list[Command] = []  # not finally answered
+        self.handed_out: dict[str, float] = {}
         self.committed: dict[str, int] = {}
         self.commits = True  # False: signals are taken and never said to be committed
         self.refusal: tuple[int, dict[str, str]] | None = None
@@ -92,7 +93,8 @@ class Supervisor:
 
     def send(self, command: Command) -> None:
         with self.lock:
-            self.waiting.append(command)
+            self.open.append(command)
+            self.handed_out.pop(command.command_id, None)
             self.lock.notify_all()
 
     def answer(self, command: Command, *, final: bool = True, count: int = 1) -> CommandUpdate:
@@ -140,8 +142,11 @@ class Supervisor:
                 reply = ReportReply(dict(self.committed))
             self._reply(request, 200, wire.encode(reply))
         elif re.fullmatch(r"/v1/hosts/[^/]+/updates", request.path):
+            update = wire.decode(body, CommandUpdate)
             with self.lock:
-                self.updates.append(wire.decode(body, CommandUpdate))
+                self.updates.append(update)
+                if update.state is not UpdateState.ACKNOWLEDGED:
+                    self.open = [c for c in self.open if c.command_id != update.command_id]
             self._reply(request, 204, b"")
         else:
             self._reply(request, 404, b"{}")
@@ -150,9 +155,15 @@ class Supervisor:
         if not self._admitted(request):
             return
         with self.lock:
-            self.lock.wait_for(lambda: self.waiting, timeout=1.0)
-            batch, self.waiting = CommandBatch(tuple(self.waiting)), []
-        self._reply(request, 200, wire.encode(batch))
+            self.lock.wait_for(self._due, timeout=1.0)
+            due = self._due()
+            self.handed_out.update((command.command_id, time.monotonic()) for command in due)
+        self._reply(request, 200, wire.encode(CommandBatch(tuple(due))))
+
+    def _due(self) -> list[Command]:
+        """What was not handed out yet, or a while ago: the daemon may have been killed before it read it."""
+        now = time.monotonic()
+        return [c for c in self.open if now - self.handed_out.get(c.command_id, -1.0) > 1.0]
 
     def _admitted(self, request: BaseHTTPRequestHandler) -> bool:
         if request.headers.get("Authorization") != f"Bearer {TOKEN}":
