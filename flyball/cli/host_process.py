@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_pr
 
 DAEMON_STOP_TIMEOUT_S = 15.0
 KILL_TIMEOUT_S = 5.0
+KILL_ROUNDS = 3
+LOOK_INTERVAL_S = 0.02
 
 
 class HostProcess:
@@ -78,7 +81,8 @@ class HostProcess:
         raise _daemon_error(self.host_id, self._process.returncode, self.log_file)
 
     def stop(self) -> None:
-        """SIGTERM, a deadline, then SIGKILL to each process of this host by its id; then its segments are removed."""
+        """SIGTERM, a deadline, then SIGKILL to each process of this host by its id, until none is left; then its
+        segments are removed."""
         processes = self.processes()
         if self._process and self._process.poll() is None:
             self._process.terminate()
@@ -87,10 +91,16 @@ class HostProcess:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait(KILL_TIMEOUT_S)
-        left = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        for process in left:
-            _signal(process, signal.SIGKILL)
-        psutil.wait_procs(left, timeout=KILL_TIMEOUT_S)
+        for _ in range(KILL_ROUNDS):  # what is not dead yet may still have started something
+            left = [p for p in processes if _is_alive(p)]
+            if not left:
+                break
+            for process in left:
+                _signal(process, signal.SIGKILL)
+            deadline = time.monotonic() + KILL_TIMEOUT_S
+            while any(map(_is_alive, left)) and time.monotonic() < deadline:
+                time.sleep(LOOK_INTERVAL_S)
+            processes = self.processes()
         self.remove_segments()
 
     def processes(self) -> list[psutil.Process]:
@@ -123,6 +133,13 @@ def _family(pid: int) -> list[psutil.Process]:
         return [process, *process.children(recursive=True)]
     except psutil.Error:
         return []
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _output_of(process: psutil.Process) -> Path:

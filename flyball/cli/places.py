@@ -13,6 +13,7 @@ import msgspec
 import psutil
 
 from flyball.contracts.errors import ConfigurationError, NotFound, Unauthorized, UsageError
+from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
 
 JOB_FOLDERS_KEPT = 20
 MAX_STATE_PATH = 90  # a Unix socket's path has room for 107 bytes, and sockets live inside
@@ -38,8 +39,35 @@ def new_job_dir(job: str, environ: Mapping[str, str]) -> Path:
     jobs = state_root(environ) / "jobs"
     folder = jobs / f"{job[:24]}-{secrets.token_hex(3)}"
     make_state_dir(folder)
+    for other in jobs.iterdir():
+        if other != folder:
+            _release_memory(other, environ)
     _prune(jobs, keep=JOB_FOLDERS_KEPT)
     return folder
+
+
+def _release_memory(folder: Path, environ: Mapping[str, str]) -> None:
+    """Free the slots of a run that was killed: nobody can go on from them, since each run has a folder of its own."""
+    if _live_record(folder / "supervisor") or _is_running(folder / "host" / "daemon.pid"):
+        return
+    prefix = Path(shm_prefix(str((folder / "host").resolve()), environ.get(SHM_DIR_VARIABLE) or DEFAULT_SHM_DIR))
+    for segment in prefix.parent.glob(f"{prefix.name}.*"):
+        segment.unlink(missing_ok=True)
+
+
+def _is_running(pid_file: Path) -> bool:
+    try:
+        return _is_alive(int(pid_file.read_text()))
+    except (OSError, ValueError):
+        return False
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and that nobody has waited for does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def make_state_dir(folder: Path) -> Path:
@@ -137,7 +165,7 @@ def _live_record(folder: Path) -> _Record | None:
         record = msgspec.json.decode((folder / "supervisor.json").read_bytes(), type=_Record)
     except (OSError, msgspec.DecodeError):
         return None
-    return record if psutil.pid_exists(record.pid) else None
+    return record if _is_alive(record.pid) else None
 
 
 def _running(environ: Mapping[str, str]) -> list[Path]:

@@ -110,7 +110,8 @@ def _alone(request: RunRequest, spec: JobSpec, stack: ExitStack) -> _Session:
     supervisor = start_supervisor(folder / "supervisor")
     stack.callback(supervisor.stop)
     connection = Connection(supervisor.url, supervisor.token, folder / "supervisor" / "token")
-    say(f"job {spec.job}; status page {supervisor.url}/?token={supervisor.token}")
+    secret = f"/?token={supervisor.token}" if sys.stderr.isatty() else ""  # not into the log of a batch system
+    say(f"job {spec.job}; status page {supervisor.url}{secret}")
     say(f"state and logs in {folder}")
     daemon = _start_daemon(request, spec, connection, folder / "host", stack)
     return _Session(connection, daemon)
