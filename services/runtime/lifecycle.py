@@ -86,4 +86,6 @@ def hold_termination_signals() -> None:
 
 def termination_requested(timeout_s: float) -> bool:
     """Whether a termination signal came, or comes within `timeout_s`. Only after `hold_termination_signals`."""
-    return signal.sigtimedwait(TERMINATION_SIGNALS, timeout_s) is not None
+    received = signal.sigtimedwait(TERMINATION_SIGNALS, timeout_s)
+    # Of a process that was stopped (Ctrl-Z) and continued after the time was over, CPython gives an empty record.
+    return received is not None and received.si_signo in TERMINATION_SIGNALS
