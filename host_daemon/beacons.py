@@ -143,7 +143,10 @@ class Beacons:
         return BeaconReadings(tuple(steps), tuple(marks), tuple(seen))
 
     def arrived(self, readings: BeaconReadings) -> None:
-        """Remember, beside the beacon, how far its steps were reported: a restarted daemon goes on there."""
+        """Remember, beside the beacon, how far its steps were reported: a restarted daemon goes on there.
+
+        One that is killed between the reply and this tells the steps of one report twice.
+        """
         for path, count in readings.seen:
             if Path(path).exists():
                 _write_seen(path, count)

@@ -64,6 +64,8 @@ def test_a_restarted_daemon_adopts_its_workers(daemon, supervisor, make_job):
     job.wait_up()
     advance(daemon, supervisor, pid, 2)
     engine = supervisor.newest.facts.engine_address
+    count = len(supervisor.reports)
+    daemon.until("a report after the reply to step 2", lambda: len(supervisor.reports) > count + 1)
     daemon.kill()
     assert alive(pid)
     os.kill(pid, signal.SIGUSR1)  # a step that no daemon is there to see
