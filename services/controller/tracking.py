@@ -20,6 +20,7 @@ from services.controller.view import ActionView, GenerationView, HostView, JobVi
 
 _STALE_AFTER_S = 2.0  # a report this much newer than the generation's start still shows older workers: they run on
 _CLEAN_WITHIN_S = 15.0
+_ENDED_AFTER_S = 20.0  # as above, for a job that ended: by then its hosts have been told, with their workers' grace
 _NOT_OF_THE_GENERATION = frozenset({PREEMPTION_NOTICE, SUPERSEDED_WORKERS})
 
 
@@ -52,6 +53,15 @@ def diagnose(round_: Round, job: JobView) -> None:
         _record(round_, job, generation, failure)
     _find_notices(round_, job, generation)
     _find_stale_workers(round_, job, generation)
+
+
+def find_left_behind(round_: Round, job: JobView) -> None:
+    """All that is left to do about a job that has ended: workers on hosts that could not be told."""
+    for incident in round_.open_incidents(job.spec.job):
+        if incident.cause == SUPERSEDED_WORKERS:
+            _follow_stale_workers(round_, incident)
+    if job.generation is not None:
+        _find_stale_workers(round_, job, job.generation)
 
 
 def newest_common_step(generation: GenerationView) -> int:
@@ -97,15 +107,12 @@ def _waits_for_the_silent(round_: Round, job: JobView, action: ActionView) -> bo
 def _failed_step(incident: Incident, action: ActionView | None) -> int:
     """The newest step completed by all ranks before the failure, as far as an action's hosts have told.
 
-    A rank whose host is lost completed at least what was known when the incident opened, and what was restored of it.
+    What a lost host's ranks completed last is lost with them. They count like the slowest of the others, since ranks
+    that train together wait for each other: the lost steps are never said to be fewer than they were.
     """
     if action is None or not action.positions or action.plan.next is None:
         return incident.failed_step
-    told = min(action.positions.values())
-    if len(action.positions) < action.plan.spec.world_size:
-        restored = -1 if action.restore_step is None else action.restore_step
-        told = min(told, max(incident.failed_step, restored))
-    return max(incident.failed_step, told)
+    return max(incident.failed_step, min(action.positions.values()))
 
 
 def _verify(round_: Round, job: JobView, incident: Incident) -> None:
@@ -259,24 +266,26 @@ def _find_notices(round_: Round, job: JobView, generation: GenerationView) -> No
 
 
 def _find_stale_workers(round_: Round, job: JobView, generation: GenerationView) -> None:
-    name = job.spec.job
-    if generation.started_at == 0.0 or any(round_.open_actions(name)):
+    name, has_ended = job.spec.job, job.state.ended
+    since = job.ended_at if has_ended else generation.started_at
+    if since == 0.0 or any(round_.open_actions(name)):
         return
-    present = {part.host_id for part in generation.hosts}
+    present = set() if has_ended else {part.host_id for part in generation.hosts}
     known = {i.host_id for i in round_.open_incidents(name) if i.cause == SUPERSEDED_WORKERS}
     for host in round_.hosts.values():
         if name not in host.stale_jobs or host.host_id in present or host.host_id in known:
             continue
         if host.state in (HostState.SILENT, HostState.CORDONED):
             continue
-        if host.last_report_at <= generation.started_at + _STALE_AFTER_S:
+        if host.last_report_at <= since + (_ENDED_AFTER_S if has_ended else _STALE_AFTER_S):
             continue  # that report may be older than the stop
         stale = host.stale_jobs[name]
+        why = f"which has {job.state.value}" if has_ended else f"superseded by {generation.generation}"
         round_.open_incident(
             job=name,
             host_id=host.host_id,
             cause=SUPERSEDED_WORKERS,
-            message=f"{host.host_id} still runs workers of generation {stale}, superseded by {generation.generation}.",
+            message=f"{host.host_id} still runs workers of generation {stale} of job {name}, {why}.",
             generation=stale,
             observed_at=round_.now,
         )

@@ -447,10 +447,10 @@ def test_an_incident_is_resolved_when_every_rank_is_past_the_failed_step() -> No
     assert resolved.state is IncidentState.RESOLVED and resolved.resolved_at == NOW
 
 
-def test_positions_of_a_lost_host_count_from_what_is_known() -> None:
+def test_ranks_of_a_lost_host_count_like_the_slowest_of_the_others() -> None:
     partial = action(positions={"0": 55}, restore_step=53)
     (verifying,) = decide(view(incidents=[incident()], actions=[partial]), [], SETTINGS, NOW).incidents
-    assert (verifying.failed_step, verifying.lost_steps) == (53, 0)
+    assert (verifying.failed_step, verifying.lost_steps) == (55, 2)
 
 
 def test_a_start_that_never_gets_going_is_tried_again() -> None:
