@@ -240,6 +240,7 @@ class Host:
         assert self.process is not None
         self.process.kill()
         self.process.wait(DEADLINE_S)
+        self.process = None
 
     @property
     def engine_pid(self) -> int:
@@ -398,12 +399,15 @@ class Stack:
         """Of the host's engine, as last reported."""
         return next(dict(h["counters"]) for h in self.api.items("/v1/hosts") if h["host_id"] == host_id)
 
+    def job(self, name: str, world_size: int) -> Job:
+        return Job(self, name, world_size)
+
     def submit(self, job: Job, spec: Mapping[str, Any]) -> None:
         self.api.post("/v1/jobs", JobSpec(job=job.name, workdir=str(job.folder), stop_grace_s=0.0, **spec))
 
     def train(self, name: str, *, nnodes: int, nproc_per_node: int, **spec: Any) -> Job:  # noqa: ANN401 - of JobSpec
         """Start the example, and wait for its first steps."""
-        job = Job(self, name, nnodes * nproc_per_node)
+        job = self.job(name, nnodes * nproc_per_node)
         argv = (str(ARMED_EXAMPLE), "--steps", "100000", *SMALL, *QUIET, "--losses-dir", str(job.losses_dir))
         env = {"ARMED_DIR": str(job.folder), "ARMED_PACE_S": str(PACE_S)}
         shape = {"nnodes": nnodes, "nproc_per_node": nproc_per_node, "max_restarts": 100}
@@ -435,6 +439,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
     reference = Reference(tmp_path_factory.mktemp("reference"))
     yield reference
     reference.end()
+
+
+@pytest.fixture(scope="session")
+def make_part() -> Callable[..., Part]:
+    def make(stack: Stack, name: str, *, folder: str = "supervisor") -> Part:
+        return Part(stack.root, name, stack.environment, folder=folder)
+
+    return make
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,71 @@
+"""Jobs that another restart would not help."""
+
+from __future__ import annotations
+
+import pytest
+
+RAISES = """
+import flyball
+job = flyball.attach()
+state = {"step": -1}
+for step in range(job.restore(state), 100):
+    if step == 3:
+        raise ValueError("batch 3 has no labels")
+    state["step"] = step
+    job.step(step)
+    job.save(step, state)
+"""
+
+DIES_LATER_EACH_TIME = """
+import os, signal
+import flyball
+job = flyball.attach()
+state = {"step": -1}
+for step in range(job.restore(state), 100):
+    if step == 3 * job.generation:
+        os.kill(os.getpid(), signal.SIGKILL)
+    state["step"] = step
+    job.step(step)
+    job.save(step, state)
+"""
+
+
+@pytest.fixture(scope="module")
+def stack(make_stack):
+    stack = make_stack()
+    stack.start_supervisor()
+    stack.add_hosts("host-a")
+    return stack
+
+
+def run_to_its_end(stack, name: str, script: str, *, max_restarts: int):
+    job = stack.job(name, 1)
+    (job.folder / "train.py").write_text(script)
+    stack.submit(job, {"argv": ("train.py",), "max_restarts": max_restarts})
+    stack.until(f"the end of {name}", lambda: job.get()["state"] in ("failed", "succeeded", "stopped"))
+    stack.until("the end of what it had", lambda: not list(stack.shm_dir.glob(f"*.{name}.*")))
+    return job
+
+
+def test_the_same_exception_at_the_same_step_is_the_jobs_own_bug(stack) -> None:
+    job = run_to_its_end(stack, "buggy", RAISES, max_restarts=5)
+    (incident,) = job.incidents()
+    *restarts, last = job.decisions(incident)
+    assert [d["rule"] for d in restarts] == ["restart_in_place"], "it is tried once more, not five times"
+    assert (last["kind"], last["rule"]) == ("fail_job", "fail_on_identical_exception")
+    assert "ValueError: batch 3 has no labels" in last["reason"]
+    assert incident["state"] == "escalated"
+    assert job.get()["state"] == "failed"
+    assert "ValueError: batch 3 has no labels" in job.get()["message"]
+    assert job.get()["newest_step"] == 2
+
+
+def test_restarts_that_are_used_up_end_the_job(stack) -> None:
+    job = run_to_its_end(stack, "mortal", DIES_LATER_EACH_TIME, max_restarts=2)
+    decisions = [d for incident in job.incidents() for d in job.decisions(incident)]
+    assert [d["kind"] for d in decisions] == ["restart_in_place"] * 2 + ["fail_job"]
+    assert decisions[-1]["rule"] == "fail_when_restarts_are_used_up"
+    assert "All 2 restarts that --max-restarts allows are used up" in decisions[-1]["reason"]
+    assert (job.get()["state"], job.get()["restart_count"]) == ("failed", 2)
+    assert "--max-restarts" in job.get()["message"]
+    assert job.get()["newest_step"] == 8, "each restart went on where the one before had died"
