@@ -24,6 +24,7 @@ import msgspec
 
 from flyball.contracts import fault_points
 from flyball.contracts.clock import SystemClock
+from flyball.contracts.errors import FlyballError
 from host_daemon.processes import INHERITED_DESCRIPTOR
 from host_daemon.spawn_wire import HEADER, LEAVE, Order, StoreOrder, WorkerOrder
 from host_daemon.store_server import serve_store
@@ -125,7 +126,10 @@ def _report(error: BaseException) -> None:
     shown = _without_our_frames(error.__traceback__)
     error.__traceback__ = shown
     _write_error_file(error, shown)
-    sys.excepthook(type(error), error, shown)
+    if isinstance(error, FlyballError):  # it says its cause and the next step; the frames are in the error file
+        sys.stderr.write(f"flyball: {type(error).__name__}: {error}\n")
+    else:
+        sys.excepthook(type(error), error, shown)
 
 
 def _without_our_frames(tb: TracebackType | None) -> TracebackType | None:

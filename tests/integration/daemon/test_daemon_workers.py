@@ -90,6 +90,10 @@ def test_exit_codes_and_errors_are_the_scripts_own(shared, make_shared_job):
         "native": "import os, sys; print(\"terminate called after throwing an instance of 'c10::Error'\\n"
         '  what():  watchdog", file=sys.stderr, flush=True); os.abort()',
         "syntax": "def broken(:\n    pass",
+        "ours": (
+            "from flyball.contracts.errors import MemoryTooSmall\n"
+            "raise MemoryTooSmall('No room for the slots.', hint='enlarge it')"
+        ),
     }
     jobs, exits = {}, {}
     for name, script in cases.items():
@@ -107,6 +111,9 @@ def test_exit_codes_and_errors_are_the_scripts_own(shared, make_shared_job):
     assert exits["native"].signal_number == signal.SIGABRT
     assert (exits["native"].error.kind, exits["native"].error.message) == ("Error", "watchdog")
     assert exits["syntax"].error.kind == "SyntaxError"
+    assert exits["ours"].error.kind == "MemoryTooSmall"
+    assert "No room for the slots. Next step: enlarge it" in jobs["ours"].log()
+    assert "Traceback" not in jobs["ours"].log()
 
 
 def test_stop_ends_the_whole_session_and_leaves_nobody_behind(shared, make_shared_job):
