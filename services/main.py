@@ -230,7 +230,6 @@ class _Assembly:
             clock=self._clock,
             metrics=self._metrics,
         )
-        ingest.expect_hosts(status.hosts_with_placement())
         writer = ReportWriter(
             queue=queue,
             bus=EmbeddedBus(self.db),
@@ -240,6 +239,7 @@ class _Assembly:
             metrics=self._metrics,
         )
         self._add_loop("report-writer", writer.run)
+        self._background["expectations"] = lambda _: ingest.run_expectations(status.hosts_with_placement)
         self._background["detector"] = lambda _: ingest.run_detector(settings.detector_tick_s)
         self._background["committed"] = lambda bells: committed.run(bells.events)
         return ingest

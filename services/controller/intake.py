@@ -94,7 +94,8 @@ def _rank_stalled(round_: Round, signal: Signal, body: RankStalled) -> None:
 
 def _host_silent(round_: Round, signal: Signal, body: HostSilent) -> None:
     host = round_.hosts.get(body.host_id)
-    if host is None or host.last_report_at > signal.at or not _may(host, HostEvent.FELL_SILENT):
+    heard_since = signal.at - body.silent_s / 2  # a report newer than that went to another sensor, or came after all
+    if host is None or host.last_report_at > heard_since or not _may(host, HostEvent.FELL_SILENT):
         return
     seen = f"{', '.join(body.witnesses)} cannot reach it either" if body.witnesses else "nobody else could be asked"
     reason = f"no report for {body.silent_s:.1f} s, where one was due within {body.deadline_s:.1f} s; {seen}."

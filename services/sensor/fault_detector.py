@@ -36,9 +36,10 @@ class FaultDetector:
         self._called_s: float | None = None
         self._forgiven_s = 0.0
 
-    def expect(self, host_id: str, now_s: float) -> None:
-        """A host that has ranks and should report; for a sensor that just started."""
-        self._silence.expect(host_id, self._own_time(now_s))
+    def expect(self, host_id: str, now_s: float, heard_ago_s: float) -> None:
+        """A host that has ranks and should report, and how long ago it did to any sensor. Said again and again, it
+        keeps a host that reports elsewhere from being called silent here, and finds one that dies with its sensor."""
+        self._silence.expect(host_id, self._own_time(now_s), heard_ago_s)
 
     def observe(self, report: Report, now_s: float) -> list[SignalBody]:
         """Take a report in; answers what it shows: a host that returned, ranks that stalled, peers out of reach."""

@@ -67,10 +67,15 @@ class SilenceWatch:
     def __len__(self) -> int:
         return len(self._hosts)
 
-    def expect(self, host_id: str, now_s: float) -> None:
-        """A host that should report; changes nothing for one that is known."""
-        if host_id not in self._hosts:
-            self._admit(host_id, now_s)
+    def expect(self, host_id: str, now_s: float, heard_ago_s: float) -> None:
+        """A host that should report. That any sensor heard of it `heard_ago_s` ago counts like a report here, once that
+        is clearly newer than the last one here."""
+        host = self._hosts.get(host_id) or self._admit(host_id, now_s)
+        if 0.0 <= heard_ago_s < 0.5 * (now_s - host.last_seen_s):
+            host.last_seen_s = now_s - heard_ago_s
+            host.is_red = False
+            self._hosts[host_id] = self._hosts.pop(host_id)
+            self._next_scan_s = min(self._next_scan_s, now_s)
 
     def observe(self, report: Report, now_s: float) -> tuple[list[SignalBody], bool]:
         """Signals, and whether this is its host's newest report (a repeated or late one is only a sign of life)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
@@ -11,6 +11,7 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.errors import InvalidMessage, TooBusy
 from flyball.contracts.signals import Report, ReportReply, Signal, SignalBody
 from flyball.contracts.wire import check_version
+from services.runtime.outages import OUTAGES, Outage
 from services.runtime.telemetry import Metrics
 from services.sensor.committed import CommittedPositions
 from services.sensor.fault_detector import FaultDetector
@@ -19,6 +20,7 @@ from services.sensor.report_queue import Received, ReportQueue
 log = structlog.get_logger()
 
 RETRY_AFTER_S = 1.0
+EXPECT_EVERY_S = 1.0  # how often to look which hosts should report, and whether they do so elsewhere
 
 
 class Ingest:
@@ -48,11 +50,12 @@ class Ingest:
         self._clock = clock
         self._metrics = metrics
 
-    def expect_hosts(self, host_ids: Iterable[str]) -> None:
-        """Hosts that have ranks: one that never reports to this sensor is silent too."""
-        now_s = self._clock.monotonic_s()
-        for host_id in host_ids:
-            self._detector.expect(host_id, now_s)
+    def expect_hosts(self, heard_at: Mapping[str, float]) -> None:
+        """Hosts that have ranks, and when any sensor last heard of each (wall clock): one that reports to none of them
+        is silent, also if it never did so here."""
+        now_s, now = self._clock.monotonic_s(), self._clock.wall_s()
+        for host_id, at in heard_at.items():
+            self._detector.expect(host_id, now_s, now - at)
 
     def accept(self, report: Report, *, size_bytes: int) -> ReportReply:
         """Take one report. Raises InvalidMessage, or TooBusy when the queue is full: the daemon sends it again."""
@@ -76,6 +79,18 @@ class Ingest:
         return ReportReply(
             committed=self._committed.known({report.incarnation, *(s.incarnation for s in report.signals)})
         )
+
+    async def run_expectations(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Go on expecting the hosts that `read` gives, see `expect_hosts`."""
+        outage = Outage("expectations", self._clock)
+        while True:
+            wait_s = EXPECT_EVERY_S
+            try:
+                self.expect_hosts(await asyncio.to_thread(read))
+                outage.ended()
+            except OUTAGES as error:
+                wait_s = outage.pause_s(error)
+            await asyncio.sleep(wait_s)
 
     async def run_detector(self, tick_s: float) -> None:
         """Let time pass for the detector. It learns from the spacing of the ticks how late this loop ran."""

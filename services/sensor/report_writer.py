@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import structlog
@@ -19,6 +19,7 @@ from services.sensor.report_queue import Received, ReportQueue
 log = structlog.get_logger()
 
 MAX_BATCH = 256
+MAX_SIGNALS_AT_ONCE = 1000  # far below what the bus holds: more than that it would refuse for ever
 IDLE_WAIT_S = 0.5
 
 
@@ -33,7 +34,9 @@ class StatusStore(Protocol):
         """The highest seq per incarnation up to which every signal is committed."""
         ...
 
-    def hosts_with_placement(self) -> list[str]: ...
+    def hosts_with_placement(self) -> dict[str, float]:
+        """Hosts on which workers should be -> when any sensor last heard of each."""
+        ...
 
 
 class ReportWriter:
@@ -66,8 +69,7 @@ class ReportWriter:
             self._deliver(batch, stop)
 
     def _deliver(self, batch: list[Received], stop: threading.Event) -> None:
-        with_signals = [item for item in batch if item.signals]
-        if with_signals:
+        for with_signals in _grouped([item for item in batch if item.signals]):
             reach("sensor.before_publish")
             self._store(self._publish, with_signals, stop)
         reports = [item for item in batch if item.report is not None]
@@ -113,3 +115,17 @@ class ReportWriter:
             else:
                 self._outage.ended()
                 return
+
+
+def _grouped(items: Sequence[Received]) -> Iterator[list[Received]]:
+    """The items in order, in groups that the bus can take."""
+    group: list[Received] = []
+    count = 0
+    for item in items:
+        if group and count + len(item.signals) > MAX_SIGNALS_AT_ONCE:
+            yield group
+            group, count = [], 0
+        group.append(item)
+        count += len(item.signals)
+    if group:
+        yield group

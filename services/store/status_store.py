@@ -62,8 +62,8 @@ class SqlStatusStore:
         with self._db.read() as connection:
             return {row.incarnation: row.seq for row in connection.execute(query)}
 
-    def hosts_with_placement(self) -> list[str]:
-        """The hosts on which workers of running jobs should be."""
+    def hosts_with_placement(self) -> dict[str, float]:
+        """The hosts on which workers of running jobs should be -> when any sensor last heard of each (wall clock)."""
         query = (
             select(generations.c.plan)
             .join(jobs, (jobs.c.job == generations.c.job) & (jobs.c.generation == generations.c.generation))
@@ -71,7 +71,12 @@ class SqlStatusStore:
         )
         with self._db.read() as connection:
             plans: list[GenerationPlan] = [load(document, GenerationPlan) for document in connection.scalars(query)]
-        return sorted({host.host_id for plan in plans for host in plan.hosts})
+            heard_at = {
+                row.host_id: row.last_report_at
+                for row in connection.execute(select(hosts.c.host_id, hosts.c.last_report_at))
+            }
+        named = sorted({host.host_id for plan in plans for host in plan.hosts})
+        return {host_id: heard_at.get(host_id, 0.0) for host_id in named}
 
 
 def _record(connection: Connection, reports: Sequence[tuple[Report, float]]) -> None:

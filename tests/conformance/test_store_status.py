@@ -161,10 +161,10 @@ def test_what_was_never_granted_is_ignored(running, make) -> None:
     assert (running.decisions.load_view().jobs, running.kinds()) == before
 
 
-def test_hosts_with_a_placement_are_those_of_running_jobs(running) -> None:
-    assert running.status.hosts_with_placement() == ["host-a", "host-b"]
+def test_hosts_with_a_placement_are_those_of_running_jobs(running, make) -> None:
+    assert running.status.hosts_with_placement() == {"host-a": make.T, "host-b": make.T}
     running.commit(jobs=(JobChange("job", JobState.SUCCEEDED, "done"),))
-    assert running.status.hosts_with_placement() == []
+    assert running.status.hosts_with_placement() == {}
 
 
 def test_a_value_that_fits_no_column_is_refused_whole(running, make) -> None:

@@ -154,10 +154,26 @@ def test_an_irregular_host_gets_a_longer_deadline() -> None:
 
 def test_an_expected_host_that_never_reports_is_silent() -> None:
     cluster = Cluster("a")
-    cluster.detector.expect("ghost", cluster.now)
+    cluster.detector.expect("ghost", cluster.now, heard_ago_s=60.0)
     cluster.run(40)
     ((at, body),) = cluster.silent()
     assert body.host_id == "ghost" and 29.0 < at - 100.0 < 31.0
+
+
+def test_a_host_that_reports_to_another_sensor_is_silent_only_once_it_does_so_no_more() -> None:
+    cluster = Cluster("a")
+    for _ in range(60):
+        cluster.detector.expect("elsewhere", cluster.now, heard_ago_s=0.5)
+        cluster.run(1)
+    assert not cluster.silent()
+    died_at = cluster.now
+    for second in range(40):
+        cluster.detector.expect("elsewhere", cluster.now, heard_ago_s=0.5 + second)
+        cluster.run(1)
+    ((at, body),) = cluster.silent()
+    assert body.host_id == "elsewhere" and 28.0 < at - died_at < 32.0
+    cluster.detector.expect("elsewhere", cluster.now, heard_ago_s=0.5)  # it is back, there
+    assert not cluster.detector.suspicion()
 
 
 def test_memory_is_bounded() -> None:

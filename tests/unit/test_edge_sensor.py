@@ -77,6 +77,7 @@ class Bus:
 
     def publish(self, signals: Sequence[Signal]) -> None:
         self.attempts += 1
+        assert len(signals) <= 1000, "more than the bus would ever take at once"
         if self.away:
             raise Unreachable("away")
         if any(s.source == self.refuses for s in signals):
@@ -103,8 +104,8 @@ class Status:
     def committed(self, incarnations: Sequence[str]) -> dict[str, int]:
         return {}
 
-    def hosts_with_placement(self) -> list[str]:
-        return []
+    def hosts_with_placement(self) -> dict[str, float]:
+        return {}
 
 
 class Rig:
@@ -176,6 +177,17 @@ def test_a_report_that_cannot_be_stored_does_not_hold_up_the_others(rig: Rig) ->
     assert [s.source for s in rig.bus.published] == ["a", "c"]
     assert rig.metrics.registry.get_sample_value("flyball_reports_dropped_total") == 1.0
     rig.end()
+
+
+def test_spools_that_are_replayed_together_are_published_in_parts() -> None:
+    rig = Rig(ReportQueue(max_items=8, max_size_bytes=1000))
+    for host_id in "abcdef":
+        assert rig.queue.offer(received(host_id, n_signals=400))
+    rig.thread.start()
+    until(lambda: len(rig.bus.published) == 2400)
+    rig.end()
+    assert rig.bus.attempts == 3
+    assert [s.source for s in rig.bus.published[::400]] == list("abcdef")
 
 
 def test_stopping_stores_what_was_received(rig: Rig) -> None:
