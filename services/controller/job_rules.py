@@ -59,8 +59,6 @@ def start_when_hosts_suffice(case: Case) -> Verdict | None:
         f"{job.spec.world_size} rank{'' if job.spec.world_size == 1 else 's'} start there.",
         plan=plans.start_plan(case, hosts),
         evidence={"nnodes": job.spec.nnodes, "nproc_per_node": job.spec.nproc_per_node, "hosts": names},
-        job_state=JobState.RUNNING,
-        job_message=f"running on {names}",
     )
 
 
@@ -87,10 +85,11 @@ def stop_superseded_workers(case: Case) -> Verdict | None:
             hold_until=case.now + _ASK_AGAIN_S,
         )
     generation = case.round.hosts[incident.host_id].stale_jobs[incident.job]
+    plan = plans.clean_plan(case, incident.host_id, generation)
     return Verdict(
-        DecisionKind.CORDON,
+        plan.kind,
         f"{incident.message} They are stopped before {incident.host_id} may take new work.",
-        plan=plans.clean_plan(case, incident.host_id, generation),
+        plan=plan,
         evidence={"host": incident.host_id, "generation": generation},
     )
 

@@ -114,9 +114,9 @@ def end_plan(case: Case, kind: DecisionKind, grace_s: float) -> ActionPlan:
 
 
 def clean_plan(case: Case, host_id: str, generation: int) -> ActionPlan:
-    """Stop the workers of a superseded generation that still run on a host."""
+    """Stop the workers of a superseded generation that still run on a host; of a job that ended, its slots go too."""
     return ActionPlan(
-        kind=DecisionKind.CORDON,
+        kind=DecisionKind.STOP_JOB if case.job.state.ended else DecisionKind.CORDON,
         job=case.job.spec.job,
         spec=case.job.spec,
         generation=generation,

@@ -64,15 +64,19 @@ def decide(view: View, signals: Sequence[Signal], settings: PolicySettings, now:
     intake.take_signals(round_, signals)
     intake.settle_hosts(round_)
     for name in list(round_.jobs):
-        if round_.jobs[name].state.ended:
-            continue
-        tracking.follow(round_, round_.jobs[name])
-        tracking.diagnose(round_, round_.jobs[name])
-        _ask(round_, JOB_RULES, Case(round_, round_.jobs[name]))
+        has_ended = round_.jobs[name].state.ended
+        if has_ended:
+            tracking.find_left_behind(round_, round_.jobs[name])
+        else:
+            tracking.follow(round_, round_.jobs[name])
+            tracking.diagnose(round_, round_.jobs[name])
+            _ask(round_, JOB_RULES, Case(round_, round_.jobs[name]))
         if round_.jobs[name].state is JobState.SUBMITTED:
             job_rules.say_what_is_missing(round_, round_.jobs[name])
         for incident_id in [incident.incident_id for incident in round_.open_incidents(name)]:
             incident = round_.incidents[incident_id]  # a rule that was asked before may have closed it
+            if has_ended and incident.cause != SUPERSEDED_WORKERS:
+                continue
             if incident.state is IncidentState.DECIDING:
                 _ask(round_, _RULES_OF.get(incident.cause, FAILURE_RULES), Case(round_, round_.jobs[name], incident))
     return round_.outcome()

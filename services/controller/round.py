@@ -37,7 +37,6 @@ class Verdict(msgspec.Struct, frozen=True):
     holding_for: str = ""
     hold_until: float = 0.0
     job_state: JobState | None = None  # that the job gets with this decision
-    job_message: str = ""
     gives_up: bool = False  # the incident escalates
     cordons: str = ""  # a host that gets no work until an operator has looked at it
 
@@ -197,7 +196,7 @@ class Round:
             self.change_host(verdict.cordons, HostEvent.CORDONED, verdict.reason)
         if verdict.job_state is not None:
             name = case.job.spec.job
-            self.change_job(name, verdict.job_state, verdict.job_message or verdict.reason)
+            self.change_job(name, verdict.job_state, verdict.reason)
             for incident in self.open_incidents(name) if verdict.job_state.ended else ():
                 self.advance(incident, IncidentEvent.CLEARED)
 
@@ -246,8 +245,13 @@ class Round:
             self.actions[action.action_id] = msgspec.structs.replace(action, state=ActionState.SUPERSEDED)
 
     def _assign(self, plan: ActionPlan) -> None:
+        """What follows from a granted generation: its hosts are taken, and the job says where it runs."""
         if plan.next is None:
             return
+        where = f"running on {', '.join(part.host_id for part in plan.next.hosts)}"
+        view = self.jobs[plan.job]
+        if (view.state, view.message) != (JobState.RUNNING, where):
+            self.change_job(plan.job, JobState.RUNNING, where)
         for part in plan.next.hosts:
             self._taken.add(part.host_id)
             host = self.hosts.get(part.host_id)

@@ -89,6 +89,7 @@ class JobView(msgspec.Struct, frozen=True):
     failures: tuple[PastFailure, ...] = ()
     newest_step: int = -1  # highest step that any rank of any generation completed
     message: str = ""  # of its state
+    ended_at: float = 0.0  # 0.0: it has not ended
 
 
 class ActionView(msgspec.Struct, frozen=True):

@@ -40,7 +40,8 @@ _Rows = Mapping[Any, Sequence[Row[Any]]]
 
 
 def load_view(connection: Connection) -> View:
-    """Jobs that have not ended or still have something open, all hosts, open incidents, and their actions."""
+    """Jobs that have not ended, or still have something open or workers somewhere; all hosts, open incidents, and their
+    actions."""
     open_incidents = tuple(
         load(document, Incident)
         for document in connection.scalars(
@@ -49,12 +50,13 @@ def load_view(connection: Connection) -> View:
     )
     action_views = _actions(connection, open_incidents)
     named = {incident.job for incident in open_incidents} | {action.plan.job for action in action_views}
-    job_views = _jobs(connection, named)
     host_rows = connection.execute(select(hosts).order_by(hosts.c.host_id)).all()
+    workers: dict[str, dict[str, int]] = {row.host_id: load(row.workers, dict[str, int]) for row in host_rows}
+    job_views = _jobs(connection, named.union(*workers.values()))
     copies = [copy for row in host_rows for copy in load(row.copies, list[ShardCopy])]
     return View(
         jobs=job_views,
-        hosts=_hosts(connection, host_rows, job_views),
+        hosts=_hosts(host_rows, workers, job_views),
         incidents=open_incidents,
         actions=action_views,
         copies=(*copies, *load_persistent_copies(connection, [view.spec.job for view in job_views])),
@@ -125,6 +127,7 @@ def _jobs(connection: Connection, named: set[str]) -> tuple[JobView, ...]:
             ),
             newest_step=row.newest_step,
             message=row.message,
+            ended_at=row.ended_at,
         )
         for row in rows
     )
@@ -163,19 +166,18 @@ def _generation(row: Row[Any], rank_rows: Sequence[Row[Any]]) -> GenerationView:
     )
 
 
-def _hosts(connection: Connection, rows: Sequence[Row[Any]], job_views: Sequence[JobView]) -> tuple[HostView, ...]:
+def _hosts(
+    rows: Sequence[Row[Any]], workers: Mapping[str, Mapping[str, int]], job_views: Sequence[JobView]
+) -> tuple[HostView, ...]:
     placed = {
         host.host_id: view.spec.job
         for view in job_views
         if view.generation is not None and not view.state.ended
         for host in view.generation.hosts
     }
-    workers: dict[str, dict[str, int]] = {row.host_id: load(row.workers, dict[str, int]) for row in rows}
-    names = sorted({job for generation_of in workers.values() for job in generation_of})
-    newest: dict[str, tuple[int, bool]] = {}
-    if names:
-        query = select(jobs.c.job, jobs.c.generation, jobs.c.state).where(jobs.c.job.in_(names))
-        newest = {row.job: (row.generation, row.state in _ENDED) for row in connection.execute(query)}
+    newest = {
+        view.spec.job: (view.generation.generation if view.generation else -1, view.state.ended) for view in job_views
+    }
     return tuple(
         HostView(
             host_id=row.host_id,

@@ -322,6 +322,19 @@ def test_workers_that_were_superseded_are_shown_on_their_host(stores, make) -> N
     assert stores.decisions.load_view().hosts[0].stale_jobs == {"job": 1}
 
 
+def test_a_job_that_ended_is_seen_as_long_as_a_host_has_workers_of_it(stores, make) -> None:
+    stores.run_job()
+    status = RankStatus("job", 1, 0, 100, Phase.STEP, 5, 0.1)
+    stores.commit(jobs=(JobChange("job", JobState.FAILED, "over"),))
+    assert stores.decisions.load_view().jobs == ()
+    stores.status.record_reports([(make.report("host-a", sent_at=1002.0, ranks=(status,)), 1002.0)])
+    view = stores.decisions.load_view()
+    assert (view.jobs[0].state, view.jobs[0].ended_at) == (JobState.FAILED, stores.clock.wall_s())
+    assert view.hosts[0].stale_jobs == {"job": 1}
+    stores.status.record_reports([(make.report("host-a", sent_at=1003.0), 1003.0)])
+    assert stores.decisions.load_view().jobs == ()
+
+
 def test_the_revision_changes_with_everything_that_is_written(stores, make) -> None:
     seen = [stores.decisions.revision()]
 

@@ -336,7 +336,7 @@ def _with_exit(body: WorkerExited, at: float = NOW) -> JobView:
 
 
 def test_a_silent_host_is_replaced() -> None:
-    silent = say(HostSilent("b", 3.0, 2.0, ("a",)), source="sensor.1")
+    silent = say(HostSilent("b", 3.0, 2.0, ("a",)), source="sensor.1", at=NOW + 3)
     outcome = decide(view(), [silent], SETTINGS, NOW)
     decision = decided(outcome)
     plan = decision.action
@@ -351,7 +351,7 @@ def test_a_silent_host_is_replaced() -> None:
 def test_a_silent_host_supersedes_a_restart_that_waits_for_it() -> None:
     generation = msgspec.structs.replace(GENERATION, started_at=0.0, ranks=(), restore_step=None)
     job = msgspec.structs.replace(JOB, generation=generation)
-    silent = say(HostSilent("b", 3.0, 2.0, ()), source="sensor.1")
+    silent = say(HostSilent("b", 3.0, 2.0, ()), source="sensor.1", at=NOW + 3)
     stopping = action(state=ActionState.DISPATCHED, phase="stop", positions={"0": 51}, restore_step=None)
     outcome = decide(view(job=job, incidents=[incident()], actions=[stopping]), [silent], SETTINGS, NOW)
     assert decided(outcome).kind is DecisionKind.MIGRATE_TO_SPARE
@@ -364,7 +364,7 @@ def test_a_silent_host_supersedes_a_restart_that_waits_for_it() -> None:
 
 
 def test_without_a_spare_it_holds_and_looks_again() -> None:
-    silent = say(HostSilent("b", 3.0, 2.0, ()), source="sensor.1")
+    silent = say(HostSilent("b", 3.0, 2.0, ()), source="sensor.1", at=NOW + 3)
     outcome = decide(view(hosts=HOSTS[:2]), [silent], SETTINGS, NOW)
     assert decided(outcome).rule == "wait_for_a_spare" and "No spare" in decided(outcome).reason
     assert outcome.wake_at == NOW + 1.0
@@ -414,7 +414,7 @@ def test_restarts_are_used_up() -> None:
     outcome = decide(view(job=job), [say(KILLED)], SETTINGS, NOW)
     assert decided(outcome).rule == "fail_when_restarts_are_used_up"
     assert "All 3 restarts" in outcome.jobs[-1].message
-    silent = say(HostSilent("b", 3.0, 2.0, ()), source="sensor.1")
+    silent = say(HostSilent("b", 3.0, 2.0, ()), source="sensor.1", at=NOW + 3)
     assert decided(decide(view(job=job), [silent], SETTINGS, NOW)).kind is DecisionKind.MIGRATE_TO_SPARE
 
 
@@ -581,6 +581,41 @@ def test_superseded_workers_are_stopped_before_a_host_is_a_spare() -> None:
     after = decide(view(hosts=(*HOSTS[:2], clean), incidents=outcome.incidents, actions=[done]), [], SETTINGS, NOW)
     assert after.hosts[0].state is HostState.SPARE
     assert after.incidents[0].state is IncidentState.RESOLVED
+
+
+def test_workers_of_a_job_that_ended_are_stopped_and_its_slots_freed() -> None:
+    over = msgspec.structs.replace(JOB, state=JobState.FAILED, ended_at=NOW - 60)
+    back = host("a", state=HostState.SILENT, since=NOW - 90, last_report_at=NOW, stale_jobs={"job": 2})
+    outcome = decide(view(job=over, hosts=(back,)), [], SETTINGS, NOW)
+    plan = decided(outcome).action
+    assert plan is not None
+    assert (plan.kind, plan.stop_hosts, plan.generation) == (DecisionKind.STOP_JOB, ("a",), 2)
+    assert "of job job, which has failed" in outcome.incidents[0].message
+    assert not outcome.jobs  # it stays as it ended
+    clean = host("a", state=HostState.IN_REPAIR)
+    done = action(plan=plan, state=ActionState.SUCCEEDED, action_id="act-70")
+    after = decide(view(job=over, hosts=(clean,), incidents=outcome.incidents, actions=[done]), [], SETTINGS, NOW + 1)
+    assert after.hosts[0].state is HostState.SPARE
+    assert after.incidents[0].state is IncidentState.RESOLVED
+
+
+def test_the_hosts_of_a_job_that_has_just_ended_are_left_to_its_own_action() -> None:
+    over = msgspec.structs.replace(JOB, state=JobState.FAILED, ended_at=NOW - 5)
+    hosts = (host("a", stale_jobs={"job": 2}), host("b", stale_jobs={"job": 2}))
+    assert decide(view(job=over, hosts=hosts), [], SETTINGS, NOW).empty
+
+
+def test_after_a_migration_the_job_says_where_it_runs_now() -> None:
+    silent = say(HostSilent("b", 3.0, 2.0, ()), source="sensor.1", at=NOW + 3)
+    outcome = decide(view(), [silent], SETTINGS, NOW)
+    assert decided(outcome).kind is DecisionKind.MIGRATE_TO_SPARE
+    assert outcome.jobs[-1].message == "running on a, c"
+    assert outcome.jobs[-1].state is JobState.RUNNING
+
+
+def test_a_host_that_another_sensor_hears_is_not_silent() -> None:
+    silent = say(HostSilent("b", 30.0, 30.0, ()), source="sensor.2")
+    assert decide(view(), [silent], SETTINGS, NOW).empty  # its last report, 0.1 s ago, went elsewhere
 
 
 def test_superseded_workers_that_cannot_be_stopped_cordon_the_host() -> None:
