@@ -229,6 +229,13 @@ def test_an_action_has_a_deadline() -> None:
     assert advance(progress, NOW + 60).state is ActionState.TIMED_OUT
 
 
+def test_what_was_done_while_no_actuator_looked_is_done() -> None:
+    progress = answer(started(), UpdateState.SUCCEEDED, {"a": CommandResult(), "c": CommandResult()})
+    assert advance(progress, NOW + 600).state is ActionState.SUCCEEDED
+    half = answer(started(), UpdateState.SUCCEEDED, {"a": CommandResult()})
+    assert advance(half, NOW + 600).state is ActionState.TIMED_OUT
+
+
 # --- emergency saves -------------------------------------------------------------------------------------------------
 
 SAVE = ActionPlan(
