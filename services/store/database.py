@@ -162,10 +162,11 @@ def _sqlite_engines(url: URL) -> tuple[Engine, Engine]:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
     common = (f"busy_timeout={int(BUSY_TIMEOUT_S * 1000)}", "foreign_keys=ON")
-    writer = create_engine(url, pool_size=1, max_overflow=0, pool_timeout=BUSY_TIMEOUT_S)
+    # Parameters stay out of errors, and so out of logs: a job's specification may carry secrets in its environment.
+    writer = create_engine(url, pool_size=1, max_overflow=0, pool_timeout=BUSY_TIMEOUT_S, hide_parameters=True)
     event.listen(writer, "connect", connected((*common, "journal_mode=WAL")))
     event.listen(writer, "begin", begin_write)
-    reader = create_engine(url, pool_size=4, max_overflow=12, pool_timeout=BUSY_TIMEOUT_S)
+    reader = create_engine(url, pool_size=4, max_overflow=12, pool_timeout=BUSY_TIMEOUT_S, hide_parameters=True)
     event.listen(reader, "connect", connected((*common, "query_only=ON")))
     event.listen(reader, "begin", begin_read)
     return reader, writer
@@ -180,6 +181,7 @@ def _mysql_engine(url: URL, *, isolation_level: str) -> Engine:
         pool_size=4,
         max_overflow=12,
         pool_timeout=BUSY_TIMEOUT_S,
+        hide_parameters=True,
         connect_args={
             "charset": "utf8mb4",
             "connect_timeout": int(CONNECT_TIMEOUT_S),

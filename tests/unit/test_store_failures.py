@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import insert, select
+from sqlalchemy.exc import IntegrityError
 
 from flyball.contracts.errors import ConfigurationError, FlyballError, StateVersionMismatch, StorageFull, Unreachable
 from services.store import database
@@ -108,6 +109,15 @@ def test_another_thread_that_keeps_the_database_locked(db: Database, monkeypatch
 def test_reading_cannot_write(db: Database) -> None:
     with pytest.raises(ConfigurationError), db.read() as connection:
         connection.execute(insert(bus_messages).values(position=1, document="x"))
+
+
+def test_an_error_does_not_show_what_was_to_be_stored(db: Database) -> None:
+    row = insert(bus_messages).values(position=1, document="a secret of a job's environment")
+    with pytest.raises(IntegrityError) as caught:
+        for _ in range(2):
+            with db.write() as connection:
+                connection.execute(row)
+    assert "secret" not in str(caught.value)
 
 
 def test_a_commit_waits_for_the_disk_unless_it_need_not(db: Database) -> None:
