@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -47,7 +48,7 @@ class AsyncWakeup:
         self._unsubscribe()
 
     def _notified(self) -> None:
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._ring)
 
     def _ring(self) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 import structlog
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from flyball.contracts.errors import InvalidMessage, TooBusy
 from flyball.contracts.signals import Signal
@@ -44,20 +45,16 @@ class EmbeddedBus:
             if head is None:
                 return []
             position = after.position if after is not None and after.stream == head.stream else 0
-            if position >= head.head:
-                return []
-            rows = connection.execute(
-                select(bus_messages)
-                .where(bus_messages.c.position > position)
-                .order_by(bus_messages.c.position)
-                .limit(limit)
-            ).all()
-        delivered = []
-        for row in rows:
-            try:
-                delivered.append(Delivered(Cursor(head.stream, row.position), decode(row.document, Signal)))
-            except InvalidMessage as error:  # of another release: to stop here would stop all that follow, for ever
-                _log.error("signal_skipped", position=row.position, error=str(error))
+            delivered: list[Delivered] = []
+            while not delivered and position < head.head:
+                rows = connection.execute(
+                    select(bus_messages)
+                    .where(bus_messages.c.position > position)
+                    .order_by(bus_messages.c.position)
+                    .limit(limit)
+                ).all()
+                delivered = [found for row in rows if (found := _delivered(head.stream, row)) is not None]
+                position = rows[-1].position if rows else head.head
         return delivered
 
     def trim(self, upto: Cursor) -> None:
@@ -94,3 +91,11 @@ class EmbeddedBus:
                 for position, signal in enumerate(signals, row.head - len(signals) + 1)
             ],
         )
+
+
+def _delivered(stream: str, row: Row[Any]) -> Delivered | None:
+    try:
+        return Delivered(Cursor(stream, row.position), decode(row.document, Signal))
+    except InvalidMessage as error:  # of another release: to stop here would stop all that follow, for ever
+        _log.error("signal_skipped", position=row.position, error=str(error))
+        return None

@@ -1,17 +1,14 @@
 """Wakes the loops of one process when another part of it has made work for them.
 
-A hint only: every loop also looks by itself, which is all that separate processes have.
+A hint only: every loop also looks by itself, which is all that separate processes have. The topics: "signals" (the
+controller has something to look at), "actions" (an action is new, or one of its commands was answered), "commands"
+(there are commands for hosts), "events" (the event log has grown).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-
-SIGNALS = "signals"  # the controller has something to look at
-ACTIONS = "actions"  # an action is new, or one of its commands was answered
-COMMANDS = "commands"  # there are commands for hosts
-EVENTS = "events"  # the event log has grown
 
 
 class LocalWakeup:

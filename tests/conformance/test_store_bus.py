@@ -149,6 +149,8 @@ def test_a_message_of_another_release_is_passed_over(db: Database, make) -> None
         connection.execute(delete(bus_messages).where(bus_messages.c.position == stored[1].position))
         connection.execute(insert(bus_messages).values(position=stored[1].position, document='{"body": 1}'))
     assert seqs(bus) == [1, 3]
+    first = bus.read(None, limit=1)[0].cursor
+    assert seqs(bus, first, limit=1) == [3]  # a page of nothing but such messages is no end
 
 
 def test_a_stream_that_was_emptied_by_hand_is_another_one(db: Database, make) -> None:

@@ -77,3 +77,13 @@ def test_a_notification_after_the_end_of_the_event_loop_is_harmless() -> None:
 
     asyncio.run(listen())
     wakeup.notify("commands")
+
+
+def test_a_notification_after_the_event_loop_closed_reaches_nobody_and_harms_nobody() -> None:
+    wakeup = LocalWakeup()
+
+    async def listen() -> None:
+        AsyncWakeup(wakeup, "events")
+
+    asyncio.run(listen())
+    wakeup.notify("events")
