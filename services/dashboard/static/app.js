@@ -186,8 +186,7 @@ async function follow(job) {
   for (const { event } of steps.items) addPoints(event);
   page.timeline = past.items.map((item) => item.event);
   show("timeline", page.timeline, drawTimeline);
-  const after = Math.max(past.next_after, steps.next_after);
-  const parameters = new URLSearchParams({ ...about, after });
+  const parameters = new URLSearchParams({ ...about, after: past.next_after }); // steps were read later: see below
   for (const kind of [...TIMELINE_KINDS, "steps"]) parameters.append("kind", kind);
   page.stream = new EventSource(`/v1/stream?${parameters}`);
   page.stream.onopen = () => connection(true, "live");
@@ -198,7 +197,11 @@ async function follow(job) {
     refresh();
     refreshSlowly();
   });
-  page.stream.addEventListener("steps", (message) => { addPoints(JSON.parse(message.data)); refreshSteps(); });
+  page.stream.addEventListener("steps", (message) => {
+    if (Number(message.lastEventId) <= steps.next_after) return;
+    addPoints(JSON.parse(message.data));
+    refreshSteps();
+  });
 }
 
 // --- the job ------------------------------------------------------------------------------------------------------
