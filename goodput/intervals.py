@@ -230,7 +230,8 @@ def _blocked_spans(generation: Generation, steps: Sequence[Span]) -> Iterator[Sp
         while coming < len(steps) and steps[coming].end <= before.at:
             coming += 1
         pieces = []
-        for span in steps[coming:]:
+        for index in range(coming, len(steps)):  # a slice would copy all that follows, for every sample
+            span = steps[index]
             if span.start >= sample.at:
                 break
             pieces.append((max(span.start, before.at), min(span.end, sample.at)))

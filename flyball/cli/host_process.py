@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -122,9 +121,6 @@ class HostProcess:
             return
         for path in Path(folder).glob(f"{name}.*"):
             path.unlink(missing_ok=True)
-
-    def remove_state(self) -> None:
-        shutil.rmtree(self.state_dir, ignore_errors=True)
 
 
 def _family(pid: int) -> list[psutil.Process]:

@@ -14,7 +14,6 @@ import msgspec
 from flyball.contracts.checkpoints import RestoreReport, ShardCopy
 from flyball.contracts.cluster import HostFacts, Phase, RankStatus, WorkerError
 from flyball.contracts.identity import HostId, JobName, Rank
-from flyball.contracts.wire import WIRE_VERSION
 
 Text = Annotated[str, msgspec.Meta(max_length=16_384)]
 
@@ -172,10 +171,6 @@ class Report(msgspec.Struct, frozen=True):
     restores: tuple[RestoreReport, ...] = ()
     copies: tuple[ShardCopy, ...] = ()
     lagged_s: float = 0.0  # how late the daemon's own loop ran
-
-    @staticmethod
-    def current_version() -> int:
-        return WIRE_VERSION
 
 
 class ReportReply(msgspec.Struct, frozen=True):
