@@ -285,7 +285,7 @@ def test_a_controller_killed_in_the_middle_finishes_after_its_restart_and_acts_o
     heir = start("heir")
     try:
         eventually(lambda: (cluster.answer(), cluster.generation == 2)[1], "the restart was carried out")
-        eventually(lambda: not cluster.open_action(), "the action ended")
+        eventually(lambda: (cluster.answer(), not cluster.open_action())[1], "the action ended")
         cluster.train(11)
         eventually(lambda: cluster.reads.incidents("job")[0]["resolved_at"], "the incident was resolved")
     finally:
