@@ -29,7 +29,7 @@ from recovery_processes import (  # noqa: E402 - found by the path above
 )
 
 ARMED_EXAMPLE = Path(__file__).parent / "armed_gpt.py"
-PACE_S = 0.02
+PACE_S = 0.04
 
 
 class Stack:
