@@ -60,7 +60,6 @@ class RestoreState(IntEnum):
 class ParkState(IntEnum):
     RUNNING = 0
     PARKED = 1  # the trainer saved the emergency step and waits
-    RELEASED = 2  # the engine lets it train on
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +134,13 @@ class ControlSegment:
         base = _SLOT + index * _SLOT_STRIDE
         self._words[base + _CAPTURED] = self._words[base + _WRITTEN]
 
-    def drop(self, index: int) -> None:
-        """The slot is empty: its write was given up, or its bytes turned out to be bad."""
+    def drop(self, index: int, sequence: int | None = None) -> None:
+        """The slot is empty: its write was given up, or the bytes of `sequence` turned out to be bad. A write that has
+        begun since then is not touched: it has another sequence."""
         base = _SLOT + index * _SLOT_STRIDE
-        self._words[base + _DROPPED] = self._words[base + _WRITTEN]
+        written = self._words[base + _WRITTEN]
+        if sequence is None or sequence == written:
+            self._words[base + _DROPPED] = written
 
     def commit(self, index: int, sequence: int, manifest: bytes) -> None:
         """Store the manifest of the bytes that were captured as `sequence`, then the word that makes it count."""
@@ -257,10 +259,11 @@ class ControlSegment:
 
     def read_restore(self) -> RestoreWords:
         words = self._words
+        generation = words[_RESTORE_GENERATION]  # before the state, or the state of an older one could pass for its own
         state = RestoreState(words[_RESTORE_STATE])
         text = self._mapping[_TEXT_OFFSET : _TEXT_OFFSET + min(words[_RESTORE_TEXT_BYTES], _MAX_TEXT_BYTES)]
         return RestoreWords(
-            generation=words[_RESTORE_GENERATION],
+            generation=generation,
             state=state,
             step=words[_RESTORE_STEP],
             slot=words[_RESTORE_SLOT],

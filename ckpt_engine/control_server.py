@@ -127,7 +127,7 @@ class NoticeListener:
             try:
                 notice: Notice = wire.decode(data, Notice, max_bytes=MAX_NOTICE_BYTES)  # type: ignore[arg-type]  # a union is no type[T]
                 self._handle(notice)
-            except FlyballError as error:
+            except (FlyballError, OSError) as error:  # the scan finds what a lost notice told
                 log.warning("notice_ignored", reason=str(error))
 
 

@@ -104,6 +104,7 @@ class DiskWriter:
             self._counters.add(f"{self._disk.tier}_write_failures")
             self._on_failure(self._rank, view.step, f"The {self._disk.tier} tier: {error}")
         else:
+            self._prune()
             self._counters.add(f"{self._disk.tier}_bytes_written", written)
             log.info(
                 "shard_written",
@@ -131,15 +132,21 @@ class DiskWriter:
             integrity.copy_verified(
                 entry.segments.payload(view.index), copy, manifest.chunk_digests, manifest.chunk_bytes
             )
-        written = self._disk.write(manifest, manifest_bytes, copy)
+        return self._disk.write(manifest, manifest_bytes, copy)
+
+    def _prune(self) -> None:
+        """Make room. The shard that was written counts, whatever becomes of older ones."""
         shared = self._disk.tier is Tier.PERSISTENT
         own_ranks = self._generation.local_ranks
-        if shared:
-            self._disk.scan()  # for what the other hosts have written by now
-        self._disk.prune(
-            lineage=self._generation.lineage,
-            needed_ranks=range(self._generation.placement.world_size) if shared else own_ranks,
-            own_ranks=own_ranks,
-            keep_complete_steps=self._keep_complete_steps,
-        )
-        return written
+        try:
+            if shared:
+                self._disk.scan()  # for what the other hosts have written by now
+            self._disk.prune(
+                lineage=self._generation.lineage,
+                needed_ranks=range(self._generation.placement.world_size) if shared else own_ranks,
+                own_ranks=own_ranks,
+                keep_complete_steps=self._keep_complete_steps,
+            )
+        except OSError as error:  # tried again after the next write
+            self._counters.add(f"{self._disk.tier}_prune_failures")
+            log.warning("disk_not_pruned", tier=str(self._disk.tier), rank=self._rank, reason=str(error))

@@ -20,7 +20,14 @@ from ckpt_engine.slots import MemoryPlan, ParkState, RankSegments, RestoreState,
 from flyball.beacon import BeaconWriter
 from flyball.contracts.checkpoints import CheckpointSpec, is_alive
 from flyball.contracts.cluster import Phase
-from flyball.contracts.errors import CheckpointError, CorruptShard, MemoryTooSmall, RestoreFailed, UnsupportedState
+from flyball.contracts.errors import (
+    CheckpointError,
+    CorruptShard,
+    FlyballError,
+    MemoryTooSmall,
+    RestoreFailed,
+    UnsupportedState,
+)
 from flyball.contracts.segments import rank_segment
 from flyball.worker_identity import WorkerIdentity
 
@@ -104,7 +111,7 @@ class TrainerEngine:
             self._capture_into_slot(step, state, self._segments, self._link, patient=emergency)
             handle.mark_captured()
             self.saves += 1
-        except (CheckpointError, MemoryTooSmall, OSError) as error:
+        except (FlyballError, OSError) as error:
             self._link.aborted(step, str(error))
             handle.error = str(error)
             self.failed_saves += 1
@@ -152,7 +159,10 @@ class TrainerEngine:
             link.refresh()
             world = segments.read_world()
             if world.fence_generation > self._me.generation:
-                raise CheckpointError(f"Generation {world.fence_generation} has taken over from {self._me.generation}.")
+                raise CheckpointError(
+                    f"Generation {world.fence_generation} has taken over from {self._me.generation}.",
+                    hint="nothing to do: this process is about to be ended",
+                )
             known = world.generation == self._me.generation
             slot = choose_slot(
                 segments.slots(), world.step if known else -1, self._me.lineage, world.abandoned if known else ()
@@ -172,7 +182,11 @@ class TrainerEngine:
             if now_s >= probe_at_s:
                 probe_at_s = now_s + _ENGINE_PROBE_S
                 if not link.alive:
-                    raise CheckpointError("The checkpoint engine of this host is not running.")
+                    self._stuck_at = world
+                    raise CheckpointError(
+                        "The checkpoint engine of this host is not running.",
+                        hint="the host daemon starts another; see engine.log in its state folder",
+                    )
             time.sleep(_SLOT_POLL_S)
 
     def _park(self, step: int, segments: RankSegments) -> None:
@@ -198,7 +212,10 @@ class TrainerEngine:
         if step is None:
             return 0
         if self._segments is None:
-            raise RestoreFailed(f"Step {step} was to be restored: {NO_SUPERVISOR}.")
+            raise RestoreFailed(
+                f"Step {step} was to be restored: {NO_SUPERVISOR}.",
+                hint="start the job with `flyball run`, or unset FLYBALL_RESTORE_STEP",
+            )
         from ckpt_engine.restore import load_into
 
         load_into(state, self._await_shard(step, self._segments))
@@ -220,7 +237,7 @@ class TrainerEngine:
                 try:
                     return _read_unchanged(segments, view, manifest)
                 except CorruptShard as error:
-                    segments.drop(view.index)  # so that no inventory lists it
+                    segments.discard(view)  # so that no inventory lists it
                     reason = str(error)
             if isinstance(self._link, LocalCommitter):
                 break

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from typing import Protocol
 
-from ckpt_engine.notices import Captured, Notice, SaveAborted
+from ckpt_engine.notices import MAX_MESSAGE_CHARS, Captured, Notice, SaveAborted
 from ckpt_engine.slots import SlotView
 from flyball.contracts import wire
 from flyball.worker_identity import WorkerIdentity
@@ -36,12 +37,11 @@ class CommitLink(Protocol):
 
 class EngineLink:
     """Datagrams to the engine's notify socket. Nothing here blocks or raises: a notice is a hint (the engine also looks
-    by itself), and one that cannot be sent is counted in `unsent`."""
+    by itself), and one that cannot be sent is dropped."""
 
     def __init__(self, identity: WorkerIdentity) -> None:
         self._identity = identity
         self._socket = _datagram_socket()
-        self.unsent = 0
 
     def captured(self, view: SlotView) -> None:
         me = self._identity
@@ -49,7 +49,8 @@ class EngineLink:
 
     def aborted(self, step: int, message: str) -> None:
         me = self._identity
-        self._send(SaveAborted(job=me.job, rank=me.rank, generation=me.generation, step=step, message=message))
+        reason = message[:MAX_MESSAGE_CHARS]
+        self._send(SaveAborted(job=me.job, rank=me.rank, generation=me.generation, step=step, message=reason))
 
     def refresh(self) -> None:
         """The engine writes the world words."""
@@ -68,10 +69,8 @@ class EngineLink:
         self._socket.close()
 
     def _send(self, notice: Notice) -> None:
-        try:
+        with contextlib.suppress(OSError):  # nobody there, or its queue is full
             self._socket.sendto(wire.encode(notice), self._identity.engine_notify)
-        except OSError:  # nobody there, or its queue is full
-            self.unsent += 1
 
 
 def _datagram_socket() -> socket.socket:

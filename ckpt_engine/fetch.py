@@ -93,7 +93,7 @@ class Fetcher:
             if entry.segments.unchanged(view):
                 reasons.append(f"local slot: {error.message}")
                 log.warning("restore_source_skipped", rank=entry.rank, step=self._plan.step, reason=reasons[-1])
-                entry.segments.drop(view.index)
+                entry.segments.discard(view)
                 return None
             # The trainer restored from it and is two saves further already: it found the bytes good.
         return Fetched(view.index, view.payload_bytes, Tier.MEMORY, self._generation.host_id, 0)

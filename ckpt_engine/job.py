@@ -182,8 +182,8 @@ class Job:
         for pipeline in pipelines:
             pipeline.kick()  # they work side by side; the loop below waits for each in turn
         for pipeline in pipelines:
-            if time.monotonic() < deadline_s:
-                pipeline.commit_captured()
+            if (left_s := deadline_s - time.monotonic()) > 0:
+                pipeline.commit_captured(left_s)
         scans = [threading.Thread(target=disk.scan, daemon=True) for disk in self.disks.values()]
         for scan in scans:
             scan.start()
@@ -301,15 +301,15 @@ class Job:
 
     def _world_advanced(self, generation: Generation) -> None:
         """All ranks have a step of this generation, so what older placements left here is not needed any more."""
-        with self._lock:
-            if self._swept is generation:
+        with self._lock:  # held to the end: a generation that begins meanwhile may need what this one does not
+            if self._swept is generation or self.generation is not generation:
                 return
             self._swept = generation
-        for tier, kept in ((self.memory, generation.local_ranks), (self.replicas, generation.replicated_ranks)):
-            for rank in tier.ranks():
-                if rank not in kept:
-                    log.info("segments_freed", job=self.name, rank=rank, tier=str(tier.tier))
-                    tier.remove(rank)
+            for tier, kept in ((self.memory, generation.local_ranks), (self.replicas, generation.replicated_ranks)):
+                for rank in tier.ranks():
+                    if rank not in kept:
+                        log.info("segments_freed", job=self.name, rank=rank, tier=str(tier.tier))
+                        tier.remove(rank)
 
     def _note_failure(self, generation: Generation, rank: int, step: int, message: str) -> None:
         at = self._services.clock.wall_s()

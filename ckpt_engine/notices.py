@@ -1,7 +1,7 @@
 """What a trainer tells the engine beside it: datagrams on state_dir/notify.sock, JSON, one notice each.
 
-A notice is only a hint that saves the engine from polling: everything it says can be read in the control segment,
-and a lost one delays a commit until the engine's next scan.
+A notice is only a hint that saves the engine from waiting. A lost `Captured` delays a commit until the engine's next
+scan; a lost `SaveAborted` delays what it tells until the rank has saved a newer step, which says the same.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 from flyball.contracts.identity import JobName, Rank
 
 MAX_NOTICE_BYTES = 4096
+MAX_MESSAGE_CHARS = 600  # six bytes each at the most, in JSON
 
 
 class Captured(msgspec.Struct, frozen=True, tag="captured"):

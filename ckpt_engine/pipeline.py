@@ -132,16 +132,19 @@ class RankPipeline:
             self._given_up = {key for key in self._given_up if key[0] != peer}
         self.kick()
 
-    def commit_captured(self) -> None:
-        """Hash and commit every captured slot of a history that counts, oldest first. Any thread may call this."""
+    def commit_captured(self, timeout_s: float = -1) -> None:
+        """Hash and commit every captured slot of a history that counts, oldest first. Any thread may call this. Nothing
+        is done if a slot is being filled for longer than `timeout_s` (-1: wait as long as that takes)."""
         with self._memory.using(self.rank) as entry:
-            if entry is None:
+            if entry is None or not entry.writing.acquire(timeout=timeout_s):
                 return
-            with entry.writing:
+            try:
                 captured = [view for view in entry.segments.slots() if view.state is SlotState.CAPTURED]
                 for view in sorted(captured, key=lambda view: view.step):
                     if self._is_alive(view):
                         self._commit(entry, view)
+            finally:
+                entry.writing.release()
 
     def _run(self) -> None:
         delay_s = 0.0
@@ -199,7 +202,7 @@ class RankPipeline:
             committed = entry.segments.commit(view, manifests.encode(manifest))
         except FlyballError as error:  # the capture is not a shard, or the manifest found no room
             if entry.segments.unchanged(view):
-                entry.segments.drop(view.index)
+                entry.segments.discard(view)
                 self.fail(view.step, str(error))
             return
         if committed:
@@ -313,7 +316,7 @@ class RankPipeline:
         with entry.writing:
             if not entry.segments.unchanged(view):
                 return
-            entry.segments.drop(view.index)
+            entry.segments.discard(view)
         self._counters.add("corrupt_copies")
         self._give_up(view, f"The slot is corrupt: {reason}")
 

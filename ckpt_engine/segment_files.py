@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flyball.contracts.errors import ConfigurationError, MemoryTooSmall
 
+_UNFINISHED = ".new."  # and the pid of its maker
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MEMINFO = Path("/proc/meminfo")
 _SELF_CGROUP = Path("/proc/self/cgroup")
@@ -137,7 +138,7 @@ def publish(path: str, size_bytes: int, head: bytes, *, reserve_bytes: int, repl
     The first `reserve_bytes` have their memory; the rest is a hole. Without `replace` a file that is there already
     stays, and it is the one that is opened. Raises MemoryTooSmall when memory runs out on the way.
     """
-    temporary = f"{path}.new.{os.getpid()}"
+    temporary = f"{path}{_UNFINISHED}{os.getpid()}"
     Path(temporary).unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -162,6 +163,14 @@ def publish(path: str, size_bytes: int, head: bytes, *, reserve_bytes: int, repl
     finally:
         Path(temporary).unlink(missing_ok=True)
     return descriptor
+
+
+def remove(path: str) -> None:
+    """Remove a segment if it is there, and what processes left that were killed while they made it: it holds memory."""
+    Path(path).unlink(missing_ok=True)
+    folder, name = os.path.split(path)
+    for unfinished in Path(folder).glob(f"{name}{_UNFINISHED}*"):
+        unfinished.unlink(missing_ok=True)
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:

@@ -71,10 +71,7 @@ class RankSegments:
     def payload(self, index: int) -> memoryview:
         """The bytes of a slot that is captured or committed. Raises CorruptShard if the file does not hold them."""
         view = self.control.slot(index)
-        try:
-            payload = self._map(index)
-        except FileNotFoundError:
-            payload = memoryview(b"")
+        payload = self._map_if_there(index)
         if view.state not in (SlotState.CAPTURED, SlotState.COMMITTED) or len(payload) != view.payload_bytes:
             raise CorruptShard(
                 f"Slot {index} of {self.base} is {view.state.name.lower()}, with {len(payload)} of "
@@ -114,12 +111,9 @@ class RankSegments:
         """
         self.control.begin_write(index, generation, step, payload_bytes)
         try:
-            payload = self._map(index)
-        except FileNotFoundError:
-            payload = memoryview(b"")
-        if len(payload) == payload_bytes:
-            return payload
-        try:
+            payload = self._map_if_there(index)
+            if len(payload) == payload_bytes:
+                return payload
             return self._make(index, payload_bytes, plan or MemoryPlan(payload_bytes))
         except BaseException:
             self.control.drop(index)
@@ -130,8 +124,12 @@ class RankSegments:
         self.control.mark_captured(index)
 
     def drop(self, index: int) -> None:
-        """The slot holds nothing: its write failed, or its bytes do not match their checksums."""
+        """Give up the write that this process began."""
         self.control.drop(index)
+
+    def discard(self, view: SlotView) -> None:
+        """The bytes that `view` showed are bad and shall not count. What was written over them since does."""
+        self.control.drop(view.index, view.sequence)
 
     def commit(self, view: SlotView, manifest: bytes) -> bool:
         """Store the manifest of the bytes that `view` showed. False if the slot was overwritten meanwhile; then nothing
@@ -156,7 +154,13 @@ class RankSegments:
     def unlink(self) -> None:
         """Remove the files; the control segment last, so that what is left after a kill is found again."""
         for suffix in (*SLOT_SUFFIXES, CONTROL_SUFFIX):
-            Path(self.base + suffix).unlink(missing_ok=True)
+            segment_files.remove(self.base + suffix)
+
+    def _map_if_there(self, index: int) -> memoryview:
+        try:
+            return self._map(index)
+        except FileNotFoundError:
+            return memoryview(b"")
 
     def _map(self, index: int) -> memoryview:
         path = self.base + SLOT_SUFFIXES[index]
@@ -174,7 +178,7 @@ class RankSegments:
     def _make(self, index: int, payload_bytes: int, plan: MemoryPlan) -> memoryview:
         path = self.base + SLOT_SUFFIXES[index]
         self._mappings.pop(index, None)
-        Path(path).unlink(missing_ok=True)  # first, so that the old and the new one need not fit side by side
+        segment_files.remove(path)  # first, so that the old and the new one need not fit side by side
         segment_files.check_room(str(Path(path).parent), self._missing_bytes(payload_bytes, plan), plan)
         descriptor = segment_files.publish(path, payload_bytes, b"", reserve_bytes=payload_bytes, replace=True)
         try:

@@ -144,8 +144,11 @@ class Job:
 
 
 def _write_error_file(path: str, error: RestoreFailed) -> None:
-    """Torch elastic's convention for what ended a worker."""
+    """Torch elastic's convention for what ended a worker. The exit code says it too, whatever the disk does."""
     if path:
         extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(SystemClock().wall_s()))}
         message = {"message": f"RestoreFailed: {error}", "errorCode": error.exit_code, "extraInfo": extra}
-        Path(path).write_text(json.dumps({"message": message}))
+        try:
+            Path(path).write_text(json.dumps({"message": message}))
+        except OSError as failure:
+            sys.stderr.write(f"flyball: {path} could not be written: {failure}\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
@@ -41,6 +41,7 @@ class DiskTier:
         self._folder = root / job
         self._copies: dict[tuple[int, int, int], ShardCopy] = {}  # (generation, step, rank)
         self._lock = threading.Lock()
+        self._pruning = threading.Lock()
 
     def copies(self) -> list[ShardCopy]:
         """What was there at the last `scan`, and what this process wrote and removed since."""
@@ -101,20 +102,25 @@ class DiskTier:
         keep_complete_steps: int,
     ) -> None:
         """Remove copies of `own_ranks` that `retention.removable` names. The manifest goes first."""
-        for copy in removable(
-            self.copies(),
-            lineage=lineage,
-            needed_ranks=needed_ranks,
-            own_ranks=own_ranks,
-            keep_complete_steps=keep_complete_steps,
-        ):
-            path = self._path(copy.generation, copy.step, copy.rank, MANIFEST_SUFFIX)
+        with self._pruning:
+            for copy in removable(
+                self.copies(),
+                lineage=lineage,
+                needed_ranks=needed_ranks,
+                own_ranks=own_ranks,
+                keep_complete_steps=keep_complete_steps,
+            ):
+                self._remove(copy)
+
+    def _remove(self, copy: ShardCopy) -> None:
+        path = self._path(copy.generation, copy.step, copy.rank, MANIFEST_SUFFIX)
+        with suppress(FileNotFoundError):  # the folder went with the last copy in it: a tier of this folder was first
             path.unlink(missing_ok=True)
             sync_folder(path.parent)
             path.with_suffix(SHARD_SUFFIX).unlink(missing_ok=True)
-            with self._lock:
-                self._copies.pop((copy.generation, copy.step, copy.rank), None)
             self._remove_if_empty(path.parent)
+        with self._lock:
+            self._copies.pop((copy.generation, copy.step, copy.rank), None)
 
     def _remove_if_empty(self, folder: Path) -> None:
         for level in (folder, folder.parent):

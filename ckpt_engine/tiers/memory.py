@@ -28,7 +28,8 @@ class OpenSegments:
 
 
 class SlotTier:
-    """The segments of one job and one kind, by rank: opened when first asked for, closed when the last user left."""
+    """The segments of one job and one kind, by rank: opened when first asked for, kept open until they are removed and
+    the last user left."""
 
     tier: Tier
     _base_path: Callable[[str, str, int], str]
@@ -77,7 +78,11 @@ class SlotTier:
             return None
         data = entry.segments.manifest_bytes(view.index)
         manifest = entry.segments.committed(view.index)
-        if data is None or manifest is None or (manifest.job, manifest.rank) != (self.job, entry.rank):
+        if data is None or manifest is None:
+            return None
+        # The step once more: a slot that was overwritten since `view` was taken has the manifest of another.
+        described = (manifest.job, manifest.rank, manifest.generation, manifest.step)
+        if described != (self.job, entry.rank, generation, step):
             return None
         return view, manifest, data
 

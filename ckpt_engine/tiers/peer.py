@@ -22,4 +22,4 @@ class PeerTier(SlotTier):
                     continue
                 for view in entry.segments.slots():
                     if view.state in (SlotState.WRITING, SlotState.CAPTURED):
-                        entry.segments.drop(view.index)
+                        entry.segments.discard(view)

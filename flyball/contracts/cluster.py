@@ -60,7 +60,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     env: Mapping[str, str] = {}  # added to the daemon's own environment
     log_dir: str = ""  # '' : the daemon's state folder
     checkpoint: CheckpointSpec = CheckpointSpec()
-    hosts: tuple[HostId, ...] = ()  # '' : any healthy host
+    hosts: tuple[HostId, ...] = ()  # () : any healthy host
     stop_grace_s: float = 10.0
 
     @property

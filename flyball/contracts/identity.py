@@ -20,7 +20,7 @@ Step = Annotated[int, msgspec.Meta(ge=0)]
 
 def check_name(what: str, name: str) -> str:
     """Return `name` if it can name a job or a host, else raise UsageError that says what would do."""
-    if not re.match(NAME_PATTERN, name):
+    if not re.fullmatch(NAME_PATTERN, name):  # `$` alone lets a newline follow
         raise UsageError(
             f"{what} {name!r} is not a usable name.",
             hint="use 1 to 63 lower-case letters, digits, '.', '_' or '-', beginning and ending with a letter or digit",

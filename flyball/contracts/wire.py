@@ -30,7 +30,8 @@ def decode(data: bytes | memoryview | str, kind: type[T], *, max_bytes: int = MA
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:  # ValidationError derives from it
-        raise InvalidMessage(f"Not a valid {kind.__name__}: {error}.", hint="check the sender's version") from error
+        name = getattr(kind, "__name__", str(kind))  # a union has none
+        raise InvalidMessage(f"Not a valid {name}: {error}.", hint="check the sender's version") from error
 
 
 def check_version(version: int) -> None:

@@ -245,6 +245,34 @@ def test_pruning_keeps_the_newest_complete_steps_and_no_dead_history(tmp_path: P
     assert not (tmp_path / "job" / "g7").exists()
 
 
+def test_pruning_what_another_view_of_the_folder_removed_already_is_no_error(tmp_path: Path) -> None:
+    disk = Disk(Tier.DISK, tmp_path)
+    for step in (1, 2, 3):
+        disk.put(step)
+    late = DiskTier(tmp_path, tier=Tier.DISK, job="job", host_id="host")
+    late.scan()
+    for tier in (disk.disk, late):
+        tier.prune(lineage=LINEAGE, needed_ranks=(0,), own_ranks=(0,), keep_complete_steps=1)
+        assert [copy.step for copy in tier.copies()] == [3]
+
+
+def test_a_slot_that_is_overwritten_while_it_is_looked_up_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = Slots(MemoryTier, tmp_path)
+    slots.put(1)
+    with slots.slots.using(0) as entry:
+        assert entry is not None
+        old = entry.segments.manifest_bytes(1)
+
+        def overwritten(index: int) -> bytes | None:
+            slots.put(3)
+            return old
+
+        monkeypatch.setattr(entry.segments, "manifest_bytes", overwritten)
+        assert slots.slots.find(entry, 1, 1) is None
+
+
 def test_released_slots_are_gone_and_stay_gone(tmp_path: Path) -> None:
     slots = Slots(PeerTier, tmp_path)
     slots.put(1)

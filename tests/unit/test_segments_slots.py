@@ -318,3 +318,52 @@ def test_the_least_useful_slot_is_chosen() -> None:
     assert choose_slot([old, dead], 7, LINEAGE, ()) is dead
     assert choose_slot([old, needed], 7, LINEAGE, ()) is old
     assert choose_slot([needed], 7, LINEAGE, ()) is None
+
+
+def test_bad_bytes_are_discarded_and_not_what_was_written_over_them(segments: RankSegments) -> None:
+    bad = save(segments, 0, 1, 7)
+    segments.discard(bad)
+    assert segments.slots()[0].state is SlotState.EMPTY
+    bad = save(segments, 0, 2, 7)
+    newer = save(segments, 0, 3, 8)
+    segments.discard(bad)
+    assert segments.slots()[0] == newer
+
+
+def test_restore_words_of_an_older_generation_never_pass_for_those_of_a_newer(
+    segments: RankSegments, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = RestoreWords(1, RestoreState.READY, 6, 0, Tier.MEMORY, 0, "")
+    segments.control.write_restore(ready)
+    engine = RankSegments.open(base).control
+    words = segments.control._words
+
+    class Interrupted:
+        """The engine announces generation 2 right after the reader's first look."""
+
+        def __getitem__(self, word: int) -> int:
+            value = words[word]
+            engine.write_restore(RestoreWords(2, RestoreState.PENDING, 7, -1, Tier.MEMORY, 0, ""))
+            return value
+
+    monkeypatch.setattr(segments.control, "_words", Interrupted())
+    read = segments.control.read_restore()
+    monkeypatch.undo()
+    assert (read.generation, read.state) != (2, RestoreState.READY)
+
+
+def test_memory_of_makers_that_were_killed_is_given_back(segments: RankSegments, base: str) -> None:
+    left = [Path(f"{base}{suffix}.new.{pid}") for suffix in SLOT_SUFFIXES for pid in (17, 18)]
+    for path in left:
+        path.write_bytes(bytes(100))
+    segments.begin_write(0, 1, 1, 5000)
+    assert [path.exists() for path in left] == [False, False, True, True]
+    segments.unlink()
+    assert not any(path.exists() for path in left)
+
+
+def test_a_slot_that_cannot_be_opened_is_empty_and_not_torn(segments: RankSegments, base: str) -> None:
+    Path(base + SLOT_SUFFIXES[0]).symlink_to("/dev/null")
+    with pytest.raises(OSError, match="symbolic"):
+        segments.begin_write(0, 1, 1, 5000)
+    assert segments.slots()[0].state is SlotState.EMPTY

@@ -273,6 +273,17 @@ def test_a_corrupt_slot_is_not_restored_and_not_listed_again(
     assert segments.slots()[0].state is SlotState.EMPTY
 
 
+def test_an_error_file_that_cannot_be_written_does_not_hide_the_exit_code(
+    identity: WorkerIdentity, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lineage = branch(identity.lineage, restored_step=0, generation=2)
+    nowhere = str(tmp_path / "gone" / "error.json")
+    with pytest.raises(SystemExit) as exit_:
+        Job(replace(identity, generation=2, restore_step=0, lineage=lineage, error_file=nowhere)).restore(state(0.0))
+    assert exit_.value.code == 23
+    assert "could not be written" in capsys.readouterr().err
+
+
 def test_a_state_that_does_not_fit_is_the_jobs_own_error(identity: WorkerIdentity) -> None:
     job = Job(identity)
     job.save(0, state(0.0))
@@ -353,6 +364,7 @@ def test_a_dead_engine_costs_a_moment_and_no_exception(with_engine: WorkerIdenti
     assert not handle.staged.wait(10.0)
     with pytest.raises(CheckpointError, match="is not running"):
         handle.check()
+    assert "is not running" not in job.save(3, state(3.0)).error  # it is not asked again until the world moves
 
 
 def test_a_stuck_engine_is_waited_for_once(with_engine: WorkerIdentity, engine: Engine) -> None:
@@ -368,6 +380,14 @@ def test_a_stuck_engine_is_waited_for_once(with_engine: WorkerIdentity, engine: 
     engine.commit(0)
     engine.commit(1)
     assert job.save(20, state(3.0)).staged
+
+
+def test_a_long_reason_still_fits_into_a_notice(with_engine: WorkerIdentity, engine: Engine) -> None:
+    job = Job(with_engine)
+    with pytest.raises(UnsupportedState):
+        job.save(0, {"\x01" * 5000: object()})
+    notice = engine.notice()
+    assert isinstance(notice, SaveAborted) and notice.step == 0
 
 
 def test_a_superseded_trainer_saves_nothing(with_engine: WorkerIdentity, engine: Engine) -> None:

@@ -1,0 +1,125 @@
+"""One job in an engine's process, without sockets: what happens between its threads."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from ckpt_engine.context import Services
+from ckpt_engine.counters import Counters
+from ckpt_engine.job import Job
+from ckpt_engine.links import PeerLinks
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.slots import SlotState
+from ckpt_engine.tiers.disk import DiskTier
+from ckpt_engine.transport.pool import ConnectionPool
+from ckpt_engine.transport.tcp import Connection
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier
+from flyball.contracts.clock import SystemClock
+from flyball.contracts.cluster import HostRanks, Placement
+from flyball.contracts.engine_wire import Configure
+from flyball.contracts.errors import Unreachable
+from flyball.contracts.identity import Fence
+
+
+def nobody(host_id: str, address: str) -> Connection:
+    raise Unreachable(f"{host_id} at {address} is not there.")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    settings = EngineSettings()
+    made = Job(
+        "job",
+        Services(
+            host_id="host",
+            shm_prefix=str(tmp_path / "flyball-test"),
+            settings=settings,
+            clock=SystemClock(),
+            counters=Counters(),
+            pool=ConnectionPool(nobody, connections_per_peer=1),
+            links=PeerLinks(dial=nobody, on_up=lambda host_id, incarnation: None, settings=settings),
+            dial=nobody,
+            code_version="test",
+        ),
+    )
+    yield made
+    made.end(join_timeout_s=10.0)
+
+
+def configure(generation: int, *ranks: int, disk_dir: str = "") -> Configure:
+    placement = Placement(
+        job="job",
+        generation=generation,
+        world_size=len(ranks),
+        hosts=(HostRanks("host", "127.0.0.1", "", ranks),),
+        master_address="127.0.0.1",
+        master_port=1,
+        peers={},
+        lineage=(LineageEntry(generation),),
+        restore=None,
+    )
+    return Configure(Fence(1, generation), "host", placement, CheckpointSpec(disk_dir=disk_dir, disk_every_steps=1))
+
+
+def capture(job: Job, generation: int, step: int) -> None:
+    payload = save({"w": np.full(1000, step, np.float32)})
+    with job.memory.using(0, create=True) as entry:
+        assert entry is not None
+        entry.segments.begin_write(step % 2, generation, step, len(payload))[:] = payload
+        entry.segments.mark_captured(step % 2)
+
+
+def test_a_flush_does_not_wait_for_a_slot_that_is_being_fetched_into(job: Job) -> None:
+    job.begin(configure(1, 0))
+    with job.memory.using(0) as entry:
+        assert entry is not None
+        with entry.writing:
+            flush = threading.Thread(target=job.flush, args=(0.1,))
+            flush.start()
+            flush.join(10.0)
+            assert not flush.is_alive()
+    capture(job, 1, 0)
+    job.flush(10.0)
+    assert [copy.step for copy in job.copies() if copy.tier is Tier.MEMORY] == [0]
+
+
+def test_a_world_step_of_an_older_generation_frees_nothing_that_the_running_one_has(job: Job) -> None:
+    job.begin(configure(1, 0))
+    older = job.generation
+    assert older is not None
+    job.begin(configure(2, 0, 1))
+    job._world_advanced(older)
+    assert job.memory.ranks() == [0, 1]
+    job.begin(configure(3, 0))
+    assert job.generation is not None
+    job._world_advanced(job.generation)
+    assert job.memory.ranks() == [0]
+
+
+def test_a_shard_on_disk_is_durable_also_when_older_ones_cannot_be_removed(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = threading.Event()
+
+    def prune(*_: object, **__: object) -> None:
+        tried.set()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(DiskTier, "prune", prune)
+    job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
+    capture(job, 1, 0)
+    job.drain(10.0)
+    assert tried.wait(10.0)
+    assert job.failures() == []
+    with job.memory.using(0) as entry:
+        assert entry is not None
+        assert [view.state for view in entry.segments.slots()] == [SlotState.COMMITTED, SlotState.EMPTY]
+        assert entry.segments.control.durable_step(1) == 0
