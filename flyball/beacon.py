@@ -22,7 +22,6 @@ BEACON_BYTES = 8192  # two pages: 32 words, then the ring
 RING_ENTRIES = 256
 
 _MAGIC = int.from_bytes(b"FLYBEAC1", "little")  # the last character is the version of the layout
-_WORD_MAGIC = 0
 _WORD_PHASE = 1
 _WORD_PHASE_SINCE_NS = 2
 _WORD_STEP_COUNT = 3
@@ -31,6 +30,7 @@ _WORD_PID = 5
 _WORD_MARKS = 8
 _WORD_RING = 32
 _MASK = RING_ENTRIES - 1
+_READS = 4  # of a ring that was overwritten while it was read; one is enough unless the reader was held up
 
 
 class Mark(IntEnum):
@@ -161,13 +161,7 @@ class BeaconReader:
     def snapshot(self) -> BeaconSnapshot:
         """Everything, consistent as far as it matters."""
         words = self._words
-        count = words[_WORD_STEP_COUNT]
-        ring = words[_WORD_RING : _WORD_RING + 2 * RING_ENTRIES].tolist()
-        newer_count = words[_WORD_STEP_COUNT]
-        # The writer may be at entry `newer_count`, in whose place entry `newer_count - RING_ENTRIES` was.
-        oldest = max(0, newer_count - RING_ENTRIES + 1)
-        places = (2 * (i & _MASK) for i in range(oldest, count))
-        recent = tuple((ring[place], ring[place + 1]) for place in places)
+        count, recent = self._read_ring()
         phase_since_ns = words[_WORD_PHASE_SINCE_NS]
         marks = words[_WORD_MARKS : _WORD_MARKS + len(Mark)].tolist()
         step, stepped_ns = recent[-1] if recent else (-1, 0)
@@ -185,6 +179,23 @@ class BeaconReader:
             save_blocked_ns=words[_WORD_SAVE_BLOCKED_NS],
             recent=recent,
         )
+
+    def _read_ring(self) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """How many steps were completed, and the newest of them."""
+        words = self._words
+        count = 0
+        recent: tuple[tuple[int, int], ...] = ()
+        for _ in range(_READS):
+            count = words[_WORD_STEP_COUNT]
+            ring = words[_WORD_RING : _WORD_RING + 2 * RING_ENTRIES].tolist()
+            newer_count = words[_WORD_STEP_COUNT]
+            # The writer may be at entry `newer_count`, in whose place entry `newer_count - RING_ENTRIES` was.
+            oldest = max(0, newer_count - RING_ENTRIES + 1)
+            places = (2 * (i & _MASK) for i in range(oldest, count))
+            recent = tuple((ring[place], ring[place + 1]) for place in places)
+            if recent or not count:
+                break
+        return count, recent
 
     def close(self) -> None:
         self._words.release()

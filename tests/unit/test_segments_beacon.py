@@ -111,3 +111,23 @@ def test_another_versions_beacon_is_refused(tmp_path: Path, content: bytes) -> N
     path.write_bytes(content)
     with pytest.raises(StateVersionMismatch, match="not a beacon of this version"):
         BeaconReader(str(path))
+
+
+def test_a_reader_that_was_held_up_for_a_whole_ring_reads_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, reader = BeaconWriter(path), BeaconReader(path)
+    writer.step(0)
+    words = reader._words
+    behind = iter(range(1, 3 * RING_ENTRIES))
+
+    class HeldUp:
+        """While the reader takes its first copy of the ring, the trainer writes all of it three times over."""
+
+        def __getitem__(self, place: int | slice) -> object:
+            value = words[place]
+            if isinstance(place, slice):
+                for step in behind:
+                    writer.step(step)
+            return value
+
+    monkeypatch.setattr(reader, "_words", HeldUp())
+    assert reader.snapshot().step == 3 * RING_ENTRIES - 1
