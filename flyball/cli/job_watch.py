@@ -17,8 +17,9 @@ from flyball.contracts.errors import FlyballError, TooBusy, Unreachable
 LOG_INTERVAL_S = 0.1
 STATUS_INTERVAL_S = 0.25
 STOP_MARGIN_S = 20.0  # beyond the workers' grace, for the decision, the engine and the way back
-AWAY_LIMIT_S = 60.0  # how long the supervisor may be out of reach
-MAX_DAEMON_RESTARTS = 3
+AWAY_LIMIT_S = 60.0  # how long a supervisor that lives and ends with the job may be out of reach
+MAX_DAEMON_RESTARTS = 3  # within DAEMON_RESTART_WINDOW_S
+DAEMON_RESTART_WINDOW_S = 600.0
 QUIET_DECISIONS = frozenset({"start_job", "complete_job", "stop_job", "hold"})
 
 Job = Mapping[str, Any]
@@ -40,13 +41,15 @@ class JobWatch:
         *,
         follower: LogFollower | None = None,
         daemon: HostProcess | None = None,
+        away_limit_s: float = AWAY_LIMIT_S,
     ) -> None:
         self._client = client
         self._spec = spec
         self._signals = signals
         self._follower = follower
         self._daemon = daemon
-        self._daemon_restarts = 0
+        self._away_limit_s = away_limit_s
+        self._daemon_ended_at: list[float] = []
         self._told: set[str] = set()
         self._answered_at = time.monotonic()
 
@@ -79,7 +82,7 @@ class JobWatch:
             job: Job = self._client.get(f"/v1/jobs/{self._spec.job}")
             decisions = self._client.items("/v1/decisions", job=self._spec.job)
         except (Unreachable, TooBusy) as error:
-            if time.monotonic() - self._answered_at > AWAY_LIMIT_S:
+            if time.monotonic() - self._answered_at > self._away_limit_s:
                 raise
             if "away" not in self._told:
                 self._told.add("away")
@@ -101,8 +104,9 @@ class JobWatch:
         try:
             self._daemon.check()
         except FlyballError as error:
-            self._daemon_restarts += 1
-            if self._daemon_restarts > MAX_DAEMON_RESTARTS or error.exit_code in _START_ERRORS:
+            now = time.monotonic()
+            self._daemon_ended_at = [at for at in self._daemon_ended_at if now - at < DAEMON_RESTART_WINDOW_S] + [now]
+            if len(self._daemon_ended_at) > MAX_DAEMON_RESTARTS or error.exit_code in _START_ERRORS:
                 raise
             say(f"the host daemon ended; starting it again ({error.message.splitlines()[0]})")
             self._daemon.start()

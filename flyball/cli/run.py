@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import sys
@@ -18,7 +19,7 @@ from flyball.cli.client import ApiClient
 from flyball.cli.console import LogFollower
 from flyball.cli.embedded import start_supervisor
 from flyball.cli.host_process import HostProcess
-from flyball.cli.job_watch import Job, JobWatch, submit
+from flyball.cli.job_watch import AWAY_LIMIT_S, Job, JobWatch, submit
 from flyball.cli.output import print_json, say
 from flyball.cli.places import Connection, find_supervisor, make_state_dir, new_job_dir, state_root
 from flyball.cli.signals import EndSignals
@@ -56,6 +57,7 @@ def run(arguments: list[str]) -> int:
     with EndSignals(request.stop_signals) as signals, ExitStack() as stack:
         if request.supervisor:
             session = _join(request, spec, find_supervisor(os.environ, url=request.supervisor), stack)
+            session.away_limit_s = math.inf  # a cluster's supervisor comes back, and until then training goes on
         elif request.rendezvous:
             session = _meet(request, spec, stack, signals)
         else:
@@ -73,6 +75,7 @@ class _Session:
         self.connection = connection
         self.daemon = daemon
         self.linger = linger
+        self.away_limit_s = AWAY_LIMIT_S
 
     def logs(self, request: RunRequest, spec: JobSpec) -> Path | None:
         """The folder of this host's rank logs; None if a daemon that others started keeps them."""
@@ -96,7 +99,10 @@ class _Session:
                 logs, request.console, nproc=spec.nproc_per_node, world_size=spec.world_size, out=out
             )
         try:
-            return JobWatch(client, spec, signals, follower=follower, daemon=self.daemon).wait()
+            watch = JobWatch(
+                client, spec, signals, follower=follower, daemon=self.daemon, away_limit_s=self.away_limit_s
+            )
+            return watch.wait()
         finally:
             if follower:
                 follower.close()
