@@ -75,11 +75,13 @@ class Supervisor:
         self._clock = clock or SystemClock()
         self._running = ExitStack()
         self._loops: list[LoopThread] = []
+        self._health: Health | None = None
         self._server: HttpServer | None = None
 
     @property
     def failed(self) -> bool:
-        return any(loop.failed for loop in self._loops) or (self._server is not None and self._server.ended)
+        is_whole = self._health is None or self._health.live().ok
+        return not is_whole or (self._server is not None and self._server.ended)
 
     def start(self) -> None:
         """Return when /readyz says yes; with some parts only, when they serve.
@@ -114,7 +116,7 @@ class Supervisor:
         assembly.build()
         self._loops = assembly.loops
         stack.callback(self._stop_loops)
-        health = Health(loops=self._loops, checks=assembly.checks, clock=self._clock)
+        health = self._health = Health(loops=self._loops, checks=assembly.checks, clock=self._clock)
         self._server = HttpServer(
             create_app(assembly.dependencies(self.token, health)),
             listener,

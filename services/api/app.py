@@ -61,7 +61,7 @@ def create_app(deps: Dependencies) -> FastAPI:
         version=__version__,
         docs_url=None,  # they load scripts from elsewhere; /openapi.json is there
         redoc_url=None,
-        lifespan=lambda app: running(app, deps.wakeup, deps.background, deps.clock),
+        lifespan=lambda app: running(app, deps.wakeup, deps.background, deps.clock, deps.health.give_up),
     )
     problems.install(app)
     app.include_router(health.router(deps.health, deps.metrics))

@@ -34,13 +34,18 @@ def bells_of(request: Request) -> Bells:
 
 @asynccontextmanager
 async def running(
-    app: FastAPI, wakeup: Subscribable, background: Mapping[str, Background], clock: Clock
+    app: FastAPI,
+    wakeup: Subscribable,
+    background: Mapping[str, Background],
+    clock: Clock,
+    on_given_up: Callable[[str], None],
 ) -> AsyncIterator[None]:
-    """The application's lifespan."""
+    """The application's lifespan. `on_given_up` is told the name of a task that keeps crashing."""
     bells = Bells(commands=AsyncWakeup(wakeup, "commands"), events=AsyncWakeup(wakeup, "events"))
     app.state.bells = bells
     tasks = [
-        asyncio.create_task(_kept_running(name, body, bells, clock), name=name) for name, body in background.items()
+        asyncio.create_task(_kept_running(name, body, bells, clock, on_given_up), name=name)
+        for name, body in background.items()
     ]
     try:
         yield
@@ -52,7 +57,9 @@ async def running(
         bells.events.close()
 
 
-async def _kept_running(name: str, body: Background, bells: Bells, clock: Clock) -> None:
+async def _kept_running(
+    name: str, body: Background, bells: Bells, clock: Clock, on_given_up: Callable[[str], None]
+) -> None:
     """A coroutine that crashes is started anew a bounded number of times: nothing but it would notice."""
     budget = CrashBudget(clock)
     while True:
@@ -63,5 +70,6 @@ async def _kept_running(name: str, body: Background, bells: Bells, clock: Clock)
             log.exception("a background task crashed", task=name)
         if not budget.allows_another():
             log.error("a background task keeps crashing and is given up", task=name)
+            on_given_up(name)
             return
         await asyncio.sleep(RESTART_PAUSE_S)

@@ -13,6 +13,8 @@ from services.runtime.lifecycle import LoopThread
 
 FRESH_S = 0.05  # the public /readyz must not be a way to load the database
 
+_GIVEN_UP = "given up after repeated crashes"
+
 Check = Callable[[], str]  # '' when all is well, else what is wrong
 
 
@@ -31,10 +33,15 @@ class Health:
         self._lock = threading.Lock()
         self._last: Verdict | None = None
         self._last_at_s = 0.0
+        self._given_up: dict[str, str] = {}
+
+    def give_up(self, task: str) -> None:
+        """A task that is none of the loops has ended for good: the process is not whole any more."""
+        self._given_up[task] = _GIVEN_UP
 
     def live(self) -> Verdict:
-        """Whether every loop still runs."""
-        return _verdict({loop.name: "given up after repeated crashes" if loop.failed else "" for loop in self._loops})
+        """Whether every loop and task still runs."""
+        return _verdict({loop.name: _GIVEN_UP if loop.failed else "" for loop in self._loops} | self._given_up)
 
     def ready(self) -> Verdict:
         """Whether everything that the process needs is there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import stat
 import subprocess
@@ -12,13 +13,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from fastapi import FastAPI
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import ConfigurationError, PortInUse, StateVersionMismatch, Unreachable
+from services.api import lifespan
 from services.runtime.health import Health
 from services.runtime.lifecycle import MAX_RESTARTS_IN_WINDOW, CrashBudget, LoopThread
 from services.runtime.listener import bind_listener, url_of
 from services.runtime.state_dir import StateDir, SupervisorRecord
+from services.runtime.wakeup import LocalWakeup
 
 
 class SteppedClock:
@@ -185,3 +189,33 @@ def test_health_names_what_is_wrong() -> None:
     assert not verdict.ok
     assert verdict.checks == {"database": "The database does not answer.", "leader": "ok"}
     assert health.live().ok
+    health.give_up("detector")
+    assert not health.live().ok
+    assert health.live().checks == {"detector": "given up after repeated crashes"}
+
+
+def test_a_task_that_keeps_crashing_is_told_of_and_the_others_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifespan, "RESTART_PAUSE_S", 0.0)
+    given_up: list[str] = []
+
+    async def crash(_bells: object) -> None:
+        raise RuntimeError("a bug")
+
+    async def live() -> bool:
+        told, runs = asyncio.Event(), asyncio.Event()
+
+        async def run(_bells: object) -> None:
+            runs.set()
+            await asyncio.Event().wait()
+
+        def on_given_up(name: str) -> None:
+            given_up.append(name)
+            told.set()
+
+        background = {"detector": crash, "committed": run}
+        async with lifespan.running(FastAPI(), LocalWakeup(), background, SteppedClock(), on_given_up):
+            await asyncio.wait_for(told.wait(), 10.0)
+            return runs.is_set()
+
+    assert asyncio.run(live())
+    assert given_up == ["detector"]
