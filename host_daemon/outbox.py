@@ -41,7 +41,7 @@ class Outbox:
         self._next_seq = 1
         self._pending: dict[tuple[str, int], Signal] = {}
         self._sent_at: dict[tuple[str, int], float] = {}
-        self._unstored: deque[Signal] = deque()
+        self._unstored: deque[tuple[Signal, Work | None]] = deque()  # each with what is to be stored with it
         self._refused = 0
         self._in_memory = False
         self._lock = asyncio.Lock()  # signals are stored in the order of their numbers
@@ -67,10 +67,9 @@ class Outbox:
             return
         signal = Signal(self._source, self._incarnation, self._next_seq, self._clock.wall_s(), body)
         self._next_seq += 1
-        self._unstored.append(signal)
+        self._unstored.append((signal, also))
         async with self._lock:
-            await self._store(also)
-            self._pending[signal.incarnation, signal.seq] = signal
+            await self._store()
 
     def due(self) -> tuple[Signal, ...]:
         """Signals never sent, or sent a while ago and not committed since; oldest first. Marks them sent."""
@@ -103,7 +102,7 @@ class Outbox:
             for key in gone:
                 del self._pending[key]
                 self._sent_at.pop(key, None)
-            self._unstored = deque(s for s in self._unstored if s.seq > upto.get(s.incarnation, 0))
+            self._unstored = deque((s, also) for s, also in self._unstored if s.seq > upto.get(s.incarnation, 0))
             if gone:
                 await self._delete(gone)  # which may make the room that the others wait for
             await self._store()
@@ -116,8 +115,8 @@ class Outbox:
         except FlyballError as error:  # deleting needs room too; a restarted daemon sends them once more
             _log.warning("spool_not_trimmed", error=str(error))
 
-    async def _store(self, also: Work | None = None) -> None:
-        """Write what waits in memory, oldest first."""
+    async def _store(self) -> None:
+        """Write what waits in memory, oldest first; then it may be sent. Concurrent `put`s are stored by the first."""
         waiting = list(self._unstored)
         if not waiting:
             return
@@ -125,10 +124,11 @@ class Outbox:
         def insert(connection: sqlite3.Connection) -> None:
             connection.executemany(
                 "INSERT INTO signals (incarnation, seq, signal) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
-                [(s.incarnation, s.seq, msgspec.json.encode(s)) for s in waiting],
+                [(s.incarnation, s.seq, msgspec.json.encode(s)) for s, _ in waiting],
             )
-            if also is not None:
-                also(connection)
+            for _, also in waiting:
+                if also is not None:
+                    also(connection)
 
         try:
             await self._database.run(insert)
@@ -136,9 +136,13 @@ class Outbox:
             if not self._in_memory:
                 _log.error("spool_in_memory", error=str(error))
             self._in_memory = True
-            return
+        else:
+            self._stored(len(waiting))
+        self._pending.update(((s.incarnation, s.seq), s) for s, _ in waiting)
+
+    def _stored(self, count: int) -> None:
         if self._in_memory:
-            _log.info("spool_on_disk_again", signals=len(waiting))
+            _log.info("spool_on_disk_again", signals=count)
         self._in_memory = False
-        for _ in waiting:
+        for _ in range(count):
             self._unstored.popleft()

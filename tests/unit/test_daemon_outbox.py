@@ -148,6 +148,36 @@ def test_a_signal_and_what_belongs_to_it_are_stored_together(tmp_path):
     asyncio.run(scenario())
 
 
+def test_workers_that_end_together_are_all_marked(tmp_path):
+    async def scenario() -> None:
+        box, database = spool(tmp_path, Clock(), "one")
+        records = WorkerRecords(database)
+        ranks = range(4)
+        await records.add([WorkerRecord("job", 1, rank, 4711 + rank, 99, 5.0, "log") for rank in ranks])
+        ends = (box.put(EngineRestarted(str(rank)), also=records.mark_ended("job", 1, rank)) for rank in ranks)
+        await asyncio.gather(*ends)
+        workers, _ = await records.load()
+        assert [ended for _, ended in workers] == [True] * 4
+        assert [signal.seq for signal in box.due()] == [1, 2, 3, 4]
+        database.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_signal_whose_sender_was_cancelled_is_sent_all_the_same(tmp_path):
+    async def scenario() -> None:
+        box, database = spool(tmp_path, Clock(), "one")
+        cancelled = asyncio.create_task(box.put(EngineRestarted("a")))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        await box.put(EngineRestarted("b"))
+        assert [signal.seq for signal in box.due()] == [1, 2]
+        database.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_file_of_another_version_is_left_alone(tmp_path):
     path = tmp_path / "daemon.sqlite"
     Database(path).close()
