@@ -245,7 +245,10 @@ class Agent:
             if notice is not None:
                 _log.warning("preemption_notice", deadline_at=notice.deadline_at, source=notice.source)
                 await self._signal(notice)
-                await self._facts.set(PREEMPTION_FACT, probe.identity)
+                try:
+                    await self._facts.set(PREEMPTION_FACT, probe.identity)
+                except FlyballError as error:  # a restarted daemon tells it again
+                    _log.warning("notice_not_noted", error=str(error))
             await asyncio.sleep(PREEMPTION_INTERVAL_S)
 
     async def _every(self, interval_s: float, work: Callable[[], None]) -> None:

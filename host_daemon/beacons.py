@@ -149,7 +149,10 @@ class Beacons:
         """
         for path, count in readings.seen:
             if Path(path).exists():
-                _write_seen(path, count)
+                try:
+                    _write_seen(path, count)
+                except OSError as error:  # full, as a rule; a restarted daemon reports some steps twice then
+                    _log.warning("reported_steps_not_noted", path=path, error=str(error))
         for key, watched in list(self._watched.items()):
             if watched.removed and not watched.waiting:
                 del self._watched[key]

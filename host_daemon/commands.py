@@ -85,6 +85,7 @@ class CommandLoop:
         self._running: dict[str, tuple[Command, asyncio.Task[None]]] = {}  # by command_id
         self._answers: dict[str, asyncio.Task[None]] = {}
         self._turns: dict[str, asyncio.Lock] = {}  # by job
+        self._closing = False
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -112,10 +113,12 @@ class CommandLoop:
 
     async def close(self) -> None:
         """Give up what is being carried out, and sending answers; what was stored is sent on a repetition."""
-        tasks = [task for _, task in self._running.values()] + list(self._answers.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._closing = True
+        for tasks in ([task for _, task in self._running.values()], self._answers.values()):  # the first make answers
+            pending = list(tasks)
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
 
     async def _obey(self, command: Command) -> None:
         job = job_of(command.body)
@@ -150,10 +153,17 @@ class CommandLoop:
             message = f"Not done within {command.deadline_s:.1f} s."
             await self._answer(command, (UpdateState.FAILED, "timed_out", message, CommandResult()))
         except asyncio.CancelledError:
-            await self._answer(command, (UpdateState.FAILED, "superseded", "A newer command came.", CommandResult()))
+            code, message = (
+                ("interrupted", "The daemon ends.") if self._closing else ("superseded", "A newer one came.")
+            )
+            await self._answer(command, (UpdateState.FAILED, code, message, CommandResult()))
             raise
         except FlyballError as error:
             await self._answer(command, _failed(error))
+        except Exception as error:  # noqa: BLE001 - without an answer the controller would wait for the deadline
+            _log.exception("command_crashed", id=command.command_id)
+            message = f"{type(error).__name__}: {error}. Next step: see the daemon's log."
+            await self._answer(command, (UpdateState.FAILED, "error", message, CommandResult()))
         else:
             await self._answer(command, (UpdateState.SUCCEEDED, "", "", result))
 

@@ -99,7 +99,7 @@ class EngineKeeper:
     async def _adopt(self) -> bool:
         """Take over an engine that an earlier daemon started; one that runs and does not answer is killed."""
         try:
-            await self._note(await self._client.ask(GetStatus()))
+            await self._note(await self._client.ask(GetStatus(restores_since=self.restores_since)))
         except FlyballError as error:
             pid = _engine_in(self._state_dir)
             if pid:
@@ -130,7 +130,7 @@ class EngineKeeper:
             if pidfd is None or _readable(pidfd):
                 raise Unreachable("The checkpoint engine ended while it started.", hint="see engine.log")
             with contextlib.suppress(Unreachable):
-                await self._note(await self._client.ask(GetStatus(), timeout_s=1.0))
+                await self._note(await self._client.ask(GetStatus(restores_since=self.restores_since), timeout_s=1.0))
                 return
             await asyncio.sleep(0.01)
         send_signal(self._pid, signal.SIGKILL)

@@ -99,7 +99,10 @@ class StateDir:
             found = path.read_text().strip()
         except FileNotFoundError:
             temporary = path.with_name(f".VERSION.{os.getpid()}")
-            temporary.write_text(f"{STATE_VERSION}\n")
+            with temporary.open("w") as file:
+                file.write(f"{STATE_VERSION}\n")
+                file.flush()
+                os.fsync(file.fileno())  # an empty one would lock the folder's owner out after a power cut
             temporary.rename(path)
             return
         if found != STATE_VERSION:

@@ -155,3 +155,14 @@ def test_removed_beacons_leave_no_file_and_lose_no_step(prefix, tmp_path):
     assert steps(last) == [1]
     beacons.arrived(last)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_reported_need_not_be_noted_when_there_is_no_room(prefix):
+    beacons, writer = watched(prefix)
+    writer.step(0)
+    beacons.sample()
+    Path(beacon_path(prefix, "job", 1, 0) + ".seen").mkdir()  # an OSError, as from a full file system
+    beacons.arrived(beacons.take())
+    writer.step(1)
+    beacons.sample()
+    assert steps(beacons.take()) == [1]
