@@ -51,6 +51,7 @@ class Job:
         self._swept: Generation | None = None
         self._lock = threading.Lock()  # generation changes
         self._progress = threading.Condition()
+        self._reporting = threading.Lock()
 
     # --- generations ---
 
@@ -295,7 +296,8 @@ class Job:
     def _rank_progressed(self, coordination: Coordination, rank: int) -> None:
         pipeline = self._pipelines.get(rank)
         if pipeline is not None and coordination is self.coordination:
-            coordination.report(rank, pipeline.saved_steps, pipeline.failed_steps)
+            with self._reporting:  # the newest report takes the place of older ones, so it must be the newest
+                coordination.report(rank, pipeline.saved_steps, pipeline.failed_steps)
         with self._progress:
             self._progress.notify_all()
 

@@ -20,7 +20,7 @@ from flyball.contracts.decisions import (
     WarmUp,
 )
 from flyball.contracts.engine_wire import Arm, AwaitSaved, Configure, EngineReply, Flush, Release
-from flyball.contracts.errors import FlyballError, NotFound, Unreachable
+from flyball.contracts.errors import FlyballError, NotFound, StaleCommand, Unreachable
 from flyball.contracts.signals import SignalBody, WorkerStartFailed
 from host_daemon.beacons import Beacons
 from host_daemon.commands import CommandFailed, Progress
@@ -71,6 +71,7 @@ class JobControl:
         self._ports = ports
         self._environ = environ
         self._jobs: dict[str, JobRecord] = {}
+        self._unreleased: dict[str, Release] = {}  # of jobs that ended while the engine was away
 
     async def carry_out(self, command: Command, progress: Progress) -> CommandResult:
         """Do what the command says. Raises FlyballError with what prevents it."""
@@ -97,9 +98,11 @@ class JobControl:
         self._standbys.keep(record.spec.job, job_environment(self._environ, record.spec))
 
     async def configure_engine(self) -> None:
-        """Tell a restarted engine of the generations that run."""
-        for record in self._jobs.values():
+        """Tell a restarted engine of the generations that run, and of the jobs that ended meanwhile."""
+        for record in list(self._jobs.values()):
             await self._configure(record)
+        for request in list(self._unreleased.values()):
+            await self._release(request, ENGINE_WAIT_S)
 
     async def stop_all(self) -> None:
         """End every worker of this host, each with its job's grace."""
@@ -227,16 +230,25 @@ class JobControl:
         self._starter.forget_store(body.job)
         await self._stop_workers(body.job, body.generation, body.grace_s)
         positions = self._positions(body.job, body.generation)
-        if await self._engine.wait_alive(ENGINE_WAIT_S):
-            try:
-                await self._engine_client.ask(Release(command.fence, body.job), timeout_s=command.deadline_s)
-            except FlyballError as error:
-                _log.error("engine_not_released", job=body.job, error=str(error))
+        await self._release(Release(command.fence, body.job), command.deadline_s)
         self._beacons.remove(body.job)
         self._standbys.drop(body.job)
         self._jobs.pop(body.job, None)
         await self._records.forget(body.job)
         return CommandResult(positions=positions)
+
+    async def _release(self, request: Release, timeout_s: float) -> None:
+        """Have the engine free the memory of a job that ended. If it cannot be told now, the next engine is."""
+        self._unreleased[request.job] = request
+        try:
+            if not await self._engine.wait_alive(ENGINE_WAIT_S):
+                raise Unreachable("The checkpoint engine is away.", hint="the daemon restarts it; see engine.log")
+            await self._engine_client.ask(request, timeout_s=timeout_s)
+        except FlyballError as error:
+            _log.error("engine_not_released", job=request.job, code=error.code, error=str(error))
+            if error.code != StaleCommand.code:  # a job of that name runs again, and has the memory
+                return
+        self._unreleased.pop(request.job, None)
 
     async def _configure(self, record: JobRecord) -> None:
         request = Configure(record.fence, self._host_id, record.placement, record.spec.checkpoint)

@@ -150,7 +150,8 @@ class Reporter:
     async def _after(self, readings: BeaconReadings, restores: tuple[RestoreReport, ...]) -> None:
         self._beacons.arrived(readings)
         for restore in restores:
-            self._restores.remove(restore)
+            if restore in self._restores:  # else newer ones took its place meanwhile
+                self._restores.remove(restore)
         if restores:
             await self._facts.set(RESTORES_FACT, repr(max(r.at for r in restores)))
 

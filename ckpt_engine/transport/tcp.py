@@ -143,7 +143,10 @@ class Connection:
     def _fill(self, target: memoryview, deadline_s: Callable[[], float]) -> None:
         filled = 0
         while filled < len(target):
-            self._sock.settimeout(max(deadline_s() - time.monotonic(), 0.001))
+            left_s = deadline_s() - time.monotonic()
+            if left_s <= 0:  # also when bytes keep dripping in
+                raise TimeoutError
+            self._sock.settimeout(left_s)
             count = self._sock.recv_into(target[filled:])
             if count == 0:
                 raise ConnectionResetError("the other side closed the connection")

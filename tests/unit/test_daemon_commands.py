@@ -7,14 +7,18 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from flyball.contracts.checkpoints import RestoreReport, Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.decisions import Command, CommandBatch, CommandResult, CommandUpdate, StopWorkers, UpdateState
-from flyball.contracts.engine_wire import EngineReply, EngineRequest, GetStatus
+from flyball.contracts.engine_wire import EngineReply, EngineRequest, GetStatus, Release
+from flyball.contracts.errors import Unreachable
 from flyball.contracts.identity import Fence
 from host_daemon.command_journal import Admission, CommandJournal
 from host_daemon.commands import CommandLoop, Progress
 from host_daemon.database import Database
 from host_daemon.engine_process import EngineKeeper
+from host_daemon.job_control import JobControl
+from host_daemon.reporting import MAX_RESTORES, Reporter
 
 COMMAND = Command("act-1.stop.host.1", "act-1", "host", Fence(1, 1), StopWorkers("job", 1, 0.0), 30.0)
 
@@ -113,3 +117,82 @@ def test_a_restarted_daemon_asks_its_engine_only_for_what_it_has_not_reported() 
 
     asyncio.run(scenario())
     assert asked == [GetStatus(restores_since=12.5)]
+
+
+def test_a_job_that_ended_while_the_engine_was_away_is_released_by_the_next_engine() -> None:
+    asked: list[EngineRequest] = []
+
+    class Keeper:
+        async def wait_alive(self, timeout_s: float) -> bool:
+            return True
+
+    class Engine:
+        away = True
+
+        async def ask(self, request: EngineRequest, *, timeout_s: float = 1.0) -> EngineReply:
+            if self.away:
+                raise Unreachable("It died this moment.")
+            asked.append(request)
+            return EngineReply(ok=True)
+
+    async def scenario() -> None:
+        part: Any = None
+        keeper: Any = Keeper()
+        engine: Any = Engine()
+        control = JobControl(
+            host_id="host",
+            workers=part,
+            beacons=part,
+            standbys=part,
+            starter=part,
+            records=part,
+            signal=part,
+            engine=keeper,
+            engine_client=engine,
+            ports=part,
+        )
+        request = Release(Fence(1, 1), "job")
+        await control._release(request, 1.0)
+        assert asked == []
+        engine.away = False
+        await control.configure_engine()
+        await control.configure_engine()
+        assert asked == [request]
+
+    asyncio.run(scenario())
+
+
+def test_more_restores_than_are_kept_do_not_end_the_reports() -> None:
+    def restore(rank: int) -> RestoreReport:
+        return RestoreReport("job", 1, rank, 5, Tier.PEER, "host-b", 100, 100, 0.1, float(rank))
+
+    class Beacons:
+        def arrived(self, readings: object) -> None:
+            """Nothing to note."""
+
+    class Facts:
+        async def set(self, name: str, value: str) -> None:
+            """Nothing to keep."""
+
+    async def scenario() -> None:
+        part: Any = None
+        beacons: Any = Beacons()
+        facts: Any = Facts()
+        reporter = Reporter(
+            part,
+            SystemClock(),
+            incarnation="one",
+            client=part,
+            outbox=part,
+            beacons=beacons,
+            engine=part,
+            ports=part,
+            facts=facts,
+        )
+        await reporter.note_engine(EngineReply(ok=True, restores=tuple(restore(n) for n in range(MAX_RESTORES))))
+        under_way = tuple(reporter._restores)
+        await reporter.note_engine(EngineReply(ok=True, restores=(restore(MAX_RESTORES),)))
+        await reporter._after(part, under_way)
+        assert list(reporter._restores) == [restore(MAX_RESTORES)]
+
+    asyncio.run(scenario())

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,3 +124,36 @@ def test_a_shard_on_disk_is_durable_also_when_older_ones_cannot_be_removed(
         assert entry is not None
         assert [view.state for view in entry.segments.slots()] == [SlotState.COMMITTED, SlotState.EMPTY]
         assert entry.segments.control.durable_step(1) == 0
+
+
+def test_a_rank_reports_what_is_newest_whichever_thread_was_first(job: Job) -> None:
+    class Pipeline:
+        saved_steps: tuple[int, ...] = (1,)
+        failed_steps: tuple[int, ...] = ()
+
+    class Coordination:
+        def __init__(self) -> None:
+            self.heard: list[tuple[int, ...]] = []
+            self.entered, self.go_on = threading.Event(), threading.Event()
+
+        def report(self, rank: int, saved: tuple[int, ...], failed: tuple[int, ...]) -> None:
+            if not self.entered.is_set():
+                self.entered.set()
+                assert self.go_on.wait(10.0)
+            self.heard.append(saved)
+
+    pipeline: Any = Pipeline()
+    coordination: Any = Coordination()
+    job.coordination, job._pipelines[0] = coordination, pipeline
+    threads = [threading.Thread(target=job._rank_progressed, args=(coordination, 0)) for _ in range(2)]
+    threads[0].start()
+    assert coordination.entered.wait(10.0)
+    pipeline.saved_steps = (1, 2)
+    threads[1].start()
+    threads[1].join(0.05)  # it must not overtake the first
+    coordination.go_on.set()
+    for thread in threads:
+        thread.join(10.0)
+    job._pipelines.clear()
+    job.coordination = None
+    assert coordination.heard == [(1,), (1, 2)]

@@ -151,6 +151,15 @@ def test_a_frame_must_be_whole_in_time_and_bytes_must_move() -> None:
     listener.close()
 
 
+def test_a_deadline_also_ends_a_frame_whose_bytes_keep_coming() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as theirs:
+        ours, _ = listener.accept()
+        with Connection(ours, SETTINGS, ByteCounters()) as connection:
+            theirs.sendall(b"\x10\0\0\0")
+            with pytest.raises(Unreachable, match="timed out"):
+                connection.receive(Ping, timeout_s=0.0)
+
+
 def test_the_pool_keeps_a_good_connection_and_drops_a_dead_one(server: Server) -> None:
     dialled: list[str] = []
 
