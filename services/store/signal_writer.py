@@ -27,12 +27,14 @@ def key_of(signal: Signal) -> SignalKey:
 
 def is_storable(signal: Signal) -> bool:
     """Whether names and numbers fit their columns. Contracts bound neither incarnations nor integers."""
-    numbers = (getattr(signal.body, name, 0) for name in ("generation", "pid", "last_step", "step"))
+    numbers = (getattr(signal.body, name, 0) for name in ("generation", "pid"))
+    steps = (getattr(signal.body, name, 0) for name in ("last_step", "step"))  # some scripts count tokens
     return (
         len(signal.source) <= MAX_SOURCE_LENGTH
         and len(signal.incarnation) <= MAX_NAME_LENGTH
         and 0 <= signal.seq < 2**63
         and all(-(2**31) <= number < 2**31 for number in numbers)
+        and all(-(2**63) <= step < 2**63 for step in steps)
     )
 
 

@@ -12,7 +12,7 @@ from flyball.contracts.cluster import HostState, JobState, Phase, RankStatus
 from flyball.contracts.decisions import ActionState, CommandResult, IncidentState, RankPosition
 from flyball.contracts.errors import Conflict, NotFound, StaleEpoch
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.signals import HostSilent, PreemptionNotice
+from flyball.contracts.signals import HostSilent, PreemptionNotice, WorkerExited
 from services.actuator.ports import PlaybookStep
 from services.controller.ports import Cursor
 from services.controller.view import HostChange, JobChange, PastFailure
@@ -333,6 +333,15 @@ def test_a_job_that_ended_is_seen_as_long_as_a_host_has_workers_of_it(stores, ma
     assert view.hosts[0].stale_jobs == {"job": 1}
     stores.status.record_reports([(make.report("host-a", sent_at=1003.0), 1003.0)])
     assert stores.decisions.load_view().jobs == ()
+
+
+def test_a_worker_that_counts_its_steps_in_tokens_is_mourned_all_the_same(stores, make) -> None:
+    stores.run_job()
+    end = make.signal(1, WorkerExited("job", 1, 0, 100, None, 9, last_step=3_000_000_000_000))
+    assert stores.decisions.unseen([end]) == [end]
+    stores.commit(signals=[end])
+    view = stores.decisions.load_view()
+    assert view.jobs[0].newest_step == view.jobs[0].generation.ranks[0].step == 3_000_000_000_000
 
 
 def test_the_revision_changes_with_everything_that_is_written(stores, make) -> None:
