@@ -64,7 +64,7 @@ def _show(found: dict[str, Any]) -> None:
         ("at", "source", "kind", "what was observed"),
         ([_moment(s.get("at")), s.get("source"), s.get("kind"), s.get("body")] for s in found.get("signals") or ()),
     )
-    commands = action.get("commands") or found.get("commands") or ()
+    commands = action.get("commands") or ()
     print_table(
         "Commands",
         ("command", "host", "state", "message"),

@@ -11,7 +11,7 @@ import typer
 
 from flyball.cli import this_host
 from flyball.cli.options import SupervisorOption, TokenFileOption, examples
-from flyball.cli.places import find_supervisor, make_state_dir, state_root
+from flyball.cli.places import find_supervisor, keep_token, make_state_dir, state_root
 from flyball.contracts.identity import check_name
 
 COMMAND: dict[str, Any] = {
@@ -40,11 +40,7 @@ def command(
     found = find_supervisor(os.environ, url=supervisor, token_file=token_file)
     name = check_name("The host", host_id or this_host.host_id())
     folder = make_state_dir(Path(state_dir) if state_dir else state_root(os.environ) / "hosts" / name)
-    secret = found.token_file
-    if secret is None:
-        secret = folder / "supervisor.token"
-        secret.touch(mode=0o600)
-        secret.write_text(found.token)
+    secret = found.token_file or keep_token(folder / "supervisor.token", found.token)
     arguments = [
         *("--state-dir", str(folder), "--host-id", name, "--supervisor", found.url, "--token-file", str(secret)),
         *("--address", address or this_host.address_towards(found.url), "--report-interval-s", str(report_interval_s)),

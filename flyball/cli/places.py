@@ -88,6 +88,15 @@ def make_state_dir(folder: Path) -> Path:
     return resolved
 
 
+def keep_token(file: Path, token: str) -> Path:
+    """Write a token down where only its owner can read it, for a host daemon."""
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file.touch(mode=0o600)
+    file.chmod(0o600)  # it may have been there before
+    file.write_text(token)
+    return file
+
+
 def _prune(jobs: Path, keep: int) -> None:
     folders = sorted((f for f in jobs.iterdir() if f.is_dir()), key=lambda f: f.stat().st_mtime, reverse=True)
     for folder in folders[keep:]:

@@ -21,7 +21,7 @@ from flyball.cli.embedded import start_supervisor
 from flyball.cli.host_process import HostProcess
 from flyball.cli.job_watch import AWAY_LIMIT_S, Job, JobWatch, submit
 from flyball.cli.output import print_json, say
-from flyball.cli.places import Connection, find_supervisor, make_state_dir, new_job_dir, state_root
+from flyball.cli.places import Connection, find_supervisor, keep_token, make_state_dir, new_job_dir, state_root
 from flyball.cli.signals import EndSignals
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.errors import ConfigurationError, Conflict, JobFailed, PortInUse, Unreachable, UsageError
@@ -190,12 +190,7 @@ def _await_supervisor(connection: Connection, signals: EndSignals) -> None:
 def _start_daemon(
     request: RunRequest, spec: JobSpec, connection: Connection, folder: Path, stack: ExitStack
 ) -> HostProcess:
-    token_file = connection.token_file
-    if token_file is None:
-        token_file = folder.parent / f"{folder.name}.token"
-        token_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        token_file.touch(mode=0o600)
-        token_file.write_text(connection.token)
+    token_file = connection.token_file or keep_token(folder.parent / f"{folder.name}.token", connection.token)
     daemon = HostProcess(
         host_id=request.host_id or this_host.host_id(),
         state_dir=folder,

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from flyball.cli.places import find_supervisor, make_state_dir, new_job_dir, state_root, supervisor_dir
+from flyball.cli.places import (
+    find_supervisor,
+    keep_token,
+    make_state_dir,
+    new_job_dir,
+    state_root,
+    supervisor_dir,
+)
 from flyball.contracts.errors import ConfigurationError, NotFound, Unauthorized, UsageError
 
 
@@ -81,3 +88,11 @@ def test_without_a_token_there_is_a_clear_error(tmp_path: Path) -> None:
         find_supervisor({}, url="http://a:1", token_file=str(tmp_path / "missing-file"))
     with pytest.raises(UsageError, match="not an address"):
         find_supervisor({}, url="a:1")
+
+
+def test_a_token_is_kept_for_its_owner_alone(tmp_path: Path) -> None:
+    file = tmp_path / "host" / "supervisor.token"
+    file.parent.mkdir()
+    file.touch(mode=0o644)
+    assert keep_token(file, "secret").read_text() == "secret"
+    assert file.stat().st_mode & 0o077 == 0
