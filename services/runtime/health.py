@@ -12,6 +12,7 @@ from flyball.contracts.errors import FlyballError
 from services.runtime.lifecycle import LoopThread
 
 FRESH_S = 0.05  # the public /readyz must not be a way to load the database
+PATIENCE_S = 1.0  # nor, while the database is slow, to hold the threads that hosts and controller need
 
 _GIVEN_UP = "given up after repeated crashes"
 
@@ -45,12 +46,16 @@ class Health:
 
     def ready(self) -> Verdict:
         """Whether everything that the process needs is there."""
-        with self._lock:
+        if not self._lock.acquire(timeout=PATIENCE_S):
+            return _verdict({"checks": f"not answered for {PATIENCE_S:.0f} s"})
+        try:
             now_s = self._clock.monotonic_s()
             if self._last is None or now_s - self._last_at_s > FRESH_S:
                 self._last = _verdict({name: _result(check) for name, check in self._checks.items()})
                 self._last_at_s = self._clock.monotonic_s()
             return self._last
+        finally:
+            self._lock.release()
 
 
 def _result(check: Check) -> str:

@@ -194,6 +194,24 @@ def test_health_names_what_is_wrong() -> None:
     assert health.live().checks == {"detector": "given up after repeated crashes"}
 
 
+def test_those_who_ask_while_a_check_hangs_are_not_kept() -> None:
+    asked, hang = threading.Event(), threading.Event()
+
+    def slow() -> str:
+        asked.set()
+        hang.wait(30.0)
+        return ""
+
+    health = Health(loops=[], checks={"database": slow}, clock=SystemClock())
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(health.ready)
+        assert asked.wait(10.0)
+        assert health.ready().checks == {"checks": "not answered for 1 s"}
+        hang.set()
+        assert first.result(10.0).ok
+    assert health.ready().ok
+
+
 def test_a_task_that_keeps_crashing_is_told_of_and_the_others_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifespan, "RESTART_PAUSE_S", 0.0)
     given_up: list[str] = []
