@@ -27,6 +27,8 @@ from ckpt_engine.transport.pool import ConnectionPool
 from ckpt_engine.transport.tcp import ByteCounters, Connection, Identity, connect
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.engine_wire import (
+    ENGINE_SOCKET,
+    NOTIFY_SOCKET,
     Arm,
     AwaitSaved,
     Configure,
@@ -85,8 +87,8 @@ class Engine:
             handle=self._answer_peer,
             on_hello=self._met,
         )
-        self._notices = NoticeListener(state.socket_path("notify.sock"), handle=self._notice)
-        self._control = ControlServer(state.socket_path("engine.sock"), settings=settings, handle=self.answer)
+        self._notices = NoticeListener(state.socket_path(NOTIFY_SOCKET), handle=self._notice)
+        self._control = ControlServer(state.socket_path(ENGINE_SOCKET), settings=settings, handle=self.answer)
 
     def start(self) -> None:
         """Go on with the jobs that a killed predecessor had, then open the doors."""

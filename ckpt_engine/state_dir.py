@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckpt_engine.durable_files import make_folder, write_durably
 from flyball.contracts import wire
-from flyball.contracts.engine_wire import Configure
+from flyball.contracts.engine_wire import ENGINE_PID_FILE, HOST_STATE_VERSION, Configure
 from flyball.contracts.errors import (
     ConfigurationError,
     Conflict,
@@ -20,7 +20,6 @@ from flyball.contracts.errors import (
 )
 from flyball.contracts.identity import Fence
 
-STATE_VERSION = "1"
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less the closing zero
 
 
@@ -32,7 +31,7 @@ class StateDir:
         self.path = path
         _make(path)
         _check_version(path / "VERSION")
-        self._pid_path = path / "engine.pid"
+        self._pid_path = path / ENGINE_PID_FILE
         self._lock_descriptor = os.open(self._pid_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -144,10 +143,10 @@ def _make(path: Path) -> None:
 
 def _check_version(path: Path) -> None:
     if not path.exists():
-        write_durably(path, [STATE_VERSION.encode()])
+        write_durably(path, [HOST_STATE_VERSION.encode()])
     version = path.read_text().strip()
-    if version != STATE_VERSION:
+    if version != HOST_STATE_VERSION:
         raise StateVersionMismatch(
-            f"The state folder {path.parent} has version {version!r}, this release has {STATE_VERSION!r}.",
+            f"The state folder {path.parent} has version {version!r}, this release has {HOST_STATE_VERSION!r}.",
             hint="use an empty state folder, or the release of Flyball that made this one",
         )

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from flyball.contracts.engine_wire import ENGINE_PID_FILE, ENGINE_SOCKET, HOST_STATE_VERSION, NOTIFY_SOCKET
 from flyball.contracts.errors import ConfigurationError, StateVersionMismatch, StorageFull
-
-STATE_VERSION = "1"
 
 
 class StateDir:
@@ -27,15 +26,15 @@ class StateDir:
 
     @property
     def engine_socket(self) -> Path:
-        return self.root / "engine.sock"
+        return self.root / ENGINE_SOCKET
 
     @property
     def engine_notify(self) -> Path:
-        return self.root / "notify.sock"
+        return self.root / NOTIFY_SOCKET
 
     @property
     def engine_pid(self) -> Path:
-        return self.root / "engine.pid"
+        return self.root / ENGINE_PID_FILE
 
     @property
     def engine_log(self) -> Path:
@@ -100,14 +99,15 @@ class StateDir:
         except FileNotFoundError:
             temporary = path.with_name(f".VERSION.{os.getpid()}")
             with temporary.open("w") as file:
-                file.write(f"{STATE_VERSION}\n")
+                file.write(f"{HOST_STATE_VERSION}\n")
                 file.flush()
                 os.fsync(file.fileno())  # an empty one would lock the folder's owner out after a power cut
             temporary.rename(path)
             return
-        if found != STATE_VERSION:
+        if found != HOST_STATE_VERSION:
             raise StateVersionMismatch(
-                f"The state folder {self.root} has version {found!r}; this release of Flyball uses {STATE_VERSION!r}.",
+                f"The state folder {self.root} has version {found!r}; this release of Flyball uses "
+                f"{HOST_STATE_VERSION!r}.",
                 hint="run the release that wrote it, or choose another folder with --state-dir; nothing was changed",
             )
 

@@ -15,6 +15,11 @@ from flyball.contracts.checkpoints import CheckpointSpec, RestoreReport, ShardCo
 from flyball.contracts.cluster import Placement
 from flyball.contracts.identity import Fence, HostId, JobName, Rank
 
+HOST_STATE_VERSION = "1"  # of the state folder, which daemon and engine share; in its file VERSION
+ENGINE_SOCKET = "engine.sock"  # in the state folder, like the two that follow
+NOTIFY_SOCKET = "notify.sock"  # where trainers tell the engine that there is something to do
+ENGINE_PID_FILE = "engine.pid"  # "pid port"
+
 
 class Configure(msgspec.Struct, frozen=True, tag="configure"):
     """A generation begins on this host: who are the peers, which history counts, what to fetch. Returns at once;

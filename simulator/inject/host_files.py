@@ -9,11 +9,11 @@ from pathlib import Path
 
 import msgspec
 
+from flyball.contracts.engine_wire import HOST_STATE_VERSION
 from flyball.contracts.errors import ConfigurationError, NotFound, StateVersionMismatch
 from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
 from simulator.inject.processes import Process, environment_of, look_at, own_processes
 
-STATE_VERSION = "1"
 PREEMPTION_NOTICE = "preemption-notice.json"  # the daemon watches for it
 _DAEMON = "host_daemon"
 _MODULES = frozenset({_DAEMON, "host_daemon.spawner", "ckpt_engine.server"})
@@ -43,9 +43,9 @@ class HostFiles:
             raise self._refusal("it has no daemon.sqlite")
         if not is_own:
             raise self._refusal("it belongs to another user")
-        if version != STATE_VERSION:
+        if version != HOST_STATE_VERSION:
             raise StateVersionMismatch(
-                f"The state folder {self.root} has version {version!r}; this release uses {STATE_VERSION!r}.",
+                f"The state folder {self.root} has version {version!r}; this release uses {HOST_STATE_VERSION!r}.",
                 hint="inject faults with the release that runs the host",
             )
 
