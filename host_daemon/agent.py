@@ -147,14 +147,16 @@ class Agent:
 
     async def _end(self) -> None:
         await self._commands.close()
-        await self._control.stop_all()
-        await self._engine.stop()
-        with contextlib.suppress(FlyballError, TimeoutError):
-            await asyncio.wait_for(self._reporter.send_once(), LAST_REPORT_TIMEOUT_S)
-        await self._standbys.close()
-        await self._http.close()
-        self._database.close()
-        self._state_dir.close()
+        try:
+            await self._control.stop_all()
+        finally:  # also if workers remain, which is then what `run` raises
+            await self._engine.stop()
+            with contextlib.suppress(FlyballError, TimeoutError):
+                await asyncio.wait_for(self._reporter.send_once(), LAST_REPORT_TIMEOUT_S)
+            await self._standbys.close()
+            await self._http.close()
+            self._database.close()
+            self._state_dir.close()
 
     async def _take_over(self) -> None:
         """Go on where an earlier daemon of this folder stopped."""

@@ -97,7 +97,8 @@ class Database:
 
     def _explain(self, error: sqlite3.Error) -> FlyballError:
         # A full disk shows as FULL in the file itself and as IOERR when the WAL cannot grow.
-        if error.sqlite_errorcode in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE):
+        code = getattr(error, "sqlite_errorcode", None)  # the module's own errors have none
+        if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE):
             return StorageFull(
                 f"{self._path} cannot grow: {error}.", hint=f"free space on the disk of {self._path.parent}"
             )

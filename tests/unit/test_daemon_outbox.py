@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flyball.contracts.decisions import Command, CommandUpdate, StopWorkers, UpdateState
-from flyball.contracts.errors import StateVersionMismatch, StorageFull
+from flyball.contracts.errors import ConfigurationError, StateVersionMismatch, StorageFull
 from flyball.contracts.identity import Fence
 from flyball.contracts.signals import EngineRestarted
 from host_daemon import outbox as outbox_module
@@ -173,6 +173,16 @@ def test_a_signal_whose_sender_was_cancelled_is_sent_all_the_same(tmp_path):
         await asyncio.gather(cancelled, return_exceptions=True)
         await box.put(EngineRestarted("b"))
         assert [signal.seq for signal in box.due()] == [1, 2]
+        database.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_error_of_the_database_module_itself_is_explained_too(tmp_path):
+    async def scenario() -> None:
+        database = Database(tmp_path / "daemon.sqlite")
+        with pytest.raises(ConfigurationError, match="cannot be used"):
+            await database.run(lambda connection: connection.execute("SELECT ?", ()))
         database.close()
 
     asyncio.run(scenario())
