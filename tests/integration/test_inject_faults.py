@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -54,6 +55,9 @@ class Host:
             env={**os.environ, SHM_DIR_VARIABLE: str(self.shm)},
         )
         self.processes.append(process)
+        deadline_s = time.monotonic() + 10.0
+        while (found := look_at(process.pid)) is not None and not found.argv[0]:  # in the middle of its exec
+            assert time.monotonic() < deadline_s
         return process
 
     def worker(self, rank: int, *, generation: int = 1, code: str = PAUSE, ticks_off: int = 0) -> subprocess.Popen[str]:
