@@ -31,6 +31,7 @@ class WorkerExited(msgspec.Struct, frozen=True, tag="worker_exited"):
     last_step: int  # newest step in its beacon, -1 if none
     error: WorkerError | None = None
     expected: bool = False  # the daemon ended it on command
+    last_phase: Phase | None = None  # in its beacon; None: not told
 
 
 class WorkerStartFailed(msgspec.Struct, frozen=True, tag="worker_start_failed"):

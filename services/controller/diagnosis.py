@@ -25,6 +25,7 @@ RANK_STALLED = "rank_stalled"
 CONNECTION_LOST = "connection_lost"
 PREEMPTION_NOTICE = "preemption_notice"
 SUPERSEDED_WORKERS = "superseded_workers"
+START_OVERDUE = "start_overdue"
 
 # A cause explains those behind it. A kill comes before an exception, because the exceptions that a kill causes
 # elsewhere are not all known by their message.
@@ -39,9 +40,13 @@ _ORDER = {
             WORKER_EXCEPTION,
             RANK_STALLED,
             CONNECTION_LOST,
+            START_OVERDUE,
         )
     )
 }
+
+# What a process brings upon itself, for example when threads of a library meet the end of the interpreter.
+_CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 
 _CONNECTION_KINDS = frozenset({"DistNetworkError", "DistStoreError"})
 # What gloo, NCCL and the TCPStore say when the other side is gone. Lower case.
@@ -95,14 +100,21 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def is_done(rank: RankView) -> bool:
-    """Whether the rank's worker ended as a worker should; also when a restarted daemon could not learn its status but
-    had seen it say so."""
+    """Whether the rank's worker ended as a worker should; also when it had said so, and then crashed on its way out
+    or ended while no daemon could learn its status."""
     ended = rank.exited
     if ended is None or ended.expected:
         return False
-    if ended.exit_code is None and ended.signal_number is None:
-        return rank.phase is Phase.DONE
+    if ended.exit_code is None and (ended.signal_number is None or ended.signal_number in _CRASHES):
+        return Phase.DONE in (rank.phase, ended.last_phase)
     return ended.exit_code == 0
+
+
+def crash_after_done(rank: RankView) -> str:
+    """How a rank that was done crashed on its way out, for the evidence; '' if it did not."""
+    if rank.exited is None or rank.exited.signal_number is None or not is_done(rank):
+        return ""
+    return f"rank {rank.rank} on {rank.host_id}: {_signal_name(rank.exited.signal_number)}"
 
 
 def newest_step_of(rank: RankView, generation: GenerationView) -> int:
@@ -120,7 +132,7 @@ def exit_failure(rank: RankView, generation: GenerationView) -> Failure | None:
     who = f"Rank {rank.rank} on {rank.host_id} (pid {ended.pid})"
     when = "before its first step" if step < 0 else f"after step {step}"
     kind, text = _error_of(ended)
-    cause = _exit_cause(ended)
+    cause = _exit_cause(ended, was_restoring=_was_restoring(rank, generation))
     said = f"{kind}: {_shortened(text)}" if text else kind
     match cause:
         case "restore_failed":
@@ -229,9 +241,10 @@ def root_cause(failures: Iterable[Failure]) -> Failure | None:
     return min(failures, key=lambda failure: (_ORDER[failure.cause], failure.at, failure.rank), default=None)
 
 
-def _exit_cause(ended: WorkerExited) -> str:
+def _exit_cause(ended: WorkerExited, *, was_restoring: bool) -> str:
     kind, text = _error_of(ended)
-    if ended.exit_code == RestoreFailed.exit_code:
+    # The code alone says nothing: a script may exit with any.
+    if ended.exit_code == RestoreFailed.exit_code and (kind == RestoreFailed.__name__ or was_restoring):
         return RESTORE_FAILED
     if _is_connection_loss(kind, text):  # also of a process that NCCL's watchdog aborted (SIGABRT)
         if ended.signal_number in (None, signal.SIGABRT):
@@ -240,6 +253,11 @@ def _exit_cause(ended: WorkerExited) -> str:
     if ended.exit_code is None:
         return WORKER_KILLED
     return WORKER_EXCEPTION
+
+
+def _was_restoring(rank: RankView, generation: GenerationView) -> bool:
+    last_phase = rank.exited.last_phase if rank.exited else None
+    return generation.restore_step is not None and Phase.RESTORING in (rank.phase, last_phase)
 
 
 def _error_of(ended: WorkerExited) -> tuple[str, str]:

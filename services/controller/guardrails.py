@@ -2,8 +2,8 @@
 
 The restart budget (`max_restarts`) is counted as torchrun's users expect: every restart of workers that failed by
 themselves burns one, whether a signal, an exception, a lost connection or a hang ended them. A restart that the
-machines caused (host silent, preemption, a copy that could not be restored) burns none; the decision limit of the
-incident bounds those.
+machines caused (host silent, preemption, a copy that could not be restored) burns none, nor does one more attempt at a
+start in which no worker failed; the decision limit of the incident bounds those.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from flyball.contracts.decisions import Incident
 from services.controller.view import GenerationView, PastFailure
 
 WORKER_CAUSES = frozenset(
@@ -21,9 +22,11 @@ _LONGEST_BACK_OFF_S = 10.0
 _ADDRESS = re.compile(r"0x[0-9a-f]+", re.IGNORECASE)
 
 
-def next_restart_count(generation: GenerationView, cause: str) -> int:
-    """The restart count of the generation after this one. One that never started has not used what it was granted."""
-    burns = cause in WORKER_CAUSES and generation.started_at > 0.0
+def next_restart_count(generation: GenerationView, incident: Incident) -> int:
+    """The restart count of the generation after this one. One that never started has not used what it was granted, and
+    one that the incident has found no fault in is not charged with its predecessor's."""
+    failed = incident.generation == generation.generation and incident.cause in WORKER_CAUSES
+    burns = failed and generation.started_at > 0.0
     return generation.restart_count + (1 if burns else 0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import DecisionKind
 from services.controller import plans, spare_choice
-from services.controller.diagnosis import is_done
+from services.controller.diagnosis import crash_after_done, is_done
 from services.controller.round import Case, Round, Verdict
 from services.controller.view import JobView
 
@@ -29,17 +29,22 @@ def stop_on_request(case: Case) -> Verdict | None:
 
 
 def complete_when_all_ranks_are_done(case: Case) -> Verdict | None:
-    """A job succeeded when every rank's worker ended with exit code 0."""
+    """A job succeeded when every rank's worker ended with exit code 0, or crashed once it had said that it is done."""
     job, generation = case.job, case.job.generation
     if job.state is not JobState.RUNNING or generation is None or len(generation.ranks) < job.spec.world_size:
         return None
     if not all(is_done(rank) for rank in generation.ranks):
         return None
+    crashed = [text for rank in generation.ranks if (text := crash_after_done(rank))]
+    evidence: dict[str, str | int] = {"generation": generation.generation, "newest_step": job.newest_step}
+    if crashed:
+        evidence["crashed_after_done"] = "; ".join(crashed[:16])
     return Verdict(
         DecisionKind.COMPLETE_JOB,
-        f"All {job.spec.world_size} ranks of generation {generation.generation} ended with exit code 0.",
+        f"All {job.spec.world_size} ranks of generation {generation.generation} "
+        + (f"were done; {len(crashed)} crashed on the way out." if crashed else "ended with exit code 0."),
         plan=plans.end_plan(case, DecisionKind.COMPLETE_JOB, job.spec.stop_grace_s),
-        evidence={"generation": generation.generation, "newest_step": job.newest_step},
+        evidence=evidence,
         job_state=JobState.SUCCEEDED,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from flyball.contracts.checkpoints import Lineage, Tier
 from flyball.contracts.cluster import HostRanks
-from flyball.contracts.decisions import ActionPlan, DecisionKind, GenerationPlan
+from flyball.contracts.decisions import ActionPlan, DecisionKind, GenerationPlan, Incident
 from services.controller.guardrails import next_restart_count
 from services.controller.recovery_point import newest_step
 from services.controller.round import Case
@@ -46,7 +46,7 @@ def restart_plan(
     hosts: tuple[HostRanks, ...],
     *,
     kind: DecisionKind,
-    cause: str,
+    incident: Incident,
     lineage: Lineage | None = None,
 ) -> ActionPlan:
     """Stop what runs, and go on in a new generation on `hosts`; `lineage` where another history than all of the
@@ -70,7 +70,7 @@ def restart_plan(
             hosts=hosts,
             peers=_peers(case, hosts),
             parent_lineage=history,
-            restart_count=next_restart_count(generation, cause),
+            restart_count=next_restart_count(generation, incident),
             known_step=_known_step(case, history, reachable),
             master_port=_master_port(case, hosts),
         ),

@@ -114,10 +114,7 @@ def watch_returned_hosts(case: Case) -> Verdict | None:
 def fail_when_restarts_are_used_up(case: Case) -> Verdict | None:
     """Failures of the workers themselves count against --max-restarts, as with torchrun."""
     incident, generation, limit = _incident(case), _generation(case), case.job.spec.max_restarts
-    if (
-        incident.cause not in guardrails.WORKER_CAUSES
-        or guardrails.next_restart_count(generation, incident.cause) <= limit
-    ):
+    if incident.cause not in guardrails.WORKER_CAUSES or guardrails.next_restart_count(generation, incident) <= limit:
         return None
     return _fail(
         case,
@@ -186,7 +183,7 @@ def _restart(case: Case, what: str, *, lineage: Lineage | None = None) -> Verdic
     incident, generation = _incident(case), _generation(case)
     hosts = spare_choice.replace(generation.hosts, (), (), case.round.hosts) or generation.hosts
     plan = plans.restart_plan(
-        case, generation, hosts, kind=DecisionKind.RESTART_IN_PLACE, cause=incident.cause, lineage=lineage
+        case, generation, hosts, kind=DecisionKind.RESTART_IN_PLACE, incident=incident, lineage=lineage
     )
     return Verdict(
         DecisionKind.RESTART_IN_PLACE,
@@ -207,7 +204,7 @@ def _migrate(case: Case, *, lineage: Lineage | None = None) -> Verdict | None:
     if hosts is None:
         return None
     plan = plans.restart_plan(
-        case, generation, hosts, kind=DecisionKind.MIGRATE_TO_SPARE, cause=incident.cause, lineage=lineage
+        case, generation, hosts, kind=DecisionKind.MIGRATE_TO_SPARE, incident=incident, lineage=lineage
     )
     return Verdict(
         DecisionKind.MIGRATE_TO_SPARE,
@@ -256,7 +253,7 @@ def _fail(case: Case, reason: str, evidence: Evidence) -> Verdict:
 
 
 def _budget(case: Case, generation: GenerationView) -> str:
-    count = guardrails.next_restart_count(generation, _incident(case).cause)
+    count = guardrails.next_restart_count(generation, _incident(case))
     if count == generation.restart_count:
         return "This burns no restart."
     return f"This is restart {count} of {case.job.spec.max_restarts}."

@@ -10,8 +10,8 @@ from services.controller import diagnosis
 from services.controller.diagnosis import (
     HOST_SILENT,
     PREEMPTION_NOTICE,
+    START_OVERDUE,
     SUPERSEDED_WORKERS,
-    WORKER_START_FAILED,
     Failure,
 )
 from services.controller.incident_states import IncidentEvent
@@ -211,7 +211,7 @@ def _never_started(round_: Round, job: JobView, generation: GenerationView) -> F
         return None
     listed = ", ".join(map(str, missing[:16]))
     return Failure(
-        cause=WORKER_START_FAILED,
+        cause=START_OVERDUE,
         message=f"Generation {generation.generation} did not start: nothing is heard of rank {listed}.",
         generation=generation.generation,
         at=round_.now,

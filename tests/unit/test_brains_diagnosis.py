@@ -31,8 +31,9 @@ def exited(
     phase: Phase = Phase.STEP,
     expected: bool = False,
     at: float = 200.0,
+    last_phase: Phase | None = None,
 ) -> RankView:
-    body = WorkerExited("job", 3, rank, 4242, exit_code, signal_number, 57, error, expected)
+    body = WorkerExited("job", 3, rank, 4242, exit_code, signal_number, 57, error, expected, last_phase)
     return RankView(rank, "host-a", 56, phase, 199.0, body, at)
 
 
@@ -63,7 +64,11 @@ def test_lost_connections_are_secondary(kind: str, message: str) -> None:
         (exited(error=WorkerError("DistBackendError", "CUDA out of memory")), diagnosis.WORKER_EXCEPTION),
         (exited(exit_code=7), diagnosis.WORKER_EXCEPTION),
         (exited(exit_code=23, error=WorkerError("RestoreFailed", "connection refused")), diagnosis.RESTORE_FAILED),
+        (exited(exit_code=23, phase=Phase.RESTORING), diagnosis.RESTORE_FAILED),
+        (exited(exit_code=23, last_phase=Phase.RESTORING), diagnosis.RESTORE_FAILED),
+        (exited(exit_code=23), diagnosis.WORKER_EXCEPTION),  # sys.exit(23) of a script
         (exited(exit_code=None), diagnosis.WORKER_KILLED),
+        (exited(exit_code=None, signal_number=9, phase=Phase.DONE), diagnosis.WORKER_KILLED),
     ],
 )
 def test_causes(view: RankView, cause: str) -> None:
@@ -96,6 +101,10 @@ def test_these_are_no_failures(view: RankView) -> None:
 def test_only_a_good_end_is_done() -> None:
     assert is_done(exited(exit_code=0))
     assert is_done(exited(exit_code=None, phase=Phase.DONE))  # a restarted daemon could not learn the status
+    assert is_done(exited(exit_code=None, signal_number=6, phase=Phase.DONE))  # in the interpreter's teardown
+    assert is_done(exited(exit_code=None, signal_number=11, last_phase=Phase.DONE))
+    assert not is_done(exited(exit_code=None, signal_number=6, phase=Phase.STEP))
+    assert not is_done(exited(exit_code=1, phase=Phase.DONE))
     assert not is_done(exited(exit_code=None, phase=Phase.STEP))
     assert not is_done(exited(exit_code=0, expected=True))
     assert not is_done(RankView(0, "host-a", 5, Phase.DONE, 1.0))

@@ -235,6 +235,14 @@ def test_a_job_is_done_when_all_ranks_are() -> None:
     assert outcome.jobs[-1].state is JobState.SUCCEEDED and not outcome.incidents
 
 
+def test_a_crash_after_the_end_is_on_record_and_no_failure() -> None:
+    crash = msgspec.structs.replace(exited(1, exit_code=None, signal=6, error=""), last_phase=Phase.DONE)
+    outcome = decide(view(), [say(exited(0, exit_code=0, error="")), say(crash, seq=2)], SETTINGS, NOW)
+    assert decided(outcome).kind is DecisionKind.COMPLETE_JOB and not outcome.incidents
+    assert decided(outcome).evidence["crashed_after_done"] == "rank 1 on b: SIGABRT"
+    assert "1 crashed on the way out" in decided(outcome).reason
+
+
 def test_a_job_ends_also_where_an_earlier_placement_left_copies() -> None:
     ends = [say(exited(n, exit_code=0, error=""), seq=n + 1) for n in range(2)]
     left_behind = ShardCopy("job", 1, 40, 0, Tier.MEMORY, "c", 10, "00")
@@ -418,6 +426,21 @@ def test_restarts_are_used_up() -> None:
     assert decided(decide(view(job=job), [silent], SETTINGS, NOW)).kind is DecisionKind.MIGRATE_TO_SPARE
 
 
+def test_a_start_in_which_no_worker_failed_burns_no_restart() -> None:
+    started = msgspec.structs.replace(GENERATION, restart_count=3, ranks=())
+    job = msgspec.structs.replace(JOB, generation=started)
+    late = action(state=ActionState.TIMED_OUT, message="b did not answer in phase start in time.")
+    again = decided(decide(view(job=job, incidents=[incident()], actions=[late]), [], SETTINGS, NOW))
+    assert again.kind is DecisionKind.RESTART_IN_PLACE and "This burns no restart." in again.reason
+    assert again.action is not None and again.action.next is not None and again.action.next.restart_count == 3
+    never = decide(view(job=job), [], SETTINGS, NOW)  # the job's first start: there is no incident yet
+    assert never.incidents[0].cause == "start_overdue"
+    assert decided(never).kind is DecisionKind.RESTART_IN_PLACE
+    endless = incident(cause="start_overdue", decisions_made=8)
+    bounded = decide(view(job=job, incidents=[endless], actions=[late]), [], SETTINGS, NOW)
+    assert decided(bounded).rule == "fail_after_too_many_decisions"
+
+
 def test_too_many_decisions_escalate() -> None:
     stuck = incident(state=IncidentState.DECIDING, generation=2, decisions_made=8, action_id="")
     outcome = decide(view(job=_with_exit(KILLED), incidents=[stuck]), [], SETTINGS, NOW)
@@ -478,7 +501,7 @@ def test_a_granted_generation_that_nobody_starts_becomes_an_incident() -> None:
     generation = msgspec.structs.replace(GENERATION, started_at=0.0, ranks=())
     job = msgspec.structs.replace(JOB, generation=generation)
     outcome = decide(view(job=job), [], SETTINGS, NOW)
-    assert outcome.incidents[0].cause == "worker_start_failed"
+    assert outcome.incidents[0].cause == "start_overdue"
     assert decided(outcome).kind is DecisionKind.RESTART_IN_PLACE
 
 
@@ -486,7 +509,7 @@ def test_a_failed_restore_goes_to_an_older_point() -> None:
     def copy(step: int, number: int) -> ShardCopy:
         return ShardCopy("job", 1, step, number, Tier.MEMORY, "ab"[number], 10, "d")
 
-    body = exited(exit_code=23, error="no source")
+    body = msgspec.structs.replace(exited(exit_code=23), error=WorkerError("RestoreFailed", "no source"))
     older = [copy(step, n) for step in (39, 40) for n in range(2)]
     decision = decided(decide(view(copies=older), [say(body)], SETTINGS, NOW))
     assert decision.rule == "restart_from_an_older_recovery_point"
