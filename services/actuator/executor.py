@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import structlog
 
 from flyball.contracts.clock import Clock
-from services.actuator.playbook import advance
+from services.actuator.playbook import advance, end
 from services.actuator.ports import ActionProgress, ActionStore, PlaybookStep
+from services.controller.incident_states import ActionEvent
 from services.controller.ports import Wakeup
-from services.runtime.outages import OUTAGES, Outage
+from services.runtime.outages import FIRST_PAUSE_S, LONGEST_PAUSE_S, OUTAGES, Outage
 
 POLL_S = 0.05  # how often to look for what other processes wrote; within the process a wake-up comes first
 AGAIN_S = 0.005  # after a move: the next one may follow from it without any answer
+AWAY_AFTER_S = 5.0  # without a look at the actions: what hosts answer meanwhile comes late
+MAX_FAULTS = 5  # of one action, before it is ended as failed
 
-_log = structlog.get_logger(__name__)
+log = structlog.get_logger(__name__)
+
+
+class _Faulty(msgspec.Struct):
+    """An action that cannot be moved on."""
+
+    times: int = 0
+    try_at: float = 0.0
 
 
 class Executor:
@@ -25,6 +36,9 @@ class Executor:
         self._store = store
         self._wakeup = wakeup
         self._clock = clock
+        self._watched_since = 0.0
+        self._looked_at = 0.0
+        self._faulty: dict[str, _Faulty] = {}
 
     def run(self, stop: threading.Event) -> None:
         """Until stopped. An outage of the database is waited out."""
@@ -39,21 +53,62 @@ class Executor:
 
     def run_once(self) -> float:
         """Move every open action on by one; how long to wait for the next look, in seconds, unless woken."""
-        wait_s = POLL_S
-        for progress in self._store.open_actions():
-            now = self._clock.wall_s()
-            step = advance(progress, now)
-            if _waits(progress, step):
-                if step.wake_at > 0.0:
-                    wait_s = min(wait_s, max(AGAIN_S, step.wake_at - now))
-            else:
-                wait_s = min(wait_s, AGAIN_S)
-                if self._store.apply(progress, step, now):
-                    self._announce(progress, step)
+        began = self._clock.wall_s()
+        found = self._store.open_actions()
+        if began - self._looked_at > AWAY_AFTER_S:
+            self._watched_since = began
+        self._faulty = {p.action_id: self._faulty[p.action_id] for p in found if p.action_id in self._faulty}
+        waits_s = [self._move(msgspec.structs.replace(p, watched_since=self._watched_since)) for p in found]
+        self._looked_at = self._clock.wall_s()
+        return min(waits_s, default=POLL_S)
+
+    def _move(self, progress: ActionProgress) -> float:
+        """One move. An action that cannot be moved must not stop the others: it is tried again a few times, then ended
+        as failed, and the policy decides anew."""
+        now = self._clock.wall_s()
+        faulty = self._faulty.get(progress.action_id, _Faulty())
+        if now < faulty.try_at:
+            return min(POLL_S, faulty.try_at - now)
+        try:
+            wait_s = self._advance(progress, now) if faulty.times < MAX_FAULTS else self._give_up(progress, now)
+        except OUTAGES:
+            raise
+        except Exception as error:
+            pause_s = min(FIRST_PAUSE_S * 2.0**faulty.times, LONGEST_PAUSE_S)
+            self._faulty[progress.action_id] = _Faulty(min(faulty.times + 1, MAX_FAULTS), now + pause_s)
+            log.exception(
+                "action_cannot_be_moved",
+                action_id=progress.action_id,
+                decision_id=progress.decision_id,
+                incident_id=progress.incident_id,
+                job=progress.plan.job,
+                phase=progress.phase,
+                error=str(error),
+            )
+            return POLL_S
+        self._faulty.pop(progress.action_id, None)
         return wait_s
 
+    def _advance(self, progress: ActionProgress, now: float) -> float:
+        step = advance(progress, now)
+        if _waits(progress, step):
+            return min(POLL_S, max(AGAIN_S, step.wake_at - now)) if step.wake_at > 0.0 else POLL_S
+        if self._store.apply(progress, step, now):
+            self._announce(progress, step)
+        return AGAIN_S
+
+    def _give_up(self, progress: ActionProgress, now: float) -> float:
+        step = end(
+            progress,
+            ActionEvent.FAILED,
+            f"It could not be moved on in {MAX_FAULTS} attempts; the supervisor's log says why.",
+        )
+        if self._store.apply(progress, step, now):
+            self._announce(progress, step)
+        return AGAIN_S
+
     def _announce(self, progress: ActionProgress, step: PlaybookStep) -> None:
-        _log.info(
+        log.info(
             "action_moved",
             action_id=progress.action_id,
             incident_id=progress.incident_id,

@@ -27,7 +27,7 @@ from flyball.contracts.decisions import (
     UpdateState,
     WarmUp,
 )
-from services.actuator.ports import ActionProgress, CommandDraft, CommandRecord, PlaybookStep
+from services.actuator.ports import ANSWER_SLACK_S, ActionProgress, CommandDraft, CommandRecord, PlaybookStep
 from services.controller.incident_states import ACTION, ActionEvent
 from services.controller.recovery_point import plan_restore
 
@@ -51,7 +51,6 @@ _REFUSALS = 3
 _LATE_MARGIN_STEPS = 4  # doubled with each new name
 _FLUSH_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 15.0  # beyond the grace
-_ANSWER_SLACK_S = 2.0  # for the answer to travel, after the daemon's own deadline
 
 
 class _Answers(msgspec.Struct):
@@ -70,7 +69,7 @@ def advance(progress: ActionProgress, now: float) -> PlaybookStep:
     if progress.state.ended:
         return PlaybookStep(progress.phase, progress.state, attempt=progress.attempt)
     if progress.plan.kind not in PHASES:
-        return _end(progress, ActionEvent.FAILED, f"There is no playbook for {progress.plan.kind.value}.")
+        return end(progress, ActionEvent.FAILED, f"There is no playbook for {progress.plan.kind.value}.")
     if not progress.phase:
         return _enter(progress, PHASES[progress.plan.kind][0], now)
     answers = _answers(progress, now)
@@ -84,13 +83,11 @@ def advance(progress: ActionProgress, now: float) -> PlaybookStep:
 
 
 def _at_deadline(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep | None:
-    """What was done in time is done, also if no actuator was there to see it."""
+    """What was done is done, also if no actuator was there to see it."""
     is_last = not _following(progress.plan.kind, progress.phase)
-    if now < progress.started_at + progress.plan.deadline_s or (
-        is_last and len(answers.done) == len(_targets(progress))
-    ):
+    if now < progress.deadline_at or (is_last and len(answers.done) == len(_targets(progress))):
         return None
-    return _end(progress, ActionEvent.DEADLINE_PASSED, _overdue_message(progress, answers))
+    return end(progress, ActionEvent.DEADLINE_PASSED, _overdue_message(progress, answers))
 
 
 def _asked_again(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep | None:
@@ -108,9 +105,9 @@ def _given_up(progress: ActionProgress, answers: _Answers) -> PlaybookStep | Non
     if progress.plan.kind in _BEST_EFFORT:
         return None
     if answers.failed:
-        return _end(progress, ActionEvent.FAILED, _failure_message(progress.phase, answers.failed))
+        return end(progress, ActionEvent.FAILED, _failure_message(progress.phase, answers.failed))
     if answers.unanswered:
-        return _end(progress, ActionEvent.DEADLINE_PASSED, _overdue_message(progress, answers))
+        return end(progress, ActionEvent.DEADLINE_PASSED, _overdue_message(progress, answers))
     return None
 
 
@@ -118,8 +115,8 @@ def _waiting(progress: ActionProgress, answers: _Answers, now: float) -> Playboo
     """Nothing to send. Once every host has said that it is at it, so has the action."""
     if not answers.waiting:
         return None
-    soonest = min(r.created_at + r.command.deadline_s + _ANSWER_SLACK_S for r in answers.waiting)
-    wake_at = max(now, min(soonest, progress.started_at + progress.plan.deadline_s))
+    soonest = min(progress.answer_due(record) for record in answers.waiting)
+    wake_at = max(now, min(soonest, progress.deadline_at))
     state = progress.state
     if state is ActionState.DISPATCHED and all(record.update is not None for record in answers.waiting):
         state = ACTION.advance(state, ActionEvent.ANSWERED)
@@ -132,8 +129,8 @@ def _phase_done(progress: ActionProgress, answers: _Answers, now: float) -> Play
         return _enter(progress, following, now)
     missing = answers.unanswered + [record.command.host_id for record in answers.failed]
     if missing:
-        return _end(progress, ActionEvent.FAILED, f"{_names(missing)} could not be tidied up; the others are.")
-    return _end(progress, ActionEvent.COMPLETED, f"{_names(answers.done)} done")
+        return end(progress, ActionEvent.FAILED, f"{_names(missing)} could not be tidied up; the others are.")
+    return end(progress, ActionEvent.COMPLETED, f"{_names(answers.done)} done")
 
 
 def _following(kind: DecisionKind, phase: str) -> str:
@@ -158,7 +155,7 @@ def _enter(progress: ActionProgress, phase: str, now: float) -> PlaybookStep:
         following = _following(plan.kind, phase)
         if following:
             return _enter(progress, following, now)
-        return _end(progress, ActionEvent.COMPLETED, "no host of it is in reach")
+        return end(progress, ActionEvent.COMPLETED, "no host of it is in reach")
     message = f"{doing} on {_names(plan.stop_hosts)}"
     return _move(progress, phase, _begun(progress), tuple(drafts), message=message, now=now)
 
@@ -172,7 +169,7 @@ def _start(progress: ActionProgress, now: float) -> PlaybookStep:
     plan = progress.plan
     following = plan.next
     if following is None:
-        return _end(progress, ActionEvent.FAILED, "The decision grants no generation to start.")
+        return end(progress, ActionEvent.FAILED, "The decision grants no generation to start.")
     results = _stopped(progress.commands)
     placement = _placement(progress, following, results)
     found = placement.restore.step if placement.restore else -1
@@ -196,7 +193,7 @@ def _ask_for_copies(progress: ActionProgress, known_step: int, now: float) -> Pl
     hosts = progress.plan.stop_hosts
     tries = max((len(_asked(progress, STOP, host)) for host in hosts), default=_ATTEMPTS[STOP])
     if tries >= _ATTEMPTS[STOP]:
-        return _end(progress, ActionEvent.FAILED, f"Step {known_step} was complete, and no host tells of it any more.")
+        return end(progress, ActionEvent.FAILED, f"Step {known_step} was complete, and no host tells of it any more.")
     drafts = tuple(_draft(progress, STOP, host, _stop_body(progress.plan), now) for host in hosts)
     message = f"step {known_step} is not in the inventories: asking {_names(hosts)} again"
     return _move(progress, STOP, progress.state, drafts, message=message, now=now)
@@ -241,7 +238,7 @@ def _rename(progress: ActionProgress, answers: _Answers, now: float) -> Playbook
     )
     step = max([named, *passed]) + _LATE_MARGIN_STEPS * 2 ** (progress.attempt - 1)
     if progress.attempt >= 4:
-        return _end(
+        return end(
             progress,
             ActionEvent.FAILED,
             f"The ranks passed step {named} too, the last of {progress.attempt} that were named.",
@@ -275,7 +272,7 @@ def _answers(progress: ActionProgress, now: float) -> _Answers:
                     answers.again.append(host)
                 else:
                     answers.failed.append(record)
-            case _ if now >= record.created_at + record.command.deadline_s + _ANSWER_SLACK_S:
+            case _ if now >= progress.answer_due(record):
                 answers.unanswered.append(host)
             case _:
                 answers.waiting.append(record)
@@ -327,7 +324,7 @@ def _stop_body(plan: ActionPlan) -> StopWorkers:
 
 def _save_body(progress: ActionProgress, step: int, now: float) -> SaveEmergency:
     plan = progress.plan
-    return SaveEmergency(plan.job, plan.generation, step, deadline_s=_remaining_s(progress, now))
+    return SaveEmergency(plan.job, plan.generation, step, deadline_s=progress.remaining_s(now))
 
 
 def _end_body(plan: ActionPlan) -> EndJob:
@@ -338,7 +335,7 @@ def _warm_ups(progress: ActionProgress, now: float) -> list[CommandDraft]:
     """Sent along with the first phase, and waited for by nobody."""
     if progress.phase:
         return []
-    remaining_s = _remaining_s(progress, now)
+    remaining_s = progress.remaining_s(now)
     return [
         CommandDraft(f"{progress.action_id}.warm.{host}.1", host, WarmUp(progress.plan.spec), remaining_s)
         for host in progress.plan.warm_hosts
@@ -351,13 +348,9 @@ def _draft(progress: ActionProgress, phase: str, host: str, body: CommandBody, n
         for record in progress.commands
         if record.phase == phase and record.command.host_id == host and not isinstance(record.command.body, WarmUp)
     )
-    remaining_s = _remaining_s(progress, now)
+    remaining_s = progress.remaining_s(now)
     limit_s = progress.plan.grace_s + _STOP_TIMEOUT_S if phase in (STOP, END) else remaining_s
     return CommandDraft(f"{progress.action_id}.{phase}.{host}.{number}", host, body, min(limit_s, remaining_s))
-
-
-def _remaining_s(progress: ActionProgress, now: float) -> float:
-    return max(0.1, progress.started_at + progress.plan.deadline_s - now)
 
 
 def _number(command_id: str) -> int:
@@ -373,13 +366,14 @@ def _move(
     message: str,
     now: float,
 ) -> PlaybookStep:
-    soonest_s = min((draft.deadline_s + _ANSWER_SLACK_S for draft in commands), default=0.0)
-    wake_at = min(now + soonest_s, progress.started_at + progress.plan.deadline_s)
+    soonest_s = min((draft.deadline_s + ANSWER_SLACK_S for draft in commands), default=0.0)
+    wake_at = min(now + soonest_s, progress.deadline_at)
     attempt = progress.attempt if phase == progress.phase else 1
     return PlaybookStep(phase, state, commands=commands, message=message, attempt=attempt, wake_at=wake_at)
 
 
-def _end(progress: ActionProgress, event: ActionEvent, message: str) -> PlaybookStep:
+def end(progress: ActionProgress, event: ActionEvent, message: str) -> PlaybookStep:
+    """The last move of an action."""
     return PlaybookStep(
         progress.phase, ACTION.advance(progress.state, event), message=message, attempt=progress.attempt
     )

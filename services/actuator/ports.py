@@ -9,8 +9,18 @@ import msgspec
 
 from flyball.contracts.checkpoints import RestorePlan, ShardCopy
 from flyball.contracts.cluster import Placement
-from flyball.contracts.decisions import ActionPlan, ActionState, Command, CommandBody, CommandUpdate, UpdateState
+from flyball.contracts.decisions import (
+    ActionPlan,
+    ActionState,
+    Command,
+    CommandBody,
+    CommandUpdate,
+    DecisionKind,
+    UpdateState,
+)
 from flyball.contracts.events import Event
+
+ANSWER_SLACK_S = 2.0  # for the answer to travel, after the daemon's own deadline
 
 
 class CommandRecord(msgspec.Struct, frozen=True):
@@ -41,6 +51,22 @@ class ActionProgress(msgspec.Struct, frozen=True):
     persistent_copies: tuple[ShardCopy, ...] = ()  # copies on the persistent tier, which no host owns
     engine_addresses: Mapping[str, str] = {}  # host -> "ip:port"
     attempt: int = 1  # of the present phase; an emergency save that came too late is named anew
+    watched_since: float = 0.0  # wall clock; before it this actuator was away, and no host could answer it
+
+    @property
+    def deadline_at(self) -> float:
+        """Time in which no host could answer does not count, but for a host that is about to be taken away."""
+        is_urgent = self.plan.kind is DecisionKind.EMERGENCY_CHECKPOINT
+        since = self.started_at if is_urgent else max(self.started_at, self.watched_since)
+        return since + self.plan.deadline_s
+
+    def answer_due(self, record: CommandRecord) -> float:
+        """When a host that has not answered by then is given up."""
+        return max(record.created_at, self.watched_since) + record.command.deadline_s + ANSWER_SLACK_S
+
+    def remaining_s(self, now: float) -> float:
+        """For what is begun now; never nothing."""
+        return max(0.1, self.deadline_at - now)
 
 
 class CommandDraft(msgspec.Struct, frozen=True):

@@ -28,7 +28,7 @@ AGAIN_S = 0.01  # after a round that changed something: the next one sees what f
 DECIDE_AT_LEAST_EVERY_S = 1.0  # also when nothing changed, should a rule wait for a time that it did not name
 RENEWALS_PER_TTL = 3
 
-_log = structlog.get_logger(__name__)
+log = structlog.get_logger(__name__)
 
 
 class ControllerLoop:
@@ -78,9 +78,7 @@ class ControllerLoop:
             try:
                 self._store.release_lease(self._holder)
             except OUTAGES as error:
-                _log.warning(
-                    "lease_not_released", error=str(error), until=f"it ends by itself in {self._lease_ttl_s} s"
-                )
+                log.warning("lease_not_released", error=str(error), until=f"it ends by itself in {self._lease_ttl_s} s")
 
     def run_once(self) -> float:
         """One round; how long to wait for the next, in seconds, unless woken."""
@@ -102,7 +100,7 @@ class ControllerLoop:
                 return None
             self._renew_at_s = now_s + self._lease_ttl_s / RENEWALS_PER_TTL
             if self._grant is None or self._grant.epoch != grant.epoch:
-                _log.info("leading", epoch=grant.epoch, holder=self._holder)
+                log.info("leading", epoch=grant.epoch, holder=self._holder)
                 self._cursor = self._store.cursor()
                 self._revision = -1
             self._grant = grant
@@ -112,7 +110,7 @@ class ControllerLoop:
 
     def _step_down(self, why: str) -> None:
         if self._grant is not None:
-            _log.warning("not_leading_any_more", epoch=self._grant.epoch, why=why)
+            log.warning("not_leading_any_more", epoch=self._grant.epoch, why=why)
         self._grant = None
 
     def _round(self, grant: LeaseGrant) -> float:
@@ -158,7 +156,7 @@ class ControllerLoop:
 
     def _announce(self, outcome: Outcome, steps: Mapping[str, PlaybookStep]) -> None:
         for decision in outcome.decisions:
-            _log.info(
+            log.info(
                 "decided",
                 decision_id=decision.decision_id,
                 incident_id=decision.incident_id,
@@ -201,5 +199,8 @@ def _first_steps(view: View, outcome: Outcome, now: float) -> dict[str, Playbook
             persistent_copies=tuple(c for c in view.copies if c.tier is Tier.PERSISTENT and c.job == plan.job),
             engine_addresses=addresses,
         )
-        steps[action_id] = advance(progress, now)
+        try:
+            steps[action_id] = advance(progress, now)
+        except Exception:  # the decision stands; the executor tries again, and ends what cannot begin
+            log.exception("action_cannot_begin", action_id=action_id, incident_id=decision.incident_id, job=plan.job)
     return steps

@@ -229,6 +229,19 @@ def test_an_action_has_a_deadline() -> None:
     assert advance(progress, NOW + 60).state is ActionState.TIMED_OUT
 
 
+def test_time_in_which_no_actuator_was_there_to_answer_does_not_count() -> None:
+    stopping = apply(begun(MIGRATE), advance(begun(MIGRATE), NOW))
+    back = msgspec.structs.replace(stopping, watched_since=NOW + 600.0)
+    waiting = advance(back, NOW + 601.0)
+    assert waiting.state is ActionState.DISPATCHED and not waiting.commands and waiting.wake_at > NOW + 601.0
+    starting = advance(answer(back, UpdateState.SUCCEEDED, {"a": STOPPED}), NOW + 602.0)
+    assert starting.phase == "start" and starting.commands[0].deadline_s == 58.0
+    assert advance(back, NOW + 660.0).state is ActionState.TIMED_OUT
+    save = ActionPlan(DecisionKind.EMERGENCY_CHECKPOINT, "job", SPEC, 2, stop_hosts=("a",), emergency_step=60)
+    saving = msgspec.structs.replace(apply(begun(save), advance(begun(save), NOW)), watched_since=NOW + 600.0)
+    assert advance(saving, NOW + 601.0).state is ActionState.TIMED_OUT  # the host that goes does not wait either
+
+
 def test_what_was_done_while_no_actuator_looked_is_done() -> None:
     progress = answer(started(), UpdateState.SUCCEEDED, {"a": CommandResult(), "c": CommandResult()})
     assert advance(progress, NOW + 600).state is ActionState.SUCCEEDED
