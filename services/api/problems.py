@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from flyball.contracts.errors import FlyballError, InvalidMessage, TooBusy
+from flyball.contracts.errors import ConfigurationError, FlyballError, InvalidMessage, TooBusy
 from flyball.contracts.wire import encode
 
 log = structlog.get_logger()
@@ -58,7 +58,9 @@ def problem_of(error: FlyballError) -> Response:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = 'Bearer realm="flyball"'
-    return problem(error.status, code=error.code, detail=error.message, hint=error.hint, headers=headers)
+    # No request can be at fault for the settings of a service; its sender is to come back.
+    status = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, ConfigurationError) else error.status
+    return problem(status, code=error.code, detail=error.message, hint=error.hint, headers=headers)
 
 
 def install(app: FastAPI) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import structlog
 
 from flyball.contracts.clock import Clock
-from flyball.contracts.errors import FlyballError, StorageFull, TooBusy, Unreachable
+from flyball.contracts.errors import ConfigurationError, FlyballError, StorageFull, TooBusy, Unreachable
 
-OUTAGES = (Unreachable, StorageFull, TooBusy)  # what passes by itself, or when a person has helped; the rest are faults
+# What passes by itself, or when a person has helped; the rest are faults. Loops run only where the settings were right
+# at the start: what looks like a wrong one afterwards (a password that was changed, a disk that was mounted read-only)
+# happened to the database, and is mended there.
+OUTAGES = (Unreachable, StorageFull, TooBusy, ConfigurationError)
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 

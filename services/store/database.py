@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from flyball.contracts.errors import ConfigurationError, InvalidMessage, Unreachable
-from services.store.failures import is_deadlock, translate
+from services.store.failures import is_deadlock, is_not_primary, translate
 
 T = TypeVar("T")
 
@@ -173,7 +173,11 @@ def _sqlite_engines(url: URL) -> tuple[Engine, Engine]:
 
 
 def _mysql_engine(url: URL, *, isolation_level: str) -> Engine:
-    return create_engine(
+    def failed(context: ExceptionContext) -> None:
+        if is_not_primary(context.original_exception):
+            context.is_disconnect = True  # the pool's connections would go on to lead to that server
+
+    engine = create_engine(
         url,
         isolation_level=isolation_level,
         pool_pre_ping=True,
@@ -191,3 +195,5 @@ def _mysql_engine(url: URL, *, isolation_level: str) -> Engine:
             f"innodb_lock_wait_timeout={int(BUSY_TIMEOUT_S)}",
         },
     )
+    event.listen(engine, "handle_error", failed)
+    return engine

@@ -30,6 +30,11 @@ _EXPLANATIONS: dict[str, tuple[type[FlyballError], str, str]] = {
         "The database {name} cannot be opened for writing: {cause}.",
         "SQLite: check that the folder exists and belongs to you; MySQL: point the URL at the primary server",
     ),
+    "not_primary": (
+        Unreachable,
+        "The database server of {name} takes no writes at present: {cause}.",
+        "it is tried again, on a new connection; if it stays so, point the URL at the primary server",
+    ),
     "damaged": (
         StateVersionMismatch,
         "The file {name} is not a database, or damaged: {cause}.",
@@ -60,11 +65,13 @@ _SQLITE_KINDS = {
 }
 
 _MYSQL_DEADLOCK = 1213
+_MYSQL_NOT_PRIMARY = (1290, 1836)  # --read-only, and read-only mode: a server that was demoted, or is about to be
 _MYSQL_KINDS = {
     **dict.fromkeys((1021, 1114, 3675), "full"),
     **dict.fromkeys((1205, _MYSQL_DEADLOCK), "locked"),
     **dict.fromkeys((1044, 1045, 1049, 1142, 1698, 4151), "refused"),
-    **dict.fromkeys((1036, 1290, 1792, 1836), "read_only"),
+    **dict.fromkeys(_MYSQL_NOT_PRIMARY, "not_primary"),
+    **dict.fromkeys((1036, 1792), "read_only"),
     **dict.fromkeys((1054, 1146), "no_schema"),
     **dict.fromkeys((0, 1040, 1042, 1043, 1053, 1927), "away"),  # 0: the driver's own "connection is closed"
 }
@@ -89,6 +96,11 @@ def translate(error: DBAPIError, name: str) -> FlyballError | None:
 def is_deadlock(error: BaseException | None) -> bool:
     """Whether the server ended a transaction so that another could go on; it may be run again."""
     return isinstance(error, DBAPIError) and _mysql_number(error.orig) == _MYSQL_DEADLOCK
+
+
+def is_not_primary(error: BaseException | None) -> bool:
+    """Whether the server takes no writes. Behind the same address another one may, but only for new connections."""
+    return _mysql_number(error) in _MYSQL_NOT_PRIMARY
 
 
 def _sqlite_kind(cause: sqlite3.Error) -> str | None:

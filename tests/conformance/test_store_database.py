@@ -11,7 +11,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, insert, inspect, select, text, update
 
-from flyball.contracts.errors import StateVersionMismatch
+from flyball.contracts.errors import StateVersionMismatch, Unreachable
 from services.store.database import Database, migrate
 from services.store.tables import bus_streams, log_head, metadata
 
@@ -132,3 +132,16 @@ def test_a_transaction_that_lost_a_deadlock_is_run_again(db: Database) -> None:
     with db.read() as connection:
         assert connection.scalars(select(bus_streams.c.head)).all() == [2, 2]
     assert len(attempts) == 3  # one of the two had to begin again
+
+
+def test_a_server_that_takes_no_writes_any_more_is_left_for_its_successor(db: Database) -> None:
+    """Behind the same address another one answers, but only those who connect anew."""
+    if db.is_sqlite:
+        pytest.skip("SQLite has no servers")
+    with db.write() as connection, db.write() as other:
+        before = {c.scalar(text("SELECT CONNECTION_ID()")) for c in (connection, other)}
+    with pytest.raises(Unreachable, match="no writes"), db.write() as connection:
+        connection.exec_driver_sql("SIGNAL SQLSTATE 'HY000' SET MYSQL_ERRNO = 1290, MESSAGE_TEXT = 'read-only'")
+    with db.write() as connection, db.write() as other:
+        after = {c.scalar(text("SELECT CONNECTION_ID()")) for c in (connection, other)}
+    assert not before & after

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import insert, select
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 
 from flyball.contracts.errors import ConfigurationError, FlyballError, StateVersionMismatch, StorageFull, Unreachable
+from services.runtime.outages import OUTAGES
 from services.store import database
 from services.store.database import Database, migrate
+from services.store.failures import translate
 from services.store.tables import bus_messages, log_head
 
 
@@ -124,3 +126,10 @@ def test_a_commit_waits_for_the_disk_unless_it_need_not(db: Database) -> None:
     for durable, level in ((True, 2), (False, 1), (True, 2)):
         with db.write(durable=durable) as connection:
             assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == level
+
+
+@pytest.mark.parametrize("number", [1290, 1836, 1045, 1040, 1053, 2006, 2013])
+def test_what_a_server_says_in_a_failover_is_waited_out(number: int) -> None:
+    error = translate(OperationalError("UPDATE jobs", {}, Exception(number, "read-only, or gone")), "mysql://h/d")
+    assert isinstance(error, OUTAGES)
+    assert isinstance(error, Unreachable) is (number != 1045)
