@@ -283,6 +283,7 @@ class _Assembly:
             streams=EventStreams(
                 log=self._events,
                 metrics=self._metrics,
+                clock=self._clock,
                 max_streams=self._settings.max_streams,
                 poll_interval_s=self._poll_interval_s,
             ),

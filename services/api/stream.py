@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator, Callable, Collection
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from flyball.contracts.clock import Clock
 from flyball.contracts.errors import TooBusy
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.wire import encode
 from services.actuator.notify import AsyncWakeup
 from services.api.ports import EventLog
 from services.runtime.log_cursor import read_on
+from services.runtime.outages import OUTAGES, Outage
 from services.runtime.telemetry import Metrics
 
 BATCH = 500
@@ -24,8 +26,12 @@ RECONNECT_MS = 1000
 class EventStreams:
     """Follows the log for any number of readers, up to a bound. Lives in one event loop."""
 
-    def __init__(self, *, log: EventLog, metrics: Metrics, max_streams: int, poll_interval_s: float) -> None:
+    def __init__(
+        self, *, log: EventLog, metrics: Metrics, clock: Clock, max_streams: int, poll_interval_s: float
+    ) -> None:
         self._log = log
+        self._clock = clock
+        self._outage = Outage("event-streams", clock)
         self._metrics = metrics
         self._max_streams = max_streams
         self._poll_interval_s = poll_interval_s
@@ -49,19 +55,24 @@ class EventStreams:
         self, job: str | None, after: int, kinds: Collection[EventKind], bell: AsyncWakeup
     ) -> AsyncIterator[bytes]:
         yield f"retry: {RECONNECT_MS}\n\n".encode()
-        quiet_s = 0.0
+        spoke_at_s = self._clock.monotonic_s()
         while not self._stopping:
-            seen = bell.count
-            after, events = await asyncio.to_thread(read_on, self._log, job=job, after=after, limit=BATCH, kinds=kinds)
+            seen, wait_s = bell.count, self._poll_interval_s
+            try:
+                after, events = await asyncio.to_thread(
+                    read_on, self._log, job=job, after=after, limit=BATCH, kinds=kinds
+                )
+                self._outage.ended()
+            except OUTAGES as error:
+                events, wait_s = [], self._outage.pause_s(error)
             if events:
-                quiet_s = 0.0
                 yield b"".join(_frame(position, event) for position, event in events)
+                spoke_at_s = self._clock.monotonic_s()
                 continue
-            if quiet_s >= HEARTBEAT_S:
-                quiet_s = 0.0
+            if self._clock.monotonic_s() - spoke_at_s >= HEARTBEAT_S:
                 yield b": alive\n\n"  # so that proxies keep the connection, and a gone reader is noticed
-            await bell.wait(seen, self._poll_interval_s)
-            quiet_s += self._poll_interval_s
+                spoke_at_s = self._clock.monotonic_s()
+            await bell.wait(seen, wait_s)
 
     def _count(self, change: int) -> None:
         self._open += change

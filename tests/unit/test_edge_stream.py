@@ -1,0 +1,91 @@
+"""The event stream: a heartbeat when nothing was said for its time, and no end in an outage."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from typing import cast
+
+from starlette.responses import StreamingResponse
+
+from flyball.contracts.errors import Unreachable
+from flyball.contracts.events import Event, EventKind
+from services.actuator.notify import AsyncWakeup
+from services.api.stream import HEARTBEAT_S, EventStreams
+from services.runtime.telemetry import Metrics
+from services.runtime.wakeup import LocalWakeup
+
+
+class ManualClock:
+    now_s = 0.0
+
+    def wall_s(self) -> float:
+        return self.now_s
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+
+class Log:
+    """Events in memory. Every look at it lasts `look_s` of the clock; `outages` of them fail first."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock = clock
+        self.events: list[tuple[int, Event]] = []
+        self.look_s = 0.0
+        self.looks = 0
+        self.outages = 0
+
+    def last(self) -> int:
+        self.looks += 1
+        self.clock.now_s += self.look_s
+        if self.outages:
+            self.outages -= 1
+            raise Unreachable("The database does not answer.")
+        return len(self.events)
+
+    def read(
+        self, job: str | None, after: int, limit: int, kinds: Collection[EventKind] = ()
+    ) -> list[tuple[int, Event]]:
+        return self.events[after:][:limit]
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.log = Log(self.clock)
+        self.bell = AsyncWakeup(LocalWakeup(), "events")
+        self.streams = EventStreams(
+            log=self.log, metrics=Metrics(), clock=self.clock, max_streams=1, poll_interval_s=0.001
+        )
+
+    def open(self) -> AsyncIterator[bytes]:
+        response = self.streams.open(job=None, after=0, kinds=(), bell=self.bell)
+        return cast("AsyncIterator[bytes]", cast("StreamingResponse", response).body_iterator)
+
+
+def test_a_heartbeat_comes_after_its_time_however_often_the_log_is_looked_at() -> None:
+    async def scenario() -> None:
+        rig = Rig()
+        rig.log.look_s = HEARTBEAT_S / 100.0
+        body = rig.open()
+        assert (await anext(body)).startswith(b"retry")
+        for _ in range(2):
+            before = rig.log.looks
+            assert await anext(body) == b": alive\n\n"
+            assert 99 <= rig.log.looks - before <= 102
+
+    asyncio.run(scenario())
+
+
+def test_an_outage_of_the_database_does_not_end_a_stream() -> None:
+    async def scenario() -> None:
+        rig = Rig()
+        rig.log.outages = 3
+        rig.log.events.append((1, Event(at=0.0, kind=EventKind.DECISION)))
+        body = rig.open()
+        await anext(body)
+        assert (await anext(body)).startswith(b"id: 1\n")
+        assert rig.log.looks == 4
+
+    asyncio.run(scenario())
