@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from flyball.contracts.cluster import JobSpec
 from flyball.contracts.errors import NotFound
 from flyball.contracts.signals import Signal
 
@@ -18,6 +19,11 @@ def dump(value: object) -> str:
 def load(document: str, kind: Any) -> Any:  # noqa: ANN401 - a generic alias such as dict[str, int] has no common type
     """The contract value of a document that this store wrote."""
     return msgspec.json.decode(document, type=kind)
+
+
+def shown(spec: JobSpec) -> JobSpec:
+    """A specification as people may see it: its environment may carry secrets, so that only the names are shown."""
+    return msgspec.structs.replace(spec, env=dict.fromkeys(spec.env, "***"))
 
 
 def plain(value: object) -> Any:  # noqa: ANN401 - JSON has no static type

@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from sqlalchemy import Connection, Row, Table, or_, select
 
 from flyball.contracts.checkpoints import RestoreReport
 from flyball.contracts.decisions import ActionPlan, Command, CommandUpdate, Decision, DecisionKind, Incident
 from flyball.contracts.signals import Signal
 from services.store import tables
-from services.store.codec import load, plain
+from services.store.codec import load, plain, shown
 from services.store.read_state import moment
 
 Json = dict[str, Any]
@@ -164,7 +165,7 @@ def _action(connection: Connection, number: int) -> Json | None:
         "message": row.message,
         "started_at": row.started_at,
         "ended_at": moment(row.ended_at),
-        "plan": plain(plan),
+        "plan": plain(msgspec.structs.replace(plan, spec=shown(plan.spec))),
         "phases": [
             {"at": change.at, "phase": change.phase, "state": change.state, "message": change.message}
             for change in _grouped(connection, tables.action_changes, "action", [number])[number]

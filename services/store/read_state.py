@@ -13,7 +13,7 @@ from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.signals import EngineStatus, WorkerExited
 from services.controller.recovery_point import newest_step
 from services.store import tables
-from services.store.codec import load, plain
+from services.store.codec import load, plain, shown
 from services.store.view_loader import load_persistent_copies
 
 Json = dict[str, Any]
@@ -65,7 +65,7 @@ def _job(row: Row[Any], plan: GenerationPlan | None, rank_rows: dict[int, Row[An
     placed = [(rank, host.host_id) for host in plan.hosts for rank in host.ranks] if plan else []
     return {
         "job": row.job,
-        "spec": plain(spec),
+        "spec": plain(shown(spec)),
         "state": row.state,
         "message": row.message,
         "world_size": spec.world_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from flyball.contracts.checkpoints import RestoreReport, ShardCopy, Tier
@@ -62,6 +63,22 @@ def test_a_job_with_its_ranks(recovered, reads, make) -> None:
     ]
     recovered.commit(signals=(make.signal(9, make.exited(0, generation=2)),))
     assert (reads.jobs()[0]["ranks"][0]["phase"], reads.jobs()[0]["ranks"][0]["signal_number"]) == ("exited", 9)
+
+
+def test_values_of_an_environment_are_for_the_workers_alone(stores, reads, make) -> None:
+    spec = make.spec(env={"HF_TOKEN": "hf_secret"})
+    stores.jobs.submit(spec, 1000.0)
+    stores.lead()
+    start = make.start()
+    assert start.action is not None
+    plan = msgspec.structs.replace(start.action, spec=spec)
+    stores.commit(decisions=(msgspec.structs.replace(start, action=plan),))
+    assert reads.job("job")["spec"]["env"] == {"HF_TOKEN": "***"}
+    assert reads.decision("dec-1")["action"]["plan"]["spec"]["env"] == {"HF_TOKEN": "***"}
+    shown = [reads.jobs(), reads.decisions("job"), reads.decision("dec-1"), stores.log.read(None, 0, 100)]
+    assert "hf_secret" not in str(shown)
+    (progress,) = stores.actions.open_actions()
+    assert progress.plan.spec == spec
 
 
 def test_hosts_with_their_job(recovered, reads, make) -> None:
