@@ -23,6 +23,7 @@ from services.controller.round import Round
 from services.controller.view import GenerationView, HostView, RankView
 
 _RETURNED_AFTER_S = 2.0  # reports that much newer than the silence are a return, even if no sensor said so
+_SAME_NOTICE_S = 1.0  # notices that end that close to each other are one, told again
 
 
 def take_signals(round_: Round, signals: Sequence[Signal]) -> None:
@@ -109,13 +110,18 @@ def _returned(round_: Round, host: HostView, reason: str) -> None:
 
 
 def _preempted(round_: Round, signal: Signal, body: PreemptionNotice) -> None:
+    """The host's clock may be any: what it says is how long it had left. That counts from now, as news of a notice
+    travels fast or, from a host that is about to go, not at all."""
     host = round_.hosts.get(signal.source)
-    if host is None or host.preempt_deadline_at == body.deadline_at or body.deadline_at <= 0.0:
+    if host is None or body.deadline_at <= 0.0:
+        return
+    remaining_s = body.deadline_at - signal.at
+    deadline_at = round_.now + remaining_s
+    if abs(host.preempt_deadline_at - deadline_at) < _SAME_NOTICE_S:
         return
     round_.noticed[host.host_id] = signal.at
-    remaining_s = body.deadline_at - signal.at
     reason = f"a preemption notice ({body.source}) gave it {remaining_s:.1f} s."
-    round_.change_host(host.host_id, None, reason, preempt_deadline_at=body.deadline_at)
+    round_.change_host(host.host_id, None, reason, preempt_deadline_at=deadline_at)
 
 
 def _may(host: HostView, event: HostEvent) -> bool:

@@ -540,6 +540,17 @@ def test_a_notice_saves_a_named_step_first() -> None:
     assert outcome.hosts[0].preempt_deadline_at == NOW + 30.0
 
 
+@pytest.mark.parametrize("skew_s", [-3600.0, 0.0, 3600.0])
+def test_a_notice_counts_by_the_clock_of_its_host(skew_s: float) -> None:
+    told = say(PreemptionNotice(NOW + skew_s + 29.5, "cloud"), source="b", at=NOW + skew_s - 0.5)
+    outcome = decide(view(), [told], SETTINGS, NOW)
+    assert decided(outcome).kind is DecisionKind.EMERGENCY_CHECKPOINT
+    assert outcome.hosts[0].preempt_deadline_at == pytest.approx(NOW + 30.0)
+    again = say(PreemptionNotice(NOW + skew_s + 29.5, "cloud"), source="b", at=NOW + skew_s + 0.5, seq=2)
+    hosts = (HOSTS[0], host("b", job="job", preempt_deadline_at=NOW + 30.0), HOSTS[2])
+    assert not decide(view(hosts=hosts), [again], SETTINGS, NOW + 1.0).hosts
+
+
 def preempted() -> tuple[HostView, ...]:
     return (HOSTS[0], host("b", job="job", preempt_deadline_at=NOW + 20), HOSTS[2])
 
