@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +15,5 @@ __all__ = ["attach", "Job", "__version__"]
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - the module protocol of PEP 562
     if name in {"attach", "Job"}:
-        from flyball import trainer
-
-        return getattr(trainer, name)
+        return getattr(import_module("flyball.trainer"), name)
     raise AttributeError(f"module 'flyball' has no attribute {name!r}")
