@@ -102,6 +102,11 @@ class HostProcess:
             processes = self.processes()
         self.remove_segments()
 
+    def trains(self, logs: Path) -> bool:
+        """Whether a process writes one of the rank logs in this folder, as every worker does."""
+        folder = logs.resolve()
+        return any(_writes_rank_log(process, folder) for process in psutil.process_iter())
+
     def processes(self) -> list[psutil.Process]:
         """Every process of this host that can be found: descendants of the daemon; and, since engine and workers
         outlive it, those that have the state folder as an argument or write their output into it."""
@@ -140,6 +145,14 @@ def _is_alive(process: psutil.Process) -> bool:
 
 def _output_of(process: psutil.Process) -> Path:
     return Path(f"/proc/{process.pid}/fd/1").readlink()
+
+
+def _writes_rank_log(process: psutil.Process, folder: Path) -> bool:
+    try:
+        output = _output_of(process)
+    except (psutil.Error, OSError):
+        return False
+    return output.is_relative_to(folder) and output.match("g*/rank*.log") and _is_alive(process)
 
 
 def _belongs(process: psutil.Process, state_dir: str) -> bool:

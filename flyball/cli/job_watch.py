@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flyball.cli.client import ApiClient
 from flyball.cli.console import LogFollower
+from flyball.cli.embedded import KeptSupervisor
 from flyball.cli.host_process import HostProcess
 from flyball.cli.output import say
 from flyball.cli.signals import EndSignals
 from flyball.contracts.cluster import JobSpec, JobState
-from flyball.contracts.errors import FlyballError, TooBusy, Unreachable
+from flyball.contracts.errors import FlyballError, NotFound, StateVersionMismatch, Unauthorized
 
 LOG_INTERVAL_S = 0.1
 STATUS_INTERVAL_S = 0.25
 STOP_MARGIN_S = 20.0  # beyond the workers' grace, for the decision, the engine and the way back
-AWAY_LIMIT_S = 60.0  # how long a supervisor that lives and ends with the job may be out of reach
+AWAY_LIMIT_S = 60.0  # how long a supervisor that ends with the job may be out of reach while nothing trains
+TRAINS_LOOK_INTERVAL_S = 5.0  # all processes are looked through
 MAX_DAEMON_RESTARTS = 3  # within DAEMON_RESTART_WINDOW_S
 DAEMON_RESTART_WINDOW_S = 600.0
 QUIET_DECISIONS = frozenset({"start_job", "complete_job", "stop_job", "hold"})
@@ -41,13 +43,20 @@ class JobWatch:
         *,
         follower: LogFollower | None = None,
         daemon: HostProcess | None = None,
+        supervisor: KeptSupervisor | None = None,
+        trains: Callable[[], bool] = lambda: False,
         away_limit_s: float = AWAY_LIMIT_S,
     ) -> None:
+        """`trains` says whether workers live here: then an outage of the supervisor is waited out, however long."""
         self._client = client
         self._spec = spec
         self._signals = signals
         self._follower = follower
         self._daemon = daemon
+        self._supervisor = supervisor
+        self._given_up: FlyballError | None = None  # why there is no supervisor any more
+        self._trains = trains
+        self._look_whether_at = 0.0
         self._away_limit_s = away_limit_s
         self._daemon_ended_at: list[float] = []
         self._told: set[str] = set()
@@ -75,15 +84,18 @@ class JobWatch:
         if self._follower:
             self._follower.pump()
         self._keep_daemon()
+        self._keep_supervisor()
 
     def _look(self) -> Job | None:
         """The job as the supervisor sees it, None while that is out of reach. Decisions are told as they come."""
         try:
             job: Job = self._client.get(f"/v1/jobs/{self._spec.job}")
             decisions = self._client.items("/v1/decisions", job=self._spec.job)
-        except (Unreachable, TooBusy) as error:
-            if time.monotonic() - self._answered_at > self._away_limit_s:
+        except FlyballError as error:
+            if isinstance(error, _FINAL_ANSWERS):
                 raise
+            if not self._goes_on():
+                raise (self._given_up or error) from None
             if "away" not in self._told:
                 self._told.add("away")
                 say(f"{error.message} Training goes on; asking again.")
@@ -96,6 +108,25 @@ class JobWatch:
                 if decision["kind"] not in QUIET_DECISIONS:
                     say(f"{decision['decision_id']} {decision['kind']}: {decision['reason']}")
         return job
+
+    def _goes_on(self) -> bool:
+        """Whether workers live here without a supervisor. When the last has ended, that gets some time to come back."""
+        now = time.monotonic()
+        if now >= self._look_whether_at:
+            self._look_whether_at = now + TRAINS_LOOK_INTERVAL_S
+            if self._trains():
+                self._answered_at = now
+        return now - self._answered_at <= self._away_limit_s
+
+    def _keep_supervisor(self) -> None:
+        """Without one training goes on, but nothing is recovered from: that is said at once, and is the end then."""
+        if self._supervisor is None:
+            return
+        try:
+            self._supervisor.keep()
+        except FlyballError as error:
+            self._supervisor, self._given_up = None, error
+            say(f"{error} Training goes on without it, up to the first fault.")
 
     def _keep_daemon(self) -> None:
         """A host daemon that dies is started again: it adopts the workers, which live on."""
@@ -112,4 +143,5 @@ class JobWatch:
             self._daemon.start()
 
 
+_FINAL_ANSWERS = (NotFound, Unauthorized, StateVersionMismatch)  # asking again would not help
 _START_ERRORS = frozenset({2, 3, 4, 5, 6, 7, 9})  # usage, configuration, port, version, disk, memory, token

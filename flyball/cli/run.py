@@ -17,7 +17,7 @@ import typer
 from flyball.cli import this_host
 from flyball.cli.client import ApiClient
 from flyball.cli.console import LogFollower
-from flyball.cli.embedded import start_supervisor
+from flyball.cli.embedded import KeptSupervisor
 from flyball.cli.host_process import HostProcess
 from flyball.cli.job_watch import AWAY_LIMIT_S, Job, JobWatch, submit
 from flyball.cli.output import print_json, say
@@ -75,6 +75,7 @@ class _Session:
         self.connection = connection
         self.daemon = daemon
         self.linger = linger
+        self.supervisor: KeptSupervisor | None = None  # if it lives in this process
         self.away_limit_s = AWAY_LIMIT_S
 
     def logs(self, request: RunRequest, spec: JobSpec) -> Path | None:
@@ -100,7 +101,14 @@ class _Session:
             )
         try:
             watch = JobWatch(
-                client, spec, signals, follower=follower, daemon=self.daemon, away_limit_s=self.away_limit_s
+                client,
+                spec,
+                signals,
+                follower=follower,
+                daemon=self.daemon,
+                supervisor=self.supervisor,
+                trains=lambda: bool(self.daemon and logs and self.daemon.trains(logs)),
+                away_limit_s=self.away_limit_s,
             )
             return watch.wait()
         finally:
@@ -113,14 +121,16 @@ def _alone(request: RunRequest, spec: JobSpec, stack: ExitStack) -> _Session:
     folder = (
         make_state_dir(Path(request.state_dir)) if request.state_dir else new_job_dir(spec.job, os.environ).resolve()
     )
-    supervisor = start_supervisor(folder / "supervisor")
+    supervisor = KeptSupervisor(folder / "supervisor")
     stack.callback(supervisor.stop)
     connection = Connection(supervisor.url, supervisor.token, folder / "supervisor" / "token")
     secret = f"/?token={supervisor.token}" if sys.stderr.isatty() else ""  # not into the log of a batch system
     say(f"job {spec.job}; status page {supervisor.url}{secret}")
     say(f"state and logs in {folder}")
     daemon = _start_daemon(request, spec, connection, folder / "host", stack)
-    return _Session(connection, daemon)
+    session = _Session(connection, daemon)
+    session.supervisor = supervisor
+    return session
 
 
 def _join(request: RunRequest, spec: JobSpec, connection: Connection, stack: ExitStack) -> _Session:
@@ -148,6 +158,7 @@ def _meet(request: RunRequest, spec: JobSpec, stack: ExitStack, signals: EndSign
     host, _, port = request.rendezvous.rpartition(":")
     url = f"http://{request.rendezvous}"
     connection = Connection(url, token, None)
+    supervisor: KeptSupervisor | None = None
     here = request.node_rank == 0 if request.node_rank is not None else this_host.is_here(host)
     if here:
         folder = (
@@ -156,7 +167,7 @@ def _meet(request: RunRequest, spec: JobSpec, stack: ExitStack, signals: EndSign
             else new_job_dir(request.job, os.environ).resolve() / "supervisor"
         )
         try:
-            supervisor = start_supervisor(folder, host=host.strip("[]"), port=int(port), token=token)
+            supervisor = KeptSupervisor(folder, host=host.strip("[]"), port=int(port), token=token)
         except PortInUse:
             if request.node_rank == 0:
                 raise
@@ -167,6 +178,7 @@ def _meet(request: RunRequest, spec: JobSpec, stack: ExitStack, signals: EndSign
     if not here:
         _await_supervisor(connection, signals)
     session = _join(request, spec, connection, stack)
+    session.supervisor = supervisor if here else None
     session.linger = here
     return session
 

@@ -11,7 +11,7 @@ import pytest
 from flyball.cli import job_watch
 from flyball.cli.job_watch import DAEMON_RESTART_WINDOW_S, MAX_DAEMON_RESTARTS, JobWatch
 from flyball.contracts.cluster import JobSpec
-from flyball.contracts.errors import Unreachable
+from flyball.contracts.errors import ConfigurationError, FlyballError, NotFound, StorageFull, Unreachable
 
 SPEC = JobSpec(job="job", argv=("t.py",), workdir="/")
 
@@ -36,10 +36,11 @@ class Supervisor:
     def __init__(self, time: Time, back_s: float) -> None:
         self._time = time
         self._back_s = back_s
+        self.error: FlyballError = Unreachable("The supervisor is away.")
 
     def get(self, _path: str) -> dict[str, Any]:
         if self._time.now_s < self._back_s:
-            raise Unreachable("The supervisor is away.")
+            raise self.error
         return {"state": "succeeded"}
 
     def items(self, _path: str, **_params: object) -> list[dict[str, Any]]:
@@ -81,6 +82,45 @@ def test_a_supervisor_that_ends_with_the_job_is_waited_for_a_while(time: Time) -
     with pytest.raises(Unreachable):
         watch(time, 10_000.0).wait()
     assert 60.0 < time.now_s < 70.0
+
+
+@pytest.mark.parametrize("error", [StorageFull("The disk is full."), ConfigurationError("Refused."), FlyballError("?")])
+def test_no_outage_ends_training_and_its_end_is_waited_for(time: Time, error: FlyballError) -> None:
+    supervisor = Supervisor(time, 10_000.0)
+    supervisor.error = error
+    watch = JobWatch(supervisor, SPEC, SimpleNamespace(count=0), trains=lambda: time.now_s < 5_000.0)
+    with pytest.raises(type(error)):
+        watch.wait()
+    assert 5_050.0 < time.now_s < 5_080.0
+
+
+def test_an_answer_that_will_not_change_is_not_waited_for(time: Time) -> None:
+    supervisor = Supervisor(time, 10_000.0)
+    supervisor.error = NotFound("There is no such job.")
+    with pytest.raises(NotFound):
+        JobWatch(supervisor, SPEC, SimpleNamespace(count=0), trains=lambda: True).wait()
+    assert time.now_s == 0.0
+
+
+class Given(SimpleNamespace):
+    """A supervisor of this process that cannot be kept."""
+
+    def keep(self) -> None:
+        raise FlyballError("The supervisor is given up.", hint="read its log")
+
+
+def test_training_goes_on_when_the_own_supervisor_is_given_up(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
+    watch = JobWatch(
+        Supervisor(time, 10_000.0),
+        SPEC,
+        SimpleNamespace(count=0),
+        supervisor=Given(),
+        trains=lambda: time.now_s < 500.0,
+    )
+    with pytest.raises(FlyballError, match="given up"):
+        watch.wait()
+    assert time.now_s > 500.0
+    assert capsys.readouterr().err.count("given up") == 1
 
 
 def test_a_daemon_that_keeps_dying_is_given_up_and_a_rare_death_is_not(time: Time) -> None:

@@ -1,0 +1,80 @@
+"""The supervisor inside `flyball run`: a part that was given up is started anew, at the same address."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from flyball.cli import embedded
+from flyball.cli.client import ApiClient
+from flyball.cli.embedded import MAX_RESTARTS, KeptSupervisor
+from flyball.cli.host_process import HostProcess
+from flyball.contracts.cluster import JobSpec
+from flyball.contracts.errors import FlyballError, PortInUse
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[KeptSupervisor]:
+    supervisor = KeptSupervisor(tmp_path / "supervisor")
+    yield supervisor
+    supervisor.stop()
+
+
+def test_a_supervisor_whose_loop_was_given_up_is_started_anew_where_it_was(kept: KeptSupervisor) -> None:
+    with ApiClient(kept.url, kept.token) as client:
+        client.post("/v1/jobs", JobSpec(job="job", argv=("t.py",), workdir="/"))
+        first = kept._running
+        kept.keep()
+        assert kept._running is first is not None
+        first._loops[0].failed = True
+        kept.keep()
+        assert kept._running is not first
+        assert client.get("/v1/jobs/job")["state"] == "submitted"
+
+
+def test_attempts_are_bounded_and_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    time = SimpleNamespace(now_s=0.0, monotonic=lambda: time.now_s)
+    monkeypatch.setattr(embedded, "time", time)
+    monkeypatch.setattr(
+        embedded,
+        "start_supervisor",
+        lambda *_a, **_k: SimpleNamespace(url="http://127.0.0.1:7", token="t", failed=True, stop=lambda: None),
+    )
+    kept = KeptSupervisor(tmp_path)
+    attempts: list[float] = []
+
+    def refuse(*_arguments: object, **_options: object) -> None:
+        attempts.append(time.now_s)
+        raise PortInUse("Port 7 is in use.")
+
+    monkeypatch.setattr(embedded, "start_supervisor", refuse)
+    with pytest.raises(FlyballError, match="given up") as caught:
+        while time.now_s < 600.0:
+            kept.keep()
+            time.now_s += 0.1
+    assert "supervisor.log" in caught.value.hint
+    assert len(attempts) == MAX_RESTARTS
+    assert all(later - earlier >= 1.0 for earlier, later in pairwise(attempts))
+
+
+def test_workers_are_known_by_the_logs_that_they_write(tmp_path: Path) -> None:
+    host = HostProcess(
+        host_id="h", state_dir=tmp_path, supervisor_url="http://127.0.0.1:7", token_file=tmp_path / "token"
+    )
+    logs = tmp_path / "logs" / "job"
+    (logs / "g2").mkdir(parents=True)
+    assert not host.trains(logs)
+    with (logs / "g2" / "rank0.log").open("wb") as log:
+        worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=log)
+    try:
+        assert host.trains(logs)
+        assert not host.trains(tmp_path / "logs" / "other")
+    finally:
+        worker.communicate(b"\n", timeout=60.0)
+    assert not host.trains(logs)
