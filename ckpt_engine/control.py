@@ -43,6 +43,7 @@ _WORLD_GENERATION, _WORLD_STEP = 66, 67
 _EMERGENCY_GENERATION, _EMERGENCY_STEP = 68, 69
 _ABANDONED_COUNT, _ABANDONED, _ABANDONED_ENTRIES = 70, 71, 16
 _REPLICATED_STEP, _DURABLE_STEP = 88, 89
+_HELD = {Tier.DISK: 90, Tier.PERSISTENT: 91}  # the step plus one, 0: none
 _RESTORE_GENERATION, _RESTORE_STATE, _RESTORE_STEP, _RESTORE_SLOT = 96, 97, 98, 99
 _RESTORE_TIER, _RESTORE_SOCKET_BYTES, _RESTORE_TEXT_BYTES = 100, 101, 102
 _TRAINER_GENERATION, _POSITION, _PARK = 128, 129, 130
@@ -71,6 +72,7 @@ class World:
     generation: int
     step: int  # newest step committed, and replicated where configured, on all ranks
     abandoned: frozenset[int]
+    held: frozenset[int] = frozenset()  # a disk tier is about to copy them out of their slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,7 @@ class ControlSegment:
             generation=generation,
             step=words[_WORLD_STEP],
             abandoned=frozenset(newest),
+            held=frozenset(words[word] - 1 for word in _HELD.values() if words[word] > 0),
         )
 
     def write_fence(self, epoch: int, generation: int) -> None:
@@ -196,6 +199,7 @@ class ControlSegment:
         words[_REPLICATED_STEP] = -1
         words[_DURABLE_STEP] = -1
         words[_EMERGENCY_STEP] = -1
+        self.release_holds()
         words[_PARK] = ParkState.RUNNING
         words[_WORLD_GENERATION] = generation
         words[_WORLD_STEP] = step
@@ -209,6 +213,21 @@ class ControlSegment:
         count = self._words[_ABANDONED_COUNT]
         self._words[_ABANDONED + count % _ABANDONED_ENTRIES] = step
         self._words[_ABANDONED_COUNT] = count + 1
+
+    def hold(self, tier: Tier, step: int) -> None:
+        """This disk tier is about to copy `step` out of its slot: it must not be overwritten before `let_go`. A tier
+        holds one step, the newest. Call before the world step passes it."""
+        self._words[_HELD[tier]] = step + 1
+
+    def let_go(self, tier: Tier, step: int) -> None:
+        """`step` was copied, or given up. A newer one that is held stays held."""
+        if self._words[_HELD[tier]] == step + 1:
+            self._words[_HELD[tier]] = 0
+
+    def release_holds(self) -> None:
+        """Nobody is about to copy anything: a generation, or an engine, begins."""
+        for word in _HELD.values():
+            self._words[word] = 0
 
     def note_replicated(self, step: int) -> None:
         """This rank's shard of `step` is committed and on every configured peer. Never goes back."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
 from ckpt_engine.coordinator import Coordinator
 from ckpt_engine.generation import Generation, WorldView
 from ckpt_engine.links import PeerLinks
-from ckpt_engine.peer_wire import RankSteps, Verdict, WorldStep
+from ckpt_engine.peer_wire import RankSteps, TierNaming, TierReport, Verdict, WorldStep
+from ckpt_engine.tier_schedule import TierSchedule
 from ckpt_engine.tiers.memory import MemoryTier
+from flyball.contracts.checkpoints import Tier
 
 log = structlog.get_logger()
 
@@ -20,14 +22,26 @@ class Coordination:
     """One engine's part in it. On rank 0's host it decides, on the others it reports and obeys."""
 
     def __init__(
-        self, generation: Generation, *, memory: MemoryTier, links: PeerLinks, on_advance: Callable[[], None]
+        self,
+        generation: Generation,
+        *,
+        memory: MemoryTier,
+        links: PeerLinks,
+        on_advance: Callable[[], None],
+        on_naming: Callable[[tuple[TierNaming, ...]], None],
+        on_written: Callable[[Tier, int], None],
+        schedules: Sequence[TierSchedule] = (),
     ) -> None:
         """Begins at the restore step, or where the control words of this very generation stand: then this engine was
-        restarted. `on_advance` is called after the world step moved."""
+        restarted. `on_advance` is called after the world step moved, `on_naming` before the control words say so, with
+        what the disk tiers are to write and keep; it must not block. `on_written`, for the coordinator alone: every
+        rank has written a step that counts only with a world manifest. `schedules` are the coordinator's."""
         self._generation = generation
         self._memory = memory
         self._links = links
         self._on_advance = on_advance
+        self._on_naming = on_naming
+        self._on_written = on_written
         self._lock = threading.Lock()
         self._reports: dict[int, RankSteps] = {}  # of local ranks, for a coordinator that comes back
         start = self._begin_words()
@@ -39,12 +53,15 @@ class Coordination:
                 world_size=generation.placement.world_size,
                 world_step=start.world_step,
                 abandoned=start.abandoned,
+                schedules=schedules,
             )
 
-    def report(self, rank: int, saved: tuple[int, ...], failed: tuple[int, ...]) -> None:
-        """A local rank has these steps, and will never have those."""
+    def report(
+        self, rank: int, saved: tuple[int, ...], failed: tuple[int, ...], tiers: tuple[TierReport, ...] = ()
+    ) -> None:
+        """A local rank has these steps, and will never have those; and how it stands with the disk tiers."""
         generation = self._generation
-        steps = RankSteps(generation.job, generation.number, rank, saved, failed)
+        steps = RankSteps(generation.job, generation.number, rank, saved, failed, tiers)
         with self._lock:
             self._reports[rank] = steps
         if generation.coordinates:
@@ -59,16 +76,36 @@ class Coordination:
             return verdict
         if self._coordinator is None or steps.rank >= self._generation.placement.world_size:
             return Verdict.ERROR
+        coordinator = self._coordinator
         with self._lock:
-            changed = self._coordinator.saved(steps.rank, sorted(steps.saved))
-            changed = self._coordinator.failed(steps.failed) or changed
-            world = self._world_of(self._coordinator)
-            if changed:
-                for host_id in self._generation.linked_hosts:
-                    self._links.post(host_id, (self._generation.job, "world"), world)
+            changed = coordinator.tiers_reported(steps.rank, steps.tiers)
+            changed = coordinator.saved(steps.rank, sorted(steps.saved)) or changed
+            changed = coordinator.failed(steps.failed) or changed
+            world = self._announce_locked(coordinator, changed)
+            to_seal = [(s.tier, s.to_seal) for s in coordinator.schedules]
         if changed:
             self.hear_world(world)
+        for tier, step in to_seal:
+            if step is not None:
+                self._on_written(tier, step)
         return Verdict.OK
+
+    def hear_seals(self, report: TierReport) -> None:
+        """Which world manifests this host, the coordinator's, has written."""
+        if self._coordinator is None:
+            return
+        with self._lock:
+            changed = self._coordinator.seals_reported(report)
+            world = self._announce_locked(self._coordinator, changed)
+        if changed:
+            self.hear_world(world)
+
+    def _announce_locked(self, coordinator: Coordinator, changed: bool) -> WorldStep:
+        world = self._world_of(coordinator)
+        if changed:
+            for host_id in self._generation.linked_hosts:
+                self._links.post(host_id, (self._generation.job, "world"), world)
+        return world
 
     def hear_world(self, world: WorldStep) -> Verdict:
         """What the coordinator decided: into the control words of the local ranks."""
@@ -78,10 +115,16 @@ class Coordination:
         before = self.world.present.world_step
         with self._lock:
             if self.world.learn(world):
+                self._on_naming(self.world.present.tiers)  # first: what is named must not be overwritten
                 self._write_words(self.world.present)
         if self.world.present.world_step > before:
             self._on_advance()
         return Verdict.OK
+
+    def repeat_naming(self) -> None:
+        """Call `on_naming` for those who were not there when the present one was heard."""
+        with self._lock:
+            self._on_naming(self.world.present.tiers)
 
     def peer_is_up(self, host_id: str) -> None:
         """A connection to this host was made: tell it what it may have missed."""
@@ -99,7 +142,13 @@ class Coordination:
         return Verdict.OK if generation == self._generation.number else Verdict.STALE
 
     def _world_of(self, coordinator: Coordinator) -> WorldStep:
-        return WorldStep(self._generation.job, coordinator.generation, coordinator.world_step, coordinator.abandoned)
+        return WorldStep(
+            self._generation.job,
+            coordinator.generation,
+            coordinator.world_step,
+            coordinator.abandoned,
+            coordinator.namings,
+        )
 
     def _begin_words(self) -> WorldStep:
         generation = self._generation
@@ -114,6 +163,7 @@ class Coordination:
                 words = control.read_world()
                 if words.generation == generation.number:
                     world_step, abandoned = max(world_step, words.step), abandoned | words.abandoned
+                    control.release_holds()  # of this engine's predecessor
                 else:
                     control.begin_world(generation.number, generation.restore_step)
         return WorldStep(

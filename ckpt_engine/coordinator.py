@@ -8,7 +8,10 @@ true, except that a step once abandoned stays abandoned, since others may have o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from ckpt_engine.peer_wire import TierNaming, TierReport
+from ckpt_engine.tier_schedule import TierSchedule
 
 MAX_ABANDONED = 8  # the newest; a rank has two slots, so no slot holds an older one
 
@@ -24,11 +27,13 @@ class Coordinator:
         world_step: int,
         abandoned: Iterable[int] = (),
         max_abandoned: int = MAX_ABANDONED,
+        schedules: Sequence[TierSchedule] = (),
     ) -> None:
         """`world_step`: what the generation started from (-1: nothing) or, after a restart of this engine, what its
-        control words say, like `abandoned`."""
+        control words say, like `abandoned`. `schedules`: of the disk tiers."""
         self.generation = generation
         self.world_step = world_step
+        self.schedules = schedules
         self._max_abandoned = max_abandoned
         self._abandoned = set(abandoned)
         self._abandoned_floor = -1  # steps up to here left `_abandoned` for want of room, and stay abandoned
@@ -40,18 +45,44 @@ class Coordinator:
         """Steps newer than the world step that will never be complete, oldest first; the newest few."""
         return tuple(sorted(self._abandoned))
 
+    @property
+    def namings(self) -> tuple[TierNaming, ...]:
+        """What the disk tiers are to write and to keep, as far as it is known."""
+        return tuple(naming for schedule in self.schedules if (naming := schedule.naming) is not None)
+
     def saved(self, rank: int, steps: Iterable[int]) -> bool:
-        """The rank has these steps, oldest to newest. True if the world step or the abandoned steps changed."""
-        before = (self.world_step, self.abandoned)
+        """The rank has these steps, oldest to newest. True if something is to be told to all."""
+        before = (self.world_step, self.abandoned, self.namings)
         for step in steps:
             self._newest[rank] = max(self._newest[rank], step)
             if step > self.world_step and not self._is_abandoned(step):
                 self._saved[rank].add(step)
         complete = set.intersection(*self._saved)
+        for schedule in self.schedules:  # before the world step moves: what is named now, nobody has overwritten
+            schedule.offer(complete)
         if complete:
             self._advance(max(complete))
         self._abandon(step for step in set().union(*self._saved) if self._is_passed_over(step))
-        return (self.world_step, self.abandoned) != before
+        return (self.world_step, self.abandoned, self.namings) != before
+
+    def tiers_reported(self, rank: int, reports: Iterable[TierReport]) -> bool:
+        """What a rank has in the disk tiers. True if something is to be told to all."""
+        before = self.namings
+        for report in reports:
+            for schedule in self.schedules:
+                if schedule.tier is report.tier:
+                    schedule.report(rank, report)
+                    schedule.offer([self.world_step])
+        return self.namings != before
+
+    def seals_reported(self, report: TierReport) -> bool:
+        """Which world manifests are there. True if something is to be told to all."""
+        before = self.namings
+        for schedule in self.schedules:
+            if schedule.tier is report.tier:
+                schedule.seal_report(report)
+                schedule.offer([self.world_step])
+        return self.namings != before
 
     def failed(self, steps: Iterable[int]) -> bool:
         """Some rank will never have these steps. True if something changed."""

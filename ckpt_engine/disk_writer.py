@@ -1,8 +1,9 @@
 """Writing one rank's shards to one disk tier, beside everything else: a slow or full disk delays neither the memory
 tier nor the peer.
 
-Only the newest step that is due waits. Its bytes are first copied out of the slot, verified, because the trainer may
-need the slot again long before a slow disk is done; that copy is one shard of private memory, while a write runs.
+Which step is written, and which stay, the coordinator says (`tier_schedule`); this rank answers when the step is on the
+disk, or cannot be. The slot is held against the trainer only until its bytes are copied, verified, into private memory
+(one shard, while a write runs): the trainer needs the slot again long before a slow disk is done.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import structlog
 from ckpt_engine import integrity
 from ckpt_engine.counters import Counters
 from ckpt_engine.generation import Generation
-from ckpt_engine.slots import SlotView
+from ckpt_engine.peer_wire import TierNaming, TierReport
 from ckpt_engine.tiers.disk import DiskTier
 from ckpt_engine.tiers.memory import MemoryTier
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, StorageFull
 
 log = structlog.get_logger()
+
+_LOOK_AGAIN_S = 1.0  # at a folder that could not be read
+_REPORTED_STEPS = 16  # the newest that this rank has on the disk
 
 OnFailure = Callable[[int, int, str], None]  # rank, step, message
 
@@ -34,118 +38,181 @@ class DiskWriter:
     def __init__(
         self,
         rank: int,
-        every_steps: int,
         *,
         generation: Generation,
         memory: MemoryTier,
         disk: DiskTier,
         counters: Counters,
-        keep_complete_steps: int,
         on_failure: OnFailure,
+        on_progress: Callable[[int], None],
     ) -> None:
-        self._rank = rank
-        self._every_steps = every_steps
+        """`on_progress(rank)` whenever `report` changed."""
+        self.rank = self._rank = rank
         self._generation = generation
         self._memory = memory
         self._disk = disk
         self._counters = counters
-        self._keep_complete_steps = keep_complete_steps
         self._on_failure = on_failure
-        self._offered = -1  # newest step ever offered; each is written once
-        self._next: SlotView | None = None
-        self._busy = False
+        self._on_progress = on_progress
+        self._scanned = False
+        self._heard = self._settled = generation.restore_step
+        self._naming: TierNaming | None = None
+        self._next = -1
+        self._prune_due = False
+        self._busy = True
         self._stopped = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"{disk.tier}-r{rank}", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
-    def offer(self, view: SlotView) -> None:
-        """A slot was committed: write it if it is due, newer than what was offered before, and not there yet."""
-        due = view.step % self._every_steps == 0 and not self._disk.holds(view.generation, view.step, self._rank)
+    @property
+    def tier(self) -> Tier:
+        return self._disk.tier
+
+    @property
+    def report(self) -> TierReport | None:
+        """How this rank stands; None until the folder was looked at: what it holds is not known before."""
         with self._changed:
-            if due and view.step > self._offered:
-                self._offered = view.step
-                self._next = view
-                self._changed.notify_all()
+            if not self._scanned:
+                return None
+            heard, settled = self._heard, self._settled
+        held = self._disk.held(self._rank, self._generation.lineage)
+        return TierReport(self._disk.tier, heard, settled, held[-_REPORTED_STEPS:])
+
+    def hear(self, naming: TierNaming) -> None:
+        """What the coordinator said; before the trainer may overwrite the step that is named. Does not block."""
+        with self._changed:
+            if naming == self._naming or self._stopped:
+                return
+            self._naming = naming
+            self._prune_due = True
+            if naming.step > self._heard:
+                self._heard = self._next = naming.step
+                self._hold(naming.step)
+            self._changed.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is waiting or being written; False if that took too long."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._next is None and not self._busy, timeout_s)
+            return self._changed.wait_for(lambda: self._next < 0 and not self._busy, timeout_s)
 
     def stop(self) -> None:
         """End after the write that is going on; what waits is dropped."""
         with self._changed:
             self._stopped = True
-            self._next = None
+            self._let_go(self._next)
+            self._next = -1
             self._changed.notify_all()
 
     def _run(self) -> None:
+        while not self._look():
+            with self._changed:
+                if self._changed.wait_for(lambda: self._stopped, _LOOK_AGAIN_S):
+                    self._busy = False
+                    self._changed.notify_all()
+                    return
+        self._on_progress(self._rank)
         while True:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._stopped or self._next is not None)
-                view, self._next = self._next, None
-                if view is None:
+                self._changed.wait_for(lambda: self._stopped or self._next >= 0 or self._prune_due)
+                if self._stopped:
                     return
+                step, self._next = self._next, -1
+                prune, self._prune_due = self._prune_due, False
                 self._busy = True
-            self._write(view)
+            if step >= 0:
+                self._settle(step)
+            if prune:
+                self._prune()
 
-    def _write(self, view: SlotView) -> None:
+    def _look(self) -> bool:
+        """Find out what is in the folder."""
+        try:
+            self._disk.remove_unfinished(self._rank)
+            self._disk.scan()
+        except OSError as error:
+            log.warning("disk_not_scanned", tier=str(self._disk.tier), rank=self._rank, reason=str(error))
+            return False
+        with self._changed:
+            self._scanned = True
+        return True
+
+    def _settle(self, step: int) -> None:
+        self._on_progress(self._rank)  # heard: a coordinator that is restarted now learns of the name from us
+        if not self._disk.holds(self._generation.number, step, self._rank):
+            self._write(step)
+        with self._changed:
+            self._let_go(step)
+            self._settled = step
+        self._on_progress(self._rank)
+
+    def _write(self, step: int) -> None:
         began_s = time.monotonic()
         try:
-            written = self._copy_and_write(view)
-            self._note_durable(view)
+            written = self._copy_and_write(step)
         except StorageFull as error:
             self._counters.add(f"{self._disk.tier}_storage_full")
-            self._on_failure(self._rank, view.step, str(error))
+            self._on_failure(self._rank, step, str(error))
         except (FlyballError, OSError) as error:
             self._counters.add(f"{self._disk.tier}_write_failures")
-            self._on_failure(self._rank, view.step, f"The {self._disk.tier} tier: {error}")
+            self._on_failure(self._rank, step, f"The {self._disk.tier} tier: {error}")
         else:
-            self._prune()
+            self._note_durable(step)
             self._counters.add(f"{self._disk.tier}_bytes_written", written)
             log.info(
                 "shard_written",
                 tier=str(self._disk.tier),
                 rank=self._rank,
-                step=view.step,
+                step=step,
                 size_bytes=written,
                 seconds=round(time.monotonic() - began_s, 3),
             )
 
-    def _note_durable(self, view: SlotView) -> None:
+    def _note_durable(self, step: int) -> None:
         with self._memory.using(self._rank) as entry:
-            of_running = view.generation == self._generation.number and not self._generation.ended.is_set()
-            if entry is not None and of_running:
+            if entry is not None and not self._generation.ended.is_set():
                 with entry.writing:  # the other tier's writer raises the same word
-                    entry.segments.control.note_durable(view.step)
+                    entry.segments.control.note_durable(step)
 
-    def _copy_and_write(self, view: SlotView) -> int:
+    def _copy_and_write(self, step: int) -> int:
         with self._memory.using(self._rank) as entry:
-            found = self._memory.find(entry, view.generation, view.step) if entry else None
+            found = self._memory.find(entry, self._generation.number, step) if entry else None
             if entry is None or found is None:
-                raise CorruptShard(f"Step {view.step} left its slot before it could be written.")
-            _, manifest, manifest_bytes = found
+                raise CorruptShard(f"Step {step} left its slot before it could be written.")
+            view, manifest, manifest_bytes = found
             copy = memoryview(mmap.mmap(-1, manifest.payload_bytes))
             integrity.copy_verified(
                 entry.segments.payload(view.index), copy, manifest.chunk_digests, manifest.chunk_bytes
             )
+        with self._changed:
+            self._let_go(step)
         return self._disk.write(manifest, manifest_bytes, copy)
+
+    def _hold(self, step: int) -> None:
+        with self._memory.using(self._rank) as entry:
+            if entry is not None and entry.segments.find(self._generation.number, step) is not None:
+                entry.segments.control.hold(self._disk.tier, step)
+
+    def _let_go(self, step: int) -> None:
+        with self._memory.using(self._rank) as entry:
+            if entry is not None and not self._generation.ended.is_set():  # else the word is the next generation's
+                entry.segments.control.let_go(self._disk.tier, step)
 
     def _prune(self) -> None:
         """Make room. The shard that was written counts, whatever becomes of older ones."""
+        naming = self._naming
+        if naming is None:
+            return
         shared = self._disk.tier is Tier.PERSISTENT
-        own_ranks = self._generation.local_ranks
         try:
             if shared:
                 self._disk.scan()  # for what the other hosts have written by now
             self._disk.prune(
-                lineage=self._generation.lineage,
-                needed_ranks=range(self._generation.placement.world_size) if shared else own_ranks,
-                own_ranks=own_ranks,
-                keep_complete_steps=self._keep_complete_steps,
+                naming=naming, lineage=self._generation.lineage, ranks=self._generation.local_ranks if shared else None
             )
         except OSError as error:  # tried again after the next write
             self._counters.add(f"{self._disk.tier}_prune_failures")

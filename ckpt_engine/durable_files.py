@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
 from flyball.contracts.errors import StorageFull
 
+UNFINISHED = ".new."  # in the names of files that are being written; the writer's mark follows
+WRITER = f"{os.getpid()}-{secrets.token_hex(4)}"  # of this process: another one may get its pid
+
 
 def write_durably(path: Path, parts: Iterable[bytes | memoryview], *, mode: int = 0o600) -> int:
     """Put the parts, one after the other, into `path`; returns their size in bytes. Raises StorageFull, and leaves no
     half file, when the disk has no room."""
-    temporary = path.with_name(f".{path.name}.new.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}{UNFINISHED}{WRITER}")
     size_bytes = 0
     try:
         with open(temporary, "wb", buffering=0, opener=lambda name, flags: os.open(name, flags, mode)) as file:

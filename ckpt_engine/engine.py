@@ -165,7 +165,11 @@ class TrainerEngine:
                 )
             known = world.generation == self._me.generation
             slot = choose_slot(
-                segments.slots(), world.step if known else -1, self._me.lineage, world.abandoned if known else ()
+                segments.slots(),
+                world.step if known else -1,
+                self._me.lineage,
+                world.abandoned if known else (),
+                world.held if known else (),
             )
             if slot is not None:
                 self._stuck_at = None

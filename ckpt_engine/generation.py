@@ -6,8 +6,8 @@ import threading
 from functools import cached_property
 
 from ckpt_engine import peers
-from ckpt_engine.peer_wire import WorldStep
-from flyball.contracts.checkpoints import Lineage, RestorePlan
+from ckpt_engine.peer_wire import TierNaming, WorldStep
+from flyball.contracts.checkpoints import Lineage, RestorePlan, Tier
 from flyball.contracts.cluster import Placement
 from flyball.contracts.engine_wire import Configure
 
@@ -85,12 +85,22 @@ class WorldView:
         """Take in what the coordinator said, first or second hand. True if it was news; it never goes back."""
         with self._lock:
             present = self._present
-            if world.generation != present.generation or world.world_step < present.world_step:
-                return False
-            if world.world_step == present.world_step and set(world.abandoned) <= set(present.abandoned):
+            if world.generation != present.generation:
                 return False
             # Abandoned steps only become more, whatever order the messages come in, until the world step passes them.
-            known = {*world.abandoned, *present.abandoned}
-            abandoned = tuple(sorted(step for step in known if step > world.world_step))
-            self._present = WorldStep(world.job, world.generation, world.world_step, abandoned)
-            return True
+            world_step = max(world.world_step, present.world_step)
+            known = {*world.abandoned, *present.abandoned} if world.world_step >= present.world_step else ()
+            abandoned = tuple(sorted(step for step in known or present.abandoned if step > world_step))
+            tiers = _newest(*present.tiers, *world.tiers)
+            self._present = WorldStep(world.job, world.generation, world_step, abandoned, tiers)
+            return self._present != present
+
+
+def _newest(*namings: TierNaming) -> tuple[TierNaming, ...]:
+    """Per tier what the coordinator said last: names grow, and what is kept for a name grows with it."""
+    newest: dict[Tier, TierNaming] = {}
+    for naming in namings:
+        known = newest.get(naming.tier)
+        if known is None or (naming.step, naming.kept[-1:]) > (known.step, known.kept[-1:]):
+            newest[naming.tier] = naming
+    return tuple(newest.values())

@@ -16,13 +16,15 @@ from ckpt_engine.coordination import Coordination
 from ckpt_engine.disk_writer import DiskWriter
 from ckpt_engine.generation import Generation
 from ckpt_engine.notices import Notice, SaveAborted
-from ckpt_engine.peer_wire import PutShard, Reply
+from ckpt_engine.peer_wire import PutShard, Reply, TierNaming
 from ckpt_engine.pipeline import RankPipeline
 from ckpt_engine.replication import send_replica
 from ckpt_engine.restoring import Restoring
+from ckpt_engine.tier_schedule import TierSchedule
 from ckpt_engine.tiers.disk import DiskTier
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.tiers.peer import PeerTier
+from ckpt_engine.world_sealer import WorldSealer
 from flyball.contracts.checkpoints import CheckpointSpec, RestoreReport, ShardCopy, Tier
 from flyball.contracts.engine_wire import Configure, SaveFailure
 from flyball.contracts.errors import Conflict, StaleCommand
@@ -46,6 +48,7 @@ class Job:
         self._services = services
         self._pipelines: dict[int, RankPipeline] = {}
         self._writers: list[DiskWriter] = []
+        self._sealers: list[WorldSealer] = []
         self._failures: deque[SaveFailure] = deque(maxlen=_REMEMBERED_FAILURES)
         self._restores: deque[RestoreReport] = deque(maxlen=_REMEMBERED_RESTORES)
         self._swept: Generation | None = None
@@ -76,20 +79,26 @@ class Job:
             self._end_running()
             generation = Generation(configure, self._services.host_id)
             self.disks = self._open_disks(configure.spec)
-            for disk in self.disks.values():
-                threading.Thread(target=disk.scan, name=f"scan-{disk.tier}", daemon=True).start()
             coordination = Coordination(
                 generation,
                 memory=self.memory,
                 links=self._services.links,
                 on_advance=partial(self._world_advanced, generation),
+                on_naming=self._hear_naming,
+                on_written=self._seal,
+                schedules=self._make_schedules(generation),
             )
             self.generation, self.coordination = generation, coordination
             self._pipelines = {
                 rank: self._make_pipeline(rank, generation, coordination) for rank in generation.local_ranks
             }
+            if generation.coordinates:
+                self._sealers = self._make_sealers(generation, coordination)
+            coordination.repeat_naming()
             for pipeline in self._pipelines.values():
                 pipeline.start()
+            for writer in self._background:
+                writer.start()
 
     def end(self, *, join_timeout_s: float) -> None:
         """Stop all work on the job; segments and files stay."""
@@ -105,14 +114,18 @@ class Job:
         self.memory.release()
         self.replicas.release()
 
+    @property
+    def _background(self) -> list[DiskWriter | WorldSealer]:
+        return [*self._writers, *self._sealers]
+
     def _end_running(self) -> None:
         if self.generation is not None:
             self.generation.ended.set()
         for pipeline in self._pipelines.values():
             pipeline.kick()
-        for writer in self._writers:
+        for writer in self._background:
             writer.stop()
-        self._pipelines, self._writers = {}, []
+        self._pipelines, self._writers, self._sealers = {}, [], []
 
     def _open_disks(self, spec: CheckpointSpec) -> dict[Tier, DiskTier]:
         host_id = self._services.host_id
@@ -126,24 +139,51 @@ class Job:
             disks[Tier.PERSISTENT] = DiskTier(root, tier=Tier.PERSISTENT, job=self.name, host_id="")
         return disks
 
-    def _make_pipeline(self, rank: int, generation: Generation, coordination: Coordination) -> RankPipeline:
-        services, spec = self._services, generation.configure.spec
+    def _make_schedules(self, generation: Generation) -> list[TierSchedule]:
+        spec = generation.configure.spec
         intervals = {Tier.DISK: spec.disk_every_steps, Tier.PERSISTENT: spec.persistent_every_steps}
+        return [
+            TierSchedule(
+                tier,
+                every_steps=intervals[tier],
+                world_size=generation.placement.world_size,
+                restore_step=generation.restore_step,
+                keep_steps=self._services.settings.keep_complete_steps,
+                sealed=tier is Tier.PERSISTENT,
+            )
+            for tier in self.disks
+        ]
+
+    def _make_sealers(self, generation: Generation, coordination: Coordination) -> list[WorldSealer]:
+        return [
+            WorldSealer(
+                generation,
+                disk,
+                counters=self._services.counters,
+                settings=self._services.settings,
+                clock=self._services.clock,
+                on_report=coordination.hear_seals,
+                on_failure=partial(self._note_failure, generation),
+            )
+            for tier, disk in self.disks.items()
+            if tier is Tier.PERSISTENT
+        ]
+
+    def _make_pipeline(self, rank: int, generation: Generation, coordination: Coordination) -> RankPipeline:
+        services = self._services
         on_failure = partial(self._note_failure, generation)
-        writers = [
-            DiskWriter(
+        on_progress = partial(self._rank_progressed, coordination)
+        for disk in self.disks.values():
+            writer = DiskWriter(
                 rank,
-                intervals[tier],
                 generation=generation,
                 memory=self.memory,
                 disk=disk,
                 counters=services.counters,
-                keep_complete_steps=services.settings.keep_complete_steps,
                 on_failure=on_failure,
+                on_progress=on_progress,
             )
-            for tier, disk in self.disks.items()
-        ]
-        self._writers.extend(writers)
+            self._writers.append(writer)
         restore: Callable[[OpenSegments], None] | None = None
         if generation.restore is not None:
             restoring = Restoring(
@@ -162,11 +202,10 @@ class Job:
             generation,
             memory=self.memory,
             world=coordination.world,
-            writers=writers,
             put_replica=self._put_replica,
             peer_down_s=services.links.down_s,
             restore=restore,
-            on_progress=partial(self._rank_progressed, coordination),
+            on_progress=on_progress,
             on_failure=on_failure,
             counters=services.counters,
             settings=services.settings,
@@ -196,7 +235,7 @@ class Job:
         deadline_s = time.monotonic() + timeout_s
         self.flush(timeout_s)
         with self._lock:
-            writers = list(self._writers)
+            writers = self._background
         for writer in writers:
             if not writer.drain(max(deadline_s - time.monotonic(), 0.0)):
                 log.warning("disk_write_cut_short", job=self.name)
@@ -297,9 +336,22 @@ class Job:
         pipeline = self._pipelines.get(rank)
         if pipeline is not None and coordination is self.coordination:
             with self._reporting:  # the newest report takes the place of older ones, so it must be the newest
-                coordination.report(rank, pipeline.saved_steps, pipeline.failed_steps)
+                reports = [writer.report for writer in self._writers if writer.rank == rank]
+                known = tuple(report for report in reports if report is not None)
+                coordination.report(rank, pipeline.saved_steps, pipeline.failed_steps, known)
         with self._progress:
             self._progress.notify_all()
+
+    def _hear_naming(self, namings: tuple[TierNaming, ...]) -> None:
+        for writer in self._writers:
+            for naming in namings:
+                if naming.tier is writer.tier:
+                    writer.hear(naming)
+
+    def _seal(self, tier: Tier, step: int) -> None:
+        for sealer in self._sealers:
+            if sealer.tier is tier:
+                sealer.seal(step)
 
     def _world_advanced(self, generation: Generation) -> None:
         """All ranks have a step of this generation, so what older placements left here is not needed any more."""

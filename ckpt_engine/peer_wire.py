@@ -55,13 +55,33 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Are you there?"""
 
 
+class TierNaming(msgspec.Struct, frozen=True):
+    """From the coordinator, of one disk tier: the newest step that all ranks are to write, and those to keep."""
+
+    tier: Tier
+    step: int
+    kept: tuple[int, ...] = ()  # oldest first; every rank has them
+
+
+class TierReport(msgspec.Struct, frozen=True):
+    """To the coordinator, of one disk tier: the newest name heard, the newest that was written or given up, and the
+    steps that this rank has there, oldest first; the newest few."""
+
+    tier: Tier
+    heard: int
+    settled: int
+    held: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
+
+
 class WorldStep(msgspec.Struct, frozen=True, tag="world"):
-    """From the coordinator: the newest step that all ranks have, and newer ones that they never will."""
+    """From the coordinator: the newest step that all ranks have, newer ones that they never will, and what to write to
+    the disk tiers."""
 
     job: JobName
     generation: int
     world_step: int
     abandoned: tuple[int, ...] = ()
+    tiers: tuple[TierNaming, ...] = ()
 
 
 class RankSteps(msgspec.Struct, frozen=True, tag="rank_steps"):
@@ -73,6 +93,7 @@ class RankSteps(msgspec.Struct, frozen=True, tag="rank_steps"):
     rank: Rank
     saved: tuple[int, ...]
     failed: tuple[int, ...] = ()
+    tiers: tuple[TierReport, ...] = ()
 
 
 class PutShard(msgspec.Struct, frozen=True, tag="put"):

@@ -1,5 +1,5 @@
-"""What happens to one rank's shards: captured -> hashed -> committed -> replicated -> told to the coordinator, and
-offered to the disk tiers on the side. One thread per local rank and generation; it goes on after the trainer's death.
+"""What happens to one rank's shards: captured -> hashed -> committed -> replicated -> told to the coordinator. One
+thread per local rank and generation; it goes on after the trainer's death.
 
 Steps are settled in order: a newer step is replicated only after the older one was, or was given up. That is what lets
 the coordinator read "has step 8, does not have step 7" as "will never have step 7".
@@ -17,7 +17,6 @@ import structlog
 from ckpt_engine import integrity
 from ckpt_engine import manifest as manifests
 from ckpt_engine.counters import Counters
-from ckpt_engine.disk_writer import DiskWriter
 from ckpt_engine.generation import Generation, WorldView
 from ckpt_engine.manifest import Manifest
 from ckpt_engine.peer_wire import PutShard, Reply, Verdict
@@ -55,7 +54,6 @@ class RankPipeline:
         *,
         memory: MemoryTier,
         world: WorldView,
-        writers: Sequence[DiskWriter],
         put_replica: PutReplica,
         peer_down_s: Callable[[str], float],
         restore: Restore | None,
@@ -71,7 +69,6 @@ class RankPipeline:
         self._generation = generation
         self._memory = memory
         self._world = world
-        self._writers = writers
         self._put_replica = put_replica
         self._peer_down_s = peer_down_s
         self._restore = restore
@@ -176,9 +173,6 @@ class RankPipeline:
                 for view in sorted(entry.segments.slots(), key=lambda view: view.step)
                 if view.state is SlotState.COMMITTED and self._is_alive(view)
             ]
-            for view in views:
-                for writer in self._writers:
-                    writer.offer(view)
             return self._replicate(entry, views)
 
     def _is_alive(self, view: SlotView) -> bool:

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from ckpt_engine.peer_wire import TierNaming
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, is_alive
 
 
 def removable(
     copies: Iterable[ShardCopy],
     *,
+    naming: TierNaming,
     lineage: Collection[LineageEntry],
-    needed_ranks: Collection[int],
-    own_ranks: Collection[int],
-    keep_complete_steps: int,
+    ranks: Collection[int] | None,
 ) -> list[ShardCopy]:
-    """Copies of `own_ranks` that no restore will want: older than the newest `keep_complete_steps` complete steps.
+    """Copies of `ranks` (None: of all) that no restore will want.
 
-    A step is complete when the tier has it for all of `needed_ranks` in a history that counts. Copies outside that
-    history go as soon as one complete step is there; until then nothing goes.
+    Kept are the steps that the coordinator says are kept, and everything newer, except for steps of the running
+    generation that it has gone past: some rank could not write them. What a newer generation wrote is never removed,
+    and nothing of older ones before a step is complete.
     """
-    found = list(copies)
-    ranks_by_step: dict[int, set[int]] = {}
-    for copy in found:
-        if is_alive(copy.generation, copy.step, lineage):
-            ranks_by_step.setdefault(copy.step, set()).add(copy.rank)
-    complete = sorted(step for step, ranks in ranks_by_step.items() if ranks.issuperset(needed_ranks))
-    if not complete:
-        return []
-    oldest_kept = complete[-keep_complete_steps:][0]
-    return [
-        copy
-        for copy in found
-        if copy.rank in own_ranks and (copy.step < oldest_kept or not is_alive(copy.generation, copy.step, lineage))
-    ]
+    running = max(entry.generation for entry in lineage)
+    newest_kept = max(naming.kept, default=-1)
+
+    def goes(copy: ShardCopy) -> bool:
+        if copy.generation > running or (copy.step in naming.kept and is_alive(copy.generation, copy.step, lineage)):
+            return False
+        if copy.generation == running:
+            return copy.step < naming.step
+        return newest_kept >= 0 and (copy.step < newest_kept or not is_alive(copy.generation, copy.step, lineage))
+
+    return [copy for copy in copies if (ranks is None or copy.rank in ranks) and goes(copy)]

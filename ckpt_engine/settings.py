@@ -34,7 +34,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_control_connections: Count = 32
     pool_connections_per_peer: Count = 4
     transfer_bytes: Annotated[int, msgspec.Meta(ge=4096, le=1 << 28)] = 4 << 20  # handed to the kernel at once
-    keep_complete_steps: Count = 2  # per disk tier
+    keep_complete_steps: Count = 2  # per disk tier; the coordinator's counts
+    seal_timeout_s: Seconds = 30.0  # for a shared folder to show what all hosts wrote, before its world manifest
 
 
 def load_settings(environment: Mapping[str, str]) -> EngineSettings:

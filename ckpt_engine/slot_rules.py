@@ -28,12 +28,15 @@ class SlotView:
     sequence: int  # grows with every write; the same sequence means the same bytes
 
 
-def may_overwrite(slot: SlotView, world_step: int, lineage: Lineage, abandoned: Collection[int]) -> bool:
+def may_overwrite(
+    slot: SlotView, world_step: int, lineage: Lineage, abandoned: Collection[int], held: Collection[int] = ()
+) -> bool:
     """Whether no recovery point can need what is in `slot`.
 
     `world_step` is the newest step known to be committed (and replicated, where configured) on all ranks, -1 if none;
     `lineage` ends with the running generation; `abandoned` are steps of the running generation that some rank failed to
-    save for good. A slot of a newer generation than the caller's own is never his to overwrite.
+    save for good; `held` are steps that a disk tier is about to copy. A slot of a newer generation than the caller's
+    own is never his to overwrite.
     """
     running = lineage[-1].generation
     if slot.state is SlotState.EMPTY:
@@ -44,11 +47,17 @@ def may_overwrite(slot: SlotView, world_step: int, lineage: Lineage, abandoned: 
         return slot.generation < running  # of this generation: its writer is at work
     if not is_alive(slot.generation, slot.step, lineage):
         return True
+    if slot.generation == running and slot.step in held:
+        return False
     return slot.step < world_step or (slot.generation == running and slot.step in abandoned)
 
 
 def choose_slot(
-    slots: Iterable[SlotView], world_step: int, lineage: Lineage, abandoned: Collection[int]
+    slots: Iterable[SlotView],
+    world_step: int,
+    lineage: Lineage,
+    abandoned: Collection[int],
+    held: Collection[int] = (),
 ) -> SlotView | None:
     """The slot for the next shard: one that holds nothing of use, else the oldest step; None if all are needed."""
 
@@ -57,5 +66,5 @@ def choose_slot(
         useful = whole and is_alive(slot.generation, slot.step, lineage) and slot.step not in abandoned
         return useful, slot.step
 
-    free = [slot for slot in slots if may_overwrite(slot, world_step, lineage, abandoned)]
+    free = [slot for slot in slots if may_overwrite(slot, world_step, lineage, abandoned, held)]
     return min(free, key=use, default=None)

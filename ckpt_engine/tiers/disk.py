@@ -1,7 +1,8 @@
 """A disk tier: shards as safetensors files in a folder, each described by a manifest that is written after it.
 
 `<root>/<job>/g<generation>/step<step>/rank<rank>.safetensors`, and `.manifest` beside it: one line of JSON and one line
-with its xxh3-128. The same class serves a host's own disk and a folder that all hosts share.
+with its xxh3-128. The same class serves a host's own disk and a folder that all hosts share; in the latter a step
+counts only when `world.manifest` is beside its shards.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from pathlib import Path
 
 import structlog
 
-from ckpt_engine import integrity
+from ckpt_engine import integrity, world_manifest
 from ckpt_engine import manifest as manifests
-from ckpt_engine.durable_files import make_folder, sync_folder, write_durably
+from ckpt_engine.durable_files import UNFINISHED, WRITER, make_folder, sync_folder, write_durably
 from ckpt_engine.manifest import Manifest
+from ckpt_engine.peer_wire import TierNaming
 from ckpt_engine.retention import removable
-from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
+from ckpt_engine.world_manifest import WORLD_MANIFEST, WorldManifest
+from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier, is_alive
 from flyball.contracts.errors import CorruptShard
 
 log = structlog.get_logger()
@@ -28,6 +31,7 @@ log = structlog.get_logger()
 SHARD_SUFFIX = ".safetensors"
 MANIFEST_SUFFIX = ".manifest"
 _MANIFEST_PATH = re.compile(r"g(\d+)/step(\d+)/rank(\d+)\.manifest")
+_WORLD_PATH = re.compile(r"g(\d+)/step(\d+)/" + re.escape(WORLD_MANIFEST))
 
 
 class DiskTier:
@@ -40,18 +44,30 @@ class DiskTier:
         self.host_id = host_id
         self._folder = root / job
         self._copies: dict[tuple[int, int, int], ShardCopy] = {}  # (generation, step, rank)
+        self._worlds: dict[tuple[int, int], WorldManifest] = {}  # (generation, step), of a shared folder
         self._lock = threading.Lock()
         self._pruning = threading.Lock()
 
     def copies(self) -> list[ShardCopy]:
-        """What was there at the last `scan`, and what this process wrote and removed since."""
+        """What can be restored from here, as of the last `scan` and what this process wrote and removed since."""
         with self._lock:
-            return list(self._copies.values())
+            return [copy for copy in self._copies.values() if self._counts_locked(copy)]
 
     def holds(self, generation: int, step: int, rank: int) -> bool:
-        """Whether `copies` lists this shard."""
+        """Whether this shard is there, whether or not its whole step is."""
         with self._lock:
             return (generation, step, rank) in self._copies
+
+    def held(self, rank: int, lineage: Lineage) -> tuple[int, ...]:
+        """The steps of a history that counts of which this rank's shard is there, oldest first."""
+        with self._lock:
+            found = list(self._copies.values())
+        return tuple(sorted(c.step for c in found if c.rank == rank and is_alive(c.generation, c.step, lineage)))
+
+    def sealed_steps(self, lineage: Lineage) -> tuple[int, ...]:
+        """The steps of a history that counts that have a world manifest, oldest first."""
+        with self._lock:
+            return tuple(sorted(step for generation, step in self._worlds if is_alive(generation, step, lineage)))
 
     def scan(self) -> list[ShardCopy]:
         """Look at the folder again. A shard counts if its manifest is valid and its size is right; its bytes are
@@ -68,9 +84,10 @@ class DiskTier:
                     log.warning("disk_copy_ignored", path=str(path), reason=str(error))
                     continue
                 found[generation, step, rank] = self._copy(manifest, data)
+        worlds = self._scan_worlds()
         with self._lock:
-            self._copies = found
-        return list(found.values())
+            self._copies, self._worlds = found, worlds
+        return self.copies()
 
     def write(self, manifest: Manifest, manifest_bytes: bytes, payload: memoryview) -> int:
         """Store a verified shard; returns the bytes written. Raises StorageFull, or OSError if the folder is away."""
@@ -84,6 +101,29 @@ class DiskTier:
             self._copies[key] = self._copy(manifest, manifest_bytes)
         return written
 
+    def seal(self, generation: int, step: int, world_size: int) -> None:
+        """Write the world manifest: the step counts from now on. Call after `scan`. Raises CorruptShard if some shard
+        is not there, StorageFull or OSError."""
+        with self._lock:
+            copies = [self._copies.get((generation, step, rank)) for rank in range(world_size)]
+        digests = tuple(copy.digest for copy in copies if copy is not None)
+        if len(digests) < world_size:
+            missing = [rank for rank, copy in enumerate(copies) if copy is None]
+            raise CorruptShard(f"Step {step} has no shards of ranks {missing[:8]} in {self._folder}.")
+        data = world_manifest.describe(self.job, generation, step, digests)
+        lines = [data, b"\n", manifests.digest(data).encode(), b"\n"]
+        write_durably(self._world_path(generation, step), lines, mode=0o644)
+        with self._lock:
+            self._worlds[generation, step] = world_manifest.decode(data, job=self.job, generation=generation, step=step)
+
+    def remove_unfinished(self, rank: int) -> None:
+        """Remove what writers of this rank left that were killed: it holds room that nothing else gives back."""
+        for path in self._folder.glob(f"g*/step*/.rank{rank}.*{UNFINISHED}*"):
+            if not path.name.endswith(WRITER):
+                log.info("unfinished_shard_removed", path=str(path))
+                path.unlink(missing_ok=True)
+                self._remove_if_empty(path.parent)
+
     @contextmanager
     def reading(self, generation: int, step: int, rank: int) -> Iterator[tuple[Manifest, bytes, FileIO]]:
         """Manifest, its bytes, and the open shard, whose bytes are not yet verified. It is read and not mapped: a bad
@@ -96,31 +136,31 @@ class DiskTier:
     def prune(
         self,
         *,
+        naming: TierNaming,
         lineage: Lineage,
-        needed_ranks: Collection[int],
-        own_ranks: Collection[int],
-        keep_complete_steps: int,
+        ranks: Collection[int] | None,
     ) -> None:
-        """Remove copies of `own_ranks` that `retention.removable` names. The manifest goes first."""
+        """Remove copies of `ranks` (None: all) that `retention.removable` names. Manifests go first, that of the world
+        with rank 0's."""
         with self._pruning:
-            for copy in removable(
-                self.copies(),
-                lineage=lineage,
-                needed_ranks=needed_ranks,
-                own_ranks=own_ranks,
-                keep_complete_steps=keep_complete_steps,
-            ):
+            with self._lock:
+                found = list(self._copies.values())
+            for copy in removable(found, naming=naming, lineage=lineage, ranks=ranks):
                 self._remove(copy)
 
     def _remove(self, copy: ShardCopy) -> None:
         path = self._path(copy.generation, copy.step, copy.rank, MANIFEST_SUFFIX)
         with suppress(FileNotFoundError):  # the folder went with the last copy in it: a tier of this folder was first
+            if copy.rank == 0:
+                (path.parent / WORLD_MANIFEST).unlink(missing_ok=True)
             path.unlink(missing_ok=True)
             sync_folder(path.parent)
             path.with_suffix(SHARD_SUFFIX).unlink(missing_ok=True)
             self._remove_if_empty(path.parent)
         with self._lock:
             self._copies.pop((copy.generation, copy.step, copy.rank), None)
+            if copy.rank == 0:
+                self._worlds.pop((copy.generation, copy.step), None)
 
     def _remove_if_empty(self, folder: Path) -> None:
         for level in (folder, folder.parent):
@@ -134,14 +174,36 @@ class DiskTier:
 
     def _read_manifest(self, generation: int, step: int, rank: int) -> tuple[Manifest, bytes]:
         path = self._path(generation, step, rank, MANIFEST_SUFFIX)
-        data, _, digest_line = path.read_bytes().removesuffix(b"\n").rpartition(b"\n")
-        if manifests.digest(data).encode() != digest_line:
-            raise CorruptShard(f"{path} does not match its checksum.", hint="another copy is tried")
+        data = _read_checked(path)
         manifest = manifests.decode(data)
         described = (manifest.job, manifest.generation, manifest.step, manifest.rank)
         if described != (self.job, generation, step, rank):
             raise CorruptShard(f"{path} describes {described}.", hint="another copy is tried")
         return manifest, data
+
+    def _scan_worlds(self) -> dict[tuple[int, int], WorldManifest]:
+        found: dict[tuple[int, int], WorldManifest] = {}
+        for path in self._folder.glob("g*/step*/" + WORLD_MANIFEST):
+            match = _WORLD_PATH.fullmatch(path.relative_to(self._folder).as_posix())
+            if match:
+                generation, step = (int(number) for number in match.groups())
+                try:
+                    data = _read_checked(path)
+                    found[generation, step] = world_manifest.decode(
+                        data, job=self.job, generation=generation, step=step
+                    )
+                except (OSError, CorruptShard) as error:
+                    log.warning("world_manifest_ignored", path=str(path), reason=str(error))
+        return found
+
+    def _world_path(self, generation: int, step: int) -> Path:
+        return self._folder / f"g{generation}" / f"step{step}" / WORLD_MANIFEST
+
+    def _counts_locked(self, copy: ShardCopy) -> bool:
+        if self.tier is not Tier.PERSISTENT:
+            return True
+        world = self._worlds.get((copy.generation, copy.step))
+        return world is not None and world.names(copy.rank, copy.digest)
 
     def _check_size(self, manifest: Manifest) -> None:
         path = self._path(manifest.generation, manifest.step, manifest.rank, SHARD_SUFFIX)
@@ -163,6 +225,14 @@ class DiskTier:
             size_bytes=manifest.payload_bytes,
             digest=manifests.digest(manifest_bytes),
         )
+
+
+def _read_checked(path: Path) -> bytes:
+    """The content before the line with its checksum. Raises CorruptShard or OSError."""
+    data, _, digest_line = path.read_bytes().removesuffix(b"\n").rpartition(b"\n")
+    if manifests.digest(data).encode() != digest_line:
+        raise CorruptShard(f"{path} does not match its checksum.", hint="another copy is tried")
+    return data
 
 
 def read_verified(file: FileIO, manifest: Manifest, target: memoryview) -> None:

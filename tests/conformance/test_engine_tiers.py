@@ -3,7 +3,6 @@ bad copy is refused and not returned."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -12,9 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save
 
-from ckpt_engine import integrity
+from ckpt_engine import integrity, world_manifest
 from ckpt_engine import manifest as manifests
+from ckpt_engine.durable_files import UNFINISHED, WRITER
 from ckpt_engine.manifest import Manifest
+from ckpt_engine.peer_wire import TierNaming
 from ckpt_engine.tiers.disk import DiskTier, read_verified
 from ckpt_engine.tiers.memory import MemoryTier, SlotTier
 from ckpt_engine.tiers.peer import PeerTier
@@ -22,6 +23,7 @@ from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard, StorageFull
 
 LINEAGE = (LineageEntry(1),)
+DEAD_AND_RUNNING = (LineageEntry(1, 4), LineageEntry(8))
 
 
 def shard(step: int, rank: int = 0, *, generation: int = 1) -> tuple[Manifest, bytes, bytes]:
@@ -116,6 +118,8 @@ class Disk:
     def put(self, step: int, rank: int = 0) -> bytes:
         described, data, payload = shard(step, rank)
         self.disk.write(described, data, memoryview(payload))
+        if self.tier is Tier.PERSISTENT:
+            self.disk.seal(1, step, rank + 1)
         return payload
 
     def put_torn(self, step: int, rank: int = 0) -> None:
@@ -221,7 +225,7 @@ def test_a_full_disk_is_said_and_leaves_no_half_copy(tmp_path: Path) -> None:
     disk.put(1)
     folder = disk.path(2, 0, "").parent
     folder.mkdir()
-    (folder / f".rank0.safetensors.new.{os.getpid()}").symlink_to("/dev/full")
+    (folder / f".rank0.safetensors{UNFINISHED}{WRITER}").symlink_to("/dev/full")
     with pytest.raises(StorageFull):
         disk.put(2)
     disk.reopen()
@@ -237,7 +241,7 @@ def test_pruning_keeps_the_newest_complete_steps_and_no_dead_history(tmp_path: P
                 disk.put(step, rank)
     dead, data, payload = shard(9, 0, generation=7)
     disk.disk.write(dead, data, memoryview(payload))
-    disk.disk.prune(lineage=LINEAGE, needed_ranks=(0, 1), own_ranks=(0, 1), keep_complete_steps=2)
+    disk.disk.prune(naming=TierNaming(Tier.DISK, 4, (2, 3)), lineage=DEAD_AND_RUNNING, ranks=None)
     kept = {(copy.step, copy.rank) for copy in disk.copies()}
     assert kept == {(2, 0), (2, 1), (3, 0), (3, 1), (4, 0)}
     disk.reopen()
@@ -252,7 +256,7 @@ def test_pruning_what_another_view_of_the_folder_removed_already_is_no_error(tmp
     late = DiskTier(tmp_path, tier=Tier.DISK, job="job", host_id="host")
     late.scan()
     for tier in (disk.disk, late):
-        tier.prune(lineage=LINEAGE, needed_ranks=(0,), own_ranks=(0,), keep_complete_steps=1)
+        tier.prune(naming=TierNaming(Tier.DISK, 3, (3,)), lineage=LINEAGE, ranks=(0,))
         assert [copy.step for copy in tier.copies()] == [3]
 
 
@@ -295,3 +299,66 @@ def test_a_restarted_engine_drops_the_replicas_it_was_receiving(tmp_path: Path) 
     with slots.slots.using(0) as entry:
         assert entry is not None
         assert [view.step for view in entry.segments.slots()] == [-1, 1]
+
+
+def test_a_step_in_a_shared_folder_counts_when_its_world_manifest_is_there(tmp_path: Path) -> None:
+    writers = [DiskTier(tmp_path, tier=Tier.PERSISTENT, job="job", host_id="") for _ in range(2)]
+    for rank, tier in enumerate(writers):
+        described, data, payload = shard(5, rank)
+        tier.write(described, data, memoryview(payload))
+        assert tier.scan() == []
+        assert tier.holds(1, 5, rank)
+        assert tier.held(rank, LINEAGE) == (5,)
+    assert not (tmp_path / "job" / "g1" / "step5" / "world.manifest").exists()
+    writers[0].scan()
+    with pytest.raises(CorruptShard, match="ranks \\[2\\]"):
+        writers[0].seal(1, 5, 3)
+    writers[0].seal(1, 5, 2)
+    assert writers[0].sealed_steps(LINEAGE) == (5,)
+    for tier in writers:
+        assert {copy.rank for copy in tier.scan()} == {0, 1}
+
+
+@pytest.mark.parametrize("damage", ["garbage", "other step", "other shard", "empty"])
+def test_a_damaged_world_manifest_makes_its_step_not_exist(tmp_path: Path, damage: str) -> None:
+    disk = Disk(Tier.PERSISTENT, tmp_path)
+    disk.put(5)
+    disk.put(6)
+    manifest = disk.path(6, 0, "").with_name("world.manifest")
+    if damage == "garbage":
+        manifest.write_bytes(b"\0" * 64)
+    elif damage == "empty":
+        manifest.write_bytes(b"")
+    elif damage == "other step":
+        manifest.write_bytes(disk.path(5, 0, "").with_name("world.manifest").read_bytes())
+    else:
+        digests = (manifests.digest(shard(5)[1]),)
+        data = world_manifest.describe("job", 1, 6, digests)
+        manifest.write_bytes(data + b"\n" + manifests.digest(data).encode() + b"\n")
+    disk.reopen()
+    assert [copy.step for copy in disk.copies()] == [5]
+
+
+def test_the_world_manifest_goes_with_the_shards_of_its_step(tmp_path: Path) -> None:
+    disk = Disk(Tier.PERSISTENT, tmp_path)
+    for step in (1, 2):
+        disk.put(step)
+    disk.disk.prune(naming=TierNaming(Tier.PERSISTENT, 2, (2,)), lineage=LINEAGE, ranks=(0,))
+    assert [path.name for path in (tmp_path / "job" / "g1").iterdir()] == ["step2"]
+    assert disk.disk.sealed_steps(LINEAGE) == (2,)
+
+
+def test_what_a_killed_writer_left_half_written_is_removed(tmp_path: Path) -> None:
+    disk = Disk(Tier.DISK, tmp_path)
+    disk.put(1)
+    folder = disk.path(2, 0, "").parent
+    folder.mkdir()
+    left = [folder / f".rank{rank}.safetensors{UNFINISHED}{who}" for rank, who in ((0, "7-ab"), (10, "7-ab"))]
+    running = disk.path(1, 0, "").with_name(f".rank0.manifest{UNFINISHED}{WRITER}")
+    for path in (*left, running):
+        path.write_bytes(b"half")
+    disk.disk.remove_unfinished(0)
+    assert [path.exists() for path in (*left, running)] == [False, True, True]
+    disk.disk.remove_unfinished(10)
+    assert not folder.exists()
+    assert [copy.step for copy in disk.copies()] == [1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_engine.peer_wire import TierNaming
 from ckpt_engine.restore_planner import Origin, fetch_order, source_generation
 from ckpt_engine.retention import removable
 from flyball.contracts.checkpoints import LineageEntry, RestorePlan, ShardCopy, ShardSource, Tier, is_alive
@@ -67,7 +68,10 @@ LINEAGE = (LineageEntry(1, 3), LineageEntry(2))
 
 @given(st.lists(copies, max_size=20, unique_by=lambda copy: (copy.generation, copy.step, copy.rank)))
 def test_what_is_removed_leaves_the_newest_complete_steps(found: list[ShardCopy]) -> None:
-    gone = removable(found, lineage=LINEAGE, needed_ranks=(0, 1), own_ranks=(0,), keep_complete_steps=2)
+    held = [{c.step for c in found if c.rank == rank and is_alive(c.generation, c.step, LINEAGE)} for rank in (0, 1)]
+    kept = tuple(sorted(held[0] & held[1])[-2:])
+    named = max((copy.step for copy in found), default=3)
+    gone = removable(found, naming=TierNaming(Tier.DISK, named, kept), lineage=LINEAGE, ranks=(0,))
     assert all(copy.rank == 0 for copy in gone)
 
     def complete(left: list[ShardCopy]) -> list[int]:
@@ -80,4 +84,4 @@ def test_what_is_removed_leaves_the_newest_complete_steps(found: list[ShardCopy]
     before, after = complete(found), complete([copy for copy in found if copy not in gone])
     assert after[-2:] == before[-2:]
     if not before:
-        assert gone == []
+        assert all(copy.generation == 2 for copy in gone)  # of the running generation, and passed over

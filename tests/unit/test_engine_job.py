@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from ckpt_engine import integrity
 from ckpt_engine.context import Services
 from ckpt_engine.counters import Counters
 from ckpt_engine.job import Job
@@ -55,7 +56,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     made.end(join_timeout_s=10.0)
 
 
-def configure(generation: int, *ranks: int, disk_dir: str = "") -> Configure:
+def configure(generation: int, *ranks: int, disk_dir: str = "", persistent_dir: str = "") -> Configure:
     placement = Placement(
         job="job",
         generation=generation,
@@ -67,7 +68,10 @@ def configure(generation: int, *ranks: int, disk_dir: str = "") -> Configure:
         lineage=(LineageEntry(generation),),
         restore=None,
     )
-    return Configure(Fence(1, generation), "host", placement, CheckpointSpec(disk_dir=disk_dir, disk_every_steps=1))
+    spec = CheckpointSpec(
+        disk_dir=disk_dir, disk_every_steps=1, persistent_dir=persistent_dir, persistent_every_steps=1
+    )
+    return Configure(Fence(1, generation), "host", placement, spec)
 
 
 def capture(job: Job, generation: int, step: int) -> None:
@@ -136,7 +140,7 @@ def test_a_rank_reports_what_is_newest_whichever_thread_was_first(job: Job) -> N
             self.heard: list[tuple[int, ...]] = []
             self.entered, self.go_on = threading.Event(), threading.Event()
 
-        def report(self, rank: int, saved: tuple[int, ...], failed: tuple[int, ...]) -> None:
+        def report(self, rank: int, saved: tuple[int, ...], *_: object) -> None:
             if not self.entered.is_set():
                 self.entered.set()
                 assert self.go_on.wait(10.0)
@@ -157,3 +161,63 @@ def test_a_rank_reports_what_is_newest_whichever_thread_was_first(job: Job) -> N
     job._pipelines.clear()
     job.coordination = None
     assert coordination.heard == [(1,), (1, 2)]
+
+
+def test_a_slot_is_held_until_it_is_copied_and_not_while_a_slow_disk_writes(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copying, copied, writing, written = (threading.Event() for _ in range(4))
+    copy_verified, write = integrity.copy_verified, DiskTier.write
+
+    def slow_copy(*arguments: Any) -> None:  # noqa: ANN401 - handed on
+        copying.set()
+        assert copied.wait(10.0)
+        copy_verified(*arguments)
+
+    def slow_write(*arguments: Any) -> int:  # noqa: ANN401 - handed on
+        writing.set()
+        assert written.wait(10.0)
+        return write(*arguments)
+
+    monkeypatch.setattr(integrity, "copy_verified", slow_copy)
+    monkeypatch.setattr(DiskTier, "write", slow_write)
+    job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
+    capture(job, 1, 0)
+    job.flush(10.0)
+    assert copying.wait(10.0)
+    with job.memory.using(0) as entry:
+        assert entry is not None
+        assert entry.segments.read_world().step == 0
+        assert entry.segments.read_world().held == {0}
+        copied.set()
+        assert writing.wait(10.0)
+        assert entry.segments.read_world().held == set()
+        assert entry.segments.control.durable_step(1) == -1
+    written.set()
+    job.drain(10.0)
+    assert [copy.step for copy in job.copies() if copy.tier is Tier.DISK] == [0]
+
+
+def test_a_persistent_step_is_listed_when_the_world_manifest_is_written(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealing, seal_now = threading.Event(), threading.Event()
+    seal = DiskTier.seal
+
+    def slow_seal(*arguments: Any) -> None:  # noqa: ANN401 - handed on
+        sealing.set()
+        assert seal_now.wait(10.0)
+        seal(*arguments)
+
+    monkeypatch.setattr(DiskTier, "seal", slow_seal)
+    job.begin(configure(1, 0, persistent_dir=str(tmp_path / "store")))
+    capture(job, 1, 0)
+    job.flush(10.0)
+    assert sealing.wait(10.0)
+    shards = list((tmp_path / "store").glob("job/g1/step0/rank0.*"))
+    assert len(shards) == 2
+    assert [copy for copy in job.copies() if copy.tier is Tier.PERSISTENT] == []
+    seal_now.set()
+    job.drain(10.0)
+    assert [copy.step for copy in job.copies() if copy.tier is Tier.PERSISTENT] == [0]
+    assert (tmp_path / "store" / "job" / "g1" / "step0" / "world.manifest").exists()

@@ -367,3 +367,23 @@ def test_a_slot_that_cannot_be_opened_is_empty_and_not_torn(segments: RankSegmen
     with pytest.raises(OSError, match="symbolic"):
         segments.begin_write(0, 1, 1, 5000)
     assert segments.slots()[0].state is SlotState.EMPTY
+
+
+def test_a_step_that_a_disk_tier_is_about_to_copy_is_not_overwritten(segments: RankSegments) -> None:
+    control = segments.control
+    control.begin_world(1, 9)
+    control.hold(Tier.DISK, 4)
+    control.hold(Tier.PERSISTENT, 0)
+    held = segments.read_world().held
+    assert held == {0, 4}
+    slot = SlotView(0, SlotState.COMMITTED, 1, 4, 100, 1)
+    lineage = (LineageEntry(1),)
+    assert may_overwrite(slot, 9, lineage, ())
+    assert not may_overwrite(slot, 9, lineage, (), held)
+    assert may_overwrite(slot, 9, (LineageEntry(1, 4), LineageEntry(2)), (), held)  # another generation's word
+    control.let_go(Tier.DISK, 3)
+    assert segments.read_world().held == {0, 4}
+    control.let_go(Tier.DISK, 4)
+    assert segments.read_world().held == {0}
+    control.begin_world(2, 9)
+    assert segments.read_world().held == set()

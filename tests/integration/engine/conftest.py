@@ -150,7 +150,11 @@ class Trainer:
         world = control.read_world()
         known = world.generation == self.generation
         slot = choose_slot(
-            self.segments.slots(), world.step if known else -1, self.lineage, world.abandoned if known else ()
+            self.segments.slots(),
+            world.step if known else -1,
+            self.lineage,
+            world.abandoned if known else (),
+            world.held if known else (),
         )
         if slot is None:
             return False

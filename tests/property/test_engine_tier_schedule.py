@@ -1,0 +1,213 @@
+"""What the disks have in common, under slow and full disks, lost messages, and kills of any engine: once some step is
+on the disks of all ranks, there is always one, and it is never older than the newest that ever was."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_engine.coordinator import Coordinator
+from ckpt_engine.generation import WorldView
+from ckpt_engine.peer_wire import TierNaming, TierReport, WorldStep
+from ckpt_engine.retention import removable
+from ckpt_engine.tier_schedule import TierSchedule
+from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
+
+RANKS, KEPT, EVERY = 3, 2, 2
+
+
+def copy_of(rank: int, step: int, generation: int = 1) -> ShardCopy:
+    return ShardCopy("job", generation, step, rank, Tier.DISK, f"host{rank}", 1, "")
+
+
+class Rank:
+    """A rank's slots and disk, and the engine beside them, which can be killed."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.disk: set[int] = set()
+        self.slots: set[int] = set()
+        self.saved: set[int] = set()
+        self.begin(-1)
+
+    def begin(self, world_step: int) -> None:
+        self.world = WorldView(WorldStep("job", 1, world_step))
+        self.heard = self.settled = -1
+
+    @property
+    def naming(self) -> TierNaming:
+        return next(iter(self.world.present.tiers), TierNaming(Tier.DISK, -1))
+
+    @property
+    def report(self) -> TierReport:
+        return TierReport(Tier.DISK, self.heard, self.settled, tuple(sorted(self.disk)))
+
+    def hear(self, world: WorldStep) -> None:
+        self.world.learn(world)
+        self.heard = max(self.heard, self.naming.step)
+
+    def save(self, step: int) -> None:
+        """Two slots: one that is older than the world step, and not to be copied, gives way."""
+        if len(self.slots) == 2:
+            held = {self.heard} if self.settled < self.heard else set()
+            free = [s for s in self.slots if s < self.world.present.world_step and s not in held]
+            if not free:
+                return
+            self.slots.remove(min(free))
+        self.slots.add(step)
+        self.saved.add(step)
+
+    def write(self, *, works: bool) -> None:
+        if self.settled < self.heard:
+            if works and self.heard in self.slots:
+                self.disk.add(self.heard)
+            self.settled = self.heard
+
+    def prune(self) -> None:
+        copies = [copy_of(self.number, step) for step in self.disk]
+        gone = removable(copies, naming=self.naming, lineage=(LineageEntry(1),), ranks=None)
+        self.disk -= {copy.step for copy in gone}
+
+
+class World:
+    def __init__(self) -> None:
+        self.ranks = [Rank(number) for number in range(RANKS)]
+        self.step = 0
+        self.best = -1
+        self.restart()
+
+    def restart(self) -> None:
+        """Rank 0's engine is started, anew."""
+        schedule = TierSchedule(Tier.DISK, every_steps=EVERY, world_size=RANKS, restore_step=-1, keep_steps=KEPT)
+        known = self.ranks[0].world.present.world_step
+        self.coordinator = Coordinator(generation=1, world_size=RANKS, world_step=known, schedules=[schedule])
+
+    @property
+    def said(self) -> WorldStep:
+        at = self.coordinator
+        return WorldStep("job", 1, at.world_step, at.abandoned, at.namings)
+
+    def do(self, event: str, rank: Rank) -> None:
+        match event:
+            case "train":
+                if all(self.step in other.saved for other in self.ranks):
+                    self.step += 1
+                for other in self.ranks:
+                    if self.step not in other.saved:
+                        other.save(self.step)
+            case "report":
+                self.coordinator.tiers_reported(rank.number, [rank.report])
+                self.coordinator.saved(rank.number, sorted(rank.saved)[-4:])
+            case "hear":
+                rank.hear(self.said)
+            case "write" | "fail":
+                rank.write(works=event == "write")
+            case "prune":
+                rank.prune()
+            case "kill":
+                rank.begin(rank.world.present.world_step)
+                if rank.number == 0:
+                    self.restart()
+        self.check()
+
+    def check(self) -> None:
+        common = set.intersection(*(rank.disk for rank in self.ranks))
+        assert max(common, default=-1) >= self.best
+        self.best = max(common, default=-1)
+
+    def run_well(self, rounds: int) -> None:
+        for _ in range(rounds):
+            for event in ("train", "report", "hear", "write", "report", "hear", "prune"):
+                for rank in self.ranks if event != "train" else self.ranks[:1]:
+                    self.do(event, rank)
+
+
+EVENTS = st.tuples(
+    st.sampled_from(["train", "report", "report", "hear", "hear", "write", "write", "fail", "prune", "prune", "kill"]),
+    st.integers(0, RANKS - 1),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(EVENTS, max_size=120))
+def test_the_newest_step_that_all_disks_have_is_never_lost_and_there_are_always_more(
+    history: list[tuple[str, int]],
+) -> None:
+    world = World()
+    for event, rank in history:
+        world.do(event, world.ranks[rank])
+    before = world.best
+    world.run_well(8)
+    assert world.best > before
+    assert all(len(rank.disk) <= KEPT + 1 for rank in world.ranks)
+
+
+def test_a_disk_slower_than_a_step_makes_all_ranks_skip_the_same_steps() -> None:
+    world = World()
+    for round_ in range(60):
+        world.do("train", world.ranks[0])
+        for event in ("report", "hear", "report", "hear", "prune"):
+            for rank in world.ranks:
+                world.do(event, rank)
+        if round_ % 7 == 0:
+            world.do("write", world.ranks[round_ % RANKS])
+    disks = [rank.disk for rank in world.ranks]
+    assert world.best >= 0
+    assert all(max(disk) - world.best <= 40 for disk in disks)
+    assert len(set.intersection(*disks)) >= 2
+
+
+def test_a_world_that_runs_well_writes_every_due_step() -> None:
+    world = World()
+    written = []
+    for _ in range(20):
+        world.run_well(1)
+        written.append(world.best)
+    assert set(written) == set(range(0, 20, EVERY)) | {max(written)}
+
+
+def test_nothing_is_named_and_nothing_removed_before_every_rank_has_said_what_it_holds() -> None:
+    schedule = TierSchedule(Tier.DISK, every_steps=1, world_size=2, restore_step=-1, keep_steps=1)
+    schedule.report(0, TierReport(Tier.DISK, 7, 7, (5, 7)))
+    schedule.offer([8])
+    assert schedule.naming is None
+    schedule.report(1, TierReport(Tier.DISK, -1, -1, (5,)))
+    assert schedule.naming == TierNaming(Tier.DISK, 7, (5,))
+    schedule.offer([8])
+    assert schedule.naming == TierNaming(Tier.DISK, 7, (5,))  # rank 1 has not answered for 7
+    schedule.report(1, TierReport(Tier.DISK, 7, 7, (5,)))
+    schedule.offer([8])
+    assert schedule.naming == TierNaming(Tier.DISK, 8, (5,))
+
+
+def test_a_step_is_sealed_when_all_have_written_it_and_counts_when_it_is_sealed() -> None:
+    tier = Tier.PERSISTENT
+    schedule = TierSchedule(tier, every_steps=1, world_size=2, restore_step=-1, keep_steps=1, sealed=True)
+    schedule.seal_report(TierReport(tier, -1, -1))
+    for rank in (0, 1):
+        schedule.report(rank, TierReport(tier, -1, -1))
+    schedule.offer([1])
+    schedule.report(0, TierReport(tier, 1, 1, (1,)))
+    assert schedule.to_seal is None
+    schedule.report(1, TierReport(tier, 1, 1, (1,)))
+    assert schedule.to_seal == 1
+    schedule.offer([2])
+    assert schedule.naming == TierNaming(tier, 1, ())
+    schedule.seal_report(TierReport(tier, 1, 1, (1,)))
+    assert schedule.to_seal is None
+    schedule.offer([2])
+    assert schedule.naming == TierNaming(tier, 2, (1,))
+
+
+def test_what_a_newer_generation_wrote_is_not_removed_by_a_host_that_was_cut_off() -> None:
+    copies = [copy_of(0, step, generation) for generation, step in ((1, 3), (1, 4), (2, 9), (2, 11), (3, 5))]
+    gone = removable(
+        copies,
+        naming=TierNaming(Tier.PERSISTENT, 11, (11,)),
+        lineage=(LineageEntry(1, 3), LineageEntry(2)),
+        ranks=(0,),
+    )
+    assert [(copy.generation, copy.step) for copy in gone] == [(1, 3), (1, 4), (2, 9)]
+    nothing_complete = TierNaming(Tier.PERSISTENT, 11)
+    gone = removable(copies, naming=nothing_complete, lineage=(LineageEntry(1, 3), LineageEntry(2)), ranks=(0,))
+    assert [(copy.generation, copy.step) for copy in gone] == [(2, 9)]
