@@ -20,6 +20,7 @@ from services.controller.view import ActionView, GenerationView, HostView, JobVi
 
 _STALE_AFTER_S = 2.0  # a report this much newer than the generation's start still shows older workers: they run on
 _CLEAN_WITHIN_S = 15.0
+_ASK_AGAIN_S = 1.0
 _ENDED_AFTER_S = 20.0  # as above, for a job that ended: by then its hosts have been told, with their workers' grace
 _NOT_OF_THE_GENERATION = frozenset({PREEMPTION_NOTICE, SUPERSEDED_WORKERS})
 
@@ -126,12 +127,19 @@ def _verify(round_: Round, job: JobView, incident: Incident) -> None:
         round_.advance(incident, IncidentEvent.STEPS_ADVANCED)
     elif threshold < 0 and ranks and all(_shows_no_steps(rank) for rank in ranks):
         _watch_life(round_, incident, ranks)
-    elif round_.now < incident.since + round_.settings.verify_deadline_s:
-        round_.wake(incident.since + round_.settings.verify_deadline_s)
+    elif not _is_known_since(round_, generation, due := incident.since + round_.settings.verify_deadline_s):
+        round_.wake(max(due, round_.now + _ASK_AGAIN_S))
     elif ranks and all(rank.phase not in (Phase.STARTING, Phase.RESTORING) for rank in ranks):
         round_.wake(round_.now + round_.settings.verify_deadline_s)  # long steps; if they stop, the detector tells
     elif failure_of(round_, job.spec.job) in (None, incident):  # else that one is about to start another generation
         round_.advance(incident, IncidentEvent.VERIFY_OVERDUE)
+
+
+def _is_known_since(round_: Round, generation: GenerationView, at: float) -> bool:
+    """Whether `at` is over and every host of the generation has reported since: after an outage of the control plane
+    its workers may long be well."""
+    hosts = (round_.hosts.get(part.host_id) for part in generation.hosts)
+    return round_.now >= at and all(host is None or host.last_report_at > at for host in hosts)
 
 
 def _shows_no_steps(rank: RankView) -> bool:
@@ -144,7 +152,7 @@ def _watch_life(round_: Round, incident: Incident, ranks: Sequence[RankView]) ->
     if round_.now >= due and all(rank.reported_at >= incident.since for rank in ranks):
         round_.advance(incident, IncidentEvent.STEPS_ADVANCED)
     else:
-        round_.wake(max(due, round_.now + 1.0))
+        round_.wake(max(due, round_.now + _ASK_AGAIN_S))
 
 
 def _clear(round_: Round, job: JobView, incident: Incident) -> None:
@@ -205,9 +213,9 @@ def _never_started(round_: Round, job: JobView, generation: GenerationView) -> F
     present = {rank.rank for rank in generation.ranks}
     missing = [rank for part in generation.hosts for rank in part.ranks if rank not in present]
     due = generation.started_at + round_.settings.action_deadline_s
-    if generation.started_at > 0.0 and (not missing or round_.now < due):
+    if generation.started_at > 0.0 and not (missing and _is_known_since(round_, generation, due)):
         if missing:
-            round_.wake(due)
+            round_.wake(max(due, round_.now + _ASK_AGAIN_S))
         return None
     listed = ", ".join(map(str, missing[:16]))
     return Failure(

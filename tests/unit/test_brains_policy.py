@@ -482,8 +482,20 @@ def test_a_start_that_never_gets_going_is_tried_again() -> None:
     waiting = incident(state=IncidentState.VERIFYING, since=NOW - 299, restored_step=49)
     early = decide(view(job=job, incidents=[waiting], actions=[action()]), [], SETTINGS, NOW)
     assert not early.decisions and early.wake_at == NOW + 1
-    late = decide(view(job=job, incidents=[waiting], actions=[action()]), [], SETTINGS, NOW + 1)
+    unheard = decide(view(job=job, incidents=[waiting], actions=[action()]), [], SETTINGS, NOW + 1)
+    assert not unheard.decisions and unheard.wake_at == NOW + 2  # after an outage: its steps may be on their way
+    heard = tuple(host(name, job="job", last_report_at=NOW + 1.1) for name in "ab")
+    late = decide(view(job=job, hosts=heard, incidents=[waiting], actions=[action()]), [], SETTINGS, NOW + 1.5)
     assert decided(late).kind is DecisionKind.RESTART_IN_PLACE
+
+
+def test_ranks_that_no_report_could_tell_of_yet_are_not_missing() -> None:
+    generation = msgspec.structs.replace(GENERATION, ranks=(), started_at=NOW - 600)
+    job = msgspec.structs.replace(JOB, generation=generation)
+    away = tuple(host(name, job="job", last_report_at=NOW - 595) for name in "ab")
+    back = decide(view(job=job, hosts=away), [], SETTINGS, NOW)
+    assert not back.incidents and back.wake_at == NOW + 1
+    assert decide(view(job=job), [], SETTINGS, NOW).incidents[0].cause == "start_overdue"
 
 
 def test_a_script_that_never_attaches_is_resolved_by_living() -> None:
