@@ -8,6 +8,7 @@ hashing, commit and replication happen in the engine's process.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -56,6 +57,7 @@ class TrainerEngine:
         self._me = identity
         self._beacon = beacon
         self._segments: RankSegments | None = None
+        self._unavailable = ""  # why there are no slots although there should be
         self._link: CommitLink | None = None
         self._capture: Any = None  # ckpt_engine.capture.Capture, which imports torch: not before it is needed
         self._newest_step = -1 if identity.restore_step is None else identity.restore_step
@@ -63,15 +65,23 @@ class TrainerEngine:
         self.saves = 0
         self.failed_saves = 0
         if identity.shm_prefix:
-            self._open()
+            try:
+                self._open()
+            except (FlyballError, OSError) as error:  # training does not depend on it: every due save says why it fails
+                self._unavailable = f"The checkpoint slots of this rank could not be opened: {error}"
+                self._segments = None
+                sys.stderr.write(f"flyball: {self._unavailable}\n")
 
     def _open(self) -> None:
         me = self._me
         if not me.engine_notify and me.world_size > me.local_world_size:
             return  # ranks on several hosts and nobody to name their common step: no slots rather than unsafe ones
+        if me.engine_notify:
+            self._link = EngineLink(me)
         self._segments = RankSegments.open(rank_segment(me.shm_prefix, me.job, me.rank), create=True)
         self._segments.control.attach_trainer(me.generation)
-        self._link = EngineLink(me) if me.engine_notify else LocalCommitter(me, self._segments)
+        if self._link is None:
+            self._link = LocalCommitter(me, self._segments)
 
     @property
     def world_step(self) -> int:
@@ -90,7 +100,7 @@ class TrainerEngine:
         parks. A failure is on the handle. Raises only what is the job's own error: UnsupportedState, and, at the first
         save of a job that starts from scratch, MemoryTooSmall."""
         if self._segments is None or self._link is None:
-            return SaveHandle.not_made(step, NO_SUPERVISOR)
+            return self._save_without_slots(step)
         control, generation = self._segments.control, self._me.generation
         if step <= self._newest_step:
             return SaveHandle.not_made(step, f"step {self._newest_step} was saved or restored before it")
@@ -124,6 +134,18 @@ class TrainerEngine:
             self._beacon.add_save_blocked(time.monotonic_ns() - began_ns)
         if emergency and not handle.error:
             self._park(step, self._segments)
+        return handle
+
+    def _save_without_slots(self, step: int) -> SaveHandle:
+        if not self._unavailable:
+            return SaveHandle.not_made(step, NO_SUPERVISOR)
+        if not is_due(self._me.checkpoint, step):
+            return SaveHandle.not_made(step, NOT_DUE)
+        handle = SaveHandle(step, replicated_step=lambda: -1, durable_step=lambda: -1)
+        handle.error = self._unavailable
+        self.failed_saves += 1
+        if self._link is not None:
+            self._link.aborted(step, self._unavailable)
         return handle
 
     def _capture_into_slot(
@@ -217,8 +239,10 @@ class TrainerEngine:
             return 0
         if self._segments is None:
             raise RestoreFailed(
-                f"Step {step} was to be restored: {NO_SUPERVISOR}.",
-                hint="start the job with `flyball run`, or unset FLYBALL_RESTORE_STEP",
+                f"Step {step} was to be restored: {self._unavailable or NO_SUPERVISOR}.",
+                hint="start the job with `flyball run`, or unset FLYBALL_RESTORE_STEP"
+                if not self._unavailable
+                else "see the reason; a generation elsewhere, or with other segments, can restore it",
             )
         from ckpt_engine.restore import load_into
 

@@ -88,6 +88,6 @@ class LocalCommitter:
                 self._neighbours[rank] = RankSegments.open(
                     rank_segment(self._identity.shm_prefix, self._identity.job, rank)
                 )
-            except FileNotFoundError:  # has not attached yet
+            except (FlyballError, OSError):  # has not attached yet, or has no slots: then there is no common step
                 return None
         return self._neighbours[rank]

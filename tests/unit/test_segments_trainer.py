@@ -17,7 +17,7 @@ import torch
 import flyball
 from ckpt_engine import manifest as manifests
 from ckpt_engine import segment_files
-from ckpt_engine.control import RestoreState, RestoreWords
+from ckpt_engine.control import CONTROL_BYTES, RestoreState, RestoreWords
 from ckpt_engine.engine import NO_SUPERVISOR, NOT_DUE, is_due
 from ckpt_engine.notices import Captured, Notice, SaveAborted
 from ckpt_engine.slots import RankSegments, SlotState
@@ -114,6 +114,49 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 # --- attach ---
+
+
+def _of_another_version(path: Path) -> None:
+    path.write_bytes(b"\0" * CONTROL_BYTES)
+
+
+def _a_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _away(path: Path) -> None:
+    path.parent.rmdir()
+
+
+@pytest.mark.parametrize("break_it", [_of_another_version, _a_folder, _away])
+def test_slots_that_cannot_be_opened_do_not_stop_training(
+    with_engine: WorkerIdentity,
+    engine: Engine,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    break_it: Callable[[Path], None],
+) -> None:
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    spec = CheckpointSpec(every_steps=2)
+    broken = replace(with_engine, shm_prefix=str(folder / "flyball-test"), checkpoint=spec)
+    break_it(Path(rank_segment(broken.shm_prefix, "job", 0) + ".ctl"))
+    with Job(broken) as job:
+        assert "could not be opened" in capsys.readouterr().err
+        assert job.restore(state(0.0)) == 0
+        job.step(0)
+        handle = job.save(0, state(0.0))
+        assert "could not be opened" in handle.error
+        assert not handle.staged.wait(10.0)
+        assert isinstance(notice := engine.notice(), SaveAborted)
+        assert notice.step == 0
+        assert job.save(1, state(0.0)).skipped == NOT_DUE
+        assert job.failed_saves == 1
+        assert job.recovery_point == -1
+    with Job(replace(broken, restore_step=7)) as job, pytest.raises(SystemExit) as ended:
+        job.restore(state(0.0))
+    assert ended.value.code == RestoreFailed.exit_code
+    assert "could not be opened" in json.loads(Path(broken.error_file).read_text())["message"]["message"]
 
 
 def test_without_a_supervisor_a_script_runs_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
