@@ -70,8 +70,8 @@ class JobWatch:
             job = self._look()
             if self._signals.count and not stop_by:
                 say(f"stopping job {self._spec.job} (again: at once)")
-                self._client.post(f"/v1/jobs/{self._spec.job}/stop")
-                stop_by = time.monotonic() + self._spec.stop_grace_s + STOP_MARGIN_S
+                waits_s = self._spec.stop_grace_s + STOP_MARGIN_S if self._ask_to_stop() else 0.0
+                stop_by = time.monotonic() + waits_s
             if job and JobState(job["state"]).ended:
                 return job
             if self._signals.count > 1 or (stop_by and time.monotonic() > stop_by):
@@ -79,6 +79,17 @@ class JobWatch:
             while time.monotonic() - shown_at < STATUS_INTERVAL_S:
                 self._pump()
                 time.sleep(LOG_INTERVAL_S)
+
+    def _ask_to_stop(self) -> bool:
+        """Whether the supervisor will stop the job. One of this process ends with it anyway, and so do the workers."""
+        try:
+            self._client.post(f"/v1/jobs/{self._spec.job}/stop")
+        except FlyballError as error:
+            if self._supervisor is None and self._given_up is None:
+                raise
+            say(f"{error.message} The workers are ended without it.")
+            return False
+        return True
 
     def _pump(self) -> None:
         if self._follower:

@@ -43,6 +43,9 @@ class Supervisor:
             raise self.error
         return {"state": "succeeded"}
 
+    def post(self, _path: str) -> None:
+        raise self.error
+
     def items(self, _path: str, **_params: object) -> list[dict[str, Any]]:
         return []
 
@@ -121,6 +124,15 @@ def test_training_goes_on_when_the_own_supervisor_is_given_up(time: Time, capsys
         watch.wait()
     assert time.now_s > 500.0
     assert capsys.readouterr().err.count("given up") == 1
+
+
+def test_a_stop_does_not_need_the_own_supervisor(time: Time) -> None:
+    signals = SimpleNamespace(count=1)
+    own = JobWatch(Supervisor(time, 10_000.0), SPEC, signals, supervisor=SimpleNamespace(keep=lambda: None))
+    assert own.wait()["state"] == "running"
+    assert time.now_s < 5.0
+    with pytest.raises(Unreachable):  # the hosts of a cluster's supervisor would go on
+        JobWatch(Supervisor(time, 10_000.0), SPEC, signals).wait()
 
 
 def test_a_daemon_that_keeps_dying_is_given_up_and_a_rare_death_is_not(time: Time) -> None:
