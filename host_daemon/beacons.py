@@ -13,7 +13,7 @@ import structlog
 
 from flyball.beacon import BeaconReader, BeaconSnapshot, create_beacon
 from flyball.contracts.clock import Clock
-from flyball.contracts.cluster import RankStatus
+from flyball.contracts.cluster import Phase, RankStatus
 from flyball.contracts.decisions import RankPosition
 from flyball.contracts.errors import StateVersionMismatch
 from flyball.contracts.segments import beacon_path
@@ -100,6 +100,11 @@ class Beacons:
         """The newest step that the rank completed, -1 if none."""
         watched = self._watched.get((job, generation, rank))
         return watched.snapshot.step if watched else -1
+
+    def last_phase(self, job: str, generation: int, rank: int) -> Phase | None:
+        """What the rank said last that it was doing, None for a beacon that was never read."""
+        watched = self._watched.get((job, generation, rank))
+        return watched.snapshot.phase if watched else None
 
     def positions(self, job: str, *, upto_generation: int) -> tuple[RankPosition, ...]:
         """Where the ranks of the newest generation (up to one) are, or were when they died."""

@@ -95,6 +95,7 @@ def test_positions_are_of_the_newest_generation_also_after_death(prefix):
     beacons, writer = watched(prefix)
     other = add(beacons, prefix, 1)
     writer.step(7)
+    writer.phase(Phase.DONE)
     other.step(6)
     assert beacons.positions("job", upto_generation=1) == (RankPosition(0, -1), RankPosition(1, -1))
     beacons.worker_ended("job", 1, 0)
@@ -102,6 +103,7 @@ def test_positions_are_of_the_newest_generation_also_after_death(prefix):
     assert beacons.positions("job", upto_generation=5) == (RankPosition(0, 7), RankPosition(1, 6))
     assert beacons.positions("job", upto_generation=0) == ()
     assert beacons.last_step("job", 1, 0) == 7
+    assert (beacons.last_phase("job", 1, 0), beacons.last_phase("job", 2, 0)) == (Phase.DONE, None)
     assert beacons.statuses() == ()
 
 
