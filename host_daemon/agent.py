@@ -27,6 +27,7 @@ from host_daemon.generation_start import GenerationStarter
 from host_daemon.http_client import SupervisorClient
 from host_daemon.job_control import JobControl
 from host_daemon.outbox import Outbox
+from host_daemon.owed_releases import OwedReleases
 from host_daemon.probes.preemption import PreemptionProbe
 from host_daemon.processes import ExitStatus, become_subreaper
 from host_daemon.reaper import Reaper
@@ -41,6 +42,7 @@ from host_daemon.workers import Worker, WorkerTable
 BEACON_INTERVAL_S = 0.05
 PREEMPTION_INTERVAL_S = 0.1
 LAST_REPORT_TIMEOUT_S = 2.0
+ENGINE_MEET_S = 30.0
 PREEMPTION_FACT = "preemption_notice_told"
 
 _log = structlog.get_logger(__name__)
@@ -100,6 +102,7 @@ class Agent:
                 beacons=self._beacons,
             ),
             records=self._records,
+            owed=OwedReleases(self._database),
             signal=self._signal,
             engine=self._engine,
             engine_client=engine_client,
@@ -137,6 +140,7 @@ class Agent:
                     self._commands.run(),
                     self._watch_beacons(),
                     self._watch_for_preemption(),
+                    self._meet_engine(),
                 )
             ]
             await told_to_end.wait()
@@ -219,11 +223,17 @@ class Agent:
             exit_code=status.exit_code,
             signal_number=status.signal_number,
             last_step=self._beacons.last_step(job, generation, rank),
+            last_phase=self._beacons.last_phase(job, generation, rank),
             error=None if worker.expected else read_error(worker.error_file, worker.log_path, status),
             expected=worker.expected,
         )
         await self._outbox.put(exited, also=ended)
         self._reporter.wake()
+
+    async def _meet_engine(self) -> None:
+        """An engine that an earlier daemon left may not have heard its last words; twice they change nothing."""
+        if await self._engine.wait_alive(ENGINE_MEET_S):
+            await self._control.configure_engine()
 
     async def _engine_restarted(self, body: EngineRestarted) -> None:
         await self._signal(body)

@@ -28,6 +28,7 @@ from host_daemon.engine_client import EngineClient, EngineRefused
 from host_daemon.engine_process import EngineKeeper
 from host_daemon.free_ports import FreePorts
 from host_daemon.generation_start import GenerationStarter
+from host_daemon.owed_releases import OwedReleases
 from host_daemon.standby import Standbys
 from host_daemon.worker_environment import job_environment
 from host_daemon.worker_records import JobRecord, WorkerRecords
@@ -53,6 +54,7 @@ class JobControl:
         standbys: Standbys,
         starter: GenerationStarter,
         records: WorkerRecords,
+        owed: OwedReleases,
         signal: Callable[[SignalBody], Awaitable[None]],
         engine: EngineKeeper,
         engine_client: EngineClient,
@@ -65,13 +67,13 @@ class JobControl:
         self._standbys = standbys
         self._starter = starter
         self._records = records
+        self._owed = owed
         self._signal = signal
         self._engine = engine
         self._engine_client = engine_client
         self._ports = ports
         self._environ = environ
         self._jobs: dict[str, JobRecord] = {}
-        self._unreleased: dict[str, Release] = {}  # of jobs that ended while the engine was away
 
     async def carry_out(self, command: Command, progress: Progress) -> CommandResult:
         """Do what the command says. Raises FlyballError with what prevents it."""
@@ -101,8 +103,13 @@ class JobControl:
         """Tell a restarted engine of the generations that run, and of the jobs that ended meanwhile."""
         for record in list(self._jobs.values()):
             await self._configure(record)
-        for request in list(self._unreleased.values()):
-            await self._release(request, ENGINE_WAIT_S)
+        try:
+            for (
+                request
+            ) in await self._owed.load():  # after those that run: one of them may have the name of an older one
+                await self._release(request, ENGINE_WAIT_S)
+        except FlyballError as error:  # they stay owed
+            _log.error("owed_releases_not_known", error=str(error))
 
     async def stop_all(self) -> None:
         """End every worker of this host, each with its job's grace."""
@@ -121,9 +128,10 @@ class JobControl:
 
     async def _stop(self, body: StopWorkers) -> CommandResult:
         await self._stop_workers(body.job, body.generation, body.grace_s)
-        reply = await self._flush(body)
+        positions = self._positions(body.job, body.generation)
+        reply = await self._flush(body, positions)
         return CommandResult(
-            positions=self._positions(body.job, body.generation),
+            positions=positions,
             copies=tuple(c for c in reply.copies if c.job == body.job),
             free_port=await self._offer_port(body),
         )
@@ -135,8 +143,9 @@ class JobControl:
         for worker in targets:
             self._beacons.worker_ended(job, worker.record.generation, worker.record.rank)
 
-    async def _flush(self, body: StopWorkers) -> EngineReply:
-        """What the engine has after it committed all that was captured; nothing if it is away."""
+    async def _flush(self, body: StopWorkers, positions: tuple[RankPosition, ...]) -> EngineReply:
+        """What the engine has after it committed all that was captured; waits for one that is being restarted. Raises
+        CommandFailed if it stays away: a stop that listed no copies would have the job go on from an older step."""
         try:
             if not await self._engine.wait_alive(body.flush_timeout_s):
                 raise Unreachable("The checkpoint engine is away.")
@@ -144,7 +153,12 @@ class JobControl:
             return await self._engine_client.ask(request, timeout_s=body.flush_timeout_s + ENGINE_MARGIN_S)
         except FlyballError as error:
             _log.error("engine_not_flushed", job=body.job, error=str(error))
-            return EngineReply(ok=False)
+            raise CommandFailed(
+                f"The workers have ended; what they saved is not known: {error.message}",
+                code=error.code,
+                result=CommandResult(positions=positions),
+                hint="ask again: the daemon restarts its engine; see engine.log",
+            ) from error
 
     def _positions(self, job: str, generation: int) -> tuple[RankPosition, ...]:
         return self._beacons.positions(job, upto_generation=generation)
@@ -230,7 +244,9 @@ class JobControl:
         self._starter.forget_store(body.job)
         await self._stop_workers(body.job, body.generation, body.grace_s)
         positions = self._positions(body.job, body.generation)
-        await self._release(Release(command.fence, body.job), command.deadline_s)
+        release = Release(command.fence, body.job)
+        await self._owed.add(release)
+        await self._release(release, command.deadline_s)
         self._beacons.remove(body.job)
         self._standbys.drop(body.job)
         self._jobs.pop(body.job, None)
@@ -238,8 +254,7 @@ class JobControl:
         return CommandResult(positions=positions)
 
     async def _release(self, request: Release, timeout_s: float) -> None:
-        """Have the engine free the memory of a job that ended. If it cannot be told now, the next engine is."""
-        self._unreleased[request.job] = request
+        """Have the engine free the memory of a job that ended. If it cannot be told now it stays owed."""
         try:
             if not await self._engine.wait_alive(ENGINE_WAIT_S):
                 raise Unreachable("The checkpoint engine is away.", hint="the daemon restarts it; see engine.log")
@@ -248,7 +263,7 @@ class JobControl:
             _log.error("engine_not_released", job=request.job, code=error.code, error=str(error))
             if error.code != StaleCommand.code:  # a job of that name runs again, and has the memory
                 return
-        self._unreleased.pop(request.job, None)
+        await self._owed.remove(request)
 
     async def _configure(self, record: JobRecord) -> None:
         request = Configure(record.fence, self._host_id, record.placement, record.spec.checkpoint)

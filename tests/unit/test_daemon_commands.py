@@ -7,17 +7,29 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from flyball.contracts.checkpoints import RestoreReport, Tier
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.decisions import Command, CommandBatch, CommandResult, CommandUpdate, StopWorkers, UpdateState
-from flyball.contracts.engine_wire import EngineReply, EngineRequest, GetStatus, Release
+from flyball.contracts.decisions import (
+    Command,
+    CommandBatch,
+    CommandResult,
+    CommandUpdate,
+    EndJob,
+    RankPosition,
+    StopWorkers,
+    UpdateState,
+)
+from flyball.contracts.engine_wire import EngineReply, EngineRequest, Flush, GetStatus, Release
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.identity import Fence
 from host_daemon.command_journal import Admission, CommandJournal
-from host_daemon.commands import CommandLoop, Progress
+from host_daemon.commands import CommandFailed, CommandLoop, Progress
 from host_daemon.database import Database
 from host_daemon.engine_process import EngineKeeper
 from host_daemon.job_control import JobControl
+from host_daemon.owed_releases import OwedReleases
 from host_daemon.reporting import MAX_RESTORES, Reporter
 
 COMMAND = Command("act-1.stop.host.1", "act-1", "host", Fence(1, 1), StopWorkers("job", 1, 0.0), 30.0)
@@ -119,45 +131,103 @@ def test_a_restarted_daemon_asks_its_engine_only_for_what_it_has_not_reported() 
     assert asked == [GetStatus(restores_since=12.5)]
 
 
-def test_a_job_that_ended_while_the_engine_was_away_is_released_by_the_next_engine() -> None:
-    asked: list[EngineRequest] = []
+class Keeper:
+    """An engine that is there, or is not."""
 
-    class Keeper:
-        async def wait_alive(self, timeout_s: float) -> bool:
-            return True
+    def __init__(self, *, alive: bool = True) -> None:
+        self.alive = alive
 
-    class Engine:
-        away = True
+    async def wait_alive(self, timeout_s: float) -> bool:
+        return self.alive
 
-        async def ask(self, request: EngineRequest, *, timeout_s: float = 1.0) -> EngineReply:
-            if self.away:
-                raise Unreachable("It died this moment.")
-            asked.append(request)
-            return EngineReply(ok=True)
 
+class Engine:
+    """Notes what it is asked, unless it is away."""
+
+    def __init__(self) -> None:
+        self.away = True
+        self.asked: list[EngineRequest] = []
+
+    async def ask(self, request: EngineRequest, *, timeout_s: float = 1.0) -> EngineReply:
+        if self.away:
+            raise Unreachable("It died this moment.")
+        self.asked.append(request)
+        return EngineReply(ok=True)
+
+
+class Idle:
+    """Workers, beacons, standbys, records: none of them has anything to do."""
+
+    def of(self, job: str, *, upto_generation: int | None = None) -> list[object]:
+        return []
+
+    def positions(self, job: str, *, upto_generation: int) -> tuple[RankPosition, ...]:
+        return (RankPosition(0, 7),)
+
+    async def stop(self, workers: object, grace_s: float) -> None: ...
+    async def forget(self, job: str) -> None: ...
+    def forget_store(self, job: str) -> None: ...
+    def remove(self, job: str) -> None: ...
+    def drop(self, job: str) -> None: ...
+    def find(self) -> int:
+        return 4711
+
+
+def control_of(database: Database | None, engine: Engine, keeper: Keeper) -> JobControl:
+    idle: Any = Idle()
+    database_: Any = database
+    engine_: Any = engine
+    keeper_: Any = keeper
+    return JobControl(
+        host_id="host",
+        workers=idle,
+        beacons=idle,
+        standbys=idle,
+        starter=idle,
+        records=idle,
+        owed=OwedReleases(database_),
+        signal=idle,
+        engine=keeper_,
+        engine_client=engine_,
+        ports=idle,
+    )
+
+
+PROGRESS = Progress(resumed=False, acknowledged=False, acknowledge=lambda result: asyncio.sleep(0))
+
+
+def test_a_job_that_ended_while_the_engine_was_away_is_released_by_the_next_engine_of_the_next_daemon(
+    tmp_path: Path,
+) -> None:
     async def scenario() -> None:
-        part: Any = None
-        keeper: Any = Keeper()
-        engine: Any = Engine()
-        control = JobControl(
-            host_id="host",
-            workers=part,
-            beacons=part,
-            standbys=part,
-            starter=part,
-            records=part,
-            signal=part,
-            engine=keeper,
-            engine_client=engine,
-            ports=part,
-        )
-        request = Release(Fence(1, 1), "job")
-        await control._release(request, 1.0)
-        assert asked == []
-        engine.away = False
+        database, engine = Database(tmp_path / "daemon.sqlite"), Engine()
+        end = Command("act-2.end.host.1", "act-2", "host", Fence(1, 1), EndJob("job", 1, 0.0), 30.0)
+        await control_of(database, engine, Keeper()).carry_out(end, PROGRESS)
+        assert engine.asked == []
+        database.close()
+        database, engine.away = Database(tmp_path / "daemon.sqlite"), False
+        control = control_of(database, engine, Keeper())
         await control.configure_engine()
         await control.configure_engine()
-        assert asked == [request]
+        assert engine.asked == [Release(Fence(1, 1), "job")]
+        database.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("alive", [False, True])
+def test_a_stop_without_an_engine_fails_so_that_it_is_asked_again(*, alive: bool) -> None:
+    async def scenario() -> None:
+        engine, keeper = Engine(), Keeper(alive=alive)
+        control = control_of(None, engine, keeper)
+        with pytest.raises(CommandFailed) as failed:
+            await control.carry_out(COMMAND, PROGRESS)
+        assert failed.value.code == Unreachable.code
+        assert failed.value.result.positions == (RankPosition(0, 7),)
+        engine.away, keeper.alive = False, True
+        result = await control.carry_out(COMMAND, PROGRESS)
+        assert (result.positions, result.free_port) == ((RankPosition(0, 7),), 4711)
+        assert isinstance(engine.asked[0], Flush)
 
     asyncio.run(scenario())
 
