@@ -49,8 +49,8 @@ class DemoResult:
 def print_result(result: DemoResult) -> None:
     """The report on stdout."""
     print_table(
-        "Faults (seconds since the injection)",
-        ("fault", "decision", "detected", "decided", "resumed", "lost steps", "from"),
+        "Faults (seconds since the injection; steps lost)",
+        ("fault", "decision", "detected", "decided", "resumed", "lost", "from"),
         (
             [
                 f.fault,
