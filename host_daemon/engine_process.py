@@ -18,7 +18,7 @@ from flyball.contracts.engine_wire import EngineReply, GetStatus
 from flyball.contracts.errors import FlyballError, Unreachable
 from flyball.contracts.signals import EngineRestarted
 from host_daemon.engine_client import EngineClient
-from host_daemon.processes import launch, open_pidfd, send_signal
+from host_daemon.processes import launch, open_pidfd, open_pidfd_of, send_signal, signal_pidfd
 from host_daemon.settings import DaemonSettings
 from host_daemon.state_dir import StateDir
 
@@ -90,25 +90,47 @@ class EngineKeeper:
         """End the engine in order: SIGTERM lets it finish what it commits."""
         if not self._pid:
             return
-        send_signal(self._pid, signal.SIGTERM)
-        if not await _ended(self._pid, STOP_TIMEOUT_S):
-            send_signal(self._pid, signal.SIGKILL)
-            await _ended(self._pid, STOP_TIMEOUT_S)
-        self._pid = 0
+        pid, self._pid = self._pid, 0
+        pidfd = open_pidfd_of(pid, lambda: self._is_engine(pid))
+        if pidfd is None:
+            return
+        try:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                signal_pidfd(pidfd, number)
+                if await _ended(pidfd, STOP_TIMEOUT_S):
+                    return
+        finally:
+            os.close(pidfd)
 
     async def _adopt(self) -> bool:
         """Take over an engine that an earlier daemon started; one that runs and does not answer is killed."""
         try:
             await self._note(await self._client.ask(GetStatus(restores_since=self.restores_since)))
         except FlyballError as error:
-            pid = _engine_in(self._state_dir)
-            if pid:
-                _log.warning("engine_silent", pid=pid, error=str(error))
-                send_signal(pid, signal.SIGKILL)
-                await _ended(pid, STOP_TIMEOUT_S)
+            await self._kill_silent(error)
             return False
         _log.info("engine_adopted", pid=self._pid)
         return True
+
+    async def _kill_silent(self, error: FlyballError) -> None:
+        pid = _pid_in(self._state_dir)
+        pidfd = open_pidfd_of(pid, lambda: self._is_engine(pid)) if pid else None
+        if pidfd is None:
+            return
+        try:
+            _log.warning("engine_silent", pid=pid, error=str(error))
+            signal_pidfd(pidfd, signal.SIGKILL)
+            await _ended(pidfd, STOP_TIMEOUT_S)
+        finally:
+            os.close(pidfd)
+
+    def _is_engine(self, pid: int) -> bool:
+        """Whether this process is this folder's engine."""
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            return False
+        return b"ckpt_engine.server" in command and str(self._state_dir.root).encode() in command
 
     async def _start(self) -> None:
         settings = self._settings
@@ -139,7 +161,8 @@ class EngineKeeper:
     async def _watch(self) -> None:
         """Poll the engine until it ends; one that is silent for too long is killed."""
         ended = asyncio.Event()
-        pidfd = open_pidfd(self._pid)
+        pid = self._pid
+        pidfd = open_pidfd_of(pid, lambda: self._is_engine(pid))
         if pidfd is None:
             return
         loop = asyncio.get_running_loop()
@@ -153,8 +176,8 @@ class EngineKeeper:
                 except FlyballError as error:
                     self._alive.clear()
                     if self._clock.monotonic_s() - answered > HANG_TIMEOUT_S:
-                        _log.error("engine_hangs", pid=self._pid, error=str(error))
-                        send_signal(self._pid, signal.SIGKILL)
+                        _log.error("engine_hangs", pid=pid, error=str(error))
+                        signal_pidfd(pidfd, signal.SIGKILL)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), POLL_S)
         finally:
@@ -169,25 +192,20 @@ class EngineKeeper:
         await self._on_status(reply)
 
 
-def _engine_in(state_dir: StateDir) -> int:
-    """The pid of a process that is this folder's engine, 0 if there is none."""
+def _pid_in(state_dir: StateDir) -> int:
+    """The pid that this folder's engine last wrote down, 0 if there is none."""
     try:
-        pid = int(state_dir.engine_pid.read_text().split()[0])
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return int(state_dir.engine_pid.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return 0
-    return pid if b"ckpt_engine.server" in command and str(state_dir.root).encode() in command else 0
 
 
 def _readable(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], 0)[0])
 
 
-async def _ended(pid: int, timeout_s: float) -> bool:
+async def _ended(pidfd: int, timeout_s: float) -> bool:
     """Wait for the end of a process that may not be our child."""
-    pidfd = open_pidfd(pid)
-    if pidfd is None:
-        return True
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_reader(pidfd, ended.set)
@@ -198,4 +216,3 @@ async def _ended(pid: int, timeout_s: float) -> bool:
         return False
     finally:
         loop.remove_reader(pidfd)
-        os.close(pidfd)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -71,10 +71,28 @@ def open_pidfd(pid: int) -> int | None:
         return None
 
 
+def open_pidfd_of(pid: int, is_it: Callable[[], bool]) -> int | None:
+    """As `open_pidfd`, if it is the process that is meant: asked after the descriptor was opened, since a pid may have
+    been given to another process at any moment before."""
+    descriptor = open_pidfd(pid)
+    if descriptor is not None and not is_it():
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
 def send_signal(pid: int, number: signal.Signals) -> None:
     """Signal one process, if it is still there."""
     try:
         os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def signal_pidfd(descriptor: int, number: signal.Signals) -> None:
+    """Signal the very process of this descriptor, if it is still there."""
+    try:
+        signal.pidfd_send_signal(descriptor, number)
     except ProcessLookupError:
         return
 

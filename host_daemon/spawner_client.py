@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import signal
 import socket
@@ -58,7 +59,7 @@ class SpawnedProcess:
         if isinstance(self.origin, SpawnerProcess):
             self.origin.give_leave(self.pid, granted)
             return
-        with self.origin:
+        with self.origin, contextlib.suppress(OSError):  # it died while it waited, which its watcher tells
             if granted:
                 self.origin.sendall(LEAVE)
 
@@ -81,19 +82,21 @@ class SpawnerProcess:
         cls, *, environment: Mapping[str, str], log_path: Path, state_dir: Path, reaper: Reaper
     ) -> SpawnerProcess:
         """Launch it; `ready` resolves when torch is imported. Raises SpawnError."""
-        ours, theirs = socket.socketpair()
         try:
-            with theirs:
-                pid = launch(
-                    [sys.executable, "-P", "-m", "host_daemon.spawner", "--state-dir", str(state_dir)],
-                    environment=environment,
-                    log_path=log_path,
-                    descriptor=theirs.fileno(),
-                )
+            ours, theirs = socket.socketpair()
+            with contextlib.ExitStack() as undo:
+                undo.callback(ours.close)  # the spawner ends when this is closed
+                with theirs:
+                    pid = launch(
+                        [sys.executable, "-P", "-m", "host_daemon.spawner", "--state-dir", str(state_dir)],
+                        environment=environment,
+                        log_path=log_path,
+                        descriptor=theirs.fileno(),
+                    )
+                reader, writer = await asyncio.open_connection(sock=ours)
+                undo.pop_all()
         except OSError as error:
-            ours.close()
             raise SpawnError(f"A spawner could not be started: {error}.", hint="see the host's limits") from error
-        reader, writer = await asyncio.open_connection(sock=ours)
         return cls(pid, reaper, reader, writer)
 
     @property
@@ -182,17 +185,19 @@ def start_cold(order: Order, *, environment: Mapping[str, str], log_path: Path, 
     """Start a process in a fresh interpreter, as a child of the daemon. Raises SpawnError."""
     if isinstance(order, WorkerOrder):
         environment = order.environment
-    ours, theirs = socket.socketpair()
     try:
-        with theirs:
-            pid = launch(
-                [sys.executable, "-P", "-m", "host_daemon.child"],
-                environment=environment,
-                log_path=log_path,
-                descriptor=theirs.fileno(),
-            )
-        ours.sendall(frame(order))
+        ours, theirs = socket.socketpair()
+        with contextlib.ExitStack() as undo:
+            undo.callback(ours.close)  # the process ends when this is closed
+            with theirs:
+                pid = launch(
+                    [sys.executable, "-P", "-m", "host_daemon.child"],
+                    environment=environment,
+                    log_path=log_path,
+                    descriptor=theirs.fileno(),
+                )
+            ours.sendall(frame(order))
+            undo.pop_all()
     except OSError as error:
-        ours.close()
         raise SpawnError(f"A worker could not be started: {error.strerror}.", hint="see the host's limits") from error
     return SpawnedProcess(pid, reaper.watch(pid), ours)

@@ -108,7 +108,7 @@ class _Standby:
         deaths = 0
         while deaths < MAX_EARLY_DEATHS:
             began = self._clock.monotonic_s()
-            with contextlib.suppress(SpawnError):
+            with contextlib.suppress(SpawnError, OSError):  # no descriptors, no processes: it may pass
                 self._cold_because = await self._serve_one()
                 if self._cold_because:
                     break

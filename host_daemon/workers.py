@@ -17,7 +17,7 @@ from flyball.contracts.errors import FlyballError
 from host_daemon.processes import (
     ExitStatus,
     is_alive,
-    open_pidfd,
+    open_pidfd_of,
     read_stat,
     send_signal,
     session_members,
@@ -130,10 +130,7 @@ class WorkerTable:
         """Watch a worker that an earlier daemon started; one that has ended meanwhile is handled as such."""
         worker = Worker(record, error_file, exit_status=None)
         self._workers.append(worker)
-        if is_alive(record.pid, record.start_ticks):
-            self._watch(worker)
-        else:
-            self._note_end(worker)
+        self._watch(worker)
         return worker
 
     async def stop(self, workers: list[Worker], grace_s: float) -> None:
@@ -192,7 +189,8 @@ class WorkerTable:
             raise WorkersRemain(f"Killed, but still there: processes {left}.", hint="the host needs a reboot")
 
     def _watch(self, worker: Worker) -> None:
-        descriptor = open_pidfd(worker.record.pid)
+        record = worker.record
+        descriptor = open_pidfd_of(record.pid, lambda: is_alive(record.pid, record.start_ticks))
         if descriptor is None:
             self._note_end(worker)
             return

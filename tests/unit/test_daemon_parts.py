@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import os
 import signal
@@ -15,14 +17,18 @@ import pytest
 
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry, RestorePlan
+from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.errors import ConfigurationError, NotFound, StateVersionMismatch, UsageError
 from host_daemon.free_ports import FreePorts, is_free
 from host_daemon.generation_start import check_script
 from host_daemon.preflight import check_host
 from host_daemon.probes.preemption import PreemptionProbe
-from host_daemon.processes import ExitStatus, is_alive, read_stat, session_members
+from host_daemon.processes import ExitStatus, is_alive, open_pidfd_of, read_stat, session_members, signal_pidfd
 from host_daemon.settings import parse_settings
+from host_daemon.spawn_wire import StoreOrder
+from host_daemon.spawner_client import SpawnError
+from host_daemon.standby import Standbys
 from host_daemon.state_dir import StateDir
 from host_daemon.worker_environment import job_environment, rank_environment
 from host_daemon.worker_errors import read_error
@@ -257,3 +263,40 @@ def test_a_daemon_that_cannot_start_says_why_without_a_traceback(tmp_path, chang
     assert done.returncode == code
     assert done.stderr.startswith("error: ") and "\nNext step: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_descriptor_is_that_of_the_process_that_was_meant():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        open_before = len(list(Path("/proc/self/fd").iterdir()))
+        assert open_pidfd_of(process.pid, lambda: False) is None  # its pid was given to this one
+        assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+        stat = read_stat(process.pid)
+        descriptor = open_pidfd_of(process.pid, lambda: is_alive(process.pid, stat.start_ticks))
+        assert descriptor is not None
+        signal_pidfd(descriptor, signal.SIGKILL)
+        assert process.wait(10) == -signal.SIGKILL
+        signal_pidfd(descriptor, signal.SIGKILL)  # to nobody
+        assert open_pidfd_of(process.pid, lambda: True) is None
+        os.close(descriptor)
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def test_a_host_without_descriptors_starts_cold_and_says_why(tmp_path, monkeypatch):
+    def exhausted(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def scenario():
+        monkeypatch.setattr(socket, "socketpair", exhausted)  # here: the loop has its own pair by now
+        standbys = Standbys(state_dir=tmp_path, log_path=tmp_path / "log", reaper=None, clock=SystemClock())
+        standbys.keep("job", {})
+        async with asyncio.timeout(10.0):
+            assert "died again and again" in await standbys.ready("job")
+            with pytest.raises(SpawnError, match="Too many open files"):
+                await standbys.start("job", StoreOrder("127.0.0.1", 1, str(tmp_path / "log")))
+        await standbys.close()
+
+    monkeypatch.setattr("host_daemon.standby.RESTART_DELAY_S", 0.0)
+    asyncio.run(scenario())
