@@ -82,12 +82,8 @@ class Coordination:
             changed = coordinator.saved(steps.rank, sorted(steps.saved)) or changed
             changed = coordinator.failed(steps.failed) or changed
             world = self._announce_locked(coordinator, changed)
-            to_seal = [(s.tier, s.to_seal) for s in coordinator.schedules]
-        if changed:
-            self.hear_world(world)
-        for tier, step in to_seal:
-            if step is not None:
-                self._on_written(tier, step)
+            to_seal = coordinator.to_seal
+        self._tell(world if changed else None, to_seal)
         return Verdict.OK
 
     def hear_seals(self, report: TierReport) -> None:
@@ -97,8 +93,14 @@ class Coordination:
         with self._lock:
             changed = self._coordinator.seals_reported(report)
             world = self._announce_locked(self._coordinator, changed)
-        if changed:
+            to_seal = self._coordinator.to_seal
+        self._tell(world if changed else None, to_seal)
+
+    def _tell(self, world: WorldStep | None, to_seal: dict[Tier, int]) -> None:
+        if world is not None:
             self.hear_world(world)
+        for tier, step in to_seal.items():
+            self._on_written(tier, step)
 
     def _announce_locked(self, coordinator: Coordinator, changed: bool) -> WorldStep:
         world = self._world_of(coordinator)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from ckpt_engine.peer_wire import TierNaming, TierReport
 from ckpt_engine.tier_schedule import TierSchedule
+from flyball.contracts.checkpoints import Tier
 
 MAX_ABANDONED = 8  # the newest; a rank has two slots, so no slot holds an older one
 
@@ -49,6 +50,11 @@ class Coordinator:
     def namings(self) -> tuple[TierNaming, ...]:
         """What the disk tiers are to write and to keep, as far as it is known."""
         return tuple(naming for schedule in self.schedules if (naming := schedule.naming) is not None)
+
+    @property
+    def to_seal(self) -> dict[Tier, int]:
+        """By tier the step whose world manifest is to be written now."""
+        return {schedule.tier: step for schedule in self.schedules if (step := schedule.to_seal) is not None}
 
     def saved(self, rank: int, steps: Iterable[int]) -> bool:
         """The rank has these steps, oldest to newest. True if something is to be told to all."""

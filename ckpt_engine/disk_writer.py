@@ -132,7 +132,7 @@ class DiskWriter:
     def _look(self) -> bool:
         """Find out what is in the folder."""
         try:
-            self._disk.remove_unfinished(self._rank)
+            self._disk.remove_unfinished(self._rank if self._disk.tier is Tier.PERSISTENT else None)
             self._disk.scan()
         except OSError as error:
             log.warning("disk_not_scanned", tier=str(self._disk.tier), rank=self._rank, reason=str(error))
@@ -143,7 +143,9 @@ class DiskWriter:
 
     def _settle(self, step: int) -> None:
         self._on_progress(self._rank)  # heard: a coordinator that is restarted now learns of the name from us
-        if not self._disk.holds(self._generation.number, step, self._rank):
+        if self._disk.holds(self._generation.number, step, self._rank):
+            self._note_durable(step)  # by an engine that was killed before it could say so
+        else:
             self._write(step)
         with self._changed:
             self._let_go(step)
@@ -210,7 +212,7 @@ class DiskWriter:
         shared = self._disk.tier is Tier.PERSISTENT
         try:
             if shared:
-                self._disk.scan()  # for what the other hosts have written by now
+                self._disk.scan_world_manifests()  # written by rank 0's host
             self._disk.prune(
                 naming=naming, lineage=self._generation.lineage, ranks=self._generation.local_ranks if shared else None
             )

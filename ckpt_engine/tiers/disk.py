@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from ckpt_engine.retention import removable
 from ckpt_engine.world_manifest import WORLD_MANIFEST, WorldManifest
 from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier, is_alive
 from flyball.contracts.errors import CorruptShard
+from flyball.contracts.fault_points import reach
 
 log = structlog.get_logger()
 
@@ -32,6 +34,14 @@ SHARD_SUFFIX = ".safetensors"
 MANIFEST_SUFFIX = ".manifest"
 _MANIFEST_PATH = re.compile(r"g(\d+)/step(\d+)/rank(\d+)\.manifest")
 _WORLD_PATH = re.compile(r"g(\d+)/step(\d+)/" + re.escape(WORLD_MANIFEST))
+
+
+@dataclass
+class _Listing:
+    """What is in the folder."""
+
+    copies: dict[tuple[int, int, int], ShardCopy] = field(default_factory=dict)  # (generation, step, rank)
+    worlds: dict[tuple[int, int], WorldManifest] = field(default_factory=dict)  # (generation, step), if it is shared
 
 
 class DiskTier:
@@ -43,69 +53,68 @@ class DiskTier:
         self.job = job
         self.host_id = host_id
         self._folder = root / job
-        self._copies: dict[tuple[int, int, int], ShardCopy] = {}  # (generation, step, rank)
-        self._worlds: dict[tuple[int, int], WorldManifest] = {}  # (generation, step), of a shared folder
+        self._listing = _Listing()
+        self._meanwhile: list[Callable[[_Listing], None]] | None = None  # what a scan under way may have missed
         self._lock = threading.Lock()
+        self._scanning = threading.Lock()
         self._pruning = threading.Lock()
 
     def copies(self) -> list[ShardCopy]:
         """What can be restored from here, as of the last `scan` and what this process wrote and removed since."""
         with self._lock:
-            return [copy for copy in self._copies.values() if self._counts_locked(copy)]
+            return [copy for copy in self._listing.copies.values() if self._counts_locked(copy)]
 
     def holds(self, generation: int, step: int, rank: int) -> bool:
         """Whether this shard is there, whether or not its whole step is."""
         with self._lock:
-            return (generation, step, rank) in self._copies
+            return (generation, step, rank) in self._listing.copies
 
     def held(self, rank: int, lineage: Lineage) -> tuple[int, ...]:
         """The steps of a history that counts of which this rank's shard is there, oldest first."""
         with self._lock:
-            found = list(self._copies.values())
+            found = list(self._listing.copies.values())
         return tuple(sorted(c.step for c in found if c.rank == rank and is_alive(c.generation, c.step, lineage)))
 
     def sealed_steps(self, lineage: Lineage) -> tuple[int, ...]:
         """The steps of a history that counts that have a world manifest, oldest first."""
         with self._lock:
-            return tuple(sorted(step for generation, step in self._worlds if is_alive(generation, step, lineage)))
+            return tuple(
+                sorted(step for generation, step in self._listing.worlds if is_alive(generation, step, lineage))
+            )
 
     def scan(self) -> list[ShardCopy]:
         """Look at the folder again. A shard counts if its manifest is valid and its size is right; its bytes are
         verified when they are read."""
-        found: dict[tuple[int, int, int], ShardCopy] = {}
-        for path in self._folder.glob("g*/step*/rank*" + MANIFEST_SUFFIX):
-            match = _MANIFEST_PATH.fullmatch(path.relative_to(self._folder).as_posix())
-            if match:
-                generation, step, rank = (int(number) for number in match.groups())
-                try:
-                    manifest, data = self._read_manifest(generation, step, rank)
-                    self._check_size(manifest)
-                except (OSError, CorruptShard) as error:
-                    log.warning("disk_copy_ignored", path=str(path), reason=str(error))
-                    continue
-                found[generation, step, rank] = self._copy(manifest, data)
-        worlds = self._scan_worlds()
-        with self._lock:
-            self._copies, self._worlds = found, worlds
+        self._look_again(lambda: _Listing(self._scan_shards(), self._scan_worlds()))
         return self.copies()
+
+    def scan_world_manifests(self) -> None:
+        """Look again which steps count; cheap, where a scan would read the manifests of all ranks."""
+
+        def look() -> _Listing:
+            with self._lock:
+                copies = dict(self._listing.copies)
+            return _Listing(copies, self._scan_worlds())
+
+        self._look_again(look)
 
     def write(self, manifest: Manifest, manifest_bytes: bytes, payload: memoryview) -> int:
         """Store a verified shard; returns the bytes written. Raises StorageFull, or OSError if the folder is away."""
         shard = self._path(manifest.generation, manifest.step, manifest.rank, SHARD_SUFFIX)
         make_folder(shard.parent, mode=0o755)
         written = write_durably(shard, [payload], mode=0o644)
+        reach(f"{self.tier}.manifest")
         lines = [manifest_bytes, b"\n", manifests.digest(manifest_bytes).encode(), b"\n"]
         written += write_durably(shard.with_suffix(MANIFEST_SUFFIX), lines, mode=0o644)
-        with self._lock:
-            key = (manifest.generation, manifest.step, manifest.rank)
-            self._copies[key] = self._copy(manifest, manifest_bytes)
+        copy = self._copy(manifest, manifest_bytes)
+        self._change(lambda listing: listing.copies.update({(copy.generation, copy.step, copy.rank): copy}))
         return written
 
     def seal(self, generation: int, step: int, world_size: int) -> None:
         """Write the world manifest: the step counts from now on. Call after `scan`. Raises CorruptShard if some shard
         is not there, StorageFull or OSError."""
         with self._lock:
-            copies = [self._copies.get((generation, step, rank)) for rank in range(world_size)]
+            copies = [self._listing.copies.get((generation, step, rank)) for rank in range(world_size)]
         digests = tuple(copy.digest for copy in copies if copy is not None)
         if len(digests) < world_size:
             missing = [rank for rank, copy in enumerate(copies) if copy is None]
@@ -113,12 +122,13 @@ class DiskTier:
         data = world_manifest.describe(self.job, generation, step, digests)
         lines = [data, b"\n", manifests.digest(data).encode(), b"\n"]
         write_durably(self._world_path(generation, step), lines, mode=0o644)
-        with self._lock:
-            self._worlds[generation, step] = world_manifest.decode(data, job=self.job, generation=generation, step=step)
+        manifest = world_manifest.decode(data, job=self.job, generation=generation, step=step)
+        self._change(lambda listing: listing.worlds.update({(generation, step): manifest}))
 
-    def remove_unfinished(self, rank: int) -> None:
-        """Remove what writers of this rank left that were killed: it holds room that nothing else gives back."""
-        for path in self._folder.glob(f"g*/step*/.rank{rank}.*{UNFINISHED}*"):
+    def remove_unfinished(self, rank: int | None) -> None:
+        """Remove what killed writers of this rank (None: of any) left: it holds room that nothing else gives back."""
+        names = [".*"] if rank is None else [f".rank{rank}.*", f".{WORLD_MANIFEST}*"][: 2 if rank == 0 else 1]
+        for path in (path for name in names for path in self._folder.glob(f"g*/step*/{name}{UNFINISHED}*")):
             if not path.name.endswith(WRITER):
                 log.info("unfinished_shard_removed", path=str(path))
                 path.unlink(missing_ok=True)
@@ -144,7 +154,7 @@ class DiskTier:
         with rank 0's."""
         with self._pruning:
             with self._lock:
-                found = list(self._copies.values())
+                found = list(self._listing.copies.values())
             for copy in removable(found, naming=naming, lineage=lineage, ranks=ranks):
                 self._remove(copy)
 
@@ -157,10 +167,13 @@ class DiskTier:
             sync_folder(path.parent)
             path.with_suffix(SHARD_SUFFIX).unlink(missing_ok=True)
             self._remove_if_empty(path.parent)
-        with self._lock:
-            self._copies.pop((copy.generation, copy.step, copy.rank), None)
+
+        def forget(listing: _Listing) -> None:
+            listing.copies.pop((copy.generation, copy.step, copy.rank), None)
             if copy.rank == 0:
-                self._worlds.pop((copy.generation, copy.step), None)
+                listing.worlds.pop((copy.generation, copy.step), None)
+
+        self._change(forget)
 
     def _remove_if_empty(self, folder: Path) -> None:
         for level in (folder, folder.parent):
@@ -180,6 +193,45 @@ class DiskTier:
         if described != (self.job, generation, step, rank):
             raise CorruptShard(f"{path} describes {described}.", hint="another copy is tried")
         return manifest, data
+
+    def _look_again(self, look: Callable[[], _Listing]) -> None:
+        """Take a new listing; what this process wrote and removed while it was made is in it too."""
+        with self._scanning:
+            meanwhile: list[Callable[[_Listing], None]] = []
+            with self._lock:
+                self._meanwhile = meanwhile
+            try:
+                listing = look()
+            except BaseException:
+                with self._lock:
+                    self._meanwhile = None
+                raise
+            with self._lock:
+                self._meanwhile = None
+                for change in meanwhile:
+                    change(listing)
+                self._listing = listing
+
+    def _change(self, change: Callable[[_Listing], None]) -> None:
+        with self._lock:
+            change(self._listing)
+            if self._meanwhile is not None:
+                self._meanwhile.append(change)
+
+    def _scan_shards(self) -> dict[tuple[int, int, int], ShardCopy]:
+        found: dict[tuple[int, int, int], ShardCopy] = {}
+        for path in self._folder.glob("g*/step*/rank*" + MANIFEST_SUFFIX):
+            match = _MANIFEST_PATH.fullmatch(path.relative_to(self._folder).as_posix())
+            if match:
+                generation, step, rank = (int(number) for number in match.groups())
+                try:
+                    manifest, data = self._read_manifest(generation, step, rank)
+                    self._check_size(manifest)
+                except (OSError, CorruptShard) as error:
+                    log.warning("disk_copy_ignored", path=str(path), reason=str(error))
+                    continue
+                found[generation, step, rank] = self._copy(manifest, data)
+        return found
 
     def _scan_worlds(self) -> dict[tuple[int, int], WorldManifest]:
         found: dict[tuple[int, int], WorldManifest] = {}
@@ -202,7 +254,7 @@ class DiskTier:
     def _counts_locked(self, copy: ShardCopy) -> bool:
         if self.tier is not Tier.PERSISTENT:
             return True
-        world = self._worlds.get((copy.generation, copy.step))
+        world = self._listing.worlds.get((copy.generation, copy.step))
         return world is not None and world.names(copy.rank, copy.digest)
 
     def _check_size(self, manifest: Manifest) -> None:

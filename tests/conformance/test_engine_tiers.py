@@ -354,11 +354,30 @@ def test_what_a_killed_writer_left_half_written_is_removed(tmp_path: Path) -> No
     folder = disk.path(2, 0, "").parent
     folder.mkdir()
     left = [folder / f".rank{rank}.safetensors{UNFINISHED}{who}" for rank, who in ((0, "7-ab"), (10, "7-ab"))]
+    left.append(folder / f".world.manifest{UNFINISHED}7-ab")
     running = disk.path(1, 0, "").with_name(f".rank0.manifest{UNFINISHED}{WRITER}")
     for path in (*left, running):
         path.write_bytes(b"half")
+    disk.disk.remove_unfinished(1)
+    assert [path.exists() for path in (*left, running)] == [True, True, True, True]
     disk.disk.remove_unfinished(0)
-    assert [path.exists() for path in (*left, running)] == [False, True, True]
-    disk.disk.remove_unfinished(10)
+    assert [path.exists() for path in (*left, running)] == [False, True, False, True]
+    disk.disk.remove_unfinished(None)
     assert not folder.exists()
     assert [copy.step for copy in disk.copies()] == [1]
+
+
+def test_what_is_written_and_removed_during_a_scan_is_not_mistaken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(Tier.DISK, tmp_path)
+    disk.put(1)
+    scan = disk.disk._scan_worlds
+
+    def meanwhile() -> dict[tuple[int, int], world_manifest.WorldManifest]:
+        disk.put(2)
+        disk.disk.prune(naming=TierNaming(Tier.DISK, 2, (2,)), lineage=LINEAGE, ranks=None)
+        return scan()
+
+    monkeypatch.setattr(disk.disk, "_scan_worlds", meanwhile)
+    assert [copy.step for copy in disk.disk.scan()] == [2]

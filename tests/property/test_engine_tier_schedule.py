@@ -211,3 +211,15 @@ def test_what_a_newer_generation_wrote_is_not_removed_by_a_host_that_was_cut_off
     nothing_complete = TierNaming(Tier.PERSISTENT, 11)
     gone = removable(copies, naming=nothing_complete, lineage=(LineageEntry(1, 3), LineageEntry(2)), ranks=(0,))
     assert [(copy.generation, copy.step) for copy in gone] == [(2, 9)]
+
+
+def test_what_all_have_written_is_sealed_also_if_that_is_known_before_the_folder_was_looked_at() -> None:
+    tier = Tier.PERSISTENT
+    schedule = TierSchedule(tier, every_steps=1, world_size=1, restore_step=-1, keep_steps=1, sealed=True)
+    coordinator = Coordinator(generation=1, world_size=1, world_step=3, schedules=[schedule])
+    coordinator.tiers_reported(0, [TierReport(tier, 3, 3, (2, 3))])
+    assert coordinator.to_seal == {}
+    assert coordinator.namings == ()
+    assert coordinator.seals_reported(TierReport(tier, -1, -1, (2,)))
+    assert coordinator.to_seal == {tier: 3}
+    assert coordinator.namings == (TierNaming(tier, 3, (2,)),)

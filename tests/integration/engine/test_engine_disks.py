@@ -1,0 +1,76 @@
+"""The disk tiers of several hosts, which the coordinator ties together, with engines that are killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flyball.contracts.checkpoints import CheckpointSpec, Tier
+
+if TYPE_CHECKING:
+    from tests.integration.engine.conftest import Cluster, EngineHost, Trainer
+
+Until = Callable[..., None]
+
+
+def steps_on(host: EngineHost, tier: Tier, rank: int) -> set[int]:
+    return {copy.step for copy in host.status.copies if (copy.tier, copy.rank) == (tier, rank)}
+
+
+def common_steps(cluster: Cluster) -> set[int]:
+    a, b = cluster.hosts["a"], cluster.hosts["b"]
+    return steps_on(a, Tier.DISK, 0) & steps_on(b, Tier.DISK, 1)
+
+
+def test_hosts_always_have_a_disk_step_in_common_whichever_engine_is_killed(
+    cluster: Cluster, trainer: type[Trainer], until: Until
+) -> None:
+    spec = CheckpointSpec(disk_dir=str(cluster.root / "disk"), disk_every_steps=2)
+    a, b = cluster.host("a"), cluster.host("b")
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}), spec)
+    first, second = trainer(a, 0), trainer(b, 1)
+
+    def train(begin: int, end: int) -> None:
+        for step in range(begin, end):
+            first.save(step)
+            second.save(step)
+
+    newest = -1
+    for begin, killed in ((0, b), (10, a), (20, None)):
+        train(begin, begin + 9)
+        until(lambda newest=newest: max(common_steps(cluster), default=-1) > newest)
+        newest = max(common_steps(cluster))
+        if killed is not None:
+            killed.kill()
+            killed.start()
+            until(lambda newest=newest: max(common_steps(cluster), default=-1) >= newest)
+    until(lambda: common_steps(cluster) >= {28})
+    until(lambda: len(steps_on(a, Tier.DISK, 0)) <= 2 and steps_on(a, Tier.DISK, 0) == steps_on(b, Tier.DISK, 1))
+    assert first.world_step == second.world_step == 28
+
+
+def test_a_step_in_the_store_counts_on_every_host_when_all_ranks_are_there(
+    cluster: Cluster, trainer: type[Trainer], until: Until
+) -> None:
+    store = cluster.root / "store"
+    spec = CheckpointSpec(persistent_dir=str(store), persistent_every_steps=1)
+    a = cluster.host("a")
+    b = cluster.host("b", start=False)
+    b.start(FLYBALL_FAULT_POINT="persistent.manifest")
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}), spec)
+    first, second = trainer(a, 0), trainer(b, 1)
+    first.save(0)
+    second.save(0)
+    until(lambda: b.process is not None and b.process.poll() == -9)
+    until((store / "job" / "g1" / "step0" / "rank0.manifest").exists)
+    assert not a.holds(Tier.PERSISTENT, 0, 0)  # half a step is none
+    assert manifests_in(store) == set()
+    b.start()
+    for host in (a, b):
+        until(lambda host=host: host.holds(Tier.PERSISTENT, 0, 0 if host is a else 1))
+    assert manifests_in(store) == {"g1/step0"}
+
+
+def manifests_in(store: Path) -> set[str]:
+    return {path.parent.relative_to(store / "job").as_posix() for path in store.glob("job/g*/step*/world.manifest")}
