@@ -104,10 +104,9 @@ class JobControl:
         for record in list(self._jobs.values()):
             await self._configure(record)
         try:
-            for (
-                request
-            ) in await self._owed.load():  # after those that run: one of them may have the name of an older one
-                await self._release(request, ENGINE_WAIT_S)
+            for request in await self._owed.load():
+                if request.job not in self._jobs:  # else a job of that name runs again, and has the memory
+                    await self._release(request, ENGINE_WAIT_S)
         except FlyballError as error:  # they stay owed
             _log.error("owed_releases_not_known", error=str(error))
 

@@ -207,6 +207,12 @@ def test_a_job_that_ended_while_the_engine_was_away_is_released_by_the_next_engi
         database.close()
         database, engine.away = Database(tmp_path / "daemon.sqlite"), False
         control = control_of(database, engine, Keeper())
+        record: Any = None
+        control._jobs["job"] = record  # it runs again
+        control._configure = lambda record: asyncio.sleep(0)  # type: ignore[method-assign]  # and the engine was not told
+        await control.configure_engine()
+        assert engine.asked == []
+        del control._jobs["job"]
         await control.configure_engine()
         await control.configure_engine()
         assert engine.asked == [Release(Fence(1, 1), "job")]
