@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.durable_files import write_durably
+from ckpt_engine.durable_files import UNFINISHED, WRITER, write_durably
 from ckpt_engine.state_dir import FenceFile, JobFiles, StateDir
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.cluster import HostRanks, Placement
@@ -82,7 +82,7 @@ def test_configurations_are_kept_until_removed(tmp_path: Path) -> None:
 def test_a_full_disk_is_an_error_and_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_durably(path, [b"old"])
-    (tmp_path / f".file.new.{os.getpid()}").symlink_to("/dev/full")
+    (tmp_path / f".file{UNFINISHED}{WRITER}").symlink_to("/dev/full")
     with pytest.raises(StorageFull, match="no room"):
         write_durably(path, [b"new"])
     assert path.read_bytes() == b"old"
