@@ -62,6 +62,7 @@ def print_result(result: DemoResult) -> None:
             for f in result.faults
         ),
     )
+    lost_steps = sum(f.lost_steps for f in result.faults)
     losses = result.comparison
     counts = f"{losses.compared} compared with an uninterrupted torchrun, {losses.repeated} of them of steps done twice"
     same = "equal, bit for bit" if losses.matches else "NOT equal: " + "; ".join(losses.problems)
@@ -72,6 +73,6 @@ def print_result(result: DemoResult) -> None:
             "goodput": "-" if result.goodput is None else f"{100 * result.goodput:.1f} % of the elapsed time",
             "badput": ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in result.badput_s.items()) or "none",
             "decisions": result.decisions,
-            "verdict": "every fault recovered, no training lost" if result.passed else "FAILED",
+            "verdict": f"every fault recovered, steps lost and done again: {lost_steps}" if result.passed else "FAILED",
         }
     )
