@@ -80,7 +80,7 @@ class ControlServer:
             return self._handle(request)
         except FlyballError as error:
             return EngineReply(ok=False, code=error.code, message=str(error))
-        except Exception as error:
+        except Exception as error:  # logged; without an answer the daemon would wait for its deadline
             log.exception("request_crashed")
             return EngineReply(ok=False, code="error", message=f"{type(error).__name__}: {error}")
 

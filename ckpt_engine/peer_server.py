@@ -114,7 +114,7 @@ class PeerServer:
             log.warning("peer_refused", remote=remote, reason=error.message)
         except (FlyballError, OSError) as error:
             log.warning("connection_failed", peer=connection.peer.host_id, remote=remote, reason=str(error))
-        except Exception:
+        except Exception:  # the thread's outermost frame: logged, and only this connection ends
             log.exception("connection_crashed", peer=connection.peer.host_id, remote=remote)
         finally:
             with self._lock:

@@ -151,7 +151,7 @@ class RankPipeline:
                     self._run_restore(self._restore)
                     self._restore = None
                 delay_s = self._round()
-            except Exception:
+            except Exception:  # logged; a rank without its pipeline would never be saved again
                 log.exception("pipeline_round_failed", job=self._generation.job, rank=self.rank)
                 delay_s = self._settings.scan_interval_s
             self._kick.wait(delay_s)

@@ -9,7 +9,6 @@ next one goes on from there.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import secrets
 import signal
@@ -24,6 +23,7 @@ from ckpt_engine.settings import load_settings
 from ckpt_engine.state_dir import StateDir
 from flyball.contracts.errors import ConfigurationError, FlyballError
 from flyball.contracts.identity import check_name
+from flyball.json_log import log_to_stderr
 
 log = structlog.get_logger()
 
@@ -42,22 +42,6 @@ def read_token(path: Path | None) -> bytes:
     if not token:
         raise ConfigurationError(f"The token file {path} is empty.", hint="copy the supervisor's token into it")
     return token
-
-
-def log_to_stderr() -> None:
-    """One JSON object per line."""
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.dict_tracebacks,
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

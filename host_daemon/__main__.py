@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 
 import structlog
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import FlyballError
+from flyball.json_log import log_to_stderr
 from host_daemon.agent import Agent
 from host_daemon.preflight import check_host
 from host_daemon.settings import parse_settings
@@ -18,17 +18,7 @@ from host_daemon.state_dir import StateDir
 
 def main() -> int:
     """Run until SIGTERM; returns the exit code of the class of error that prevented it, else 0."""
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
+    log_to_stderr()
     try:
         settings = parse_settings(sys.argv[1:])
         state_dir = StateDir(settings.state_dir)
