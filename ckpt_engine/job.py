@@ -148,7 +148,7 @@ class Job:
                 every_steps=intervals[tier],
                 world_size=generation.placement.world_size,
                 restore_step=generation.restore_step,
-                keep_steps=self._services.settings.keep_complete_steps,
+                keep_steps=spec.policy(tier).keep_latest,
                 sealed=tier is Tier.PERSISTENT,
             )
             for tier in self.disks

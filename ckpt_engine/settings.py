@@ -12,6 +12,7 @@ from flyball.contracts.errors import ConfigurationError
 VARIABLE_PREFIX = "FLYBALL_CKPT_"
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
+Limit = Annotated[int, msgspec.Meta(ge=0)]  # 0: none
 Count = Annotated[int, msgspec.Meta(ge=1, le=65_536)]
 
 
@@ -34,7 +35,13 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_control_connections: Count = 32
     pool_connections_per_peer: Count = 4
     transfer_bytes: Annotated[int, msgspec.Meta(ge=4096, le=1 << 28)] = 4 << 20  # handed to the kernel at once
-    keep_complete_steps: Count = 2  # per disk tier; the coordinator's counts
+    memory_limit_bytes: Limit = 0  # of all slots of one job on this host; 0: what the machine has
+    huge_pages: bool = False  # transparent huge pages for the slots, where the kernel allows them in shared memory
+    peer_bytes_per_s: Limit = 0  # sent to peers; 0: as fast as it goes
+    disk_bytes_per_s: Limit = 0
+    persistent_bytes_per_s: Limit = 0
+    refill: bool = True  # an engine that starts empty gets its ranks' shards back from the peers
+    segment_ttl_s: Annotated[float, msgspec.Meta(gt=0, le=31_536_000)] = 86_400.0  # of segments nobody uses any more
     seal_timeout_s: Seconds = 30.0  # for a shared folder to show what all hosts wrote, before its world manifest
 
 

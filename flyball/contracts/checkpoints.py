@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -17,17 +18,83 @@ class Tier(StrEnum):
     PERSISTENT = "persistent"  # a store that outlives every host
 
 
-class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a job checkpoints. An interval of 0 switches a tier off."""
+class CaptureMode(StrEnum):
+    LAZY = "lazy"  # copy while forward and backward run; the optimizer's step waits for what is not copied yet
+    BLOCKING = "blocking"  # `save` returns when the copy is done
 
-    every_steps: int = 1  # memory tier, replicated to the peer where there is one
-    replicas: int = 1
+
+class WhenFull(StrEnum):
+    """What a save does whose slot the world still needs."""
+
+    WAIT = "wait"  # up to `save_timeout_s`, then the world goes without the step
+    SKIP = "skip"  # at once
+
+
+class Replication(StrEnum):
+    """How hosts choose the peers that hold their replicas."""
+
+    RING = "ring"  # the next hosts of other failure domains
+    CLIQUE = "clique"  # fixed groups of replicas + 1 hosts across failure domains
+
+
+Steps = Annotated[int, msgspec.Meta(ge=0)]
+IntervalSeconds = Annotated[float, msgspec.Meta(ge=0, le=604_800)]
+
+
+class TierPolicy(msgspec.Struct, frozen=True):
+    """When a tier gets a step, and which steps stay there."""
+
+    every_steps: Steps = 0
+    every_s: IntervalSeconds = 0.0
+    keep_latest: int = 2
+    keep_every: Steps = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self.every_steps > 0 or self.every_s > 0
+
+
+class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a job checkpoints; the same for all its hosts, so it travels with the placement. A tier with neither an
+    interval in steps nor one in seconds is off. What is a host's own (limits, bandwidths) is in the engine's settings.
+    """
+
+    every_steps: Steps = 1  # memory tier, replicated to the peer where there is one
+    every_s: IntervalSeconds = 0.0
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=8)] = 1
+    replication: Replication = Replication.RING
     disk_dir: str = ""
-    disk_every_steps: int = 0
-    persistent_dir: str = ""
-    persistent_every_steps: int = 0
+    disk_every_steps: Steps = 0
+    disk_every_s: IntervalSeconds = 0.0
+    disk_keep_latest: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 2
+    disk_keep_every: Steps = 0  # multiples of it stay for ever
+    persistent_dir: str = ""  # a folder that all hosts share, or s3://, gs://, az://
+    persistent_every_steps: Steps = 0
+    persistent_every_s: IntervalSeconds = 0.0
+    persistent_keep_latest: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 2
+    persistent_keep_every: Steps = 0
+    capture: CaptureMode = CaptureMode.LAZY
+    when_full: WhenFull = WhenFull.WAIT
+    raise_on_failure: bool = False  # the next call of the trainer raises what a save failed with
     save_timeout_s: float = 30.0  # the longest a save may wait for a slot that the world still needs
     restore_timeout_s: float = 120.0
+
+    def policy(self, tier: Tier) -> TierPolicy:
+        """The interval and retention of a tier; that of a disk tier without a folder is off. The peer tier follows the
+        memory tier."""
+        match tier:
+            case Tier.MEMORY | Tier.PEER:
+                return TierPolicy(self.every_steps, self.every_s)
+            case Tier.DISK if self.disk_dir:
+                return TierPolicy(self.disk_every_steps, self.disk_every_s, self.disk_keep_latest, self.disk_keep_every)
+            case Tier.PERSISTENT if self.persistent_dir:
+                return TierPolicy(
+                    self.persistent_every_steps,
+                    self.persistent_every_s,
+                    self.persistent_keep_latest,
+                    self.persistent_keep_every,
+                )
+        return TierPolicy()
 
 
 class ShardCopy(msgspec.Struct, frozen=True, order=True):
