@@ -1,4 +1,4 @@
-"""The trainer's side of the checkpoint engine: save into slots, restore from them.
+"""The trainer's side of the checkpoint engine: save into slots; restore from them is `shard_reader`'s.
 
 The trainer never depends on the engine process: what it needs is in shared memory, a save that finds no slot in time
 fails, is counted, and training goes on. Capture is synchronous: `save` returns when the copy into the slot is done;
@@ -15,15 +15,14 @@ from typing import Any
 
 from ckpt_engine.engine_link import CommitLink, EngineLink
 from ckpt_engine.local_commit import LocalCommitter
-from ckpt_engine.manifest import Manifest
 from ckpt_engine.save_handle import SaveHandle
-from ckpt_engine.slots import MemoryPlan, ParkState, RankSegments, RestoreState, SlotState, SlotView, World, choose_slot
+from ckpt_engine.shard_reader import ShardReader
+from ckpt_engine.slots import MemoryPlan, ParkState, RankSegments, SlotView, World, choose_slot
 from flyball.beacon import BeaconWriter
-from flyball.contracts.checkpoints import CheckpointSpec, is_alive
+from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import (
     CheckpointError,
-    CorruptShard,
     FlyballError,
     MemoryTooSmall,
     RestoreFailed,
@@ -36,7 +35,6 @@ _log = logging.getLogger("flyball.engine")
 
 _SLOT_POLL_S = 0.0005  # a commit takes milliseconds
 _ENGINE_PROBE_S = 0.1
-_RESTORE_POLL_S = 0.001
 _PARK_POLL_S = 0.005
 PARK_DEADLINE_S = 120.0  # parked and never ended: train on
 
@@ -244,60 +242,8 @@ class TrainerEngine:
                 if not self._unavailable
                 else "see the reason; a generation elsewhere, or with other segments, can restore it",
             )
-        from ckpt_engine.restore import load_into
-
-        load_into(state, self._await_shard(step, self._segments))
+        ShardReader(self._me, self._segments, self._link).restore(state, step)
         return step + 1
-
-    def _await_shard(self, step: int, segments: RankSegments) -> dict[str, Any]:
-        """The saved state, from the local slot as soon as it holds the step: at once if it survived the last worker,
-        else when the engine has fetched it."""
-        deadline_s = time.monotonic() + self._me.checkpoint.restore_timeout_s
-        reason = "no slot of this host holds it"
-        if isinstance(self._link, LocalCommitter):
-            self._commit_what_was_captured(self._link, segments)
-        while True:
-            engine = segments.control.read_restore()  # before the slots: ready means that they hold it
-            for view in segments.slots():
-                manifest = self._alive_shard(view, step, segments)
-                if manifest is None:
-                    continue
-                try:
-                    return _read_unchanged(segments, view, manifest)
-                except CorruptShard as error:
-                    segments.discard(view)  # so that no inventory lists it
-                    reason = str(error)
-            if isinstance(self._link, LocalCommitter):
-                break
-            if engine.generation == self._me.generation and engine.state is not RestoreState.PENDING:
-                reason = engine.error or reason
-                break
-            if time.monotonic() >= deadline_s:
-                reason = f"the engine did not fetch it within {self._me.checkpoint.restore_timeout_s:g} s"
-                break
-            time.sleep(_RESTORE_POLL_S)
-        raise RestoreFailed(
-            f"Rank {self._me.rank} cannot have step {step}: {reason}.",
-            hint="a generation with an older recovery point is needed; see the engine's log",
-        )
-
-    def _alive_shard(self, view: SlotView, step: int, segments: RankSegments) -> Manifest | None:
-        if (
-            view.state is SlotState.COMMITTED
-            and view.step == step
-            and is_alive(view.generation, step, self._me.lineage)
-        ):
-            return segments.committed(view.index)
-        return None
-
-    def _commit_what_was_captured(self, committer: LocalCommitter, segments: RankSegments) -> None:
-        """Without an engine nobody has hashed what the last worker left."""
-        for view in segments.slots():
-            if view.state is SlotState.CAPTURED and is_alive(view.generation, view.step, self._me.lineage):
-                try:
-                    committer.commit(view)
-                except CorruptShard as error:
-                    _log.warning("slot %d is not usable: %s", view.index, error)
 
     def close(self) -> None:
         """Let the last commit finish, and let go of the slots; their content stays."""
@@ -306,12 +252,3 @@ class TrainerEngine:
         if self._segments is not None:
             self._segments.close()
         self._link = self._segments = None
-
-
-def _read_unchanged(segments: RankSegments, view: SlotView, manifest: Manifest) -> dict[str, Any]:
-    from ckpt_engine.restore import read_state
-
-    saved = read_state(segments.payload(view.index), manifest)
-    if not segments.unchanged(view):
-        raise CorruptShard(f"Slot {view.index} was overwritten while it was read.")
-    return saved
