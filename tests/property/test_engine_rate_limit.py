@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import threading
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_engine.rate_limit import BURST_S, RateLimit, TokenBucket
+
+RATES = st.integers(1, 10**10)
+TAKES = st.lists(st.tuples(st.floats(0, 100), st.integers(0, 10**9)), max_size=40)  # pause before it, bytes
+
+
+@given(RATES, TAKES)
+def test_never_more_than_the_rate_and_one_burst_goes_in_any_span(
+    bytes_per_s: int, takes: list[tuple[float, int]]
+) -> None:
+    now_s = 0.0
+    bucket = TokenBucket(bytes_per_s, now_s=now_s)
+    gone: list[tuple[float, int]] = []  # when the wait was over, bytes
+    for pause_s, size_bytes in takes:
+        now_s += pause_s
+        now_s += bucket.take(size_bytes, now_s=now_s)
+        gone.append((now_s, size_bytes))
+    for first in range(len(gone)):
+        total = 0
+        for at_s, size_bytes in gone[first:]:
+            total += size_bytes
+            # A piece goes when its last byte may: what is ahead of the span is the first piece itself, and one burst.
+            allowed = gone[first][1] + bytes_per_s * (at_s - gone[first][0] + BURST_S)
+            assert total <= allowed * (1 + 1e-6) + 1
+
+
+@given(RATES, TAKES)
+def test_who_has_waited_never_waits_longer_than_the_rate_asks_for(
+    bytes_per_s: int, takes: list[tuple[float, int]]
+) -> None:
+    now_s = 0.0
+    bucket = TokenBucket(bytes_per_s, now_s=now_s)
+    for pause_s, size_bytes in takes:
+        now_s += pause_s
+        waits_s = bucket.take(size_bytes, now_s=now_s)
+        assert 0.0 <= waits_s <= size_bytes / bytes_per_s * (1 + 1e-6) + 1e-6
+        now_s += waits_s
+
+
+class _Time:
+    """A clock that only the waits move; as many threads as there are share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.now_s = 0.0
+        self.slept: list[float] = []
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        with self._lock:
+            self.slept.append(seconds)
+
+
+def test_threads_share_one_limit_and_queue_up_behind_each_other() -> None:
+    time = _Time()
+    limit = RateLimit(1000, monotonic_s=time.monotonic_s)
+    threads = [threading.Thread(target=limit.wait, args=(500, time.sleep)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(round(seconds, 6) for seconds in time.slept) == [0.4, 0.9, 1.4, 1.9]  # the burst is 100 bytes
+
+
+def test_no_limit_never_waits() -> None:
+    time = _Time()
+    limit = RateLimit(0, monotonic_s=time.monotonic_s)
+    for _ in range(3):
+        limit.wait(10**12, time.sleep)
+    assert time.slept == []
