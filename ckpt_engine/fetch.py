@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import structlog
 
-from ckpt_engine import integrity, restore_planner
+from ckpt_engine import integrity
+from ckpt_engine.fetch_order import FetchStep, fetch_order, source_generation
 from ckpt_engine.generation import Generation
 from ckpt_engine.manifest import Manifest
 from ckpt_engine.peer_wire import GetShard, Reply, Verdict
-from ckpt_engine.restore_planner import FetchStep, Origin
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.shard_transfer import receive_manifest, receive_payload
 from ckpt_engine.slots import MemoryPlan, SlotView, choose_slot
@@ -21,6 +21,7 @@ from ckpt_engine.tiers.peer import PeerTier
 from ckpt_engine.transport.pool import Dial
 from flyball.contracts.checkpoints import RestorePlan, Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed, StaleCommand, StorageFull
+from flyball.contracts.recovery import Origin
 
 log = structlog.get_logger()
 
@@ -61,13 +62,13 @@ class Fetcher:
     def fetch(self, entry: OpenSegments) -> Fetched:
         """Have the rank's shard in a committed, verified local slot. Raises RestoreFailed with the reason of every
         source, or StaleCommand if the generation ended meanwhile."""
-        written_by = restore_planner.source_generation(self._plan, entry.rank)
+        written_by = source_generation(self._plan, entry.rank)
         reasons: list[str] = []
         if written_by is not None:
             local = self._local_slot(entry, written_by, reasons)
             if local is not None:
                 return local
-        for step in restore_planner.fetch_order(self._plan, entry.rank, host_id=self._generation.host_id):
+        for step in fetch_order(self._plan, entry.rank, host_id=self._generation.host_id):
             try:
                 return self._try(entry, step)
             except StaleCommand:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_engine.fetch_order import fetch_order, source_generation
 from ckpt_engine.peer_wire import TierNaming
-from ckpt_engine.restore_planner import Origin, fetch_order, source_generation
 from ckpt_engine.retention import removable
 from flyball.contracts.checkpoints import LineageEntry, RestorePlan, ShardCopy, ShardSource, Tier, is_alive
+from flyball.contracts.recovery import Origin
 
 HOSTS = ("here", "there", "elsewhere")
 
@@ -38,6 +39,7 @@ def test_sources_come_nearest_first_and_none_that_can_be_asked_is_lost(given_sou
 
 def test_bytes_from_another_hosts_memory_are_a_peers_whatever_they_were_there() -> None:
     assert {origin: origin.tier for origin in Origin} == {
+        Origin.LOCAL_SLOT: Tier.MEMORY,
         Origin.LOCAL_REPLICA: Tier.PEER,
         Origin.REMOTE_MEMORY: Tier.PEER,
         Origin.LOCAL_DISK: Tier.DISK,
