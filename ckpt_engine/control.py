@@ -44,9 +44,11 @@ _EMERGENCY_GENERATION, _EMERGENCY_STEP = 68, 69
 _ABANDONED_COUNT, _ABANDONED, _ABANDONED_ENTRIES = 70, 71, 16
 _REPLICATED_STEP, _DURABLE_STEP = 88, 89
 _HELD = {Tier.DISK: 90, Tier.PERSISTENT: 91}  # the step plus one, 0: none
+_NEXT_SAVE = 92
 _RESTORE_GENERATION, _RESTORE_STATE, _RESTORE_STEP, _RESTORE_SLOT = 96, 97, 98, 99
 _RESTORE_TIER, _RESTORE_SOCKET_BYTES, _RESTORE_TEXT_BYTES = 100, 101, 102
 _TRAINER_GENERATION, _POSITION, _PARK = 128, 129, 130
+_ABORTED_COUNT, _ABORTED, _ABORTED_ENTRIES = 132, 133, 8
 _TEXT_OFFSET, _MAX_TEXT_BYTES = 4096, 2048
 
 _SETTLE_S = 0.001  # longer than any store waits in a processor's store buffer
@@ -199,6 +201,7 @@ class ControlSegment:
         words[_REPLICATED_STEP] = -1
         words[_DURABLE_STEP] = -1
         words[_EMERGENCY_STEP] = -1
+        words[_NEXT_SAVE] = -1
         self.release_holds()
         words[_PARK] = ParkState.RUNNING
         words[_WORLD_GENERATION] = generation
@@ -264,6 +267,22 @@ class ControlSegment:
         """Newest step whose save the trainer of `generation` began, -1 if none."""
         return self._words[_POSITION] if self._words[_TRAINER_GENERATION] == generation else -1
 
+    def name_save(self, step: int) -> None:
+        """The coordinator wants `step` of the present world's generation, for an interval in seconds."""
+        self._words[_NEXT_SAVE] = step
+
+    def next_save(self, generation: int) -> int:
+        """What `name_save` named last for this generation, -1 for nothing."""
+        return self._words[_NEXT_SAVE] if self._words[_WORLD_GENERATION] == generation else -1
+
+    def aborted_steps(self, generation: int) -> frozenset[int]:
+        """The newest few steps that the trainer of `generation` gave up."""
+        words = self._words
+        if words[_TRAINER_GENERATION] != generation:
+            return frozenset()
+        count = min(words[_ABORTED_COUNT], _ABORTED_ENTRIES)
+        return frozenset(words[_ABORTED : _ABORTED + count].tolist())
+
     def write_restore(self, words: RestoreWords) -> None:
         text = words.error.encode()[:_MAX_TEXT_BYTES]
         self._words[_RESTORE_STATE] = RestoreState.PENDING
@@ -296,11 +315,18 @@ class ControlSegment:
     def attach_trainer(self, generation: int) -> None:
         """A trainer of `generation` begins; it has saved nothing."""
         self._words[_POSITION] = -1
+        self._words[_ABORTED_COUNT] = 0
         self._words[_TRAINER_GENERATION] = generation
 
     def write_position(self, step: int) -> None:
         """The save of `step` begins. Call before `emergency_step`."""
         self._words[_POSITION] = step
+
+    def note_aborted(self, step: int) -> None:
+        """This rank will never have `step`. Unlike the notice, it cannot be lost."""
+        count = self._words[_ABORTED_COUNT]
+        self._words[_ABORTED + count % _ABORTED_ENTRIES] = step
+        self._words[_ABORTED_COUNT] = count + 1
 
     def emergency_step(self, generation: int) -> int:
         """The step at which to save and park, -1 if none was named for this generation."""
@@ -327,7 +353,7 @@ def _initial_words() -> bytes:
     for word in (
         *(_FENCE_GENERATION, _WORLD_GENERATION, _WORLD_STEP, _EMERGENCY_GENERATION, _EMERGENCY_STEP),
         *(_RESTORE_GENERATION, _RESTORE_STEP, _RESTORE_SLOT, _TRAINER_GENERATION, _POSITION),
-        *(_REPLICATED_STEP, _DURABLE_STEP),
+        *(_REPLICATED_STEP, _DURABLE_STEP, _NEXT_SAVE),
     ):
         words[word] = -1
     return words.tobytes()

@@ -16,10 +16,10 @@ from typing import Any
 from ckpt_engine.engine_link import CommitLink, EngineLink
 from ckpt_engine.local_commit import LocalCommitter
 from ckpt_engine.save_handle import SaveHandle
+from ckpt_engine.save_schedule import is_due
 from ckpt_engine.shard_reader import ShardReader
 from ckpt_engine.slots import MemoryPlan, ParkState, RankSegments, SlotView, World, choose_slot
 from flyball.beacon import BeaconWriter
-from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import (
     CheckpointError,
@@ -40,12 +40,6 @@ PARK_DEADLINE_S = 120.0  # parked and never ended: train on
 
 NO_SUPERVISOR = "no supervisor keeps checkpoint slots for this process"
 NOT_DUE = "the job's checkpoint settings do not name this step"
-
-
-def is_due(spec: CheckpointSpec, step: int) -> bool:
-    """Whether some tier of the spec wants this step; the memory tier has to hold it first, whichever it is."""
-    intervals = (spec.every_steps, spec.disk_every_steps, spec.persistent_every_steps)
-    return any(interval > 0 and step % interval == 0 for interval in intervals)
 
 
 class TrainerEngine:
@@ -105,7 +99,7 @@ class TrainerEngine:
         self._newest_step = step
         control.write_position(step)  # before the look at the emergency step: see ControlSegment.arm
         emergency = control.emergency_step(generation) == step
-        if not emergency and not is_due(self._me.checkpoint, step):
+        if not emergency and not is_due(self._me.checkpoint, step, control.next_save(generation)):
             return SaveHandle.not_made(step, NOT_DUE)
         handle = SaveHandle(
             step,
@@ -120,6 +114,7 @@ class TrainerEngine:
             handle.mark_captured()
             self.saves += 1
         except (FlyballError, OSError) as error:
+            control.note_aborted(step)
             self._link.aborted(step, str(error))
             handle.error = str(error)
             self.failed_saves += 1

@@ -18,8 +18,9 @@ import flyball
 from ckpt_engine import manifest as manifests
 from ckpt_engine import segment_files
 from ckpt_engine.control import CONTROL_BYTES, RestoreState, RestoreWords
-from ckpt_engine.engine import NO_SUPERVISOR, NOT_DUE, is_due
+from ckpt_engine.engine import NO_SUPERVISOR, NOT_DUE
 from ckpt_engine.notices import Captured, Notice, SaveAborted
+from ckpt_engine.save_schedule import is_due
 from ckpt_engine.slots import RankSegments, SlotState
 from flyball.beacon import BeaconReader, create_beacon
 from flyball.contracts import wire
@@ -342,8 +343,9 @@ def test_a_state_that_does_not_fit_is_the_jobs_own_error(identity: WorkerIdentit
 
 
 def test_a_step_is_due_for_whichever_tier_wants_it() -> None:
-    spec = CheckpointSpec(every_steps=3, disk_every_steps=5, persistent_every_steps=0)
+    spec = CheckpointSpec(every_steps=3, disk_dir="/disk", disk_every_steps=5, persistent_every_steps=7)
     assert [step for step in range(11) if is_due(spec, step)] == [0, 3, 5, 6, 9, 10]
+    assert [step for step in range(11) if is_due(spec, step, named_step=7)] == [0, 3, 5, 6, 7, 9, 10]
     assert not is_due(CheckpointSpec(every_steps=0), 0)
 
 
