@@ -11,7 +11,7 @@ from ckpt_engine import integrity, shard_format
 from flyball.contracts.errors import CorruptShard
 from flyball.contracts.identity import JobName, Rank, Step
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 MAX_MANIFEST_BYTES = 8 << 20
 MAX_CHUNK_BYTES = 64 << 20
 
@@ -19,14 +19,16 @@ _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor of the shard. `offsets` are (begin, end) in the file; `global_shape` is the tensor's in the whole
-    model, the same as `shape` while ranks hold whole tensors."""
+    """One tensor of the shard, which may be a block of a larger one: `shape` is what this rank holds, `offsets` says
+    per dimension where that begins in the tensor of `global_shape`. A whole tensor has the same shape twice, and
+    offsets of zero. `byte_range` is (begin, end) in the file."""
 
     fqn: str
     dtype: str
     shape: tuple[_Size, ...]
     global_shape: tuple[_Size, ...]
-    offsets: tuple[_Size, _Size]
+    offsets: tuple[_Size, ...]
+    byte_range: tuple[_Size, _Size]
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -58,16 +60,7 @@ def describe(
 ) -> Manifest:
     """Hash a captured shard and describe it. Raises CorruptShard if it is not a safetensors file."""
     header = shard_format.read_header(payload)
-    tensors = tuple(
-        TensorEntry(
-            fqn=name,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            global_shape=tensor.shape,
-            offsets=(header.data_start + tensor.data_offsets[0], header.data_start + tensor.data_offsets[1]),
-        )
-        for name, tensor in header.tensors.items()
-    )
+    tensors = tuple(_entry(name, header) for name in header.tensors)
     return Manifest(
         version=MANIFEST_VERSION,
         code_version=code_version,
@@ -80,6 +73,20 @@ def describe(
         chunk_bytes=chunk_bytes,
         chunk_digests=integrity.chunk_digests(payload, chunk_bytes),
         tensors=tensors,
+    )
+
+
+def _entry(name: str, header: shard_format.ShardHeader) -> TensorEntry:
+    tensor = header.tensors[name]
+    block = header.blocks.get(name)
+    begin, end = tensor.data_offsets
+    return TensorEntry(
+        fqn=name,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        global_shape=block.global_shape if block else tensor.shape,
+        offsets=block.offsets if block else (0,) * len(tensor.shape),
+        byte_range=(header.data_start + begin, header.data_start + end),
     )
 
 
@@ -105,7 +112,7 @@ def decode(data: bytes | memoryview) -> Manifest:
         raise CorruptShard(f"A manifest of {len(data)} bytes exceeds the limit of {MAX_MANIFEST_BYTES}.")
     try:
         manifest = _decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:  # the latter: nested without end
         raise CorruptShard(f"A manifest does not parse: {error}.") from error
     if manifest.version != MANIFEST_VERSION:
         raise CorruptShard(
@@ -115,11 +122,21 @@ def decode(data: bytes | memoryview) -> Manifest:
     chunks = integrity.chunk_count(manifest.payload_bytes, manifest.chunk_bytes)
     if len(manifest.chunk_digests) != chunks * integrity.DIGEST_BYTES:
         raise CorruptShard(f"A manifest has {len(manifest.chunk_digests)} bytes of checksums for {chunks} chunks.")
+    if len({tensor.fqn for tensor in manifest.tensors}) != len(manifest.tensors):
+        raise CorruptShard("A manifest names a tensor twice.")
     for tensor in manifest.tensors:
-        begin, end = tensor.offsets
-        if not begin <= end <= manifest.payload_bytes:
-            raise CorruptShard(f"A manifest places tensor {tensor.fqn!r} outside the shard.")
+        _check_entry(tensor, manifest.payload_bytes)
     return manifest
+
+
+def _check_entry(tensor: TensorEntry, payload_bytes: int) -> None:
+    begin, end = tensor.byte_range
+    if not begin <= end <= payload_bytes:
+        raise CorruptShard(f"A manifest places tensor {tensor.fqn!r} outside the shard.")
+    if shard_format.size_bytes(tensor.dtype, tensor.shape) != end - begin:
+        raise CorruptShard(f"A manifest has {end - begin} bytes for {tensor.fqn!r}, {tensor.dtype} {tensor.shape}.")
+    if not shard_format.Block(tensor.global_shape, tensor.offsets).holds(tensor.shape):
+        raise CorruptShard(f"A manifest places {tensor.fqn!r} outside of the tensor that it is a part of.")
 
 
 def digest(data: bytes | memoryview) -> str:

@@ -29,7 +29,7 @@ def test_a_manifest_describes_a_shard_of_the_safetensors_library_and_survives_en
     assert manifest.decode(manifest.encode(made)) == made
     assert {(t.fqn, t.dtype, t.shape) for t in made.tensors} == {("a", "I64", (5000,)), ("b", "F32", (2, 3))}
     tensor = next(t for t in made.tensors if t.fqn == "a")
-    begin, end = tensor.offsets
+    begin, end = tensor.byte_range
     assert np.frombuffer(payload[begin:end], np.int64).tolist() == list(range(5000))
 
 
@@ -61,7 +61,7 @@ def test_checksums_of_another_length_do_not_fit() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 2},
+        {"version": 1},
         {"chunk_digests": b"\0" * 15},
         {"chunk_bytes": 0},
         {"chunk_bytes": 1 << 40},
@@ -79,11 +79,75 @@ def test_a_manifest_that_contradicts_itself_is_refused(change: dict[str, Any]) -
         manifest.decode(msgspec.json.encode(fields))
 
 
-def test_a_tensor_outside_the_shard_is_refused() -> None:
+ENTRY = manifest.TensorEntry("x", "F32", (2, 3), (2, 3), (0, 0), (8, 32))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"byte_range": (1 << 30, (1 << 30) + 24)}, "outside the shard"),
+        ({"byte_range": (32, 8)}, "outside the shard"),
+        ({"byte_range": (8, 33)}, "25 bytes"),
+        ({"shape": (2, 4), "global_shape": (2, 4)}, "24 bytes"),
+        ({"dtype": "F64"}, "24 bytes"),
+        ({"dtype": "F99"}, "'F99'"),
+        ({"shape": (1 << 62,) * 65}, "65 dimensions"),
+        ({"global_shape": (2, 2)}, "part of"),
+        ({"offsets": (0, 1)}, "part of"),
+        ({"offsets": (0,)}, "part of"),
+        ({"global_shape": (2, 3, 1)}, "part of"),
+    ],
+)
+def test_a_tensor_that_cannot_be_where_the_manifest_says_is_refused(change: dict[str, Any], message: str) -> None:
     made = described(shard())
-    outside = manifest.TensorEntry("x", "U8", (1,), (1,), (made.payload_bytes, made.payload_bytes + 1))
-    with pytest.raises(CorruptShard, match="outside"):
-        manifest.decode(manifest.encode(msgspec.structs.replace(made, tensors=(outside,))))
+    manifest.decode(manifest.encode(msgspec.structs.replace(made, tensors=(ENTRY,))))
+    entry = msgspec.structs.replace(ENTRY, **change)
+    with pytest.raises(CorruptShard, match=message):
+        manifest.decode(manifest.encode(msgspec.structs.replace(made, tensors=(entry,))))
+
+
+def test_a_tensor_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(CorruptShard, match="twice"):
+        manifest.decode(manifest.encode(msgspec.structs.replace(described(shard()), tensors=(ENTRY, ENTRY))))
+
+
+def sharded(block: str) -> memoryview:
+    """A shard with rows 4..6 of a matrix, as `block` says."""
+    header = shard_format.encode_header(
+        {shard_format.SHARDING_KEY: block}, {"w": shard_format.TensorHeader("U8", (2, 3), (0, 6))}
+    )
+    payload = memoryview(bytearray(8 + len(header) + 6))
+    shard_format.write_header(payload, header, len(header))
+    return payload
+
+
+def test_the_manifest_says_which_block_of_a_sharded_tensor_it_is() -> None:
+    block = shard_format.Block((9, 3), (4, 0))
+    (entry,) = described(sharded(shard_format.encode_blocks({"w": block}))).tensors
+    assert (entry.shape, entry.global_shape, entry.offsets) == ((2, 3), (9, 3), (4, 0))
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        '{"w":{"global_shape":[9,3],"offsets":[8,0]}}',
+        '{"w":{"global_shape":[9],"offsets":[0]}}',
+        '{"w":{"global_shape":[9,3],"offsets":[-1,0]}}',
+        '{"other":{"global_shape":[9,3],"offsets":[0,0]}}',
+        "[]",
+    ],
+)
+def test_a_block_outside_of_its_tensor_is_refused(block: str) -> None:
+    with pytest.raises(CorruptShard):
+        described(sharded(block))
+
+
+def test_a_header_that_is_nested_without_end_is_refused() -> None:
+    header = b'{"a":' + b"[" * 100_000
+    with pytest.raises(CorruptShard, match="parse"):
+        shard_format.read_header(memoryview(len(header).to_bytes(8, "little") + header))
+    with pytest.raises(CorruptShard, match="parse"):
+        manifest.decode(header)
 
 
 @settings(deadline=None)
@@ -107,14 +171,16 @@ def test_a_header_of_garbage_is_refused(header: bytes) -> None:
     [
         (((0, 8), (9, 16)), "expected from 8"),  # a gap
         (((0, 8), (4, 16)), "expected from 8"),  # an overlap
-        (((0, 8), (8, 12)), "the file at"),  # bytes that belong to nothing
-        (((0, 8), (8, 99)), "the file at"),  # beyond the end
+        (((0, 8), (8, 12)), "the file has 16"),  # bytes that belong to nothing
+        (((0, 8), (8, 99)), "the file has 16"),  # beyond the end
         (((4, 8), (8, 16)), "expected from 0"),
         (((8, 0), (0, 16)), "expected from"),
     ],
 )
 def test_tensors_must_fill_the_file_exactly(offsets: tuple[tuple[int, int], ...], message: str) -> None:
-    tensors = {f"t{i}": shard_format.TensorHeader("U8", (1,), pair) for i, pair in enumerate(offsets)}
+    tensors = {
+        f"t{i}": shard_format.TensorHeader("U8", (abs(pair[1] - pair[0]),), pair) for i, pair in enumerate(offsets)
+    }
     header = shard_format.encode_header({}, tensors)
     payload = memoryview(bytearray(8 + len(header) + 16))
     shard_format.write_header(payload, header, len(header))
