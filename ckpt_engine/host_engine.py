@@ -18,10 +18,20 @@ from ckpt_engine.job import Job
 from ckpt_engine.links import PeerLinks
 from ckpt_engine.notices import Notice
 from ckpt_engine.peer_server import PeerServer, listen
-from ckpt_engine.peer_wire import GetShard, PeerRequest, Ping, PutShard, RankSteps, Reply, Verdict, WorldStep
+from ckpt_engine.peer_wire import (
+    GetShard,
+    ListShards,
+    PeerRequest,
+    Ping,
+    PutShard,
+    RankSteps,
+    Reply,
+    Verdict,
+    WorldStep,
+)
 from ckpt_engine.replication import receive_replica
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.shard_service import serve_shard
+from ckpt_engine.shard_service import list_shards, serve_shard
 from ckpt_engine.state_dir import FenceFile, JobFiles, StateDir
 from ckpt_engine.transport.pool import ConnectionPool
 from ckpt_engine.transport.tcp import ByteCounters, Connection, Identity, connect
@@ -258,6 +268,11 @@ class Engine:
                 verdict = self._receive(connection, request)
             case GetShard():
                 self._serve(connection, request)
+                return
+            case ListShards():
+                job = self._jobs.get(request.job) or Job(request.job, self._services)
+                inventory = list_shards(request, (job.memory, job.replicas))
+                connection.send(inventory, timeout_s=self._settings.io_timeout_s)
                 return
         connection.send(verdict, timeout_s=self._settings.io_timeout_s)
 

@@ -1,5 +1,5 @@
 """What engines say to each other. Every request is answered by exactly one Reply, except that an accepted PutShard is
-answered by two: SEND before the bytes, and the outcome after them.
+answered by two, SEND before the bytes and the outcome after them, and ListShards by an Inventory.
 
 Bytes follow a frame raw, and never inside it: first the manifest, then the shard (a whole safetensors file), in the
 lengths that the frame names.
@@ -13,11 +13,12 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from ckpt_engine.manifest import MAX_MANIFEST_BYTES
-from flyball.contracts.checkpoints import Tier
+from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.identity import HostId, JobName, Rank, Step
 
 PEER_PROTOCOL = "flyball-engine/1"
 MAX_FRAME_BYTES = 64 << 10
+MAX_LISTED_RANKS = 32  # a host with more asks several times; so that the answer fits into a frame
 
 Nonce = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]  # 32 bytes, hex
 Proof = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
@@ -119,7 +120,14 @@ class GetShard(msgspec.Struct, frozen=True, tag="get"):
     rank: Rank
 
 
-PeerRequest: TypeAlias = Ping | WorldStep | RankSteps | PutShard | GetShard
+class ListShards(msgspec.Struct, frozen=True, tag="list"):
+    """Which shards of these ranks are in your memory, as own slots or replicas? From an engine that starts empty."""
+
+    job: JobName
+    ranks: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_LISTED_RANKS)]
+
+
+PeerRequest: TypeAlias = Ping | WorldStep | RankSteps | PutShard | GetShard | ListShards
 
 
 class Verdict(StrEnum):
@@ -141,3 +149,9 @@ class Reply(msgspec.Struct, frozen=True):
     manifest_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_MANIFEST_BYTES)] = 0
     shard_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     tier: Tier | None = None
+
+
+class Inventory(msgspec.Struct, frozen=True):
+    """The answer to ListShards: committed copies, newest step first."""
+
+    copies: tuple[ShardCopy, ...] = ()

@@ -1,4 +1,4 @@
-"""Giving a shard to a peer that asks for it, from the nearest tier that has it."""
+"""Giving a shard to a peer that asks for it, from the nearest tier that has it; and telling it what is here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import structlog
 
-from ckpt_engine.peer_wire import GetShard, Reply, Verdict
+from ckpt_engine.peer_wire import GetShard, Inventory, ListShards, Reply, Verdict
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.shard_transfer import send_file, send_shard
 from ckpt_engine.tiers.disk import DiskTier
@@ -15,6 +15,13 @@ from ckpt_engine.transport.tcp import Connection
 from flyball.contracts.errors import CorruptShard
 
 log = structlog.get_logger()
+
+
+def list_shards(wanted: ListShards, slots: Iterable[SlotTier]) -> Inventory:
+    """The committed copies of the ranks in these tiers. Their bytes are not read: who fetches them checks them."""
+    ranks = set(wanted.ranks)
+    copies = [copy for tier in slots for copy in tier.copies() if copy.rank in ranks]
+    return Inventory(tuple(sorted(copies, key=lambda copy: (-copy.generation, -copy.step, copy.rank))))
 
 
 def serve_shard(
