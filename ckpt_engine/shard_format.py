@@ -88,15 +88,22 @@ def encode_blocks(blocks: Mapping[str, Block]) -> str:
     return msgspec.json.encode(blocks).decode()
 
 
-def read_header(payload: memoryview) -> ShardHeader:
-    """Parse and check the header: tensors must have the size of their shape, and lie inside the file one after the
-    other without a gap; blocks must lie inside their global shapes. Raises CorruptShard."""
+def header_bytes(payload: memoryview, payload_bytes: int) -> int:
+    """Where the header of a shard of `payload_bytes` ends; `payload` is its beginning. Raises CorruptShard."""
     if len(payload) < LENGTH_BYTES:
-        raise CorruptShard(f"A shard of {len(payload)} bytes has no header.")
+        raise CorruptShard(f"A shard of {payload_bytes} bytes has no header.")
     capacity = int.from_bytes(payload[:LENGTH_BYTES], "little")
-    data_start = LENGTH_BYTES + capacity
-    if capacity > MAX_HEADER_BYTES or data_start > len(payload):
-        raise CorruptShard(f"A shard of {len(payload)} bytes claims a header of {capacity} bytes.")
+    if capacity > MAX_HEADER_BYTES or LENGTH_BYTES + capacity > payload_bytes:
+        raise CorruptShard(f"A shard of {payload_bytes} bytes claims a header of {capacity} bytes.")
+    return LENGTH_BYTES + capacity
+
+
+def read_header(payload: memoryview, payload_bytes: int | None = None) -> ShardHeader:
+    """Parse and check the header: tensors must have the size of their shape, and lie inside the file one after the
+    other without a gap; blocks must lie inside their global shapes. Given the size of the whole shard, `payload` may
+    be its beginning only, up to the end of the header. Raises CorruptShard."""
+    payload_bytes = len(payload) if payload_bytes is None else payload_bytes
+    data_start = header_bytes(payload, payload_bytes)
     try:
         raw = _raw_decoder.decode(payload[LENGTH_BYTES:data_start])
         metadata_raw = raw.pop(METADATA_KEY, None)
@@ -105,7 +112,7 @@ def read_header(payload: memoryview) -> ShardHeader:
         blocks = _blocks_decoder.decode(metadata[SHARDING_KEY]) if SHARDING_KEY in metadata else {}
     except (msgspec.DecodeError, RecursionError) as error:  # the latter: nested without end
         raise CorruptShard(f"The header of a shard does not parse: {error}.") from error
-    _check_layout(tensors, len(payload) - data_start)
+    _check_layout(tensors, payload_bytes - data_start)
     for name, block in blocks.items():
         if name not in tensors or not block.holds(tensors[name].shape):
             raise CorruptShard(f"A shard places {name!r} outside of the tensor that it is a part of.")
