@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ckpt_engine import shard_format
-from ckpt_engine.shard_format import LENGTH_BYTES, TensorHeader
+from ckpt_engine.shard_format import LENGTH_BYTES, Block, TensorHeader
 from ckpt_engine.state_tree import FlatState, flatten
 from flyball.contracts.errors import CorruptShard, UnsupportedState
 from flyball.contracts.fault_points import reach
@@ -40,7 +40,7 @@ DTYPE_NAMES = {
 }
 
 _HEADER_STEP_BYTES = 4096  # headers are padded to a multiple of it, less the length field, so that data is aligned
-_Signature = tuple[tuple[str, torch.Size, torch.dtype], ...]
+_Signature = tuple[tuple[str, torch.Size, torch.dtype, torch.device, Block | None], ...]
 
 
 @dataclass(slots=True)
@@ -50,6 +50,7 @@ class _Plan:
     signature: _Signature
     header_capacity: int
     tensors: dict[str, TensorHeader]
+    sharding: dict[str, str]  # the metadata entry, if any tensor is not whole
     payload_bytes: int
     views: dict[int, tuple[memoryview, dict[str, torch.Tensor]]] = field(default_factory=dict)  # by slot
 
@@ -63,7 +64,7 @@ class _Plan:
     def _make_views(self, payload: memoryview) -> dict[str, torch.Tensor]:
         data = torch.frombuffer(payload, dtype=torch.uint8)[LENGTH_BYTES + self.header_capacity :]
         views = {}
-        for name, shape, dtype in self.signature:
+        for name, shape, dtype, _, _ in self.signature:
             begin, end = self.tensors[name].data_offsets
             views[name] = data[begin:end].view(dtype).view(shape)
         return views
@@ -101,7 +102,10 @@ class Capture:
     def prepare(self, state: Mapping[str, object]) -> PreparedCapture:
         """Take `state` apart (see `state_tree.flatten`); raises UnsupportedState."""
         flat = flatten(state)
-        signature = tuple((name, tensor.shape, tensor.dtype) for name, tensor in flat.tensors.items())
+        blocks = flat.blocks
+        signature = tuple(
+            (name, tensor.shape, tensor.dtype, tensor.device, blocks.get(name)) for name, tensor in flat.tensors.items()
+        )
         if self._plan is None or self._plan.signature != signature:
             self._plan = _make_plan(signature, len(flat.tree))
         header = _encode(flat.tree, self._plan)
@@ -112,14 +116,14 @@ class Capture:
 
 
 def _encode(tree: str, plan: _Plan) -> bytes:
-    return shard_format.encode_header({FORMAT_KEY: FORMAT, STATE_KEY: tree}, plan.tensors)
+    return shard_format.encode_header({FORMAT_KEY: FORMAT, STATE_KEY: tree, **plan.sharding}, plan.tensors)
 
 
 def _make_plan(signature: _Signature, tree_chars: int) -> _Plan:
     """Tensors with wide elements first: without a gap between them, each is aligned to its element all the same."""
     tensors: dict[str, TensorHeader] = {}
     offset = 0
-    for name, shape, dtype in sorted(signature, key=lambda entry: -entry[2].itemsize):
+    for name, shape, dtype, _, _ in sorted(signature, key=lambda entry: -entry[2].itemsize):
         if dtype not in DTYPE_NAMES:
             raise UnsupportedState(
                 f"The tensor {name!r} has dtype {dtype}, which the safetensors format does not have.",
@@ -129,14 +133,16 @@ def _make_plan(signature: _Signature, tree_chars: int) -> _Plan:
         tensors[name] = TensorHeader(DTYPE_NAMES[dtype], tuple(shape), (offset, end))
         offset = end
     # Quotes in the tree are escaped in the header, and its numbers grow: leave room, so that the offsets stay.
-    needed = len(shard_format.encode_header({}, tensors)) + 2 * tree_chars + 1024
+    blocks = {name: block for name, _, _, _, block in signature if block is not None}
+    sharding = {shard_format.SHARDING_KEY: shard_format.encode_blocks(blocks)} if blocks else {}
+    needed = len(shard_format.encode_header(sharding, tensors)) + 2 * tree_chars + 1024
     pages = -(-(LENGTH_BYTES + needed) // _HEADER_STEP_BYTES)
     capacity = pages * _HEADER_STEP_BYTES - LENGTH_BYTES
     if capacity > shard_format.MAX_HEADER_BYTES:
         raise UnsupportedState(
             f"What the state holds beside tensors takes {tree_chars} characters.", hint="keep large data in tensors"
         )
-    return _Plan(signature, capacity, tensors, LENGTH_BYTES + capacity + offset)
+    return _Plan(signature, capacity, tensors, sharding, LENGTH_BYTES + capacity + offset)
 
 
 def tensors_of(payload: memoryview) -> tuple[str, dict[str, torch.Tensor]]:

@@ -10,12 +10,14 @@ import torch
 from ckpt_engine import integrity
 from ckpt_engine.capture import tensors_of
 from ckpt_engine.manifest import Manifest
+from ckpt_engine.sharded_tensors import Meshes, same_layout
 from ckpt_engine.state_tree import has_state, unflatten
 from flyball.contracts.errors import StateMismatch
 
 
-def read_state(payload: memoryview, manifest: Manifest) -> dict[str, Any]:
-    """The saved state, in memory of its own. Every chunk is verified: CorruptShard otherwise."""
+def read_state(payload: memoryview, manifest: Manifest, target: object = None) -> dict[str, Any]:
+    """The saved state, in memory of its own. Every chunk is verified: CorruptShard otherwise. Sharded tensors are made
+    on the meshes of the tensors in `target`."""
     integrity.verify(payload, manifest.chunk_digests, manifest.chunk_bytes)
     tree, views = tensors_of(payload)
     copies: dict[str, torch.Tensor] = {}
@@ -25,7 +27,7 @@ def read_state(payload: memoryview, manifest: Manifest) -> dict[str, Any]:
             copies[name] = views[name].clone()
         return copies[name]
 
-    return unflatten(tree, copy_of)
+    return unflatten(tree, copy_of, Meshes(target).rebuild)
 
 
 def load_into(state: MutableMapping[str, object], saved: Mapping[str, Any]) -> None:
@@ -97,6 +99,8 @@ def _check_tensor(target: torch.Tensor, saved: object, path: str) -> None:
             path,
             f"is {tuple(target.shape)} {target.dtype}, and was saved as {tuple(saved.shape)} {saved.dtype}",
         )
+    if not same_layout(target, saved):
+        raise _mismatch(path, "is sharded in another way than it was saved")
 
 
 def _check_not_an_optimizers(target: Mapping[Any, Any], saved: Mapping[Any, Any], path: str) -> None:

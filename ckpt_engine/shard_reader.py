@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from ckpt_engine.engine_link import CommitLink
@@ -33,9 +33,9 @@ class ShardReader:
         fit."""
         from ckpt_engine.restore import load_into
 
-        load_into(state, self._await_shard(step))
+        load_into(state, self._await_shard(step, state))
 
-    def _await_shard(self, step: int) -> dict[str, Any]:
+    def _await_shard(self, step: int, state: Mapping[str, object]) -> dict[str, Any]:
         """The saved state, from the local slot as soon as it holds the step: at once if it survived the last worker,
         else when the engine has fetched it."""
         segments = self._segments
@@ -50,7 +50,7 @@ class ShardReader:
                 if manifest is None:
                     continue
                 try:
-                    return _read_unchanged(segments, view, manifest)
+                    return _read_unchanged(segments, view, manifest, state)
                 except CorruptShard as error:
                     segments.discard(view)  # so that no inventory lists it
                     reason = str(error)
@@ -87,10 +87,12 @@ class ShardReader:
                     _log.warning("slot %d is not usable: %s", view.index, error)
 
 
-def _read_unchanged(segments: RankSegments, view: SlotView, manifest: Manifest) -> dict[str, Any]:
+def _read_unchanged(
+    segments: RankSegments, view: SlotView, manifest: Manifest, target: Mapping[str, object]
+) -> dict[str, Any]:
     from ckpt_engine.restore import read_state
 
-    saved = read_state(segments.payload(view.index), manifest)
+    saved = read_state(segments.payload(view.index), manifest, target)
     if not segments.unchanged(view):
         raise CorruptShard(f"Slot {view.index} was overwritten while it was read.")
     return saved

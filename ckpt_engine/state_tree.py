@@ -8,6 +8,7 @@ an object with one key that begins with `$` is something else:
     {"$tuple": [..]} {"$set": [..]} {"$dict": [[key, value], ..]} {"$ordered": [[key, value], ..]} {"$size": [..]}
     {"$float": "nan"} {"$complex": [re, im]} {"$bytes": base64} {"$dtype": name} {"$device": name}
     {"$numpy": [dtype, base64]}                                       a numpy scalar
+    {"$dtensor": {..}}                                                see `sharded_tensors`
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 
-from ckpt_engine.shard_format import METADATA_KEY
+from ckpt_engine import sharded_tensors
+from ckpt_engine.shard_format import METADATA_KEY, Block
+from ckpt_engine.sharded_tensors import NotSaveable
 from flyball.contracts.errors import CorruptShard, UnsupportedState
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -40,24 +43,29 @@ def has_state(value: object) -> bool:
 
 @dataclass(slots=True)
 class FlatState:
-    """`tensors` by name, each to be stored once; `tree` as above."""
+    """`tensors` by name, each to be stored once; `tree` as above; where those belong that are not whole."""
 
     tensors: dict[str, torch.Tensor]
     tree: str  # JSON
+    blocks: dict[str, Block]
 
 
 def flatten(state: Mapping[str, object]) -> FlatState:
     """Take `state` apart. Tensors are not copied. Raises UnsupportedState that names the leaf's path."""
     walk = _Flatten()
     tree = {str(key): walk.value(value, str(key), 0) for key, value in state.items()}
-    return FlatState(walk.tensors, json.dumps(tree, separators=(",", ":"), allow_nan=False))
+    return FlatState(walk.tensors, json.dumps(tree, separators=(",", ":"), allow_nan=False), walk.blocks)
 
 
-def unflatten(tree: str, tensor: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+Sharded: TypeAlias = "Callable[[Mapping[str, Any], torch.Tensor], Any]"
+
+
+def unflatten(tree: str, tensor: Callable[[str], torch.Tensor], sharded: Sharded) -> dict[str, Any]:
     """The state again, of containers and leaves of the same types; `tensor(name)` gives each tensor, the same object
-    for the same name, so that tied tensors stay tied. Raises CorruptShard if the tree is not one of `flatten`."""
+    for the same name, so that tied tensors stay tied; `sharded(node, block)` makes the sharded tensors (see
+    `sharded_tensors.Meshes.rebuild`). Raises CorruptShard if the tree is not one of `flatten`."""
     try:
-        return {key: _build(value, tensor) for key, value in json.loads(tree).items()}
+        return {key: _build(value, tensor, sharded) for key, value in json.loads(tree).items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptShard(f"The description of the saved state does not parse: {error!r}.") from error
 
@@ -65,6 +73,7 @@ def unflatten(tree: str, tensor: Callable[[str], torch.Tensor]) -> dict[str, Any
 @dataclass(slots=True)
 class _Flatten:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    blocks: dict[str, Block] = field(default_factory=dict)
     _names: dict[tuple[object, ...], str] = field(default_factory=dict)  # what a tensor is -> its name
 
     def value(self, value: object, path: str, depth: int) -> Json:
@@ -100,7 +109,9 @@ class _Flatten:
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Json:
         if type(tensor) not in _PLAIN_TENSORS:
-            raise _unsupported(path, f"is a {type(tensor).__name__}, and only plain tensors can be saved yet")
+            if sharded_tensors.is_sharded(tensor):
+                return self._sharded(tensor, path)
+            raise _unsupported(path, f"is a {type(tensor).__name__}, and only plain and sharded tensors can be saved")
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             raise _unsupported(path, "is a sparse, quantized or meta tensor")
         if tensor.requires_grad:
@@ -108,6 +119,18 @@ class _Flatten:
         if tensor.is_complex():
             return {"$complex_tensor": self._name(torch.view_as_real(tensor.resolve_conj()), path)}
         return {"$tensor": self._name(tensor, path)}
+
+    def _sharded(self, tensor: Any, path: str) -> Json:  # noqa: ANN401 - a DTensor, whose module may not be there
+        try:
+            layout = sharded_tensors.layout_of(tensor)
+        except NotSaveable as reason:
+            raise _unsupported(path, str(reason)) from None
+        local = self._tensor(sharded_tensors.local_block(tensor), path)
+        ((kind, name),) = cast("dict[str, str]", local).items()
+        parts = (2,) if kind == "$complex_tensor" else ()  # real and imaginary
+        block = layout.block
+        self.blocks[name] = Block((*block.global_shape, *parts), (*block.offsets, *(0 for _ in parts)))
+        return {"$dtensor": {"local": local, **layout.node}}
 
     def _name(self, tensor: torch.Tensor, path: str) -> str:
         """Tensors that are the same memory, seen the same way, are stored once."""
@@ -156,19 +179,19 @@ def _unsupported(path: str, what: str) -> UnsupportedState:
     )
 
 
-def _build(node: Any, tensor: Callable[[str], torch.Tensor]) -> Any:  # noqa: ANN401 - JSON in, any state out
-    if isinstance(node, list):
-        return [_build(item, tensor) for item in node]
+def _build(node: Any, tensor: Callable[[str], torch.Tensor], sharded: Sharded) -> Any:  # noqa: ANN401 - any state
     if not isinstance(node, dict):
-        return node
+        return [_build(item, tensor, sharded) for item in node] if isinstance(node, list) else node
     tag = next(iter(node), "")
     if not tag.startswith("$"):
-        return {key: _build(item, tensor) for key, item in node.items()}
+        return {key: _build(item, tensor, sharded) for key, item in node.items()}
     content = node[tag]
     if tag in _FROM_TENSOR:
         return _FROM_TENSOR[tag](tensor(content))
     if tag in _FROM_ITEMS:
-        return _FROM_ITEMS[tag](_build(content, tensor))
+        return _FROM_ITEMS[tag](_build(content, tensor, sharded))
+    if tag == "$dtensor":
+        return sharded(content, _build(content["local"], tensor, sharded))
     return _FROM_JSON[tag](content)
 
 
