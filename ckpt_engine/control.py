@@ -5,16 +5,22 @@ Every word is 8 bytes and has one writer, so that no lock is needed and none can
 - slot words: whoever fills the slot (the trainer; the engine for a fetched shard or a replica), except `committed`
 - `committed` and the manifest: whoever commits (the engine; a trainer without one)
 - world and restore words: the engine (a trainer without one)
-- trainer words: the trainer
+- trainer words, and the number of slots in use: the trainer
+- the time of the last use: whoever uses the segment; it is the same to all of them whose store comes last
 
 A slot's state is never stored but follows from its sequence numbers: a write begins by raising `written`, is whole
 when `captured` equals it, and verified when `committed` does. A late committer of overwritten bytes changes nothing.
+
+Whoever has the segment open holds a shared flock on it, which the kernel takes back however the process ends. Who gets
+it exclusively (`reclaim`) knows that nobody uses the slots.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import struct
 import time
 from dataclasses import dataclass
 from enum import IntEnum
@@ -23,35 +29,40 @@ import xxhash
 
 from ckpt_engine import segment_files
 from ckpt_engine.manifest import MAX_MANIFEST_BYTES
-from ckpt_engine.slot_rules import SlotState, SlotView
+from ckpt_engine.memory_order import this_machines_fence
+from ckpt_engine.slot_rules import MAX_SLOTS, MIN_SLOTS, SlotState, SlotView
 from flyball.contracts.checkpoints import Tier
-from flyball.contracts.errors import StateVersionMismatch
+from flyball.contracts.errors import Conflict, StateVersionMismatch
+from flyball.contracts.fault_points import reach
 
-LAYOUT_VERSION = 1
-SLOTS = 2
+LAYOUT_VERSION = 2
 
 _MAGIC = int.from_bytes(b"FLYBSLOT", "little")
 _HEADER_BYTES = 8192  # the words, and one text; the manifests follow
-CONTROL_BYTES = _HEADER_BYTES + SLOTS * MAX_MANIFEST_BYTES  # manifests are holes until they are written
+CONTROL_BYTES = _HEADER_BYTES + MAX_SLOTS * MAX_MANIFEST_BYTES  # manifests are holes until they are written
 
 # Word numbers. Slot words repeat every _SLOT_STRIDE words.
+_SLOTS_IN_USE, _LAST_USE_NS = 2, 3
 _SLOT, _SLOT_STRIDE = 16, 16
 _WRITTEN, _CAPTURED, _COMMITTED, _DROPPED, _GENERATION, _STEP, _PAYLOAD_BYTES = range(7)
 _MANIFEST_BYTES, _MANIFEST_HASH_LOW, _MANIFEST_HASH_HIGH = range(7, 10)
-_FENCE_EPOCH, _FENCE_GENERATION = 64, 65
-_WORLD_GENERATION, _WORLD_STEP = 66, 67
-_EMERGENCY_GENERATION, _EMERGENCY_STEP = 68, 69
-_ABANDONED_COUNT, _ABANDONED, _ABANDONED_ENTRIES = 70, 71, 16
-_REPLICATED_STEP, _DURABLE_STEP = 88, 89
-_HELD = {Tier.DISK: 90, Tier.PERSISTENT: 91}  # the step plus one, 0: none
-_NEXT_SAVE = 92
-_RESTORE_GENERATION, _RESTORE_STATE, _RESTORE_STEP, _RESTORE_SLOT = 96, 97, 98, 99
-_RESTORE_TIER, _RESTORE_SOCKET_BYTES, _RESTORE_TEXT_BYTES = 100, 101, 102
-_TRAINER_GENERATION, _POSITION, _PARK = 128, 129, 130
-_ABORTED_COUNT, _ABORTED, _ABORTED_ENTRIES = 132, 133, 8
+_FENCE_EPOCH, _FENCE_GENERATION = 96, 97
+_WORLD_GENERATION, _WORLD_STEP = 98, 99
+_EMERGENCY_GENERATION, _EMERGENCY_STEP = 100, 101
+_ABANDONED_COUNT, _ABANDONED, _ABANDONED_ENTRIES = 102, 103, 16
+_REPLICATED_STEP, _DURABLE_STEP = 120, 121
+_HELD = {Tier.DISK: 122, Tier.PERSISTENT: 123}  # the step plus one, 0: none
+_NEXT_SAVE = 124
+_RESTORE_GENERATION, _RESTORE_STATE, _RESTORE_STEP, _RESTORE_SLOT = 128, 129, 130, 131
+_RESTORE_TIER, _RESTORE_SOCKET_BYTES, _RESTORE_TEXT_BYTES = 132, 133, 134
+_TRAINER_GENERATION, _POSITION, _PARK = 160, 161, 162
+_ABORTED_COUNT, _ABORTED, _ABORTED_ENTRIES = 164, 165, 8
 _TEXT_OFFSET, _MAX_TEXT_BYTES = 4096, 2048
 
 _SETTLE_S = 0.001  # longer than any store waits in a processor's store buffer
+_READS = 4  # of a slot's words while they change; a write takes longer than that, unless the reader is held up
+_LOCK_TIMEOUT_S = 5.0  # a reclaimer holds the lock for the time of two unlinks
+_LOCK_POLL_S = 0.001
 
 
 class RestoreState(IntEnum):
@@ -98,14 +109,8 @@ class ControlSegment:
 
     def __init__(self, path: str, *, create: bool) -> None:
         self.path = path
-        try:
-            self._descriptor = segment_files.open_private(path)
-        except FileNotFoundError:
-            if not create:
-                raise
-            self._descriptor = segment_files.publish(
-                path, CONTROL_BYTES, _initial_words(), reserve_bytes=_HEADER_BYTES, replace=False
-            )
+        self._fence = this_machines_fence()
+        self._descriptor = _open_in_use(path, create=create)
         if os.fstat(self._descriptor).st_size != CONTROL_BYTES:
             os.close(self._descriptor)
             raise _other_version(path)
@@ -114,28 +119,58 @@ class ControlSegment:
         if self._words[0] != _MAGIC or self._words[1] != LAYOUT_VERSION:
             self.close()
             raise _other_version(path)
+        self.note_use()
+
+    def note_use(self) -> None:
+        """Somebody uses the segment now. The clock counts since the machine started, as the memory does; it does not
+        jump, and all processes read the same."""
+        self._words[_LAST_USE_NS] = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
     # --- slots ---
 
+    @property
+    def slots_in_use(self) -> int:
+        """Slots that new shards are written to; those beyond may still hold old ones."""
+        return min(max(self._words[_SLOTS_IN_USE], MIN_SLOTS), MAX_SLOTS)
+
+    def use_slots(self, count: int) -> None:
+        """Write new shards to the first `count` slots. What the others hold stays until it is dropped."""
+        self._words[_SLOTS_IN_USE] = count
+
     def slot(self, index: int) -> SlotView:
-        words = self._words[_SLOT + index * _SLOT_STRIDE : _SLOT + (index + 1) * _SLOT_STRIDE].tolist()
-        written = words[_WRITTEN]
-        if words[_DROPPED] == written:  # also 0 == 0: never written
-            return SlotView(index, SlotState.EMPTY, -1, -1, 0, written)
+        """What is in a slot, all of it of one moment: the words are read again if a write began meanwhile."""
+        words, base = self._words, _SLOT + index * _SLOT_STRIDE
+        surplus = index >= self.slots_in_use
+        for _ in range(_READS):
+            written, captured, committed, dropped = words[base : base + 4].tolist()
+            self._fence()
+            generation, step, payload_bytes = words[base + _GENERATION : base + _PAYLOAD_BYTES + 1].tolist()
+            self._fence()
+            if words[base + _WRITTEN] == written:
+                break
+        else:
+            return SlotView(index, SlotState.WRITING, generation, step, payload_bytes, words[base + _WRITTEN], surplus)
+        if dropped == written:  # also 0 == 0: never written
+            return SlotView(index, SlotState.EMPTY, -1, -1, 0, written, surplus)
         state = SlotState.WRITING
-        if words[_CAPTURED] == written:
-            state = SlotState.COMMITTED if words[_COMMITTED] == written else SlotState.CAPTURED
-        return SlotView(index, state, words[_GENERATION], words[_STEP], words[_PAYLOAD_BYTES], written)
+        if captured == written:
+            state = SlotState.COMMITTED if committed == written else SlotState.CAPTURED
+        return SlotView(index, state, generation, step, payload_bytes, written, surplus)
 
     def begin_write(self, index: int, generation: int, step: int, payload_bytes: int) -> None:
         base = _SLOT + index * _SLOT_STRIDE
         self._words[base + _WRITTEN] += 1  # first: from here on the old bytes do not count
+        self._fence()
         self._words[base + _GENERATION] = generation
         self._words[base + _STEP] = step
         self._words[base + _PAYLOAD_BYTES] = payload_bytes
+        self.note_use()
+        reach("slot.begun")
 
     def mark_captured(self, index: int) -> None:
         base = _SLOT + index * _SLOT_STRIDE
+        reach("slot.before_captured")
+        self._fence()  # the bytes are seen before the word that says that they are whole
         self._words[base + _CAPTURED] = self._words[base + _WRITTEN]
 
     def drop(self, index: int, sequence: int | None = None) -> None:
@@ -150,12 +185,18 @@ class ControlSegment:
         """Store the manifest of the bytes that were captured as `sequence`, then the word that makes it count."""
         base = _SLOT + index * _SLOT_STRIDE
         digest = xxhash.xxh3_128_digest(manifest)
+        reach("slot.before_manifest")
         self._words[base + _COMMITTED] = 0  # a manifest that is being replaced belongs to nothing
+        self._fence()
         segment_files.write_at(self._descriptor, manifest, _HEADER_BYTES + index * MAX_MANIFEST_BYTES)
         self._words[base + _MANIFEST_BYTES] = len(manifest)
         self._words[base + _MANIFEST_HASH_LOW] = int.from_bytes(digest[:8], "little", signed=True)
         self._words[base + _MANIFEST_HASH_HIGH] = int.from_bytes(digest[8:], "little", signed=True)
+        reach("slot.before_committed")
+        self._fence()
         self._words[base + _COMMITTED] = sequence
+        self.note_use()
+        reach("slot.committed")
 
     def manifest(self, index: int) -> bytes | None:
         """The stored manifest of a committed slot; None if the slot is not committed or the manifest is torn."""
@@ -177,13 +218,16 @@ class ControlSegment:
     def read_world(self) -> World:
         words = self._words
         generation = words[_WORLD_GENERATION]  # before the step: a step may only be taken for an older one
+        self._fence()
+        step = words[_WORLD_STEP]  # before what is held: a step is held before the world step passes it
+        self._fence()
         count = words[_ABANDONED_COUNT]
         newest = words[_ABANDONED : _ABANDONED + min(count, _ABANDONED_ENTRIES)].tolist()
         return World(
             fence_epoch=words[_FENCE_EPOCH],
             fence_generation=words[_FENCE_GENERATION],
             generation=generation,
-            step=words[_WORLD_STEP],
+            step=step,
             abandoned=frozenset(newest),
             held=frozenset(words[word] - 1 for word in _HELD.values() if words[word] > 0),
         )
@@ -204,7 +248,9 @@ class ControlSegment:
         words[_NEXT_SAVE] = -1
         self.release_holds()
         words[_PARK] = ParkState.RUNNING
+        self._fence()
         words[_WORLD_GENERATION] = generation
+        self._fence()
         words[_WORLD_STEP] = step
 
     def advance_world(self, step: int) -> None:
@@ -218,17 +264,19 @@ class ControlSegment:
         self._words[_ABANDONED_COUNT] = count + 1
 
     def hold(self, tier: Tier, step: int) -> None:
-        """This disk tier is about to copy `step` out of its slot: it must not be overwritten before `let_go`. A tier
-        holds one step, the newest. Call before the world step passes it."""
+        """This tier writes `step` straight from its slot: it must not be overwritten before `let_go`. A tier holds one
+        step, the newest. Call before the world step passes it."""
         self._words[_HELD[tier]] = step + 1
+        self._fence()
 
     def let_go(self, tier: Tier, step: int) -> None:
-        """`step` was copied, or given up. A newer one that is held stays held."""
+        """`step` was written, or given up. A newer one that is held stays held."""
+        self._fence()  # its bytes were read before
         if self._words[_HELD[tier]] == step + 1:
             self._words[_HELD[tier]] = 0
 
     def release_holds(self) -> None:
-        """Nobody is about to copy anything: a generation, or an engine, begins."""
+        """No tier writes anything: a generation, or an engine, begins."""
         for word in _HELD.values():
             self._words[word] = 0
 
@@ -255,8 +303,11 @@ class ControlSegment:
         here, and this looks at the position after having written, so that at least one of the two sees the other.
         """
         self._words[_EMERGENCY_STEP] = -1
+        self._fence()
         self._words[_EMERGENCY_GENERATION] = generation
+        self._fence()
         self._words[_EMERGENCY_STEP] = step
+        self._fence()
         time.sleep(_SETTLE_S)  # until the stores of both sides, in whatever order they were done, are visible
         return self.position(generation)
 
@@ -286,6 +337,7 @@ class ControlSegment:
     def write_restore(self, words: RestoreWords) -> None:
         text = words.error.encode()[:_MAX_TEXT_BYTES]
         self._words[_RESTORE_STATE] = RestoreState.PENDING
+        self._fence()
         self._words[_RESTORE_GENERATION] = words.generation
         self._words[_RESTORE_STEP] = words.step
         self._words[_RESTORE_SLOT] = words.slot
@@ -293,12 +345,15 @@ class ControlSegment:
         self._words[_RESTORE_SOCKET_BYTES] = words.socket_bytes
         self._words[_RESTORE_TEXT_BYTES] = len(text)
         self._mapping[_TEXT_OFFSET : _TEXT_OFFSET + len(text)] = text
+        self._fence()
         self._words[_RESTORE_STATE] = words.state  # last: what a reader sees with it is complete
 
     def read_restore(self) -> RestoreWords:
         words = self._words
         generation = words[_RESTORE_GENERATION]  # before the state, or the state of an older one could pass for its own
+        self._fence()
         state = RestoreState(words[_RESTORE_STATE])
+        self._fence()
         text = self._mapping[_TEXT_OFFSET : _TEXT_OFFSET + min(words[_RESTORE_TEXT_BYTES], _MAX_TEXT_BYTES)]
         return RestoreWords(
             generation=generation,
@@ -315,12 +370,14 @@ class ControlSegment:
     def attach_trainer(self, generation: int) -> None:
         """A trainer of `generation` begins; it has saved nothing."""
         self._words[_POSITION] = -1
+        self._fence()
         self._words[_ABORTED_COUNT] = 0
         self._words[_TRAINER_GENERATION] = generation
 
     def write_position(self, step: int) -> None:
         """The save of `step` begins. Call before `emergency_step`."""
         self._words[_POSITION] = step
+        self._fence()
 
     def note_aborted(self, step: int) -> None:
         """This rank will never have `step`. Unlike the notice, it cannot be lost."""
@@ -346,10 +403,51 @@ class ControlSegment:
         os.close(self._descriptor)
 
 
+def _open_in_use(path: str, *, create: bool) -> int:
+    """A descriptor of the segment, with a shared flock. Raises FileNotFoundError if it is not there and `create` is not
+    set, Conflict if somebody keeps it locked."""
+    deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
+    while True:
+        try:
+            descriptor = segment_files.open_private(path)
+        except FileNotFoundError:
+            if not create:
+                raise
+            descriptor = segment_files.publish(
+                path, CONTROL_BYTES, _initial_words(), reserve_bytes=_HEADER_BYTES, replace=False
+            )
+        if segment_files.try_lock(descriptor, path, fcntl.LOCK_SH):
+            return descriptor
+        os.close(descriptor)  # it is being reclaimed: the next one is a new one
+        if time.monotonic() >= deadline_s:
+            raise Conflict(
+                f"{path} stays locked by another process.",
+                hint=f"see who has it open (fuser {path}); a stopped `flyball` command or engine may have to be ended",
+            )
+        time.sleep(_LOCK_POLL_S)
+
+
+def read_last_use(descriptor: int) -> int | None:
+    """When a control segment was last used, in nanoseconds of the machine's CLOCK_BOOTTIME, read without being a user
+    of it; None if the file is no control segment of this layout."""
+    data = os.pread(descriptor, 8 * (_LAST_USE_NS + 1), 0)
+    if os.fstat(descriptor).st_size != CONTROL_BYTES or len(data) != 8 * (_LAST_USE_NS + 1):
+        return None
+    words = struct.unpack(f"<{_LAST_USE_NS + 1}q", data)
+    return words[_LAST_USE_NS] if words[:2] == (_MAGIC, LAYOUT_VERSION) else None
+
+
+def write_last_use(descriptor: int, boot_time_ns: int) -> None:
+    """Say so when a segment was seen in use by others."""
+    os.pwrite(descriptor, struct.pack("<q", boot_time_ns), 8 * _LAST_USE_NS)
+
+
 def _initial_words() -> bytes:
     words = memoryview(bytearray(_HEADER_BYTES)).cast("q")
     words[0] = _MAGIC
     words[1] = LAYOUT_VERSION
+    words[_SLOTS_IN_USE] = MIN_SLOTS
+    words[_LAST_USE_NS] = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     for word in (
         *(_FENCE_GENERATION, _WORLD_GENERATION, _WORLD_STEP, _EMERGENCY_GENERATION, _EMERGENCY_STEP),
         *(_RESTORE_GENERATION, _RESTORE_STEP, _RESTORE_SLOT, _TRAINER_GENERATION, _POSITION),

@@ -8,6 +8,7 @@ hashing, commit and replication happen in the engine's process.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
@@ -17,8 +18,10 @@ from ckpt_engine.engine_link import CommitLink, EngineLink
 from ckpt_engine.local_commit import LocalCommitter
 from ckpt_engine.save_handle import SaveHandle
 from ckpt_engine.save_schedule import is_due
+from ckpt_engine.settings import load_settings
 from ckpt_engine.shard_reader import ShardReader
-from ckpt_engine.slots import MemoryPlan, ParkState, RankSegments, SlotView, World, choose_slot
+from ckpt_engine.slot_rules import MIN_SLOTS
+from ckpt_engine.slots import MemoryPlan, ParkState, RankSegments, SegmentOptions, SlotView, World, slot_count
 from flyball.beacon import BeaconWriter
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import (
@@ -70,7 +73,8 @@ class TrainerEngine:
             return  # ranks on several hosts and nobody to name their common step: no slots rather than unsafe ones
         if me.engine_notify:
             self._link = EngineLink(me)
-        self._segments = RankSegments.open(rank_segment(me.shm_prefix, me.job, me.rank), create=True)
+        options = SegmentOptions.of(load_settings(os.environ))
+        self._segments = RankSegments.open(rank_segment(me.shm_prefix, me.job, me.rank), create=True, options=options)
         self._segments.control.attach_trainer(me.generation)
         if self._link is None:
             self._link = LocalCommitter(me, self._segments)
@@ -150,8 +154,8 @@ class TrainerEngine:
             self._capture = Capture()
         prepared = self._capture.prepare(state)
         me = self._me
+        plan = segments.settle(self._memory_plan(prepared.payload_bytes))
         slot = self._wait_for_slot(segments, link, patient=patient)
-        plan = MemoryPlan(prepared.payload_bytes, me.local_world_size, self._replicas())
         payload = segments.begin_write(slot.index, me.generation, step, prepared.payload_bytes, plan)
         try:
             prepared.copy_into(slot.index, payload)
@@ -161,9 +165,15 @@ class TrainerEngine:
         segments.mark_captured(slot.index)
         link.captured(segments.control.slot(slot.index))
 
-    def _replicas(self) -> int:
-        several_hosts = self._me.world_size > self._me.local_world_size
-        return self._me.checkpoint.replicas if several_hosts else 0
+    def _memory_plan(self, payload_bytes: int) -> MemoryPlan:
+        me = self._me
+        several_hosts = me.world_size > me.local_world_size
+        return MemoryPlan(
+            payload_bytes,
+            local_ranks=me.local_world_size,
+            replicas=me.checkpoint.replicas if several_hosts else 0,
+            slots=slot_count(me.checkpoint) if me.engine_notify else MIN_SLOTS,  # slow tiers are the engine's
+        )
 
     def _wait_for_slot(self, segments: RankSegments, link: CommitLink, *, patient: bool) -> SlotView:
         """A slot that the world does not need, as soon as there is one. With a dead engine, or after a wait in vain and
@@ -179,8 +189,7 @@ class TrainerEngine:
                     hint="nothing to do: this process is about to be ended",
                 )
             known = world.generation == self._me.generation
-            slot = choose_slot(
-                segments.slots(),
+            slot = segments.choose(
                 world.step if known else -1,
                 self._me.lineage,
                 world.abandoned if known else (),
@@ -194,8 +203,8 @@ class TrainerEngine:
             if now_s - began_s >= timeout_s:
                 self._stuck_at = world
                 raise CheckpointError(
-                    f"No slot was free within {timeout_s:g} s: the world has committed step {world.step}, and both "
-                    f"slots hold newer ones.",
+                    f"No slot was free within {timeout_s:g} s: the world has committed step {world.step}, and the "
+                    f"slots hold newer ones, or such as a slow tier is still writing.",
                     hint="see the engines' logs, of this host and of the other ranks' hosts",
                 )
             if now_s >= probe_at_s:

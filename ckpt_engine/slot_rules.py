@@ -1,12 +1,23 @@
-"""When a slot may be overwritten: one rule for own and replica slots, in the trainer and in the engine. Pure."""
+"""How many slots there are, and when one may be overwritten: one rule for own and replica slots, in the trainer and in
+the engine. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from flyball.contracts.checkpoints import Lineage, is_alive
+from flyball.contracts.checkpoints import CheckpointSpec, Lineage, Tier, is_alive
+
+MIN_SLOTS = 2  # the last good step, and the one that is being written; replicas have just these
+MAX_SLOTS = 4
+SLOW_TIERS = (Tier.DISK, Tier.PERSISTENT)
+
+
+def slot_count(spec: CheckpointSpec) -> int:
+    """Slots that a rank wants: one more for each slow tier that is on, because such a tier holds the slot that it
+    writes from, and training is not to wait for it."""
+    return min(MAX_SLOTS, MIN_SLOTS + sum(spec.policy(tier).is_on for tier in SLOW_TIERS))
 
 
 class SlotState(IntEnum):
@@ -26,6 +37,7 @@ class SlotView:
     step: int
     payload_bytes: int
     sequence: int  # grows with every write; the same sequence means the same bytes
+    surplus: bool = False  # of more slots than are used now: nothing new is written here
 
 
 def may_overwrite(
@@ -35,14 +47,14 @@ def may_overwrite(
 
     `world_step` is the newest step known to be committed (and replicated, where configured) on all ranks, -1 if none;
     `lineage` ends with the running generation; `abandoned` are steps of the running generation that some rank failed to
-    save for good; `held` are steps that a disk tier is about to copy. A slot of a newer generation than the caller's
-    own is never his to overwrite.
+    save for good; `held` are steps that a slow tier is writing, straight from their slots. A slot of a newer generation
+    than the caller's own is never his to overwrite.
     """
     running = lineage[-1].generation
+    if slot.surplus or (slot.state is not SlotState.EMPTY and slot.generation > running):
+        return False
     if slot.state is SlotState.EMPTY:
         return True
-    if slot.generation > running:
-        return False
     if slot.state is SlotState.WRITING:
         return slot.generation < running  # of this generation: its writer is at work
     if not is_alive(slot.generation, slot.step, lineage):
@@ -68,3 +80,18 @@ def choose_slot(
 
     free = [slot for slot in slots if may_overwrite(slot, world_step, lineage, abandoned, held)]
     return min(free, key=use, default=None)
+
+
+def unneeded_surplus(
+    slots: Iterable[SlotView],
+    world_step: int,
+    lineage: Lineage,
+    abandoned: Collection[int],
+    held: Collection[int] = (),
+) -> list[SlotView]:
+    """The surplus slots whose memory can be given back: no recovery point needs them any more."""
+    return [
+        slot
+        for slot in slots
+        if slot.surplus and may_overwrite(replace(slot, surplus=False), world_step, lineage, abandoned, held)
+    ]

@@ -1,4 +1,4 @@
-"""The slots of one rank: two data segments and their control segment, as opened by the trainer and by the engine.
+"""The slots of one rank: two to four data segments and their control segment, as trainer and engine open them.
 
 A data segment is a file in shared memory that holds exactly one safetensors file and nothing else. It is never resized,
 because another process may have it mapped: a shard of another size gets a new file under the same name.
@@ -6,33 +6,62 @@ because another process may have it mapped: a shard of another size gets a new f
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckpt_engine import huge_pages, memory_limits, segment_files
 from ckpt_engine import manifest as manifests
-from ckpt_engine import segment_files
-from ckpt_engine.control import SLOTS, ControlSegment, ParkState, RestoreState, RestoreWords, World
+from ckpt_engine.control import ControlSegment, ParkState, RestoreState, RestoreWords, World
 from ckpt_engine.manifest import Manifest
-from ckpt_engine.segment_files import MemoryPlan
-from ckpt_engine.slot_rules import SlotState, SlotView, choose_slot, may_overwrite
-from flyball.contracts.errors import CorruptShard
-from flyball.contracts.segments import CONTROL_SUFFIX, SLOT_SUFFIXES
+from ckpt_engine.memory_plan import MemoryPlan
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.slot_rules import (
+    MAX_SLOTS,
+    MIN_SLOTS,
+    SlotState,
+    SlotView,
+    choose_slot,
+    may_overwrite,
+    slot_count,
+    unneeded_surplus,
+)
+from flyball.contracts.checkpoints import Lineage
+from flyball.contracts.errors import CorruptShard, MemoryTooSmall
+from flyball.contracts.segments import CONTROL_SUFFIX, SLOT_SUFFIXES, parse_segment
 
 __all__ = [
-    "SLOTS",
     "ControlSegment",
     "MemoryPlan",
     "ParkState",
     "RankSegments",
     "RestoreState",
     "RestoreWords",
+    "SegmentOptions",
     "SlotState",
     "SlotView",
     "World",
     "choose_slot",
     "may_overwrite",
+    "slot_count",
 ]
+
+_log = logging.getLogger("flyball.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentOptions:
+    """What a host sets for all its segments; see EngineSettings."""
+
+    memory_limit_bytes: int = 0
+    huge_pages: bool = False
+
+    @classmethod
+    def of(cls, settings: EngineSettings) -> SegmentOptions:
+        return cls(settings.memory_limit_bytes, settings.huge_pages)
 
 
 class RankSegments:
@@ -43,21 +72,25 @@ class RankSegments:
     bytes are another step's: readers check them against the manifest, and `unchanged` afterwards.
     """
 
-    def __init__(self, base: str, control: ControlSegment) -> None:
+    def __init__(self, base: str, control: ControlSegment, options: SegmentOptions) -> None:
         self.base = base
         self.control = control
+        self._options = options
+        self._settled: tuple[MemoryPlan, MemoryPlan] | None = None  # as asked for, as carried out
         self._mappings: dict[int, tuple[tuple[int, int], memoryview]] = {}  # index -> ((inode, size), bytes)
 
     @classmethod
-    def open(cls, base: str, *, create: bool = False) -> RankSegments:
+    def open(cls, base: str, *, create: bool = False, options: SegmentOptions | None = None) -> RankSegments:
         """Open the segments with this base path (`contracts.segments.rank_segment`); FileNotFoundError if there are
         none and `create` is not set. Raises StateVersionMismatch for another layout."""
-        return cls(base, ControlSegment(base + CONTROL_SUFFIX, create=create))
+        return cls(base, ControlSegment(base + CONTROL_SUFFIX, create=create), options or SegmentOptions())
 
     # --- reading ---
 
     def slots(self) -> list[SlotView]:
-        return [self.control.slot(index) for index in range(SLOTS)]
+        """The slots in use, and those beyond that still hold something."""
+        views = (self.control.slot(index) for index in range(MAX_SLOTS))
+        return [view for view in views if not view.surplus or view.state is not SlotState.EMPTY]
 
     def unchanged(self, view: SlotView) -> bool:
         """Whether the slot still holds the very bytes that it held when `view` was taken."""
@@ -100,6 +133,38 @@ class RankSegments:
 
     # --- writing ---
 
+    def settle(self, plan: MemoryPlan) -> MemoryPlan:
+        """Use as many slots as `plan` says; if memory does not allow that, two. Returns the plan that is carried out;
+        in steady state this compares two plans. Raises MemoryTooSmall if not even two slots per rank fit."""
+        if self._settled is None or self._settled[0] != plan:
+            self._settled = plan, self._fitting(plan)
+            self.control.use_slots(self._settled[1].slots)
+        return self._settled[1]
+
+    def _fitting(self, plan: MemoryPlan) -> MemoryPlan:
+        try:
+            self._check_room(plan, self._missing_bytes(plan))
+        except MemoryTooSmall as error:
+            fewer = replace(plan, slots=MIN_SLOTS)
+            if plan.slots <= MIN_SLOTS:
+                raise
+            self._check_room(fewer, self._missing_bytes(fewer))
+            _log.warning("two slots, so a save may have to wait for a slow tier: %s", error)
+            return fewer
+        return plan
+
+    def choose(
+        self, world_step: int, lineage: Lineage, abandoned: Collection[int], held: Collection[int]
+    ) -> SlotView | None:
+        """The slot for the trainer's next shard (`slot_rules.choose_slot`). Memory of slots beyond those in use is
+        given back as soon as nothing needs them."""
+        views = self.slots()
+        for view in unneeded_surplus(views, world_step, lineage, abandoned, held):
+            self.control.drop(view.index)
+            self._mappings.pop(view.index, None)
+            segment_files.remove(self.base + SLOT_SUFFIXES[view.index])
+        return choose_slot(views, world_step, lineage, abandoned, held)
+
     def begin_write(
         self, index: int, generation: int, step: int, payload_bytes: int, plan: MemoryPlan | None = None
     ) -> memoryview:
@@ -115,8 +180,10 @@ class RankSegments:
             if len(payload) == payload_bytes:
                 return payload
             return self._make(index, payload_bytes, plan or MemoryPlan(payload_bytes))
-        except BaseException:
+        except BaseException as error:
             self.control.drop(index)
+            if isinstance(error, MemoryTooSmall) and index >= MIN_SLOTS:
+                self.control.use_slots(MIN_SLOTS)  # the next save is to do without this slot
             raise
 
     def mark_captured(self, index: int) -> None:
@@ -179,33 +246,42 @@ class RankSegments:
         path = self.base + SLOT_SUFFIXES[index]
         self._mappings.pop(index, None)
         segment_files.remove(path)  # first, so that the old and the new one need not fit side by side
-        segment_files.check_room(str(Path(path).parent), self._missing_bytes(payload_bytes, plan), plan)
-        descriptor = segment_files.publish(path, payload_bytes, b"", reserve_bytes=payload_bytes, replace=True)
+        self._check_room(plan, max(payload_bytes, self._missing_bytes(plan)))
+        huge = self._options.huge_pages and huge_pages.are_allowed(str(Path(path).parent))
+        descriptor = segment_files.publish(
+            path, payload_bytes, b"", reserve_bytes=payload_bytes, replace=True, huge_pages=huge
+        )
         try:
             return self._remember(index, descriptor)
         finally:
             os.close(descriptor)
 
-    def _missing_bytes(self, payload_bytes: int, plan: MemoryPlan) -> int:
-        """What the plan still needs beyond the slots that are there. Ranks start together and each sees memory that
-        the others are about to take, so all of it is counted, not only this slot."""
-        folder, _, job_prefix = self.base.rpartition("/")
-        job_prefix = job_prefix[: job_prefix.rindex(".") + 1]
+    def _check_room(self, plan: MemoryPlan, needed_bytes: int) -> None:
+        memory_limits.check_room(str(Path(self.base).parent), needed_bytes, plan, self._options.memory_limit_bytes)
+
+    def _missing_bytes(self, plan: MemoryPlan) -> int:
+        """What the plan still needs beyond the slots of its job that are there. Ranks start together and each sees
+        memory that the others are about to take, so all of it is counted, not only one rank's."""
+        folder, _, name = self.base.rpartition("/")
+        prefix = f"{folder}/{name.partition('.')[0]}"
+        own = parse_segment(prefix, name + CONTROL_SUFFIX)
         present = 0
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.name.startswith(job_prefix) and entry.name.endswith(SLOT_SUFFIXES):
-                    try:
-                        present += entry.stat().st_size
-                    except FileNotFoundError:  # removed since it was listed
-                        continue
-        return max(payload_bytes, plan.total_bytes - present)
+                found = parse_segment(prefix, entry.name)
+                if own is None or found is None or found.job != own.job or found.suffix not in SLOT_SUFFIXES:
+                    continue
+                try:
+                    present += entry.stat().st_size
+                except FileNotFoundError:  # removed since it was listed
+                    continue
+        return max(0, plan.total_bytes - present)
 
     def _remember(self, index: int, descriptor: int) -> memoryview:
         status = os.fstat(descriptor)
         if status.st_size == 0:
             return memoryview(b"")
-        mapping: mmap.mmap = segment_files.map_whole(descriptor, status.st_size)
+        mapping: mmap.mmap = segment_files.map_whole(descriptor, status.st_size, huge_pages=self._options.huge_pages)
         payload = memoryview(mapping)
         self._mappings[index] = ((status.st_ino, status.st_size), payload)
         return payload

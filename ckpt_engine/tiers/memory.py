@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,9 +9,9 @@ from pathlib import Path
 
 from ckpt_engine import manifest as manifests
 from ckpt_engine.manifest import Manifest
-from ckpt_engine.slots import RankSegments, SlotState, SlotView
+from ckpt_engine.slots import RankSegments, SegmentOptions, SlotState, SlotView
 from flyball.contracts.checkpoints import ShardCopy, Tier
-from flyball.contracts.segments import CONTROL_SUFFIX, rank_segment
+from flyball.contracts.segments import CONTROL_SUFFIX, SegmentName, parse_segment, rank_segment
 
 
 class OpenSegments:
@@ -34,10 +33,11 @@ class SlotTier:
     tier: Tier
     _base_path: Callable[[str, str, int], str]
 
-    def __init__(self, prefix: str, job: str, host_id: str) -> None:
+    def __init__(self, prefix: str, job: str, host_id: str, options: SegmentOptions | None = None) -> None:
         self.job = job
         self.host_id = host_id
         self._prefix = prefix
+        self._options = options
         self._open: dict[int, OpenSegments] = {}
         self._released = False
         self._lock = threading.Lock()
@@ -55,11 +55,12 @@ class SlotTier:
 
     def ranks(self) -> list[int]:
         """The ranks that have segments here, found by their file names."""
-        probe = Path(self._base(0) + CONTROL_SUFFIX)
-        head = probe.name.removesuffix("0" + CONTROL_SUFFIX)
-        pattern = re.compile(re.escape(head) + r"(\d+)" + re.escape(CONTROL_SUFFIX))
-        names = (pattern.fullmatch(path.name) for path in probe.parent.glob(head + "*"))
-        return sorted(int(match.group(1)) for match in names if match)
+        names = (parse_segment(self._prefix, path.name) for path in Path(self._prefix).parent.iterdir())
+        return sorted(
+            name.rank
+            for name in names
+            if name and name.suffix == CONTROL_SUFFIX and not name.maker_pid and self._is_ours(name)
+        )
 
     def copies(self) -> list[ShardCopy]:
         """What can be restored from here: committed slots with a valid manifest."""
@@ -104,8 +105,23 @@ class SlotTier:
         for rank in self.ranks():
             self.remove(rank)
 
+    def close(self) -> None:
+        """Let go of all segments; they stay. Whoever is using some keeps them open until it leaves."""
+        with self._lock:
+            self._released = True
+            entries = list(self._open.values())
+            self._open.clear()
+            for entry in entries:
+                entry.removed = True
+            idle = [entry for entry in entries if entry.users == 0]
+        for entry in idle:
+            entry.segments.close()
+
     def _base(self, rank: int) -> str:
         return type(self)._base_path(self._prefix, self.job, rank)
+
+    def _is_ours(self, name: SegmentName) -> bool:
+        return name.base(self._prefix) == self._base(name.rank)
 
     def _copy(self, entry: OpenSegments, view: SlotView) -> ShardCopy | None:
         sequence, known = entry.copies.get(view.index, (-1, None))
@@ -131,7 +147,7 @@ class SlotTier:
         entry = self._open.get(rank)
         if entry is None:
             try:
-                segments = RankSegments.open(self._base(rank), create=create)
+                segments = RankSegments.open(self._base(rank), create=create, options=self._options)
             except FileNotFoundError:
                 return None
             entry = self._open[rank] = OpenSegments(rank, segments)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import posixpath
+import re
+from dataclasses import dataclass
 
 import xxhash
 
@@ -10,7 +12,12 @@ DEFAULT_SHM_DIR = "/dev/shm"
 SHM_DIR_VARIABLE = "FLYBALL_SHM_DIR"  # replaces /dev/shm, for tests and for hosts with a tmpfs of their own
 
 CONTROL_SUFFIX = ".ctl"
-SLOT_SUFFIXES = (".s0", ".s1")
+SLOT_SUFFIXES = (".s0", ".s1", ".s2", ".s3")
+
+# Read from the end: a job's name may hold dots, and look like any of what follows it.
+_SEGMENT = re.compile(
+    r"(?P<job>.+)\.(?P<kind>[rp])(?P<rank>[0-9]+)(?P<suffix>\.ctl|\.s[0-3])(?:\.new\.(?P<maker>[0-9]+))?"
+)
 
 
 def shm_prefix(state_dir: str, shm_dir: str = DEFAULT_SHM_DIR) -> str:
@@ -35,3 +42,34 @@ def replica_segment(prefix: str, job: str, rank: int) -> str:
 def beacon_path(prefix: str, job: str, generation: int, rank: int) -> str:
     """The beacon of one rank in one generation."""
     return f"{prefix}.{job}.g{generation}.r{rank}.beacon"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SegmentName:
+    """What the name of a segment's file says."""
+
+    job: str
+    replica: bool  # of another host's rank
+    rank: int
+    suffix: str
+    maker_pid: int = 0  # of a file that is still being made, 0 if it is whole
+
+    def base(self, prefix: str) -> str:
+        """The base path that it was made from."""
+        return (replica_segment if self.replica else rank_segment)(prefix, self.job, self.rank)
+
+
+def parse_segment(prefix: str, file_name: str) -> SegmentName | None:
+    """The parts of a file name in the folder of `prefix`; None for another state folder's files, and for those that are
+    no segments."""
+    head = posixpath.basename(prefix) + "."
+    match = _SEGMENT.fullmatch(file_name.removeprefix(head)) if file_name.startswith(head) else None
+    if match is None:
+        return None
+    return SegmentName(
+        job=match["job"],
+        replica=match["kind"] == "p",
+        rank=int(match["rank"]),
+        suffix=match["suffix"],
+        maker_pid=int(match["maker"] or 0),
+    )

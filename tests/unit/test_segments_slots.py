@@ -8,9 +8,10 @@ import pytest
 from safetensors import safe_open
 
 from ckpt_engine import manifest as manifests
-from ckpt_engine import segment_files, shard_format
+from ckpt_engine import memory_limits, shard_format
 from ckpt_engine.control import CONTROL_BYTES
-from ckpt_engine.segment_files import MemoryPlan, cgroup_available
+from ckpt_engine.memory_limits import cgroup_available
+from ckpt_engine.memory_plan import MemoryPlan
 from ckpt_engine.slot_rules import SlotView, choose_slot
 from ckpt_engine.slots import ParkState, RankSegments, RestoreState, RestoreWords, SlotState, may_overwrite
 from flyball.contracts.checkpoints import LineageEntry, Tier
@@ -181,7 +182,7 @@ def test_what_does_not_fit_is_refused_with_the_plan_before_memory_is_touched(seg
 def test_the_plan_of_the_whole_host_is_checked_less_what_is_there(
     segments: RankSegments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment_files, "available_memory", lambda directory: {"the machine": 7000})
+    monkeypatch.setattr(memory_limits, "available_memory", lambda directory: {"the machine": 7000})
     with pytest.raises(MemoryTooSmall, match=r"the machine has 6\.8 KiB"):
         segments.begin_write(0, 1, 1, 1000, MemoryPlan(1000, local_ranks=4))
     segments.begin_write(0, 1, 1, 1000, MemoryPlan(1000, local_ranks=3))
@@ -208,7 +209,7 @@ def test_the_tightest_cgroup_of_either_version_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\0" * CONTROL_BYTES, b"FLYBSLOT".ljust(CONTROL_BYTES, b"\7")])
 def test_a_control_segment_of_another_version_is_refused(base: str, content: bytes) -> None:
     Path(base + CONTROL_SUFFIX).write_bytes(content)
-    with pytest.raises(StateVersionMismatch, match="layout version 1"):
+    with pytest.raises(StateVersionMismatch, match="layout version 2"):
         RankSegments.open(base, create=True)
 
 
@@ -357,7 +358,7 @@ def test_memory_of_makers_that_were_killed_is_given_back(segments: RankSegments,
     for path in left:
         path.write_bytes(bytes(100))
     segments.begin_write(0, 1, 1, 5000)
-    assert [path.exists() for path in left] == [False, False, True, True]
+    assert [path.exists() for path in left] == [False, False, *[True] * 6]
     segments.unlink()
     assert not any(path.exists() for path in left)
 

@@ -16,7 +16,7 @@ import torch
 
 import flyball
 from ckpt_engine import manifest as manifests
-from ckpt_engine import segment_files
+from ckpt_engine import memory_limits
 from ckpt_engine.control import CONTROL_BYTES, RestoreState, RestoreWords
 from ckpt_engine.engine import NO_SUPERVISOR, NOT_DUE
 from ckpt_engine.notices import Captured, Notice, SaveAborted
@@ -455,7 +455,7 @@ def test_what_cannot_be_saved_is_raised_and_leaves_no_torn_slot(with_engine: Wor
 def test_too_little_memory_stops_a_job_at_its_start_and_only_there(
     with_engine: WorkerIdentity, engine: Engine, monkeypatch: pytest.MonkeyPatch, restore_step: int | None, raises: bool
 ) -> None:
-    monkeypatch.setattr(segment_files, "available_memory", lambda directory: {"the machine": 100})
+    monkeypatch.setattr(memory_limits, "available_memory", lambda directory: {"the machine": 100})
     job = Job(replace(with_engine, restore_step=restore_step))
     if raises:
         with pytest.raises(MemoryTooSmall, match="Memory plan"):
