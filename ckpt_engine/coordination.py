@@ -5,15 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+import msgspec
 import structlog
 
 from ckpt_engine.coordinator import Coordinator
+from ckpt_engine.counters import Counters
 from ckpt_engine.generation import Generation, WorldView
 from ckpt_engine.links import PeerLinks
 from ckpt_engine.peer_wire import RankSteps, TierNaming, TierReport, Verdict, WorldStep
+from ckpt_engine.save_schedule import SaveSchedule, interval_s
 from ckpt_engine.tier_schedule import TierSchedule
 from ckpt_engine.tiers.memory import MemoryTier
 from flyball.contracts.checkpoints import Tier
+from flyball.contracts.clock import Clock
 
 log = structlog.get_logger()
 
@@ -27,6 +31,8 @@ class Coordination:
         *,
         memory: MemoryTier,
         links: PeerLinks,
+        counters: Counters,
+        clock: Clock,
         on_advance: Callable[[], None],
         on_naming: Callable[[tuple[TierNaming, ...]], None],
         on_written: Callable[[Tier, int], None],
@@ -39,11 +45,14 @@ class Coordination:
         self._generation = generation
         self._memory = memory
         self._links = links
+        self._counters = counters
+        self._clock = clock
         self._on_advance = on_advance
         self._on_naming = on_naming
         self._on_written = on_written
         self._lock = threading.Lock()
         self._reports: dict[int, RankSteps] = {}  # of local ranks, for a coordinator that comes back
+        self._flush_step = -1  # wanted by this host in the disk tiers, out of schedule
         start = self._begin_words()
         self.world = WorldView(start)
         self._coordinator: Coordinator | None = None
@@ -54,20 +63,47 @@ class Coordination:
                 world_step=start.world_step,
                 abandoned=start.abandoned,
                 schedules=schedules,
+                saves=self._make_save_schedule(start),
             )
+
+    def _make_save_schedule(self, start: WorldStep) -> SaveSchedule | None:
+        every_s = interval_s(self._generation.configure.spec)
+        if every_s == 0:
+            return None
+        return SaveSchedule(
+            every_s,
+            named=max(start.next_save, self._generation.restore_step),
+            world_step=start.world_step,
+            now_s=self._clock.monotonic_s(),
+        )
 
     def report(
         self, rank: int, saved: tuple[int, ...], failed: tuple[int, ...], tiers: tuple[TierReport, ...] = ()
     ) -> None:
         """A local rank has these steps, and will never have those; and how it stands with the disk tiers."""
         generation = self._generation
-        steps = RankSteps(generation.job, generation.number, rank, saved, failed, tiers)
         with self._lock:
+            steps = RankSteps(generation.job, generation.number, rank, saved, failed, tiers, self._flush_step)
             self._reports[rank] = steps
+        self._send(steps)
+
+    def want_flush(self, step: int) -> None:
+        """Have all ranks bring this step, or a newer one, to the disk tiers, whatever the intervals say."""
+        with self._lock:
+            if step <= self._flush_step:
+                return
+            self._flush_step = step
+            reports = [msgspec.structs.replace(report, flush=step) for report in self._reports.values()]
+            self._reports = {report.rank: report for report in reports}
+        for report in reports:
+            self._send(report)
+
+    def _send(self, steps: RankSteps) -> None:
+        generation = self._generation
         if generation.coordinates:
             self.hear_rank(steps)
         else:
-            self._links.post(generation.coordinator_host, (generation.job, rank), steps)
+            self._links.post(generation.coordinator_host, (generation.job, steps.rank), steps)
 
     def hear_rank(self, steps: RankSteps) -> Verdict:
         """What a rank, here or elsewhere, has; for the coordinator."""
@@ -78,9 +114,13 @@ class Coordination:
             return Verdict.ERROR
         coordinator = self._coordinator
         with self._lock:
+            coordinator.now_s = self._clock.monotonic_s()
+            abandoned = set(coordinator.abandoned)
             changed = coordinator.tiers_reported(steps.rank, steps.tiers)
             changed = coordinator.saved(steps.rank, sorted(steps.saved)) or changed
             changed = coordinator.failed(steps.failed) or changed
+            changed = coordinator.flush_wanted(steps.flush) or changed
+            self._tell_of_skipped(sorted(set(coordinator.abandoned) - abandoned), steps.rank)
             world = self._announce_locked(coordinator, changed)
             to_seal = coordinator.to_seal
         self._tell(world if changed else None, to_seal)
@@ -91,10 +131,31 @@ class Coordination:
         if self._coordinator is None:
             return
         with self._lock:
+            self._coordinator.now_s = self._clock.monotonic_s()
             changed = self._coordinator.seals_reported(report)
             world = self._announce_locked(self._coordinator, changed)
             to_seal = self._coordinator.to_seal
         self._tell(world if changed else None, to_seal)
+
+    def tick(self, position: int) -> None:
+        """Time has passed, and a rank of this host is at `position` (-1: none yet); for the coordinator, else nothing.
+        What it names it notes here first: an engine that is restarted then does not name another."""
+        if self._coordinator is None:
+            return
+        with self._lock:
+            self._coordinator.now_s = self._clock.monotonic_s()
+            if not self._coordinator.tick(position):
+                return
+            world = self._world_of(self._coordinator)
+        self.hear_world(world)
+        with self._lock:
+            self._announce_locked(self._coordinator, changed=True)
+
+    def _tell_of_skipped(self, steps: list[int], rank: int) -> None:
+        """The whole world goes without these steps."""
+        if steps:
+            self._counters.add("steps_skipped", len(steps))
+            log.warning("steps_skipped", job=self._generation.job, steps=steps, heard_from_rank=rank)
 
     def _tell(self, world: WorldStep | None, to_seal: dict[Tier, int]) -> None:
         if world is not None:
@@ -150,11 +211,12 @@ class Coordination:
             coordinator.world_step,
             coordinator.abandoned,
             coordinator.namings,
+            coordinator.next_save,
         )
 
     def _begin_words(self) -> WorldStep:
         generation = self._generation
-        world_step, abandoned = generation.restore_step, frozenset[int]()
+        world_step, abandoned, next_save = generation.restore_step, frozenset[int](), -1
         for rank in generation.local_ranks:
             with self._memory.using(rank, create=True) as entry:
                 if entry is None:
@@ -165,12 +227,12 @@ class Coordination:
                 words = control.read_world()
                 if words.generation == generation.number:
                     world_step, abandoned = max(world_step, words.step), abandoned | words.abandoned
+                    next_save = max(next_save, control.next_save(generation.number))
                     control.release_holds()  # of this engine's predecessor
                 else:
                     control.begin_world(generation.number, generation.restore_step)
-        return WorldStep(
-            generation.job, generation.number, world_step, tuple(sorted(s for s in abandoned if s > world_step))
-        )
+        alive = tuple(sorted(step for step in abandoned if step > world_step))
+        return WorldStep(generation.job, generation.number, world_step, alive, next_save=next_save)
 
     def _write_words(self, world: WorldStep) -> None:
         for rank in self._generation.local_ranks:
@@ -181,5 +243,6 @@ class Coordination:
                 if control.read_world().generation != world.generation:
                     continue  # a newer generation has begun
                 control.advance_world(world.world_step)
+                control.name_save(world.next_save)
                 for step in sorted(set(world.abandoned) - control.read_world().abandoned):
                     control.abandon(step)

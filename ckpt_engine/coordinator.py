@@ -8,9 +8,10 @@ true, except that a step once abandoned stays abandoned, since others may have o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ckpt_engine.peer_wire import TierNaming, TierReport
+from ckpt_engine.save_schedule import SaveSchedule
 from ckpt_engine.tier_schedule import TierSchedule
 from flyball.contracts.checkpoints import Tier
 
@@ -29,12 +30,15 @@ class Coordinator:
         abandoned: Iterable[int] = (),
         max_abandoned: int = MAX_ABANDONED,
         schedules: Sequence[TierSchedule] = (),
+        saves: SaveSchedule | None = None,
     ) -> None:
         """`world_step`: what the generation started from (-1: nothing) or, after a restart of this engine, what its
-        control words say, like `abandoned`. `schedules`: of the disk tiers."""
+        control words say, like `abandoned`. `schedules`: of the disk tiers; `saves`: for intervals in seconds."""
         self.generation = generation
         self.world_step = world_step
         self.schedules = schedules
+        self.now_s = 0.0  # whoever tells facts sets it first; only intervals in seconds depend on it
+        self._saves = saves
         self._max_abandoned = max_abandoned
         self._abandoned = set(abandoned)
         self._abandoned_floor = -1  # steps up to here left `_abandoned` for want of room, and stay abandoned
@@ -56,6 +60,34 @@ class Coordinator:
         """By tier the step whose world manifest is to be written now."""
         return {schedule.tier: step for schedule in self.schedules if (step := schedule.to_seal) is not None}
 
+    @property
+    def next_save(self) -> int:
+        """The step that all ranks are to save for an interval in seconds, -1 for none; it may be past."""
+        return -1 if self._saves is None else self._saves.named
+
+    def tick(self, position: int) -> bool:
+        """Time has passed; `position` is the newest step that a rank is known to be at, -1 for none. True if something
+        is to be told to all."""
+        before = (self.next_save, self.namings)
+        self._offer([self.world_step])
+        if self._saves is not None:
+            self._saves.tick(
+                self.now_s,
+                position=position,
+                world_step=self.world_step,
+                is_abandoned=self._is_abandoned(self._saves.named),
+            )
+        return (self.next_save, self.namings) != before
+
+    def flush_wanted(self, step: int) -> bool:
+        """A host wants this step, or a newer one, in the disk tiers as soon as that can be. True if something is to be
+        told to all."""
+        before = self.namings
+        for schedule in self.schedules:
+            schedule.demand(step)
+        self._offer([self.world_step])
+        return self.namings != before
+
     def saved(self, rank: int, steps: Iterable[int]) -> bool:
         """The rank has these steps, oldest to newest. True if something is to be told to all."""
         before = (self.world_step, self.abandoned, self.namings)
@@ -64,8 +96,7 @@ class Coordinator:
             if step > self.world_step and not self._is_abandoned(step):
                 self._saved[rank].add(step)
         complete = set.intersection(*self._saved)
-        for schedule in self.schedules:  # before the world step moves: what is named now, nobody has overwritten
-            schedule.offer(complete)
+        self._offer(complete)  # before the world step moves: what is named now, nobody has overwritten
         if complete:
             self._advance(max(complete))
         self._abandon(step for step in set().union(*self._saved) if self._is_passed_over(step))
@@ -78,7 +109,7 @@ class Coordinator:
             for schedule in self.schedules:
                 if schedule.tier is report.tier:
                     schedule.report(rank, report)
-                    schedule.offer([self.world_step])
+                    schedule.offer([self.world_step], self.now_s)
         return self.namings != before
 
     def seals_reported(self, report: TierReport) -> bool:
@@ -87,7 +118,7 @@ class Coordinator:
         for schedule in self.schedules:
             if schedule.tier is report.tier:
                 schedule.seal_report(report)
-                schedule.offer([self.world_step])
+                schedule.offer([self.world_step], self.now_s)
         return self.namings != before
 
     def failed(self, steps: Iterable[int]) -> bool:
@@ -95,6 +126,10 @@ class Coordinator:
         before = self.abandoned
         self._abandon(step for step in steps if step > self.world_step)
         return self.abandoned != before
+
+    def _offer(self, steps: Collection[int]) -> None:
+        for schedule in self.schedules:
+            schedule.offer(steps, self.now_s)
 
     def _is_abandoned(self, step: int) -> bool:
         return step in self._abandoned or step <= self._abandoned_floor

@@ -92,7 +92,8 @@ class WorldView:
             known = {*world.abandoned, *present.abandoned} if world.world_step >= present.world_step else ()
             abandoned = tuple(sorted(step for step in known or present.abandoned if step > world_step))
             tiers = _newest(*present.tiers, *world.tiers)
-            self._present = WorldStep(world.job, world.generation, world_step, abandoned, tiers)
+            next_save = max(world.next_save, present.next_save)
+            self._present = WorldStep(world.job, world.generation, world_step, abandoned, tiers, next_save)
             return self._present != present
 
 

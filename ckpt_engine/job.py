@@ -1,4 +1,4 @@
-"""One job on this host, as its engine sees it: the generation that runs, its slots, its disk tiers."""
+"""One job on this host, as its engine sees it: the generation that runs, its slots, and who works on them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import structlog
 
 from ckpt_engine.context import Services
 from ckpt_engine.coordination import Coordination
-from ckpt_engine.disk_writer import DiskWriter
+from ckpt_engine.durable_tiers import DurableTiers
 from ckpt_engine.generation import Generation
 from ckpt_engine.notices import Notice, SaveAborted
-from ckpt_engine.peer_wire import PutShard, Reply, TierNaming
+from ckpt_engine.peer_wire import PutShard, Reply, TierReport
 from ckpt_engine.pipeline import RankPipeline
 from ckpt_engine.replication import send_replica
 from ckpt_engine.restoring import Restoring
-from ckpt_engine.tier_schedule import TierSchedule
+from ckpt_engine.save_clock import SaveClock
 from ckpt_engine.tiers.disk import DiskTier
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.tiers.peer import PeerTier
-from ckpt_engine.world_sealer import WorldSealer
-from flyball.contracts.checkpoints import CheckpointSpec, RestoreReport, ShardCopy, Tier
+from flyball.contracts.checkpoints import RestoreReport, ShardCopy, Tier
 from flyball.contracts.engine_wire import Configure, SaveFailure
 from flyball.contracts.errors import Conflict, StaleCommand
 
@@ -42,13 +40,11 @@ class Job:
         self.name = name
         self.memory = MemoryTier(services.shm_prefix, name, services.host_id)
         self.replicas = PeerTier(services.shm_prefix, name, services.host_id)
-        self.disks: dict[Tier, DiskTier] = {}
         self.generation: Generation | None = None
         self.coordination: Coordination | None = None
         self._services = services
         self._pipelines: dict[int, RankPipeline] = {}
-        self._writers: list[DiskWriter] = []
-        self._sealers: list[WorldSealer] = []
+        self._durable: DurableTiers | None = None
         self._failures: deque[SaveFailure] = deque(maxlen=_REMEMBERED_FAILURES)
         self._restores: deque[RestoreReport] = deque(maxlen=_REMEMBERED_RESTORES)
         self._swept: Generation | None = None
@@ -78,27 +74,18 @@ class Job:
                 return
             self._end_running()
             generation = Generation(configure, self._services.host_id)
-            self.disks = self._open_disks(configure.spec)
-            coordination = Coordination(
-                generation,
-                memory=self.memory,
-                links=self._services.links,
-                on_advance=partial(self._world_advanced, generation),
-                on_naming=self._hear_naming,
-                on_written=self._seal,
-                schedules=self._make_schedules(generation),
-            )
-            self.generation, self.coordination = generation, coordination
+            coordination, durable = self._coordinate(generation)
+            self.generation, self.coordination, self._durable = generation, coordination, durable
             self._pipelines = {
                 rank: self._make_pipeline(rank, generation, coordination) for rank in generation.local_ranks
             }
-            if generation.coordinates:
-                self._sealers = self._make_sealers(generation, coordination)
             coordination.repeat_naming()
             for pipeline in self._pipelines.values():
                 pipeline.start()
-            for writer in self._background:
-                writer.start()
+            durable.start()
+            SaveClock.start_if_needed(
+                generation, memory=self.memory, coordination=coordination, on_passed_by=self._passed_by
+            )
 
     def end(self, *, join_timeout_s: float) -> None:
         """Stop all work on the job; segments and files stay."""
@@ -115,75 +102,54 @@ class Job:
         self.replicas.release()
 
     @property
-    def _background(self) -> list[DiskWriter | WorldSealer]:
-        return [*self._writers, *self._sealers]
+    def disks(self) -> dict[Tier, DiskTier]:
+        """The disk tiers of the running generation."""
+        return self._durable.disks if self._durable is not None else {}
 
     def _end_running(self) -> None:
         if self.generation is not None:
             self.generation.ended.set()
         for pipeline in self._pipelines.values():
             pipeline.kick()
-        for writer in self._background:
-            writer.stop()
-        self._pipelines, self._writers, self._sealers = {}, [], []
+        if self._durable is not None:
+            self._durable.stop()
+        self._pipelines = {}
 
-    def _open_disks(self, spec: CheckpointSpec) -> dict[Tier, DiskTier]:
-        host_id = self._services.host_id
-        disks: dict[Tier, DiskTier] = {}
-        if spec.disk_dir and spec.disk_every_steps > 0:
-            # The host's name keeps hosts apart whose disk folders are one, by mistake or on one machine.
-            root = Path(spec.disk_dir) / host_id
-            disks[Tier.DISK] = DiskTier(root, tier=Tier.DISK, job=self.name, host_id=host_id)
-        if spec.persistent_dir and spec.persistent_every_steps > 0:
-            root = Path(spec.persistent_dir)
-            disks[Tier.PERSISTENT] = DiskTier(root, tier=Tier.PERSISTENT, job=self.name, host_id="")
-        return disks
+    def _coordinate(self, generation: Generation) -> tuple[Coordination, DurableTiers]:
+        """The two know each other: what is written depends on the world, and the world on what was written."""
+        coordination: Coordination
 
-    def _make_schedules(self, generation: Generation) -> list[TierSchedule]:
-        spec = generation.configure.spec
-        intervals = {Tier.DISK: spec.disk_every_steps, Tier.PERSISTENT: spec.persistent_every_steps}
-        return [
-            TierSchedule(
-                tier,
-                every_steps=intervals[tier],
-                world_size=generation.placement.world_size,
-                restore_step=generation.restore_step,
-                keep_steps=spec.policy(tier).keep_latest,
-                sealed=tier is Tier.PERSISTENT,
-            )
-            for tier in self.disks
-        ]
+        def progressed(rank: int) -> None:
+            self._rank_progressed(coordination, rank)
 
-    def _make_sealers(self, generation: Generation, coordination: Coordination) -> list[WorldSealer]:
-        return [
-            WorldSealer(
-                generation,
-                disk,
-                counters=self._services.counters,
-                settings=self._services.settings,
-                clock=self._services.clock,
-                on_report=coordination.hear_seals,
-                on_failure=partial(self._note_failure, generation),
-            )
-            for tier, disk in self.disks.items()
-            if tier is Tier.PERSISTENT
-        ]
+        def sealed(report: TierReport) -> None:
+            coordination.hear_seals(report)
+
+        durable = DurableTiers(
+            generation,
+            self._services,
+            memory=self.memory,
+            on_failure=partial(self._note_failure, generation),
+            on_progress=progressed,
+            on_sealed=sealed,
+        )
+        coordination = Coordination(
+            generation,
+            memory=self.memory,
+            links=self._services.links,
+            counters=self._services.counters,
+            clock=self._services.clock,
+            on_advance=partial(self._world_advanced, generation),
+            on_naming=durable.hear,
+            on_written=durable.seal,
+            schedules=durable.schedules,
+        )
+        return coordination, durable
 
     def _make_pipeline(self, rank: int, generation: Generation, coordination: Coordination) -> RankPipeline:
         services = self._services
         on_failure = partial(self._note_failure, generation)
         on_progress = partial(self._rank_progressed, coordination)
-        for disk in self.disks.values():
-            writer = DiskWriter(
-                rank,
-                generation=generation,
-                memory=self.memory,
-                disk=disk,
-                counters=services.counters,
-                on_failure=on_failure,
-                on_progress=on_progress,
-            )
-            self._writers.append(writer)
         restore: Callable[[OpenSegments], None] | None = None
         if generation.restore is not None:
             restoring = Restoring(
@@ -218,27 +184,22 @@ class Job:
         """Commit what was captured, and look at the disks again; both as far as the time allows."""
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
-            pipelines = list(self._pipelines.values())
+            pipelines, durable = list(self._pipelines.values()), self._durable
         for pipeline in pipelines:
             pipeline.kick()  # they work side by side; the loop below waits for each in turn
         for pipeline in pipelines:
             if (left_s := deadline_s - time.monotonic()) > 0:
                 pipeline.commit_captured(left_s)
-        scans = [threading.Thread(target=disk.scan, daemon=True) for disk in self.disks.values()]
-        for scan in scans:
-            scan.start()
-        for scan in scans:
-            scan.join(max(deadline_s - time.monotonic(), 0.0))
+        if durable is not None:
+            durable.scan(deadline_s)
 
     def drain(self, timeout_s: float) -> None:
         """Finish commits and disk writes in flight, for an engine that is to end."""
         deadline_s = time.monotonic() + timeout_s
         self.flush(timeout_s)
-        with self._lock:
-            writers = self._background
-        for writer in writers:
-            if not writer.drain(max(deadline_s - time.monotonic(), 0.0)):
-                log.warning("disk_write_cut_short", job=self.name)
+        durable = self._durable
+        if durable is not None and not durable.drain(deadline_s):
+            log.warning("disk_write_cut_short", job=self.name)
 
     def arm(self, step: int) -> tuple[bool, dict[str, int]]:
         """Have the local ranks save and park at `step`. (armed, positions): not armed if some rank has passed it."""
@@ -336,22 +297,15 @@ class Job:
         pipeline = self._pipelines.get(rank)
         if pipeline is not None and coordination is self.coordination:
             with self._reporting:  # the newest report takes the place of older ones, so it must be the newest
-                reports = [writer.report for writer in self._writers if writer.rank == rank]
-                known = tuple(report for report in reports if report is not None)
-                coordination.report(rank, pipeline.saved_steps, pipeline.failed_steps, known)
+                reports = self._durable.reports(rank) if self._durable is not None else ()
+                coordination.report(rank, pipeline.saved_steps, pipeline.failed_steps, reports)
         with self._progress:
             self._progress.notify_all()
 
-    def _hear_naming(self, namings: tuple[TierNaming, ...]) -> None:
-        for writer in self._writers:
-            for naming in namings:
-                if naming.tier is writer.tier:
-                    writer.hear(naming)
-
-    def _seal(self, tier: Tier, step: int) -> None:
-        for sealer in self._sealers:
-            if sealer.tier is tier:
-                sealer.seal(step)
+    def _passed_by(self, rank: int, step: int) -> None:
+        pipeline = self._pipelines.get(rank)
+        if pipeline is not None and step not in pipeline.saved_steps:
+            pipeline.fail(step, f"Rank {rank} was past step {step} when it heard that it was to be saved.")
 
     def _world_advanced(self, generation: Generation) -> None:
         """All ranks have a step of this generation, so what older placements left here is not needed any more."""

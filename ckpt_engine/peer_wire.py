@@ -75,14 +75,15 @@ class TierReport(msgspec.Struct, frozen=True):
 
 
 class WorldStep(msgspec.Struct, frozen=True, tag="world"):
-    """From the coordinator: the newest step that all ranks have, newer ones that they never will, and what to write to
-    the disk tiers."""
+    """From the coordinator: the newest step that all ranks have, newer ones that they never will, what to write to the
+    disk tiers, and the step to save for an interval in seconds."""
 
     job: JobName
     generation: int
     world_step: int
     abandoned: tuple[int, ...] = ()
     tiers: tuple[TierNaming, ...] = ()
+    next_save: int = -1
 
 
 class RankSteps(msgspec.Struct, frozen=True, tag="rank_steps"):
@@ -95,6 +96,7 @@ class RankSteps(msgspec.Struct, frozen=True, tag="rank_steps"):
     saved: tuple[int, ...]
     failed: tuple[int, ...] = ()
     tiers: tuple[TierReport, ...] = ()
+    flush: int = -1  # bring this step or a newer one to the disk tiers, out of schedule
 
 
 class PutShard(msgspec.Struct, frozen=True, tag="put"):

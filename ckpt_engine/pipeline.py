@@ -168,6 +168,9 @@ class RankPipeline:
         with self._memory.using(self.rank) as entry:
             if entry is None:
                 return self._settings.scan_interval_s
+            for step in sorted(entry.segments.control.aborted_steps(self._generation.number)):
+                if step > self._world.present.world_step:
+                    self.fail(step, "The trainer gave it up; its log says why.")  # its notice was lost
             views = [
                 view
                 for view in sorted(entry.segments.slots(), key=lambda view: view.step)

@@ -13,20 +13,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckpt_engine.peer_wire import TierNaming, TierReport
-from flyball.contracts.checkpoints import Tier
+from flyball.contracts.checkpoints import Tier, TierPolicy
 
 
 class TierSchedule:
     """Facts about one tier in one generation in; the step to write and the steps to keep out."""
 
     def __init__(
-        self, tier: Tier, *, every_steps: int, world_size: int, restore_step: int, keep_steps: int, sealed: bool = False
+        self,
+        tier: Tier,
+        *,
+        policy: TierPolicy,
+        world_size: int,
+        restore_step: int,
+        sealed: bool = False,
+        now_s: float = 0.0,
     ) -> None:
-        """`sealed`: a step counts only when its world manifest is written, which `seal_report` tells."""
+        """`sealed`: a step counts only when its world manifest is written, which `seal_report` tells. The first
+        interval in seconds begins now."""
         self.tier = tier
         self.named = restore_step  # the generation's own steps are newer
-        self._every_steps = every_steps
-        self._keep_steps = keep_steps
+        self._policy = policy
+        self._named_at_s = now_s
+        self._demanded = restore_step
         self._sealed = sealed
         self._seal: TierReport | None = None
         self._reports: list[TierReport | None] = [None] * world_size
@@ -37,7 +46,7 @@ class TierSchedule:
         """None until every rank has reported: what is complete, and so must stay, is not known before."""
         if None in self._reports or (self._sealed and self._seal is None):
             return None
-        return TierNaming(self.tier, self.named, tuple(sorted(self._complete)[-self._keep_steps :]))
+        return TierNaming(self.tier, self.named, tuple(sorted(self._complete)[-self._policy.keep_latest :]))
 
     @property
     def to_seal(self) -> int | None:
@@ -59,11 +68,23 @@ class TierSchedule:
         """Which world manifests are there; `settled` is the newest step that was tried."""
         self._seal = report
 
-    def offer(self, steps: Iterable[int]) -> None:
+    def demand(self, step: int) -> None:
+        """This step, or a newer one, is wanted as soon as it can be had, whatever the intervals say."""
+        self._demanded = max(self._demanded, step)
+
+    def offer(self, steps: Iterable[int], now_s: float) -> None:
         """All ranks have these steps in slots that they may not overwrite before they hear from the coordinator."""
-        due = [step for step in steps if step > self.named and step % self._every_steps == 0]
+        due = [step for step in steps if step > self.named and self._is_due(step, now_s)]
         if due and self._is_idle:
-            self.named = max(due)
+            self.named, self._named_at_s = max(due), now_s
+
+    def _is_due(self, step: int, now_s: float) -> bool:
+        every_steps, every_s = self._policy.every_steps, self._policy.every_s
+        return (
+            (every_steps > 0 and step % every_steps == 0)
+            or (every_s > 0 and now_s - self._named_at_s >= every_s)
+            or (step >= self._demanded > self.named)
+        )
 
     @property
     def _is_idle(self) -> bool:

@@ -11,7 +11,7 @@ from ckpt_engine.generation import WorldView
 from ckpt_engine.peer_wire import TierNaming, TierReport, WorldStep
 from ckpt_engine.retention import removable
 from ckpt_engine.tier_schedule import TierSchedule
-from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
+from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier, TierPolicy
 
 RANKS, KEPT, EVERY = 3, 2, 2
 
@@ -78,7 +78,9 @@ class World:
 
     def restart(self) -> None:
         """Rank 0's engine is started, anew."""
-        schedule = TierSchedule(Tier.DISK, every_steps=EVERY, world_size=RANKS, restore_step=-1, keep_steps=KEPT)
+        schedule = TierSchedule(
+            Tier.DISK, policy=TierPolicy(EVERY, keep_latest=KEPT), world_size=RANKS, restore_step=-1
+        )
         known = self.ranks[0].world.present.world_step
         self.coordinator = Coordinator(generation=1, world_size=RANKS, world_step=known, schedules=[schedule])
 
@@ -167,35 +169,35 @@ def test_a_world_that_runs_well_writes_every_due_step() -> None:
 
 
 def test_nothing_is_named_and_nothing_removed_before_every_rank_has_said_what_it_holds() -> None:
-    schedule = TierSchedule(Tier.DISK, every_steps=1, world_size=2, restore_step=-1, keep_steps=1)
+    schedule = TierSchedule(Tier.DISK, policy=TierPolicy(1, keep_latest=1), world_size=2, restore_step=-1)
     schedule.report(0, TierReport(Tier.DISK, 7, 7, (5, 7)))
-    schedule.offer([8])
+    schedule.offer([8], 0.0)
     assert schedule.naming is None
     schedule.report(1, TierReport(Tier.DISK, -1, -1, (5,)))
     assert schedule.naming == TierNaming(Tier.DISK, 7, (5,))
-    schedule.offer([8])
+    schedule.offer([8], 0.0)
     assert schedule.naming == TierNaming(Tier.DISK, 7, (5,))  # rank 1 has not answered for 7
     schedule.report(1, TierReport(Tier.DISK, 7, 7, (5,)))
-    schedule.offer([8])
+    schedule.offer([8], 0.0)
     assert schedule.naming == TierNaming(Tier.DISK, 8, (5,))
 
 
 def test_a_step_is_sealed_when_all_have_written_it_and_counts_when_it_is_sealed() -> None:
     tier = Tier.PERSISTENT
-    schedule = TierSchedule(tier, every_steps=1, world_size=2, restore_step=-1, keep_steps=1, sealed=True)
+    schedule = TierSchedule(tier, policy=TierPolicy(1, keep_latest=1), world_size=2, restore_step=-1, sealed=True)
     schedule.seal_report(TierReport(tier, -1, -1))
     for rank in (0, 1):
         schedule.report(rank, TierReport(tier, -1, -1))
-    schedule.offer([1])
+    schedule.offer([1], 0.0)
     schedule.report(0, TierReport(tier, 1, 1, (1,)))
     assert schedule.to_seal is None
     schedule.report(1, TierReport(tier, 1, 1, (1,)))
     assert schedule.to_seal == 1
-    schedule.offer([2])
+    schedule.offer([2], 0.0)
     assert schedule.naming == TierNaming(tier, 1, ())
     schedule.seal_report(TierReport(tier, 1, 1, (1,)))
     assert schedule.to_seal is None
-    schedule.offer([2])
+    schedule.offer([2], 0.0)
     assert schedule.naming == TierNaming(tier, 2, (1,))
 
 
@@ -215,7 +217,7 @@ def test_what_a_newer_generation_wrote_is_not_removed_by_a_host_that_was_cut_off
 
 def test_what_all_have_written_is_sealed_also_if_that_is_known_before_the_folder_was_looked_at() -> None:
     tier = Tier.PERSISTENT
-    schedule = TierSchedule(tier, every_steps=1, world_size=1, restore_step=-1, keep_steps=1, sealed=True)
+    schedule = TierSchedule(tier, policy=TierPolicy(1, keep_latest=1), world_size=1, restore_step=-1, sealed=True)
     coordinator = Coordinator(generation=1, world_size=1, world_step=3, schedules=[schedule])
     coordinator.tiers_reported(0, [TierReport(tier, 3, 3, (2, 3))])
     assert coordinator.to_seal == {}

@@ -1,0 +1,136 @@
+"""The disk tiers of one job during one generation: which there are, their schedules, and the threads that write."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from ckpt_engine.context import Services
+from ckpt_engine.disk_writer import DiskWriter, OnFailure
+from ckpt_engine.generation import Generation
+from ckpt_engine.peer_wire import TierNaming, TierReport
+from ckpt_engine.tier_schedule import TierSchedule
+from ckpt_engine.tiers.disk import DiskTier
+from ckpt_engine.tiers.memory import MemoryTier
+from ckpt_engine.world_sealer import WorldSealer
+from flyball.contracts.checkpoints import Tier
+
+log = structlog.get_logger()
+
+
+def open_disks(generation: Generation, host_id: str) -> dict[Tier, DiskTier]:
+    """The tiers that the job's settings switch on."""
+    spec, job = generation.configure.spec, generation.job
+    disks: dict[Tier, DiskTier] = {}
+    if spec.policy(Tier.DISK).is_on:
+        # The host's name keeps hosts apart whose disk folders are one, by mistake or on one machine.
+        disks[Tier.DISK] = DiskTier(Path(spec.disk_dir) / host_id, tier=Tier.DISK, job=job, host_id=host_id)
+    if spec.policy(Tier.PERSISTENT).is_on:
+        disks[Tier.PERSISTENT] = DiskTier(Path(spec.persistent_dir), tier=Tier.PERSISTENT, job=job, host_id="")
+    return disks
+
+
+class DurableTiers:
+    """Writers for every local rank and tier; on the coordinator's host the schedules and the sealers as well."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        services: Services,
+        *,
+        memory: MemoryTier,
+        on_failure: OnFailure,
+        on_progress: Callable[[int], None],
+        on_sealed: Callable[[TierReport], None],
+    ) -> None:
+        """`on_progress(rank)` whenever a report of the rank changed; `on_sealed`, for the coordinator alone, what is
+        sealed."""
+        self.disks = open_disks(generation, services.host_id)
+        self.schedules: list[TierSchedule] = []
+        self._writers = [
+            DiskWriter(
+                rank,
+                generation=generation,
+                memory=memory,
+                disk=disk,
+                counters=services.counters,
+                on_failure=on_failure,
+                on_progress=on_progress,
+            )
+            for rank in generation.local_ranks
+            for disk in self.disks.values()
+        ]
+        self._sealers: list[WorldSealer] = []
+        if generation.coordinates:
+            self.schedules = [_make_schedule(tier, generation, services.clock.monotonic_s()) for tier in self.disks]
+            self._sealers = [
+                WorldSealer(
+                    generation,
+                    disk,
+                    counters=services.counters,
+                    settings=services.settings,
+                    clock=services.clock,
+                    on_report=on_sealed,
+                    on_failure=on_failure,
+                )
+                for tier, disk in self.disks.items()
+                if tier is Tier.PERSISTENT
+            ]
+
+    @property
+    def _threads(self) -> list[DiskWriter | WorldSealer]:
+        return [*self._writers, *self._sealers]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End each after what it is writing."""
+        for thread in self._threads:
+            thread.stop()
+
+    def drain(self, deadline_s: float) -> bool:
+        """Wait until nothing is waiting or being written; False if that took too long. On the monotonic clock."""
+        return all([thread.drain(max(deadline_s - time.monotonic(), 0.0)) for thread in self._threads])
+
+    def hear(self, namings: tuple[TierNaming, ...]) -> None:
+        """What the coordinator said. Does not block."""
+        for writer in self._writers:
+            for naming in namings:
+                if naming.tier is writer.tier:
+                    writer.hear(naming)
+
+    def seal(self, tier: Tier, step: int) -> None:
+        """Every rank has written this step; for the coordinator."""
+        for sealer in self._sealers:
+            if sealer.tier is tier:
+                sealer.seal(step)
+
+    def reports(self, rank: int) -> tuple[TierReport, ...]:
+        """How a local rank stands with each tier that was looked at by now."""
+        reports = [writer.report for writer in self._writers if writer.rank == rank]
+        return tuple(report for report in reports if report is not None)
+
+    def scan(self, deadline_s: float) -> None:
+        """Look at the folders again, as far as the time allows; they may hang."""
+        scans = [threading.Thread(target=disk.scan, daemon=True) for disk in self.disks.values()]
+        for scan in scans:
+            scan.start()
+        for scan in scans:
+            scan.join(max(deadline_s - time.monotonic(), 0.0))
+
+
+def _make_schedule(tier: Tier, generation: Generation, now_s: float) -> TierSchedule:
+    return TierSchedule(
+        tier,
+        policy=generation.configure.spec.policy(tier),
+        world_size=generation.placement.world_size,
+        restore_step=generation.restore_step,
+        sealed=tier is Tier.PERSISTENT,
+        now_s=now_s,
+    )
