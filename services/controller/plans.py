@@ -8,9 +8,9 @@ from flyball.contracts.checkpoints import Lineage, Tier
 from flyball.contracts.cluster import HostRanks
 from flyball.contracts.decisions import ActionPlan, DecisionKind, GenerationPlan, Incident
 from services.controller.guardrails import next_restart_count
+from services.controller.peer_choice import PeerMap, choose_peers
 from services.controller.recovery_point import newest_step
 from services.controller.round import Case
-from services.controller.spare_choice import peer_ring
 from services.controller.view import GenerationView, HostView
 
 _WARM_SPARES = 2  # per job; more would only wait for a third failure within seconds
@@ -68,7 +68,7 @@ def restart_plan(
             generation=generation.generation + 1,
             parent=generation.generation if generation.started_at > 0.0 else generation.parent,
             hosts=hosts,
-            peers=_peers(case, hosts),
+            peers=_peers(case, hosts, generation),
             parent_lineage=history,
             restart_count=next_restart_count(generation, incident),
             known_step=_known_step(case, history, reachable),
@@ -152,10 +152,21 @@ def _known_step(case: Case, lineage: Lineage, asked: Collection[str]) -> int:
     return -1 if step is None else step
 
 
-def _peers(case: Case, hosts: Sequence[HostRanks]) -> dict[str, tuple[str, ...]]:
-    known = case.round.hosts
-    domains = [(h.host_id, known[h.host_id].failure_domain if h.host_id in known else "") for h in hosts]
-    return peer_ring(domains, case.job.spec.checkpoint.replicas)
+def _peers(case: Case, hosts: Sequence[HostRanks], before: GenerationView | None = None) -> PeerMap:
+    known, spec = case.round.hosts, case.job.spec.checkpoint
+    domains = {h.host_id: known[h.host_id].failure_domain if h.host_id in known else "" for h in hosts}
+    if before is None:
+        return choose_peers(domains, spec.replicas, spec.replication)
+    places = _places(before.hosts, hosts)
+    return choose_peers(domains, spec.replicas, spec.replication, before=before.peers, places=places)
+
+
+def _places(before: Sequence[HostRanks], hosts: Sequence[HostRanks]) -> dict[str, str]:
+    """Whose place in the generation before each host has: its own, or that of the lost one whose ranks it has."""
+    stayed = {h.host_id for h in hosts} & {h.host_id for h in before}
+    lost = {h.ranks: h.host_id for h in before if h.host_id not in stayed}
+    taken = {h.host_id: lost[h.ranks] for h in hosts if h.host_id not in stayed and h.ranks in lost}
+    return {host_id: host_id for host_id in stayed} | taken
 
 
 def _master_port(case: Case, hosts: Sequence[HostRanks]) -> int:

@@ -1,4 +1,4 @@
-"""Which hosts get which ranks, and who keeps whose replicas."""
+"""Which hosts get which ranks. Pure."""
 
 from __future__ import annotations
 
@@ -74,23 +74,6 @@ def replace(
         used[spare.failure_domain] += 1
         result.append(_ranks_on(spare, part.ranks))
     return tuple(result)
-
-
-def peer_ring(host_domains: Sequence[tuple[str, str]], replicas: int) -> dict[str, tuple[str, ...]]:
-    """For each (host_id, failure_domain): the hosts that keep its replicas.
-
-    Hosts stand in a circle, one failure domain after the other, and look past the largest domain: so each keeps the
-    replicas of exactly `replicas` others (memory is planned for that), in another domain wherever half of the hosts
-    or fewer share one.
-    """
-    size = len(host_domains)
-    circle = [host_id for host_id, _ in sorted(host_domains, key=lambda pair: pair[1])]
-    largest = max(Counter(domain for _, domain in host_domains).values(), default=0)
-    distances = [(largest - 1 + k) % (size - 1) + 1 for k in range(min(replicas, size - 1))] if size > 1 else []
-    return {
-        host_id: tuple(circle[(position + distance) % size] for distance in distances)
-        for position, host_id in enumerate(circle)
-    }
 
 
 def _ranks_on(host: HostView, ranks: tuple[int, ...]) -> HostRanks:
