@@ -56,7 +56,7 @@ class SaveSchedule:
             return False
         if self.named > self._settled:
             self._settled = self.named
-            self._lead_s = min(2 * self._lead_s, _MAX_LEAD_S) if is_abandoned else max(_MIN_LEAD_S, 0.8 * self._lead_s)
+            self._lead_s = min(2 * self._lead_s, _MAX_LEAD_S) if is_abandoned else max(_MIN_LEAD_S, 0.95 * self._lead_s)
         if position < 0 or now_s - self._saved_at_s < self._every_s:
             return False
         self.named = self._ahead_of(now_s, max(position, self.named))
