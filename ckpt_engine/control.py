@@ -10,39 +10,34 @@ Every word is 8 bytes and has one writer, so that no lock is needed and none can
 
 A slot's state is never stored but follows from its sequence numbers: a write begins by raising `written`, is whole
 when `captured` equals it, and verified when `committed` does. A late committer of overwritten bytes changes nothing.
-
-Whoever has the segment open holds a shared flock on it, which the kernel takes back however the process ends. Who gets
-it exclusively (`reclaim`) knows that nobody uses the slots.
 """
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
-import struct
 import time
-from dataclasses import dataclass
-from enum import IntEnum
 
 import xxhash
 
 from ckpt_engine import segment_files
+from ckpt_engine.control_file import (
+    HEADER_BYTES,
+    LAST_USE_WORD,
+    LAYOUT_VERSION,
+    MAGIC,
+    boot_time_ns,
+    open_in_use,
+)
+from ckpt_engine.control_views import ParkState, RestoreState, RestoreWords, World
 from ckpt_engine.manifest import MAX_MANIFEST_BYTES
 from ckpt_engine.memory_order import this_machines_fence
 from ckpt_engine.slot_rules import MAX_SLOTS, MIN_SLOTS, SlotState, SlotView
 from flyball.contracts.checkpoints import Tier
-from flyball.contracts.errors import Conflict, StateVersionMismatch
 from flyball.contracts.fault_points import reach
 
-LAYOUT_VERSION = 2
-
-_MAGIC = int.from_bytes(b"FLYBSLOT", "little")
-_HEADER_BYTES = 8192  # the words, and one text; the manifests follow
-CONTROL_BYTES = _HEADER_BYTES + MAX_SLOTS * MAX_MANIFEST_BYTES  # manifests are holes until they are written
-
 # Word numbers. Slot words repeat every _SLOT_STRIDE words.
-_SLOTS_IN_USE, _LAST_USE_NS = 2, 3
+_SLOTS_IN_USE = 3
 _SLOT, _SLOT_STRIDE = 16, 16
 _WRITTEN, _CAPTURED, _COMMITTED, _DROPPED, _GENERATION, _STEP, _PAYLOAD_BYTES = range(7)
 _MANIFEST_BYTES, _MANIFEST_HASH_LOW, _MANIFEST_HASH_HIGH = range(7, 10)
@@ -61,44 +56,6 @@ _TEXT_OFFSET, _MAX_TEXT_BYTES = 4096, 2048
 
 _SETTLE_S = 0.001  # longer than any store waits in a processor's store buffer
 _READS = 4  # of a slot's words while they change; a write takes longer than that, unless the reader is held up
-_LOCK_TIMEOUT_S = 5.0  # a reclaimer holds the lock for the time of two unlinks
-_LOCK_POLL_S = 0.001
-
-
-class RestoreState(IntEnum):
-    PENDING = 0
-    READY = 1
-    FAILED = 2
-
-
-class ParkState(IntEnum):
-    RUNNING = 0
-    PARKED = 1  # the trainer saved the emergency step and waits
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """What the engine says of the world. Steps are of `generation`; -1 means none."""
-
-    fence_epoch: int
-    fence_generation: int
-    generation: int
-    step: int  # newest step committed, and replicated where configured, on all ranks
-    abandoned: frozenset[int]
-    held: frozenset[int] = frozenset()  # a disk tier is about to copy them out of their slots
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreWords:
-    """How far the engine is with bringing the restore step into a local slot."""
-
-    generation: int
-    state: RestoreState
-    step: int
-    slot: int
-    tier: Tier
-    socket_bytes: int
-    error: str
 
 
 _TIERS = tuple(Tier)
@@ -110,21 +67,14 @@ class ControlSegment:
     def __init__(self, path: str, *, create: bool) -> None:
         self.path = path
         self._fence = this_machines_fence()
-        self._descriptor = _open_in_use(path, create=create)
-        if os.fstat(self._descriptor).st_size != CONTROL_BYTES:
-            os.close(self._descriptor)
-            raise _other_version(path)
-        self._mapping = mmap.mmap(self._descriptor, _HEADER_BYTES)
+        self._descriptor = open_in_use(path, _initial_words, create=create)
+        self._mapping = mmap.mmap(self._descriptor, HEADER_BYTES)
         self._words = memoryview(self._mapping).cast("q")
-        if self._words[0] != _MAGIC or self._words[1] != LAYOUT_VERSION:
-            self.close()
-            raise _other_version(path)
         self.note_use()
 
     def note_use(self) -> None:
-        """Somebody uses the segment now. The clock counts since the machine started, as the memory does; it does not
-        jump, and all processes read the same."""
-        self._words[_LAST_USE_NS] = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        """Somebody uses the segment now: its time to live begins again."""
+        self._words[LAST_USE_WORD] = boot_time_ns()
 
     # --- slots ---
 
@@ -188,7 +138,7 @@ class ControlSegment:
         reach("slot.before_manifest")
         self._words[base + _COMMITTED] = 0  # a manifest that is being replaced belongs to nothing
         self._fence()
-        segment_files.write_at(self._descriptor, manifest, _HEADER_BYTES + index * MAX_MANIFEST_BYTES)
+        segment_files.write_at(self._descriptor, manifest, HEADER_BYTES + index * MAX_MANIFEST_BYTES)
         self._words[base + _MANIFEST_BYTES] = len(manifest)
         self._words[base + _MANIFEST_HASH_LOW] = int.from_bytes(digest[:8], "little", signed=True)
         self._words[base + _MANIFEST_HASH_HIGH] = int.from_bytes(digest[8:], "little", signed=True)
@@ -206,7 +156,7 @@ class ControlSegment:
         size_bytes = self._words[base + _MANIFEST_BYTES]
         if not 0 < size_bytes <= MAX_MANIFEST_BYTES:
             return None
-        data = os.pread(self._descriptor, size_bytes, _HEADER_BYTES + index * MAX_MANIFEST_BYTES)
+        data = os.pread(self._descriptor, size_bytes, HEADER_BYTES + index * MAX_MANIFEST_BYTES)
         expected = b"".join(
             self._words[base + word].to_bytes(8, "little", signed=True)
             for word in (_MANIFEST_HASH_LOW, _MANIFEST_HASH_HIGH)
@@ -403,51 +353,12 @@ class ControlSegment:
         os.close(self._descriptor)
 
 
-def _open_in_use(path: str, *, create: bool) -> int:
-    """A descriptor of the segment, with a shared flock. Raises FileNotFoundError if it is not there and `create` is not
-    set, Conflict if somebody keeps it locked."""
-    deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
-    while True:
-        try:
-            descriptor = segment_files.open_private(path)
-        except FileNotFoundError:
-            if not create:
-                raise
-            descriptor = segment_files.publish(
-                path, CONTROL_BYTES, _initial_words(), reserve_bytes=_HEADER_BYTES, replace=False
-            )
-        if segment_files.try_lock(descriptor, path, fcntl.LOCK_SH):
-            return descriptor
-        os.close(descriptor)  # it is being reclaimed: the next one is a new one
-        if time.monotonic() >= deadline_s:
-            raise Conflict(
-                f"{path} stays locked by another process.",
-                hint=f"see who has it open (fuser {path}); a stopped `flyball` command or engine may have to be ended",
-            )
-        time.sleep(_LOCK_POLL_S)
-
-
-def read_last_use(descriptor: int) -> int | None:
-    """When a control segment was last used, in nanoseconds of the machine's CLOCK_BOOTTIME, read without being a user
-    of it; None if the file is no control segment of this layout."""
-    data = os.pread(descriptor, 8 * (_LAST_USE_NS + 1), 0)
-    if os.fstat(descriptor).st_size != CONTROL_BYTES or len(data) != 8 * (_LAST_USE_NS + 1):
-        return None
-    words = struct.unpack(f"<{_LAST_USE_NS + 1}q", data)
-    return words[_LAST_USE_NS] if words[:2] == (_MAGIC, LAYOUT_VERSION) else None
-
-
-def write_last_use(descriptor: int, boot_time_ns: int) -> None:
-    """Say so when a segment was seen in use by others."""
-    os.pwrite(descriptor, struct.pack("<q", boot_time_ns), 8 * _LAST_USE_NS)
-
-
 def _initial_words() -> bytes:
-    words = memoryview(bytearray(_HEADER_BYTES)).cast("q")
-    words[0] = _MAGIC
+    words = memoryview(bytearray(HEADER_BYTES)).cast("q")
+    words[0] = MAGIC
     words[1] = LAYOUT_VERSION
     words[_SLOTS_IN_USE] = MIN_SLOTS
-    words[_LAST_USE_NS] = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    words[LAST_USE_WORD] = boot_time_ns()
     for word in (
         *(_FENCE_GENERATION, _WORLD_GENERATION, _WORLD_STEP, _EMERGENCY_GENERATION, _EMERGENCY_STEP),
         *(_RESTORE_GENERATION, _RESTORE_STEP, _RESTORE_SLOT, _TRAINER_GENERATION, _POSITION),
@@ -455,10 +366,3 @@ def _initial_words() -> bytes:
     ):
         words[word] = -1
     return words.tobytes()
-
-
-def _other_version(path: str) -> StateVersionMismatch:
-    return StateVersionMismatch(
-        f"{path} is not a control segment of layout version {LAYOUT_VERSION}.",
-        hint="end the job that uses it, then remove it, or run the release of Flyball that made it",
-    )

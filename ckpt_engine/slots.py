@@ -15,7 +15,8 @@ from pathlib import Path
 
 from ckpt_engine import huge_pages, memory_limits, segment_files
 from ckpt_engine import manifest as manifests
-from ckpt_engine.control import ControlSegment, ParkState, RestoreState, RestoreWords, World
+from ckpt_engine.control import ControlSegment
+from ckpt_engine.control_views import ParkState, RestoreState, RestoreWords, World
 from ckpt_engine.manifest import Manifest
 from ckpt_engine.memory_plan import MemoryPlan
 from ckpt_engine.settings import EngineSettings

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from ckpt_engine import manifest as manifests
 from ckpt_engine import memory_limits, shard_format
-from ckpt_engine.control import CONTROL_BYTES
+from ckpt_engine.control_file import CONTROL_BYTES
 from ckpt_engine.memory_limits import cgroup_available
 from ckpt_engine.memory_plan import MemoryPlan
 from ckpt_engine.slot_rules import SlotView, choose_slot

@@ -17,7 +17,8 @@ import torch
 import flyball
 from ckpt_engine import manifest as manifests
 from ckpt_engine import memory_limits
-from ckpt_engine.control import CONTROL_BYTES, RestoreState, RestoreWords
+from ckpt_engine.control_file import CONTROL_BYTES
+from ckpt_engine.control_views import RestoreState, RestoreWords
 from ckpt_engine.engine import NO_SUPERVISOR, NOT_DUE
 from ckpt_engine.notices import Captured, Notice, SaveAborted
 from ckpt_engine.save_schedule import is_due
