@@ -55,7 +55,9 @@ class DiskWriter:
         self._on_failure = on_failure
         self._on_progress = on_progress
         self._scanned = False
-        self._heard = self._settled = generation.restore_step
+        self._heard = self._settled = max(
+            generation.restore_step - 1, -1
+        )  # which is written as well, if it is asked for
         self._naming: TierNaming | None = None
         self._next = -1
         self._prune_due = False
@@ -143,7 +145,7 @@ class DiskWriter:
 
     def _settle(self, step: int) -> None:
         self._on_progress(self._rank)  # heard: a coordinator that is restarted now learns of the name from us
-        if self._disk.holds(self._generation.number, step, self._rank):
+        if self._disk.holds(self._generation.generation_of(step), step, self._rank):
             self._note_durable(step)  # by an engine that was killed before it could say so
         else:
             self._write(step)
@@ -182,7 +184,7 @@ class DiskWriter:
 
     def _copy_and_write(self, step: int) -> int:
         with self._memory.using(self._rank) as entry:
-            found = self._memory.find(entry, self._generation.number, step) if entry else None
+            found = self._memory.find(entry, self._generation.generation_of(step), step) if entry else None
             if entry is None or found is None:
                 raise CorruptShard(f"Step {step} left its slot before it could be written.")
             view, manifest, manifest_bytes = found
@@ -196,7 +198,7 @@ class DiskWriter:
 
     def _hold(self, step: int) -> None:
         with self._memory.using(self._rank) as entry:
-            if entry is not None and entry.segments.find(self._generation.number, step) is not None:
+            if entry is not None and entry.segments.find(self._generation.generation_of(step), step) is not None:
                 entry.segments.control.hold(self._disk.tier, step)
 
     def _let_go(self, step: int) -> None:

@@ -17,7 +17,7 @@ from ckpt_engine.tier_schedule import TierSchedule
 from ckpt_engine.tiers.disk import DiskTier
 from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.world_sealer import WorldSealer
-from flyball.contracts.checkpoints import Tier
+from flyball.contracts.checkpoints import Lineage, Tier
 
 log = structlog.get_logger()
 
@@ -115,6 +115,17 @@ class DurableTiers:
         """How a local rank stands with each tier that was looked at by now."""
         reports = [writer.report for writer in self._writers if writer.rank == rank]
         return tuple(report for report in reports if report is not None)
+
+    def newest(self, lineage: Lineage) -> dict[Tier, int]:
+        """By tier the newest step that every local rank has there (and, where this host knows, that is sealed)."""
+        newest: dict[Tier, int] = {}
+        for tier, disk in self.disks.items():
+            held = [set(disk.held(rank, lineage)) for rank in {writer.rank for writer in self._writers}]
+            common = set.intersection(*held) if held else set()
+            if any(sealer.tier is tier for sealer in self._sealers):
+                common &= set(disk.sealed_steps(lineage))
+            newest[tier] = max(common, default=-1)
+        return newest
 
     def scan(self, deadline_s: float) -> None:
         """Look at the folders again, as far as the time allows; they may hang."""

@@ -45,6 +45,11 @@ class Generation:
         """What the generation starts from, -1 for nothing."""
         return self.restore.step if self.restore is not None else -1
 
+    def generation_of(self, step: int) -> int:
+        """The generation of the lineage that wrote `step`: the running one, or for the step that it was restored from,
+        and older ones, an ancestor."""
+        return next(e.generation for e in self.lineage if e.upto_step is None or step <= e.upto_step)
+
     @cached_property
     def local_ranks(self) -> tuple[int, ...]:
         return peers.local_ranks(self.placement, self.host_id)

@@ -42,6 +42,7 @@ from flyball.contracts.engine_wire import (
     Arm,
     AwaitSaved,
     Configure,
+    Disarm,
     EngineReply,
     EngineRequest,
     Flush,
@@ -135,7 +136,7 @@ class Engine:
                 return self._configure(request)
             case Flush():
                 return self._flush(request)
-            case Arm():
+            case Arm() | Disarm():
                 return self._arm(request)
             case AwaitSaved():
                 return self._await_saved(request)
@@ -182,13 +183,20 @@ class Engine:
         job = self._jobs.get(request.job)
         if job is None:
             return self._reply()  # nothing of it is here
-        job.flush(request.timeout_s)
-        return self._reply(copies=tuple(job.copies()))
+        flushed: dict[str, int] = {}
+        if request.durable:
+            flushed = job.flush_durably(request.timeout_s)
+        else:
+            job.flush(request.timeout_s)
+        return self._reply(copies=tuple(job.copies()), flushed=flushed)
 
-    def _arm(self, request: Arm) -> EngineReply:
+    def _arm(self, request: Arm | Disarm) -> EngineReply:
         job = self._job(request.job)
         with self._lock:
             self._fences.obey(request.job, request.fence)
+        if isinstance(request, Disarm):
+            job.disarm(request.fence.generation)
+            return self._reply()
         armed, positions = job.arm(request.step)
         if armed:
             return self._reply(positions=positions)

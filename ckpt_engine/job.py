@@ -10,6 +10,7 @@ from functools import partial
 
 import structlog
 
+from ckpt_engine import emergency
 from ckpt_engine.context import Services
 from ckpt_engine.coordination import Coordination
 from ckpt_engine.durable_tiers import DurableTiers
@@ -201,23 +202,33 @@ class Job:
         if durable is not None and not durable.drain(deadline_s):
             log.warning("disk_write_cut_short", job=self.name)
 
+    def flush_durably(self, timeout_s: float) -> dict[str, int]:
+        """Commit what was captured, and have the newest recovery point written to the disk tiers, out of schedule.
+        Returns by tier the newest step that the local ranks have there."""
+        deadline_s = time.monotonic() + timeout_s
+        self.flush(timeout_s)
+        with self._lock:
+            generation, coordination, durable = self.generation, self.coordination, self._durable
+            pipelines = dict(self._pipelines)
+        if generation is None or coordination is None or durable is None:
+            return {}
+        return emergency.flush(
+            generation,
+            memory=self.memory,
+            coordination=coordination,
+            durable=durable,
+            pipelines=pipelines,
+            wait=self._wait_for_progress,
+            deadline_s=deadline_s,
+        )
+
     def arm(self, step: int) -> tuple[bool, dict[str, int]]:
         """Have the local ranks save and park at `step`. (armed, positions): not armed if some rank has passed it."""
-        generation = self.generation
-        if generation is None:
-            raise StaleCommand(f"No generation of {self.name} runs here.", hint="the job is to be started first")
-        positions: dict[str, int] = {}
-        for rank in generation.local_ranks:
-            with self.memory.using(rank, create=True) as entry:
-                if entry is not None:
-                    positions[str(rank)] = entry.segments.control.arm(generation.number, step)
-        if all(position < step for position in positions.values()):
-            return True, positions
-        for rank in generation.local_ranks:
-            with self.memory.using(rank) as entry:
-                if entry is not None:
-                    entry.segments.control.disarm()
-        return False, positions
+        return emergency.arm(self._any_generation(), self.memory, step)
+
+    def disarm(self, generation_number: int) -> None:
+        """Ranks that wait at an emergency step train on; those that have not reached it will not stop there."""
+        emergency.disarm(self._running(generation_number), self.memory)
 
     def await_saved(self, generation_number: int, step: int, timeout_s: float) -> list[int]:
         """Wait until every local rank has committed, and replicated, `step`. Returns the ranks that have not."""
@@ -276,6 +287,15 @@ class Job:
         if host_id in generation.replica_hosts:
             for pipeline in list(self._pipelines.values()):
                 pipeline.peer_is_back(host_id)
+
+    def _any_generation(self) -> Generation:
+        if self.generation is None:
+            raise StaleCommand(f"No generation of {self.name} runs here.", hint="the job is to be started first")
+        return self.generation
+
+    def _wait_for_progress(self, timeout_s: float) -> None:
+        with self._progress:
+            self._progress.wait(timeout_s)
 
     def _running(self, generation_number: int) -> Generation:
         generation = self.generation

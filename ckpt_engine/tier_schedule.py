@@ -32,10 +32,11 @@ class TierSchedule:
         """`sealed`: a step counts only when its world manifest is written, which `seal_report` tells. The first
         interval in seconds begins now."""
         self.tier = tier
-        self.named = restore_step  # the generation's own steps are newer
+        self.named = max(restore_step - 1, -1)  # the generation's own steps are newer; the restore step may be demanded
         self._policy = policy
         self._named_at_s = now_s
-        self._demanded = restore_step
+        self._restore_step = restore_step
+        self._demanded = -1
         self._sealed = sealed
         self._seal: TierReport | None = None
         self._reports: list[TierReport | None] = [None] * world_size
@@ -79,12 +80,11 @@ class TierSchedule:
             self.named, self._named_at_s = max(due), now_s
 
     def _is_due(self, step: int, now_s: float) -> bool:
+        if step >= self._demanded > self.named:
+            return True
         every_steps, every_s = self._policy.every_steps, self._policy.every_s
-        return (
-            (every_steps > 0 and step % every_steps == 0)
-            or (every_s > 0 and now_s - self._named_at_s >= every_s)
-            or (step >= self._demanded > self.named)
-        )
+        is_regular = every_steps > 0 and step % every_steps == 0
+        return step > self._restore_step and (is_regular or (every_s > 0 and now_s - self._named_at_s >= every_s))
 
     @property
     def _is_idle(self) -> bool:

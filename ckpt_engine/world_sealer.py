@@ -43,7 +43,7 @@ class WorldSealer:
         self._clock = clock
         self._on_report = on_report
         self._on_failure = on_failure
-        self._asked = self._settled = generation.restore_step
+        self._asked = self._settled = max(generation.restore_step - 1, -1)  # as the writers
         self._stopped = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"seal-{disk.tier}", daemon=True)
@@ -107,7 +107,7 @@ class WorldSealer:
         while True:
             try:
                 self._disk.scan()
-                self._disk.seal(generation.number, step, generation.placement.world_size)
+                self._disk.seal(generation.generation_of(step), step, generation.placement.world_size)
             except (FlyballError, OSError) as error:
                 late = self._clock.monotonic_s() >= deadline_s
                 if late or self._is_stopped_within(self._settings.scan_interval_s):

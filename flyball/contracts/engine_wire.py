@@ -32,10 +32,13 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
 
 
 class Flush(msgspec.Struct, frozen=True, tag="flush"):
-    """The job's local trainers are dead: commit whatever is captured, then answer with all copies."""
+    """Commit whatever is captured, then answer with all copies. `durable`: have the newest recovery point written to
+    the disk and persistent tiers as well, out of schedule; `flushed` in the reply says what is where when the time is
+    over."""
 
     job: JobName
     timeout_s: float
+    durable: bool = False
 
 
 class Arm(msgspec.Struct, frozen=True, tag="arm"):
@@ -44,6 +47,13 @@ class Arm(msgspec.Struct, frozen=True, tag="arm"):
     fence: Fence
     job: JobName
     step: int
+
+
+class Disarm(msgspec.Struct, frozen=True, tag="disarm"):
+    """Take back the step that `Arm` named: ranks that are parked at it train on."""
+
+    fence: Fence
+    job: JobName
 
 
 class AwaitSaved(msgspec.Struct, frozen=True, tag="await_saved"):
@@ -68,7 +78,7 @@ class GetStatus(msgspec.Struct, frozen=True, tag="status"):
     restores_since: float = 0.0
 
 
-EngineRequest: TypeAlias = Configure | Flush | Arm | AwaitSaved | Release | GetStatus
+EngineRequest: TypeAlias = Configure | Flush | Arm | Disarm | AwaitSaved | Release | GetStatus
 
 
 class SaveFailure(msgspec.Struct, frozen=True):
@@ -92,6 +102,7 @@ class EngineReply(msgspec.Struct, frozen=True):
     positions: Mapping[str, int] = {}  # str(rank) -> newest step that the rank began to save or completed
     restores: tuple[RestoreReport, ...] = ()
     failures: tuple[SaveFailure, ...] = ()  # the newest few
+    flushed: Mapping[str, int] = {}  # by tier, the newest step that every local rank has there; for a durable Flush
     unreachable_peers: tuple[HostId, ...] = ()
     counters: Mapping[str, int] = {}
 

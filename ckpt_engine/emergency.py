@@ -1,0 +1,102 @@
+"""What an engine does when training has to stop: bring the newest recovery point to where it outlives this memory, and
+have the trainers save a step that was named for all of them and hold still."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import structlog
+
+from ckpt_engine.coordination import Coordination
+from ckpt_engine.durable_tiers import DurableTiers
+from ckpt_engine.generation import Generation
+from ckpt_engine.pipeline import RankPipeline
+from ckpt_engine.slots import SlotState
+from ckpt_engine.tiers.memory import MemoryTier
+from flyball.contracts.checkpoints import Tier, is_alive
+from flyball.contracts.fault_points import reach
+
+log = structlog.get_logger()
+
+_LOOK_AGAIN_S: Final = 0.1
+_MAX_SETTLE_S: Final = 2.0  # for what was captured last to become the world step; then the one before it is taken
+
+
+def flush(
+    generation: Generation,
+    *,
+    memory: MemoryTier,
+    coordination: Coordination,
+    durable: DurableTiers,
+    pipelines: Mapping[int, RankPipeline],
+    wait: Callable[[float], None],
+    deadline_s: float,
+) -> dict[str, int]:
+    """Have the newest world step written to every disk tier, out of schedule and by all ranks, and wait until the local
+    ranks' shards are there, at most until the deadline (monotonic). `wait` sleeps until something may have changed.
+
+    Returns by tier the newest step that every local rank has there; "peer" if this host has peers. A tier that is
+    missing, or behind the world step, was not reached in time.
+    """
+    began_s = time.monotonic()
+    settle_until_s = began_s + min(_MAX_SETTLE_S, (deadline_s - began_s) / 4)
+    while True:
+        world = coordination.world.present
+        now_s = time.monotonic()
+        if now_s >= settle_until_s or not _is_unsettled(generation, memory, world.world_step, world.abandoned):
+            if world.world_step >= 0:
+                reach("engine.flush")
+                coordination.want_flush(world.world_step)
+            if all(step >= world.world_step for step in durable.newest(generation.lineage).values()):
+                break
+        if now_s >= deadline_s:
+            log.warning("flush_cut_short", job=generation.job, step=world.world_step)
+            break
+        wait(min(_LOOK_AGAIN_S, deadline_s - now_s))
+    reached = {str(tier): step for tier, step in durable.newest(generation.lineage).items()}
+    if generation.replica_hosts and pipelines:
+        saved = [max(pipeline.saved_steps, default=generation.restore_step) for pipeline in pipelines.values()]
+        reached[str(Tier.PEER)] = min(saved)
+    log.info("flushed", job=generation.job, reached=reached, seconds=round(time.monotonic() - began_s, 3))
+    return reached
+
+
+def _is_unsettled(generation: Generation, memory: MemoryTier, world_step: int, abandoned: tuple[int, ...]) -> bool:
+    """Whether a local rank has a newer step of which it is not known yet whether all have it."""
+    for rank in generation.local_ranks:
+        with memory.using(rank) as entry:
+            views = entry.segments.slots() if entry is not None else []
+        if any(
+            view.state in (SlotState.CAPTURED, SlotState.COMMITTED)
+            and view.step > world_step
+            and view.step not in abandoned
+            and is_alive(view.generation, view.step, generation.lineage)
+            for view in views
+        ):
+            return True
+    return False
+
+
+def arm(generation: Generation, memory: MemoryTier, step: int) -> tuple[bool, dict[str, int]]:
+    """Have the local ranks save and park at `step`. (armed, positions by rank): not armed if some rank has passed it;
+    then none is."""
+    positions: dict[str, int] = {}
+    for rank in generation.local_ranks:
+        with memory.using(rank, create=True) as entry:
+            if entry is not None:
+                positions[str(rank)] = entry.segments.control.arm(generation.number, step)
+    reach("engine.armed")
+    if all(position < step for position in positions.values()):
+        return True, positions
+    disarm(generation, memory)
+    return False, positions
+
+
+def disarm(generation: Generation, memory: MemoryTier) -> None:
+    """Take the emergency step back: ranks that are parked at it train on."""
+    for rank in generation.local_ranks:
+        with memory.using(rank) as entry:
+            if entry is not None:
+                entry.segments.control.disarm()
