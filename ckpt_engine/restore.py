@@ -1,65 +1,187 @@
-"""Load a shard into a training state, in the trainer. What is loaded never aliases the slot it came from."""
+"""Load a shard straight into a training state, in the trainer. What is loaded never aliases the slot it came from.
+
+The header is verified and read first, and the state compared with it. Then every chunk that has something for the
+state is verified, and its bytes go where they belong: into the memory of the state's own tensors.
+"""
 
 from __future__ import annotations
 
+import bisect
+import threading
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
 
-from ckpt_engine import integrity
-from ckpt_engine.capture import tensors_of
+from ckpt_engine import state_tree
+from ckpt_engine.capture import FORMAT, FORMAT_KEY, STATE_KEY
 from ckpt_engine.manifest import Manifest
-from ckpt_engine.sharded_tensors import Meshes, same_layout
-from ckpt_engine.state_tree import has_state, unflatten
-from flyball.contracts.errors import StateMismatch
+from ckpt_engine.restore_targets import Matching, Stored, destinations, mismatch, stored
+from ckpt_engine.shard_format import ShardHeader
+from ckpt_engine.sharded_tensors import Meshes
+from ckpt_engine.state_tree import has_state
+from ckpt_engine.verified_read import ByteSource, copy_bytes, read_header, read_verified
+from flyball.contracts.errors import CorruptShard
 
 
-def read_state(payload: memoryview, manifest: Manifest, target: object = None) -> dict[str, Any]:
-    """The saved state, in memory of its own. Every chunk is verified: CorruptShard otherwise. Sharded tensors are made
-    on the meshes of the tensors in `target`."""
-    integrity.verify(payload, manifest.chunk_digests, manifest.chunk_bytes)
-    tree, views = tensors_of(payload)
-    copies: dict[str, torch.Tensor] = {}
-
-    def copy_of(name: str) -> torch.Tensor:
-        if name not in copies:
-            copies[name] = views[name].clone()
-        return copies[name]
-
-    return unflatten(tree, copy_of, Meshes(target).rebuild)
-
-
-def load_into(state: MutableMapping[str, object], saved: Mapping[str, Any]) -> None:
+def restore_into(state: MutableMapping[str, object], source: ByteSource, manifest: Manifest) -> None:
     """Give every entry of `state` what was saved under its name.
 
     Objects with load_state_dict get it; tensors and containers are filled in place; anything else is replaced in
-    `state`. Entries that were saved and are not in `state` are left alone. Raises StateMismatch, which names the path,
-    if something is missing or has another shape; then `state` may be loaded in part, and must not be used.
+    `state`. Entries that were saved and are not in `state` are left alone, and their bytes are not read. Raises
+    StateMismatch, which names the path, if something is missing or has another shape: then nothing was written, unless
+    an object's own load_state_dict refuses. Raises CorruptShard if a chunk does not match the manifest, and OSError:
+    then `state` may be filled in part, and is to be filled again from another copy.
     """
+    shard = _OpenShard(source, manifest)
     for key in state:
-        if key not in saved:
-            raise _mismatch(key, f"was not saved; the checkpoint has {', '.join(map(repr, saved))}")
+        if key not in shard.entries:
+            raise mismatch(key, f"was not saved; the checkpoint has {', '.join(map(repr, shard.entries))}")
+    outline, names = shard.outline(state)
+    matching = Matching()
+    for key, target in state.items():
+        matching.match(target, outline[key], key)
+    tensors = shard.read(names, matching.claims)
+    saved = shard.rebuild(state, tensors)
+    for key in state:
         state[key] = _filled(state[key], saved[key], key)
 
 
+def read_state(source: ByteSource, manifest: Manifest, meshes_of: object = None) -> dict[str, Any]:
+    """The whole saved state, in memory of its own. Sharded tensors are made on the meshes of the tensors in
+    `meshes_of`. Raises CorruptShard, OSError, or StateMismatch if there is no such mesh."""
+    shard = _OpenShard(source, manifest)
+    _, names = shard.outline(shard.entries)
+    return shard.rebuild(shard.entries, shard.read(names, {}), meshes_of)
+
+
+class _OpenShard:
+    """A shard whose header is verified and parsed."""
+
+    def __init__(self, source: ByteSource, manifest: Manifest) -> None:
+        self._source = source
+        self._manifest = manifest
+        self._header, self._prefix = read_header(source, manifest)
+        metadata = self._header.metadata
+        if metadata.get(FORMAT_KEY) != FORMAT or STATE_KEY not in metadata:
+            raise CorruptShard(
+                f"The shard was not written by Flyball in format {FORMAT}.",
+                hint="restore with the release that wrote it",
+            )
+        self.entries = state_tree.parse(metadata[STATE_KEY])
+
+    def outline(self, wanted: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Stored]]:
+        """The wanted entries with a `Stored` in place of every tensor and array; and those, by name."""
+        names: dict[str, Stored] = {}
+
+        def leaf(tag: str, content: Any) -> Stored:  # noqa: ANN401 - JSON
+            found = stored(self._header, tag, content)
+            names.setdefault(found.name, found)
+            return found
+
+        return {key: state_tree.build(self.entries[key], leaf) for key in wanted}, names
+
+    def read(self, names: Mapping[str, Stored], claims: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of these names, as the shard has them, in the claiming tensors' memory where that can be."""
+        tensors = destinations(self._header, names, claims)
+        scatter = _Scatter(self._header, tensors)
+        scatter(0, self._prefix)
+        chunk_bytes = self._manifest.chunk_bytes
+        verified = -(-len(self._prefix) // chunk_bytes)
+        chunks = [index for index in scatter.chunks(chunk_bytes) if index >= verified]
+        read_verified(self._source, self._manifest, scatter, chunks=chunks)
+        scatter.check_complete()
+        for name, target in claims.items():
+            if name in tensors and not target.is_inference():
+                torch.autograd.graph.increment_version(target)  # autograd did not see the writing
+        return tensors
+
+    def rebuild(
+        self, wanted: Mapping[str, object], tensors: Mapping[str, torch.Tensor], meshes_of: object = None
+    ) -> dict[str, Any]:
+        """The wanted entries, with these tensors in them."""
+        meshes = Meshes(wanted if meshes_of is None else meshes_of)
+
+        def leaf(tag: str, content: Any) -> Any:  # noqa: ANN401 - JSON in, any state out
+            if tag == "$dtensor":
+                ((local_tag, name),) = content["local"].items()
+                return meshes.rebuild(content, state_tree.from_tensor(local_tag, tensors[name]))
+            return state_tree.from_tensor(tag, tensors[content])
+
+        return {key: state_tree.build(self.entries[key], leaf) for key in wanted}
+
+
+class _Scatter:
+    """Writes verified bytes of the shard to the tensors that they belong to. Called from several threads, once for
+    every byte."""
+
+    def __init__(self, header: ShardHeader, tensors: Mapping[str, torch.Tensor]) -> None:
+        placed = []
+        for name, tensor in tensors.items():
+            begin, end = header.tensors[name].data_offsets
+            if begin < end:
+                placed.append((header.data_start + begin, header.data_start + end, _Memory(tensor)))
+        placed.sort(key=lambda place: place[0])
+        self._placed = placed
+        self._ends = [end for _, end, _ in placed]
+        self._missing_bytes = sum(end - begin for begin, end, _ in placed)
+        self._lock = threading.Lock()
+
+    def chunks(self, chunk_bytes: int) -> list[int]:
+        """The chunks that have bytes for some tensor, in order."""
+        found: list[int] = []
+        for begin, end, _ in self._placed:
+            first = max(begin // chunk_bytes, found[-1] + 1 if found else 0)
+            found.extend(range(first, -(-end // chunk_bytes)))
+        return found
+
+    def __call__(self, offset: int, chunk: memoryview) -> None:
+        end = offset + len(chunk)
+        written = 0
+        for place in range(bisect.bisect_right(self._ends, offset), len(self._placed)):
+            first, last, memory = self._placed[place]
+            if first >= end:
+                break
+            low, high = max(first, offset), min(last, end)
+            memory.write(low - first, chunk[low - offset : high - offset])
+            written += high - low
+        with self._lock:
+            self._missing_bytes -= written
+
+    def check_complete(self) -> None:
+        """Raise CorruptShard unless every byte of every tensor was written."""
+        if self._missing_bytes:
+            raise CorruptShard(f"{self._missing_bytes} bytes of the state's tensors are in no chunk of the shard.")
+
+
+class _Memory:
+    """A contiguous tensor as bytes, on any device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._bytes = tensor.reshape(-1).view(torch.uint8)
+        self._mapped = self._bytes.numpy().data if tensor.device.type == "cpu" else None
+
+    def write(self, offset: int, piece: memoryview) -> None:
+        if self._mapped is not None:
+            copy_bytes(self._mapped[offset : offset + len(piece)], piece)
+        else:  # returns when `piece` may be used again: it is not pinned
+            self._bytes[offset : offset + len(piece)].copy_(torch.frombuffer(piece, dtype=torch.uint8))
+
+
 def _filled(target: object, saved: Any, path: str) -> object:  # noqa: ANN401 - any state
-    """`target` with the saved content, in place if it can be."""
+    """`target` with the saved content, in place if it can be. What `Matching` compared is not compared again; a tensor
+    whose memory was filled is copied onto itself, which torch does not do."""
     if isinstance(target, torch.Tensor):
-        _check_tensor(target, saved, path)
         with torch.no_grad():
             target.copy_(saved)
         return target
     if has_state(target):
-        _load_object(target, saved, path)
+        try:
+            target.load_state_dict(saved)  # type: ignore[attr-defined]
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise mismatch(path, f"does not take the saved state: {error}") from error
         return target
     if isinstance(target, MutableMapping):
-        if not isinstance(saved, Mapping):
-            raise _mismatch(path, f"is a dict, and was saved as {type(saved).__name__}")
-        _check_not_an_optimizers(target, saved, path)
-        for key in target:
-            if key not in saved:
-                raise _mismatch(f"{path}.{key}", "was not saved")
         for key, item in saved.items():
             target[key] = _filled(target[key], item, f"{path}.{key}") if key in target else item
         return target
@@ -71,46 +193,3 @@ def _filled(target: object, saved: Any, path: str) -> object:  # noqa: ANN401 - 
         ]
         return target
     return saved
-
-
-def _load_object(target: Any, saved: Any, path: str) -> None:  # noqa: ANN401 - any object with load_state_dict
-    if isinstance(target, torch.nn.Module):
-        if not isinstance(saved, Mapping):
-            raise _mismatch(path, f"is a module, and was saved as {type(saved).__name__}")
-        expected = target.state_dict()
-        for name in expected.keys() - saved.keys():
-            raise _mismatch(f"{path}.{name}", "was not saved")
-        for name in saved.keys() - expected.keys():
-            raise _mismatch(f"{path}.{name}", "was saved, and the module does not have it")
-        for name, tensor in expected.items():
-            if isinstance(tensor, torch.Tensor):
-                _check_tensor(tensor, saved[name], f"{path}.{name}")
-    try:
-        target.load_state_dict(saved)
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise _mismatch(path, f"does not take the saved state: {error}") from error
-
-
-def _check_tensor(target: torch.Tensor, saved: object, path: str) -> None:
-    if not isinstance(saved, torch.Tensor):
-        raise _mismatch(path, f"is a tensor, and was saved as {type(saved).__name__}")
-    if (target.shape, target.dtype) != (saved.shape, saved.dtype):
-        raise _mismatch(
-            path,
-            f"is {tuple(target.shape)} {target.dtype}, and was saved as {tuple(saved.shape)} {saved.dtype}",
-        )
-    if not same_layout(target, saved):
-        raise _mismatch(path, "is sharded in another way than it was saved")
-
-
-def _check_not_an_optimizers(target: Mapping[Any, Any], saved: Mapping[Any, Any], path: str) -> None:
-    """An optimizer that has not stepped has no tensors in its state dict: filling that would silently do nothing."""
-    if target.keys() == {"state", "param_groups"} and not target["state"] and saved.get("state"):
-        raise _mismatch(path, "is the state dict of an optimizer that has not stepped yet", "pass the optimizer itself")
-
-
-def _mismatch(path: str, what: str, hint: str = "") -> StateMismatch:
-    return StateMismatch(
-        f"The state at {path!r} {what}.",
-        hint=hint or "restore into the same model, optimizer and data state that were saved",
-    )

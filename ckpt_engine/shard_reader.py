@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, MutableMapping
-from typing import Any
+from collections.abc import MutableMapping
 
 from ckpt_engine.engine_link import CommitLink
 from ckpt_engine.local_commit import LocalCommitter
@@ -29,15 +28,12 @@ class ShardReader:
         self._link = link
 
     def restore(self, state: MutableMapping[str, object], step: int) -> None:
-        """Load `step` into `state`. Raises RestoreFailed if the shard cannot be had, StateMismatch if it does not
-        fit."""
-        from ckpt_engine.restore import load_into
+        """Load `step` into `state` from the local slot as soon as it holds the step: at once if it survived the last
+        worker, else when the engine has fetched it. Raises RestoreFailed if the shard cannot be had: `state` may then
+        be filled in part. Raises StateMismatch if it does not fit."""
+        from ckpt_engine.restore import restore_into
+        from ckpt_engine.verified_read import MemorySource
 
-        load_into(state, self._await_shard(step, state))
-
-    def _await_shard(self, step: int, state: Mapping[str, object]) -> dict[str, Any]:
-        """The saved state, from the local slot as soon as it holds the step: at once if it survived the last worker,
-        else when the engine has fetched it."""
         segments = self._segments
         deadline_s = time.monotonic() + self._me.checkpoint.restore_timeout_s
         reason = "no slot of this host holds it"
@@ -50,7 +46,7 @@ class ShardReader:
                 if manifest is None:
                     continue
                 try:
-                    return _read_unchanged(segments, view, manifest, state)
+                    return restore_into(state, MemorySource(segments.payload(view.index)), manifest)
                 except CorruptShard as error:
                     segments.discard(view)  # so that no inventory lists it
                     reason = str(error)
@@ -85,14 +81,3 @@ class ShardReader:
                     committer.commit(view)
                 except CorruptShard as error:
                     _log.warning("slot %d is not usable: %s", view.index, error)
-
-
-def _read_unchanged(
-    segments: RankSegments, view: SlotView, manifest: Manifest, target: Mapping[str, object]
-) -> dict[str, Any]:
-    from ckpt_engine.restore import read_state
-
-    saved = read_state(segments.payload(view.index), manifest, target)
-    if not segments.unchanged(view):
-        raise CorruptShard(f"Slot {view.index} was overwritten while it was read.")
-    return saved

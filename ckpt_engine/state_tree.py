@@ -57,17 +57,37 @@ def flatten(state: Mapping[str, object]) -> FlatState:
     return FlatState(walk.tensors, json.dumps(tree, separators=(",", ":"), allow_nan=False), walk.blocks)
 
 
-Sharded: TypeAlias = "Callable[[Mapping[str, Any], torch.Tensor], Any]"
+Leaf: TypeAlias = "Callable[[str, Any], Any]"  # (tag, its content) of what has bytes in the shard -> what it stands for
 
 
-def unflatten(tree: str, tensor: Callable[[str], torch.Tensor], sharded: Sharded) -> dict[str, Any]:
-    """The state again, of containers and leaves of the same types; `tensor(name)` gives each tensor, the same object
-    for the same name, so that tied tensors stay tied; `sharded(node, block)` makes the sharded tensors (see
-    `sharded_tensors.Meshes.rebuild`). Raises CorruptShard if the tree is not one of `flatten`."""
+def parse(tree: str) -> dict[str, Json]:
+    """The entries of a tree of `flatten`, each to be given to `build`. Raises CorruptShard."""
     try:
-        return {key: _build(value, tensor, sharded) for key, value in json.loads(tree).items()}
+        entries = json.loads(tree)
+    except (ValueError, RecursionError) as error:
+        raise _does_not_parse(error) from error
+    if not isinstance(entries, dict):
+        raise _does_not_parse("it is not an object")
+    return entries
+
+
+def build(node: Json, leaf: Leaf) -> Any:  # noqa: ANN401 - any state
+    """An entry of the state again, of containers and leaves of the same types. `leaf(tag, content)` makes what has
+    bytes in the shard: `from_tensor` does for all but `$dtensor`. Raises CorruptShard for what
+    `flatten` never makes."""
+    try:
+        return _build(node, leaf)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptShard(f"The description of the saved state does not parse: {error!r}.") from error
+        raise _does_not_parse(repr(error)) from error
+
+
+def from_tensor(tag: str, tensor: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor or an array
+    """What is to be returned for a tag whose content is the name of `tensor`. Raises KeyError for other tags."""
+    return _FROM_TENSOR[tag](tensor)
+
+
+def _does_not_parse(why: object) -> CorruptShard:
+    return CorruptShard(f"The description of the saved state does not parse: {why}.")
 
 
 @dataclass(slots=True)
@@ -179,19 +199,17 @@ def _unsupported(path: str, what: str) -> UnsupportedState:
     )
 
 
-def _build(node: Any, tensor: Callable[[str], torch.Tensor], sharded: Sharded) -> Any:  # noqa: ANN401 - any state
+def _build(node: Any, leaf: Leaf) -> Any:  # noqa: ANN401 - any state
     if not isinstance(node, dict):
-        return [_build(item, tensor, sharded) for item in node] if isinstance(node, list) else node
+        return [_build(item, leaf) for item in node] if isinstance(node, list) else node
     tag = next(iter(node), "")
     if not tag.startswith("$"):
-        return {key: _build(item, tensor, sharded) for key, item in node.items()}
+        return {key: _build(item, leaf) for key, item in node.items()}
     content = node[tag]
-    if tag in _FROM_TENSOR:
-        return _FROM_TENSOR[tag](tensor(content))
+    if tag in _FROM_TENSOR or tag == "$dtensor":
+        return leaf(tag, content)
     if tag in _FROM_ITEMS:
-        return _FROM_ITEMS[tag](_build(content, tensor, sharded))
-    if tag == "$dtensor":
-        return sharded(content, _build(content["local"], tensor, sharded))
+        return _FROM_ITEMS[tag](_build(content, leaf))
     return _FROM_JSON[tag](content)
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections import OrderedDict, namedtuple
@@ -17,7 +16,8 @@ from torch import nn
 
 from ckpt_engine.capture import Capture, PreparedCapture
 from ckpt_engine.manifest import Manifest, describe
-from ckpt_engine.restore import load_into, read_state
+from ckpt_engine.restore import read_state, restore_into
+from ckpt_engine.verified_read import MemorySource
 from flyball.contracts.errors import CorruptShard, StateMismatch, UnsupportedState
 
 
@@ -34,9 +34,16 @@ def manifest_of(payload: memoryview) -> Manifest:
 
 def round_trip(state: dict[str, Any], capture: Capture | None = None) -> dict[str, Any]:
     payload = captured(state, capture)
-    saved = read_state(payload, manifest_of(payload))
+    saved = read_state(MemorySource(payload), manifest_of(payload))
     payload[:] = b"\xff" * len(payload)  # whatever aliases the slot is spoilt by this
     return saved
+
+
+def restore(state: dict[str, Any], payload: memoryview) -> None:
+    """Into `state` from a copy of the slot, which is spoilt afterwards."""
+    slot = memoryview(bytearray(payload))
+    restore_into(state, MemorySource(slot), manifest_of(payload))
+    slot[:] = b"\xff" * len(slot)
 
 
 def same(a: object, b: object) -> bool:
@@ -129,7 +136,7 @@ def test_tied_tensors_are_stored_once_and_stay_tied() -> None:
     payload = captured({"a": weight, "b": {"c": weight}, "view": weight[:50]})
     stored = load_with_the_library(bytes(payload))  # and the library alone can read it
     assert set(stored) == {"a", "view"} and torch.equal(stored["a"], weight)
-    saved = read_state(payload, manifest_of(payload))
+    saved = read_state(MemorySource(payload), manifest_of(payload))
     assert saved["a"] is saved["b"]["c"]
 
 
@@ -202,11 +209,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
 def test_a_restored_model_and_optimizer_go_on_to_the_last_bit() -> None:
     model, optimizer = network(0)
     train(model, optimizer, 3)
-    saved = round_trip({"model": model, "optimizer": optimizer, "data": {"epoch": 2}})
+    saved = captured({"model": model, "optimizer": optimizer, "data": {"epoch": 2}})
     expected = train(model, optimizer, 3)
     other_model, other_optimizer = network(1)
     state = {"model": other_model, "optimizer": other_optimizer, "data": {"epoch": 0}}
-    load_into(state, saved)
+    restore(state, saved)
     assert train(other_model, other_optimizer, 3) == expected
     assert state["data"] == {"epoch": 2}
 
@@ -214,20 +221,20 @@ def test_a_restored_model_and_optimizer_go_on_to_the_last_bit() -> None:
 def test_state_dicts_in_place_of_objects_work_too() -> None:
     model, optimizer = network(0)
     train(model, optimizer, 2)
-    saved = round_trip({"model": model.state_dict(), "nested": [{"model": model}]})
+    saved = captured({"model": model.state_dict(), "nested": [{"model": model}]})
     target, _ = network(1)
-    load_into({"model": target.state_dict()}, saved)
+    restore({"model": target.state_dict()}, saved)
     assert same(target.state_dict()["0.weight"], model.state_dict()["0.weight"])
-    load_into({"nested": [{"model": target}]}, saved)
+    restore({"nested": [{"model": target}]}, saved)
 
 
 def test_containers_are_filled_in_place_and_leaves_replaced() -> None:
     inner, tensor, items = {"kept": 1, "old": 2}, torch.zeros(2), [1, 2, 3]
     state = {"inner": inner, "tensor": tensor, "items": items, "number": 1, "pair": (1, 2)}
-    saved = round_trip(
+    saved = captured(
         {"inner": {"kept": 5, "old": 6, "new": 7}, "tensor": torch.ones(2), "items": [4], "number": 9, "pair": (3,)}
     )
-    load_into(state, saved)
+    restore(state, saved)
     assert state["inner"] is inner and inner == {"kept": 5, "old": 6, "new": 7}
     assert state["tensor"] is tensor and tensor.tolist() == [1, 1]
     assert state["items"] is items and items == [4]
@@ -276,9 +283,9 @@ def test_what_does_not_fit_is_refused_by_its_path(target: Callable[[], dict[str,
     model = nn.Sequential(nn.Linear(4, 8))
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, 1)
-    saved = round_trip({"model": model, "optimizer": optimizer, "data": {"epoch": 2}})
+    saved = captured({"model": model, "optimizer": optimizer, "data": {"epoch": 2}})
     with pytest.raises(StateMismatch, match=message):
-        load_into(target(), copy.copy(saved))
+        restore(target(), saved)
 
 
 def test_a_flipped_byte_is_found_before_anything_is_loaded() -> None:
@@ -286,7 +293,7 @@ def test_a_flipped_byte_is_found_before_anything_is_loaded() -> None:
     manifest = manifest_of(payload)
     payload[-1] ^= 1
     with pytest.raises(CorruptShard, match="Chunk 0"):
-        read_state(payload, manifest)
+        read_state(MemorySource(payload), manifest)
 
 
 @pytest.mark.parametrize(
@@ -304,4 +311,4 @@ def test_a_description_that_makes_no_sense_is_corrupt_and_never_evaluated(old: b
     assert old in data
     payload = memoryview(bytearray(data.replace(old, new)))
     with pytest.raises(CorruptShard):
-        read_state(payload, manifest_of(payload))
+        read_state(MemorySource(payload), manifest_of(payload))
