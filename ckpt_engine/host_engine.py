@@ -6,6 +6,8 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 
 import structlog
@@ -29,6 +31,7 @@ from ckpt_engine.peer_wire import (
     Verdict,
     WorldStep,
 )
+from ckpt_engine.reclaim import Reclaimer
 from ckpt_engine.replication import receive_replica
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.shard_service import list_shards, serve_shard
@@ -89,6 +92,11 @@ class Engine:
             dial=self._dial,
             code_version=metadata.version("flyball"),
         )
+        self._reclaimer = Reclaimer(
+            self._services.shm_prefix,
+            known_jobs=lambda: {*self._jobs, *self._job_files.names()},
+            ttl_s=settings.segment_ttl_s,
+        )
         self._peer_server = PeerServer(
             listener,
             identity=self._identity,
@@ -111,11 +119,13 @@ class Engine:
         self._peer_server.start()
         self._notices.start()
         self._control.start()
+        self._reclaimer.start()
         log.info("engine_started", host_id=self._host_id, address=self.address, pid=os.getpid(), jobs=len(self._jobs))
 
     def stop(self) -> None:
         """Finish commits in flight within the drain deadline, then end. Segments stay."""
         deadline_s = time.monotonic() + self._settings.drain_timeout_s
+        self._reclaimer.close()
         self._control.close()
         for job in list(self._jobs.values()):
             job.drain(max(deadline_s - time.monotonic(), 0.0))
@@ -278,8 +288,8 @@ class Engine:
                 self._serve(connection, request)
                 return
             case ListShards():
-                job = self._jobs.get(request.job) or Job(request.job, self._services)
-                inventory = list_shards(request, (job.memory, job.replicas))
+                with self._copies_of(request.job) as job:
+                    inventory = list_shards(request, (job.memory, job.replicas))
                 connection.send(inventory, timeout_s=self._settings.io_timeout_s)
                 return
         connection.send(verdict, timeout_s=self._settings.io_timeout_s)
@@ -315,15 +325,15 @@ class Engine:
         return reply
 
     def _serve(self, connection: Connection, wanted: GetShard) -> None:
-        job = self._jobs.get(wanted.job) or Job(wanted.job, self._services)
         sent_before = connection.bytes_sent
-        serve_shard(
-            connection,
-            wanted,
-            slots=(job.memory, job.replicas),
-            disks=tuple(job.disks.values()),
-            settings=self._settings,
-        )
+        with self._copies_of(wanted.job) as job:
+            serve_shard(
+                connection,
+                wanted,
+                slots=(job.memory, job.replicas),
+                disks=tuple(job.disks.values()),
+                settings=self._settings,
+            )
         sent = connection.bytes_sent - sent_before
         self._counters.add("restore_bytes_sent", sent)
         log.info(
@@ -334,6 +344,19 @@ class Engine:
             peer=connection.peer.host_id,
             sent_bytes=sent,
         )
+
+    @contextmanager
+    def _copies_of(self, name: str) -> Iterator[Job]:
+        """The job, or one for the body of the with statement: what this engine has not heard of may have copies too."""
+        job = self._jobs.get(name)
+        if job is not None:
+            yield job
+            return
+        job = Job(name, self._services)
+        try:
+            yield job
+        finally:
+            job.close()
 
     def _notice(self, notice: Notice) -> None:
         job = self._jobs.get(notice.job)

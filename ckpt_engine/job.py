@@ -21,6 +21,7 @@ from ckpt_engine.pipeline import RankPipeline
 from ckpt_engine.replication import send_replica
 from ckpt_engine.restoring import Restoring
 from ckpt_engine.save_clock import SaveClock
+from ckpt_engine.slots import SegmentOptions
 from ckpt_engine.tiers.disk import DiskTier
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.tiers.peer import PeerTier
@@ -39,8 +40,9 @@ class Job:
 
     def __init__(self, name: str, services: Services) -> None:
         self.name = name
-        self.memory = MemoryTier(services.shm_prefix, name, services.host_id)
-        self.replicas = PeerTier(services.shm_prefix, name, services.host_id)
+        options = SegmentOptions.of(services.settings)
+        self.memory = MemoryTier(services.shm_prefix, name, services.host_id, options)
+        self.replicas = PeerTier(services.shm_prefix, name, services.host_id, options)
         self.generation: Generation | None = None
         self.coordination: Coordination | None = None
         self._services = services
@@ -95,6 +97,11 @@ class Job:
             self._end_running()
         for pipeline in pipelines:
             pipeline.join(join_timeout_s)
+
+    def close(self) -> None:
+        """Let go of segments that were opened for one answer: as long as they are open they are not reclaimed."""
+        self.memory.close()
+        self.replicas.close()
 
     def release(self) -> None:
         """The job ended: free its segments on this host. Its copies on disk stay."""

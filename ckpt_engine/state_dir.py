@@ -109,6 +109,10 @@ class JobFiles:
     def store(self, configure: Configure) -> None:
         write_durably(self._path(configure.placement.job), [wire.encode(configure)])
 
+    def names(self) -> list[str]:
+        """The jobs that have one."""
+        return [path.stem for path in self._folder.glob("*.json")]
+
     def load(self) -> list[Configure]:
         """All of them; a file of another release raises StateVersionMismatch."""
         return [self._load(path) for path in sorted(self._folder.glob("*.json"))]
