@@ -19,7 +19,7 @@ from ckpt_engine.counters import Counters
 from ckpt_engine.job import Job
 from ckpt_engine.links import PeerLinks
 from ckpt_engine.notices import Notice
-from ckpt_engine.peer_server import PeerServer, listen
+from ckpt_engine.peer_server import PeerServer
 from ckpt_engine.peer_wire import (
     GetShard,
     ListShards,
@@ -36,8 +36,10 @@ from ckpt_engine.replication import receive_replica
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.shard_service import list_shards, serve_shard
 from ckpt_engine.state_dir import FenceFile, JobFiles, StateDir
+from ckpt_engine.transport.handshake import introduce
 from ckpt_engine.transport.pool import ConnectionPool
-from ckpt_engine.transport.tcp import ByteCounters, Connection, Identity, connect
+from ckpt_engine.transport.port import ByteCounters, Connection, Identity
+from ckpt_engine.transport.tcp import TcpListener, connect_tcp
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.engine_wire import (
     ENGINE_SOCKET,
@@ -74,10 +76,12 @@ class Engine:
         self._job_files = JobFiles(state.path / "engine-jobs")
         self._bytes = ByteCounters()
         self._counters = Counters()
-        listener = listen(address, port or state.previous_port, fallback=port == 0)
+        listener = TcpListener(
+            address, port or state.previous_port, fallback=port == 0, settings=settings, total=self._bytes
+        )
         shown = f"[{address}]" if ":" in address else address
-        self.address = f"{shown}:{listener.getsockname()[1]}"
-        state.write_pid_file(listener.getsockname()[1])
+        self.address = f"{shown}:{listener.port}"
+        state.write_pid_file(listener.port)
         self._identity = Identity(host_id, self.address, secrets.token_hex(8))
         self._pool = ConnectionPool(self._dial, connections_per_peer=settings.pool_connections_per_peer)
         self._links = PeerLinks(dial=self._dial, on_up=self._peer_is_up, settings=settings)
@@ -102,7 +106,6 @@ class Engine:
             identity=self._identity,
             token=token,
             settings=settings,
-            total=self._bytes,
             handle=self._answer_peer,
             on_hello=self._met,
         )
@@ -376,16 +379,23 @@ class Engine:
     def _set_links(self) -> None:
         with self._lock:
             generations = [job.generation for job in self._jobs.values() if job.generation is not None]
-            self._links.set_targets(frozenset().union(*(generation.linked_hosts for generation in generations)))
+            linked = frozenset[str]().union(*(generation.linked_hosts for generation in generations))
+            self._peer_server.expect(len(linked))
+            self._links.set_targets(linked)
 
     def _dial(self, host_id: str, address: str) -> Connection:
         with self._lock:
             known = address or self._addresses.get(host_id, "")
         if not known:
             raise Unreachable(f"The address of {host_id}'s engine is not known.", hint="see whether its engine runs")
-        connection = connect(
-            known, identity=self._identity, token=self._token, settings=self._settings, total=self._bytes
-        )
+        connection = connect_tcp(known, settings=self._settings, total=self._bytes)
+        try:
+            introduce(
+                connection, identity=self._identity, token=self._token, timeout_s=self._settings.handshake_timeout_s
+            )
+        except FlyballError:
+            connection.close()
+            raise
         if connection.peer.host_id != host_id:
             connection.close()
             raise Unreachable(

@@ -18,7 +18,7 @@ import structlog
 from ckpt_engine.peer_wire import Ping, RankSteps, Reply, Verdict, WorldStep
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.transport.pool import Dial
-from ckpt_engine.transport.tcp import Connection
+from ckpt_engine.transport.port import Connection
 from flyball.contracts.errors import FlyballError
 
 log = structlog.get_logger()

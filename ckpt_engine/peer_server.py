@@ -1,8 +1,7 @@
-"""The port on which other engines call: a thread per connection, none of them before it has shown the token."""
+"""The door on which other engines knock: a thread per connection, none of them served before it has shown the token."""
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable
 
@@ -10,39 +9,32 @@ import structlog
 
 from ckpt_engine.peer_wire import PeerRequest
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.transport.tcp import ByteCounters, Connection, Identity, admit
-from flyball.contracts.errors import FlyballError, PortInUse, Unauthorized, Unreachable
+from ckpt_engine.transport.handshake import admit, refuse
+from ckpt_engine.transport.port import Connection, Identity, Listener
+from flyball.contracts.errors import FlyballError, Unauthorized, Unreachable
 
 log = structlog.get_logger()
 
 Handler = Callable[[Connection, PeerRequest], None]
 
-
-def listen(address: str, port: int, *, fallback: bool) -> socket.socket:
-    """A listening socket. A port that is taken raises PortInUse or, with `fallback`, is replaced by a free one."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        return socket.create_server((address, port), family=family, backlog=128)
-    except OSError as error:
-        if fallback and port:
-            return listen(address, 0, fallback=False)
-        raise PortInUse(
-            f"The checkpoint engine cannot listen on {address}:{port}: {error.strerror}.",
-            hint="give a free port with --port, 0 for any, and an address of this host",
-        ) from error
+_PER_LINKED_HOST = 2  # its standing connection, and one for shards that is made or given up this moment
+_REFUSAL_TIMEOUT_S = 0.05  # a frame that the socket's empty buffer takes at once
 
 
 class PeerServer:
-    """Accepts connections until it is closed."""
+    """Accepts connections until it is closed.
+
+    At most `max_connections` are open, or more where the job has more hosts (`expect`). When they are, the one that has
+    been longest without showing the token has to go; if all have shown it, the newcomer is told why it cannot come in.
+    """
 
     def __init__(
         self,
-        listener: socket.socket,
+        listener: Listener,
         *,
         identity: Identity,
         token: bytes,
         settings: EngineSettings,
-        total: ByteCounters,
         handle: Handler,
         on_hello: Callable[[Identity], None],
     ) -> None:
@@ -51,10 +43,11 @@ class PeerServer:
         self._identity = identity
         self._token = token
         self._settings = settings
-        self._total = total
         self._handle = handle
         self._on_hello = on_hello
-        self._open: set[Connection] = set()
+        self._capacity = settings.max_connections
+        self._strangers: dict[Connection, None] = {}  # have not shown the token; oldest first
+        self._known: set[Connection] = set()
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="peer-accept", daemon=True)
@@ -62,38 +55,59 @@ class PeerServer:
     def start(self) -> None:
         self._thread.start()
 
+    def expect(self, linked_hosts: int) -> None:
+        """So many hosts keep a connection to this one: rank 0's engine is called by every host of the job."""
+        pooled = self._settings.pool_connections_per_peer
+        self._capacity = max(self._settings.max_connections, linked_hosts * (_PER_LINKED_HOST + pooled))
+
     def close(self) -> None:
         """Stop listening and break all connections."""
         with self._lock:
             self._closed = True
-            connections = list(self._open)
+            connections = [*self._strangers, *self._known]
         try:
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accept
+            self._listener.close()
         except OSError as error:
-            log.debug("listener_shutdown", reason=str(error))
-        self._listener.close()
+            log.debug("listener_closed", reason=str(error))
         for connection in connections:
             connection.abort()
 
     def _accept(self) -> None:
         while not self._closed:
             try:
-                sock, remote = self._listener.accept()
+                connection, remote = self._listener.accept()
             except OSError as error:
                 if not self._closed:
                     log.error("accept_failed", reason=str(error))  # out of descriptors: serve those that are open
                     threading.Event().wait(self._settings.reconnect_interval_s)
                 continue
-            connection = Connection(sock, self._settings, self._total)
-            with self._lock:
-                admitted = not self._closed and len(self._open) < self._settings.max_connections
-                if admitted:
-                    self._open.add(connection)
-            if not admitted:
-                log.warning("connection_refused", remote=remote[0], limit=self._settings.max_connections)
-                connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection, remote[0]), name="peer", daemon=True).start()
+            if self._make_room(connection, remote):
+                threading.Thread(target=self._serve, args=(connection, remote), name="peer", daemon=True).start()
+
+    def _make_room(self, connection: Connection, remote: str) -> bool:
+        with self._lock:
+            full = len(self._strangers) + len(self._known) >= self._capacity
+            evicted = next(iter(self._strangers), None) if full else None
+            admitted = not self._closed and (not full or evicted is not None)
+            if evicted is not None:
+                del self._strangers[evicted]
+            if admitted:
+                self._strangers[connection] = None
+        if evicted is not None:
+            log.warning("stranger_evicted", limit=self._capacity)
+            evicted.abort()
+        if not admitted:
+            self._turn_away(connection, remote)
+        return admitted
+
+    def _turn_away(self, connection: Connection, remote: str) -> None:
+        log.warning("connection_refused", remote=remote, limit=self._capacity)
+        reason = f"all {self._capacity} connections are in use (FLYBALL_CKPT_MAX_CONNECTIONS)."
+        with connection:
+            try:
+                refuse(connection, reason, timeout_s=_REFUSAL_TIMEOUT_S)
+            except FlyballError as error:
+                log.debug("refusal_not_sent", remote=remote, reason=error.message)
 
     def _serve(self, connection: Connection, remote: str) -> None:
         try:
@@ -104,6 +118,11 @@ class PeerServer:
                     token=self._token,
                     timeout_s=self._settings.handshake_timeout_s,
                 )
+                with self._lock:
+                    if connection not in self._strangers:
+                        return  # evicted at the last moment
+                    del self._strangers[connection]
+                    self._known.add(connection)
                 self._on_hello(connection.peer)
                 while True:
                     request: PeerRequest = connection.receive(PeerRequest, timeout_s=self._settings.idle_timeout_s)  # type: ignore[arg-type]  # a union is no type[T]
@@ -118,7 +137,8 @@ class PeerServer:
             log.exception("connection_crashed", peer=connection.peer.host_id, remote=remote)
         finally:
             with self._lock:
-                self._open.discard(connection)
+                self._strangers.pop(connection, None)
+                self._known.discard(connection)
             if connection.bytes_sent or connection.bytes_received:
                 log.info(
                     "connection_bytes",

@@ -28,10 +28,11 @@ ShardSize = Annotated[int, msgspec.Meta(gt=0)]
 
 
 class Challenge(msgspec.Struct, frozen=True):
-    """The first words of whoever accepted a connection."""
+    """The first words of whoever accepted a connection; with a `refusal` also the last."""
 
     protocol: Annotated[str, msgspec.Meta(max_length=64)]
     nonce: Nonce
+    refusal: Annotated[str, msgspec.Meta(max_length=1024)] = ""
 
 
 class Hello(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from ckpt_engine.shard_transfer import receive_manifest, receive_payload, send_s
 from ckpt_engine.slots import MemoryPlan, choose_slot
 from ckpt_engine.tiers.memory import OpenSegments
 from ckpt_engine.tiers.peer import PeerTier
-from ckpt_engine.transport.tcp import Connection
+from ckpt_engine.transport.port import Connection
 from flyball.contracts.errors import CorruptShard, InvalidMessage, MemoryTooSmall
 from flyball.contracts.fault_points import reach
 

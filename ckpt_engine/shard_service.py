@@ -11,7 +11,7 @@ from ckpt_engine.settings import EngineSettings
 from ckpt_engine.shard_transfer import send_file, send_shard
 from ckpt_engine.tiers.disk import DiskTier
 from ckpt_engine.tiers.memory import SlotTier
-from ckpt_engine.transport.tcp import Connection
+from ckpt_engine.transport.port import Connection
 from flyball.contracts.errors import CorruptShard
 
 log = structlog.get_logger()

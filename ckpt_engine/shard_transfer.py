@@ -8,7 +8,7 @@ from io import FileIO
 from ckpt_engine import integrity
 from ckpt_engine import manifest as manifests
 from ckpt_engine.manifest import Manifest
-from ckpt_engine.transport.tcp import Connection
+from ckpt_engine.transport.port import Connection
 from flyball.contracts.errors import CorruptShard, StaleCommand
 
 

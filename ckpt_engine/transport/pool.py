@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ckpt_engine.transport.tcp import Connection
+from ckpt_engine.transport.port import Connection
 
 Dial = Callable[[str, str], Connection]  # host id, address ('' : the one it is known by); Unreachable, Unauthorized
 

@@ -23,7 +23,7 @@ from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots import SlotState
 from ckpt_engine.tiers.disk import DiskTier
 from ckpt_engine.transport.pool import ConnectionPool
-from ckpt_engine.transport.tcp import Connection
+from ckpt_engine.transport.port import Connection
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, Placement

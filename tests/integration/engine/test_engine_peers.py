@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from ckpt_engine.peer_wire import Inventory, ListShards
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.transport.tcp import ByteCounters, Connection, Identity, connect
+from ckpt_engine.transport.handshake import introduce
+from ckpt_engine.transport.port import ByteCounters, Connection, Identity
+from ckpt_engine.transport.tcp import connect_tcp
 from flyball.contracts.checkpoints import Tier
 
 if TYPE_CHECKING:
@@ -18,13 +20,10 @@ Until = Callable[..., None]
 
 def call(host: EngineHost) -> Connection:
     """A connection to an engine, as another engine makes it."""
-    return connect(
-        host.address,
-        identity=Identity("test", "127.0.0.1:1", "1"),
-        token=host.token_file.read_text().strip().encode(),
-        settings=EngineSettings(),
-        total=ByteCounters(),
-    )
+    connection = connect_tcp(host.address, settings=EngineSettings(), total=ByteCounters())
+    token = host.token_file.read_text().strip().encode()
+    introduce(connection, identity=Identity("test", "127.0.0.1:1", "1"), token=token, timeout_s=5)
+    return connection
 
 
 def test_a_peer_says_what_it_holds_of_the_ranks_that_it_is_asked_for(
