@@ -53,18 +53,20 @@ def cgroup_available(membership: str, root: Path) -> int | None:
     remaining: list[int] = []
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, limit_file, usage_file = root, "memory.max", "memory.current"
+        if controllers == "":  # beyond memory.high a process is slowed down until it stands still
+            top, limit_files, usage_file, cached = root, ("memory.max", "memory.high"), "memory.current", ""
         elif "memory" in controllers.split(","):
-            top, limit_file, usage_file = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            top, limit_files, usage_file = root / "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes"
+            cached = "total_"  # with those of the cgroups below it
         else:
             continue
         leaf = top / path.lstrip("/")
         for folder in (leaf, *leaf.parents):
-            limit = _number(folder / limit_file)
-            if limit is not None:
-                cached = _statistic(folder / "memory.stat", "inactive_file")
-                remaining.append(max(0, limit - (_number(folder / usage_file) or 0) + cached))
+            for limit in (_number(folder / limit_file) for limit_file in limit_files):
+                if limit is None:
+                    continue
+                reclaimable = _statistic(folder / "memory.stat", f"{cached}inactive_file")
+                remaining.append(max(0, limit - (_number(folder / usage_file) or 0) + reclaimable))
             if folder == top:
                 break
     return min(remaining, default=None)

@@ -45,20 +45,23 @@ class Mark(IntEnum):
 def create_beacon(path: str) -> None:
     """Make a fresh beacon file (mode 0600), in place of one that is there. Raises MemoryTooSmall if it has no room."""
     Path(path).unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        empty = _MAGIC.to_bytes(8, "little").ljust(BEACON_BYTES, b"\0")
-        # Written, not only truncated to size: a page that cannot be had is an error here, and not a SIGBUS later.
-        if os.write(descriptor, empty) != BEACON_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            empty = _MAGIC.to_bytes(8, "little").ljust(BEACON_BYTES, b"\0")
+            # Written, not only truncated to size: a page that cannot be had is an error here, and not a SIGBUS later.
+            if os.write(descriptor, empty) != BEACON_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        Path(path).unlink()
+        Path(path).unlink(missing_ok=True)
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+            raise
         raise MemoryTooSmall(
             f"There is no room for a beacon of {BEACON_BYTES} bytes at {path}: {error.strerror}.",
             hint="free space on that file system, or set FLYBALL_SHM_DIR to a larger one",
         ) from error
-    finally:
-        os.close(descriptor)
 
 
 def _map(path: str) -> mmap.mmap:

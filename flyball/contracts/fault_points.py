@@ -13,6 +13,34 @@ import threading
 
 VARIABLE = "FLYBALL_FAULT_POINT"
 
+# All of them; a test compares this with the code. `slot.*` and `file.*` are reached by every process that fills or
+# commits a slot, or writes a file durably.
+KNOWN = (
+    # a shard comes into a slot: a trainer's capture; in an engine what it fetched, or keeps for a peer
+    "slot.begun",  # the slot's old bytes do not count any more, the new ones are not there
+    "capture.half",
+    "engine.replica",  # a peer's manifest is here, its shard is not
+    "slot.before_captured",  # the bytes are whole, nothing says so
+    # the commit
+    "engine.commit",
+    "slot.before_manifest",
+    "slot.before_committed",  # the manifest is whole, and does not count
+    "slot.committed",
+    # a file is written durably
+    "file.rename",
+    "file.renamed",
+    # the emergency checkpoint
+    "engine.armed",
+    "engine.flush",
+    # the control plane
+    "sensor.before_publish",
+    "controller.after_consume",
+    "controller.before_commit",
+    "controller.after_commit",
+    "actuator.after_dispatch",
+    "actuator.before_ack",
+)
+
 
 def _armed() -> tuple[str, int, signal.Signals]:
     name, _, rest = os.environ.get(VARIABLE, "").partition(":")
