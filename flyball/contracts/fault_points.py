@@ -13,6 +13,8 @@ import threading
 
 VARIABLE = "FLYBALL_FAULT_POINT"
 
+_STORE_STAGES = ("data", "manifest", "written", "world", "sealed", "removed_manifest")
+
 # All of them; a test compares this with the code. `slot.*` and `file.*` are reached by every process that fills or
 # commits a slot, or writes a file durably.
 KNOWN = (
@@ -29,6 +31,8 @@ KNOWN = (
     # a file is written durably
     "file.rename",
     "file.renamed",
+    # a slow tier: `disk.*` or `persistent.*`
+    *(f"{tier}.{stage}" for tier in ("disk", "persistent") for stage in _STORE_STAGES),
     # the emergency checkpoint
     "engine.armed",
     "engine.flush",
