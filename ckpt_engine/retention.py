@@ -14,21 +14,34 @@ def removable(
     naming: TierNaming,
     lineage: Collection[LineageEntry],
     ranks: Collection[int] | None,
+    keep_every: int = 0,
+    sealed: Collection[tuple[int, int]] | None = None,
 ) -> list[ShardCopy]:
     """Copies of `ranks` (None: of all) that no restore will want.
 
-    Kept are the steps that the coordinator says are kept, and everything newer, except for steps of the running
-    generation that it has gone past: some rank could not write them. What a newer generation wrote is never removed,
-    and nothing of older ones before a step is complete.
+    Kept are the steps that the coordinator says are kept, those that are multiples of `keep_every` (0: none), and
+    everything newer, except for steps of the running generation that the coordinator has gone past: some rank could not
+    write them. `sealed` are the (generation, step) that count, where that can be known: others are no multiples worth
+    keeping. What a newer generation wrote is never removed, and nothing of older ones before a step is complete.
     """
     running = max(entry.generation for entry in lineage)
     newest_kept = max(naming.kept, default=-1)
 
-    def goes(copy: ShardCopy) -> bool:
-        if copy.generation > running or (copy.step in naming.kept and is_alive(copy.generation, copy.step, lineage)):
-            return False
+    def stays(copy: ShardCopy) -> bool:
+        if copy.generation > running:
+            return True
+        if not is_alive(copy.generation, copy.step, lineage):
+            return newest_kept < 0
+        if copy.step in naming.kept or _is_multiple(copy, keep_every, sealed):
+            return True
         if copy.generation == running:
-            return copy.step < naming.step
-        return newest_kept >= 0 and (copy.step < newest_kept or not is_alive(copy.generation, copy.step, lineage))
+            return copy.step >= naming.step
+        return copy.step >= newest_kept
 
-    return [copy for copy in copies if (ranks is None or copy.rank in ranks) and goes(copy)]
+    return [copy for copy in copies if (ranks is None or copy.rank in ranks) and not stays(copy)]
+
+
+def _is_multiple(copy: ShardCopy, keep_every: int, sealed: Collection[tuple[int, int]] | None) -> bool:
+    if keep_every == 0 or copy.step % keep_every:
+        return False
+    return sealed is None or (copy.generation, copy.step) in sealed

@@ -42,6 +42,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     persistent_bytes_per_s: Limit = 0
     refill: bool = True  # an engine that starts empty gets its ranks' shards back from the peers
     segment_ttl_s: Annotated[float, msgspec.Meta(gt=0, le=31_536_000)] = 86_400.0  # of segments nobody uses any more
+    store_timeout_s: Seconds = 60.0  # of one request to an object store, which moves one part of a shard at most
+    store_retry_s: Seconds = 120.0  # from its first try to its last; then the write counts as failed
     seal_timeout_s: Seconds = 30.0  # for a shared folder to show what all hosts wrote, before its world manifest
 
 

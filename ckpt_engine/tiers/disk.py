@@ -101,11 +101,11 @@ class DiskTier:
     def write(self, manifest: Manifest, manifest_bytes: bytes, payload: memoryview) -> int:
         """Store a verified shard; returns the bytes written. Raises StorageFull, or OSError if the folder is away."""
         shard = self._path(manifest.generation, manifest.step, manifest.rank, SHARD_SUFFIX)
-        make_folder(shard.parent, mode=0o755)
-        written = write_durably(shard, [payload], mode=0o644)
+        make_folder(shard.parent)
+        written = write_durably(shard, [payload])
         reach(f"{self.tier}.manifest")
         lines = [manifest_bytes, b"\n", manifests.digest(manifest_bytes).encode(), b"\n"]
-        written += write_durably(shard.with_suffix(MANIFEST_SUFFIX), lines, mode=0o644)
+        written += write_durably(shard.with_suffix(MANIFEST_SUFFIX), lines)
         copy = self._copy(manifest, manifest_bytes)
         self._change(lambda listing: listing.copies.update({(copy.generation, copy.step, copy.rank): copy}))
         return written
@@ -121,7 +121,7 @@ class DiskTier:
             raise CorruptShard(f"Step {step} has no shards of ranks {missing[:8]} in {self._folder}.")
         data = world_manifest.describe(self.job, generation, step, digests)
         lines = [data, b"\n", manifests.digest(data).encode(), b"\n"]
-        write_durably(self._world_path(generation, step), lines, mode=0o644)
+        write_durably(self._world_path(generation, step), lines)
         manifest = world_manifest.decode(data, job=self.job, generation=generation, step=step)
         self._change(lambda listing: listing.worlds.update({(generation, step): manifest}))
 

@@ -9,18 +9,18 @@ from typing import Protocol
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save
+from safetensors.numpy import save
 
-from ckpt_engine import integrity, world_manifest
+from ckpt_engine import integrity
 from ckpt_engine import manifest as manifests
-from ckpt_engine.durable_files import UNFINISHED, WRITER
 from ckpt_engine.manifest import Manifest
-from ckpt_engine.peer_wire import TierNaming
-from ckpt_engine.tiers.disk import DiskTier, read_verified
+from ckpt_engine.tiers.folder import FolderStorage
 from ckpt_engine.tiers.memory import MemoryTier, SlotTier
 from ckpt_engine.tiers.peer import PeerTier
+from ckpt_engine.tiers.shard_names import ShardKey
+from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
-from flyball.contracts.errors import CorruptShard, StorageFull
+from flyball.contracts.errors import CorruptShard
 
 LINEAGE = (LineageEntry(1),)
 DEAD_AND_RUNNING = (LineageEntry(1, 4), LineageEntry(8))
@@ -99,45 +99,42 @@ class Slots:
             entry.segments.payload(step % 2)[-1] ^= 1
 
 
-class Disk:
-    """A folder of one host, or of all."""
+class Files:
+    """A folder of one host, or of all. Object stores are in shard_stores/."""
 
     def __init__(self, tier: Tier, root: Path) -> None:
         self.tier, self._root = tier, root
         self.reopen()
 
     def reopen(self) -> None:
-        self.disk = DiskTier(
-            self._root, tier=self.tier, job="job", host_id="" if self.tier is Tier.PERSISTENT else "host"
-        )
-        self.disk.scan()
-
-    def path(self, step: int, rank: int, suffix: str) -> Path:
-        return self._root / "job" / "g1" / f"step{step}" / f"rank{rank}{suffix}"
+        host_id = "" if self.tier is Tier.PERSISTENT else "host"
+        self.store = ShardStore(FolderStorage(self._root), tier=self.tier, job="job", host_id=host_id)
+        self.store.scan()
 
     def put(self, step: int, rank: int = 0) -> bytes:
         described, data, payload = shard(step, rank)
-        self.disk.write(described, data, memoryview(payload))
+        self.store.write(described, data, memoryview(payload))
         if self.tier is Tier.PERSISTENT:
-            self.disk.seal(1, step, rank + 1)
+            self.store.seal(1, step, rank + 1)
         return payload
 
     def put_torn(self, step: int, rank: int = 0) -> None:
         self.put(step, rank)
-        self.path(step, rank, ".manifest").unlink()
+        (self._root / ShardKey(1, step, rank).manifest).unlink()
         self.reopen()
 
     def copies(self) -> list[ShardCopy]:
-        return self.disk.copies()
+        return self.store.copies()
 
     def read(self, step: int, rank: int = 0) -> bytes:
-        with self.disk.reading(1, step, rank) as (described, _, file):
-            target = bytearray(described.payload_bytes)
-            read_verified(file, described, memoryview(target))
+        with self.store.reading(1, step, rank) as (described, _, stored):
+            target = memoryview(bytearray(described.payload_bytes))
+            stored.read_into(target, 0)
+            integrity.verify(target, described.chunk_digests, described.chunk_bytes)
             return bytes(target)
 
     def flip_a_byte(self, step: int, rank: int = 0) -> None:
-        path = self.path(step, rank, ".safetensors")
+        path = self._root / ShardKey(1, step, rank).shard
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
@@ -148,8 +145,8 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierUnderTe
     made: dict[Tier, TierUnderTest] = {
         Tier.MEMORY: Slots(MemoryTier, tmp_path),
         Tier.PEER: Slots(PeerTier, tmp_path),
-        Tier.DISK: Disk(Tier.DISK, tmp_path),
-        Tier.PERSISTENT: Disk(Tier.PERSISTENT, tmp_path),
+        Tier.DISK: Files(Tier.DISK, tmp_path),
+        Tier.PERSISTENT: Files(Tier.PERSISTENT, tmp_path),
     }
     yield made[request.param]
 
@@ -195,71 +192,6 @@ def test_a_newer_shard_in_the_same_place_takes_the_place_of_the_older(tier: Tier
     assert 4 in {copy.step for copy in tier.copies()}
 
 
-def test_a_disk_copy_is_read_with_the_safetensors_library_alone(tmp_path: Path) -> None:
-    disk = Disk(Tier.DISK, tmp_path)
-    disk.put(6, 1)
-    tensors = load_file(tmp_path / "job" / "g1" / "step6" / "rank1.safetensors")
-    assert (tensors["w"] == 6).all() and tensors["rank"] == [1]
-
-
-@pytest.mark.parametrize("damage", ["truncate", "manifest", "other", "garbage"])
-def test_a_damaged_disk_copy_is_not_listed(tmp_path: Path, damage: str) -> None:
-    disk = Disk(Tier.DISK, tmp_path)
-    disk.put(1)
-    disk.put(2)
-    manifest, payload = disk.path(2, 0, ".manifest"), disk.path(2, 0, ".safetensors")
-    if damage == "truncate":
-        payload.write_bytes(payload.read_bytes()[:-1])
-    elif damage == "manifest":
-        manifest.write_bytes(manifest.read_bytes().replace(b'"rank":0', b'"rank":1'))
-    elif damage == "other":
-        manifest.write_bytes(disk.path(1, 0, ".manifest").read_bytes())
-    else:
-        manifest.write_bytes(b"\0" * 100)
-    disk.reopen()
-    assert [copy.step for copy in disk.copies()] == [1]
-
-
-def test_a_full_disk_is_said_and_leaves_no_half_copy(tmp_path: Path) -> None:
-    disk = Disk(Tier.DISK, tmp_path)
-    disk.put(1)
-    folder = disk.path(2, 0, "").parent
-    folder.mkdir()
-    (folder / f".rank0.safetensors{UNFINISHED}{WRITER}").symlink_to("/dev/full")
-    with pytest.raises(StorageFull):
-        disk.put(2)
-    disk.reopen()
-    assert [copy.step for copy in disk.copies()] == [1]
-    assert list(folder.iterdir()) == []
-
-
-def test_pruning_keeps_the_newest_complete_steps_and_no_dead_history(tmp_path: Path) -> None:
-    disk = Disk(Tier.DISK, tmp_path)
-    for step in (1, 2, 3, 4):
-        for rank in (0, 1):
-            if (step, rank) != (4, 1):
-                disk.put(step, rank)
-    dead, data, payload = shard(9, 0, generation=7)
-    disk.disk.write(dead, data, memoryview(payload))
-    disk.disk.prune(naming=TierNaming(Tier.DISK, 4, (2, 3)), lineage=DEAD_AND_RUNNING, ranks=None)
-    kept = {(copy.step, copy.rank) for copy in disk.copies()}
-    assert kept == {(2, 0), (2, 1), (3, 0), (3, 1), (4, 0)}
-    disk.reopen()
-    assert {(copy.step, copy.rank) for copy in disk.copies()} == kept
-    assert not (tmp_path / "job" / "g7").exists()
-
-
-def test_pruning_what_another_view_of_the_folder_removed_already_is_no_error(tmp_path: Path) -> None:
-    disk = Disk(Tier.DISK, tmp_path)
-    for step in (1, 2, 3):
-        disk.put(step)
-    late = DiskTier(tmp_path, tier=Tier.DISK, job="job", host_id="host")
-    late.scan()
-    for tier in (disk.disk, late):
-        tier.prune(naming=TierNaming(Tier.DISK, 3, (3,)), lineage=LINEAGE, ranks=(0,))
-        assert [copy.step for copy in tier.copies()] == [3]
-
-
 def test_a_slot_that_is_overwritten_while_it_is_looked_up_is_not_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,85 +231,3 @@ def test_a_restarted_engine_drops_the_replicas_it_was_receiving(tmp_path: Path) 
     with slots.slots.using(0) as entry:
         assert entry is not None
         assert [view.step for view in entry.segments.slots()] == [-1, 1]
-
-
-def test_a_step_in_a_shared_folder_counts_when_its_world_manifest_is_there(tmp_path: Path) -> None:
-    writers = [DiskTier(tmp_path, tier=Tier.PERSISTENT, job="job", host_id="") for _ in range(2)]
-    for rank, tier in enumerate(writers):
-        described, data, payload = shard(5, rank)
-        tier.write(described, data, memoryview(payload))
-        assert tier.scan() == []
-        assert tier.holds(1, 5, rank)
-        assert tier.held(rank, LINEAGE) == (5,)
-    assert not (tmp_path / "job" / "g1" / "step5" / "world.manifest").exists()
-    writers[0].scan()
-    with pytest.raises(CorruptShard, match="ranks \\[2\\]"):
-        writers[0].seal(1, 5, 3)
-    writers[0].seal(1, 5, 2)
-    assert writers[0].sealed_steps(LINEAGE) == (5,)
-    for tier in writers:
-        assert {copy.rank for copy in tier.scan()} == {0, 1}
-
-
-@pytest.mark.parametrize("damage", ["garbage", "other step", "other shard", "empty"])
-def test_a_damaged_world_manifest_makes_its_step_not_exist(tmp_path: Path, damage: str) -> None:
-    disk = Disk(Tier.PERSISTENT, tmp_path)
-    disk.put(5)
-    disk.put(6)
-    manifest = disk.path(6, 0, "").with_name("world.manifest")
-    if damage == "garbage":
-        manifest.write_bytes(b"\0" * 64)
-    elif damage == "empty":
-        manifest.write_bytes(b"")
-    elif damage == "other step":
-        manifest.write_bytes(disk.path(5, 0, "").with_name("world.manifest").read_bytes())
-    else:
-        digests = (manifests.digest(shard(5)[1]),)
-        data = world_manifest.describe("job", 1, 6, digests)
-        manifest.write_bytes(data + b"\n" + manifests.digest(data).encode() + b"\n")
-    disk.reopen()
-    assert [copy.step for copy in disk.copies()] == [5]
-
-
-def test_the_world_manifest_goes_with_the_shards_of_its_step(tmp_path: Path) -> None:
-    disk = Disk(Tier.PERSISTENT, tmp_path)
-    for step in (1, 2):
-        disk.put(step)
-    disk.disk.prune(naming=TierNaming(Tier.PERSISTENT, 2, (2,)), lineage=LINEAGE, ranks=(0,))
-    assert [path.name for path in (tmp_path / "job" / "g1").iterdir()] == ["step2"]
-    assert disk.disk.sealed_steps(LINEAGE) == (2,)
-
-
-def test_what_a_killed_writer_left_half_written_is_removed(tmp_path: Path) -> None:
-    disk = Disk(Tier.DISK, tmp_path)
-    disk.put(1)
-    folder = disk.path(2, 0, "").parent
-    folder.mkdir()
-    left = [folder / f".rank{rank}.safetensors{UNFINISHED}{who}" for rank, who in ((0, "7-ab"), (10, "7-ab"))]
-    left.append(folder / f".world.manifest{UNFINISHED}7-ab")
-    running = disk.path(1, 0, "").with_name(f".rank0.manifest{UNFINISHED}{WRITER}")
-    for path in (*left, running):
-        path.write_bytes(b"half")
-    disk.disk.remove_unfinished(1)
-    assert [path.exists() for path in (*left, running)] == [True, True, True, True]
-    disk.disk.remove_unfinished(0)
-    assert [path.exists() for path in (*left, running)] == [False, True, False, True]
-    disk.disk.remove_unfinished(None)
-    assert not folder.exists()
-    assert [copy.step for copy in disk.copies()] == [1]
-
-
-def test_what_is_written_and_removed_during_a_scan_is_not_mistaken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(Tier.DISK, tmp_path)
-    disk.put(1)
-    scan = disk.disk._scan_worlds
-
-    def meanwhile() -> dict[tuple[int, int], world_manifest.WorldManifest]:
-        disk.put(2)
-        disk.disk.prune(naming=TierNaming(Tier.DISK, 2, (2,)), lineage=LINEAGE, ranks=None)
-        return scan()
-
-    monkeypatch.setattr(disk.disk, "_scan_worlds", meanwhile)
-    assert [copy.step for copy in disk.disk.scan()] == [2]

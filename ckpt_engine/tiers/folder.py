@@ -1,0 +1,136 @@
+"""A folder as storage: a host's own disk, or a file system that all hosts share."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckpt_engine.durable_files import finished_name, sync_folder, write_durably
+from ckpt_engine.tiers.storage import Entry
+from flyball.contracts.errors import CorruptShard
+
+_DEPTH = 3  # parts of a name
+
+
+class _OpenFile:
+    """Read with positions, so that threads do not disturb each other; never mapped: a bad block is an OSError then, and
+    not a SIGBUS."""
+
+    def __init__(self, descriptor: int, path: Path, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._descriptor = descriptor
+        self._path = path
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        filled = 0
+        while filled < len(target):
+            count = os.preadv(self._descriptor, [target[filled:]], offset + filled)
+            if count == 0:
+                raise CorruptShard(f"{self._path} ends at byte {offset + filled}.", hint="another copy is tried")
+            filled += count
+
+
+class FolderStorage:
+    """Files are 0600 and folders 0700: only the user whose jobs they are reads them."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @property
+    def place(self) -> str:
+        return str(self._root)
+
+    def write(self, name: str, parts: Iterable[bytes | memoryview], size_bytes: int) -> None:
+        write_durably(self._root / name, parts, size_bytes=size_bytes)
+
+    def read(self, name: str, limit_bytes: int) -> bytes:
+        with self.open(name) as file:
+            if file.size_bytes > limit_bytes:
+                raise CorruptShard(f"{self._root / name} has {file.size_bytes} bytes, the limit is {limit_bytes}.")
+            data = bytearray(file.size_bytes)
+            file.read_into(memoryview(data), 0)
+            return bytes(data)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[_OpenFile]:
+        path = self._root / name
+        # Not blocking, and no links: what others put there in place of a file is refused, and not waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise CorruptShard(f"{path} is not a file.", hint="another copy is tried")
+            yield _OpenFile(descriptor, path, status.st_size)
+        finally:
+            os.close(descriptor)
+
+    def exists(self, name: str) -> bool:
+        try:
+            (self._root / name).lstat()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def entries(self, folder: str = "") -> Iterator[Entry]:
+        for name, status in self._walk(folder):
+            if not name.rpartition("/")[2].startswith("."):
+                yield Entry(name, status.st_size, f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}")
+
+    def remove(self, names: Sequence[str]) -> None:
+        folders = set()
+        for name in names:
+            path = self._root / name
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                continue
+            folders.add(path.parent)
+        for folder in folders:
+            self._tidy(folder)
+
+    def remove_unfinished(self, wanted: Callable[[str], bool]) -> list[str]:
+        removed = []
+        for name, _ in list(self._walk("")):
+            folder, _, file_name = name.rpartition("/")
+            final = finished_name(file_name)
+            if final is not None and wanted(f"{folder}/{final}"):
+                removed.append(name)
+        self.remove(removed)
+        return removed
+
+    def _walk(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+        """The plain files in `folder` and below, as deep as names go. Links are not followed."""
+        open_folders = [folder]
+        while open_folders:
+            name = open_folders.pop()
+            try:
+                with os.scandir(self._root / name) as found:
+                    children = list(found)
+            except FileNotFoundError:  # nothing was written yet, or it was removed meanwhile
+                continue
+            for child in children:
+                child_name = f"{name}/{child.name}" if name else child.name
+                try:
+                    if child.is_dir(follow_symlinks=False):
+                        if child_name.count("/") < _DEPTH - 1:
+                            open_folders.append(child_name)
+                    elif child.is_file(follow_symlinks=False):
+                        yield child_name, child.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+
+    def _tidy(self, folder: Path) -> None:
+        """Make removals durable, and remove folders that are empty now."""
+        try:
+            sync_folder(folder)
+        except FileNotFoundError:
+            return  # another rank's or host's was the last file in it
+        while folder != self._root:
+            try:
+                folder.rmdir()
+            except OSError:  # not empty, or gone
+                return
+            folder = folder.parent

@@ -1,0 +1,172 @@
+"""An object store as storage, through obstore: S3 and what speaks its protocol, Google Cloud Storage, Azure Blobs.
+
+Credentials, region and endpoint come from the environment, under the names that obstore and the stores' own tools use
+(`AWS_*`, `GOOGLE_*`, `AZURE_*`). Large objects go up in parts; an upload that is not completed is not an object.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import obstore
+from obstore.store import from_url
+
+from ckpt_engine.tiers.object_errors import as_flyball_error
+from ckpt_engine.tiers.storage import Entry
+from flyball.contracts.errors import CorruptShard, FlyballError
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+_PART_BYTES = 8 << 20
+_MAX_PARTS = 10_000  # S3's limit; larger shards go up in larger parts
+_IN_FLIGHT_BYTES = 24 << 20  # of parts on their way up; one more is being read, and the bound per rank is 64 MiB
+_WINDOW_BYTES = 8 << 20  # read at once: a request costs as long as megabytes
+_WINDOWS_AHEAD = 2
+_MAX_RETRIES = 10
+_MAX_CONNECT_S = 5.0
+_MEBIBYTE = 1 << 20
+
+
+class ObjectStorage:
+    """The objects below one URL."""
+
+    def __init__(self, url: str, *, timeout_s: float, retry_s: float) -> None:
+        """`timeout_s` bounds one request, of at most one part; `retry_s` the time after which a request is not sent
+        again. Nothing is asked of the store yet. Raises ConfigurationError."""
+        self.place = url.rstrip("/")
+        client: ClientConfig = {
+            "timeout": timedelta(seconds=timeout_s),
+            "connect_timeout": timedelta(seconds=min(timeout_s, _MAX_CONNECT_S)),
+        }
+        if os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", "")).startswith("http://"):
+            client["allow_http"] = True  # that is what the endpoint says
+        retry: RetryConfig = {"max_retries": _MAX_RETRIES, "retry_timeout": timedelta(seconds=retry_s)}
+        with self._explained("open"):
+            self._store: ObjectStore = from_url(self.place, client_options=client, retry_config=retry)
+
+    def write(self, name: str, parts: Iterable[bytes | memoryview], size_bytes: int) -> None:
+        # The copies are what goes up: the memory that parts show may change before a request is through.
+        copies = (bytes(part) for part in parts)
+        part_bytes = max(_PART_BYTES, -(-size_bytes // _MAX_PARTS // _MEBIBYTE) * _MEBIBYTE)
+        with self._explained(name):
+            if size_bytes <= part_bytes:
+                obstore.put(self._store, name, b"".join(copies), use_multipart=False)
+            else:
+                obstore.put(
+                    self._store,
+                    name,
+                    copies,
+                    use_multipart=True,
+                    chunk_size=part_bytes,
+                    max_concurrency=max(1, _IN_FLIGHT_BYTES // part_bytes),
+                )
+
+    def read(self, name: str, limit_bytes: int) -> bytes:
+        with self.open(name) as stored:
+            if stored.size_bytes > limit_bytes:
+                raise CorruptShard(f"{self.place}/{name} has {stored.size_bytes} bytes, the limit is {limit_bytes}.")
+            return self._range(name, 0, stored.size_bytes)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[_OpenObject]:
+        with self._explained(name):
+            size_bytes = obstore.head(self._store, name)["size"]
+        opened = _OpenObject(size_bytes, lambda begin, length: self._range(name, begin, length))
+        try:
+            yield opened
+        finally:
+            opened.close()
+
+    def exists(self, name: str) -> bool:
+        try:
+            with self._explained(name):
+                obstore.head(self._store, name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def entries(self, folder: str = "") -> Iterator[Entry]:
+        with self._explained(folder):
+            for page in obstore.list(self._store, folder or None, chunk_size=1000):
+                for found in page:
+                    # A store without entity tags: objects never change their content under one name, except for size.
+                    version = found["e_tag"] or str(found["last_modified"])
+                    yield Entry(found["path"], found["size"], f"{version}-{found['size']}")
+
+    def remove(self, names: Sequence[str]) -> None:
+        with self._explained(", ".join(names)):
+            for name in names:
+                try:
+                    obstore.delete(self._store, name)
+                except FileNotFoundError:  # S3 says nothing, others do
+                    continue
+
+    def remove_unfinished(self, wanted: Callable[[str], bool]) -> list[str]:
+        """Nothing: obstore does not list uploads that were begun. The bucket needs a lifecycle rule that ends them
+        (docs/checkpoints.md); they are no objects, and are never listed."""
+        del wanted
+        return []
+
+    def _range(self, name: str, begin: int, length: int) -> bytes:
+        if length == 0:
+            return b""
+        with self._explained(name):
+            data = obstore.get_range(self._store, name, start=begin, length=length).to_bytes()
+        if len(data) != length:
+            raise CorruptShard(f"{self.place}/{name} ends at byte {begin + len(data)}.", hint="another copy is tried")
+        return data
+
+    @contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        """Errors of obstore as those that this project speaks of."""
+        try:
+            yield
+        except FlyballError:
+            raise
+        except Exception as error:
+            raise as_flyball_error(error, place=self.place, name=name) from error
+
+
+class _OpenObject:
+    """Read in windows that are fetched ahead, side by side: one request at a time would wait for the network most of
+    the time."""
+
+    def __init__(self, size_bytes: int, fetch: Callable[[int, int], bytes]) -> None:
+        self.size_bytes = size_bytes
+        self._fetch = fetch
+        self._windows: dict[int, Future[bytes]] = {}  # oldest first
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(1 + _WINDOWS_AHEAD, thread_name_prefix="flyball-object")
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        if offset + len(target) > self.size_bytes:
+            raise CorruptShard(f"An object of {self.size_bytes} bytes has none at {offset + len(target)}.")
+        filled = 0
+        while filled < len(target):
+            window, begin = divmod(offset + filled, _WINDOW_BYTES)
+            data = self._window(window)
+            count = min(len(target) - filled, len(data) - begin)
+            target[filled : filled + count] = memoryview(data)[begin : begin + count]
+            filled += count
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _window(self, index: int) -> bytes:
+        with self._lock:
+            for wanted in range(index, index + 1 + _WINDOWS_AHEAD):
+                if wanted not in self._windows and wanted * _WINDOW_BYTES < self.size_bytes:
+                    begin = wanted * _WINDOW_BYTES
+                    length = min(_WINDOW_BYTES, self.size_bytes - begin)
+                    self._windows[wanted] = self._pool.submit(self._fetch, begin, length)
+            while len(self._windows) > 2 + _WINDOWS_AHEAD:  # one behind: threads that share a window drift apart
+                self._windows.pop(next(iter(self._windows)))
+            future = self._windows[index]
+        return future.result()

@@ -1,0 +1,197 @@
+"""The places that one suite of tests is for: a folder as a host's disk, a folder that all hosts share, and an S3 bucket
+of moto's server, which runs as a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from ckpt_engine import manifest as manifests
+from ckpt_engine.manifest import Manifest
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.tiers.opening import open_storage
+from ckpt_engine.tiers.shard_store import ShardStore
+from ckpt_engine.tiers.storage import Storage
+from flyball.contracts.checkpoints import Tier
+
+_SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+SETTINGS = EngineSettings(store_timeout_s=20.0, store_retry_s=20.0)
+
+
+def make_shard(
+    step: int, rank: int = 0, *, generation: int = 1, size_bytes: int = 1_400_000
+) -> tuple[Manifest, bytes, memoryview]:
+    """(manifest, its bytes, the safetensors file)."""
+    rng = np.random.default_rng(step * 1000 + rank)
+    payload = save({"w": rng.integers(0, 256, size_bytes, np.uint8), "step": np.array([step, rank])})
+    described = manifests.describe(
+        memoryview(payload),
+        job="job",
+        generation=generation,
+        step=step,
+        rank=rank,
+        world_size=2,
+        code_version="test",
+        chunk_bytes=1 << 16,
+    )
+    return described, manifests.encode(described), memoryview(payload)
+
+
+class Place(ABC):
+    """Where a job's shards are. `url` is for engines; the rest is done by other means than the engine's."""
+
+    tier: Tier
+    url: str
+
+    def storage(self) -> Storage:
+        return open_storage(self.url, SETTINGS)
+
+    def store(self, storage: Storage | None = None) -> ShardStore:
+        """Another process's view."""
+        host_id = "host" if self.tier is Tier.DISK else ""
+        return ShardStore(storage or self.storage(), tier=self.tier, job="job", host_id=host_id)
+
+    @abstractmethod
+    def put(self, name: str, content: bytes) -> None: ...
+    def put_many(self, names: Iterable[str]) -> None:
+        """Empty ones."""
+        for name in names:
+            self.put(name, b"")
+
+    @abstractmethod
+    def get(self, name: str) -> bytes: ...
+    @abstractmethod
+    def delete(self, name: str) -> None: ...
+    @abstractmethod
+    def names(self) -> set[str]: ...
+
+
+class Folder(Place):
+    def __init__(self, tier: Tier, root: Path) -> None:
+        self.tier, self.root = tier, root / "job"
+        self.url = str(self.root)
+
+    def put(self, name: str, content: bytes) -> None:
+        (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / name).write_bytes(content)
+
+    def get(self, name: str) -> bytes:
+        return (self.root / name).read_bytes()
+
+    def delete(self, name: str) -> None:
+        (self.root / name).unlink()
+
+    def names(self) -> set[str]:
+        return {path.relative_to(self.root).as_posix() for path in self.root.rglob("*") if path.is_file()}
+
+
+class Bucket(Place):
+    tier = Tier.PERSISTENT
+
+    def __init__(self, endpoint: str) -> None:
+        self.client: Any = boto3.client("s3", endpoint_url=endpoint)
+        self.endpoint = endpoint
+        self.bucket = f"b{uuid.uuid4().hex[:12]}"
+        self.client.create_bucket(Bucket=self.bucket)
+        self.url = f"s3://{self.bucket}/some/prefix/job"
+
+    def put(self, name: str, content: bytes) -> None:
+        self.client.put_object(Bucket=self.bucket, Key=f"some/prefix/job/{name}", Body=content)
+
+    def put_many(self, names: Iterable[str]) -> None:
+        with httpx.Client(base_url=self.endpoint) as client:  # several times faster than the other one
+            for name in names:
+                client.put(f"/{self.bucket}/some/prefix/job/{name}", content=b"").raise_for_status()
+
+    def get(self, name: str) -> bytes:
+        body: bytes = self.client.get_object(Bucket=self.bucket, Key=f"some/prefix/job/{name}")["Body"].read()
+        return body
+
+    def delete(self, name: str) -> None:
+        self.client.delete_object(Bucket=self.bucket, Key=f"some/prefix/job/{name}")
+
+    def names(self) -> set[str]:
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket)
+        keys = (found["Key"] for page in pages for found in page.get("Contents", ()))
+        return {key.removeprefix("some/prefix/job/") for key in keys}
+
+    def close(self) -> None:
+        self.client.close()
+
+    def uploads(self) -> list[str]:
+        """Uploads that were begun and neither completed nor ended."""
+        listed = self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", ())
+        return [upload["Key"].removeprefix("some/prefix/job/") for upload in listed]
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = (tmp_path_factory.mktemp("moto") / "server.log").open("wb")
+    server = subprocess.Popen(
+        [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+    )
+    assert server.stdin is not None and server.stdout is not None
+    try:
+        yield f"http://127.0.0.1:{int(server.stdout.readline())}"
+    finally:
+        server.stdin.close()
+        server.wait(20.0)
+        server.stdout.close()
+        log.close()
+
+
+@pytest.fixture
+def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The names that a user of S3 has in the environment."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    return s3_endpoint
+
+
+@pytest.fixture
+def bucket(s3_environment: str) -> Iterator[Bucket]:
+    made = Bucket(s3_environment)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["disk folder", "persistent folder", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "s3":
+        found: Bucket = request.getfixturevalue("bucket")
+        return found
+    return Folder(Tier.DISK if request.param == "disk folder" else Tier.PERSISTENT, tmp_path)
+
+
+@pytest.fixture(params=["persistent folder", "s3"])
+def shared_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A place that all hosts share."""
+    if request.param == "s3":
+        found: Bucket = request.getfixturevalue("bucket")
+        return found
+    return Folder(Tier.PERSISTENT, tmp_path)
+
+
+@pytest.fixture
+def shard() -> Callable[..., tuple[Manifest, bytes, memoryview]]:
+    return make_shard
