@@ -1,4 +1,4 @@
-"""Copy a training state into a slot, in the training thread.
+"""Copy a training state into a slot.
 
 What is known of a structure (names, shapes, dtypes, offsets, views of the slots) is kept from one save to the next, so
 that in steady state nothing is allocated: one walk over the state, one copy per tensor, one header.
@@ -6,16 +6,19 @@ that in steady state nothing is allocated: one walk over the state, one copy per
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from ckpt_engine import shard_format
+from ckpt_engine.copying import TensorCopy
+from ckpt_engine.device_copies import CudaStreams, DeviceJob, PinnedSlots, Streams
+from ckpt_engine.optimizer_watch import Extent, extent_of
+from ckpt_engine.running_capture import Copies, RunningCapture
 from ckpt_engine.shard_format import LENGTH_BYTES, Block, TensorHeader
 from ckpt_engine.state_tree import FlatState, flatten
-from flyball.contracts.errors import CorruptShard, UnsupportedState
-from flyball.contracts.fault_points import reach
+from flyball.contracts.errors import CheckpointError, CorruptShard, UnsupportedState
 
 STATE_KEY = "flyball.state"  # the JSON tree, in the safetensors metadata
 FORMAT_KEY = "flyball.format"
@@ -39,6 +42,7 @@ DTYPE_NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 
+SMALL_BYTES = 16 << 10  # tensors up to this size are copied at once: to speak of them would cost more
 _HEADER_STEP_BYTES = 4096  # headers are padded to a multiple of it, less the length field, so that data is aligned
 _Signature = tuple[tuple[str, torch.Size, torch.dtype, torch.device, Block | None], ...]
 
@@ -77,42 +81,79 @@ class PreparedCapture:
     flat: FlatState
     plan: _Plan
     header: bytes
+    streams: Streams
+    pinned: PinnedSlots
 
     @property
     def payload_bytes(self) -> int:
         return self.plan.payload_bytes
 
-    def copy_into(self, slot: int, payload: memoryview) -> None:
-        """Write the whole shard. `payload` is the slot's memory, `payload_bytes` long."""
+    def begin(self, slot: int, payload: memoryview, *, lazy: Collection[Extent] = ()) -> Copies:
+        """Write the header and all small tensors into `payload`, the slot's memory, `payload_bytes` long; the rest is
+        returned. `lazy` is the memory of tensors that may be copied later, because their writers can be held back."""
         shard_format.write_header(payload, self.header, self.plan.header_capacity)
         views = self.plan.slot_views(slot, payload)
-        half = len(self.flat.tensors) // 2
-        for index, (name, tensor) in enumerate(self.flat.tensors.items()):
-            if index == half:
-                reach("capture.half")
-            views[name].copy_(tensor)
+        copies = Copies([], [], DeviceJob(self.streams), DeviceJob(self.streams))
+        for name, tensor in self.flat.tensors.items():
+            on_device = self.streams.owns(tensor)
+            copy = TensorCopy(name, tensor, views[name])
+            if copy.size_bytes <= SMALL_BYTES and not on_device:
+                if copy.size_bytes:
+                    copy.copy_piece(0, copy.size_bytes)
+            elif lazy and extent_of(tensor) in lazy and not tensor.is_inference():
+                copy.version = tensor._version
+                copies.lazy_device.add(copy) if on_device else copies.lazy.append(copy)
+            else:
+                copies.eager_device.add(copy) if on_device else copies.eager.append(copy)
+        if copies.eager_device.copies or copies.lazy_device.copies:
+            self.pinned.pin(slot, payload)
+        return copies
+
+    def copy_into(self, slot: int, payload: memoryview) -> None:
+        """Write the whole shard, in this thread. Raises CheckpointError if it cannot be."""
+        errors: list[str] = []
+        running = RunningCapture(self.begin(slot, payload), lambda error, _: errors.append(error), lambda _: None)
+        running.start()
+        running.run()
+        if errors[0]:
+            raise CheckpointError(f"The state could not be copied: {errors[0]}.")
 
 
 class Capture:
     """Prepares states for their slots; keeps the plan of the newest structure."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Streams | None = None) -> None:
         self._plan: _Plan | None = None
+        self._streams = streams or CudaStreams()
+        self._pinned = PinnedSlots(self._streams)
 
     def prepare(self, state: Mapping[str, object]) -> PreparedCapture:
-        """Take `state` apart (see `state_tree.flatten`); raises UnsupportedState."""
+        """Take `state` apart (see `state_tree.flatten`); raises UnsupportedState. Call it when no capture is running:
+        a new structure lets go of the slots."""
         flat = flatten(state)
         blocks = flat.blocks
         signature = tuple(
             (name, tensor.shape, tensor.dtype, tensor.device, blocks.get(name)) for name, tensor in flat.tensors.items()
         )
-        if self._plan is None or self._plan.signature != signature:
-            self._plan = _make_plan(signature, len(flat.tree))
-        header = _encode(flat.tree, self._plan)
-        if len(header) > self._plan.header_capacity:  # values grew: move the data once, by more than they grew
-            self._plan = _make_plan(signature, 2 * len(flat.tree))
-            header = _encode(flat.tree, self._plan)
-        return PreparedCapture(flat, self._plan, header)
+        plan = self._plan
+        if plan is None or plan.signature != signature:
+            plan = self._adopt(_make_plan(signature, len(flat.tree)))
+        header = _encode(flat.tree, plan)
+        if len(header) > plan.header_capacity:  # values grew: move the data once, by more than they grew
+            plan = self._adopt(_make_plan(signature, 2 * len(flat.tree)))
+            header = _encode(flat.tree, plan)
+        return PreparedCapture(flat, plan, header, self._streams, self._pinned)
+
+    def _adopt(self, plan: _Plan) -> _Plan:
+        """Views of the old slots go with the old plan: their memory is free before the new slots are made."""
+        self._pinned.unpin_all()
+        self._plan = plan
+        return plan
+
+    def close(self) -> None:
+        """Let go of the slots."""
+        self._pinned.unpin_all()
+        self._plan = None
 
 
 def _encode(tree: str, plan: _Plan) -> bytes:

@@ -1,28 +1,32 @@
-"""The trainer's side of the checkpoint engine: save into slots; restore from them is `shard_reader`'s.
+"""The trainer's side of the checkpoint engine: which steps are saved, and what becomes of them.
 
-The trainer never depends on the engine process: what it needs is in shared memory, a save that finds no slot in time
-fails, is counted, and training goes on. Capture is synchronous: `save` returns when the copy into the slot is done;
-hashing, commit and replication happen in the engine's process.
+`saving` copies into slots, `shard_reader` restores from them. The trainer never depends on the engine process: what it
+needs is in shared memory, a save that finds no slot in time fails, is counted, and training goes on. Hashing, commit
+and replication happen in the engine's process.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
 import time
+import weakref
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from functools import partial
 
+from ckpt_engine.control import ControlSegment
 from ckpt_engine.engine_link import CommitLink, EngineLink
 from ckpt_engine.local_commit import LocalCommitter
-from ckpt_engine.save_handle import SaveHandle
+from ckpt_engine.save_handle import NoProgress, SaveHandle
 from ckpt_engine.save_schedule import is_due
+from ckpt_engine.saving import CAPTURE_TIMEOUT_S, Saver, SlotsFull
 from ckpt_engine.settings import load_settings
 from ckpt_engine.shard_reader import ShardReader
-from ckpt_engine.slot_rules import MIN_SLOTS
-from ckpt_engine.slots import MemoryPlan, ParkState, RankSegments, SegmentOptions, SlotView, World, slot_count
+from ckpt_engine.slots import ParkState, RankSegments, SegmentOptions, SlotState
 from flyball.beacon import BeaconWriter
+from flyball.contracts.checkpoints import Tier, is_alive
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import (
     CheckpointError,
@@ -36,13 +40,37 @@ from flyball.worker_identity import WorkerIdentity
 
 _log = logging.getLogger("flyball.engine")
 
-_SLOT_POLL_S = 0.0005  # a commit takes milliseconds
-_ENGINE_PROBE_S = 0.1
 _PARK_POLL_S = 0.005
 PARK_DEADLINE_S = 120.0  # parked and never ended: train on
+_EXIT_TIMEOUT_S = 10.0
 
 NO_SUPERVISOR = "no supervisor keeps checkpoint slots for this process"
 NOT_DUE = "the job's checkpoint settings do not name this step"
+
+
+class _RankProgress:
+    """How far this rank's shards have come, as the control words say; after `close`, as they said last."""
+
+    def __init__(self, control: ControlSegment, generation: int) -> None:
+        self._control: ControlSegment | None = control
+        self._generation = generation
+        self._last = (-1, -1)
+
+    @property
+    def replicated_step(self) -> int:
+        return self._last[0] if self._control is None else self._control.replicated_step(self._generation)
+
+    @property
+    def durable_step(self) -> int:
+        return self._last[1] if self._control is None else self._control.durable_step(self._generation)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._control is None
+
+    def close(self) -> None:
+        self._last = (self.replicated_step, self.durable_step)
+        self._control = None
 
 
 class TrainerEngine:
@@ -54,11 +82,15 @@ class TrainerEngine:
         self._segments: RankSegments | None = None
         self._unavailable = ""  # why there are no slots although there should be
         self._link: CommitLink | None = None
-        self._capture: Any = None  # ckpt_engine.capture.Capture, which imports torch: not before it is needed
+        self._saver: Saver | None = None
+        self._progress: _RankProgress | NoProgress = NoProgress()
         self._newest_step = -1 if identity.restore_step is None else identity.restore_step
-        self._stuck_at: World | None = None  # the world when a save last ran out of time
+        self._newest: SaveHandle | None = None
+        self._newest_durable: SaveHandle | None = None  # that a disk or persistent tier is to have
+        self._unreported = ""  # the first failure that `check_for_errors` has not raised yet
         self.saves = 0
         self.failed_saves = 0
+        self.skipped_saves = 0  # because every slot was needed
         if identity.shm_prefix:
             try:
                 self._open()
@@ -78,6 +110,9 @@ class TrainerEngine:
         self._segments.control.attach_trainer(me.generation)
         if self._link is None:
             self._link = LocalCommitter(me, self._segments)
+        self._saver = Saver(me, self._segments, self._link, self._beacon.add_save_blocked)
+        self._progress = _RankProgress(self._segments.control, me.generation)
+        atexit.register(_finish_copy, weakref.ref(self))
 
     @property
     def world_step(self) -> int:
@@ -91,131 +126,114 @@ class TrainerEngine:
 
     # --- save ---
 
-    def save(self, step: int, state: Mapping[str, object]) -> SaveHandle:
-        """Copy `state` into a slot if `step` is due or is the step of an emergency checkpoint; there the rank then
-        parks. A failure is on the handle. Raises only what is the job's own error: UnsupportedState, and, at the first
-        save of a job that starts from scratch, MemoryTooSmall."""
-        if self._segments is None or self._link is None:
-            return self._save_without_slots(step)
+    def save(self, step: int, state: Mapping[str, object], *, only_emergency: bool = False) -> SaveHandle:
+        """Copy `state` into a slot if `step` is due, unless `only_emergency`, or is the step of an emergency
+        checkpoint; there the rank then parks. A failure is on the handle. Raises only what is the job's own error:
+        UnsupportedState, and, at the first save of a job that starts from scratch, MemoryTooSmall; and, if the job
+        asked for it, CheckpointError for a save that failed before."""
+        if self._me.checkpoint.raise_on_failure:
+            self.check_for_errors()
+        if self._segments is None or self._saver is None:
+            return self._save_without_slots(step, only_emergency=only_emergency)
         control, generation = self._segments.control, self._me.generation
         if step <= self._newest_step:
             return SaveHandle.not_made(step, f"step {self._newest_step} was saved or restored before it")
         self._newest_step = step
         control.write_position(step)  # before the look at the emergency step: see ControlSegment.arm
         emergency = control.emergency_step(generation) == step
-        if not emergency and not is_due(self._me.checkpoint, step, control.next_save(generation)):
+        due = not only_emergency and is_due(self._me.checkpoint, step, control.next_save(generation))
+        if not emergency and not due:
             return SaveHandle.not_made(step, NOT_DUE)
-        handle = SaveHandle(
-            step,
-            replicated_step=lambda: control.replicated_step(generation),
-            durable_step=lambda: control.durable_step(generation),
-        )
+        handle = SaveHandle(step, self._progress)
         phase_before = self._beacon.current_phase
         began_ns = time.monotonic_ns()
         self._beacon.phase(Phase.CHECKPOINT)
         try:
-            self._capture_into_slot(step, state, self._segments, self._link, patient=emergency)
-            handle.mark_captured()
-            self.saves += 1
+            self._saver.save(step, state, partial(self._ended, handle), emergency=emergency)
+        except SlotsFull as full:
+            handle.skipped = str(full)
+            self.skipped_saves += 1
+            self._abort(step, handle.skipped)
         except (FlyballError, OSError) as error:
-            control.note_aborted(step)
-            self._link.aborted(step, str(error))
-            handle.error = str(error)
-            self.failed_saves += 1
-            _log.warning("the save of step %d failed: %s", step, error)
+            self._failed(handle, str(error))
             at_start = self._me.restore_step is None and self.saves == 0
             if isinstance(error, UnsupportedState) or (isinstance(error, MemoryTooSmall) and at_start):
                 raise
         finally:
+            handle.waited_s = self._saver.waited_s
             self._beacon.phase(phase_before)
             self._beacon.add_save_blocked(time.monotonic_ns() - began_ns)
-        if emergency and not handle.error:
+        self._note_newest(handle)
+        if emergency and handle.staged:
             self._park(step, self._segments)
         return handle
 
-    def _save_without_slots(self, step: int) -> SaveHandle:
+    def _save_without_slots(self, step: int, *, only_emergency: bool) -> SaveHandle:
         if not self._unavailable:
             return SaveHandle.not_made(step, NO_SUPERVISOR)
-        if not is_due(self._me.checkpoint, step):
+        if only_emergency or not is_due(self._me.checkpoint, step):
             return SaveHandle.not_made(step, NOT_DUE)
-        handle = SaveHandle(step, replicated_step=lambda: -1, durable_step=lambda: -1)
-        handle.error = self._unavailable
-        self.failed_saves += 1
-        if self._link is not None:
-            self._link.aborted(step, self._unavailable)
+        handle = SaveHandle(step, NoProgress())
+        self._failed(handle, self._unavailable)
         return handle
 
-    def _capture_into_slot(
-        self, step: int, state: Mapping[str, object], segments: RankSegments, link: CommitLink, *, patient: bool
-    ) -> None:
-        if self._capture is None:
-            from ckpt_engine.capture import Capture
+    def _ended(self, handle: SaveHandle, error: str) -> None:
+        """The copy of a state has ended, in whatever thread."""
+        if error:
+            self._failed(handle, f"The copy of step {handle.step} failed: {error}.")
+        else:
+            self.saves += 1
+            handle.mark_captured()
 
-            self._capture = Capture()
-        prepared = self._capture.prepare(state)
-        me = self._me
-        plan = segments.settle(self._memory_plan(prepared.payload_bytes))
-        slot = self._wait_for_slot(segments, link, patient=patient)
-        payload = segments.begin_write(slot.index, me.generation, step, prepared.payload_bytes, plan)
-        try:
-            prepared.copy_into(slot.index, payload)
-        except BaseException:
-            segments.drop(slot.index)
-            raise
-        segments.mark_captured(slot.index)
-        link.captured(segments.control.slot(slot.index))
+    def _failed(self, handle: SaveHandle, error: str) -> None:
+        self.failed_saves += 1
+        self._unreported = self._unreported or error
+        self._abort(handle.step, error)
+        handle.error = error
+        _log.warning("the save of step %d failed: %s", handle.step, error)
 
-    def _memory_plan(self, payload_bytes: int) -> MemoryPlan:
-        me = self._me
-        several_hosts = me.world_size > me.local_world_size
-        return MemoryPlan(
-            payload_bytes,
-            local_ranks=me.local_world_size,
-            replicas=me.checkpoint.replicas if several_hosts else 0,
-            slots=slot_count(me.checkpoint) if me.engine_notify else MIN_SLOTS,  # slow tiers are the engine's
-        )
+    def _abort(self, step: int, reason: str) -> None:
+        """The world must not wait for this step."""
+        if self._segments is not None:
+            self._segments.control.note_aborted(step)
+        if self._link is not None:
+            self._link.aborted(step, reason)
 
-    def _wait_for_slot(self, segments: RankSegments, link: CommitLink, *, patient: bool) -> SlotView:
-        """A slot that the world does not need, as soon as there is one. With a dead engine, or after a wait in vain and
-        no progress since, it is now or never."""
-        began_s = time.monotonic()
-        probe_at_s = began_s + _ENGINE_PROBE_S
-        while True:
-            link.refresh()
-            world = segments.read_world()
-            if world.fence_generation > self._me.generation:
-                raise CheckpointError(
-                    f"Generation {world.fence_generation} has taken over from {self._me.generation}.",
-                    hint="nothing to do: this process is about to be ended",
-                )
-            known = world.generation == self._me.generation
-            slot = segments.choose(
-                world.step if known else -1,
-                self._me.lineage,
-                world.abandoned if known else (),
-                world.held if known else (),
-            )
-            if slot is not None:
-                self._stuck_at = None
-                return slot
-            now_s = time.monotonic()
-            timeout_s = self._me.checkpoint.save_timeout_s if patient or world != self._stuck_at else 0.0
-            if now_s - began_s >= timeout_s:
-                self._stuck_at = world
-                raise CheckpointError(
-                    f"No slot was free within {timeout_s:g} s: the world has committed step {world.step}, and the "
-                    f"slots hold newer ones, or such as a slow tier is still writing.",
-                    hint="see the engines' logs, of this host and of the other ranks' hosts",
-                )
-            if now_s >= probe_at_s:
-                probe_at_s = now_s + _ENGINE_PROBE_S
-                if not link.alive:
-                    self._stuck_at = world
-                    raise CheckpointError(
-                        "The checkpoint engine of this host is not running.",
-                        hint="the host daemon starts another; see engine.log in its state folder",
-                    )
-            time.sleep(_SLOT_POLL_S)
+    def _note_newest(self, handle: SaveHandle) -> None:
+        self._newest = handle
+        slow = (self._me.checkpoint.policy(tier).every_steps for tier in (Tier.DISK, Tier.PERSISTENT))
+        if any(every_steps > 0 and handle.step % every_steps == 0 for every_steps in slow):
+            self._newest_durable = handle
+
+    def check_for_errors(self) -> None:
+        """Raise CheckpointError if a save failed since this was last asked."""
+        if self._unreported:
+            error, self._unreported = self._unreported, ""
+            raise CheckpointError(error, hint="see the engine's log in the state folder of this host")
+
+    # --- waiting ---
+
+    def wait_captured(self, timeout_s: float) -> bool:
+        """Wait until the newest save is copied, so that any part of its state may be written to."""
+        return self._saver is None or self._saver.wait_captured(timeout_s)
+
+    def wait_until_finished(self, timeout_s: float) -> bool:
+        """Wait until the newest save is replicated, and the newest that a disk or persistent tier is to have is
+        durable. True also if they failed; False when the time is over."""
+        deadline_s = time.monotonic() + timeout_s
+        for handle, stage in ((self._newest, "replicated"), (self._newest_durable, "durable")):
+            if handle is not None:
+                remaining_s = max(0.0, deadline_s - time.monotonic())
+                if not getattr(handle, stage).wait(remaining_s) and not handle.is_over:
+                    return False
+        return True
+
+    def local_steps(self) -> list[int]:
+        """Steps of this job's history that this rank has verified copies of in the memory of this host, ascending."""
+        if self._segments is None:
+            return []
+        committed = (slot for slot in self._segments.slots() if slot.state is SlotState.COMMITTED)
+        return sorted({slot.step for slot in committed if is_alive(slot.generation, slot.step, self._me.lineage)})
 
     def _park(self, step: int, segments: RankSegments) -> None:
         """The emergency step is saved: hold still until the daemon ends this process, or the command is taken back."""
@@ -246,13 +264,27 @@ class TrainerEngine:
                 if not self._unavailable
                 else "see the reason; a generation elsewhere, or with other segments, can restore it",
             )
+        if self._saver is not None:
+            self._saver.wait_captured(CAPTURE_TIMEOUT_S)  # the state is about to be written to
+            self._saver.watch_optimizers()
         ShardReader(self._me, self._segments, self._link).restore(state, step)
         return step + 1
 
     def close(self) -> None:
-        """Let the last commit finish, and let go of the slots; their content stays."""
+        """Let the last copy and the last commit finish, and let go of the slots; their content stays."""
+        if self._saver is not None:
+            self._saver.close()
         if self._link is not None:
             self._link.close()
+        if isinstance(self._progress, _RankProgress):
+            self._progress.close()
         if self._segments is not None:
             self._segments.close()
-        self._link = self._segments = None
+        self._saver = self._link = self._segments = None
+
+
+def _finish_copy(engine: weakref.ref[TrainerEngine]) -> None:
+    """A process that ends without `close`, by an exception say, still has its last save."""
+    alive = engine()
+    if alive is not None:
+        alive.wait_captured(_EXIT_TIMEOUT_S)

@@ -4,10 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from flyball.contracts.errors import CheckpointError
 
 _POLL_S = 0.001
+
+
+class Progress(Protocol):
+    """How far the shards of a rank have come. -1 means no step."""
+
+    @property
+    def replicated_step(self) -> int: ...
+
+    @property
+    def durable_step(self) -> int: ...
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the job was closed: what is not reached by then is never heard of."""
+        ...
+
+
+class NoProgress:
+    """Of a rank that keeps nothing."""
+
+    replicated_step = -1
+    durable_step = -1
+    is_closed = True
 
 
 class Stage:
@@ -28,11 +52,12 @@ class Stage:
         return self.done
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it is reached; False if the time is over, or if the save failed or was not due."""
+        """Wait until it is reached; False if the time is over, if the save failed or was not made, or if the job was
+        closed before."""
         deadline_s = time.monotonic() + timeout_s
         while not self.done:
-            if self._handle.ended_without_copy or time.monotonic() >= deadline_s:
-                return False
+            if self._handle.is_over or time.monotonic() >= deadline_s:
+                return self.done  # it may have been reached just before it was over
             time.sleep(_POLL_S)
         return True
 
@@ -40,33 +65,38 @@ class Stage:
 class SaveHandle:
     """A save of one step, of this rank alone (`job.recovery_point` speaks for the world).
 
-    `staged`: the bytes are in a slot in shared memory, and training may change the state again. They survive the death
-    of the trainer. `replicated`: they are hashed, committed, and on every peer that is configured (with none: committed
-    on this host), or those of a newer step are. `durable`: they are on a configured disk or persistent tier, or those
-    of a newer step are; a step that no such tier keeps becomes durable with the next one that is kept.
+    `staged`: the bytes are in a slot in shared memory. They survive the death of the trainer, and training may change
+    any part of the state; before, it may do so through the steps of its optimizers. `replicated`: they are hashed,
+    committed, and on every peer that is configured (with none: committed on this host), or those of a newer step are.
+    `durable`: they are on a configured disk or persistent tier, or those of a newer step are; a step that no such tier
+    keeps becomes durable with the next one that is kept.
 
-    `error` says why a save failed, '' if it did not; `skipped` why it was not made: most often because the step is not
-    one that the job's checkpoint settings name.
+    `error` says why a save failed, '' if it did not (or has not yet: it is final when `staged` or `is_over`);
+    `skipped` why it was not made: most often because the step is not one that the job's checkpoint settings name.
+    `waited_s` is how long it waited for a slot that the world still needed.
     """
 
-    def __init__(self, step: int, *, replicated_step: Callable[[], int], durable_step: Callable[[], int]) -> None:
+    def __init__(self, step: int, progress: Progress) -> None:
         self.step = step
         self.error = ""
         self.skipped = ""
+        self.waited_s = 0.0
         self._captured = False
+        self._progress = progress
         self.staged = Stage(lambda: self._captured, self)
-        self.replicated = Stage(lambda: self._captured and replicated_step() >= step, self)
-        self.durable = Stage(lambda: self._captured and durable_step() >= step, self)
+        self.replicated = Stage(lambda: self._captured and progress.replicated_step >= step, self)
+        self.durable = Stage(lambda: self._captured and progress.durable_step >= step, self)
 
     @classmethod
     def not_made(cls, step: int, reason: str) -> SaveHandle:
-        handle = cls(step, replicated_step=lambda: -1, durable_step=lambda: -1)
+        handle = cls(step, NoProgress())
         handle.skipped = reason
         return handle
 
     @property
-    def ended_without_copy(self) -> bool:
-        return bool(self.error or self.skipped)
+    def is_over(self) -> bool:
+        """Whether it reaches nothing more: it failed, was not made, or the job was closed."""
+        return bool(self.error or self.skipped) or self._progress.is_closed
 
     def check(self) -> None:
         """Raise CheckpointError if the save failed, for a job that must not go on without it."""

@@ -94,11 +94,44 @@ class Job:
         """Save the state after optimizer step `step`; call it after every step, in every rank.
 
         It copies on the steps that the job's checkpoint settings name (and at the step of an emergency checkpoint,
-        where the rank then waits to be ended), and returns at once on all others. `state` may be changed when it
-        returns. A save that fails does not stop training: see `SaveHandle.error` and `failed_saves`. Raises
-        UnsupportedState for a leaf that could only be pickled, and MemoryTooSmall at the first save of a job.
+        where the rank then waits to be ended), and returns at once on all others. When it returns, everything may be
+        changed by the steps of the optimizers, and everything but their parameters and state in any other way, too;
+        `wait_captured` is for code that writes to parameters by hand. A save that fails does not stop training: see
+        `SaveHandle.error` and `failed_saves`. Raises UnsupportedState for a leaf that could only be pickled,
+        MemoryTooSmall at the first save of a job, and, if the settings say `raise_on_failure`, CheckpointError for a
+        save that failed before.
         """
         return self._engine.save(step, state)
+
+    def on_step_boundary(self, step: int, state: Mapping[str, object]) -> SaveHandle:
+        """For loops that call `save` now and then only: call this after every other step, so that an emergency
+        checkpoint finds the rank at whatever step it names. At all others it does nothing."""
+        return self._engine.save(step, state, only_emergency=True)
+
+    def wait_captured(self, timeout_s: float = 60.0) -> bool:
+        """Wait until the newest save is copied; False when the time is over. Call it before parameters, or what an
+        optimizer keeps, are written to by anything but its step: by `load_state_dict`, or by hand."""
+        return self._engine.wait_captured(timeout_s)
+
+    def wait_until_finished(self, timeout_s: float = 600.0) -> bool:
+        """Wait until the newest save of this rank is replicated, and the newest that a disk or persistent tier is to
+        have by its interval in steps is durable; False when the time is over. A save that failed is finished: see
+        `check_for_errors`."""
+        return self._engine.wait_until_finished(timeout_s)
+
+    def check_for_errors(self) -> None:
+        """Raise CheckpointError if a save of this rank failed since this was last asked."""
+        self._engine.check_for_errors()
+
+    def latest_step(self) -> int | None:
+        """Newest step that the whole world can be restored to, None if there is none yet."""
+        step = self._engine.world_step
+        return step if step >= 0 else None
+
+    def all_steps(self) -> list[int]:
+        """Steps that this rank has verified copies of in the memory of its host, ascending. What is in the slower
+        tiers, and on other hosts, `flyball ckpt ls` shows."""
+        return self._engine.local_steps()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -127,8 +160,14 @@ class Job:
         """How many saves of this rank failed since it attached."""
         return self._engine.failed_saves
 
+    @property
+    def skipped_saves(self) -> int:
+        """How many due saves were skipped because every slot was needed, as the settings may say (`when_full`)."""
+        return self._engine.skipped_saves
+
     def close(self) -> None:
-        """The job is done. What was saved stays until the supervisor records the end of the job."""
+        """The job is done. Waits for the last copy; what was saved stays until the supervisor records the end of the
+        job."""
         self._beacon.phase(Phase.DONE)
         self._engine.close()
         self._beacon.close()

@@ -1,0 +1,170 @@
+"""Copy tensors from the host's memory into a slot, in pieces, by whichever threads there are.
+
+A copy job is worked off by a thread in the background, and by whoever has to wait for it: waiting means helping. Memory
+is copied without the interpreter lock, in pieces that are large enough for the hand-over of the lock not to count.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from flyball.contracts.fault_points import reach
+
+PIECE_BYTES = 16 << 20  # at 1 MiB two threads lose a tenth to handing over the interpreter lock
+
+
+def move_bytes(target: int, source: int, size_bytes: int) -> None:
+    """memcpy between addresses, without the interpreter lock."""
+    ctypes.memmove(target, source, size_bytes)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes in memory are its content, so that they can be moved in pieces."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+class TensorCopy:
+    """One tensor on its way into the slot. What belongs to the job's lock begins with an underscore.
+
+    It holds the tensor of the moment of the call: if the optimizer puts another one in its place meanwhile, the old one
+    is copied all the same. If it is written to before it is copied, torch's version counter tells.
+    """
+
+    __slots__ = ("_claimed", "_in_flight", "is_done", "name", "size_bytes", "source", "target", "version")
+
+    def __init__(self, name: str, source: torch.Tensor, target: torch.Tensor, *, version: int | None = None) -> None:
+        """`version`: what `source._version` shall be until it is copied; None if nobody can write to it meanwhile."""
+        self.name = name
+        self.source = source
+        self.target = target
+        self.version = version
+        self.size_bytes = target.numel() * target.element_size()
+        self._claimed = 0
+        self._in_flight = 0
+        self.is_done = False
+
+    @property
+    def was_written(self) -> bool:
+        return self.version is not None and self.source._version != self.version
+
+    def copy_piece(self, begin: int, end: int) -> None:
+        """Copy these bytes; all of them if the tensor cannot be taken to pieces."""
+        if is_plain(self.source):
+            move_bytes(self.target.data_ptr() + begin, self.source.data_ptr() + begin, end - begin)
+        else:
+            with torch.no_grad():
+                self.target.copy_(self.source)
+
+
+class CopyJob:
+    """Some tensors to copy, in their order, none of them empty. For any number of threads."""
+
+    def __init__(self, copies: Sequence[TensorCopy]) -> None:
+        self._copies = copies
+        self._condition = threading.Condition()
+        self._next = 0  # copies before it are claimed whole
+        self._in_flight = 0  # pieces
+        self._undone = len(copies)
+        self.error = ""  # the first thing that went wrong; nothing more is claimed then
+        self.was_written = False  # by somebody who did not wait
+
+    def work(self) -> None:
+        """Copy until there is nothing left that no thread has taken."""
+        while (piece := self._claim_any()) is not None:
+            self._copy(*piece)
+
+    def complete(self, copies: Iterable[TensorCopy], timeout_s: float) -> bool:
+        """Copy what is left of these, and wait for what others are copying of them. True once they are done, or the job
+        has failed; then, too, nothing of them is read any more. False when the time is over."""
+        copies = [copy for copy in copies if not copy.is_done]
+        for copy in copies:
+            while (piece := self._claim(copy)) is not None:
+                self._copy(*piece)
+        return self._wait_until_done(copies, timeout_s)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all is done, or the job has failed and nothing is being copied any more. Does not help."""
+        with self._condition:
+            return self._condition.wait_for(
+                lambda: not self._in_flight and (self.is_done or bool(self.error)), timeout_s
+            )
+
+    @property
+    def is_done(self) -> bool:
+        return not self._undone
+
+    def fail(self, error: str) -> None:
+        """Claim nothing more; what is in flight goes on to its end."""
+        with self._condition:
+            self.error = self.error or error
+            self._condition.notify_all()
+
+    def _wait_until_done(self, copies: Sequence[TensorCopy], timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        with self._condition:
+            for copy in copies:
+                while not copy.is_done and (copy._in_flight or not self.error):
+                    remaining_s = deadline_s - time.monotonic()
+                    if remaining_s <= 0:
+                        return False
+                    self._condition.wait(remaining_s)
+        return True
+
+    def _claim_any(self) -> tuple[TensorCopy, int, int] | None:
+        while self._next < len(self._copies):
+            index = self._next
+            piece = self._claim(self._copies[index])
+            if piece is not None or self.error:
+                return piece
+            with self._condition:
+                self._next = max(self._next, index + 1)
+        return None
+
+    def _claim(self, copy: TensorCopy) -> tuple[TensorCopy, int, int] | None:
+        with self._condition:
+            begin = copy._claimed
+            if begin >= copy.size_bytes or self.error:
+                return None
+            end = min(begin + PIECE_BYTES, copy.size_bytes) if is_plain(copy.source) else copy.size_bytes
+            copy._claimed = end
+            copy._in_flight += 1
+            self._in_flight += 1
+        if begin == 0 and copy is self._copies[len(self._copies) // 2]:
+            reach("capture.half")
+        return copy, begin, end
+
+    def _copy(self, copy: TensorCopy, begin: int, end: int) -> None:
+        error = f"the copy of {copy.name!r} was interrupted"  # unless it ends
+        try:
+            copy.copy_piece(begin, end)
+            error = ""
+        except RuntimeError as failure:  # from torch
+            error = f"{copy.name!r} could not be copied: {failure}"
+        finally:
+            self._note_copied(copy, error)
+
+    def _note_copied(self, copy: TensorCopy, error: str) -> None:
+        with self._condition:
+            copy._in_flight -= 1
+            self._in_flight -= 1
+            if not error and copy._claimed >= copy.size_bytes and not copy._in_flight:
+                if copy.was_written:
+                    self.was_written = True
+                    error = written_by_hand(copy.name)
+                else:
+                    copy.is_done = True
+                    self._undone -= 1
+            self.error = self.error or error
+            self._condition.notify_all()
+
+
+def written_by_hand(name: str) -> str:
+    return (
+        f"{name!r} was written while it was copied, and not by an optimizer's step: call job.wait_captured() before "
+        f"writing to it, or set the job's capture to blocking"
+    )

@@ -1,0 +1,122 @@
+"""A capture between the call of `save` and its last byte: what is still to be copied, and who has to wait for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.optim import Optimizer
+
+from ckpt_engine import optimizer_watch
+from ckpt_engine.copying import CopyJob, TensorCopy
+from ckpt_engine.device_copies import DeviceJob
+
+_log = logging.getLogger("flyball.engine")
+
+COPY_DEADLINE_S = 60.0  # for copies that are under way; they take milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """What a capture copies. Eager tensors may be written to as soon as `save` has returned."""
+
+    eager: list[TensorCopy]
+    lazy: list[TensorCopy]
+    eager_device: DeviceJob
+    lazy_device: DeviceJob
+
+
+class RunningCapture:
+    """One state on its way into a slot. Guards the optimizers' steps until it is finished."""
+
+    def __init__(
+        self, copies: Copies, finish: Callable[[str, bool], None], note_blocked: Callable[[int], None]
+    ) -> None:
+        """`finish` is called once, by the thread that is in `run`: with '' when the slot is whole, with the reason when
+        it never will be, and whether that is a tensor that was written meanwhile; nothing writes to the slot after
+        that. `note_blocked` takes the nanoseconds for which an optimizer's step was held up."""
+        self._copies = copies
+        self._host = CopyJob([*copies.eager, *copies.lazy])
+        self._finish = finish
+        self._note_blocked = note_blocked
+        self._pid = os.getpid()
+        self._finished = threading.Event()
+        self._by_storage: dict[int, list[TensorCopy]] | None = None
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether something may be left to copy when all that is eager was copied."""
+        return bool(self._copies.lazy or self._copies.lazy_device.copies)
+
+    @property
+    def is_light(self) -> bool:
+        """Whether no other thread could help."""
+        return not (self.is_lazy or self._copies.eager or self._copies.eager_device.copies)
+
+    def start(self) -> None:
+        """Queue the copies of the devices, and guard what is copied later."""
+        self._copies.eager_device.start()
+        self._copies.lazy_device.start()
+        optimizer_watch.add_guard(self)
+
+    def run(self) -> None:
+        """Copy to the end, or until it fails. For the background."""
+        try:
+            self._host.work()
+            self._copies.lazy_device.wait()
+            while not self._host.wait(COPY_DEADLINE_S):  # whoever copies may still write to the slot: keep it
+                _log.warning("a copy into a slot has not ended for %.0f s", COPY_DEADLINE_S)
+            jobs = (self._host, self._copies.eager_device, self._copies.lazy_device)
+            error = next((job.error for job in jobs if job.error), "")
+            self._finish(error, any(job.was_written for job in jobs))
+        finally:
+            optimizer_watch.remove_guard(self)
+            self._finished.set()
+
+    def complete_eager(self) -> None:
+        """Copy, here too, and wait for all that may be written to after `save` has returned."""
+        self._complete(self._copies.eager)
+        self._copies.eager_device.wait()
+
+    def complete(self, timeout_s: float) -> bool:
+        """Copy, here too, until it is finished. False when the time is over first."""
+        deadline_s = time.monotonic() + timeout_s
+        self._host.work()
+        return self._finished.wait(max(0.0, deadline_s - time.monotonic()))
+
+    @property
+    def is_finished(self) -> bool:
+        return self._finished.is_set()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to write: copy first what is left of its own tensors. Devices are told to wait, the
+        host does not wait for them."""
+        if self._pid != os.getpid() or self._finished.is_set():  # a child of a fork writes to memory of its own
+            return
+        began_ns = time.monotonic_ns()
+        mine = self._of(optimizer)
+        on_host = [copy for copy in mine if not self._copies.lazy_device.has(copy)]
+        self._copies.lazy_device.hold([copy for copy in mine if self._copies.lazy_device.has(copy)])
+        self._complete(on_host)
+        if mine:
+            self._note_blocked(time.monotonic_ns() - began_ns)
+
+    def _complete(self, copies: Sequence[TensorCopy]) -> None:
+        if not self._host.complete(copies, COPY_DEADLINE_S):
+            self._host.fail(f"a copy did not end within {COPY_DEADLINE_S:g} s")
+
+    def _of(self, optimizer: Optimizer) -> list[TensorCopy]:
+        """What is copied of memory that the optimizer's tensors lie in. Both may be views, so storages are compared."""
+        if self._by_storage is None:
+            by_storage: dict[int, list[TensorCopy]] = {}
+            for copy in (*self._copies.lazy, *self._copies.lazy_device.copies):
+                by_storage.setdefault(optimizer_watch.storage_of(copy.source), []).append(copy)
+            self._by_storage = by_storage
+        tensors = optimizer_watch.tensors_of(optimizer)
+        storages = {optimizer_watch.storage_of(tensor) for tensor in tensors if tensor.layout is torch.strided}
+        return [copy for storage in storages for copy in self._by_storage.get(storage, ())]

@@ -1,0 +1,207 @@
+"""Copy the states of one rank into its slots: find a slot that the world does not need, and have it filled.
+
+Torch is imported when something is saved, not before: a script may attach before it does so.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ckpt_engine.background import Background
+from ckpt_engine.engine_link import CommitLink
+from ckpt_engine.memory_plan import MemoryPlan
+from ckpt_engine.slot_rules import MIN_SLOTS, SlotView, slot_count
+from ckpt_engine.slots import RankSegments, World
+from flyball.contracts.checkpoints import CaptureMode, WhenFull
+from flyball.contracts.errors import CheckpointError
+from flyball.worker_identity import WorkerIdentity
+
+if TYPE_CHECKING:
+    from ckpt_engine.capture import Capture, PreparedCapture
+    from ckpt_engine.running_capture import RunningCapture
+
+_log = logging.getLogger("flyball.engine")
+
+_SLOT_POLL_S = 0.0005  # a commit takes milliseconds
+_ENGINE_PROBE_S = 0.1
+CAPTURE_TIMEOUT_S = 60.0  # a copy takes seconds at the most
+
+
+class SlotsFull(CheckpointError):
+    """The world needs what is in every slot, and the job's settings say not to wait."""
+
+    code = "slots_full"
+
+
+class Saver:
+    """Slots and copies of one rank. Not for more than one thread, except where it says so."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        segments: RankSegments,
+        link: CommitLink,
+        note_blocked: Callable[[int], None],
+    ) -> None:
+        """`note_blocked` takes the nanoseconds for which a capture held up an optimizer's step, in any thread."""
+        self._me = identity
+        self._segments = segments
+        self._link = link
+        self._note_blocked = note_blocked
+        self._capture: Capture | None = None
+        self._background = Background("flyball-copy")
+        self._running: RunningCapture | None = None  # the newest, until it was seen to have ended
+        self._lazy = identity.checkpoint.capture is CaptureMode.LAZY
+        self._stuck_at: World | None = None  # the world when a save last ran out of time
+        self.waited_s = 0.0  # of the newest save, for a slot
+        if "torch" in sys.modules:
+            self.watch_optimizers()
+
+    def watch_optimizers(self) -> None:
+        """An optimizer's tensors are copied lazily once one of its steps was seen: the sooner the better."""
+        if self._lazy:
+            from ckpt_engine import optimizer_watch
+
+            optimizer_watch.watch()
+
+    def save(
+        self, step: int, state: Mapping[str, object], ended: Callable[[str], None], *, emergency: bool = False
+    ) -> None:
+        """Begin to copy `state`, and return when all is copied that may be written to without an optimizer's step; at
+        an emergency step, or in blocking mode, when all is copied.
+
+        `ended` is called once, in any thread, with '' when the slot is captured and the engine was told, else with the
+        reason why it is not. If instead an error is raised, nothing was begun: UnsupportedState, MemoryTooSmall,
+        SlotsFull, CheckpointError, OSError.
+        """
+        self.waited_s = 0.0
+        if not self.wait_captured(self._me.checkpoint.save_timeout_s):
+            raise CheckpointError("The copy of an earlier step has not ended.", hint="see the trainer's log")
+        prepared = self._prepare(state)
+        plan = self._segments.settle(self._memory_plan(prepared.payload_bytes))
+        slot = self._wait_for_slot(patient=emergency)
+        payload = self._segments.begin_write(slot.index, self._me.generation, step, prepared.payload_bytes, plan)
+        try:
+            running = self._start(slot.index, prepared, payload, ended, lazy=self._lazy and not emergency)
+        except BaseException as error:
+            self._segments.drop(slot.index)
+            if isinstance(error, RuntimeError):  # from torch
+                raise CheckpointError(f"The state could not be copied: {error}.") from error
+            raise
+        self._running = running
+        if running.is_light:
+            running.run()
+            return
+        self._background.submit(running.run)
+        running.complete_eager()
+        if not running.is_lazy or emergency:
+            self.wait_captured(CAPTURE_TIMEOUT_S)
+
+    def wait_captured(self, timeout_s: float) -> bool:
+        """Wait, and help, until the copy that was begun last has ended. False when the time is over first."""
+        running = self._running
+        if running is None or running.complete(timeout_s):
+            self._running = None
+            return True
+        return False
+
+    def close(self) -> None:
+        """Let the last copy end, and let go of the slots."""
+        self.wait_captured(CAPTURE_TIMEOUT_S)
+        self._background.close()
+        if self._capture is not None:
+            self._capture.close()
+
+    def _prepare(self, state: Mapping[str, object]) -> PreparedCapture:
+        if self._capture is None:
+            from ckpt_engine.capture import Capture
+
+            self.watch_optimizers()
+            self._capture = Capture()
+        return self._capture.prepare(state)
+
+    def _start(
+        self, index: int, prepared: PreparedCapture, payload: memoryview, ended: Callable[[str], None], *, lazy: bool
+    ) -> RunningCapture:
+        from ckpt_engine.optimizer_watch import guarded_extents
+        from ckpt_engine.running_capture import RunningCapture
+
+        copies = prepared.begin(index, payload, lazy=guarded_extents() if lazy else ())
+        running = RunningCapture(copies, partial(self._end, index, ended), self._note_blocked)
+        running.start()
+        return running
+
+    def _end(self, index: int, ended: Callable[[str], None], error: str, was_written: bool) -> None:
+        """The copy has ended. In whatever thread brought it to its end."""
+        if error:
+            self._segments.drop(index)
+            if was_written and self._lazy:
+                self._lazy = False
+                _log.warning("from now on saves copy before they return: %s", error)
+        else:
+            self._segments.mark_captured(index)
+            self._link.captured(self._segments.control.slot(index))
+        ended(error)
+
+    def _memory_plan(self, payload_bytes: int) -> MemoryPlan:
+        me = self._me
+        several_hosts = me.world_size > me.local_world_size
+        return MemoryPlan(
+            payload_bytes,
+            local_ranks=me.local_world_size,
+            replicas=me.checkpoint.replicas if several_hosts else 0,
+            slots=slot_count(me.checkpoint) if me.engine_notify else MIN_SLOTS,  # slow tiers are the engine's
+        )
+
+    def _wait_for_slot(self, *, patient: bool) -> SlotView:
+        """A slot that the world does not need, as soon as there is one. With a dead engine, or after a wait in vain and
+        no progress since, it is now or never; so it is if the job would rather skip a step than wait."""
+        began_s = time.monotonic()
+        probe_at_s = began_s + _ENGINE_PROBE_S
+        while True:
+            self._link.refresh()
+            world = self._segments.read_world()
+            if world.fence_generation > self._me.generation:
+                raise CheckpointError(
+                    f"Generation {world.fence_generation} has taken over from {self._me.generation}.",
+                    hint="nothing to do: this process is about to be ended",
+                )
+            slot = self._choose(world)
+            now_s = time.monotonic()
+            if slot is not None:
+                self._stuck_at = None
+                self.waited_s = now_s - began_s
+                return slot
+            if self._me.checkpoint.when_full is WhenFull.SKIP and not patient:
+                raise SlotsFull(f"the world has committed step {world.step} and needs what is in every slot")
+            timeout_s = self._me.checkpoint.save_timeout_s if patient or world != self._stuck_at else 0.0
+            if now_s - began_s >= timeout_s:
+                self._stuck_at = world
+                raise CheckpointError(
+                    f"No slot was free within {timeout_s:g} s: the world has committed step {world.step}, and the "
+                    f"slots hold newer ones, or such as a slow tier is still writing.",
+                    hint="see the engines' logs, of this host and of the other ranks' hosts",
+                )
+            if now_s >= probe_at_s:
+                probe_at_s = now_s + _ENGINE_PROBE_S
+                if not self._link.alive:
+                    self._stuck_at = world
+                    raise CheckpointError(
+                        "The checkpoint engine of this host is not running.",
+                        hint="the host daemon starts another; see engine.log in its state folder",
+                    )
+            time.sleep(_SLOT_POLL_S)
+
+    def _choose(self, world: World) -> SlotView | None:
+        known = world.generation == self._me.generation
+        return self._segments.choose(
+            world.step if known else -1,
+            self._me.lineage,
+            world.abandoned if known else (),
+            world.held if known else (),
+        )
