@@ -1,4 +1,5 @@
 """The flags of `flyball run` as one table: Flyball's own, torchrun's, and those of the launchers that people come from.
+Flags of checkpoint settings name the setting; its type and default are in one place, the struct that has it.
 
 Each flag is honoured; or accepted and named on stderr with the reason why it changes nothing here; or refused with the
 next step. docs/coming-from.md shows the same table to people, and a test compares the two.
@@ -40,6 +41,7 @@ class Flag(NamedTuple):
     about: str  # help text; for a noted or refused flag, the reason
     metavar: str = ""
     choices: tuple[str, ...] = ()
+    setting: str = ""  # a field of CheckpointSpec or EngineSettings
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -59,13 +61,28 @@ _T, _I, _N, _S = Kind.TEXT, Kind.INTEGER, Kind.NUMBER, Kind.SWITCH
 _H, _NOTED, _REFUSED = Use.HONOURED, Use.NOTED, Use.REFUSED
 
 FLYBALL_FLAGS = tuple(
-    Flag(names, kind, Origin.FLYBALL, _H, about, metavar)
-    for names, kind, about, metavar in (
+    Flag(names, kind, Origin.FLYBALL, _H, about, metavar, (), *setting)
+    for names, kind, about, metavar, *setting in (
         (("--job",), _T, "name of the job (default: the script's name and a suffix)", "NAME"),
         (("--supervisor",), _T, "join the cluster of this supervisor instead of bringing one up", "URL"),
         (("--use-supervisor",), _S, "join the supervisor whose address is in FLYBALL_SUPERVISOR", ""),
-        (("--ckpt-every",), _I, "steps between saves to memory; 0: none (default: 1)", "STEPS"),
-        (("--replicas",), _I, "hosts that hold a copy of each host's memory (default: 1)", "N"),
+        (("--ckpt-config",), _T, "TOML file of checkpoint settings: [checkpoint] and [engine]", "FILE"),
+        (("--ckpt-every",), _I, "steps between saves to memory; 0: none (default: 1)", "STEPS", "every_steps"),
+        (("--ckpt-every-s",), _N, "seconds between saves to memory, as well", "SECONDS", "every_s"),
+        (("--ckpt-capture",), _T, "lazy (default), or blocking: copy before save returns", "MODE", "capture"),
+        (("--ckpt-when-full",), _T, "a slot is still needed: wait (default) or skip", "WORD", "when_full"),
+        (("--ckpt-memory-limit",), _T, "of a host's slots, e.g. 64GiB; 0: all it has", "SIZE", "memory_limit_bytes"),
+        (("--replicas",), _I, "hosts that hold a copy of each host's memory (default: 1)", "N", "replicas"),
+        (("--replication",), _T, "how those are chosen: ring (default) or clique", "WORD", "replication"),
+        (("--peer-bandwidth",), _T, "bytes per second to them, e.g. 1GB; 0: no limit", "RATE", "peer_bytes_per_s"),
+        (("--local-ckpt-interval-s",), _N, "seconds between saves to the disk", "SECONDS", "disk_every_s"),
+        (("--local-ckpt-keep",), _I, "newest steps kept on the disk (default: 2)", "N", "disk_keep_latest"),
+        (("--local-ckpt-keep-every",), _I, "multiples of it stay there for ever", "STEPS", "disk_keep_every"),
+        (("--local-ckpt-bandwidth",), _T, "bytes per second to the disk", "RATE", "disk_bytes_per_s"),
+        (("--persistent-ckpt-interval-s",), _N, "seconds between saves to the store", "SECONDS", "persistent_every_s"),
+        (("--persistent-ckpt-keep",), _I, "newest steps kept in it (default: 2)", "N", "persistent_keep_latest"),
+        (("--persistent-ckpt-keep-every",), _I, "multiples of it stay for ever", "STEPS", "persistent_keep_every"),
+        (("--persistent-ckpt-bandwidth",), _T, "bytes per second to it", "RATE", "persistent_bytes_per_s"),
         (("--state-dir",), _T, "folder for state and logs (default: a fresh one per job)", "DIR"),
         (("--host-id",), _T, "stable name of this host (default: its host name)", "NAME"),
         (("-o", "--output"), _T, "what is printed at the end: table or json", "FORMAT"),
@@ -145,13 +162,20 @@ TORCHRUN_FLAGS = tuple(
 )
 
 RESILIENCY_FLAGS = tuple(
-    Flag(names, kind, Origin.RESILIENCY, use, about, metavar)
-    for names, kind, use, about, metavar in (
+    Flag(names, kind, Origin.RESILIENCY, use, about, metavar, (), *setting)
+    for names, kind, use, about, metavar, *setting in (
         (("--enable-optimized-async-ckpt",), _S, _H, "saves are always asynchronous; nothing to switch on", ""),
-        (("--local-ckpt-dir",), _T, _H, "folder on this host's disk for checkpoints", "DIR"),
-        (("--local-ckpt-interval",), _I, _H, "steps between saves to it", "STEPS"),
-        (("--persistent-ckpt-dir",), _T, _H, "folder that outlives every host", "DIR"),
-        (("--persistent-ckpt-interval",), _I, _H, "steps between saves to it", "STEPS"),
+        (("--local-ckpt-dir",), _T, _H, "folder on this host's disk for checkpoints", "DIR", "disk_dir"),
+        (("--local-ckpt-interval",), _I, _H, "steps between saves to it", "STEPS", "disk_every_steps"),
+        (
+            ("--persistent-ckpt-dir",),
+            _T,
+            _H,
+            "folder or s3://... that outlives every host",
+            "DIR",
+            "persistent_dir",
+        ),
+        (("--persistent-ckpt-interval",), _I, _H, "steps between saves to it", "STEPS", "persistent_every_steps"),
         (("--term-timeout",), _N, _H, "seconds between SIGTERM and SIGKILL of the workers", "SECONDS"),
         (
             ("--fault-tol-cfg-path",),
@@ -197,7 +221,12 @@ DLROVER_FLAGS = tuple(
 
 ALL_FLAGS = (*FLYBALL_FLAGS, *TORCHRUN_FLAGS, *RESILIENCY_FLAGS, *DLROVER_FLAGS)
 
-# Settings of TRANSOM's checkpoint engine: variables that a job's environment may still carry.
+# Settings of TRANSOM's checkpoint engine: variables that a job's environment may still carry. Those that have an
+# equivalent set it, unless it is set; the others are named on stderr.
+TRANSOM_SETTINGS = {
+    "CKPT_ENGINE_MEM_LIMIT_GB": "memory_limit_bytes",
+    "CKPT_ENGINE_SKIP_BOOTSTRAP": "refill",
+}
 TRANSOM_VARIABLES = {
     "CKPT_ENGINE_META_CLIENT": "inventories are the engines' own; the supervisor keeps them in its database",
     "CKPT_ENGINE_MYSQL_ADDR": "the database is a setting of the supervisor: flyball up --database-url",
@@ -207,10 +236,8 @@ TRANSOM_VARIABLES = {
     "CKPT_ENGINE_MYSQL_FLUSH": "nothing needs to be emptied: generations and lineage tell old steps from new ones",
     "CKPT_ENGINE_TCP_PORT": "an engine listens on a free port and tells it to its peers",
     "CKPT_ENGINE_HTTP_PORT": "trainer and engine share memory and a Unix socket, no port",
-    "CKPT_ENGINE_SKIP_BOOTSTRAP": "use --replicas 0 to keep no copies on other hosts",
     "CKPT_ENGINE_ENABLE_PERSISTENT": "use --persistent-ckpt-dir and --persistent-ckpt-interval",
-    "CKPT_ENGINE_MAX_ITERATION_IN_CACHE": "two slots per rank, always: memory use is known before the start",
-    "CKPT_ENGINE_MEM_LIMIT_GB": "two slots per rank and replica, checked against free memory before the start",
+    "CKPT_ENGINE_MAX_ITERATION_IN_CACHE": "two to four slots per rank, by the tiers that are on",
     "CKPT_ENGINE_LOG_LEVEL": "the engine's log is complete: <state folder>/engine.log",
     "CKPT_ENGINE_LOG_PATTERN": "the engine's log has one format, JSON lines",
     "TRANSOM_JOBNAME": "use --job",

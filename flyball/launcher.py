@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import NoReturn
 
 import msgspec
 
+from ckpt_engine.settings import Config
+from flyball.checkpoint_flags import gather, read_nothing
 from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.errors import UsageError
 from flyball.contracts.identity import check_name
@@ -50,6 +52,7 @@ class RunRequest(msgspec.Struct, frozen=True):
     job: str = ""
     role: str = "default"
     checkpoint: CheckpointSpec = CheckpointSpec()
+    engine_environment: Mapping[str, str] = {}  # variables that hand the checkpoint engine's settings on to its host
     supervisor: str = ""  # URL
     rendezvous: str = ""  # "host:port" at which one of the hosts brings the supervisor up
     node_rank: int | None = None
@@ -116,8 +119,11 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
         )
 
 
-def parse_run(arguments: Sequence[str], environ: Mapping[str, str]) -> RunRequest:
+def parse_run(
+    arguments: Sequence[str], environ: Mapping[str, str], read_config: Callable[[str], Config] = read_nothing
+) -> RunRequest:
     """The request that a command line stands for. torchrun's PET_* variables fill in for flags that are not given.
+    `read_config` reads the file of checkpoint settings, if one is named.
 
     Raises UsageError for what cannot mean anything, and for flags that Flyball refuses.
     """
@@ -133,6 +139,8 @@ def parse_run(arguments: Sequence[str], environ: Mapping[str, str]) -> RunReques
         raise UsageError("No script is named.", hint="flyball run [flags] train.py [arguments of the script]")
     notices = [_notice(flag, given[flag.dest]) for flag in ALL_FLAGS if flag.use is Use.NOTED and flag.dest in given]
     notices += [f"{name}: not used: {why}" for name, why in TRANSOM_VARIABLES.items() if name in environ]
+    checkpoint = gather(given, environ, read_config)
+    notices += checkpoint.notices
 
     nnodes, max_nnodes = _parse_nnodes(given.get("nnodes", "1"), notices)
     supervisor = _supervisor(given, environ)
@@ -157,7 +165,8 @@ def parse_run(arguments: Sequence[str], environ: Mapping[str, str]) -> RunReques
         max_restarts=_at_least(0, "--max-restarts", given.get("max_restarts", DEFAULT_MAX_RESTARTS)),
         job=check_name("The job", job) if job else "",
         role=given.get("role", "default"),
-        checkpoint=_checkpoint(given),
+        checkpoint=checkpoint.spec,
+        engine_environment=checkpoint.engine_environment,
         supervisor=supervisor,
         rendezvous=rendezvous,
         node_rank=given.get("node_rank"),
@@ -283,33 +292,6 @@ def _job_from_rendezvous_id(text: str) -> str:
     if text in ("none", ""):
         return ""
     return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:63]
-
-
-def _checkpoint(given: Mapping[str, object]) -> CheckpointSpec:
-    def tier(name: str) -> tuple[str, int]:
-        folder = str(given.get(f"{name}_ckpt_dir", "") or "")
-        every = given.get(f"{name}_ckpt_interval")
-        interval = max(0, every) if isinstance(every, int) else None  # -1 switches a tier off in the original
-        if folder and interval is None:
-            raise UsageError(
-                f"--{name}-ckpt-dir says where, but not how often.", hint=f"add --{name}-ckpt-interval STEPS"
-            )
-        if interval and not folder:
-            raise UsageError(
-                f"--{name}-ckpt-interval says how often, but not where.", hint=f"add --{name}-ckpt-dir DIR"
-            )
-        return folder, interval or 0
-
-    disk_dir, disk_every = tier("local")
-    persistent_dir, persistent_every = tier("persistent")
-    return CheckpointSpec(
-        every_steps=_at_least(0, "--ckpt-every", given.get("ckpt_every", 1)),
-        replicas=_at_least(0, "--replicas", given.get("replicas", 1)),
-        disk_dir=disk_dir,
-        disk_every_steps=disk_every,
-        persistent_dir=persistent_dir,
-        persistent_every_steps=persistent_every,
-    )
 
 
 def _console(given: Mapping[str, str], notices: list[str]) -> Console:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckpt_engine.settings import CONFIG_VARIABLE, check_variables, load_settings
 from flyball.cli import this_host
 from flyball.cli.options import SupervisorOption, TokenFileOption, examples
 from flyball.cli.places import find_supervisor, keep_token, make_state_dir, state_root
@@ -34,9 +35,13 @@ def command(
             min=0, help="keep a warm standby for jobs with this many workers per host; 0: from the first job on"
         ),
     ] = 0,
+    ckpt_config: Annotated[
+        str, typer.Option(help="TOML file of checkpoint settings; its [engine] is for this host")
+    ] = "",
     report_interval_s: Annotated[float, typer.Option(min=0.05, max=60.0, help="seconds between reports")] = 1.0,
 ) -> None:
     """Becomes the daemon: signals and the exit code are the daemon's own."""
+    environment = _checkpoint_settings(dict(os.environ), ckpt_config)
     found = find_supervisor(os.environ, url=supervisor, token_file=token_file)
     name = check_name("The host", host_id or this_host.host_id())
     folder = make_state_dir(Path(state_dir) if state_dir else state_root(os.environ) / "hosts" / name)
@@ -48,4 +53,13 @@ def command(
         *(("--failure-domain", failure_domain) if failure_domain else ()),
     ]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "host_daemon", *arguments])
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "host_daemon", *arguments], environment)
+
+
+def _checkpoint_settings(environment: dict[str, str], config: str) -> dict[str, str]:
+    """The environment of the daemon, its engine and its workers. A mistake in it is told here, not in a log."""
+    if config:
+        environment[CONFIG_VARIABLE] = str(Path(config).resolve())
+    check_variables(environment)
+    load_settings(environment)
+    return environment

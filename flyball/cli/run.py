@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from ckpt_engine.settings import CONFIG_VARIABLE, read_config
 from flyball.cli import this_host
 from flyball.cli.client import ApiClient
 from flyball.cli.console import LogFollower
@@ -46,7 +47,7 @@ def command(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] 
 
 def run(arguments: list[str]) -> int:
     """The exit code of a job: 0 it succeeded, 1 it failed, 128 + n a signal ended it."""
-    request = parse_run(arguments, os.environ)
+    request = parse_run(arguments, os.environ, read_config)
     if request.help:
         sys.stdout.write(build_parser().format_help())
         return 0
@@ -140,6 +141,8 @@ def _join(request: RunRequest, spec: JobSpec, connection: Connection, stack: Exi
         hosts = {host["host_id"]: host for host in client.items("/v1/hosts")}
     if name in hosts and hosts[name]["state"] not in ("silent", "in_repair"):
         say(f"host {name} has joined {connection.url} already")
+        for variable in request.engine_environment:
+            say(f"{variable}: not used: the engine of {name} has its settings from `flyball host`")
         return _Session(connection, None)
     folder = make_state_dir(Path(request.state_dir) if request.state_dir else state_root(os.environ) / "hosts" / name)
     daemon = _start_daemon(request, spec, connection, folder, stack)
@@ -211,10 +214,19 @@ def _start_daemon(
         address=request.local_addr or this_host.address_towards(connection.url),
         report_interval_s=OWN_HOST_REPORT_INTERVAL_S,
         warm_nproc=0 if spec.env else spec.nproc_per_node,  # while the job is being submitted
+        environ=_daemon_environment(request),
     )
     stack.callback(daemon.stop)
     daemon.start()
     return daemon
+
+
+def _daemon_environment(request: RunRequest) -> dict[str, str]:
+    """That of this process, and the checkpoint settings of the host, for its engine and its workers."""
+    settings = dict(request.engine_environment)
+    if CONFIG_VARIABLE in settings:
+        settings[CONFIG_VARIABLE] = str(Path(settings[CONFIG_VARIABLE]).resolve())
+    return {**os.environ, **settings}
 
 
 def _check_script(request: RunRequest) -> None:
@@ -228,7 +240,7 @@ def _check_script(request: RunRequest) -> None:
 
 def _job_spec(request: RunRequest) -> JobSpec:
     def absolute(folder: str) -> str:
-        return str(Path(folder).resolve()) if folder else ""
+        return str(Path(folder).resolve()) if folder and "://" not in folder else folder
 
     checkpoint = request.checkpoint
     return JobSpec(

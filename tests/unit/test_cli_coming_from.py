@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from flyball.contracts.errors import UsageError
-from flyball.launch_flags import ALL_FLAGS, TRANSOM_VARIABLES, Use
+from flyball.launch_flags import ALL_FLAGS, TRANSOM_SETTINGS, TRANSOM_VARIABLES, Use
 from flyball.launcher import parse_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
@@ -54,7 +54,7 @@ def test_a_flag_does_what_its_row_says(row: Row) -> None:
         assert words[0] in caught.value.message
         assert caught.value.hint
         return
-    request = parse_run([*words, "train.py", "--lr", "3e-4"], ENVIRONMENT)
+    request = parse_run([*words, "train.py", "--lr", "3e-4"], ENVIRONMENT, lambda path: {})
     if row.theirs != "--help":
         assert request.argv == ("train.py", "--lr", "3e-4")
     notices = [n for n in request.notices if n.startswith(words[0])]
@@ -65,8 +65,13 @@ def test_a_flag_does_what_its_row_says(row: Row) -> None:
 @pytest.mark.parametrize("row", [r for r in ROWS if "=" in r.theirs and r.theirs[0] != "-"], ids=lambda r: r.theirs)
 def test_a_variable_is_named_on_stderr(row: Row) -> None:
     name, _, value = row.theirs.partition("=")
-    notices = parse_run(["train.py"], {name: value}).notices
+    request = parse_run(["train.py"], {name: value})
+    notices = request.notices
     assert len(notices) == 1
+    if row.how == "honoured":
+        variable = "FLYBALL_CKPT_" + TRANSOM_SETTINGS[name].upper()
+        assert notices[0] == f"{name}: taken as {variable}={request.engine_environment[variable]}"
+        return
     assert notices[0].startswith(f"{name}: not used: ")
     assert value not in notices[0] or len(value) < 3, "a value may be a secret"
     assert row.how == "noted"
@@ -81,7 +86,10 @@ def test_the_page_has_every_flag_and_variable() -> None:
             if named(row) in flag.spellings:
                 assert (row.how == "refused") == (flag.use is Use.REFUSED), row
                 assert (row.how == "noted") == (flag.use is Use.NOTED), row
-    assert {row.theirs.partition("=")[0] for row in ROWS if row.theirs[0] != "-"} == set(TRANSOM_VARIABLES)
+    assert {row.theirs.partition("=")[0] for row in ROWS if row.theirs[0] != "-"} == {
+        *TRANSOM_VARIABLES,
+        *TRANSOM_SETTINGS,
+    }
 
 
 def test_every_flag_of_the_installed_torchrun_is_known() -> None:

@@ -1,0 +1,79 @@
+"""One typed struct of settings out of several places. Pure: the places are given as mappings.
+
+A flag comes before a variable, a variable before the file, the file before the default. Sizes may be written as "8GiB"
+or "200MB"; durations are seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from flyball.contracts.errors import ConfigurationError, FlyballError, UsageError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?(?:/s)?\s*", re.IGNORECASE)
+_WORDS = {"on": "true", "yes": "true", "off": "false", "no": "false"}
+
+
+def field_names(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """The settings that a struct has."""
+    return tuple(field.name for field in msgspec.structs.fields(kind))
+
+
+def parse_size(text: str) -> int:
+    """Bytes. Units of 1000 (kB, MB, GB, TB) and of 1024 (KiB, MiB, GiB, TiB). Raises ValueError."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write it like 8GiB, 200MB or 4096")
+    return round(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+def merge(
+    kind: type[T],
+    *,
+    table: Mapping[str, object] | None = None,
+    file: str = "",
+    variables: Mapping[str, str] | None = None,
+    prefix: str = "",
+    flags: Mapping[str, tuple[str, object]] | None = None,
+) -> T:
+    """`table` is what the section of `file` says, by field. `variables` is an environment, in which `prefix` and the
+    field's name in capitals name a setting. `flags`: by field the flag as given, and its value.
+
+    Raises ConfigurationError, or UsageError for a flag, that names the place and what may be written there.
+    """
+    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    values: dict[str, Any] = {}
+    for name, value in (table or {}).items():
+        if name not in types:
+            raise ConfigurationError(
+                f"The file {file} sets {name}, which is no setting there.",
+                hint=f"correct or remove it; there are {', '.join(types)}",
+            )
+        values[name] = _convert(name, value, types[name], ConfigurationError, f"{name} in {file}")
+    for name, type_ in types.items():
+        variable = prefix + name.upper()
+        if variables and variable in variables:
+            values[name] = _convert(name, variables[variable], type_, ConfigurationError, f"The variable {variable}")
+        if flags and name in flags:
+            flag, value = flags[name]
+            values[name] = _convert(name, value, type_, UsageError, flag)
+    return kind(**values)
+
+
+def _convert(name: str, value: object, type_: object, error_type: type[FlyballError], place: str) -> Any:  # noqa: ANN401 - of the field's type
+    try:
+        if isinstance(value, str):
+            if name.endswith(("_bytes", "_bytes_per_s")):
+                value = parse_size(value)
+            elif type_ is bool:
+                value = _WORDS.get(value.lower(), value)
+        return msgspec.convert(value, type_, strict=not isinstance(value, str))
+    except (ValueError, msgspec.ValidationError) as error:
+        raise error_type(f"{place} has a value that is not usable: {error}.", hint="correct or remove it") from error
