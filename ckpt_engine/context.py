@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ckpt_engine.counters import Counters
 from ckpt_engine.links import PeerLinks
+from ckpt_engine.rate_limit import RateLimit
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.transport.pool import ConnectionPool, Dial
+from flyball.contracts.checkpoints import Tier
 from flyball.contracts.clock import Clock
 
 
@@ -24,3 +27,4 @@ class Services:
     links: PeerLinks
     dial: Dial
     code_version: str
+    rate_limits: Mapping[Tier, RateLimit] = field(default_factory=dict)  # of the slow tiers; none: as fast as it goes

@@ -2,32 +2,30 @@
 tier nor the peer.
 
 Which step is written, and which stay, the coordinator says (`tier_schedule`); this rank answers when the step is on the
-disk, or cannot be. The slot is held against the trainer only until its bytes are copied, verified, into private memory
-(one shard, while a write runs): the trainer needs the slot again long before a slow disk is done.
+disk, or cannot be. It is written straight from its slot, which is held against the trainer until it is durable: a rank
+has one slot more for each slow tier, so that the trainer finds another.
 """
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from collections.abc import Callable
 
 import structlog
 
-from ckpt_engine import integrity
 from ckpt_engine.counters import Counters
 from ckpt_engine.generation import Generation
 from ckpt_engine.peer_wire import TierNaming, TierReport
-from ckpt_engine.tiers.disk import DiskTier
+from ckpt_engine.retention import reported_steps
 from ckpt_engine.tiers.memory import MemoryTier
+from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, StorageFull
 
 log = structlog.get_logger()
 
 _LOOK_AGAIN_S = 1.0  # at a folder that could not be read
-_REPORTED_STEPS = 16  # the newest that this rank has on the disk
 
 OnFailure = Callable[[int, int, str], None]  # rank, step, message
 
@@ -41,7 +39,7 @@ class DiskWriter:
         *,
         generation: Generation,
         memory: MemoryTier,
-        disk: DiskTier,
+        disk: ShardStore,
         counters: Counters,
         on_failure: OnFailure,
         on_progress: Callable[[int], None],
@@ -62,6 +60,8 @@ class DiskWriter:
         self._next = -1
         self._prune_due = False
         self._busy = True
+        self._policy = generation.configure.spec.policy(disk.tier)
+        self._reported_steps = reported_steps(self._policy)
         self._stopped = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"{disk.tier}-r{rank}", daemon=True)
@@ -81,7 +81,7 @@ class DiskWriter:
                 return None
             heard, settled = self._heard, self._settled
         held = self._disk.held(self._rank, self._generation.lineage)
-        return TierReport(self._disk.tier, heard, settled, held[-_REPORTED_STEPS:])
+        return TierReport(self._disk.tier, heard, settled, held[-self._reported_steps :])
 
     def hear(self, naming: TierNaming) -> None:
         """What the coordinator said; before the trainer may overwrite the step that is named. Does not block."""
@@ -134,9 +134,9 @@ class DiskWriter:
     def _look(self) -> bool:
         """Find out what is in the folder."""
         try:
-            self._disk.remove_unfinished(self._rank if self._disk.tier is Tier.PERSISTENT else None)
+            self._disk.remove_unfinished((self._rank,) if self._disk.tier is Tier.PERSISTENT else None)
             self._disk.scan()
-        except OSError as error:
+        except (FlyballError, OSError) as error:
             log.warning("disk_not_scanned", tier=str(self._disk.tier), rank=self._rank, reason=str(error))
             return False
         with self._changed:
@@ -157,7 +157,7 @@ class DiskWriter:
     def _write(self, step: int) -> None:
         began_s = time.monotonic()
         try:
-            written = self._copy_and_write(step)
+            written = self._write_from_slot(step)
         except StorageFull as error:
             self._counters.add(f"{self._disk.tier}_storage_full")
             self._on_failure(self._rank, step, str(error))
@@ -182,19 +182,13 @@ class DiskWriter:
                 with entry.writing:  # the other tier's writer raises the same word
                     entry.segments.control.note_durable(step)
 
-    def _copy_and_write(self, step: int) -> int:
+    def _write_from_slot(self, step: int) -> int:
         with self._memory.using(self._rank) as entry:
             found = self._memory.find(entry, self._generation.generation_of(step), step) if entry else None
             if entry is None or found is None:
                 raise CorruptShard(f"Step {step} left its slot before it could be written.")
             view, manifest, manifest_bytes = found
-            copy = memoryview(mmap.mmap(-1, manifest.payload_bytes))
-            integrity.copy_verified(
-                entry.segments.payload(view.index), copy, manifest.chunk_digests, manifest.chunk_bytes
-            )
-        with self._changed:
-            self._let_go(step)
-        return self._disk.write(manifest, manifest_bytes, copy)
+            return self._disk.write(manifest, manifest_bytes, entry.segments.payload(view.index))
 
     def _hold(self, step: int) -> None:
         with self._memory.using(self._rank) as entry:
@@ -216,8 +210,11 @@ class DiskWriter:
             if shared:
                 self._disk.scan_world_manifests()  # written by rank 0's host
             self._disk.prune(
-                naming=naming, lineage=self._generation.lineage, ranks=self._generation.local_ranks if shared else None
+                naming=naming,
+                lineage=self._generation.lineage,
+                ranks=self._generation.local_ranks if shared else None,
+                keep_every=self._policy.keep_every,
             )
-        except OSError as error:  # tried again after the next write
+        except (FlyballError, OSError) as error:  # tried again after the next write
             self._counters.add(f"{self._disk.tier}_prune_failures")
             log.warning("disk_not_pruned", tier=str(self._disk.tier), rank=self._rank, reason=str(error))

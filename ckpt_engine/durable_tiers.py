@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import structlog
 
@@ -14,23 +13,28 @@ from ckpt_engine.disk_writer import DiskWriter, OnFailure
 from ckpt_engine.generation import Generation
 from ckpt_engine.peer_wire import TierNaming, TierReport
 from ckpt_engine.tier_schedule import TierSchedule
-from ckpt_engine.tiers.disk import DiskTier
 from ckpt_engine.tiers.memory import MemoryTier
+from ckpt_engine.tiers.opening import open_disk, open_persistent
+from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.world_sealer import WorldSealer
 from flyball.contracts.checkpoints import Lineage, Tier
+from flyball.contracts.errors import FlyballError
 
 log = structlog.get_logger()
 
 
-def open_disks(generation: Generation, host_id: str) -> dict[Tier, DiskTier]:
-    """The tiers that the job's settings switch on."""
-    spec, job = generation.configure.spec, generation.job
-    disks: dict[Tier, DiskTier] = {}
+def open_disks(generation: Generation, services: Services) -> dict[Tier, ShardStore]:
+    """The tiers that the job's settings switch on. Raises ConfigurationError for a place that cannot be one."""
+    spec, job, settings = generation.configure.spec, generation.job, services.settings
+    disks: dict[Tier, ShardStore] = {}
     if spec.policy(Tier.DISK).is_on:
-        # The host's name keeps hosts apart whose disk folders are one, by mistake or on one machine.
-        disks[Tier.DISK] = DiskTier(Path(spec.disk_dir) / host_id, tier=Tier.DISK, job=job, host_id=host_id)
+        limit = services.rate_limits.get(Tier.DISK)
+        disks[Tier.DISK] = open_disk(
+            spec.disk_dir, job=job, host_id=services.host_id, settings=settings, rate_limit=limit
+        )
     if spec.policy(Tier.PERSISTENT).is_on:
-        disks[Tier.PERSISTENT] = DiskTier(Path(spec.persistent_dir), tier=Tier.PERSISTENT, job=job, host_id="")
+        limit = services.rate_limits.get(Tier.PERSISTENT)
+        disks[Tier.PERSISTENT] = open_persistent(spec.persistent_dir, job=job, settings=settings, rate_limit=limit)
     return disks
 
 
@@ -49,7 +53,7 @@ class DurableTiers:
     ) -> None:
         """`on_progress(rank)` whenever a report of the rank changed; `on_sealed`, for the coordinator alone, what is
         sealed."""
-        self.disks = open_disks(generation, services.host_id)
+        self.disks = open_disks(generation, services)
         self.schedules: list[TierSchedule] = []
         self._writers = [
             DiskWriter(
@@ -129,11 +133,18 @@ class DurableTiers:
 
     def scan(self, deadline_s: float) -> None:
         """Look at the folders again, as far as the time allows; they may hang."""
-        scans = [threading.Thread(target=disk.scan, daemon=True) for disk in self.disks.values()]
+        scans = [threading.Thread(target=_scan, args=(disk,), daemon=True) for disk in self.disks.values()]
         for scan in scans:
             scan.start()
         for scan in scans:
             scan.join(max(deadline_s - time.monotonic(), 0.0))
+
+
+def _scan(disk: ShardStore) -> None:
+    try:
+        disk.scan()
+    except (FlyballError, OSError) as error:  # what was known of it stays
+        log.warning("disk_not_scanned", tier=str(disk.tier), reason=str(error))
 
 
 def _make_schedule(tier: Tier, generation: Generation, now_s: float) -> TierSchedule:

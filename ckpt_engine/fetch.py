@@ -15,10 +15,11 @@ from ckpt_engine.peer_wire import GetShard, Reply, Verdict
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.shard_transfer import receive_manifest, receive_payload
 from ckpt_engine.slots import MemoryPlan, SlotView, choose_slot
-from ckpt_engine.tiers.disk import DiskTier, read_verified
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.tiers.peer import PeerTier
+from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.transport.pool import Dial
+from ckpt_engine.verified_read import copy_bytes, read_verified
 from flyball.contracts.checkpoints import RestorePlan, Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed, StaleCommand, StorageFull
 from flyball.contracts.recovery import Origin
@@ -47,7 +48,7 @@ class Fetcher:
         *,
         memory: MemoryTier,
         replicas: PeerTier,
-        disks: Mapping[Tier, DiskTier],
+        disks: Mapping[Tier, ShardStore],
         dial: Dial,
         settings: EngineSettings,
     ) -> None:
@@ -123,10 +124,10 @@ class Fetcher:
         tier = self._disks.get(step.source.tier)
         if tier is None:
             raise RestoreFailed("no such folder is configured for the job.")
-        with tier.reading(step.source.generation, self._plan.step, entry.rank) as (manifest, manifest_bytes, file):
+        with tier.reading(step.source.generation, self._plan.step, entry.rank) as (manifest, manifest_bytes, stored):
 
             def copy(target: memoryview) -> None:
-                read_verified(file, manifest, target)
+                read_verified(stored, manifest, lambda at, chunk: copy_bytes(target[at : at + len(chunk)], chunk))
 
             return self._commit(entry, step, manifest, manifest_bytes, copy)
 

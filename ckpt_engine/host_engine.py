@@ -31,6 +31,7 @@ from ckpt_engine.peer_wire import (
     Verdict,
     WorldStep,
 )
+from ckpt_engine.rate_limit import RateLimit
 from ckpt_engine.reclaim import Reclaimer
 from ckpt_engine.replication import receive_replica
 from ckpt_engine.settings import EngineSettings
@@ -40,6 +41,7 @@ from ckpt_engine.transport.handshake import introduce
 from ckpt_engine.transport.pool import ConnectionPool
 from ckpt_engine.transport.port import ByteCounters, Connection, Identity
 from ckpt_engine.transport.tcp import TcpListener, connect_tcp
+from flyball.contracts.checkpoints import Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.engine_wire import (
     ENGINE_SOCKET,
@@ -95,6 +97,10 @@ class Engine:
             links=self._links,
             dial=self._dial,
             code_version=metadata.version("flyball"),
+            rate_limits={
+                Tier.DISK: RateLimit(settings.disk_bytes_per_s, monotonic_s=time.monotonic),
+                Tier.PERSISTENT: RateLimit(settings.persistent_bytes_per_s, monotonic_s=time.monotonic),
+            },
         )
         self._reclaimer = Reclaimer(
             self._services.shm_prefix,

@@ -22,9 +22,9 @@ from ckpt_engine.replication import send_replica
 from ckpt_engine.restoring import Restoring
 from ckpt_engine.save_clock import SaveClock
 from ckpt_engine.slots import SegmentOptions
-from ckpt_engine.tiers.disk import DiskTier
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.tiers.peer import PeerTier
+from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import RestoreReport, ShardCopy, Tier
 from flyball.contracts.engine_wire import Configure, SaveFailure
 from flyball.contracts.errors import Conflict, StaleCommand
@@ -110,7 +110,7 @@ class Job:
         self.replicas.release()
 
     @property
-    def disks(self) -> dict[Tier, DiskTier]:
+    def disks(self) -> dict[Tier, ShardStore]:
         """The disk tiers of the running generation."""
         return self._durable.disks if self._durable is not None else {}
 

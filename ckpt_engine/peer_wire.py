@@ -72,7 +72,7 @@ class TierReport(msgspec.Struct, frozen=True):
     tier: Tier
     heard: int
     settled: int
-    held: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
+    held: Annotated[tuple[int, ...], msgspec.Meta(max_length=2048)] = ()
 
 
 class WorldStep(msgspec.Struct, frozen=True, tag="world"):

@@ -10,9 +10,9 @@ from ckpt_engine.context import Services
 from ckpt_engine.fetch import Fetched, Fetcher
 from ckpt_engine.generation import Generation
 from ckpt_engine.slots import RestoreState, RestoreWords
-from ckpt_engine.tiers.disk import DiskTier
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.tiers.peer import PeerTier
+from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import RestorePlan, RestoreReport, Tier
 from flyball.contracts.errors import FlyballError, StaleCommand
 
@@ -29,7 +29,7 @@ class Restoring:
         *,
         memory: MemoryTier,
         replicas: PeerTier,
-        disks: Mapping[Tier, DiskTier],
+        disks: Mapping[Tier, ShardStore],
         services: Services,
         on_report: Callable[[RestoreReport], None],
     ) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from ckpt_engine.peer_wire import TierNaming
-from flyball.contracts.checkpoints import LineageEntry, ShardCopy, is_alive
+from flyball.contracts.checkpoints import LineageEntry, ShardCopy, TierPolicy, is_alive
+
+_BEYOND_KEPT = 16  # steps that some rank could not write, and that are not removed yet
+
+
+def reported_steps(policy: TierPolicy) -> int:
+    """How many of its newest steps a rank reports, so that the coordinator sees all that may be kept."""
+    return policy.keep_latest + _BEYOND_KEPT
 
 
 def removable(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import structlog
 
 from ckpt_engine.peer_wire import GetShard, Inventory, ListShards, Reply, Verdict
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.shard_transfer import send_file, send_shard
-from ckpt_engine.tiers.disk import DiskTier
+from ckpt_engine.shard_transfer import send_shard, send_stored
 from ckpt_engine.tiers.memory import SlotTier
+from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.transport.port import Connection
-from flyball.contracts.errors import CorruptShard
+from flyball.contracts.errors import CorruptShard, FlyballError
 
 log = structlog.get_logger()
 
@@ -29,7 +30,7 @@ def serve_shard(
     wanted: GetShard,
     *,
     slots: Iterable[SlotTier],
-    disks: Iterable[DiskTier],
+    disks: Iterable[ShardStore],
     settings: EngineSettings,
 ) -> None:
     """Answer with the shard's sizes and then the shard, or with MISSING. The bytes are checked by who receives them: a
@@ -38,7 +39,7 @@ def serve_shard(
         if _serve_slot(connection, wanted, tier, settings):
             return
     for disk in disks:
-        if _serve_file(connection, wanted, disk, settings):
+        if _serve_stored(connection, wanted, disk, settings):
             return
     connection.send(Reply(Verdict.MISSING, "No tier of this host has it."), timeout_s=settings.io_timeout_s)
 
@@ -60,16 +61,17 @@ def _serve_slot(connection: Connection, wanted: GetShard, tier: SlotTier, settin
         return True
 
 
-def _serve_file(connection: Connection, wanted: GetShard, disk: DiskTier, settings: EngineSettings) -> bool:
-    try:
-        with disk.reading(wanted.generation, wanted.step, wanted.rank) as (described, manifest, file):
-            size_bytes = described.payload_bytes
-            reply = Reply(Verdict.OK, manifest_bytes=len(manifest), shard_bytes=size_bytes, tier=disk.tier)
-            connection.send(reply, timeout_s=settings.io_timeout_s)
-            send_file(connection, manifest, file, size_bytes, piece_bytes=settings.transfer_bytes)
-            return True
-    except FileNotFoundError:
-        return False
-    except CorruptShard as error:
-        log.warning("file_not_served", rank=wanted.rank, step=wanted.step, reason=str(error))
-        return False
+def _serve_stored(connection: Connection, wanted: GetShard, disk: ShardStore, settings: EngineSettings) -> bool:
+    with ExitStack() as stack:
+        try:
+            opened = stack.enter_context(disk.reading(wanted.generation, wanted.step, wanted.rank))
+        except FileNotFoundError:
+            return False
+        except (FlyballError, OSError) as error:
+            log.warning("file_not_served", rank=wanted.rank, step=wanted.step, reason=str(error))
+            return False
+        _, manifest, stored = opened
+        reply = Reply(Verdict.OK, manifest_bytes=len(manifest), shard_bytes=stored.size_bytes, tier=disk.tier)
+        connection.send(reply, timeout_s=settings.io_timeout_s)
+        send_stored(connection, manifest, stored, piece_bytes=settings.transfer_bytes)
+        return True

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from io import FileIO
 
 from ckpt_engine import integrity
 from ckpt_engine import manifest as manifests
 from ckpt_engine.manifest import Manifest
+from ckpt_engine.tiers.storage import StoredBytes
 from ckpt_engine.transport.port import Connection
 from flyball.contracts.errors import CorruptShard, StaleCommand
 
@@ -18,16 +18,14 @@ def send_shard(connection: Connection, manifest: bytes, payload: memoryview) -> 
     connection.send_raw(payload)
 
 
-def send_file(connection: Connection, manifest: bytes, file: FileIO, size_bytes: int, *, piece_bytes: int) -> None:
-    """Manifest, then a shard that lies in a file; raises OSError if the file cannot be read to its end."""
+def send_stored(connection: Connection, manifest: bytes, stored: StoredBytes, *, piece_bytes: int) -> None:
+    """Manifest, then a shard that lies in a store; raises OSError or FlyballError if it cannot be read to its end."""
     connection.send_raw(memoryview(manifest))
-    buffer = memoryview(bytearray(min(piece_bytes, size_bytes)))
-    while size_bytes > 0:
-        count = file.readinto(buffer[: min(len(buffer), size_bytes)])
-        if not count:
-            raise OSError(f"{file.name} ended {size_bytes} bytes early")
-        connection.send_raw(buffer[:count])
-        size_bytes -= count
+    buffer = memoryview(bytearray(min(piece_bytes, stored.size_bytes)))
+    for begin in range(0, stored.size_bytes, piece_bytes):
+        piece = buffer[: min(piece_bytes, stored.size_bytes - begin)]
+        stored.read_into(piece, begin)
+        connection.send_raw(piece)
 
 
 def receive_manifest(

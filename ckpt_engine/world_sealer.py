@@ -11,15 +11,14 @@ import structlog
 from ckpt_engine.counters import Counters
 from ckpt_engine.generation import Generation
 from ckpt_engine.peer_wire import TierReport
+from ckpt_engine.retention import reported_steps
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.tiers.disk import DiskTier
+from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError
 
 log = structlog.get_logger()
-
-_REPORTED_STEPS = 16
 
 
 class WorldSealer:
@@ -28,7 +27,7 @@ class WorldSealer:
     def __init__(
         self,
         generation: Generation,
-        disk: DiskTier,
+        disk: ShardStore,
         *,
         counters: Counters,
         settings: EngineSettings,
@@ -44,6 +43,7 @@ class WorldSealer:
         self._on_report = on_report
         self._on_failure = on_failure
         self._asked = self._settled = max(generation.restore_step - 1, -1)  # as the writers
+        self._reported_steps = reported_steps(generation.configure.spec.policy(disk.tier))
         self._stopped = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"seal-{disk.tier}", daemon=True)
@@ -91,23 +91,24 @@ class WorldSealer:
     def _look(self) -> bool:
         try:
             self._disk.scan()
-        except OSError as error:
+        except (FlyballError, OSError) as error:
             log.warning("disk_not_scanned", tier=str(self._disk.tier), reason=str(error))
             return False
         return True
 
     def _report(self) -> None:
-        sealed = self._disk.sealed_steps(self._generation.lineage)[-_REPORTED_STEPS:]
+        sealed = self._disk.sealed_steps(self._generation.lineage)[-self._reported_steps :]
         self._on_report(TierReport(self._disk.tier, self._asked, self._settled, sealed))
 
     def _seal(self, step: int) -> None:
         """Shared file systems may show another host's files late: looked for again, as long as the time allows."""
         generation = self._generation
+        written_by = generation.generation_of(step)
         deadline_s = self._clock.monotonic_s() + self._settings.seal_timeout_s
         while True:
             try:
-                self._disk.scan()
-                self._disk.seal(generation.generation_of(step), step, generation.placement.world_size)
+                self._disk.scan_step(written_by, step)
+                self._disk.seal(written_by, step, generation.placement.world_size)
             except (FlyballError, OSError) as error:
                 late = self._clock.monotonic_s() >= deadline_s
                 if late or self._is_stopped_within(self._settings.scan_interval_s):

@@ -21,15 +21,15 @@ class _OpenFile:
 
     def __init__(self, descriptor: int, path: Path, size_bytes: int) -> None:
         self.size_bytes = size_bytes
+        self.local_path = str(path)
         self._descriptor = descriptor
-        self._path = path
 
     def read_into(self, target: memoryview, offset: int) -> None:
         filled = 0
         while filled < len(target):
             count = os.preadv(self._descriptor, [target[filled:]], offset + filled)
             if count == 0:
-                raise CorruptShard(f"{self._path} ends at byte {offset + filled}.", hint="another copy is tried")
+                raise CorruptShard(f"{self.local_path} ends at byte {offset + filled}.", hint="another copy is tried")
             filled += count
 
 

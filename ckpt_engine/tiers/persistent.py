@@ -140,6 +140,7 @@ class _OpenObject:
 
     def __init__(self, size_bytes: int, fetch: Callable[[int, int], bytes]) -> None:
         self.size_bytes = size_bytes
+        self.local_path = ""
         self._fetch = fetch
         self._windows: dict[int, Future[bytes]] = {}  # oldest first
         self._lock = threading.Lock()

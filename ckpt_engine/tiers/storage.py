@@ -23,6 +23,11 @@ class StoredBytes(Protocol):
     @property
     def size_bytes(self) -> int: ...
 
+    @property
+    def local_path(self) -> str:
+        """A file with these very bytes, for processes of this host and user; '' if there is none."""
+        ...
+
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill `target` with the bytes from `offset` on. Raises CorruptShard if they end before, or OSError."""
         ...
