@@ -1,0 +1,42 @@
+"""An engine gives back the memory of jobs that nobody told it of, and of no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ckpt_engine.slots import RankSegments
+from flyball.contracts.segments import rank_segment
+
+if TYPE_CHECKING:
+    from tests.integration.engine.conftest import Cluster, Trainer
+
+
+def leave(prefix: str) -> None:
+    """Segments of a job whose processes are dead."""
+    dead = RankSegments.open(rank_segment(prefix, "dead", 0), create=True)
+    dead.begin_write(0, 1, 0, 5000)
+    dead.close()
+
+
+def test_an_engine_reclaims_the_segments_of_dead_jobs_and_of_no_others(
+    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
+) -> None:
+    host = cluster.host("a", SEGMENT_TTL_S="0.1")
+    cluster.configure(cluster.placement({"a": (0,)}))
+    worker = trainer(host, 0)
+    worker.save(0)
+    until(lambda: worker.world_step == 0)
+    worker.segments.close()  # the worker is dead; its next generation restores from here
+    leave(host.prefix)
+    leave(host.prefix + "0")  # another state folder's
+    until(lambda: host.logged("segments_reclaimed"))
+    assert [(entry["job"], entry["size_bytes"]) for entry in host.logged("segments_reclaimed")] == [("dead", 5000)]
+    names = {path.name.removeprefix("flyball-") for path in host.shm_dir.iterdir()}
+    key = host.prefix.rpartition("-")[2]
+    assert {f"{key}.job.r0.ctl", f"{key}.job.r0.s0", f"{key}0.dead.r0.ctl", f"{key}0.dead.r0.s0"} == names
+    host.kill()
+    leave(host.prefix)
+    host.start()  # the job is known again before anything is swept
+    until(lambda: len(host.logged("segments_reclaimed")) == 2)
+    assert RankSegments.open(rank_segment(host.prefix, "job", 0)).find(1, 0) is not None
