@@ -1,0 +1,152 @@
+"""One other engine in a process of its own, in the venv that has it: python -m checkpoint_bench.peer_worker NAME ...
+
+It imports nothing of Flyball's. JSON on stdout; an engine that does not import or run ends with its error on stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoint_bench.floors import SharedBuffer
+from checkpoint_bench.memory import PeakSampler, family, resident_bytes
+from checkpoint_bench.options import Options, parse_part
+from checkpoint_bench.peer_adapters import Adapter, process_group
+from checkpoint_bench.peer_names import PEERS
+from checkpoint_bench.samples import interleaved, ratios, spread
+from checkpoint_bench.state import Training
+
+_TOKENS = 64
+_MIN_REPEATS = 5
+
+
+def make_adapter(name: str, training: Training, folder: Path) -> Adapter:
+    from checkpoint_bench import peer_others, peer_torch
+
+    plain: dict[str, Callable[[Training, Path], Adapter]] = {
+        "torch.save": peer_torch.TorchSave,
+        "safetensors": peer_torch.Safetensors,
+        "dcp.save": peer_torch.DcpSave,
+        "dlrover": peer_others.DLRover,
+        "nvidia-local": peer_others.NvidiaLocal,
+        "nvidia-async": peer_others.NvidiaAsync,
+        "torchsnapshot": peer_others.TorchSnapshot,
+    }
+    if name in plain:
+        return plain[name](training, folder)
+    _, kind, *staging = name.split("-")
+    return peer_torch.dcp_async(training, folder, kind, staging[0] if staging else "default")
+
+
+def measure(name: str, options: Options) -> dict[str, Any]:
+    """Stall, time to durable files, restore from a warm cache, and memory, of one engine."""
+    training = Training(options.state_bytes)
+    buffer = SharedBuffer(training.tensors())
+    training.step(_TOKENS)
+    before = _family_bytes()
+    adapter = make_adapter(name, training, options.folder)
+    try:
+        found = _measure(name, adapter, training, buffer, max(options.repeats, _MIN_REPEATS))
+        with PeakSampler(_family_bytes) as peak:
+            adapter.save(found.pop("next_step"))
+            adapter.finish(found["last_step"] + 1)
+    finally:
+        adapter.close()
+    del found["last_step"]
+    return {**found, "extra_mib": max(0, peak.peak - before) / 2**20, "note": adapter.note}
+
+
+def _measure(name: str, adapter: Adapter, training: Training, buffer: SharedBuffer, repeats: int) -> dict[str, Any]:
+    step = 0
+    durable_s: list[float] = []
+
+    def save() -> float:
+        nonlocal step
+        step += 1
+        began_s = time.perf_counter()
+        adapter.save(step)
+        stalled_s = time.perf_counter() - began_s
+        adapter.finish(step)
+        _sync(adapter.path(step))
+        durable_s.append(time.perf_counter() - began_s)
+        if adapter.path(step - 1) != adapter.path(step):
+            shutil.rmtree(adapter.path(step - 1), ignore_errors=True)
+        return stalled_s
+
+    def load() -> float:
+        with torch.no_grad():
+            for tensor in training.tensors():
+                tensor.zero_()
+        _read_all(adapter.path(step))
+        began_s = time.perf_counter()
+        adapter.load(step)
+        took_s = time.perf_counter() - began_s
+        if digests() != saved:
+            raise RuntimeError("what was loaded is not what was saved")
+        return took_s
+
+    def digests() -> list[float]:
+        return [float(tensor.double().sum()) for tensor in training.tensors()]
+
+    save()  # the first makes buffers and processes; it counts for nothing
+    durable_s.clear()
+    saves = interleaved({"memcpy": buffer.memcpy_s, "save": save}, repeats, what=name)
+    saved = digests()
+    loads = interleaved({"memcpy": buffer.memcpy_s, "load": load}, repeats, what=f"{name}, restore")
+    return {
+        "stall_ratio": spread(ratios(saves["save"], saves["memcpy"])),
+        "stall_s": spread(saves["save"]),
+        "durable_s": spread(durable_s),
+        "restore_disk_ratio": spread(ratios(loads["load"], loads["memcpy"])),
+        "restore_s": spread(loads["load"]),
+        "memcpy_s": spread(saves["memcpy"]),
+        "last_step": step,
+        "next_step": step + 1,
+    }
+
+
+def _family_bytes() -> int:
+    return sum(resident_bytes(pid) for pid in family())
+
+
+def _sync(folder: Path) -> None:
+    """Have its files on the disk, whether the engine saw to that or not."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _read_all(folder: Path) -> None:
+    scratch = bytearray(8 << 20)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(scratch):
+                    pass
+
+
+def main() -> None:
+    name, options = parse_part(list(PEERS))
+    output = os.dup(1)
+    os.dup2(2, 1)  # whatever an engine prints is not the result
+    with process_group():
+        found = measure(name, options)
+    with os.fdopen(output, "w") as file:
+        json.dump(found, file)
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""What a save costs the training thread: time lost in lazy mode, stall in blocking mode, steps beside a save."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from checkpoint_bench.engine_host import Cluster, cluster
+from checkpoint_bench.floors import SharedBuffer
+from checkpoint_bench.options import STEP_TO_COPY, Options
+from checkpoint_bench.samples import interleaved, percentile, progress, ratios, seconds, spread
+from checkpoint_bench.state import Training
+from checkpoint_bench.trainer import Saver
+from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec
+
+_MAX_TOKENS = 4096
+_MIN_PAIRS = 15  # a difference of two long steps is noisier than a copy
+
+
+def measure_blocking(options: Options) -> dict[str, Any]:
+    """Seconds that `save` holds the training thread up in blocking mode, beside both copies of the same state."""
+    training = Training(options.state_bytes)
+    buffer = SharedBuffer(training.tensors())
+    with cluster(1, CheckpointSpec(capture=CaptureMode.BLOCKING)) as engines:
+        saver = Saver(engines.begin()[0], training.state)
+        saver.warm_up(3)
+
+        def save() -> float:
+            began_s = time.perf_counter()
+            handle = saver.save()
+            stalled_s = time.perf_counter() - began_s
+            saver.settle(handle)
+            return stalled_s
+
+        found = interleaved(
+            {"memcpy": buffer.memcpy_s, "copy2": buffer.copy2_s, "save": save}, options.repeats, what="blocking"
+        )
+        saver.job.close()
+    return {
+        "blocking_ratio": spread(ratios(found["save"], found["copy2"])),
+        "blocking_s": spread(found["save"]),
+        "memcpy_s": spread(found["memcpy"]),
+        "copy2_s": spread(found["copy2"]),
+    }
+
+
+def measure_lost(options: Options) -> dict[str, Any]:
+    """Training time lost per save in lazy mode: save and step against a step alone, as neighbours."""
+    training = Training(options.state_bytes)
+    buffer = SharedBuffer(training.tensors())
+    memcpy_s = statistics.median(buffer.memcpy_s() for _ in range(5))
+    pairs = max(options.repeats, _MIN_PAIRS)
+    with cluster(1, CheckpointSpec(capture=CaptureMode.LAZY)) as engines:
+        saver = Saver(engines.begin()[0], training.state)
+        saver.warm_up(3)
+        one_thread = _lost(training, saver, buffer, threads=1, memcpy_s=memcpy_s, pairs=pairs)
+        two_threads = _lost(training, saver, buffer, threads=2, memcpy_s=memcpy_s, pairs=max(5, pairs // 2))
+        saver.job.close()
+    return {
+        "lost_ratio": one_thread.pop("lost_ratio"),
+        "one_thread": one_thread,
+        "both_cores": two_threads,
+        "memcpy_s": one_thread["memcpy_s"],
+    }
+
+
+def _lost(
+    training: Training, saver: Saver, buffer: SharedBuffer, *, threads: int, memcpy_s: float, pairs: int
+) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    tokens = tokens_for(training, STEP_TO_COPY * memcpy_s)
+    calls_s: list[float] = []
+
+    def alone() -> float:
+        return _step_s(training, tokens)
+
+    def with_save() -> float:
+        began_s = time.perf_counter()
+        handle = saver.save()
+        calls_s.append(time.perf_counter() - began_s)
+        training.step(tokens)
+        took_s = time.perf_counter() - began_s
+        saver.settle(handle)
+        return took_s
+
+    found = interleaved(
+        {"memcpy": buffer.memcpy_s, "step": alone, "step and save": with_save},
+        pairs,
+        what=f"lazy, {threads} thread(s)",
+        between=gc.collect,
+    )
+    lost_s = [with_ - without for with_, without in zip(found["step and save"], found["step"], strict=True)]
+    floor_s = statistics.median(found["memcpy"])
+    return {
+        "lost_ratio": spread([lost / floor_s for lost in lost_s]),
+        "lost_s": spread(lost_s),
+        "save_call_s": spread(calls_s),
+        "step_s": spread(found["step"]),
+        "step_over_copy": round(statistics.median(found["step"]) / floor_s, 2),
+        "tokens": tokens,
+        "memcpy_s": spread(found["memcpy"]),
+    }
+
+
+def measure_interference(options: Options) -> dict[str, Any]:
+    """The time of steps between a save and its last byte on the disk, and of as many steps without a save."""
+    training = Training(options.state_bytes)
+    buffer = SharedBuffer(training.tensors())
+    memcpy_s = statistics.median(buffer.memcpy_s() for _ in range(5))
+    del buffer
+    disk = options.folder / "interference"
+    spec = CheckpointSpec(capture=CaptureMode.LAZY, disk_dir=str(disk), disk_every_steps=1)
+    torch.set_num_threads(1)
+    with cluster(1, spec) as engines:
+        return _interference(options, training, engines, memcpy_s)
+
+
+def _interference(options: Options, training: Training, engines: Cluster, memcpy_s: float) -> dict[str, Any]:
+    saver = Saver(engines.begin()[0], training.state)
+    saver.warm_up(4, durable=True)
+    tokens = tokens_for(training, STEP_TO_COPY * memcpy_s)
+    beside: list[float] = []
+    quiet: list[float] = []
+    for block in range(max(options.repeats, _MIN_PAIRS)):
+        for saving in (True, False) if block % 2 else (False, True):
+            if not saving:
+                quiet += [_step_s(training, tokens) for _ in range(2)]
+                continue
+            handle = saver.save()
+            while True:
+                beside.append(_step_s(training, tokens))
+                if handle.durable:
+                    break
+            saver.settle(handle, durable=True)
+        progress(f"interference {block + 1}: {beside[-1]:.4g} s beside a save, {quiet[-1]:.4g} s without")
+    saver.job.close()
+    return {
+        "interference_p50": statistics.median(beside) / statistics.median(quiet),
+        "interference_p99": percentile(beside, 99) / percentile(quiet, 99),
+        "p99_over_quiet_median": round(percentile(beside, 99) / statistics.median(quiet), 4),
+        "step_beside_save_s": spread(beside),
+        "step_quiet_s": spread(quiet),
+        "tokens": tokens,
+    }
+
+
+def _step_s(training: Training, tokens: int) -> float:
+    return seconds(lambda: training.step(tokens))
+
+
+def tokens_for(training: Training, wanted_s: float) -> int:
+    """How many tokens make a step last at least `wanted_s` seconds."""
+    tokens = 32
+    while tokens < _MAX_TOKENS:
+        training.step(tokens)
+        if min(_step_s(training, tokens) for _ in range(2)) >= wanted_s:
+            return tokens
+        tokens *= 2
+    return tokens

@@ -1,0 +1,123 @@
+"""How fast the engine's process carries a staged shard on: to the disk, and to a peer's memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from checkpoint_bench.engine_host import JOB, Cluster, cluster
+from checkpoint_bench.floors import DiskWrite, LoopbackTransfer, SharedBuffer
+from checkpoint_bench.options import Options
+from checkpoint_bench.samples import interleaved, ratios, spread, wait_until
+from checkpoint_bench.state import Training
+from checkpoint_bench.trainer import Saver
+from ckpt_engine.slots import RankSegments
+from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec
+from flyball.contracts.segments import rank_segment
+
+_TIMEOUT_S = 120.0
+
+
+def measure_durable(options: Options) -> dict[str, Any]:
+    """Throughput from staged to durable on the disk, over that of sequential writes with fsync of as many bytes."""
+    training = Training(options.state_bytes)
+    buffer = SharedBuffer(training.tensors())
+    disk = DiskWrite(options.folder, buffer)
+    tier = options.folder / "disk-tier"
+    spec = CheckpointSpec(capture=CaptureMode.BLOCKING, disk_dir=str(tier), disk_every_steps=1)
+    with cluster(1, spec) as engines:
+        saver = Saver(engines.begin()[0], training.state)
+        saver.warm_up(4, durable=True)
+
+        def durable_s() -> float:
+            handle = saver.save()
+            staged_s = time.perf_counter()
+            wait_until(lambda: handle.durable or handle.error, "the disk tier", _TIMEOUT_S)
+            took_s = time.perf_counter() - staged_s
+            handle.check()
+            saver.settle(handle, durable=True)
+            return took_s
+
+        floors: dict[str, Callable[[], float]] = {"buffered": disk.buffered_s}
+        if _has_direct_io(disk):
+            floors["O_DIRECT"] = disk.direct_s
+        found = interleaved({**floors, "durable": durable_s}, options.repeats, what="disk")
+        saver.job.close()
+    medians = {name: spread(found[name])["median"] for name in floors}
+    floor = min(medians, key=lambda name: float(str(medians[name])))
+    return {
+        "durable_ratio": spread(ratios(found[floor], found["durable"])),  # times, so the other way round
+        "floor": floor,
+        "durable_over_buffered": spread(ratios(found["buffered"], found["durable"])),
+        "durable_s": spread(found["durable"]),
+        "write_gbs": {name: spread([buffer.size_bytes / s / 1e9 for s in found[name]]) for name in floors},
+        "disk_write_gbs": spread([buffer.size_bytes / s / 1e9 for s in found[floor]]),
+    }
+
+
+def _has_direct_io(disk: DiskWrite) -> bool:
+    try:
+        disk.direct_s()
+    except OSError:
+        return False
+    return True
+
+
+def measure_peer(options: Options) -> dict[str, Any]:
+    """Throughput of the copy of a committed shard into a peer's memory, over a plain sendfile on the same path."""
+    training = Training(options.state_bytes)
+    buffer = SharedBuffer(training.tensors())
+    plain = LoopbackTransfer(buffer)
+    plain.transfer_s()
+    try:
+        with cluster(2, CheckpointSpec(capture=CaptureMode.BLOCKING)) as engines:
+            return _peer(options, training, buffer, plain, engines)
+    finally:
+        plain.close()
+
+
+def _peer(
+    options: Options, training: Training, buffer: SharedBuffer, plain: LoopbackTransfer, engines: Cluster
+) -> dict[str, Any]:
+    jobs = engines.begin()
+    saver, other = Saver(jobs[0], training.state), Saver(jobs[1], {"step": 0})
+    sender, receiver = engines.hosts
+    segments = RankSegments.open(rank_segment(sender.prefix, JOB, 0))
+    totals_s: list[float] = []
+    for _ in range(3):
+        handles = saver.save(), other.save()
+        saver.settle(handles[0])
+        other.settle(handles[1])
+    before = sender.ask_counters(), receiver.ask_counters()
+
+    def copy_s() -> float:
+        """From the commit of the shard to its acknowledgement by the peer."""
+        handle = saver.save()
+        staged_s = time.perf_counter()
+        wait_until(lambda: segments.find(engines.generation, handle.step) is not None, "the commit", _TIMEOUT_S)
+        committed_s = time.perf_counter()
+        wait_until(lambda: handle.replicated or handle.error, "the replica", _TIMEOUT_S)
+        replicated_s = time.perf_counter()
+        handle.check()
+        totals_s.append(replicated_s - staged_s)
+        other_handle = other.save()
+        other.settle(other_handle)
+        saver.settle(handle)
+        return replicated_s - committed_s
+
+    found = interleaved({"plain": plain.transfer_s, "copy": copy_s}, options.repeats, what="peer")
+    after = sender.ask_counters(), receiver.ask_counters()
+    for job in jobs:
+        job.close()
+    segments.close()
+    return {
+        "peer_copy_ratio": spread(ratios(found["plain"], found["copy"])),  # times, so the other way round
+        "staged_to_replicated_ratio": spread(ratios(found["plain"], totals_s)),
+        "copy_s": spread(found["copy"]),
+        "staged_to_replicated_s": spread(totals_s),
+        "tcp_gbs": spread([buffer.size_bytes / s / 1e9 for s in found["plain"]]),
+        "shard_bytes_expected": buffer.size_bytes * options.repeats,
+        "sender_counted": {name: count - before[0].get(name, 0) for name, count in after[0].items()},
+        "receiver_counted": {name: count - before[1].get(name, 0) for name, count in after[1].items()},
+    }
