@@ -29,7 +29,7 @@ from ckpt_engine.control_file import (
     boot_time_ns,
     open_in_use,
 )
-from ckpt_engine.control_views import ParkState, RestoreState, RestoreWords, World
+from ckpt_engine.control_views import ParkState, RestoreAnswer, RestoreState, RestoreWords, World
 from ckpt_engine.manifest import MAX_MANIFEST_BYTES
 from ckpt_engine.memory_order import this_machines_fence
 from ckpt_engine.slot_rules import MAX_SLOTS, MIN_SLOTS, SlotState, SlotView
@@ -52,6 +52,7 @@ _RESTORE_GENERATION, _RESTORE_STATE, _RESTORE_STEP, _RESTORE_SLOT = 128, 129, 13
 _RESTORE_TIER, _RESTORE_SOCKET_BYTES, _RESTORE_TEXT_BYTES = 132, 133, 134
 _TRAINER_GENERATION, _POSITION, _PARK = 160, 161, 162
 _ABORTED_COUNT, _ABORTED, _ABORTED_ENTRIES = 164, 165, 8
+_RESTORE_ANSWER = 176  # generation * len(RestoreAnswer) + answer
 _TEXT_OFFSET, _MAX_TEXT_BYTES = 4096, 2048
 
 _SETTLE_S = 0.001  # longer than any store waits in a processor's store buffer
@@ -285,7 +286,7 @@ class ControlSegment:
         return frozenset(words[_ABORTED : _ABORTED + count].tolist())
 
     def write_restore(self, words: RestoreWords) -> None:
-        text = words.error.encode()[:_MAX_TEXT_BYTES]
+        text = (words.path or words.error).encode()[:_MAX_TEXT_BYTES]
         self._words[_RESTORE_STATE] = RestoreState.PENDING
         self._fence()
         self._words[_RESTORE_GENERATION] = words.generation
@@ -305,6 +306,8 @@ class ControlSegment:
         state = RestoreState(words[_RESTORE_STATE])
         self._fence()
         text = self._mapping[_TEXT_OFFSET : _TEXT_OFFSET + min(words[_RESTORE_TEXT_BYTES], _MAX_TEXT_BYTES)]
+        said = text.decode(errors="replace")
+        is_file = state is RestoreState.FILE or (state is RestoreState.READY and words[_RESTORE_SLOT] < 0)
         return RestoreWords(
             generation=generation,
             state=state,
@@ -312,8 +315,22 @@ class ControlSegment:
             slot=words[_RESTORE_SLOT],
             tier=_TIERS[words[_RESTORE_TIER]],
             socket_bytes=words[_RESTORE_SOCKET_BYTES],
-            error=text.decode(errors="replace"),
+            error="" if is_file else said,
+            path=said if is_file else "",
         )
+
+    def restore_answer(self, generation: int) -> RestoreAnswer:
+        """What the trainer of `generation` said last of the restore."""
+        said_of, answer = divmod(self._words[_RESTORE_ANSWER], len(RestoreAnswer))
+        return RestoreAnswer(answer) if said_of == generation else RestoreAnswer.NONE
+
+    def withdraw_file(self, words: RestoreWords) -> bool:
+        """Write `words` in place of those of state FILE. False if the trainer is reading the file already: it says so
+        before it looks again whether it may, and this looks after having written, so that one of the two sees the
+        other; a trainer that saw this goes back to NONE."""
+        self.write_restore(words)
+        time.sleep(_SETTLE_S)  # until the stores of both sides are visible
+        return self.restore_answer(words.generation) is not RestoreAnswer.READING_FILE
 
     # --- the trainer's words ---
 
@@ -334,6 +351,11 @@ class ControlSegment:
         count = self._words[_ABORTED_COUNT]
         self._words[_ABORTED + count % _ABORTED_ENTRIES] = step
         self._words[_ABORTED_COUNT] = count + 1
+
+    def answer_restore(self, generation: int, answer: RestoreAnswer) -> None:
+        """Say how far this trainer is with the restore. Look at `read_restore` after READING_FILE."""
+        self._words[_RESTORE_ANSWER] = generation * len(RestoreAnswer) + answer
+        self._fence()
 
     def emergency_step(self, generation: int) -> int:
         """The step at which to save and park, -1 if none was named for this generation."""

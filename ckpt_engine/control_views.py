@@ -12,6 +12,16 @@ class RestoreState(IntEnum):
     PENDING = 0
     READY = 1
     FAILED = 2
+    FILE = 3  # no slot holds it, and a file of this host does: the trainer may read that
+
+
+class RestoreAnswer(IntEnum):
+    """How far the trainer is with what the engine brought."""
+
+    NONE = 0
+    READING_FILE = 1  # the engine leaves the slots alone meanwhile
+    DONE = 2
+    REFUSED = 3  # the bytes were bad: the engine is to bring others
 
 
 class ParkState(IntEnum):
@@ -33,7 +43,8 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class RestoreWords:
-    """How far the engine is with bringing the restore step into a local slot."""
+    """How far the engine is with bringing the restore step into a local slot. `path` is that of a shard, in state FILE,
+    and READY once the trainer has read it; `error` is why it cannot be had, in state FAILED."""
 
     generation: int
     state: RestoreState
@@ -42,3 +53,4 @@ class RestoreWords:
     tier: Tier
     socket_bytes: int
     error: str
+    path: str = ""

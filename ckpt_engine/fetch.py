@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
-from ckpt_engine import integrity
+from ckpt_engine.counters import Counters
 from ckpt_engine.fetch_order import FetchStep, fetch_order, source_generation
 from ckpt_engine.generation import Generation
 from ckpt_engine.manifest import Manifest
@@ -19,7 +20,7 @@ from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.tiers.peer import PeerTier
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.transport.pool import Dial
-from ckpt_engine.verified_read import copy_bytes, read_verified
+from ckpt_engine.verified_read import ByteSource, MemorySource, copy_bytes, read_verified
 from flyball.contracts.checkpoints import RestorePlan, Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed, StaleCommand, StorageFull
 from flyball.contracts.recovery import Origin
@@ -29,13 +30,19 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Where the verified bytes are now, and where they came from."""
+    """Where the bytes are now, and where they came from: verified in a slot, or (slot -1) in the file `path`, for who
+    reads them to verify."""
 
     slot: int
     size_bytes: int
     tier: Tier
     host_id: str
     socket_bytes: int
+    path: str = ""
+
+    @property
+    def in_slot(self) -> bool:
+        return self.slot >= 0
 
 
 class Fetcher:
@@ -51,6 +58,7 @@ class Fetcher:
         disks: Mapping[Tier, ShardStore],
         dial: Dial,
         settings: EngineSettings,
+        counters: Counters,
     ) -> None:
         self._generation = generation
         self._plan = plan
@@ -59,16 +67,44 @@ class Fetcher:
         self._disks = disks
         self._dial = dial
         self._settings = settings
+        self._counters = counters
 
-    def fetch(self, entry: OpenSegments) -> Fetched:
-        """Have the rank's shard in a committed, verified local slot. Raises RestoreFailed with the reason of every
-        source, or StaleCommand if the generation ended meanwhile."""
+    def local_slot(self, entry: OpenSegments, reasons: list[str]) -> Fetched | None:
+        """The rank's own slot, if it holds the step and every chunk of it is good; else the reason goes to `reasons`,
+        and no inventory lists it any more."""
         written_by = source_generation(self._plan, entry.rank)
-        reasons: list[str] = []
-        if written_by is not None:
-            local = self._local_slot(entry, written_by, reasons)
-            if local is not None:
-                return local
+        found = None if written_by is None else self._memory.find(entry, written_by, self._plan.step)
+        if found is None:
+            return None
+        view, manifest, _ = found
+        try:
+            source = MemorySource(entry.segments.payload(view.index))
+            read_verified(source, manifest, lambda offset, chunk: self._check_wanted())
+        except CorruptShard as error:
+            if entry.segments.unchanged(view):
+                self._demote(entry.rank, "local slot", error, reasons)
+                entry.segments.discard(view)
+                return None
+            # The trainer restored from it and is two saves further already: it found the bytes good.
+        return Fetched(view.index, view.payload_bytes, Tier.MEMORY, self._generation.host_id, 0)
+
+    def local_file(self, rank: int) -> Fetched | None:
+        """The first source, if it is a file that a process of this host can read; its bytes are not verified."""
+        step = next(iter(fetch_order(self._plan, rank, host_id=self._generation.host_id)), None)
+        tier = self._disks.get(step.source.tier) if step else None
+        if step is None or tier is None or step.origin not in (Origin.LOCAL_DISK, Origin.PERSISTENT):
+            return None
+        try:
+            with tier.reading(step.source.generation, self._plan.step, rank) as (manifest, _, stored):
+                size_bytes, path = manifest.payload_bytes, stored.local_path
+                return Fetched(-1, size_bytes, step.origin.tier, step.source.host_id, 0, path) if path else None
+        except (FlyballError, OSError):
+            return None  # `fetch` tries it again, and says why
+
+    def fetch(self, entry: OpenSegments, reasons: list[str]) -> Fetched:
+        """Have the rank's shard in a committed, verified local slot, from wherever but that slot. Raises RestoreFailed
+        with the reason of every source (`reasons` are earlier ones), or StaleCommand if the generation ended
+        meanwhile."""
         for step in fetch_order(self._plan, entry.rank, host_id=self._generation.host_id):
             try:
                 return self._try(entry, step)
@@ -76,29 +112,17 @@ class Fetcher:
                 raise
             except (FlyballError, OSError) as error:
                 where = f"{step.source.tier} of {step.source.host_id or 'the store'}"
-                reasons.append(f"{where}: {error.message if isinstance(error, FlyballError) else error}")
-                log.warning("restore_source_skipped", rank=entry.rank, step=self._plan.step, reason=reasons[-1])
+                self._demote(entry.rank, where, error, reasons)
         raise RestoreFailed(
             f"Step {self._plan.step} of rank {entry.rank} cannot be had. "
             + (" ".join(reasons) or "The plan names no source for it."),
             hint="the controller is to choose an older recovery point",
         )
 
-    def _local_slot(self, entry: OpenSegments, written_by: int, reasons: list[str]) -> Fetched | None:
-        found = self._memory.find(entry, written_by, self._plan.step)
-        if found is None:
-            return None
-        view, manifest, _ = found
-        try:
-            integrity.verify(entry.segments.payload(view.index), manifest.chunk_digests, manifest.chunk_bytes)
-        except CorruptShard as error:
-            if entry.segments.unchanged(view):
-                reasons.append(f"local slot: {error.message}")
-                log.warning("restore_source_skipped", rank=entry.rank, step=self._plan.step, reason=reasons[-1])
-                entry.segments.discard(view)
-                return None
-            # The trainer restored from it and is two saves further already: it found the bytes good.
-        return Fetched(view.index, view.payload_bytes, Tier.MEMORY, self._generation.host_id, 0)
+    def _demote(self, rank: int, where: str, error: FlyballError | OSError, reasons: list[str]) -> None:
+        reasons.append(f"{where}: {error.message if isinstance(error, FlyballError) else error}")
+        self._counters.add("corrupt_copies" if isinstance(error, CorruptShard) else "restore_sources_skipped")
+        log.warning("restore_source_skipped", rank=rank, step=self._plan.step, reason=reasons[-1])
 
     def _try(self, entry: OpenSegments, step: FetchStep) -> Fetched:
         if step.origin is Origin.LOCAL_REPLICA:
@@ -113,23 +137,19 @@ class Fetcher:
             if replica is None or found is None:
                 raise RestoreFailed("it has no such copy.")
             view, manifest, manifest_bytes = found
-            payload = replica.segments.payload(view.index)
-
-            def copy(target: memoryview) -> None:
-                integrity.copy_verified(payload, target, manifest.chunk_digests, manifest.chunk_bytes)
-
-            return self._commit(entry, step, manifest, manifest_bytes, copy)
+            source = MemorySource(replica.segments.payload(view.index))
+            try:
+                return self._commit(entry, step, manifest, manifest_bytes, partial(self._copy, source, manifest))
+            except CorruptShard:
+                replica.segments.discard(view)  # so that no inventory lists it; not if it holds something newer
+                raise
 
     def _from_disk(self, entry: OpenSegments, step: FetchStep) -> Fetched:
         tier = self._disks.get(step.source.tier)
         if tier is None:
             raise RestoreFailed("no such folder is configured for the job.")
         with tier.reading(step.source.generation, self._plan.step, entry.rank) as (manifest, manifest_bytes, stored):
-
-            def copy(target: memoryview) -> None:
-                read_verified(stored, manifest, lambda at, chunk: copy_bytes(target[at : at + len(chunk)], chunk))
-
-            return self._commit(entry, step, manifest, manifest_bytes, copy)
+            return self._commit(entry, step, manifest, manifest_bytes, partial(self._copy, stored, manifest))
 
     def _from_engine(self, entry: OpenSegments, step: FetchStep) -> Fetched:
         wanted = GetShard(self._generation.job, step.source.generation, self._plan.step, entry.rank)
@@ -154,6 +174,19 @@ class Fetcher:
             tier = Tier.DISK if reply.tier is Tier.DISK else fetched.tier
             return Fetched(fetched.slot, fetched.size_bytes, tier, fetched.host_id, connection.bytes_received)
 
+    def _copy(self, source: ByteSource, manifest: Manifest, target: memoryview) -> None:
+        """Fill `target` with verified bytes. Raises CorruptShard, OSError or StaleCommand."""
+
+        def deliver(offset: int, chunk: memoryview) -> None:
+            self._check_wanted()
+            copy_bytes(target[offset : offset + len(chunk)], chunk)
+
+        read_verified(source, manifest, deliver)
+
+    def _check_wanted(self) -> None:
+        if self._generation.ended.is_set():
+            raise StaleCommand("The restore was given up: a newer generation began.")
+
     def _commit(
         self,
         entry: OpenSegments,
@@ -163,8 +196,7 @@ class Fetcher:
         copy: Callable[[memoryview], None],
     ) -> Fetched:
         """Have `copy` fill a free slot with bytes that it has verified, and commit them."""
-        if self._generation.ended.is_set():
-            raise StaleCommand("The restore was given up: a newer generation began.")
+        self._check_wanted()
         segments = entry.segments
         with entry.writing:
             slot = self._free_slot(segments.slots())

@@ -142,3 +142,11 @@ def _check_entry(tensor: TensorEntry, payload_bytes: int) -> None:
 def digest(data: bytes | memoryview) -> str:
     """The name of a manifest's content: xxh3-128 in hex, as in ShardCopy.digest."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def content_of_file(data: bytes) -> bytes:
+    """What a manifest's file says: a line of JSON, and one with the digest of the first. Raises CorruptShard."""
+    content, _, digest_line = data.removesuffix(b"\n").rpartition(b"\n")
+    if digest(content).encode() != digest_line:
+        raise CorruptShard("A manifest does not match its checksum.", hint="another copy is tried")
+    return content

@@ -32,7 +32,7 @@ log = structlog.get_logger()
 _REMEMBERED_STEPS = 16  # per rank; older ones are below the world step, or lost
 
 PutReplica = Callable[[str, PutShard, bytes, memoryview], Reply]  # peer, offer, manifest, payload
-Restore = Callable[[OpenSegments], None]
+Restore = Callable[[OpenSegments], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class RankPipeline:
         settings: EngineSettings,
         code_version: str,
     ) -> None:
-        """`restore` is run once before anything else; `on_progress(rank)` whenever `saved_steps` or `failed_steps`
-        changed; `on_failure(rank, step, message)` once per step that could not be saved."""
+        """`restore` is run first in every round, until it returns True; `on_progress(rank)` whenever `saved_steps` or
+        `failed_steps` changed; `on_failure(rank, step, message)` once per step that could not be saved."""
         self.rank = rank
         self._generation = generation
         self._memory = memory
@@ -148,8 +148,7 @@ class RankPipeline:
         while not self._generation.ended.is_set():
             try:
                 if self._restore is not None:
-                    self._run_restore(self._restore)
-                    self._restore = None
+                    self._restore = None if self._run_restore(self._restore) else self._restore
                 delay_s = self._round()
             except Exception:  # logged; a rank without its pipeline would never be saved again
                 log.exception("pipeline_round_failed", job=self._generation.job, rank=self.rank)
@@ -157,10 +156,9 @@ class RankPipeline:
             self._kick.wait(delay_s)
             self._kick.clear()
 
-    def _run_restore(self, restore: Restore) -> None:
-        with self._memory.using(self.rank, create=True) as entry:
-            if entry is not None:
-                restore(entry)
+    def _run_restore(self, restore: Restore) -> bool:
+        with self._memory.using(self.rank) as entry:
+            return entry is None or restore(entry)
 
     def _round(self) -> float:
         """Everything that can be done now; returns the seconds after which to look again."""

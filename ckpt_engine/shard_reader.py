@@ -1,15 +1,19 @@
-"""The trainer's restore: it waits until a local slot holds the step, and loads it from there."""
+"""The trainer's restore: it waits until a local slot holds the step, or the engine names a file that does, and loads it
+from there."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import MutableMapping
+from pathlib import Path
 
+from ckpt_engine.control_views import RestoreAnswer, RestoreState, RestoreWords
 from ckpt_engine.engine_link import CommitLink
 from ckpt_engine.local_commit import LocalCommitter
 from ckpt_engine.manifest import Manifest
-from ckpt_engine.slots import RankSegments, RestoreState, SlotState, SlotView
+from ckpt_engine.slots import RankSegments, SlotState, SlotView
+from ckpt_engine.verified_read import MemorySource
 from flyball.contracts.checkpoints import is_alive
 from flyball.contracts.errors import CorruptShard, RestoreFailed
 from flyball.worker_identity import WorkerIdentity
@@ -26,43 +30,86 @@ class ShardReader:
         self._me = identity
         self._segments = segments
         self._link = link
+        self._reason = "no slot of this host holds it"
 
     def restore(self, state: MutableMapping[str, object], step: int) -> None:
         """Load `step` into `state` from the local slot as soon as it holds the step: at once if it survived the last
-        worker, else when the engine has fetched it. Raises RestoreFailed if the shard cannot be had: `state` may then
-        be filled in part. Raises StateMismatch if it does not fit."""
-        from ckpt_engine.restore import restore_into
-        from ckpt_engine.verified_read import MemorySource
-
-        segments = self._segments
+        worker, else when the engine has fetched it; or from a file that the engine names. Raises RestoreFailed if the
+        shard cannot be had: `state` may then be filled in part. Raises StateMismatch if it does not fit."""
+        control, generation = self._segments.control, self._me.generation
         deadline_s = time.monotonic() + self._me.checkpoint.restore_timeout_s
-        reason = "no slot of this host holds it"
         if isinstance(self._link, LocalCommitter):
             self._commit_what_was_captured(self._link)
         while True:
-            engine = segments.control.read_restore()  # before the slots: ready means that they hold it
-            for view in segments.slots():
-                manifest = self._alive_shard(view, step)
-                if manifest is None:
-                    continue
-                try:
-                    return restore_into(state, MemorySource(segments.payload(view.index)), manifest)
-                except CorruptShard as error:
-                    segments.discard(view)  # so that no inventory lists it
-                    reason = str(error)
+            engine = control.read_restore()  # before the slots: ready means that they hold it
+            if self._from_slots(state, step) or (engine.path and self._from_file(state, step, engine)):
+                control.answer_restore(generation, RestoreAnswer.DONE)
+                return
+            refused = control.restore_answer(generation) is RestoreAnswer.REFUSED
             if isinstance(self._link, LocalCommitter):
                 break
-            if engine.generation == self._me.generation and engine.state is not RestoreState.PENDING:
-                reason = engine.error or reason
-                break
+            if engine.generation == generation:
+                if engine.state is RestoreState.FAILED:
+                    self._reason = engine.error
+                    break
+                if engine.state is RestoreState.READY and not refused:
+                    break
             if time.monotonic() >= deadline_s:
-                reason = f"the engine did not fetch it within {self._me.checkpoint.restore_timeout_s:g} s"
+                self._reason += f"; the engine brought no other within {self._me.checkpoint.restore_timeout_s:g} s"
                 break
             time.sleep(_RESTORE_POLL_S)
         raise RestoreFailed(
-            f"Rank {self._me.rank} cannot have step {step}: {reason}.",
+            f"Rank {self._me.rank} cannot have step {step}: {self._reason}.",
             hint="a generation with an older recovery point is needed; see the engine's log",
         )
+
+    def _from_slots(self, state: MutableMapping[str, object], step: int) -> bool:
+        for view in self._segments.slots():
+            manifest = self._alive_shard(view, step)
+            if manifest is None:
+                continue
+            from ckpt_engine.restore import restore_into
+
+            try:
+                restore_into(state, MemorySource(self._segments.payload(view.index)), manifest)
+            except CorruptShard as error:
+                self._segments.discard(view)  # so that no inventory lists it
+                self._refuse(error)
+            else:
+                return True
+        return False
+
+    def _from_file(self, state: MutableMapping[str, object], step: int, offer: RestoreWords) -> bool:
+        """Read the file, unless the engine has begun to fill a slot instead, or it was refused already."""
+        control, me = self._segments.control, self._me
+        if offer.generation != me.generation or control.restore_answer(me.generation) is RestoreAnswer.REFUSED:
+            return False
+        control.answer_restore(me.generation, RestoreAnswer.READING_FILE)
+        answer = RestoreAnswer.NONE
+        try:
+            if control.read_restore() != offer:
+                return False
+            from ckpt_engine.restore_file import load_described, read_manifest
+
+            path = Path(offer.path)
+            manifest = read_manifest(path)
+            described = (manifest.job, manifest.step, manifest.rank)
+            if described != (me.job, step, me.rank) or not is_alive(manifest.generation, step, me.lineage):
+                raise CorruptShard(f"{path} holds step {manifest.step} of rank {manifest.rank} of {manifest.job}.")
+            load_described(path, manifest, state)
+            answer = RestoreAnswer.DONE
+        except (CorruptShard, OSError) as error:
+            answer = RestoreAnswer.REFUSED
+            self._refuse(error)
+        finally:
+            control.answer_restore(me.generation, answer)
+        return answer is RestoreAnswer.DONE
+
+    def _refuse(self, error: CorruptShard | OSError) -> None:
+        """Have the engine bring other bytes."""
+        _log.warning("a copy of the restore step is bad: %s", error)
+        self._reason = str(error)
+        self._segments.control.answer_restore(self._me.generation, RestoreAnswer.REFUSED)
 
     def _alive_shard(self, view: SlotView, step: int) -> Manifest | None:
         if (

@@ -195,7 +195,7 @@ class Trainer:
     def await_restore(self, generation: int) -> RestoreState:
         def settled() -> bool:
             words = self.segments.control.read_restore()
-            return words.generation == generation and words.state is not RestoreState.PENDING
+            return words.generation == generation and words.state in (RestoreState.READY, RestoreState.FAILED)
 
         wait_until(settled)
         return self.segments.control.read_restore().state
