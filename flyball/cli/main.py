@@ -10,7 +10,7 @@ import traceback
 import typer
 
 from flyball import __version__
-from flyball.cli import demo, explain, goodput, host, inject, run, status, up
+from flyball.cli import ckpt, demo, explain, goodput, host, inject, run, status, up
 from flyball.cli.output import say_error
 from flyball.cli.own_packages import prefer_own_packages
 from flyball.contracts.errors import FlyballError, UsageError
@@ -37,6 +37,7 @@ app.command("host", **host.COMMAND)(host.command)
 app.command("status", **status.COMMAND)(status.command)
 app.command("explain", **explain.COMMAND)(explain.command)
 app.command("goodput", **goodput.COMMAND)(goodput.command)
+app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(inject.app, name="inject")
 
 

@@ -1,0 +1,154 @@
+"""Bringing a whole step out of its tiers into an ordinary folder: a safetensors file and a manifest per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from ckpt_engine import manifest as manifests
+from ckpt_engine.copy_places import reason
+from ckpt_engine.durable_files import make_folder
+from ckpt_engine.inventory import HeldCopy, Inventory
+from ckpt_engine.shard_reading import ShardReading
+from ckpt_engine.step_listing import StepListing
+from ckpt_engine.tiers.folder import FolderStorage
+from ckpt_engine.tiers.shard_names import MANIFEST_SUFFIX, SHARD_SUFFIX
+from flyball.contracts.checkpoints import ShardCopy
+from flyball.contracts.errors import (
+    ConfigurationError,
+    Conflict,
+    CorruptShard,
+    FlyballError,
+    RestoreFailed,
+    StorageFull,
+)
+
+
+class PassedOver(msgspec.Struct, frozen=True):
+    """A copy that was nearer and could not be used."""
+
+    copy: ShardCopy
+    path: str
+    reason: str
+
+
+class ExtractedShard(msgspec.Struct, frozen=True):
+    """One rank's shard in the folder. `source` is the copy that it was made from, `source_path` where that lies."""
+
+    rank: int
+    path: str
+    manifest_path: str
+    size_bytes: int
+    source: ShardCopy
+    source_path: str
+    passed_over: tuple[PassedOver, ...]
+
+
+def extract_step(
+    inventory: Inventory,
+    listing: StepListing,
+    target: Path,
+    *,
+    overwrite: bool,
+    on_bytes: Callable[[int], None],
+) -> tuple[ExtractedShard, ...]:
+    """Write every rank's shard into `target`, each from the nearest copy whose every byte is right. Nothing is written
+    if a rank has no copy at all.
+
+    Raises RestoreFailed with the reason per rank, Conflict if files are there already and `overwrite` is not set,
+    StorageFull or OSError.
+    """
+    sources: dict[int, list[HeldCopy]] = {rank: [] for rank in range(listing.world_size)}
+    for held in inventory.copies_of(listing):
+        if inventory.counts(held) and held.copy.rank in sources:
+            sources[held.copy.rank].append(held)
+    _check_complete(inventory, listing, {rank: "no copy" for rank, found in sources.items() if not found})
+    if not overwrite:
+        _check_free(target, listing.world_size)
+    try:
+        make_folder(target)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The folder {target} cannot be made: {error.strerror}.", hint="choose one that you may write to"
+        ) from error
+    extracted: list[ExtractedShard] = []
+    failed: dict[int, str] = {}
+    for rank, held_copies in sources.items():
+        shard, passed_over = _extract(rank, held_copies, target, on_bytes)
+        if shard is None:
+            failed[rank] = "; ".join(f"{found.path}: {found.reason}" for found in passed_over)
+        else:
+            extracted.append(shard)
+    _check_complete(inventory, listing, failed)
+    return tuple(extracted)
+
+
+def _extract(
+    rank: int, sources: list[HeldCopy], target: Path, on_bytes: Callable[[int], None]
+) -> tuple[ExtractedShard | None, tuple[PassedOver, ...]]:
+    passed_over: list[PassedOver] = []
+    for held in sources:
+        source_path = held.path
+        try:
+            with held.place.reading(held.copy) as reading:
+                _write(target, rank, reading, on_bytes)
+        except (StorageFull, ConfigurationError):  # of the folder, not of the copy
+            raise
+        except (FlyballError, OSError) as error:
+            passed_over.append(PassedOver(held.copy, source_path, reason(error)))
+            continue
+        found = ExtractedShard(
+            rank=rank,
+            path=str(target / f"rank{rank}{SHARD_SUFFIX}"),
+            manifest_path=str(target / f"rank{rank}{MANIFEST_SUFFIX}"),
+            size_bytes=held.copy.size_bytes,
+            source=held.copy,
+            source_path=source_path,
+            passed_over=tuple(passed_over),
+        )
+        return found, ()
+    return None, tuple(passed_over)
+
+
+def _write(target: Path, rank: int, reading: ShardReading, on_bytes: Callable[[int], None]) -> None:
+    shard, manifest = f"rank{rank}{SHARD_SUFFIX}", f"rank{rank}{MANIFEST_SUFFIX}"
+    lines = b"".join((reading.manifest_bytes, b"\n", manifests.digest(reading.manifest_bytes).encode(), b"\n"))
+    folder = FolderStorage(target)
+    try:
+        folder.remove([manifest])  # of what is overwritten: a manifest always describes the shard beside it
+        folder.write(shard, _verified(reading, on_bytes), reading.manifest.payload_bytes)
+        folder.write(manifest, [lines], len(lines))
+    except OSError as error:
+        raise ConfigurationError(
+            f"{target / shard} cannot be written: {error.strerror}.", hint="choose a folder that you may write to"
+        ) from error
+
+
+def _verified(reading: ShardReading, on_bytes: Callable[[int], None]) -> Iterator[memoryview]:
+    try:
+        for chunk in reading.verified_chunks():
+            on_bytes(len(chunk))
+            yield chunk
+    except OSError as error:
+        raise CorruptShard(f"It cannot be read: {error.strerror}.") from error
+
+
+def _check_free(target: Path, world_size: int) -> None:
+    names = (f"rank{rank}{suffix}" for rank in range(world_size) for suffix in (SHARD_SUFFIX, MANIFEST_SUFFIX))
+    present = [name for name in names if (target / name).exists()]
+    if present:
+        raise Conflict(
+            f"{target} already has {', '.join(present[:4])}{' and others' if len(present) > 4 else ''}.",
+            hint="choose another folder, or overwrite them with --force",
+        )
+
+
+def _check_complete(inventory: Inventory, listing: StepListing, failed: dict[int, str]) -> None:
+    if failed:
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(failed.items()))
+        raise RestoreFailed(
+            f"Step {listing.step} (generation {listing.generation}) of {inventory.job} is not complete: {reasons}.",
+            hint="choose a complete step (flyball ckpt ls), or name more places with --state-dir or --dir",
+        )

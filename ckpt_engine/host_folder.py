@@ -1,0 +1,74 @@
+"""What a host's state folder says about its jobs, read without an engine: their last orders, and by their names the
+segments that are left."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flyball.contracts import wire
+from flyball.contracts.engine_wire import ENGINE_PID_FILE, Configure
+from flyball.contracts.errors import InvalidMessage
+from flyball.contracts.segments import parse_segment, shm_prefix
+
+JOBS_FOLDER = "engine-jobs"
+_MAX_DEPTH = 3  # from the root of all state folders: jobs/NAME/host
+
+
+@dataclass(frozen=True, slots=True)
+class HostFolder:
+    """One host as its state folder shows it."""
+
+    path: Path
+    prefix: str  # of its segments
+    configures: dict[str, Configure] = field(default_factory=dict)  # by job
+    unreadable: dict[str, str] = field(default_factory=dict)  # file -> reason
+    segment_jobs: frozenset[str] = frozenset()
+
+    @property
+    def jobs(self) -> set[str]:
+        return set(self.configures) | self.segment_jobs
+
+    @property
+    def changed_at(self) -> float:
+        """When a generation last began here, as a wall time."""
+        try:
+            return (self.path / JOBS_FOLDER).stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def host_id(self, job: str) -> str:
+        """As the host's last orders named it; without them the folder's name."""
+        known = self.configures.get(job) or next(iter(self.configures.values()), None)
+        return known.host_id if known else self.path.name
+
+
+def find_host_folders(root: Path, shm_dir: str) -> list[HostFolder]:
+    """The host folders at or below `root`, which may be a host's, a run's, the demo's, or the root of all."""
+    patterns = [
+        "/".join(["*"] * depth + [name]) for depth in range(_MAX_DEPTH + 1) for name in (JOBS_FOLDER, ENGINE_PID_FILE)
+    ]
+    found = {path.parent for pattern in patterns for path in root.glob(pattern)}
+    return [read_host_folder(path, shm_dir) for path in sorted(found)]
+
+
+def read_host_folder(path: Path, shm_dir: str) -> HostFolder:
+    """Read what the engine keeps there; nothing is made or locked."""
+    prefix = shm_prefix(str(path.resolve()), shm_dir)
+    configures: dict[str, Configure] = {}
+    unreadable: dict[str, str] = {}
+    for file in sorted((path / JOBS_FOLDER).glob("*.json")):
+        try:
+            configure = wire.decode(file.read_bytes(), Configure)
+        except (OSError, InvalidMessage) as error:
+            unreadable[str(file)] = getattr(error, "message", str(error))
+        else:
+            configures[configure.placement.job] = configure
+    return HostFolder(path, prefix, configures, unreadable, frozenset(_segment_jobs(prefix)))
+
+
+def _segment_jobs(prefix: str) -> set[str]:
+    folder, name = os.path.split(prefix)
+    found = (parse_segment(prefix, path.name) for path in Path(folder).glob(f"{name}.*"))
+    return {segment.job for segment in found if segment is not None}

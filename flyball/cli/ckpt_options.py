@@ -1,0 +1,64 @@
+"""Options and arguments that the commands of `flyball ckpt` share."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Annotated
+
+import structlog
+import typer
+
+from flyball.contracts.checkpoints import Tier
+from flyball.contracts.errors import UsageError
+
+if TYPE_CHECKING:
+    from flyball.cli.ckpt_places import JobCopies
+
+LATEST = "latest"
+
+StateDir = Annotated[
+    str, typer.Option("--state-dir", help="state folder of a host or run (default: all runs of this machine)")
+]
+Folders = Annotated[
+    list[str] | None,
+    typer.Option("--dir", help="a disk or persistent folder, or s3://bucket/prefix; may be given several times"),
+]
+JobName = Annotated[str, typer.Option("--job", help="which job, where there are several")]
+StepName = Annotated[str, typer.Argument(metavar="STEP", help=f"a step, or `{LATEST}`: the newest recovery point")]
+Generation = Annotated[
+    int | None, typer.Option("--generation", min=0, help="which one, if several generations saved the step")
+]
+
+TierName = Annotated[Tier | None, typer.Option("--tier", help="only this tier: disk or persistent")]
+
+
+def look(state_dir: str, folders: list[str] | None, job: str) -> JobCopies:
+    """The copies that the options name. Raises what `find_copies` does."""
+    from flyball.cli.ckpt_places import find_copies
+
+    # What the tiers log is for an engine's log; a person is told by the inventory.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    return find_copies(os.environ, state_dir=state_dir, folders=folders or (), job=job)
+
+
+def parse_step(text: str) -> int | None:
+    """None for the newest recovery point. Raises UsageError."""
+    if text == LATEST:
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise UsageError(f"{text!r} is not a step.", hint=f"give a number, or `{LATEST}` for the newest recovery point")
+    return int(text)
+
+
+def storage_tiers(tier: Tier | None) -> Collection[Tier]:
+    """Those whose steps can be removed and pinned, or the one that is named. Raises UsageError for memory."""
+    from ckpt_engine.remove_steps import REMOVABLE
+
+    if tier is not None and tier not in REMOVABLE:
+        raise UsageError(
+            f"Single steps cannot be taken from the {tier} tier: its slots are written in turn.",
+            hint="choose --tier disk or --tier persistent",
+        )
+    return REMOVABLE if tier is None else (tier,)

@@ -1,0 +1,135 @@
+"""Where `flyball ckpt` finds copies: the state folders of hosts, and folders of disk and persistent tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ckpt_engine.copy_places import Ignored, Place, SlotPlace, StoragePlace
+from ckpt_engine.host_folder import HostFolder, find_host_folders
+from ckpt_engine.inventory import Inventory
+from ckpt_engine.settings import EngineSettings, load_settings
+from ckpt_engine.tier_folders import TierFolder, find_in_folder, find_in_store
+from ckpt_engine.tiers.opening import open_storage
+from flyball.cli.output import say
+from flyball.cli.places import state_root
+from flyball.contracts.checkpoints import Tier
+from flyball.contracts.engine_wire import Configure
+from flyball.contracts.errors import ConfigurationError, NotFound, UsageError
+from flyball.contracts.identity import check_name
+from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE
+
+MAX_STORE_RETRY_S = 10.0  # a person waits for it
+
+
+@dataclass(frozen=True)
+class JobCopies:
+    """A job's inventory, and what the hosts that were looked at know of the job."""
+
+    inventory: Inventory
+    hosts: tuple[HostFolder, ...]
+
+    @property
+    def job(self) -> str:
+        return self.inventory.job
+
+    @property
+    def configure(self) -> Configure | None:
+        """The newest generation that any of the hosts knows."""
+        known = [c for host in self.hosts if (c := host.configures.get(self.job)) is not None]
+        return max(known, key=lambda configure: configure.placement.generation, default=None)
+
+
+def find_copies(environ: Mapping[str, str], *, state_dir: str, folders: Sequence[str], job: str) -> JobCopies:
+    """Look where the options say: a state folder (of a host, a run, or the root of all), folders of tiers, or both;
+    without either, at all runs of this machine.
+
+    Raises NotFound if there is no job, UsageError if there are several and none is named, ConfigurationError for a
+    folder that cannot be read.
+    """
+    if job:
+        check_name("The job", job)
+    hosts = [] if folders and not state_dir else _hosts(Path(state_dir) if state_dir else state_root(environ), environ)
+    settings = load_settings(environ)
+    settings = msgspec.structs.replace(settings, store_retry_s=min(settings.store_retry_s, MAX_STORE_RETRY_S))
+    tier_folders = [found for folder in folders for found in _tier_folders(folder, settings)]
+    name = _choose_job(job, hosts, tier_folders, looked_in=[*([state_dir] if state_dir else []), *folders])
+    here = _one_run([host for host in hosts if name in host.jobs], name)
+    known = JobCopies(Inventory(name, ()), tuple(here)).configure
+    places = [place for host in here for place in _host_places(host, name, settings)]
+    places += [_storage_place(found, settings) for found in tier_folders if found.job == name]
+    inventory = Inventory(name, _unique(places), lineage=known.placement.lineage if known else ())
+    inventory.ignored += [Ignored(file, why) for host in hosts for file, why in host.unreadable.items()]
+    return JobCopies(inventory, tuple(here))
+
+
+def _hosts(root: Path, environ: Mapping[str, str]) -> list[HostFolder]:
+    if not root.is_dir():
+        raise NotFound(
+            f"There is no state folder {root}.",
+            hint="give that of `flyball run` or `flyball host` with --state-dir, or a checkpoint folder with --dir",
+        )
+    try:
+        list(root.iterdir())
+        return find_host_folders(root, environ.get(SHM_DIR_VARIABLE) or DEFAULT_SHM_DIR)
+    except PermissionError as error:
+        raise ConfigurationError(
+            f"{error.filename} cannot be read: {error.strerror}.", hint="run this as the user whose job it is"
+        ) from error
+
+
+def _choose_job(job: str, hosts: list[HostFolder], folders: list[TierFolder], *, looked_in: list[str]) -> str:
+    names = sorted({name for host in hosts for name in host.jobs} | {found.job for found in folders})
+    if job in names:
+        return job
+    where = f" in {', '.join(looked_in)}" if looked_in else " on this machine"
+    if job or not names:
+        raise NotFound(
+            f"No checkpoints of {f'job {job}' if job else 'any job'} are known{where}."
+            + (f" Known are {', '.join(names)}." if names else ""),
+            hint="name a state folder with --state-dir DIR, or a disk or persistent folder with --dir DIR",
+        )
+    if len(names) > 1:
+        raise UsageError(f"There are checkpoints of several jobs: {', '.join(names)}.", hint="choose with --job NAME")
+    return names[0]
+
+
+def _one_run(hosts: list[HostFolder], job: str) -> list[HostFolder]:
+    """The hosts of the newest run, where several runs of a job by this name left their state."""
+    if len({host.host_id(job) for host in hosts}) == len(hosts):
+        return hosts
+    newest = max(hosts, key=lambda host: host.changed_at)
+    say(f"several runs of {job} left their state; this is the newest, {newest.path} (--state-dir DIR: another)")
+    return [host for host in hosts if host is newest or host.path.parent == newest.path.parent]
+
+
+def _host_places(host: HostFolder, job: str, settings: EngineSettings) -> list[Place]:
+    host_id = host.host_id(job)
+    places: list[Place] = [SlotPlace(tier, host.prefix, job, host_id) for tier in (Tier.MEMORY, Tier.PEER)]
+    configure = host.configures.get(job)
+    if configure is not None and configure.spec.disk_dir:
+        found = TierFolder(f"{configure.spec.disk_dir}/{host_id}", job, Tier.DISK, host_id)
+        places.append(_storage_place(found, settings))
+    if configure is not None and configure.spec.persistent_dir:
+        found = TierFolder(configure.spec.persistent_dir, job, Tier.PERSISTENT, "")
+        places.append(_storage_place(found, settings))
+    return places
+
+
+def _tier_folders(location: str, settings: EngineSettings) -> list[TierFolder]:
+    if "://" in location:
+        return find_in_store(open_storage(location, settings))
+    return find_in_folder(Path(location))
+
+
+def _storage_place(found: TierFolder, settings: EngineSettings) -> StoragePlace:
+    storage = open_storage(f"{found.root.rstrip('/')}/{found.job}", settings)
+    return StoragePlace(storage, tier=found.tier, job=found.job, host_id=found.host_id)
+
+
+def _unique(places: Sequence[Place]) -> list[Place]:
+    """One of each: all hosts name the same persistent folder, and --dir may name it again."""
+    return list({(place.tier, place.where): place for place in places}.values())

@@ -1,0 +1,26 @@
+"""A bar for long work, on stderr and only on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+
+@contextmanager
+def bytes_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar that advances by the bytes that the function which it gives is called with, from any thread."""
+    console = Console(file=sys.stderr)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total_bytes)
+        yield lambda size_bytes: progress.advance(task, size_bytes)

@@ -1,0 +1,179 @@
+"""Checkpoints as a job leaves them on hosts, made through the tiers themselves, and the command line beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+from safetensors.numpy import save
+
+from ckpt_engine import manifest as manifests
+from ckpt_engine.manifest import Manifest
+from ckpt_engine.slots import RankSegments
+from ckpt_engine.tiers.folder import FolderStorage
+from ckpt_engine.tiers.shard_store import ShardStore
+from flyball.cli.main import run_cli
+from flyball.contracts import wire
+from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry, Tier
+from flyball.contracts.cluster import HostRanks, Placement
+from flyball.contracts.engine_wire import Configure
+from flyball.contracts.identity import Fence
+from flyball.contracts.segments import rank_segment, replica_segment, shm_prefix
+
+JOB = "job"
+CHUNK_BYTES = 1 << 16
+FROM_SCRATCH = (LineageEntry(1),)
+
+
+def shard(step: int, rank: int, *, generation: int = 1, world_size: int = 2) -> tuple[Manifest, bytes, bytes]:
+    """(manifest, its bytes, the safetensors file)."""
+    values = np.random.default_rng([generation, step, rank]).random((200, 300), dtype=np.float32)
+    payload = save({"model.weight": values, "step": np.array([step])}, {"step": str(step)})
+    manifest = manifests.describe(
+        memoryview(payload),
+        job=JOB,
+        generation=generation,
+        step=step,
+        rank=rank,
+        world_size=world_size,
+        code_version="test",
+        chunk_bytes=CHUNK_BYTES,
+    )
+    return manifest, manifests.encode(manifest), payload
+
+
+class Site:
+    """Hosts of one job on this machine: their state folders, shared memory, disks and a store."""
+
+    def __init__(self, root: Path, hosts: Sequence[str] = ("host-a", "host-b")) -> None:
+        self.root = root
+        self.hosts = tuple(hosts)
+        self.state = root / "state"
+        self.shm = root / "shm"
+        self.shm.mkdir(parents=True)
+        self.spec = CheckpointSpec(
+            disk_dir=str(root / "disk"),
+            disk_every_steps=1,
+            persistent_dir=str(root / "store"),
+            persistent_every_steps=1,
+        )
+        self.configure()
+
+    def configure(self, lineage: Lineage = FROM_SCRATCH) -> None:
+        """What engines keep of the daemon's order that began a generation."""
+        placement = Placement(
+            job=JOB,
+            generation=lineage[-1].generation,
+            world_size=len(self.hosts),
+            hosts=tuple(
+                HostRanks(host, "127.0.0.1", f"127.0.0.1:{7000 + rank}", (rank,))
+                for rank, host in enumerate(self.hosts)
+            ),
+            master_address="127.0.0.1",
+            master_port=1,
+            peers={host: (self.hosts[rank - 1],) for rank, host in enumerate(self.hosts)},
+            lineage=lineage,
+            restore=None,
+        )
+        for host in self.hosts:
+            folder = self.state / host / "engine-jobs"
+            folder.mkdir(parents=True, exist_ok=True)
+            order = Configure(fence=Fence(1, placement.generation), host_id=host, placement=placement, spec=self.spec)
+            (folder / f"{JOB}.json").write_bytes(wire.encode(order))
+
+    def prefix(self, host: str) -> str:
+        return shm_prefix(str((self.state / host).resolve()), str(self.shm))
+
+    def put_memory(self, step: int, *, generation: int = 1) -> None:
+        """Every rank's slot on its own host."""
+        for rank, host in enumerate(self.hosts):
+            self._put_slot(rank_segment(self.prefix(host), JOB, rank), step, rank, generation)
+
+    def put_replicas(self, step: int, *, generation: int = 1) -> None:
+        """Every rank's replica on the host before its own."""
+        for rank in range(len(self.hosts)):
+            base = replica_segment(self.prefix(self.hosts[rank - 1]), JOB, rank)
+            self._put_slot(base, step, rank, generation)
+
+    def put_disk(self, step: int, *, generation: int = 1, ranks: Sequence[int] | None = None) -> None:
+        """Every rank's shard on its own host's disk."""
+        for rank in range(len(self.hosts)) if ranks is None else ranks:
+            manifest, data, payload = shard(step, rank, generation=generation, world_size=len(self.hosts))
+            self.disk(self.hosts[rank]).write(manifest, data, memoryview(payload))
+
+    def put_store(self, step: int, *, generation: int = 1, seal: bool = True) -> None:
+        """Every rank's shard in the store, and the world manifest."""
+        store = self.store()
+        for rank in range(len(self.hosts)):
+            manifest, data, payload = shard(step, rank, generation=generation, world_size=len(self.hosts))
+            store.write(manifest, data, memoryview(payload))
+        if seal:
+            store.seal(generation, step, len(self.hosts))
+
+    def disk(self, host: str) -> ShardStore:
+        storage = FolderStorage(self.root / "disk" / host / JOB)
+        return ShardStore(storage, tier=Tier.DISK, job=JOB, host_id=host)
+
+    def store(self) -> ShardStore:
+        return ShardStore(FolderStorage(self.root / "store" / JOB), tier=Tier.PERSISTENT, job=JOB, host_id="")
+
+    def _put_slot(self, base: str, step: int, rank: int, generation: int) -> None:
+        _, data, payload = shard(step, rank, generation=generation, world_size=len(self.hosts))
+        segments = RankSegments.open(base, create=True)
+        try:
+            segments.begin_write(step % 2, generation, step, len(payload))[:] = payload
+            segments.mark_captured(step % 2)
+            assert segments.commit(segments.control.slot(step % 2), data)
+        finally:
+            segments.close()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Where the command line finds this site and no other."""
+        base = {k: v for k, v in os.environ.items() if not k.startswith(("FLYBALL_", "PET_"))}
+        return base | {"FLYBALL_STATE_DIR": str(self.state), "FLYBALL_SHM_DIR": str(self.shm)}
+
+    def run(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        """`flyball ckpt` with these arguments."""
+        return subprocess.run(
+            [sys.executable, "-m", "flyball.cli.main", "ckpt", *arguments],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=self.root,
+            env=self.environment | environ,
+        )
+
+    def call(self, *arguments: str) -> tuple[int, str, str]:
+        """The same within this process, for the sake of time: (exit code, stdout, stderr)."""
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.chdir(self.root),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            for name, value in self.environment.items():
+                patch.setenv(name, value)
+            try:
+                code = run_cli(["ckpt", *arguments])
+            finally:
+                structlog.reset_defaults()
+        return code, out.getvalue(), err.getvalue()
+
+    def json(self, *arguments: str, code: int = 0) -> Any:  # noqa: ANN401 - JSON
+        """What a command prints with `-o json`, by `call`."""
+        found, out, err = self.call(*arguments, "-o", "json")
+        assert found == code, (out, err)
+        return json.loads(out)

@@ -1,0 +1,354 @@
+"""`flyball ckpt` over checkpoints that lie in real shared memory, folders and a store."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ckpt_sites import CHUNK_BYTES, JOB, Site, shard
+from safetensors import safe_open
+
+from ckpt_engine.slots import RankSegments
+from flyball.contracts import wire
+from flyball.contracts.checkpoints import LineageEntry
+from flyball.contracts.segments import CONTROL_SUFFIX, rank_segment
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0xFF]))
+
+
+def put_in(site: Site, tier: str, step: int) -> None:
+    {"memory": site.put_memory, "peer": site.put_replicas, "disk": site.put_disk, "persistent": site.put_store}[tier](
+        step
+    )
+
+
+def states(listed: dict[str, object]) -> list[tuple[int, bool, bool]]:
+    return [(s["step"], s["complete"], s["recovery_point"]) for s in listed["steps"]]  # type: ignore[attr-defined]
+
+
+def test_ls_lists_every_tier_and_marks_the_recovery_point(site: Site) -> None:
+    site.put_memory(10)
+    site.put_memory(11)
+    site.put_replicas(11)
+    site.put_disk(8)
+    site.put_disk(12, ranks=[1])
+    site.put_store(4)
+    site.put_store(9, seal=False)
+    listed = site.json("ls")
+    assert (listed["job"], listed["recovery_point"], listed["recovery_generation"]) == (JOB, 11, 1)
+    assert states(listed) == [
+        (12, False, False),
+        (11, True, True),
+        (10, True, False),
+        (9, False, False),  # no world manifest
+        (8, True, False),
+        (4, True, False),
+    ]
+    tiers = {s["step"]: [(t["tier"], t["ranks"], t["hosts"], t["counts"]) for t in s["tiers"]] for s in listed["steps"]}
+    assert tiers[11] == [("memory", [0, 1], ["host-a", "host-b"], True), ("peer", [0, 1], ["host-a", "host-b"], True)]
+    assert tiers[12] == [("disk", [1], ["host-b"], True)]
+    assert tiers[9] == [("persistent", [0, 1], [], False)]
+    assert listed["steps"][0]["missing_ranks"] == [0]
+    assert listed["steps"][1]["size_bytes"] == sum(len(shard(11, rank)[2]) for rank in (0, 1))
+    assert {p["tier"] for p in listed["places"]} == {"memory", "peer", "disk", "persistent"}
+    table = site.run("ls", COLUMNS="80").stdout
+    assert "recovery point" in table
+    assert "lacks rank 0" in table
+    assert "2/2 unsealed" in table
+    assert max(map(len, table.splitlines())) <= 80
+
+
+def test_a_folder_alone_is_enough(site: Site) -> None:
+    site.put_disk(8)
+    site.put_store(4)
+    by_folder = {
+        "disk": (8, "disk"),
+        "store": (4, "persistent"),
+        "disk/host-a": (None, "disk"),
+        f"store/{JOB}": (4, "persistent"),
+    }
+    for folder, (point, tier) in by_folder.items():
+        listed = site.json("ls", "--dir", folder)
+        assert (listed["recovery_point"], listed["steps"][0]["tiers"][0]["tier"]) == (point, tier)
+    both = site.json("ls", "--dir", "disk", "--dir", "store")
+    assert [s["step"] for s in both["steps"]] == [8, 4]
+
+
+def test_steps_that_a_restart_gave_up_are_shown_on_demand(site: Site) -> None:
+    site.put_disk(5)
+    site.put_disk(9)
+    site.put_disk(6, generation=2)
+    site.configure((LineageEntry(1, 5), LineageEntry(2)))
+    assert states(site.json("ls")) == [(6, True, True), (5, True, False)]
+    everything = site.json("ls", "--all")
+    assert [(s["step"], s["alive"]) for s in everything["steps"]] == [(6, True), (5, True), (9, False)]
+    assert everything["lineage"] == [{"generation": 1, "upto_step": 5}, {"generation": 2, "upto_step": None}]
+    inferred = site.json("ls", "--dir", "disk", "--all")  # nobody has recorded it here
+    assert [(s["step"], s["alive"]) for s in inferred["steps"]] == [(6, True), (5, True), (9, False)]
+
+
+def test_show_describes_the_manifests_and_the_tensors(site: Site) -> None:
+    site.put_memory(10)
+    site.put_disk(10)
+    shown = site.json("show", "latest", "--tensors")
+    assert [(s["rank"], s["tier"], s["host_id"]) for s in shown["shards"]] == [
+        (0, "memory", "host-a"),
+        (0, "disk", "host-a"),
+        (1, "memory", "host-b"),
+        (1, "disk", "host-b"),
+    ]
+    first = shown["shards"][1]
+    manifest, _, payload = shard(10, 0)
+    assert first["path"] == str(site.root / "disk" / "host-a" / JOB / "g1" / "step10" / "rank0.safetensors")
+    assert Path(first["path"]).read_bytes() == payload
+    assert (first["size_bytes"], first["manifest"]["chunks"]) == (len(payload), -(-len(payload) // CHUNK_BYTES))
+    assert {t["fqn"]: t["global_shape"] for t in first["manifest"]["tensors"]} == {
+        "model.weight": [200, 300],
+        "step": [1],
+    }
+    assert first["manifest"]["tensors"] == json.loads(wire.encode(manifest.tensors))
+    table = site.run("show", "10", "--tensors", "--rank", "1", COLUMNS="80").stdout
+    assert "model.weight" in table
+    assert "200x300" in table
+    assert "host-a" not in table
+
+
+@pytest.mark.parametrize("tier", ["memory", "peer", "disk", "persistent"])
+def test_a_flipped_byte_is_found_in_every_tier_and_passed_over(site: Site, tier: str) -> None:
+    site.put_store(10)
+    if tier != "persistent":
+        put_in(site, tier, 10)
+    good = site.json("verify")
+    assert (good["bad"], good["gone"], good["good"]) == (0, 0, len(good["copies"]))
+    assert [(s["step"], s["missing_ranks"], s["problems"]) for s in good["steps"]] == [(10, [], [])]
+    wrong = next(c for c in good["copies"] if (c["copy"]["tier"], c["copy"]["rank"]) == (tier, 1))
+    flip(Path(wrong["path"]), 2 * CHUNK_BYTES + 5)
+    found = site.json("verify", "--all", code=21)
+    assert [(c["path"], c["verdict"], c["bad_chunks"]) for c in found["copies"] if c["verdict"] != "good"] == [
+        (wrong["path"], "bad", [2])
+    ]
+    told = site.run("verify", COLUMNS="120")
+    assert told.returncode == 21
+    assert wrong["path"] in told.stderr
+    assert "chunk 2 of 4" in told.stdout
+    if tier == "persistent":  # that was the only copy
+        assert "another copy of this rank" in " ".join(told.stdout.split())
+        refused = site.run("restore", "10", "--to", "out")
+        assert refused.returncode == 23
+        assert "rank 1: " in refused.stderr
+        assert "does not match its checksum" in refused.stderr
+        return
+    restored = site.json("restore", "10", "--to", "out")
+    assert [s["source"]["tier"] for s in restored["shards"]] == [tier, "persistent"]
+    assert [p["path"] for p in restored["shards"][1]["passed_over"]] == [wrong["path"]]
+    assert (site.root / "out" / "rank1.safetensors").read_bytes() == shard(10, 1)[2]
+
+
+def test_truncated_shards_and_broken_manifests_are_named(site: Site) -> None:
+    site.put_disk(4)
+    site.put_disk(8)
+    folder = site.root / "disk" / "host-b" / JOB / "g1"
+    os.truncate(folder / "step8" / "rank1.safetensors", 1000)
+    flip(folder / "step4" / "rank1.manifest", 20)
+    listed = site.json("ls")
+    assert states(listed) == [(8, False, False), (4, False, False)]
+    assert sorted(i["where"] for i in listed["ignored"]) == [
+        str(folder / f"step{s}" / "rank1.manifest") for s in (4, 8)
+    ]
+    assert any("1000 bytes" in i["reason"] for i in listed["ignored"])
+    assert site.json("verify", "--all", code=21)["good"] == 2
+    assert site.json("verify", "8", code=21)["ignored"][0]["where"].endswith("step8/rank1.manifest")
+    site.json("rm", "8", "--yes")  # the rest of it is of no use
+    assert not (folder / "step8").exists()
+
+
+def test_restore_writes_what_safetensors_reads(site: Site) -> None:
+    site.put_disk(10)
+    restored = site.json("restore", "latest", "--to", "deep/out")
+    out = site.root / "deep" / "out"
+    assert sorted(p.name for p in out.iterdir()) == sorted(
+        f"rank{rank}{suffix}" for rank in (0, 1) for suffix in (".safetensors", ".manifest")
+    )
+    for rank, entry in enumerate(restored["shards"]):
+        assert entry["source_path"] == str(site.root / f"disk/host-{'ab'[rank]}/{JOB}/g1/step10/rank{rank}.safetensors")
+        with safe_open(entry["path"] if Path(entry["path"]).is_absolute() else site.root / entry["path"], "np") as file:
+            values = np.random.default_rng([1, 10, rank]).random((200, 300), dtype=np.float32)
+            assert np.array_equal(file.get_tensor("model.weight"), values)
+        data = (out / f"rank{rank}.manifest").read_bytes()
+        assert data.startswith(shard(10, rank)[1])
+    assert {stat.S_IMODE(p.stat().st_mode) for p in out.iterdir()} == {0o600}
+
+    again = site.run("restore", "10", "--to", "deep/out")
+    assert again.returncode == 16
+    assert "already has rank0.safetensors" in again.stderr
+    (out / "rank0.safetensors").write_bytes(b"old")
+    assert site.run("restore", "10", "--to", "deep/out", "--force").returncode == 0
+    assert (out / "rank0.safetensors").read_bytes() == shard(10, 0)[2]
+
+
+def test_an_incomplete_step_is_refused_with_the_reason_per_rank(site: Site) -> None:
+    site.put_disk(10, ranks=[0])
+    refused = site.run("restore", "10", "--to", "out")
+    assert refused.returncode == 23
+    assert "rank 1: no copy" in refused.stderr
+    assert not (site.root / "out").exists()
+    nothing = site.run("restore", "latest", "--to", "out")
+    assert (nothing.returncode, "No step of job has a copy of every rank" in nothing.stderr) == (8, True)
+    assert site.run("verify", "10").returncode == 23
+
+
+def test_rm_keeps_what_is_needed_and_what_is_pinned(site: Site) -> None:
+    for step in (2, 4, 8):
+        site.put_disk(step)
+    site.put_store(4)
+    site.put_memory(10)
+    site.json("pin", "2")
+    assert [s["step"] for s in site.json("ls")["steps"] if s["pinned"]] == [2]
+    for step, why in ((2, "pinned"), (8, "outlives the hosts' memory")):
+        refused = site.run("rm", str(step), "--yes")
+        assert (refused.returncode, why in refused.stderr) == (16, True)
+    asked = site.run("rm", "4")
+    assert (asked.returncode, "--yes" in asked.stderr) == (2, True)
+    removed = site.json("rm", "4", "--tier", "disk", "--yes")
+    assert [(r["step"], r["rank"], r["tier"]) for r in removed["removed"]] == [(4, 0, "disk"), (4, 1, "disk")]
+    rest = site.json("rm", "--all", "--yes")
+    assert [(s["step"], s["why"]) for s in rest["stays"]] == [(2, "pinned"), (8, "durable_point")]
+    assert [s["step"] for s in site.json("ls")["steps"]] == [10, 8, 2]
+    assert not (site.root / "store" / JOB / "g1").exists()
+    site.json("unpin", "2")
+    assert site.run("rm", "2", "8", "--force", "--yes").returncode == 0
+    assert [s["step"] for s in site.json("ls")["steps"]] == [10]
+    assert site.run("rm", "10", "--yes").returncode == 8  # memory is freed as a whole
+
+
+def test_memory_is_freed_only_when_nobody_uses_it(site: Site) -> None:
+    site.put_disk(8)
+    site.put_memory(8)
+    base = rank_segment(site.prefix("host-b"), JOB, 1)
+    user = RankSegments.open(base)
+    try:
+        refused = site.run("rm", "--memory", "--yes")
+        assert (refused.returncode, "in use" in refused.stderr) == (16, True)
+        assert Path(base + CONTROL_SUFFIX).exists()
+    finally:
+        user.close()
+    site.put_memory(9)
+    refused = site.run("rm", "--memory", "--yes")
+    assert (refused.returncode, "step 9, is in memory only" in refused.stderr) == (16, True)
+    freed = site.json("rm", "--memory", "--yes", "--force")
+    assert [m["host_id"] for m in freed["removed_memory"]] == ["host-b"] or len(freed["removed_memory"]) == 2
+    assert list(site.shm.iterdir()) == []
+    assert site.json("ls")["recovery_point"] == 8
+
+
+def test_plan_names_sources_and_what_a_lost_host_costs(site: Site) -> None:
+    site.put_memory(11)
+    site.put_replicas(11)
+    site.put_disk(8)
+    plan = site.json("plan", "latest", "--lost", "host-b")
+    assert (plan["step"], plan["restorable"]) == (11, True)
+    first, second = plan["shards"]
+    assert [(s["origin"], s["copy"]["host_id"]) for s in first["sources"]] == [("local_slot", "host-a")]
+    assert [(s["origin"], s["copy"]["host_id"]) for s in second["sources"]] == [("remote_memory", "host-a")]
+    assert [(u["copy"]["host_id"], u["reason"]) for u in second["unusable"]] == [("host-b", "lost_host")]
+    assert second["host_id"] == ""
+    assert 0 < plan["seconds"] < 1
+
+    lost = site.json("plan", "8", "--lost", "host-a", code=23)
+    assert (lost["restorable"], lost["shards"][0]["reason"]) == (False, "lost_host")
+    told = site.run("plan", "8", "--lost", "host-a", COLUMNS="80")
+    assert "only on lost hosts" in told.stdout
+    assert "no usable copy of ranks 0" in told.stderr
+    unknown = site.run("plan", "8", "--lost", "host-x")
+    assert (unknown.returncode, "host-a, host-b" in unknown.stderr) == (8, True)
+
+
+def test_hostile_folders_are_no_danger(site: Site) -> None:
+    site.put_disk(8)
+    site.put_memory(8)
+    folder = site.root / "disk" / "host-a" / JOB
+    (folder / "g1" / "step9").mkdir()
+    (folder / "g1" / "step9" / "rank0.manifest").mkdir()
+    (folder / "g1" / "step9" / "rank1.manifest").write_bytes(os.urandom(4096))
+    (folder / "g1" / ("step" + "9" * 60)).mkdir()
+    (folder / "g1" / ("step" + "9" * 60) / "rank0.manifest").write_bytes(b"{}")
+    (folder / "g1" / "step7").mkdir()
+    os.mkfifo(folder / "g1" / "step7" / "rank0.manifest")
+    (folder / "g1" / "step6").symlink_to("/")
+    (folder / "loop").symlink_to(folder)
+    huge = folder / "g1" / "step5" / "rank0.manifest"
+    huge.parent.mkdir()
+    with huge.open("wb") as file:
+        file.truncate(1 << 40)  # a hole
+    (site.state / "host-a" / "engine-jobs" / "other.json").write_bytes(b"\xff" * 1000)
+    prefix = Path(site.prefix("host-a"))
+    (site.shm / f"{prefix.name}.{JOB}.r7{CONTROL_SUFFIX}").write_bytes(b"nonsense")
+    (site.shm / f"{prefix.name}.{JOB}.r8{CONTROL_SUFFIX}").mkdir()
+    listed = site.json("ls", "--all")
+    assert [(s["step"], s["complete"]) for s in listed["steps"]] == [(8, True)]
+    named = " ".join(i["where"] for i in listed["ignored"])
+    for part in ("step9/rank1.manifest", "step5/rank0.manifest", "other.json", f"{JOB}.r7", f"{JOB}.r8"):
+        assert part in named
+    site.json("verify")
+    site.json("verify", "--all", code=21)
+    site.json("restore", "latest", "--to", "out")
+
+
+def test_nothing_to_see_is_said_with_the_next_step(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for arguments in (["--state-dir", "empty"], ["--dir", "empty"], ["--dir", "missing"], ["--job", "other"]):
+        done = site.run("ls", *arguments)
+        assert done.returncode == 8
+        assert "Next step: " in done.stderr
+    listed = site.json("ls")  # a job without a checkpoint
+    assert (listed["recovery_point"], listed["steps"]) == (None, [])
+    assert site.run("ls").stdout.startswith("Checkpoints of job")
+    assert site.run("show", "4").returncode == 8
+    assert site.run("show", "x").returncode == 2
+    assert site.run("show", "9" * 40).returncode == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_checkpoints_are_refused_by_name(site: Site) -> None:
+    site.put_disk(8)
+    for path in (site.root, *site.root.parents):
+        if path == Path("/tmp"):
+            break
+        path.chmod(0o755)
+    site.json("ls", "--dir", "disk")  # so that all modules are there: another user may not read them either
+    (site.root / "disk").chmod(0o700)
+    os.seteuid(65534)
+    try:
+        code, out, err = site.call("ls", "--dir", "disk")
+    finally:
+        os.seteuid(0)
+    assert (code, out) == (3, "")
+    assert f"{site.root / 'disk'} cannot be read: Permission denied" in err
+
+
+def test_several_jobs_and_several_runs(site: Site) -> None:
+    site.put_disk(8)
+    other = site.root / "disk" / "host-a" / "other" / "g1" / "step3"
+    other.mkdir(parents=True)
+    several = site.run("ls", "--dir", "disk")
+    assert (several.returncode, "job, other" in several.stderr) == (2, True)
+    assert site.json("ls", "--dir", "disk", "--job", JOB)["recovery_point"] == 8
+
+    runs = site.state / "jobs"
+    for name, mtime in (("old", 1_000), ("new", 2_000)):
+        shutil.copytree(site.state / "host-a", runs / name / "host")
+        os.utime(runs / name / "host" / "engine-jobs", (mtime, mtime))
+    done = site.run("ls", "--state-dir", str(runs))
+    assert (done.returncode, str(runs / "new" / "host") in done.stderr) == (0, True)
+    assert site.run("ls", "--state-dir", str(runs / "old")).stderr == ""
