@@ -15,7 +15,7 @@ from ckpt_engine.save_schedule import SaveSchedule
 from ckpt_engine.tier_schedule import TierSchedule
 from flyball.contracts.checkpoints import Tier
 
-MAX_ABANDONED = 8  # the newest; a rank has two slots, so no slot holds an older one
+MAX_ABANDONED = 8  # the newest; a rank has four slots at most, so no slot holds an older one
 
 
 class Coordinator:

@@ -11,6 +11,7 @@ import queue
 import threading
 
 from ckpt_engine import manifest as manifests
+from ckpt_engine.slot_rules import MIN_SLOTS
 from ckpt_engine.slots import RankSegments, SlotState, SlotView
 from flyball import __version__
 from flyball.contracts.errors import FlyballError
@@ -27,7 +28,7 @@ class LocalCommitter:
         self._identity = identity
         self._segments = segments
         self._neighbours: dict[int, RankSegments] = {identity.rank: segments}
-        self._queue: queue.Queue[SlotView | None] = queue.Queue(maxsize=2)  # one per slot
+        self._queue: queue.Queue[SlotView | None] = queue.Queue(maxsize=MIN_SLOTS)
         restored = identity.restore_step
         segments.control.begin_world(identity.generation, -1 if restored is None else restored)
         self._thread = threading.Thread(target=self._run, name="flyball-commit", daemon=True)
@@ -38,7 +39,9 @@ class LocalCommitter:
         return self._thread.is_alive()
 
     def captured(self, view: SlotView) -> None:
-        self._queue.put(view)  # never full: there are two slots, and one that waits here is not overwritten
+        self._queue.put(
+            view
+        )  # never full: without an engine two slots are used, and one that waits here is not overwritten
 
     def aborted(self, step: int, message: str) -> None:
         """Nobody to tell: the neighbours never see the step in this rank's slots."""

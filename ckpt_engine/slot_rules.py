@@ -59,7 +59,7 @@ def may_overwrite(
         return slot.generation < running  # of this generation: its writer is at work
     if not is_alive(slot.generation, slot.step, lineage):
         return True
-    if slot.generation == running and slot.step in held:
+    if slot.step in held:  # also the step that the generation began with; a step is alive in one generation only
         return False
     return slot.step < world_step or (slot.generation == running and slot.step in abandoned)
 

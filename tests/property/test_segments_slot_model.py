@@ -172,7 +172,7 @@ class World(RuleBasedStateMachine):
         """The coordinator names its world step, unless some rank has not answered for the one before."""
         tier %= self.slow_tiers
         step = self.coordinator.world_step
-        if not self.unanswered[tier] and step > max(self.named[tier], self.restored):
+        if not self.unanswered[tier] and step > self.named[tier]:  # also the step that the generation began with
             self.named[tier] = step
             self.unanswered[tier] = set(range(self.ranks))
             self._broadcast()
@@ -220,7 +220,7 @@ class World(RuleBasedStateMachine):
         world_step, abandoned, named = broadcast
         known_step, known_abandoned, known_named = self.known[rank]
         for tier, step in enumerate(named):  # held first: then the world step lets go of the slot
-            if step > known_named[tier] and self.own[rank].holds(self.generation, step):
+            if step > known_named[tier] and step in self.own[rank].restorable(self.lineage):
                 self.held[rank][tier] = step
         if world_step < known_step:
             world_step, abandoned = known_step, known_abandoned
@@ -325,7 +325,9 @@ class World(RuleBasedStateMachine):
     def what_a_slow_tier_writes_from_stays(self) -> None:
         for rank in range(self.ranks):
             for step in self._held(rank):
-                assert self.own[rank].holds(self.generation, step), "a slot was overwritten while a slow tier wrote it"
+                assert step in self.own[rank].restorable(self.lineage), (
+                    "a slot was overwritten while a slow tier wrote it"
+                )
 
 
 class ThreeRanks(World):

@@ -381,7 +381,8 @@ def test_a_step_that_a_disk_tier_is_about_to_copy_is_not_overwritten(segments: R
     lineage = (LineageEntry(1),)
     assert may_overwrite(slot, 9, lineage, ())
     assert not may_overwrite(slot, 9, lineage, (), held)
-    assert may_overwrite(slot, 9, (LineageEntry(1, 4), LineageEntry(2)), (), held)  # another generation's word
+    assert not may_overwrite(slot, 9, (LineageEntry(1, 4), LineageEntry(2)), (), held)  # what a generation began with
+    assert may_overwrite(slot, 9, (LineageEntry(1, 3), LineageEntry(2)), (), held)  # dead
     control.let_go(Tier.DISK, 3)
     assert segments.read_world().held == {0, 4}
     control.let_go(Tier.DISK, 4)
