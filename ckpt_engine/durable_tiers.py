@@ -131,6 +131,11 @@ class DurableTiers:
             newest[tier] = max(common, default=-1)
         return newest
 
+    def gave_up(self, tier: Tier, step: int) -> bool:
+        """Whether some local rank could not write the step, and will not try again."""
+        reports = [report for writer in self._writers if writer.tier is tier and (report := writer.report)]
+        return any(report.settled >= step and max(report.held, default=-1) < step for report in reports)
+
     def scan(self, deadline_s: float) -> None:
         """Look at the folders again, as far as the time allows; they may hang."""
         scans = [threading.Thread(target=_scan, args=(disk,), daemon=True) for disk in self.disks.values()]

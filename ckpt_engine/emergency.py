@@ -21,6 +21,7 @@ from flyball.contracts.fault_points import reach
 log = structlog.get_logger()
 
 _LOOK_AGAIN_S: Final = 0.1
+_SETTLE_S: Final = 0.001
 _MAX_SETTLE_S: Final = 2.0  # for what was captured last to become the world step; then the one before it is taken
 
 
@@ -41,7 +42,7 @@ def flush(
     missing, or behind the world step, was not reached in time.
     """
     began_s = time.monotonic()
-    settle_until_s = began_s + min(_MAX_SETTLE_S, (deadline_s - began_s) / 4)
+    settle_until_s = began_s + (min(_MAX_SETTLE_S, (deadline_s - began_s) / 4) if durable.disks else 0.0)
     while True:
         world = coordination.world.present
         now_s = time.monotonic()
@@ -49,7 +50,10 @@ def flush(
             if world.world_step >= 0:
                 reach("engine.flush")
                 coordination.want_flush(world.world_step)
-            if all(step >= world.world_step for step in durable.newest(generation.lineage).values()):
+            newest = durable.newest(generation.lineage)
+            if all(
+                step >= world.world_step or durable.gave_up(tier, world.world_step) for tier, step in newest.items()
+            ):
                 break
         if now_s >= deadline_s:
             log.warning("flush_cut_short", job=generation.job, step=world.world_step)
@@ -94,9 +98,17 @@ def arm(generation: Generation, memory: MemoryTier, step: int) -> tuple[bool, di
     return False, positions
 
 
-def disarm(generation: Generation, memory: MemoryTier) -> None:
-    """Take the emergency step back: ranks that are parked at it train on."""
+def disarm(generation: Generation, memory: MemoryTier) -> dict[int, int]:
+    """Take the emergency step back: ranks that are parked at it train on. Returns it by rank, for those ranks that had
+    not reached it and now will not save it."""
+    named: dict[int, int] = {}
     for rank in generation.local_ranks:
         with memory.using(rank) as entry:
             if entry is not None:
-                entry.segments.control.disarm()
+                control = entry.segments.control
+                step = control.emergency_step(generation.number)
+                control.disarm()
+                time.sleep(_SETTLE_S)  # as for `ControlSegment.arm`: a position read now is of before the rank's look
+                if control.position(generation.number) < step:
+                    named[rank] = step
+    return named

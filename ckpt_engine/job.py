@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import structlog
@@ -21,6 +21,7 @@ from ckpt_engine.pipeline import RankPipeline
 from ckpt_engine.replication import send_replica
 from ckpt_engine.restoring import Restoring
 from ckpt_engine.save_clock import SaveClock
+from ckpt_engine.save_schedule import is_due
 from ckpt_engine.slots import SegmentOptions
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.tiers.peer import PeerTier
@@ -158,7 +159,7 @@ class Job:
         services = self._services
         on_failure = partial(self._note_failure, generation)
         on_progress = partial(self._rank_progressed, coordination)
-        restore: Callable[[OpenSegments], None] | None = None
+        restore: Callable[[OpenSegments], bool] | None = None
         if generation.restore is not None:
             restoring = Restoring(
                 generation,
@@ -231,11 +232,23 @@ class Job:
 
     def arm(self, step: int) -> tuple[bool, dict[str, int]]:
         """Have the local ranks save and park at `step`. (armed, positions): not armed if some rank has passed it."""
-        return emergency.arm(self._any_generation(), self.memory, step)
+        generation = self._any_generation()
+        armed, positions = emergency.arm(generation, self.memory, step)
+        if not armed:
+            self._give_up_emergency(generation, {int(rank): step for rank in positions if positions[rank] >= step})
+        return armed, positions
 
     def disarm(self, generation_number: int) -> None:
         """Ranks that wait at an emergency step train on; those that have not reached it will not stop there."""
-        emergency.disarm(self._running(generation_number), self.memory)
+        generation = self._running(generation_number)
+        self._give_up_emergency(generation, emergency.disarm(generation, self.memory))
+
+    def _give_up_emergency(self, generation: Generation, steps: Mapping[int, int]) -> None:
+        """These ranks will not save these steps: said, so that ranks that have done so get their slots back."""
+        for rank, step in steps.items():
+            pipeline = self._pipelines.get(rank)
+            if pipeline is not None and not is_due(generation.configure.spec, step):
+                pipeline.fail(step, f"The emergency checkpoint at step {step} was given up.")
 
     def await_saved(self, generation_number: int, step: int, timeout_s: float) -> list[int]:
         """Wait until every local rank has committed, and replicated, `step`. Returns the ranks that have not."""

@@ -58,7 +58,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seal_timeout_s: Seconds = 30.0  # for a shared folder to show what all hosts wrote, before its world manifest
 
 
-_SECTIONS: Final = {"engine": EngineSettings, "checkpoint": CheckpointSpec}
+_SECTIONS: Final[Mapping[str, type[msgspec.Struct]]] = {"engine": EngineSettings, "checkpoint": CheckpointSpec}
 
 Config = Mapping[str, Mapping[str, object]]  # by section; NO_CONFIG: no file
 

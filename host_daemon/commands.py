@@ -15,6 +15,7 @@ from flyball.contracts.decisions import (
     CommandResult,
     CommandUpdate,
     EndJob,
+    FlushState,
     SaveEmergency,
     StartWorkers,
     StopWorkers,
@@ -168,13 +169,18 @@ class CommandLoop:
             await self._answer(command, (UpdateState.SUCCEEDED, "", "", result))
 
     def _supersede(self, newer: Command) -> None:
-        """What waits (for a save, for a standby) gives way to a command that ends the workers it waits for."""
-        if not isinstance(newer.body, StopWorkers | StartWorkers | EndJob):
+        """What waits (for a save, for a standby) gives way to a command that ends the workers it waits for, and a save
+        to the command that gives it up."""
+        if isinstance(newer.body, StopWorkers | StartWorkers | EndJob):
+            giving_way: tuple[type[CommandBody], ...] = (SaveEmergency, FlushState, WarmUp, StartWorkers)
+        elif isinstance(newer.body, FlushState):
+            giving_way = (SaveEmergency,)
+        else:
             return
         for other, task in self._running.values():
             same_job = job_of(other.body) == job_of(newer.body)
             older = other.command_id != newer.command_id and other.fence <= newer.fence
-            if same_job and older and isinstance(other.body, SaveEmergency | WarmUp | StartWorkers):
+            if same_job and older and isinstance(other.body, giving_way):
                 task.cancel()
 
     async def _answer(

@@ -13,13 +13,14 @@ from flyball.contracts.decisions import (
     Command,
     CommandResult,
     EndJob,
+    FlushState,
     RankPosition,
     SaveEmergency,
     StartWorkers,
     StopWorkers,
     WarmUp,
 )
-from flyball.contracts.engine_wire import Arm, AwaitSaved, Configure, EngineReply, Flush, Release
+from flyball.contracts.engine_wire import Arm, AwaitSaved, Configure, Disarm, EngineReply, Flush, Release
 from flyball.contracts.errors import FlyballError, NotFound, StaleCommand, Unreachable
 from flyball.contracts.signals import SignalBody, WorkerStartFailed
 from host_daemon.beacons import Beacons
@@ -86,6 +87,8 @@ class JobControl:
                 return await self._start(command, body, progress)
             case SaveEmergency() as body:
                 return await self._save(command, body, progress)
+            case FlushState() as body:
+                return await self._flush_state(command, body)
             case EndJob() as body:
                 return await self._end(command, body)
 
@@ -132,6 +135,7 @@ class JobControl:
         return CommandResult(
             positions=positions,
             copies=tuple(c for c in reply.copies if c.job == body.job),
+            flushed=reply.flushed,
             free_port=await self._offer_port(body),
         )
 
@@ -148,7 +152,7 @@ class JobControl:
         try:
             if not await self._engine.wait_alive(body.flush_timeout_s):
                 raise Unreachable("The checkpoint engine is away.")
-            request = Flush(body.job, body.flush_timeout_s)
+            request = Flush(body.job, body.flush_timeout_s, body.durable)
             return await self._engine_client.ask(request, timeout_s=body.flush_timeout_s + ENGINE_MARGIN_S)
         except FlyballError as error:
             _log.error("engine_not_flushed", job=body.job, error=str(error))
@@ -237,6 +241,17 @@ class JobControl:
         return CommandResult(
             positions=self._positions(body.job, body.generation),
             copies=tuple(c for c in reply.copies if c.job == body.job),
+        )
+
+    async def _flush_state(self, command: Command, body: FlushState) -> CommandResult:
+        if body.disarm:
+            await self._engine_client.ask(Disarm(command.fence, body.job))
+        request = Flush(body.job, body.timeout_s, durable=True)
+        reply = await self._engine_client.ask(request, timeout_s=body.timeout_s + ENGINE_MARGIN_S)
+        return CommandResult(
+            positions=self._positions(body.job, body.generation),
+            copies=tuple(c for c in reply.copies if c.job == body.job),
+            flushed=reply.flushed,
         )
 
     async def _end(self, command: Command, body: EndJob) -> CommandResult:

@@ -79,6 +79,16 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     save_timeout_s: float = 30.0  # the longest a save may wait for a slot that the world still needs
     restore_timeout_s: float = 120.0
 
+    @property
+    def saves(self) -> bool:
+        """Whether any step is saved at all."""
+        return self.policy(Tier.MEMORY).is_on or self.is_durable
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether steps come to a disk or to a store."""
+        return self.policy(Tier.DISK).is_on or self.policy(Tier.PERSISTENT).is_on
+
     def policy(self, tier: Tier) -> TierPolicy:
         """The interval and retention of a tier; that of a disk tier without a folder is off. The peer tier follows the
         memory tier."""

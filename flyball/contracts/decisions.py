@@ -133,12 +133,14 @@ class WarmUp(msgspec.Struct, frozen=True, tag="warm_up"):
 
 
 class StopWorkers(msgspec.Struct, frozen=True, tag="stop_workers"):
-    """End all workers of the job up to `generation`, then have the engine commit what was captured."""
+    """End all workers of the job up to `generation`, then have the engine commit what was captured; `durable`: and
+    bring the newest recovery point to the disk and persistent tiers, since its memory is about to be freed."""
 
     job: JobName
     generation: int
     grace_s: float
     flush_timeout_s: float = 10.0
+    durable: bool = False
 
 
 class StartWorkers(msgspec.Struct, frozen=True, tag="start_workers"):
@@ -157,6 +159,16 @@ class SaveEmergency(msgspec.Struct, frozen=True, tag="save_emergency"):
     deadline_s: float
 
 
+class FlushState(msgspec.Struct, frozen=True, tag="flush_state"):
+    """Have the newest recovery point written to the disk and persistent tiers now, whether the workers live or not.
+    `disarm`: an emergency save is given up, and ranks that wait at its step train on."""
+
+    job: JobName
+    generation: int
+    timeout_s: float
+    disarm: bool = False
+
+
 class EndJob(msgspec.Struct, frozen=True, tag="end_job"):
     """The job ended: stop what is left of it and free its slots."""
 
@@ -165,7 +177,7 @@ class EndJob(msgspec.Struct, frozen=True, tag="end_job"):
     grace_s: float
 
 
-CommandBody: TypeAlias = WarmUp | StopWorkers | StartWorkers | SaveEmergency | EndJob
+CommandBody: TypeAlias = WarmUp | StopWorkers | StartWorkers | SaveEmergency | FlushState | EndJob
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -193,6 +205,7 @@ class CommandResult(msgspec.Struct, frozen=True):
     copies: tuple[ShardCopy, ...] = ()  # every verified copy of the job on this host, all tiers
     free_port: int = 0
     pids: Mapping[str, int] = {}  # str(rank) -> pid
+    flushed: Mapping[str, int] = {}  # by tier, the newest step that every rank of the host has there
 
 
 class UpdateState(StrEnum):

@@ -8,7 +8,8 @@ import msgspec
 import structlog
 
 from flyball.contracts.clock import Clock
-from services.actuator.playbook import advance, end
+from services.actuator.moves import end
+from services.actuator.playbook import advance
 from services.actuator.ports import ActionProgress, ActionStore, PlaybookStep
 from services.controller.incident_states import ActionEvent
 from services.controller.ports import Wakeup

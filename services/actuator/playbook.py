@@ -27,30 +27,34 @@ from flyball.contracts.decisions import (
     UpdateState,
     WarmUp,
 )
-from services.actuator.ports import ANSWER_SLACK_S, ActionProgress, CommandDraft, CommandRecord, PlaybookStep
+from services.actuator import emergency
+from services.actuator.moves import DEFAULT_FLUSH_S, draft, end, move, names, number
+from services.actuator.ports import ActionProgress, CommandDraft, CommandRecord, PlaybookStep
 from services.controller.incident_states import ACTION, ActionEvent
 from services.controller.recovery_point import plan_restore
 
-STOP, START, SAVE, END = "stop", "start", "save", "end"
+STOP, START, SAVE, FLUSH, END = "stop", "start", "save", "flush", "end"
 
 PHASES: Mapping[DecisionKind, tuple[str, ...]] = {
     DecisionKind.START_JOB: (START,),
     DecisionKind.RESTART_IN_PLACE: (STOP, START),
     DecisionKind.MIGRATE_TO_SPARE: (STOP, START),
-    DecisionKind.EMERGENCY_CHECKPOINT: (SAVE,),
+    DecisionKind.EMERGENCY_CHECKPOINT: (SAVE, FLUSH),
     DecisionKind.CORDON: (STOP,),
     DecisionKind.FAIL_JOB: (STOP, END),
     DecisionKind.STOP_JOB: (STOP, END),
-    DecisionKind.COMPLETE_JOB: (END,),
+    DecisionKind.COMPLETE_JOB: (STOP, END),
 }
+# What these end is freed: the newest recovery point goes to the slow tiers first, where the job has any.
+_FREEING = frozenset({DecisionKind.FAIL_JOB, DecisionKind.STOP_JOB, DecisionKind.COMPLETE_JOB})
 # A job ends also when one of its hosts does not answer: the others are tidied up all the same.
-_BEST_EFFORT = frozenset({DecisionKind.FAIL_JOB, DecisionKind.STOP_JOB, DecisionKind.COMPLETE_JOB})
+_BEST_EFFORT = _FREEING
 # A start that failed may have begun: only a new generation may try again. A refused command did nothing.
-_ATTEMPTS = {STOP: 3, START: 1, SAVE: 1, END: 3}
+_ATTEMPTS = {STOP: 3, START: 1, SAVE: 1, FLUSH: 1, END: 3}
 _REFUSALS = 3
 _LATE_MARGIN_STEPS = 4  # doubled with each new name
-_FLUSH_TIMEOUT_S = 10.0
-_STOP_TIMEOUT_S = 15.0  # beyond the grace
+_MAX_NAMES = 4
+_LAST_FLUSH_TIMEOUT_S = 50.0
 
 
 class _Answers(msgspec.Struct):
@@ -71,12 +75,12 @@ def advance(progress: ActionProgress, now: float) -> PlaybookStep:
     if progress.plan.kind not in PHASES:
         return end(progress, ActionEvent.FAILED, f"There is no playbook for {progress.plan.kind.value}.")
     if not progress.phase:
-        return _enter(progress, PHASES[progress.plan.kind][0], now)
+        return _enter(progress, _phases(progress)[0], now)
     answers = _answers(progress, now)
     return (
         _at_deadline(progress, answers, now)
         or _asked_again(progress, answers, now)
-        or _given_up(progress, answers)
+        or _given_up(progress, answers, now)
         or _waiting(progress, answers, now)
         or _phase_done(progress, answers, now)
     )
@@ -84,9 +88,11 @@ def advance(progress: ActionProgress, now: float) -> PlaybookStep:
 
 def _at_deadline(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep | None:
     """What was done is done, also if no actuator was there to see it."""
-    is_last = not _following(progress.plan.kind, progress.phase)
+    is_last = not _following(progress)
     if now < progress.deadline_at or (is_last and len(answers.done) == len(_targets(progress))):
         return None
+    if progress.phase == FLUSH:
+        return _phase_done(progress, answers, now)
     return end(progress, ActionEvent.DEADLINE_PASSED, _overdue_message(progress, answers))
 
 
@@ -95,15 +101,17 @@ def _asked_again(progress: ActionProgress, answers: _Answers, now: float) -> Pla
         return _rename(progress, answers, now)
     if not answers.again:
         return None
-    drafts = tuple(_draft(progress, progress.phase, host, _body(progress, host), now) for host in answers.again)
-    return _move(
-        progress, progress.phase, progress.state, drafts, message=f"asking {_names(answers.again)} again", now=now
+    drafts = tuple(draft(progress, progress.phase, host, _body(progress, host), now) for host in answers.again)
+    return move(
+        progress, progress.phase, progress.state, drafts, message=f"asking {names(answers.again)} again", now=now
     )
 
 
-def _given_up(progress: ActionProgress, answers: _Answers) -> PlaybookStep | None:
-    if progress.plan.kind in _BEST_EFFORT:
+def _given_up(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep | None:
+    if progress.plan.kind in _BEST_EFFORT or progress.phase == FLUSH:
         return None
+    if progress.phase == SAVE and (answers.failed or answers.unanswered):
+        return _enter(progress, FLUSH, now)
     if answers.failed:
         return end(progress, ActionEvent.FAILED, _failure_message(progress.phase, answers.failed))
     if answers.unanswered:
@@ -124,19 +132,34 @@ def _waiting(progress: ActionProgress, answers: _Answers, now: float) -> Playboo
 
 
 def _phase_done(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep:
-    following = _following(progress.plan.kind, progress.phase)
+    following = _following(progress)
     if following:
         return _enter(progress, following, now)
+    if progress.plan.kind is DecisionKind.EMERGENCY_CHECKPOINT:
+        event = ActionEvent.FAILED if emergency.save_failure(progress) else ActionEvent.COMPLETED
+        return end(progress, event, emergency.outcome(progress))
     missing = answers.unanswered + [record.command.host_id for record in answers.failed]
     if missing:
-        return end(progress, ActionEvent.FAILED, f"{_names(missing)} could not be tidied up; the others are.")
-    return end(progress, ActionEvent.COMPLETED, f"{_names(answers.done)} done")
+        return end(progress, ActionEvent.FAILED, f"{names(missing)} could not be tidied up; the others are.")
+    return end(progress, ActionEvent.COMPLETED, f"{names(answers.done)} done")
 
 
-def _following(kind: DecisionKind, phase: str) -> str:
-    """The phase after this one, '' after the last."""
-    phases = PHASES[kind]
-    return (*phases, "")[phases.index(phase) + 1]
+def _phases(progress: ActionProgress) -> tuple[str, ...]:
+    """Without slow tiers a job that succeeded is only tidied up, and a step that was saved needs no flush."""
+    phases = PHASES[progress.plan.kind]
+    if progress.plan.spec.checkpoint.is_durable:
+        return phases
+    if progress.plan.kind is DecisionKind.COMPLETE_JOB:
+        return (END,)
+    if progress.plan.kind is DecisionKind.EMERGENCY_CHECKPOINT and progress.phase != FLUSH:
+        return (SAVE,)
+    return phases
+
+
+def _following(progress: ActionProgress) -> str:
+    """The phase after the present one, '' after the last."""
+    phases = _phases(progress)
+    return (*phases, "")[phases.index(progress.phase) + 1]
 
 
 def _enter(progress: ActionProgress, phase: str, now: float) -> PlaybookStep:
@@ -145,19 +168,22 @@ def _enter(progress: ActionProgress, phase: str, now: float) -> PlaybookStep:
     plan = progress.plan
     bodies: Mapping[str, tuple[Callable[[], CommandBody], str]] = {
         STOP: (lambda: _stop_body(plan), f"stopping generation {plan.generation}"),
-        SAVE: (lambda: _save_body(progress, plan.emergency_step, now), f"saving step {plan.emergency_step}"),
+        SAVE: (lambda: emergency.save_body(progress, plan.emergency_step, now), f"saving step {plan.emergency_step}"),
+        FLUSH: (lambda: emergency.flush_body(progress, now), "flushing the newest recovery point"),
         END: (lambda: _end_body(plan), f"ending job {plan.job}"),
     }
     make, doing = bodies[phase]
-    drafts = [_draft(progress, phase, host, make(), now) for host in plan.stop_hosts]
+    drafts = [draft(progress, phase, host, make(), now) for host in plan.stop_hosts]
     drafts += _warm_ups(progress, now)
     if not drafts:  # every host of it is lost: there is nobody to wait for
-        following = _following(plan.kind, phase)
-        if following:
+        following = (*PHASES[plan.kind], "")[PHASES[plan.kind].index(phase) + 1]
+        if following and plan.kind is not DecisionKind.EMERGENCY_CHECKPOINT:
             return _enter(progress, following, now)
         return end(progress, ActionEvent.COMPLETED, "no host of it is in reach")
-    message = f"{doing} on {_names(plan.stop_hosts)}"
-    return _move(progress, phase, _begun(progress), tuple(drafts), message=message, now=now)
+    message = f"{doing} on {names(plan.stop_hosts)}"
+    if phase == FLUSH and (failure := emergency.save_failure(progress)):
+        message = f"{failure}: {message}"
+    return move(progress, phase, _begun(progress), tuple(drafts), message=message, now=now)
 
 
 def _begun(progress: ActionProgress) -> ActionState:
@@ -176,14 +202,14 @@ def _start(progress: ActionProgress, now: float) -> PlaybookStep:
     if found < following.known_step:
         return _ask_for_copies(progress, following.known_step, now)
     drafts = [
-        _draft(progress, START, host.host_id, StartWorkers(spec=plan.spec, placement=placement), now)
+        draft(progress, START, host.host_id, StartWorkers(spec=plan.spec, placement=placement), now)
         for host in placement.hosts
     ]
     drafts += _warm_ups(progress, now)
     whence = f"from step {placement.restore.step}" if placement.restore else "from scratch"
-    names = _names(host.host_id for host in placement.hosts)
-    message = f"starting generation {following.generation} {whence} on {names}"
-    step = _move(progress, START, _begun(progress), tuple(drafts), message=message, now=now)
+    hosts = names(host.host_id for host in placement.hosts)
+    message = f"starting generation {following.generation} {whence} on {hosts}"
+    step = move(progress, START, _begun(progress), tuple(drafts), message=message, now=now)
     return msgspec.structs.replace(step, placement=placement, restore=placement.restore)
 
 
@@ -194,9 +220,9 @@ def _ask_for_copies(progress: ActionProgress, known_step: int, now: float) -> Pl
     tries = max((len(_asked(progress, STOP, host)) for host in hosts), default=_ATTEMPTS[STOP])
     if tries >= _ATTEMPTS[STOP]:
         return end(progress, ActionEvent.FAILED, f"Step {known_step} was complete, and no host tells of it any more.")
-    drafts = tuple(_draft(progress, STOP, host, _stop_body(progress.plan), now) for host in hosts)
-    message = f"step {known_step} is not in the inventories: asking {_names(hosts)} again"
-    return _move(progress, STOP, progress.state, drafts, message=message, now=now)
+    drafts = tuple(draft(progress, STOP, host, _stop_body(progress.plan), now) for host in hosts)
+    message = f"step {known_step} is not in the inventories: asking {names(hosts)} again"
+    return move(progress, STOP, progress.state, drafts, message=message, now=now)
 
 
 def _placement(progress: ActionProgress, following: GenerationPlan, results: Mapping[str, CommandResult]) -> Placement:
@@ -237,16 +263,12 @@ def _rename(progress: ActionProgress, answers: _Answers, now: float) -> Playbook
         (r.command.body.step for r in progress.commands if isinstance(r.command.body, SaveEmergency)), default=0
     )
     step = max([named, *passed]) + _LATE_MARGIN_STEPS * 2 ** (progress.attempt - 1)
-    if progress.attempt >= 4:
-        return end(
-            progress,
-            ActionEvent.FAILED,
-            f"The ranks passed step {named} too, the last of {progress.attempt} that were named.",
-        )
-    body = _save_body(progress, step, now)
-    drafts = tuple(_draft(progress, SAVE, host, body, now) for host in progress.plan.stop_hosts)
-    message = f"{_names(r.command.host_id for r in answers.late)} had passed step {named}: saving step {step} instead"
-    moved = _move(progress, SAVE, progress.state, drafts, message=message, now=now)
+    if progress.attempt >= _MAX_NAMES:
+        return _enter(progress, FLUSH, now)
+    body = emergency.save_body(progress, step, now)
+    drafts = tuple(draft(progress, SAVE, host, body, now) for host in progress.plan.stop_hosts)
+    message = f"{names(r.command.host_id for r in answers.late)} had passed step {named}: saving step {step} instead"
+    moved = move(progress, SAVE, progress.state, drafts, message=message, now=now)
     return msgspec.structs.replace(moved, attempt=progress.attempt + 1)
 
 
@@ -295,7 +317,7 @@ def _asked(progress: ActionProgress, phase: str, host: str) -> list[CommandRecor
     if phase == SAVE:
         newest = max((b.step for r in asked if isinstance(b := r.command.body, SaveEmergency)), default=-1)
         asked = [r for r in asked if isinstance(b := r.command.body, SaveEmergency) and b.step == newest]
-    return sorted(asked, key=lambda record: _number(record.command.command_id))
+    return sorted(asked, key=lambda record: number(record.command.command_id))
 
 
 def _stopped(commands: Iterable[CommandRecord]) -> dict[str, CommandResult]:
@@ -315,16 +337,13 @@ def _body(progress: ActionProgress, host: str) -> CommandBody:
         if record.phase == progress.phase and not isinstance(record.command.body, WarmUp)
     ]
     mine = [command for command in same_phase if command.host_id == host]
-    return max(mine or same_phase, key=lambda command: _number(command.command_id)).body
+    return max(mine or same_phase, key=lambda command: number(command.command_id)).body
 
 
 def _stop_body(plan: ActionPlan) -> StopWorkers:
-    return StopWorkers(plan.job, plan.generation, plan.grace_s, flush_timeout_s=_FLUSH_TIMEOUT_S)
-
-
-def _save_body(progress: ActionProgress, step: int, now: float) -> SaveEmergency:
-    plan = progress.plan
-    return SaveEmergency(plan.job, plan.generation, step, deadline_s=progress.remaining_s(now))
+    durable = plan.kind in _FREEING and plan.spec.checkpoint.is_durable and not plan.unreachable_hosts
+    timeout_s = _LAST_FLUSH_TIMEOUT_S if durable else DEFAULT_FLUSH_S
+    return StopWorkers(plan.job, plan.generation, plan.grace_s, flush_timeout_s=timeout_s, durable=durable)
 
 
 def _end_body(plan: ActionPlan) -> EndJob:
@@ -342,43 +361,6 @@ def _warm_ups(progress: ActionProgress, now: float) -> list[CommandDraft]:
     ]
 
 
-def _draft(progress: ActionProgress, phase: str, host: str, body: CommandBody, now: float) -> CommandDraft:
-    number = 1 + sum(
-        1
-        for record in progress.commands
-        if record.phase == phase and record.command.host_id == host and not isinstance(record.command.body, WarmUp)
-    )
-    remaining_s = progress.remaining_s(now)
-    limit_s = progress.plan.grace_s + _STOP_TIMEOUT_S if phase in (STOP, END) else remaining_s
-    return CommandDraft(f"{progress.action_id}.{phase}.{host}.{number}", host, body, min(limit_s, remaining_s))
-
-
-def _number(command_id: str) -> int:
-    return int(command_id.rpartition(".")[2])
-
-
-def _move(
-    progress: ActionProgress,
-    phase: str,
-    state: ActionState,
-    commands: tuple[CommandDraft, ...],
-    *,
-    message: str,
-    now: float,
-) -> PlaybookStep:
-    soonest_s = min((draft.deadline_s + ANSWER_SLACK_S for draft in commands), default=0.0)
-    wake_at = min(now + soonest_s, progress.deadline_at)
-    attempt = progress.attempt if phase == progress.phase else 1
-    return PlaybookStep(phase, state, commands=commands, message=message, attempt=attempt, wake_at=wake_at)
-
-
-def end(progress: ActionProgress, event: ActionEvent, message: str) -> PlaybookStep:
-    """The last move of an action."""
-    return PlaybookStep(
-        progress.phase, ACTION.advance(progress.state, event), message=message, attempt=progress.attempt
-    )
-
-
 def _failure_message(phase: str, failed: Iterable[CommandRecord]) -> str:
     said = {r.command.host_id: r.update.message or r.update.code for r in failed if r.update is not None}
     return "; ".join(f"{host} could not {phase}: {why or 'no reason given'}" for host, why in said.items())
@@ -388,9 +370,4 @@ def _overdue_message(progress: ActionProgress, answers: _Answers) -> str:
     silent = answers.unanswered + [record.command.host_id for record in answers.waiting]
     if not silent:
         return f"The deadline of {progress.plan.deadline_s:.0f} s passed in phase {progress.phase}."
-    return f"{_names(silent)} did not answer in phase {progress.phase} in time."
-
-
-def _names(hosts: Iterable[str]) -> str:
-    listed = list(hosts)
-    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "") if listed else "no host"
+    return f"{names(silent)} did not answer in phase {progress.phase} in time."

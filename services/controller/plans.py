@@ -15,6 +15,7 @@ from services.controller.view import GenerationView, HostView
 
 _WARM_SPARES = 2  # per job; more would only wait for a third failure within seconds
 _END_TIMEOUT_S = 40.0  # beyond twice the grace, for a job's end
+_LAST_FLUSH_S = 60.0  # and for its newest recovery point to reach disk or store
 
 
 def start_plan(case: Case, hosts: tuple[HostRanks, ...]) -> ActionPlan:
@@ -108,7 +109,7 @@ def end_plan(case: Case, kind: DecisionKind, grace_s: float) -> ActionPlan:
         generation=generation.generation if generation else 0,
         stop_hosts=reachable,
         unreachable_hosts=unreachable,
-        deadline_s=2.0 * grace_s + _END_TIMEOUT_S,
+        deadline_s=2.0 * grace_s + _END_TIMEOUT_S + (_LAST_FLUSH_S if spec.checkpoint.is_durable else 0.0),
         grace_s=grace_s,
     )
 

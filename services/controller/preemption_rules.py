@@ -111,7 +111,7 @@ def _is_stepping(case: Case, generation: GenerationView) -> bool:
     return (
         len(ranks) == case.job.spec.world_size
         and generation.started_at > 0.0
-        and case.job.spec.checkpoint.every_steps > 0
+        and case.job.spec.checkpoint.saves
         and all(rank.exited is None and rank.phase not in (Phase.STARTING, Phase.RESTORING) for rank in ranks)
     )
 

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
 from flyball.contracts.cluster import HostRanks, JobSpec
 from flyball.contracts.decisions import (
     ActionPlan,
@@ -37,6 +37,8 @@ NEXT = GenerationPlan(
 STARTS = (DecisionKind.START_JOB, DecisionKind.RESTART_IN_PLACE, DecisionKind.MIGRATE_TO_SPARE)
 
 kinds = st.sampled_from(sorted(PHASES))
+DURABLE = msgspec.structs.replace(SPEC, checkpoint=CheckpointSpec(disk_dir="/disk", disk_every_steps=10))
+
 answers = st.lists(
     st.tuples(
         st.sampled_from(["a", "b", "c"]),
@@ -51,14 +53,14 @@ answers = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(kinds, answers)
+@given(kinds, answers, st.booleans())
 def test_one_start_and_always_an_end(
-    kind: DecisionKind, script: list[tuple[str, UpdateState, str, int, float, bool]]
+    kind: DecisionKind, script: list[tuple[str, UpdateState, str, int, float, bool]], durable: bool
 ) -> None:
     plan = ActionPlan(
         kind,
         "job",
-        SPEC,
+        DURABLE if durable else SPEC,
         generation=2,
         stop_hosts=() if kind is DecisionKind.START_JOB else ("a", "b"),
         next=NEXT if kind in STARTS else None,

@@ -27,6 +27,7 @@ from flyball.contracts.decisions import (
     CommandUpdate,
     Decision,
     EndJob,
+    FlushState,
     Incident,
     RankPosition,
     SaveEmergency,
@@ -617,6 +618,14 @@ class World:
                         worker.phase = Phase.STEP
                 host.saving.append(command)
                 return self.update(host, command, UpdateState.ACKNOWLEDGED)
+            case FlushState():
+                if body.disarm:
+                    host.saving = []
+                    for worker in host.workers.values():
+                        worker.parks_at = -1
+                        if worker.alive and worker.phase is Phase.PARKED:
+                            worker.phase = Phase.STEP
+                return self.update(host, command, UpdateState.SUCCEEDED)
         raise AssertionError(body)
 
     def finish_saves(self, host: Host) -> None:

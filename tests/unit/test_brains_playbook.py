@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
 from flyball.contracts.cluster import HostRanks, JobSpec
 from flyball.contracts.decisions import (
     ActionPlan,
@@ -17,6 +17,7 @@ from flyball.contracts.decisions import (
     CommandUpdate,
     DecisionKind,
     EndJob,
+    FlushState,
     GenerationPlan,
     RankPosition,
     SaveEmergency,
@@ -303,14 +304,63 @@ def test_a_step_is_not_named_for_ever() -> None:
         progress = apply(progress, step)
     assert named == sorted(set(named))
     progress = answer(progress, UpdateState.FAILED, {"a": CommandResult()}, code="too_late")
-    assert advance(progress, NOW).state is ActionState.FAILED
+    assert flushed(advance(progress, NOW)) == {"a": True, "b": True}
 
 
-def test_a_save_that_fails_otherwise_fails() -> None:
-    progress = apply(begun(SAVE), advance(begun(SAVE), NOW))
-    progress = answer(progress, UpdateState.FAILED, {"a": CommandResult()}, code="unreachable", message="no engine")
-    step = advance(progress, NOW)
-    assert step.state is ActionState.FAILED and "no engine" in step.message
+def flushed(step: PlaybookStep) -> dict[str, bool]:
+    """By host whether its ranks are let go."""
+    return {d.host_id: d.body.disarm for d in step.commands if isinstance(d.body, FlushState)}
+
+
+DURABLE = msgspec.structs.replace(
+    SAVE,
+    spec=msgspec.structs.replace(SPEC, checkpoint=CheckpointSpec(persistent_dir="/store", persistent_every_s=60.0)),
+)
+
+
+def test_a_step_that_is_saved_is_brought_to_the_slow_tiers_in_the_time_that_is_left() -> None:
+    step = advance(begun(DURABLE), NOW)
+    assert [d.body.deadline_s for d in step.commands if isinstance(d.body, SaveEmergency)] == [10.0, 10.0]
+    progress = apply(begun(DURABLE), step)
+    progress = answer(progress, UpdateState.SUCCEEDED, {"a": CommandResult(), "b": CommandResult()})
+    step = advance(progress, NOW + 4.0)
+    assert flushed(step) == {"a": False, "b": False}
+    assert [d.body.timeout_s for d in step.commands if isinstance(d.body, FlushState)] == [15.0, 15.0]
+    progress = apply(progress, step, NOW + 4.0)
+    there = CommandResult(flushed={"persistent": 60})
+    progress = answer(progress, UpdateState.SUCCEEDED, {"a": there})
+    done = advance(answer(progress, UpdateState.SUCCEEDED, {"b": there}), NOW + 5.0)
+    assert done.state is ActionState.SUCCEEDED and "b has persistent step 60" in done.message
+    late = advance(progress, NOW + 20.0)  # b did not answer: the step is saved all the same, and the host goes now
+    assert late.state is ActionState.SUCCEEDED and "b did not tell in time" in late.message
+
+
+@pytest.mark.parametrize("plan", [SAVE, DURABLE])
+def test_the_newest_recovery_point_is_flushed_if_a_rank_hangs(plan: ActionPlan) -> None:
+    progress = apply(begun(plan), advance(begun(plan), NOW))
+    progress = answer(progress, UpdateState.SUCCEEDED, {"a": CommandResult()})
+    progress = answer(progress, UpdateState.FAILED, {"b": CommandResult()}, code="not_saved", message="rank 1 hangs")
+    step = advance(progress, NOW + 10.0)
+    assert step.phase == "flush" and "rank 1 hangs" in step.message
+    assert flushed(step) == {"a": True, "b": True}
+    progress = apply(progress, step, NOW + 10.0)
+    there = CommandResult(flushed={"persistent": 57})
+    progress = answer(progress, UpdateState.SUCCEEDED, {"a": there, "b": there})
+    step = advance(progress, NOW + 11.0)
+    assert step.state is ActionState.FAILED
+    assert "rank 1 hangs" in step.message and "The newest recovery point was flushed instead" in step.message
+    assert "a has persistent step 57" in step.message
+
+
+def test_what_ends_a_job_brings_its_newest_step_to_the_slow_tiers_before_its_memory_is_freed() -> None:
+    for kind in (DecisionKind.FAIL_JOB, DecisionKind.STOP_JOB, DecisionKind.COMPLETE_JOB):
+        step = advance(begun(msgspec.structs.replace(DURABLE, kind=kind, deadline_s=100.0)), NOW)
+        assert step.phase == "stop"
+        assert all(isinstance(d.body, StopWorkers) and d.body.durable for d in step.commands)
+        assert all(d.deadline_s > d.body.flush_timeout_s for d in step.commands if isinstance(d.body, StopWorkers))
+    lost = msgspec.structs.replace(DURABLE, kind=DecisionKind.FAIL_JOB, unreachable_hosts=("c",))
+    bodies = [d.body for d in advance(begun(lost), NOW).commands]
+    assert not any(isinstance(body, StopWorkers) and body.durable for body in bodies)  # no step could be whole
 
 
 # --- the end of a job ------------------------------------------------------------------------------------------------

@@ -1,0 +1,63 @@
+"""How the next move of an action is written down: its commands with their names and time limits, its end. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flyball.contracts.decisions import ActionState, CommandBody, EndJob, SaveEmergency, StopWorkers, WarmUp
+from services.actuator import emergency
+from services.actuator.ports import ANSWER_SLACK_S, ActionProgress, CommandDraft, PlaybookStep
+from services.controller.incident_states import ACTION, ActionEvent
+
+DEFAULT_FLUSH_S = 10.0  # for what was captured to be committed; counted in the time to stop
+_STOP_TIMEOUT_S = 15.0  # beyond the grace
+
+
+def draft(progress: ActionProgress, phase: str, host: str, body: CommandBody, now: float) -> CommandDraft:
+    count = 1 + sum(
+        1
+        for record in progress.commands
+        if record.phase == phase and record.command.host_id == host and not isinstance(record.command.body, WarmUp)
+    )
+    remaining_s = progress.remaining_s(now)
+    match body:
+        case StopWorkers():
+            limit_s = progress.plan.grace_s + _STOP_TIMEOUT_S + body.flush_timeout_s - DEFAULT_FLUSH_S
+        case EndJob():
+            limit_s = progress.plan.grace_s + _STOP_TIMEOUT_S
+        case SaveEmergency():
+            limit_s = emergency.save_limit_s(body)
+        case _:
+            limit_s = remaining_s
+    return CommandDraft(f"{progress.action_id}.{phase}.{host}.{count}", host, body, min(limit_s, remaining_s))
+
+
+def number(command_id: str) -> int:
+    return int(command_id.rpartition(".")[2])
+
+
+def move(
+    progress: ActionProgress,
+    phase: str,
+    state: ActionState,
+    commands: tuple[CommandDraft, ...],
+    *,
+    message: str,
+    now: float,
+) -> PlaybookStep:
+    soonest_s = min((draft.deadline_s + ANSWER_SLACK_S for draft in commands), default=0.0)
+    wake_at = min(now + soonest_s, progress.deadline_at)
+    attempt = progress.attempt if phase == progress.phase else 1
+    return PlaybookStep(phase, state, commands=commands, message=message, attempt=attempt, wake_at=wake_at)
+
+
+def end(progress: ActionProgress, event: ActionEvent, message: str) -> PlaybookStep:
+    """The last move of an action."""
+    return PlaybookStep(
+        progress.phase, ACTION.advance(progress.state, event), message=message, attempt=progress.attempt
+    )
+
+
+def names(hosts: Iterable[str]) -> str:
+    listed = list(hosts)
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "") if listed else "no host"
