@@ -199,11 +199,15 @@ def test_the_tightest_cgroup_of_either_version_counts(tmp_path: Path) -> None:
     (tmp_path / "pod" / "memory.stat").write_text("anon 600\ninactive_file 50\n")
     assert cgroup_available("0::/pod/job\n", tmp_path) == 350
     assert cgroup_available("0::/\n", tmp_path) is None
+    (leaf / "memory.high").write_text("640\n")
+    (leaf / "memory.current").write_text("600\n")
+    assert cgroup_available("0::/pod/job\n", tmp_path) == 40
     version_1 = tmp_path / "memory" / "docker"
     version_1.mkdir(parents=True)
     (version_1 / "memory.limit_in_bytes").write_text("500\n")
     (version_1 / "memory.usage_in_bytes").write_text("100\n")
-    assert cgroup_available("5:cpu:/docker\n4:memory,hugetlb:/docker\n", tmp_path) == 400
+    (version_1 / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 30\n")
+    assert cgroup_available("5:cpu:/docker\n4:memory,hugetlb:/docker\n", tmp_path) == 430
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * CONTROL_BYTES, b"FLYBSLOT".ljust(CONTROL_BYTES, b"\7")])

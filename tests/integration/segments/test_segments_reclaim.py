@@ -223,6 +223,18 @@ def test_by_command_they_go_at_once_unless_somebody_uses_them(
     assert names(prefix) == []
 
 
+def test_a_tier_that_is_closed_uses_nothing(prefix: str) -> None:
+    leave(prefix, "job")
+    tier = MemoryTier(prefix, "job", "host")
+    with tier.using(0) as entry:
+        assert entry is not None
+        tier.close()
+        assert sweep(prefix) == []
+    assert sweep(prefix) == ["job.r0"]
+    with tier.using(0, create=True) as entry:
+        assert entry is None
+
+
 def test_who_opens_segments_while_they_are_reclaimed_gets_new_ones(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
