@@ -33,10 +33,10 @@ def open_persistent(
 
 def open_storage(location: str, settings: EngineSettings) -> Storage:
     """A folder, or the URL of an object store. Nothing is read yet. Raises ConfigurationError."""
-    scheme, separator, _ = location.partition("://")
+    scheme, separator, rest = location.partition("://")
     if not separator:
         return FolderStorage(Path(location))
-    if scheme not in _SCHEMES:
+    if scheme not in _SCHEMES or not rest.strip("/"):
         raise ConfigurationError(
             f"{location} is no place for checkpoints that this release knows.",
             hint=f"give a folder, or a URL that begins with {', '.join(f'{known}://' for known in _SCHEMES)}",

@@ -69,10 +69,12 @@ class ObjectStorage:
                 )
 
     def read(self, name: str, limit_bytes: int) -> bytes:
-        with self.open(name) as stored:
-            if stored.size_bytes > limit_bytes:
-                raise CorruptShard(f"{self.place}/{name} has {stored.size_bytes} bytes, the limit is {limit_bytes}.")
-            return self._range(name, 0, stored.size_bytes)
+        with self._explained(name):
+            answer = obstore.get(self._store, name)
+            size_bytes = answer.meta["size"]
+            if size_bytes > limit_bytes:
+                raise CorruptShard(f"{self.place}/{name} has {size_bytes} bytes, the limit is {limit_bytes}.")
+            return answer.bytes().to_bytes()
 
     @contextmanager
     def open(self, name: str) -> Iterator[_OpenObject]:
@@ -101,12 +103,12 @@ class ObjectStorage:
                     yield Entry(found["path"], found["size"], f"{version}-{found['size']}")
 
     def remove(self, names: Sequence[str]) -> None:
-        with self._explained(", ".join(names)):
-            for name in names:
-                try:
+        for name in names:
+            try:
+                with self._explained(name):
                     obstore.delete(self._store, name)
-                except FileNotFoundError:  # S3 says nothing, others do
-                    continue
+            except FileNotFoundError:  # S3 says nothing, others do
+                continue
 
     def remove_unfinished(self, wanted: Callable[[str], bool]) -> list[str]:
         """Nothing: obstore does not list uploads that were begun. The bucket needs a lifecycle rule that ends them

@@ -78,9 +78,9 @@ class ShardStore:
     # --- what is there ---
 
     def copies(self) -> list[ShardCopy]:
-        """What can be restored from here, as of the last `scan` and what this process wrote and removed since."""
+        """What can be restored from here, in order, as of the last `scan`, and what this process did since."""
         with self._lock:
-            return [copy for _, copy in self._listing.copies.values() if self._counts_locked(copy)]
+            return sorted(copy for _, copy in self._listing.copies.values() if self._counts_locked(copy))
 
     def holds(self, generation: int, step: int, rank: int) -> bool:
         """Whether this shard is there, whether or not its whole step is."""

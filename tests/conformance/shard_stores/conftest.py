@@ -183,6 +183,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return Folder(Tier.DISK if request.param == "disk folder" else Tier.PERSISTENT, tmp_path)
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(Tier.DISK, tmp_path)
+
+
 @pytest.fixture(params=["persistent folder", "s3"])
 def shared_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """A place that all hosts share."""
