@@ -25,6 +25,7 @@ class Services:
     counters: Counters
     pool: ConnectionPool
     links: PeerLinks
+    peer_limit: RateLimit  # of what is sent into peers' memory
     dial: Dial
     code_version: str
     rate_limits: Mapping[Tier, RateLimit] = field(default_factory=dict)  # of the slow tiers; none: as fast as it goes

@@ -95,6 +95,7 @@ class Engine:
             counters=self._counters,
             pool=self._pool,
             links=self._links,
+            peer_limit=RateLimit(settings.peer_bytes_per_s, monotonic_s=time.monotonic),
             dial=self._dial,
             code_version=metadata.version("flyball"),
             rate_limits={

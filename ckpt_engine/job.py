@@ -16,9 +16,9 @@ from ckpt_engine.coordination import Coordination
 from ckpt_engine.durable_tiers import DurableTiers
 from ckpt_engine.generation import Generation
 from ckpt_engine.notices import Notice, SaveAborted
-from ckpt_engine.peer_wire import PutShard, Reply, TierReport
+from ckpt_engine.peer_wire import Reply, TierReport
 from ckpt_engine.pipeline import RankPipeline
-from ckpt_engine.replication import send_replica
+from ckpt_engine.replication import Offer, send_replica
 from ckpt_engine.restoring import Restoring
 from ckpt_engine.save_clock import SaveClock
 from ckpt_engine.save_schedule import is_due
@@ -177,7 +177,7 @@ class Job:
             generation,
             memory=self.memory,
             world=coordination.world,
-            put_replica=self._put_replica,
+            put_replica=partial(self._put_replica, generation),
             peer_down_s=services.links.down_s,
             restore=restore,
             on_progress=on_progress,
@@ -329,9 +329,14 @@ class Job:
 
     # --- what happens in the pipelines' threads ---
 
-    def _put_replica(self, peer: str, put: PutShard, manifest: bytes, payload: memoryview) -> Reply:
+    def _put_replica(self, generation: Generation, peer: str, offer: Offer) -> Reply:
+        def pace(size_bytes: int) -> None:
+            self._services.peer_limit.wait(size_bytes, generation.ended.wait)
+            if generation.ended.is_set():
+                raise StaleCommand("The copy to a peer was given up: a newer generation began.")
+
         with self._services.pool.connection(peer) as connection:
-            return send_replica(connection, put, manifest, payload, self._services.settings)
+            return send_replica(connection, offer, settings=self._services.settings, pace=pace)
 
     def _rank_progressed(self, coordination: Coordination, rank: int) -> None:
         pipeline = self._pipelines.get(rank)

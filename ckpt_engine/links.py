@@ -24,6 +24,8 @@ from flyball.contracts.errors import FlyballError
 log = structlog.get_logger()
 
 StateMessage = WorldStep | RankSteps
+_BUSY_GROWTH = 1.5  # of the pause between two tries, up to the interval of pings
+
 OnUp = Callable[[str, str], None]  # host id, incarnation
 
 
@@ -107,15 +109,21 @@ class PeerLink:
         poll = select.poll()
         poll.register(connection.fileno(), select.POLLIN)
         poll.register(self._wake, select.POLLIN)
-        deferred: set[Hashable] = set()  # the peer said BUSY: again with the next ping
+        deferred: set[Hashable] = set()  # the peer said BUSY: it is about to hear of the generation
+        retry_s = self._settings.replicate_retry_s
         while not self._stopped.is_set():
             sent = self._send_waiting(connection, deferred)
-            ready = poll.poll(0 if sent else self._settings.ping_interval_s * 1000)
+            wait_s = min(retry_s, self._settings.ping_interval_s) if deferred else self._settings.ping_interval_s
+            ready = poll.poll(0 if sent else wait_s * 1000)
             if any(descriptor == self._wake for descriptor, _ in ready):
                 os.eventfd_read(self._wake)
+            elif deferred and not ready and not sent:
+                deferred.clear()
+                retry_s *= _BUSY_GROWTH
             elif not sent or ready:  # nothing to do, or the connection has an end to tell
                 self._exchange(connection, Ping())
-                deferred.clear()
+            if not deferred and not self._waiting:
+                retry_s = self._settings.replicate_retry_s
 
     def _send_waiting(self, connection: Connection, deferred: set[Hashable]) -> bool:
         with self._lock:

@@ -1,5 +1,6 @@
-"""What engines say to each other. Every request is answered by exactly one Reply, except that an accepted PutShard is
-answered by two, SEND before the bytes and the outcome after them, and ListShards by an Inventory.
+"""What engines say to each other. Every request is answered by exactly one Reply, with two exceptions. ListShards is
+answered by an Inventory. An accepted PutShard is answered by SEND, before the bytes, and by the outcome after them; or
+by COMPARE, before the manifest, then SEND and the outcome.
 
 Bytes follow a frame raw, and never inside it: first the manifest, then the shard (a whole safetensors file), in the
 lengths that the frame names.
@@ -12,6 +13,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from ckpt_engine.changed_chunks import MAX_BITMAP_BYTES
 from ckpt_engine.manifest import MAX_MANIFEST_BYTES
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.identity import HostId, JobName, Rank, Step
@@ -136,6 +138,7 @@ PeerRequest: TypeAlias = Ping | WorldStep | RankSteps | PutShard | GetShard | Li
 class Verdict(StrEnum):
     OK = "ok"
     SEND = "send"  # the put may begin
+    COMPARE = "compare"  # send the manifest first: an older step is here, and some of its chunks may be the same
     HAVE = "have"  # a verified copy is there already
     BUSY = "busy"  # no replica slot may be overwritten yet; try again
     STALE = "stale"  # of a generation that no longer counts here
@@ -152,6 +155,8 @@ class Reply(msgspec.Struct, frozen=True):
     manifest_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_MANIFEST_BYTES)] = 0
     shard_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     tier: Tier | None = None
+    wanted: Annotated[bytes, msgspec.Meta(max_length=MAX_BITMAP_BYTES)] = b""  # chunks to send after COMPARE; b"": all
+    unchanged_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # of a replica, that did not travel
 
 
 class Inventory(msgspec.Struct, frozen=True):

@@ -1,47 +1,34 @@
 """What happens to one rank's shards: captured -> hashed -> committed -> replicated -> told to the coordinator. One
-thread per local rank and generation; it goes on after the trainer's death.
+thread per local rank and generation, and one more for each of its peers; they go on after the trainer's death.
 
-Steps are settled in order: a newer step is replicated only after the older one was, or was given up. That is what lets
-the coordinator read "has step 8, does not have step 7" as "will never have step 7".
+Steps are settled in order: a newer step is saved only after the older one was, or was given up. That is what lets the
+coordinator read "has step 8, does not have step 7" as "will never have step 7".
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import structlog
 
-from ckpt_engine import integrity
 from ckpt_engine import manifest as manifests
 from ckpt_engine.counters import Counters
 from ckpt_engine.generation import Generation, WorldView
-from ckpt_engine.manifest import Manifest
-from ckpt_engine.peer_wire import PutShard, Reply, Verdict
+from ckpt_engine.replicator import Outcome, PutReplica, Replicator
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots import SlotState, SlotView
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from flyball.contracts.checkpoints import is_alive
-from flyball.contracts.errors import CorruptShard, FlyballError, Unreachable
+from flyball.contracts.errors import FlyballError
 from flyball.contracts.fault_points import reach
 
 log = structlog.get_logger()
 
 _REMEMBERED_STEPS = 16  # per rank; older ones are below the world step, or lost
 
-PutReplica = Callable[[str, PutShard, bytes, memoryview], Reply]  # peer, offer, manifest, payload
 Restore = Callable[[OpenSegments], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """How an offer to a peer went."""
-
-    there: bool  # the peer has the shard
-    retry_s: float | None = None  # None: it is no use to try again
-    reason: str = ""
 
 
 class RankPipeline:
@@ -69,8 +56,6 @@ class RankPipeline:
         self._generation = generation
         self._memory = memory
         self._world = world
-        self._put_replica = put_replica
-        self._peer_down_s = peer_down_s
         self._restore = restore
         self._on_progress = on_progress
         self._on_failure = on_failure
@@ -80,11 +65,26 @@ class RankPipeline:
         self._state_lock = threading.Lock()
         self._saved: set[int] = set()
         self._failed: set[int] = set()
-        self._replicated: set[tuple[str, int, int]] = set()  # (peer, generation, step)
-        self._tried_since: dict[tuple[str, int, int], float] = {}
-        self._given_up: set[tuple[str, int, int]] = set()  # until the peer is back
+        self._replicating = False
         self._kick = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{generation.job}-r{rank}", daemon=True)
+        self._replicators = [
+            Replicator(
+                rank,
+                peer,
+                generation,
+                memory=memory,
+                world=world,
+                put_replica=put_replica,
+                peer_down_s=peer_down_s,
+                wanted=self._wanted,
+                on_settled=self._peer_settled,
+                on_bad=self._drop_bad,
+                counters=counters,
+                settings=settings,
+            )
+            for peer in generation.replica_hosts
+        ]
 
     def start(self) -> None:
         self._thread.start()
@@ -92,15 +92,21 @@ class RankPipeline:
     def kick(self) -> None:
         """There may be something to do."""
         self._kick.set()
+        for replicator in self._replicators:
+            replicator.kick()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread after its generation has ended."""
-        self._kick.set()
+        """Wait for the threads after their generation has ended."""
+        deadline_s = time.monotonic() + timeout_s
+        self.kick()
         self._thread.join(timeout_s)
+        for replicator in self._replicators:
+            replicator.join(max(deadline_s - time.monotonic(), 0.0))
 
     @property
     def saved_steps(self) -> tuple[int, ...]:
-        """Steps of this generation that are committed and, where peers are configured, replicated; the newest few."""
+        """Steps of this generation that are committed and, where peers are configured, held by every one of them that
+        was in reach, and by one at least; the newest few."""
         with self._state_lock:
             return tuple(sorted(self._saved))
 
@@ -123,11 +129,9 @@ class RankPipeline:
 
     def peer_is_back(self, peer: str) -> None:
         """A connection to this peer was made: what it holds now is to be asked anew."""
-        with self._state_lock:
-            self._replicated = {key for key in self._replicated if key[0] != peer}
-            self._tried_since = {key: since for key, since in self._tried_since.items() if key[0] != peer}
-            self._given_up = {key for key in self._given_up if key[0] != peer}
-        self.kick()
+        for replicator in self._replicators:
+            if replicator.peer == peer:
+                replicator.peer_is_back()
 
     def commit_captured(self, timeout_s: float = -1) -> None:
         """Hash and commit every captured slot of a history that counts, oldest first. Any thread may call this. Nothing
@@ -149,12 +153,19 @@ class RankPipeline:
             try:
                 if self._restore is not None:
                     self._restore = None if self._run_restore(self._restore) else self._restore
+                self._start_replicators()
                 delay_s = self._round()
             except Exception:  # logged; a rank without its pipeline would never be saved again
                 log.exception("pipeline_round_failed", job=self._generation.job, rank=self.rank)
                 delay_s = self._settings.scan_interval_s
             self._kick.wait(delay_s)
             self._kick.clear()
+
+    def _start_replicators(self) -> None:
+        if not self._replicating:
+            self._replicating = True
+            for replicator in self._replicators:
+                replicator.start()
 
     def _run_restore(self, restore: Restore) -> bool:
         with self._memory.using(self.rank) as entry:
@@ -169,12 +180,8 @@ class RankPipeline:
             for step in sorted(entry.segments.control.aborted_steps(self._generation.number)):
                 if step > self._world.present.world_step:
                     self.fail(step, "The trainer gave it up; its log says why.")  # its notice was lost
-            views = [
-                view
-                for view in sorted(entry.segments.slots(), key=lambda view: view.step)
-                if view.state is SlotState.COMMITTED and self._is_alive(view)
-            ]
-            return self._replicate(entry, views)
+            self._settle(entry)
+            return self._settings.scan_interval_s
 
     def _is_alive(self, view: SlotView) -> bool:
         return is_alive(view.generation, view.step, self._generation.lineage)
@@ -201,6 +208,7 @@ class RankPipeline:
                 self.fail(view.step, str(error))
             return
         if committed:
+            self.kick()
             self._counters.add("commits")
             log.debug(
                 "committed",
@@ -211,23 +219,12 @@ class RankPipeline:
                 seconds=round(time.monotonic() - began_s, 6),
             )
 
-    # --- replicate ---
+    # --- what the replicators do and find ---
 
-    def _replicate(self, entry: OpenSegments, views: Sequence[SlotView]) -> float:
-        for view in views:
-            if not self._is_wanted(view):
-                continue
-            found = self._memory.find(entry, view.generation, view.step)
-            if found is None:
-                self._drop_bad(entry, view, "its manifest is not valid")
-                continue
-            for peer in self._generation.replica_hosts:
-                retry_s = self._replicate_to(peer, entry, *found)
-                if retry_s is not None:
-                    return retry_s  # newer steps wait for this one
-            if entry.segments.unchanged(view):
-                self._note_saved(entry, view)
-        return self._settings.scan_interval_s
+    def _wanted(self, entry: OpenSegments) -> list[SlotView]:
+        """Committed slots that peers are to have, oldest first."""
+        views = sorted(entry.segments.slots(), key=lambda view: view.step)
+        return [v for v in views if v.state is SlotState.COMMITTED and self._is_alive(v) and self._is_wanted(v)]
 
     def _is_wanted(self, view: SlotView) -> bool:
         world = self._world.present
@@ -237,74 +234,25 @@ class RankPipeline:
             lost = view.step in self._failed or view.step in world.abandoned
         return view.generation != self._generation.number or not lost
 
-    def _replicate_to(
-        self, peer: str, entry: OpenSegments, view: SlotView, manifest: Manifest, data: bytes
-    ) -> float | None:
-        """None when the peer has the shard, or never will; else the seconds after which to try again."""
-        key = (peer, view.generation, view.step)
-        with self._state_lock:
-            if key in self._replicated or key in self._given_up:
-                return None
-            tried_s = time.monotonic() - self._tried_since.setdefault(key, time.monotonic())
-        attempt = self._offer(peer, entry, view, manifest, data)
-        spent = max(tried_s, self._peer_down_s(peer)) > self._settings.replicate_timeout_s
-        if not attempt.there and attempt.retry_s is not None and not spent:
-            return attempt.retry_s
-        with self._state_lock:
-            self._forget_old_steps()
-            self._tried_since.pop(key, None)
-            (self._replicated if attempt.there else self._given_up).add(key)
-        if not attempt.there:
-            self._give_up(view, f"It could not be replicated to {peer}: {attempt.reason}")
-        return None
+    def _settle(self, entry: OpenSegments) -> None:
+        """A step is saved when every peer has it or was given up, and one has it; failed if all were given up."""
+        for view in self._wanted(entry):
+            outcomes = {replicator.peer: replicator.outcome(view) for replicator in self._replicators}
+            settled = {peer: outcome for peer, outcome in outcomes.items() if outcome is not None}
+            if len(settled) < len(outcomes):
+                return  # newer steps wait for this one; its replicator kicks
+            if settled and not any(outcome.there for outcome in settled.values()):
+                reasons = " ".join(f"To {peer}: {outcome.reason}" for peer, outcome in settled.items())
+                self._give_up(view, f"It could not be replicated. {reasons}")
+            elif entry.segments.unchanged(view):
+                self._note_saved(entry, view)
 
-    def _forget_old_steps(self) -> None:
-        oldest = self._world.present.world_step
-        self._replicated = {key for key in self._replicated if key[2] >= oldest}
-        self._given_up = {key for key in self._given_up if key[2] >= oldest}
-        self._tried_since = {key: since for key, since in self._tried_since.items() if key[2] >= oldest}
-
-    def _offer(self, peer: str, entry: OpenSegments, view: SlotView, manifest: Manifest, data: bytes) -> _Attempt:
-        try:
-            payload = entry.segments.payload(view.index)
-        except CorruptShard as error:  # overwritten this moment, or its file was tampered with
-            return _Attempt(False, None, error.message)
-        put = PutShard(
-            job=self._generation.job,
-            running_generation=self._generation.number,
-            generation=view.generation,
-            step=view.step,
-            rank=self.rank,
-            manifest_bytes=len(data),
-            shard_bytes=len(payload),
-            world=self._world.present,
-        )
-        try:
-            reply = self._put_replica(peer, put, data, payload)
-        except Unreachable as error:
-            return _Attempt(False, self._settings.reconnect_interval_s, error.message)
-        except FlyballError as error:  # another token or release over there: nothing that passes by itself soon
-            return _Attempt(False, self._settings.scan_interval_s, error.message)
-        if reply.verdict is Verdict.OK:
-            self._counters.add("replicas_sent")
-        if reply.verdict in (Verdict.OK, Verdict.HAVE):
-            return _Attempt(True)
-        retry_s = {
-            Verdict.BUSY: self._settings.replicate_retry_s,
-            Verdict.CORRUPT: self._settings.reconnect_interval_s,
-        }.get(reply.verdict)
-        if reply.verdict is Verdict.CORRUPT and self._is_bad_here(entry, view, manifest):
-            retry_s = None
-        return _Attempt(False, retry_s, f"it answered {reply.verdict}. {reply.message}")
-
-    def _is_bad_here(self, entry: OpenSegments, view: SlotView, manifest: Manifest) -> bool:
-        """The peer found the bytes bad: whether they are bad in this slot already."""
-        try:
-            integrity.verify(entry.segments.payload(view.index), manifest.chunk_digests, manifest.chunk_bytes)
-        except CorruptShard as error:
-            self._drop_bad(entry, view, error.message)
-            return True
-        return False
+    def _peer_settled(self, peer: str, view: SlotView, outcome: Outcome) -> None:
+        if not outcome.there:
+            log.warning("replica_given_up", rank=self.rank, peer=peer, step=view.step, reason=outcome.reason)
+            if view.generation != self._generation.number:  # the world has the step: only this copy of it is missing
+                self._on_failure(self.rank, view.step, f"It could not be replicated to {peer}: {outcome.reason}")
+        self.kick()
 
     def _drop_bad(self, entry: OpenSegments, view: SlotView, reason: str) -> None:
         """This slot must not be restored from, unless it holds something newer by now."""
@@ -318,9 +266,6 @@ class RankPipeline:
     def _give_up(self, view: SlotView, reason: str) -> None:
         if view.generation == self._generation.number:
             self.fail(view.step, reason)
-        else:  # the restore step, which the world has: only its second copy is missing
-            log.warning("restore_step_not_replicated", rank=self.rank, step=view.step, reason=reason)
-            self._on_failure(self.rank, view.step, reason)
 
     def _note_saved(self, entry: OpenSegments, view: SlotView) -> None:
         if view.generation != self._generation.number:

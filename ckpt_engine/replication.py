@@ -1,30 +1,71 @@
-"""Copying a committed shard into a peer's memory: both ends."""
+"""Copying a committed shard into a peer's memory: both ends.
+
+The sender offers, the receiver answers whether and what to send. Where an older step is in its replica slots, it asks
+for the manifest first, and then only for the chunks that it does not have.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from ckpt_engine import changed_chunks, integrity
 from ckpt_engine import manifest as manifests
 from ckpt_engine.generation import Generation, WorldView
+from ckpt_engine.integrity import chunk_count
 from ckpt_engine.manifest import Manifest
 from ckpt_engine.peer_wire import PutShard, Reply, Verdict
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.shard_transfer import receive_manifest, receive_payload, send_shard
-from ckpt_engine.slots import MemoryPlan, choose_slot
+from ckpt_engine.shard_transfer import Pace, receive_manifest, receive_payload, send_ranges
+from ckpt_engine.slots import MemoryPlan, RankSegments, SlotState, SlotView, choose_slot
 from ckpt_engine.tiers.memory import OpenSegments
 from ckpt_engine.tiers.peer import PeerTier
 from ckpt_engine.transport.port import Connection
 from flyball.contracts.errors import CorruptShard, InvalidMessage, MemoryTooSmall
 from flyball.contracts.fault_points import reach
 
+_MIN_PIECE_BYTES = 16 << 10
 
-def send_replica(
-    connection: Connection, put: PutShard, manifest: bytes, payload: memoryview, settings: EngineSettings
-) -> Reply:
-    """Offer a shard and, if the peer wants it, send it. Raises Unreachable if the connection breaks on the way."""
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A committed shard, and the file that holds it from its first byte on."""
+
+    put: PutShard
+    manifest: bytes
+    chunk_bytes: int
+    descriptor: int
+
+
+def send_replica(connection: Connection, offer: Offer, *, settings: EngineSettings, pace: Pace) -> Reply:
+    """Offer a shard and, if the peer wants it, send it. Raises Unreachable if the connection breaks on the way, and
+    what `pace` raises."""
+    put = offer.put
+    ranges = [(0, put.shard_bytes)]
     reply = connection.request(put, Reply, timeout_s=settings.allocate_timeout_s)
-    if reply.verdict is not Verdict.SEND:
+    if reply.verdict not in (Verdict.SEND, Verdict.COMPARE):
         return reply
-    send_shard(connection, manifest, payload)
+    connection.send_raw(memoryview(offer.manifest))
+    if reply.verdict is Verdict.COMPARE:
+        reply = connection.receive(Reply, timeout_s=settings.allocate_timeout_s)
+        if reply.verdict is not Verdict.SEND:
+            return reply
+        if reply.wanted:
+            ranges = _wanted_ranges(reply.wanted, offer)
+    send_ranges(connection, offer.descriptor, ranges, piece_bytes=_piece_bytes(settings), pace=pace)
     return connection.receive(Reply, timeout_s=settings.io_timeout_s)
+
+
+def _piece_bytes(settings: EngineSettings) -> int:
+    """Small enough that with a bandwidth limit the receiver sees bytes move all the time."""
+    limit = settings.peer_bytes_per_s
+    return min(settings.transfer_bytes, max(limit // 8, _MIN_PIECE_BYTES)) if limit else settings.transfer_bytes
+
+
+def _wanted_ranges(bitmap: bytes, offer: Offer) -> list[tuple[int, int]]:
+    try:
+        return changed_chunks.ranges(bitmap, offer.put.shard_bytes, offer.chunk_bytes)
+    except ValueError as error:
+        raise InvalidMessage(f"The peer asked for chunks that there are not: {error}") from error
 
 
 def receive_replica(
@@ -78,6 +119,7 @@ def _receive_into(
     slot = choose_slot(segments.slots(), present.world_step, generation.lineage, present.abandoned)
     if slot is None:
         return Reply(Verdict.BUSY, "Both replica slots hold steps that may still be needed.")
+    held = _held(segments, slot, put.shard_bytes)
     plan = MemoryPlan(
         put.shard_bytes, local_ranks=max(1, len(generation.local_ranks)), replicas=generation.configure.spec.replicas
     )
@@ -86,10 +128,20 @@ def _receive_into(
     except MemoryTooSmall as error:
         return Reply(Verdict.ERROR, str(error)[:4096])
     try:
-        connection.send(Reply(Verdict.SEND), timeout_s=settings.io_timeout_s)
+        connection.send(Reply(Verdict.COMPARE if held else Verdict.SEND), timeout_s=settings.io_timeout_s)
         manifest, manifest_bytes = _receive_manifest(connection, put)
         reach("engine.replica")
-        receive_payload(connection, manifest, target, superseded=generation.ended.is_set, read_to_end=True)
+        wanted = None
+        if held:
+            wanted = _take_over(held, segments, manifest, target)
+            chunks = chunk_count(put.shard_bytes, manifest.chunk_bytes)
+            bitmap = b"" if wanted is None else changed_chunks.encode_bitmap(wanted, chunks)
+            connection.send(Reply(Verdict.SEND, wanted=bitmap), timeout_s=settings.io_timeout_s)
+        before = connection.bytes_received
+        receive_payload(
+            connection, manifest, target, superseded=generation.ended.is_set, read_to_end=True, chunks=wanted
+        )
+        unchanged_bytes = put.shard_bytes - (connection.bytes_received - before)
         segments.mark_captured(slot.index)
         segments.commit(segments.control.slot(slot.index), manifest_bytes)
     except CorruptShard as error:
@@ -101,7 +153,59 @@ def _receive_into(
     except BaseException:
         segments.drop(slot.index)
         raise
-    return Reply(Verdict.OK, manifests.digest(manifest_bytes))
+    return Reply(Verdict.OK, manifests.digest(manifest_bytes), unchanged_bytes=unchanged_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """An older step in a replica slot."""
+
+    index: int
+    manifest: Manifest
+    in_place: bool  # in the very slot that is about to be overwritten
+
+
+def _held(segments: RankSegments, slot: SlotView, shard_bytes: int) -> list[_Held]:
+    """What the offered shard may have chunks in common with, the slot itself first. Nothing for a small shard."""
+    if shard_bytes < changed_chunks.WORTH_A_QUESTION_BYTES:
+        return []
+    found: list[_Held] = []
+    for view in segments.slots():
+        if view.state is SlotState.COMMITTED and view.payload_bytes == shard_bytes:
+            manifest = segments.committed(view.index)
+            if manifest is not None:
+                found.append(_Held(view.index, manifest, view.index == slot.index))
+    return sorted(found, key=lambda held: not held.in_place)
+
+
+def _take_over(held: list[_Held], segments: RankSegments, manifest: Manifest, target: memoryview) -> list[int] | None:
+    """Fill and verify what older steps have the same; returns the chunks that must be sent, None for all of them."""
+    sources: dict[int, _Held] = {}
+    for older in held:
+        for index in changed_chunks.equal_chunks(manifest, older.manifest):
+            sources.setdefault(index, older)
+    chunks = chunk_count(len(target), manifest.chunk_bytes)
+    if not changed_chunks.is_worth_it(len(sources), chunks):
+        return None
+    payloads = {older.index: target if older.in_place else segments.payload(older.index) for older in held}
+    wanted = []
+    for index in range(chunks):
+        source = sources.get(index)
+        if source is None or not _copy(payloads[source.index], target, index, manifest, in_place=source.in_place):
+            wanted.append(index)
+    return wanted
+
+
+def _copy(payload: memoryview, target: memoryview, index: int, manifest: Manifest, *, in_place: bool) -> bool:
+    """Whether the chunk is now in `target`; not if the older step's bytes went bad."""
+    start, end = index * manifest.chunk_bytes, (index + 1) * manifest.chunk_bytes
+    if not in_place:
+        target[start:end] = payload[start:end]
+    try:
+        integrity.check_chunk(target[start:end], index, manifest.chunk_digests)
+    except CorruptShard:
+        return False
+    return True
 
 
 def _receive_manifest(connection: Connection, put: PutShard) -> tuple[Manifest, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from contextlib import ExitStack
 
@@ -9,7 +10,7 @@ import structlog
 
 from ckpt_engine.peer_wire import GetShard, Inventory, ListShards, Reply, Verdict
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.shard_transfer import send_shard, send_stored
+from ckpt_engine.shard_transfer import send_ranges, send_stored
 from ckpt_engine.tiers.memory import SlotTier
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.transport.port import Connection
@@ -51,13 +52,21 @@ def _serve_slot(connection: Connection, wanted: GetShard, tier: SlotTier, settin
             return False
         view, _, manifest = found
         try:
-            payload = entry.segments.payload(view.index)
-        except CorruptShard as error:
+            descriptor = entry.segments.open_payload(view.index)
+        except (CorruptShard, OSError) as error:
             log.warning("slot_not_served", rank=wanted.rank, step=wanted.step, reason=str(error))
             return False
-        reply = Reply(Verdict.OK, manifest_bytes=len(manifest), shard_bytes=len(payload), tier=tier.tier)
-        connection.send(reply, timeout_s=settings.io_timeout_s)
-        send_shard(connection, manifest, payload)
+        try:
+            reply = Reply(Verdict.OK, manifest_bytes=len(manifest), shard_bytes=view.payload_bytes, tier=tier.tier)
+            connection.send(reply, timeout_s=settings.io_timeout_s)
+            connection.send_raw(memoryview(manifest))
+            # Not limited by `peer_bytes_per_s`: a job stands still until it has these bytes.
+            whole = [(0, view.payload_bytes)]
+            send_ranges(
+                connection, descriptor, whole, piece_bytes=settings.transfer_bytes, pace=lambda size_bytes: None
+            )
+        finally:
+            os.close(descriptor)
         return True
 
 

@@ -114,6 +114,16 @@ class RankSegments:
             )
         return payload
 
+    def open_payload(self, index: int) -> int:
+        """A descriptor of the file whose bytes `payload` shows, for the kernel to read from; the caller closes it.
+        Raises CorruptShard, or OSError if the file was removed this moment."""
+        size_bytes = len(self.payload(index))
+        descriptor = segment_files.open_private(self.base + SLOT_SUFFIXES[index])
+        if os.fstat(descriptor).st_size != size_bytes:
+            os.close(descriptor)
+            raise CorruptShard(f"Slot {index} of {self.base} was made anew while it was opened.")
+        return descriptor
+
     def manifest_bytes(self, index: int) -> bytes | None:
         """The manifest as stored, None unless the slot is committed and the manifest whole."""
         return self.control.manifest(index)

@@ -18,6 +18,7 @@ from ckpt_engine.context import Services
 from ckpt_engine.counters import Counters
 from ckpt_engine.job import Job
 from ckpt_engine.links import PeerLinks
+from ckpt_engine.rate_limit import RateLimit
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots import SlotState, may_overwrite
 from ckpt_engine.tiers.shard_store import ShardStore
@@ -48,6 +49,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
             counters=Counters(),
             pool=ConnectionPool(nobody, connections_per_peer=1),
             links=PeerLinks(dial=nobody, on_up=lambda host_id, incarnation: None, settings=settings),
+            peer_limit=RateLimit(0, monotonic_s=time.monotonic),
             dial=nobody,
             code_version="test",
         ),

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
 
 from ckpt_engine.peer_wire import Inventory, ListShards
 from ckpt_engine.settings import EngineSettings
+from ckpt_engine.slots import RankSegments, RestoreState
 from ckpt_engine.transport.handshake import introduce
 from ckpt_engine.transport.port import ByteCounters, Connection, Identity
 from ckpt_engine.transport.tcp import connect_tcp
-from flyball.contracts.checkpoints import Tier
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Replication, RestorePlan, Tier
+from flyball.contracts.segments import replica_segment
+from services.controller.peer_choice import choose_peers
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster, EngineHost, Trainer
@@ -44,3 +53,145 @@ def test_a_peer_says_what_it_holds_of_the_ranks_that_it_is_asked_for(
         assert connection.request(ListShards("another", (0,)), Inventory, timeout_s=5).copies == ()
     digests = {copy.digest for copy in a.status.copies if (copy.rank, copy.step) == (0, 1)}
     assert digests == {held[0].digest}
+
+
+def ready(cluster: Cluster, trainer: type[Trainer], names: str, peers: Mapping[str, tuple[str, ...]]) -> list[Trainer]:
+    """One host and one rank per letter, two replicas each; generation 1 runs."""
+    for name in names:
+        cluster.host(name, REPLICATE_TIMEOUT_S="0.3")
+    placement = cluster.placement({name: (rank,) for rank, name in enumerate(names)}, peers=peers)
+    assert all(reply.ok for reply in cluster.configure(placement, CheckpointSpec(replicas=2)).values())
+    return [trainer(cluster.hosts[name], rank) for rank, name in enumerate(names)]
+
+
+RING = {"a": ("b", "c"), "b": ("c", "d"), "c": ("d", "a"), "d": ("a", "b")}
+
+
+@pytest.mark.parametrize("mode", list(Replication))
+def test_a_host_and_one_of_its_holders_are_lost_and_the_other_has_every_byte(
+    cluster: Cluster, trainer: type[Trainer], until: Until, mode: Replication
+) -> None:
+    names = "abcd" if mode is Replication.RING else "abc"
+    peers = choose_peers({name: f"rack-{name}" for name in names}, 2, mode)
+    ranks = ready(cluster, trainer, names, peers)
+    for step in range(2):
+        for rank in ranks:
+            rank.save(step)
+    until(lambda: all(rank.world_step == 1 for rank in ranks))
+    lost, left = peers["a"]
+    for name in ("a", lost):
+        cluster.hosts[name].lose()
+    for name in ("x", "y"):
+        cluster.host(name)
+    new = {"a": "x", lost: "y"}
+    lineage = (LineageEntry(1, 1), LineageEntry(2))
+    gone = names.index(lost)
+    holders = [name for name in peers[lost] if name != "a"]
+    sources = {
+        str(rank): (cluster.source(rank, Tier.MEMORY, name),)
+        for rank, name in enumerate(names)
+        if name not in ("a", lost)
+    }
+    sources["0"] = (cluster.source(0, Tier.PEER, left),)
+    sources[str(gone)] = (cluster.source(gone, Tier.PEER, holders[0]),)
+    renamed = {new.get(n, n): tuple(new.get(holder, holder) for holder in held) for n, held in peers.items()}
+    placement = cluster.placement(
+        {new.get(name, name): (rank,) for rank, name in enumerate(names)},
+        generation=2,
+        peers=renamed,
+        lineage=lineage,
+        restore=RestorePlan(1, sources),
+    )
+    cluster.configure(placement, CheckpointSpec(replicas=2))
+    for rank, name in ((0, "x"), (gone, "y")):
+        moved = trainer(cluster.hosts[name], rank, 2, lineage)
+        assert moved.await_restore(2) is RestoreState.READY
+        assert moved.stored(1, 1) == ranks[rank].payload(1)
+        (report,) = cluster.hosts[name].status.restores
+        assert report.source_tier is Tier.PEER and report.socket_bytes >= report.size_bytes > 1_000_000
+        received = cluster.hosts[name].status.counters["peer_bytes_received"]
+        assert received >= report.size_bytes  # through the socket, and not out of any file of this machine
+    # What was lost is sent again at once, without a save: every rank has two replicas on the hosts that are there now.
+    for rank, name in enumerate(names):
+        for holder in renamed[new.get(name, name)]:
+            until(lambda holder=holder, rank=rank: cluster.hosts[holder].holds(Tier.PEER, 1, rank))
+
+
+def test_a_dead_peer_delays_neither_the_other_copy_nor_for_long_the_save(
+    cluster: Cluster, trainer: type[Trainer], until: Until
+) -> None:
+    ranks = ready(cluster, trainer, "abcd", RING)
+    a, b, c, d = (cluster.hosts[name] for name in "abcd")
+    for rank in ranks:
+        rank.save(0)
+    until(lambda: all(rank.world_step == 0 for rank in ranks))
+    os.kill(b.process.pid, signal.SIGSTOP)  # it keeps its connections, and never answers
+    ranks[0].save(1)
+    until(lambda: c.holds(Tier.PEER, 1, 0))
+    b.kill()
+    until(lambda: ranks[0].segments.control.replicated_step(1) == 1)  # with one replica, since one peer is out of reach
+    assert a.status.counters["replicas_given_up"] >= 1
+    assert not any(failure.rank == 0 for failure in a.status.failures)
+    b.start()
+    until(lambda: b.holds(Tier.PEER, 1, 0))  # and with two again as soon as it is back
+    assert d.status.ok
+
+
+def test_chunks_that_did_not_change_do_not_travel_again(cluster: Cluster, trainer: type[Trainer], until: Until) -> None:
+    class Frozen(trainer):  # type: ignore[misc,valid-type]  # the fixture's class
+        """Of 24 MiB only two change from step to step."""
+
+        def payload(self, step: int, count: int = 0) -> bytes:
+            frozen = np.random.default_rng(self.rank).random(22 << 18, dtype=np.float32)
+            trained = np.random.default_rng([step, self.rank]).random(2 << 18, dtype=np.float32)
+            return save({"a.frozen": frozen, "b.trained": trained}, {"step": str(step)})
+
+    a, b = cluster.host("a"), cluster.host("b")
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
+    first, second = Frozen(a, 0), Frozen(b, 1)
+    sent: list[int] = []
+    for step in range(4):
+        before = a.status.counters["peer_bytes_sent"]
+        first.save(step)
+        second.save(step)
+        until(lambda step=step: first.world_step == second.world_step == step)
+        sent.append(a.status.counters["peer_bytes_sent"] - before)
+    assert sent[0] > 24 << 20
+    assert all(count < 5 << 20 for count in sent[1:])  # the header's chunk, those that changed, the manifest
+    assert a.status.counters["replica_bytes_unchanged"] > 3 * 20 << 20
+    replica = RankSegments.open(replica_segment(b.prefix, "job", 0))
+    for step in (2, 3):
+        view = replica.find(1, step)
+        assert view is not None and bytes(replica.payload(view.index)) == first.payload(step)
+    view = replica.find(1, 3)
+    assert view is not None
+    replica.payload(view.index)[10 << 20] ^= 1  # what is here went bad: it is found, and asked for
+    first.save(4)
+    second.save(4)
+    until(lambda: first.world_step == second.world_step == 4)
+    view = replica.find(1, 4)
+    assert view is not None and bytes(replica.payload(view.index)) == first.payload(4)
+    first.save(5)
+    second.save(5)
+    until(lambda: first.world_step == second.world_step == 5)
+    view = replica.find(1, 5)
+    assert view is not None and bytes(replica.payload(view.index)) == first.payload(5)
+    assert a.status.counters.get("saves_failed", 0) == 0
+
+
+def test_a_bandwidth_limit_holds_and_a_newer_generation_does_not_wait_for_it(
+    cluster: Cluster, trainer: type[Trainer], until: Until
+) -> None:
+    a, b = cluster.host("a", PEER_BYTES_PER_S="200000"), cluster.host("b")
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
+    first, second = trainer(a, 0), trainer(b, 1)
+    first.save(0)
+    second.save(0)
+    until(lambda: a.status.counters["peer_bytes_sent"] > 50_000)
+    assert not b.holds(Tier.PEER, 0, 0)  # 1.2 MB would take six seconds
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}, generation=2))
+    again = [trainer(a, 0, 2), trainer(b, 1, 2)]
+    assert all(rank.try_save(0) for rank in again)
+    sent = a.status.counters["peer_bytes_sent"]
+    until(lambda: a.status.counters["peer_bytes_sent"] > sent)  # the old transfer has made room for the new one
+    assert not b.holds(Tier.PEER, 0, 0)
