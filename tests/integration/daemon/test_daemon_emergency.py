@@ -1,0 +1,170 @@
+"""Emergency checkpoints through the daemon, with real workers: skewed, hung, too slow, dead. What reaches the disks is
+compared with what the workers had."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from flyball.contracts.decisions import FlushState, SaveEmergency, StopWorkers, UpdateState
+
+# Each rank has a file that it waits for before every step: a test leads it by `lead`.
+TRAINER = """
+import os, time
+from pathlib import Path
+import torch
+import flyball
+job = flyball.attach()
+gate = Path(os.environ["GATES"]) / f"rank{job.rank}"
+x = torch.full((1000,), float(job.rank * 1_000_000))
+for step in range(100_000):
+    while int(gate.read_text() or 0) < step:
+        time.sleep(0.002)
+    x += 1
+    job.step(step)
+    job.save(step, {"x": x})
+"""
+
+
+class Gates:
+    """How far each rank may go."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        folder.mkdir()
+        self.folder = folder
+        for rank in range(ranks):
+            self.open(rank, 0)
+
+    def open(self, rank: int, upto: int) -> None:
+        fresh = self.folder / f"rank{rank}.new"
+        fresh.write_text(str(upto))
+        fresh.rename(self.folder / f"rank{rank}")
+
+
+class Run:
+    """A job of two ranks that saves every tenth step to memory, and to the slow tiers only when it is told."""
+
+    def __init__(self, shared, make_shared_job, folder: Path) -> None:
+        self.shared, self.folder = shared, folder
+        self.gates = Gates(folder / "gates", 2)
+        checkpoint = {
+            "every_steps": 10,
+            "disk_dir": str(folder / "disk"),
+            "disk_every_steps": 100_000,
+            "persistent_dir": str(folder / "store"),
+            "persistent_every_steps": 100_000,
+        }
+        environment = {"OMP_NUM_THREADS": "1", "GATES": str(self.gates.folder)}
+        self.job = make_shared_job(TRAINER, nproc=2, checkpoint=checkpoint, env=environment)
+        self.name = self.job.spec.job
+        self.pids = self.job.start().result.pids
+
+    def at(self, *steps: int) -> None:
+        """Both ranks have completed these steps, and stand there."""
+        for rank, step in enumerate(steps):
+            self.gates.open(rank, step)
+        self.shared.until(f"steps {steps}", lambda: self.steps() == dict(enumerate(steps)))
+
+    def steps(self) -> dict[int, int]:
+        newest = self.shared.supervisor.newest
+        return {rank.rank: rank.step for rank in newest.ranks if rank.job == self.name}
+
+    def arm(self, step: int, deadline_s: float = 30.0):
+        """Name a step; returns the command and its first answer."""
+        command = self.job.command(SaveEmergency(self.name, 1, step, deadline_s), generation=1)
+        self.shared.supervisor.send(command)
+        return command, self.shared.supervisor.answer(command, final=False)
+
+    def flush(self, *, disarm: bool = False, timeout_s: float = 20.0):
+        return self.job.send(FlushState(self.name, 1, timeout_s, disarm), generation=1)
+
+    def check_files(self, step: int) -> None:
+        """The shards of the step, on disk and in the store, are the ranks' state after it."""
+        for tier in ("disk", "store"):
+            for rank in (0, 1):
+                (path,) = (self.folder / tier).rglob(f"step{step}/rank{rank}.safetensors")
+                with safe_open(path, framework="numpy") as file:
+                    (name,) = [name for name in file.keys() if name.endswith("x")]  # noqa: SIM118 - no dict
+                    assert (file.get_tensor(name) == rank * 1_000_000 + step + 1).all()
+        assert list((self.folder / "store").rglob(f"step{step}/world.manifest"))
+
+    @contextmanager
+    def stopped(self, rank: int) -> Iterator[None]:
+        pid = self.pids[str(rank)]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def run(shared, make_shared_job, tmp_path: Path) -> Iterator[Run]:
+    made = Run(shared, make_shared_job, tmp_path)
+    yield made
+    made.job.end(1)
+
+
+def test_ranks_three_steps_apart_save_the_step_that_was_named_and_it_is_flushed(run: Run) -> None:
+    run.at(14, 17)
+    _, late = run.arm(16)
+    assert (late.state, late.code) == (UpdateState.FAILED, "too_late")
+    command, armed = run.arm(21)
+    assert armed.state is UpdateState.ACKNOWLEDGED
+    run.gates.open(1, 50)  # the one that is ahead comes to the step, and waits there
+    run.shared.until("rank 1 at the step", lambda: run.steps()[1] == 21)
+    assert run.steps()[0] == 14
+    run.gates.open(0, 50)
+    saved = run.shared.supervisor.answer(command)
+    assert saved.state is UpdateState.SUCCEEDED
+    flushed = run.flush()
+    assert flushed.result.flushed == {"disk": 21, "persistent": 21}
+    assert run.steps() == {0: 21, 1: 21}
+    run.check_files(21)
+
+
+def test_with_a_hung_rank_the_newest_recovery_point_is_flushed_and_the_others_go_on(run: Run) -> None:
+    run.at(12, 12)
+    command, armed = run.arm(15, deadline_s=1.0)
+    assert armed.state is UpdateState.ACKNOWLEDGED
+    with run.stopped(1):
+        run.gates.open(0, 29)
+        run.gates.open(1, 29)
+        run.shared.until("rank 0 at the step", lambda: run.steps()[0] == 15)
+        missed = run.shared.supervisor.answer(command)
+        assert (missed.state, missed.code) == (UpdateState.FAILED, "not_saved")
+        assert run.steps()[0] == 15
+        flushed = run.flush(disarm=True)
+        assert flushed.result.flushed == {"disk": 10, "persistent": 10}
+        run.shared.until("rank 0 goes on", lambda: run.steps()[0] > 15)
+    run.check_files(10)
+    run.shared.until("both are there again", lambda: run.steps() == {0: 29, 1: 29})
+    assert run.flush().result.flushed == {"disk": 20, "persistent": 20}  # no slot was lost to the step given up
+    run.check_files(20)
+
+
+def test_a_save_that_is_given_up_before_its_deadline_does_not_hold_the_flush(run: Run) -> None:
+    run.at(11, 11)
+    command, armed = run.arm(40, deadline_s=60.0)  # further than anyone comes in the time that there is
+    assert armed.state is UpdateState.ACKNOWLEDGED
+    flushed = run.flush(disarm=True)
+    assert flushed.state is UpdateState.SUCCEEDED
+    assert flushed.result.flushed == {"disk": 10, "persistent": 10}
+    assert run.shared.supervisor.answer(command).code == "superseded"
+    run.check_files(10)
+    run.at(45, 45)  # nobody stops at the step
+
+
+def test_what_dead_workers_had_is_flushed_when_their_job_is_stopped_for_good(run: Run) -> None:
+    run.at(23, 23)
+    for pid in run.pids.values():
+        os.kill(pid, signal.SIGKILL)
+    stopped = run.job.send(StopWorkers(run.name, 1, 0.0, 20.0, durable=True), generation=1)
+    assert stopped.result.flushed == {"disk": 20, "persistent": 20}
+    run.check_files(20)
