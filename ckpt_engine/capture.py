@@ -18,7 +18,7 @@ from ckpt_engine.optimizer_watch import Extent, extent_of
 from ckpt_engine.running_capture import Copies, RunningCapture
 from ckpt_engine.shard_format import LENGTH_BYTES, Block, TensorHeader
 from ckpt_engine.state_tree import FlatState, flatten
-from flyball.contracts.errors import CheckpointError, CorruptShard, UnsupportedState
+from flyball.contracts.errors import CheckpointError, UnsupportedState
 
 STATE_KEY = "flyball.state"  # the JSON tree, in the safetensors metadata
 FORMAT_KEY = "flyball.format"
@@ -184,20 +184,3 @@ def _make_plan(signature: _Signature, tree_chars: int) -> _Plan:
             f"What the state holds beside tensors takes {tree_chars} characters.", hint="keep large data in tensors"
         )
     return _Plan(signature, capacity, tensors, sharding, LENGTH_BYTES + capacity + offset)
-
-
-def tensors_of(payload: memoryview) -> tuple[str, dict[str, torch.Tensor]]:
-    """The tree of a shard, and its tensors as views of `payload`. Raises CorruptShard."""
-    header = shard_format.read_header(payload)
-    if header.metadata.get(FORMAT_KEY) != FORMAT or STATE_KEY not in header.metadata:
-        raise CorruptShard(
-            f"The shard was not written by Flyball in format {FORMAT}.", hint="restore with the release that wrote it"
-        )
-    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-    data = torch.frombuffer(payload, dtype=torch.uint8)[header.data_start :]
-    views = {}
-    for name, tensor in header.tensors.items():
-        dtype = dtypes[tensor.dtype]  # `read_header` knows no others
-        begin, end = tensor.data_offsets
-        views[name] = data[begin:end].view(dtype).view(tensor.shape)
-    return header.metadata[STATE_KEY], views

@@ -9,12 +9,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load as load_with_the_library
 from torch import nn
 
 from ckpt_engine import copying, optimizer_watch
-from ckpt_engine.capture import tensors_of
 from ckpt_engine.save_handle import SaveHandle
 from ckpt_engine.slots import RankSegments
 from ckpt_engine.state_tree import flatten
@@ -37,7 +38,11 @@ class Race:
         self.is_holding = threading.Event()  # the background holds a piece
         self.is_stepping = False
         self.helped: list[str] = []  # whose pieces the steps copied
-        monkeypatch.setattr(copying.TensorCopy, "copy_piece", lambda copy, begin, end: self._held_up(copy, begin, end))
+
+        def held_up(copy: copying.TensorCopy, begin: int, end: int) -> None:
+            self._held_up(copy, begin, end)
+
+        monkeypatch.setattr(copying.TensorCopy, "copy_piece", held_up)
         monkeypatch.setattr(copying, "PIECE_BYTES", 4096)
 
     def _held_up(self, copy: copying.TensorCopy, begin: int, end: int) -> None:
@@ -71,7 +76,7 @@ def job(tmp_path: os.PathLike[str], race: Race) -> Iterator[Job]:
     made.close()
 
 
-def identity(folder: os.PathLike[str], **settings: Any) -> WorkerIdentity:
+def identity(folder: os.PathLike[str], **settings: object) -> WorkerIdentity:
     """A lone rank that commits for itself."""
     return WorkerIdentity(
         job="job",
@@ -83,7 +88,7 @@ def identity(folder: os.PathLike[str], **settings: Any) -> WorkerIdentity:
         shm_prefix=f"{os.fspath(folder)}/flyball-test",
         engine_notify="",
         restore_step=None,
-        checkpoint=CheckpointSpec(save_timeout_s=DEADLINE_S, **settings),
+        checkpoint=msgspec.structs.replace(CheckpointSpec(save_timeout_s=DEADLINE_S), **settings),
         lineage=(LineageEntry(1),),
     )
 
@@ -98,7 +103,7 @@ def slot_contents(job: Job, handle: SaveHandle) -> dict[str, torch.Tensor]:
     segments = RankSegments.open(rank_segment(job._identity.shm_prefix, "job", 0))
     view = segments.find(1, handle.step)
     assert view is not None
-    return {name: tensor.clone() for name, tensor in tensors_of(segments.payload(view.index))[1].items()}
+    return load_with_the_library(bytes(segments.payload(view.index)))
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

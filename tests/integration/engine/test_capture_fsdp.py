@@ -1,0 +1,132 @@
+"""FSDP2 over two processes: lazy captures that race with the step, their blocks, and a restore into fresh shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from flyball.contracts import worker_env
+
+RANK = """
+import json, os, threading
+from dataclasses import replace
+import safetensors.torch, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from ckpt_engine import copying
+from ckpt_engine.state_tree import flatten
+from flyball.contracts.checkpoints import branch
+from flyball.trainer import Job
+from flyball.worker_identity import read_identity
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+copying.PIECE_BYTES = 4096
+opened, copy_piece = threading.Event(), copying.TensorCopy.copy_piece
+
+def held_up(copy, begin, end):  # the background begins when the step of the training thread does
+    if threading.current_thread().name == "flyball-copy" and copy.version is not None:
+        assert opened.wait(30)
+    elif copy.version is not None:
+        opened.set()
+    copy_piece(copy, begin, end)
+
+copying.TensorCopy.copy_piece = held_up
+
+def make(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(200, 151), torch.nn.ReLU(), torch.nn.Linear(151, 1))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+def train(model, optimizer, number):
+    rows = torch.randn(4, 200, generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
+    loss = model(rows).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item().hex()
+
+identity = read_identity(os.environ)
+job = Job(identity)
+model, optimizer = make(0)
+state = {"model": model, "optimizer": optimizer}
+train(model, optimizer, 0)
+torn, raced = [], 0
+for step in range(3):
+    opened.clear()
+    expected = {name: tensor.clone() for name, tensor in flatten(state).tensors.items()}
+    handle = job.save(step, state)
+    raced += not handle.staged
+    losses = [train(model, optimizer, step)]
+    opened.set()
+    assert handle.replicated.wait(30), handle
+    segments = job._engine._segments
+    view = segments.find(1, step)
+    found = safetensors.torch.load(bytes(segments.payload(view.index)))
+    torn += [name for name in expected if not torch.equal(expected[name], found[name])]
+    entries = segments.committed(view.index).tensors
+    blocks = {entry.fqn: (entry.shape, entry.global_shape, entry.offsets) for entry in entries}
+    dist.barrier()
+job.close()
+
+lineage = branch(identity.lineage, restored_step=2, generation=2)
+again = Job(replace(identity, generation=2, restore_step=2, lineage=lineage))
+model, optimizer = make(1)
+state = {"model": model, "optimizer": optimizer}
+assert again.restore(state) == 3
+same = losses == [train(model, optimizer, 2)]
+block, moment = blocks["model.0.weight"], blocks["optimizer.state.0.exp_avg"]
+print(json.dumps({"torn": torn, "raced": raced, "same": same, "block": block, "moment": moment}))
+again.close()
+dist.destroy_process_group()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_sharded_models_are_captured_whole_and_restored_to_the_last_bit(tmp_path: Path) -> None:
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        worker_env.SHM_PREFIX: str(tmp_path / "flyball-test"),
+        worker_env.JOB: "fsdp",
+        worker_env.GENERATION: "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        ended = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait(timeout=10)
+    assert [rank.returncode for rank in ranks] == [0, 0], [errors for _, errors in ended]
+    found = [json.loads(output) for output, _ in ended]
+    assert [entry["torn"] for entry in found] == [[], []]
+    assert [entry["raced"] for entry in found] == [3, 3]
+    assert [entry["same"] for entry in found] == [True, True]
+    first, second = [[76, 200], [151, 200], [0, 0]], [[75, 200], [151, 200], [76, 0]]
+    assert [entry["block"] for entry in found] == [entry["moment"] for entry in found] == [first, second]
