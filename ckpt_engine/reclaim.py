@@ -66,7 +66,7 @@ def remove_job(prefix: str, job: str) -> list[RankMemory]:
         ranks = ", ".join(f"{'replica of ' if memory.replica else ''}rank {memory.rank}" for memory in in_use)
         raise Conflict(
             f"The slots of {job} are in use: {ranks}.",
-            hint="end the job (`flyball job stop`); its trainers and the host's engine have them open",
+            hint="end the job first; its trainers and the host's engine have them open",
         )
     return removed
 
