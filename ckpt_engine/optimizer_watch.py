@@ -3,12 +3,14 @@
 A tensor may be copied after `save` has returned if nobody can write to it unseen. That is so for the parameters and
 the state of an optimizer whose steps go through `torch.optim.Optimizer`, because a global hook is called before each:
 also for optimizers that step inside backward, under GradScaler, and when the step is compiled. An optimizer counts from
-the first step that the hook saw, so that one which never calls it is never trusted. A step that is replayed from a CUDA
-graph passes the hook by; such optimizers have `capturable` set, and their tensors are not counted.
+the first step that the hook saw, so that one which never calls it is never trusted. Two kinds are never counted: those
+whose step is replayed from a CUDA graph, past the hook (they have `capturable` set), and those of other packages that
+have methods of their own, since these may write as well (the first step of SAM, schedule-free's change to evaluation).
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -73,13 +75,21 @@ def guarded_extents() -> set[Extent]:
         optimizers = list(_seen)
     extents = set()
     for optimizer in optimizers:
-        if any(group.get("capturable") for group in optimizer.param_groups):
+        if not _writes_in_steps_only(type(optimizer)) or any(g.get("capturable") for g in optimizer.param_groups):
             continue
         for tensor in tensors_of(optimizer):
             extent = extent_of(tensor)
             if extent is not None:
                 extents.add(extent)
     return extents
+
+
+@functools.cache
+def _writes_in_steps_only(kind: type[Optimizer]) -> bool:
+    if kind.__module__.partition(".")[0] == "torch":
+        return True
+    own = {name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))}
+    return own <= set(dir(Optimizer))
 
 
 def tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:

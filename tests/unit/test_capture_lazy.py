@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -386,6 +387,40 @@ def test_what_may_not_be_late_is_captured_when_save_returns(
         race.begin()
 
 
+class Plain(torch.optim.SGD):
+    """Of another package, and with a step as torch's have."""
+
+    __module__ = "elsewhere"
+
+
+class Perturbing(Plain):
+    """Like SAM: writes before its step, and past the version counters."""
+
+    __module__ = "elsewhere"
+
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(1.0)
+
+
+@pytest.mark.parametrize(("kind", "is_lazy"), [(Plain, True), (Perturbing, False)])
+def test_optimizers_that_may_write_outside_of_a_step_are_not_trusted(
+    job: Job, race: Race, kind: type[torch.optim.Optimizer], is_lazy: bool
+) -> None:
+    state, step = trained_by(kind)()
+    optimizer_watch.watch()
+    step()
+    race.close()
+    expected = contents(state)
+    handle = job.save(0, state)
+    assert handle.staged.done is not is_lazy
+    if not is_lazy:
+        state["optimizer"].first_step()
+    race.begin()
+    assert_same(slot_contents(job, handle), expected)
+
+
 def test_an_optimizer_whose_step_was_never_seen_is_not_trusted(job: Job, race: Race) -> None:
     optimizer_watch.watch()
     state, _ = trained_by(torch.optim.AdamW)()
@@ -461,6 +496,22 @@ def test_a_copy_that_fails_is_an_error_on_the_handle_and_training_goes_on(
         with pytest.raises(CheckpointError, match="no such memory"):
             job.save(1, state)
         assert job.save(2, state).replicated.wait(DEADLINE_S)
+
+
+def test_in_steady_state_nothing_is_planned_or_made_anew(job: Job, race: Race) -> None:
+    state, step = trained_by(torch.optim.AdamW)()
+    optimizer_watch.watch()
+    race.begin()
+    plans, files = set(), set()
+    for number in range(6):
+        step()
+        handle = job.save(number, state)
+        assert handle.replicated.wait(DEADLINE_S)
+        plans.add(id(job._engine._saver._capture._plan))  # type: ignore[union-attr]
+        segments = job._engine._segments
+        assert segments is not None
+        files.update((path.name, path.stat().st_ino) for path in Path(segments.base).parent.glob("*.s?"))
+    assert len(plans) == 1 and len(files) == 2
 
 
 @pytest.mark.parametrize("change", ["dtype", "shape", "name"])
