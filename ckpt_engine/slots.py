@@ -150,6 +150,7 @@ class RankSegments:
         if self._settled is None or self._settled[0] != plan:
             self._settled = plan, self._fitting(plan)
             self.control.use_slots(self._settled[1].slots)
+            _log.info("memory plan: %s", self._settled[1])
         return self._settled[1]
 
     def _fitting(self, plan: MemoryPlan) -> MemoryPlan:

@@ -169,3 +169,30 @@ check_room({str(tmp_path)!r}, 65 << 20, MemoryPlan(65 << 19))
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
     assert "the memory limit of this container (cgroup) has" in done.stderr, done.stderr
     assert "Memory plan: 32.5 MiB per slot" in done.stderr
+
+
+def test_a_trainer_goes_on_when_its_state_outgrows_memory_and_when_memory_is_gone(in_tmpfs: InTmpfs) -> None:
+    in_tmpfs(
+        """
+        os.environ.update(FLYBALL_SHM_PREFIX=folder + "/flyball-key", FLYBALL_JOB="job")
+        import torch, flyball
+        job = flyball.attach()
+        state = {"a": torch.zeros(3 * MIB, dtype=torch.uint8)}
+        for step in range(3):
+            assert job.save(step, state).replicated.wait(30)
+        grown = {"a": torch.zeros(5 * MIB, dtype=torch.uint8)}
+        said = job.save(3, grown).error
+        assert "Memory plan: 5.0 MiB per slot, 2 slots" in said, said
+        fill()
+        for step in range(4, 8):
+            state["a"] += 1
+            handle = job.save(step, state)
+            assert handle.replicated.wait(30), handle.error
+        job.close()
+        kept = RankSegments.open(folder + "/flyball-key.job.r0")
+        newest = max(kept.slots(), key=lambda view: view.step)
+        assert (newest.step, newest.state) == (7, SlotState.COMMITTED)
+        assert bytes(kept.payload(newest.index)[-MIB:]) == bytes([4]) * MIB
+        """,
+        size="8m",
+    )
