@@ -90,7 +90,10 @@ class RankSegments:
 
     def slots(self) -> list[SlotView]:
         """The slots in use, and those beyond that still hold something."""
-        views = (self.control.slot(index) for index in range(MAX_SLOTS))
+        views = [self.control.slot(index) for index in range(MAX_SLOTS)]
+        for view in views:
+            if view.state is SlotState.EMPTY:  # its file may be gone: a mapping would keep the memory
+                self._mappings.pop(view.index, None)
         return [view for view in views if not view.surplus or view.state is not SlotState.EMPTY]
 
     def unchanged(self, view: SlotView) -> bool:
@@ -113,6 +116,11 @@ class RankSegments:
                 hint="the copy is not used; another tier's copy is tried",
             )
         return payload
+
+    def map_ahead(self, index: int) -> None:
+        """Map a slot's file, if it is there, so that `payload` need not: it takes as long as several copies. For
+        another thread. Raises MemoryTooSmall or OSError."""
+        self._map_if_there(index)
 
     def open_payload(self, index: int) -> int:
         """A descriptor of the file whose bytes `payload` shows, for the kernel to read from; the caller closes it.

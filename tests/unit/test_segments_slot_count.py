@@ -94,6 +94,8 @@ def test_fewer_slots_keep_what_is_needed_and_give_the_rest_back(segments: RankSe
     assert save(again, 5, world_step=4)
     assert steps(again) == {0: 4, 1: 5} and present(base) == [True, True, False, False]
     assert steps(segments) == steps(again)
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if base + ".s" in line]
+    assert mapped and not [line for line in mapped if "(deleted)" in line]  # no process keeps the memory
     again.settle(MemoryPlan(SIZE, slots=3))
     assert save(again, 6, world_step=4) and steps(again) == {0: 4, 1: 5, 2: 6}
     again.close()
