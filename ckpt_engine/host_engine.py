@@ -123,7 +123,7 @@ class Engine:
         """Go on with the jobs that a killed predecessor had, then open the doors."""
         for configure in self._job_files.load():
             try:
-                self._begin(configure)
+                self._begin(configure, resumed=True)
             except FlyballError as error:  # one job's segments must not keep the others from being served
                 log.error("job_not_resumed", job=configure.placement.job, reason=str(error))
         self._peer_server.start()
@@ -179,7 +179,7 @@ class Engine:
         self._begin(request)
         return self._reply()
 
-    def _begin(self, configure: Configure) -> None:
+    def _begin(self, configure: Configure, *, resumed: bool = False) -> None:
         name = configure.placement.job
         with self._lock:
             job = self._jobs.get(name)
@@ -190,7 +190,7 @@ class Engine:
             addresses = peers.engine_addresses(configure.placement)
             addresses.pop(self._host_id, None)
             self._addresses.update(addresses)
-        job.begin(configure)
+        job.begin(configure, resumed=resumed)
         self._set_links()
         log.info(
             "generation_began",

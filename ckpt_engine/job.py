@@ -18,6 +18,7 @@ from ckpt_engine.generation import Generation
 from ckpt_engine.notices import Notice, SaveAborted
 from ckpt_engine.peer_wire import Reply, TierReport
 from ckpt_engine.pipeline import RankPipeline
+from ckpt_engine.refill import Refill
 from ckpt_engine.replication import Offer, send_replica
 from ckpt_engine.restoring import Restoring
 from ckpt_engine.save_clock import SaveClock
@@ -69,9 +70,9 @@ class Job:
                 hint="a placement never changes within a generation; grant a new one",
             )
 
-    def begin(self, configure: Configure) -> None:
-        """A generation begins, or is taken up again by a restarted engine. Repeated, it changes nothing. What has to be
-        fetched is fetched in the background."""
+    def begin(self, configure: Configure, *, resumed: bool = False) -> None:
+        """A generation begins or, `resumed`, is taken up again by a restarted engine. Repeated, it changes nothing.
+        What has to be fetched is fetched in the background."""
         with self._lock:
             self.check(configure)
             if self.generation is not None and self.generation.number == configure.placement.generation:
@@ -81,7 +82,7 @@ class Job:
             coordination, durable = self._coordinate(generation)
             self.generation, self.coordination, self._durable = generation, coordination, durable
             self._pipelines = {
-                rank: self._make_pipeline(rank, generation, coordination) for rank in generation.local_ranks
+                rank: self._make_pipeline(rank, generation, coordination, resumed) for rank in generation.local_ranks
             }
             coordination.repeat_naming()
             for pipeline in self._pipelines.values():
@@ -155,11 +156,16 @@ class Job:
         )
         return coordination, durable
 
-    def _make_pipeline(self, rank: int, generation: Generation, coordination: Coordination) -> RankPipeline:
+    def _make_pipeline(
+        self, rank: int, generation: Generation, coordination: Coordination, resumed: bool
+    ) -> RankPipeline:
         services = self._services
         on_failure = partial(self._note_failure, generation)
         on_progress = partial(self._rank_progressed, coordination)
-        restore: Callable[[OpenSegments], bool] | None = None
+        first: list[Callable[[OpenSegments], bool]] = []
+        if resumed and services.settings.refill and generation.replica_hosts:
+            refill = Refill(generation, memory=self.memory, replicas=self.replicas, services=services)
+            first.append(refill.run)
         if generation.restore is not None:
             restoring = Restoring(
                 generation,
@@ -171,7 +177,7 @@ class Job:
                 on_report=self._restores.append,
             )
             restoring.announce(rank)
-            restore = restoring.run
+            first.append(restoring.run)
         return RankPipeline(
             rank,
             generation,
@@ -179,7 +185,7 @@ class Job:
             world=coordination.world,
             put_replica=partial(self._put_replica, generation),
             peer_down_s=services.links.down_s,
-            restore=restore,
+            first=first,
             on_progress=on_progress,
             on_failure=on_failure,
             counters=services.counters,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 _REMEMBERED_STEPS = 16  # per rank; older ones are below the world step, or lost
 
-Restore = Callable[[OpenSegments], bool]
+Fill = Callable[[OpenSegments], bool]
 
 
 class RankPipeline:
@@ -43,20 +43,21 @@ class RankPipeline:
         world: WorldView,
         put_replica: PutReplica,
         peer_down_s: Callable[[str], float],
-        restore: Restore | None,
+        first: Sequence[Fill],
         on_progress: Callable[[int], None],
         on_failure: Callable[[int, int, str], None],
         counters: Counters,
         settings: EngineSettings,
         code_version: str,
     ) -> None:
-        """`restore` is run first in every round, until it returns True; `on_progress(rank)` whenever `saved_steps` or
-        `failed_steps` changed; `on_failure(rank, step, message)` once per step that could not be saved."""
+        """`first` are run at the begin of every round, each until it returns True; `on_progress(rank)` whenever
+        `saved_steps` or `failed_steps` changed; `on_failure(rank, step, message)` once per step that could not be
+        saved."""
         self.rank = rank
         self._generation = generation
         self._memory = memory
         self._world = world
-        self._restore = restore
+        self._first = list(first)
         self._on_progress = on_progress
         self._on_failure = on_failure
         self._counters = counters
@@ -151,8 +152,7 @@ class RankPipeline:
         delay_s = 0.0
         while not self._generation.ended.is_set():
             try:
-                if self._restore is not None:
-                    self._restore = None if self._run_restore(self._restore) else self._restore
+                self._first = [fill for fill in self._first if not self._is_filled(fill)]
                 self._start_replicators()
                 delay_s = self._round()
             except Exception:  # logged; a rank without its pipeline would never be saved again
@@ -167,9 +167,9 @@ class RankPipeline:
             for replicator in self._replicators:
                 replicator.start()
 
-    def _run_restore(self, restore: Restore) -> bool:
+    def _is_filled(self, fill: Fill) -> bool:
         with self._memory.using(self.rank) as entry:
-            return entry is None or restore(entry)
+            return entry is None or fill(entry)
 
     def _round(self) -> float:
         """Everything that can be done now; returns the seconds after which to look again."""

@@ -36,6 +36,7 @@ KNOWN = (
     # the emergency checkpoint
     "engine.armed",
     "engine.flush",
+    "engine.refill",  # a peer has the shard, and it is not here yet
     # the control plane
     "sensor.before_publish",
     "controller.after_consume",

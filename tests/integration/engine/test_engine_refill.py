@@ -1,0 +1,76 @@
+"""An engine that comes back to an empty memory has its shards again before anyone asks, and so have its peers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from flyball.contracts.checkpoints import Tier
+from flyball.contracts.fault_points import VARIABLE
+
+if TYPE_CHECKING:
+    from tests.integration.engine.conftest import Cluster, EngineHost, Trainer
+
+
+def saved(cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]) -> list[Trainer]:
+    """Two ranks on two hosts that have steps 1 to 3 in memory, and at each other's."""
+    hosts = [cluster.hosts["a"], cluster.hosts["b"]]
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
+    ranks = [trainer(host, rank) for rank, host in enumerate(hosts)]
+    for step in (1, 2, 3):
+        for rank in ranks:
+            rank.save(step)
+    until(lambda: all(rank.world_step == 3 for rank in ranks))
+    return ranks
+
+
+def empty(host: EngineHost) -> None:
+    """As after a restart of the machine: the state folder is there, shared memory is not."""
+    host.kill()
+    for path in host.segments():
+        path.unlink()
+
+
+def test_memory_is_filled_again_from_the_peers_and_the_world_knows_its_step(
+    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
+) -> None:
+    a = cluster.host("a")
+    b = cluster.host("b")
+    ranks = saved(cluster, trainer, until)
+    empty(a)  # the coordinator's: it does not remember the world step either
+    a.start()
+    until(lambda: a.holds(Tier.MEMORY, 3, 0) and a.holds(Tier.PEER, 3, 1))
+    again = trainer(a, 0, generation=2)  # only to look
+    assert again.stored(1, 3) == ranks[0].payload(3)
+    assert again.stored(1, 2) == ranks[0].payload(2)
+    until(lambda: again.world_step == 3)
+    assert a.status.counters["shards_refilled"] == 2
+    assert b.holds(Tier.PEER, 3, 0)
+
+
+def test_an_engine_that_is_told_not_to_stays_empty(
+    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
+) -> None:
+    a = cluster.host("a", REFILL="false")
+    cluster.host("b")
+    saved(cluster, trainer, until)
+    empty(a)
+    a.start()
+    until(lambda: a.holds(Tier.PEER, 3, 1))  # what others back up onto it comes all the same
+    assert not [copy for copy in a.status.copies if copy.tier is Tier.MEMORY]
+    assert "shards_refilled" not in a.status.counters
+
+
+def test_killed_in_the_middle_of_it_the_next_engine_does_it(
+    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
+) -> None:
+    a = cluster.host("a")
+    cluster.host("b")
+    saved(cluster, trainer, until)
+    empty(a)
+    with contextlib.suppress(AssertionError):  # killed before it could answer
+        a.start(**{VARIABLE: "engine.refill:2"})
+    until(lambda: a.process is not None and a.process.poll() is not None)
+    a.start()
+    until(lambda: a.holds(Tier.MEMORY, 3, 0) and a.holds(Tier.PEER, 3, 1))
