@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from flyball.contracts.errors import (
     RestoreFailed,
     StorageFull,
 )
+
+_RANK_FILE = re.compile(r"rank\d+(\.safetensors|\.manifest)")
 
 
 class PassedOver(msgspec.Struct, frozen=True):
@@ -65,14 +68,7 @@ def extract_step(
         if inventory.counts(held) and held.copy.rank in sources:
             sources[held.copy.rank].append(held)
     _check_complete(inventory, listing, {rank: "no copy" for rank, found in sources.items() if not found})
-    if not overwrite:
-        _check_free(target, listing.world_size)
-    try:
-        make_folder(target)
-    except OSError as error:
-        raise ConfigurationError(
-            f"The folder {target} cannot be made: {error.strerror}.", hint="choose one that you may write to"
-        ) from error
+    _make_room(target, overwrite=overwrite)
     extracted: list[ExtractedShard] = []
     failed: dict[int, str] = {}
     for rank, held_copies in sources.items():
@@ -81,6 +77,8 @@ def extract_step(
             failed[rank] = "; ".join(f"{found.path}: {found.reason}" for found in passed_over)
         else:
             extracted.append(shard)
+    if failed:  # half a step is of no use to anybody
+        FolderStorage(target).remove([name for shard in extracted for name in _names(shard.rank)])
     _check_complete(inventory, listing, failed)
     return tuple(extracted)
 
@@ -99,10 +97,11 @@ def _extract(
         except (FlyballError, OSError) as error:
             passed_over.append(PassedOver(held.copy, source_path, reason(error)))
             continue
+        manifest, shard = _names(rank)
         found = ExtractedShard(
             rank=rank,
-            path=str(target / f"rank{rank}{SHARD_SUFFIX}"),
-            manifest_path=str(target / f"rank{rank}{MANIFEST_SUFFIX}"),
+            path=str(target / shard),
+            manifest_path=str(target / manifest),
             size_bytes=held.copy.size_bytes,
             source=held.copy,
             source_path=source_path,
@@ -113,11 +112,10 @@ def _extract(
 
 
 def _write(target: Path, rank: int, reading: ShardReading, on_bytes: Callable[[int], None]) -> None:
-    shard, manifest = f"rank{rank}{SHARD_SUFFIX}", f"rank{rank}{MANIFEST_SUFFIX}"
+    manifest, shard = _names(rank)
     lines = b"".join((reading.manifest_bytes, b"\n", manifests.digest(reading.manifest_bytes).encode(), b"\n"))
     folder = FolderStorage(target)
     try:
-        folder.remove([manifest])  # of what is overwritten: a manifest always describes the shard beside it
         folder.write(shard, _verified(reading, on_bytes), reading.manifest.payload_bytes)
         folder.write(manifest, [lines], len(lines))
     except OSError as error:
@@ -135,13 +133,26 @@ def _verified(reading: ShardReading, on_bytes: Callable[[int], None]) -> Iterato
         raise CorruptShard(f"It cannot be read: {error.strerror}.") from error
 
 
-def _check_free(target: Path, world_size: int) -> None:
-    names = (f"rank{rank}{suffix}" for rank in range(world_size) for suffix in (SHARD_SUFFIX, MANIFEST_SUFFIX))
-    present = [name for name in names if (target / name).exists()]
-    if present:
+def _names(rank: int) -> tuple[str, str]:
+    """The manifest's first: so they are removed."""
+    return f"rank{rank}{MANIFEST_SUFFIX}", f"rank{rank}{SHARD_SUFFIX}"
+
+
+def _make_room(target: Path, *, overwrite: bool) -> None:
+    """A folder without shards: those of another step, or world, would pass for this one's."""
+    try:
+        make_folder(target)
+        present = sorted(path.name for path in target.iterdir() if _RANK_FILE.fullmatch(path.name))
+        if present and overwrite:
+            FolderStorage(target).remove(present)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The folder {target} cannot be used: {error.strerror}.", hint="choose one that you may write to"
+        ) from error
+    if present and not overwrite:
         raise Conflict(
             f"{target} already has {', '.join(present[:4])}{' and others' if len(present) > 4 else ''}.",
-            hint="choose another folder, or overwrite them with --force",
+            hint="choose another folder, or replace all shards in it with --force",
         )
 
 

@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from flyball.cli import ckpt_pin, ckpt_plan, ckpt_rm, ckpt_verify
-from flyball.cli.ckpt_options import Folders, Generation, JobName, StateDir, StepName, look, parse_step
+from flyball.cli.ckpt_options import Folders, Generation, JobName, StateDir, StepName, look, looks, parse_step
 from flyball.cli.options import examples
 from flyball.cli.output import Format, OutputOption, print_json
+from flyball.contracts.errors import RestoreFailed
 
 app = typer.Typer(
     help="Show, verify, restore and remove checkpoints, from memory, disks and stores; no server is needed.",
@@ -55,8 +56,9 @@ def show(
     from ckpt_engine.inventory import read_manifest
     from flyball.cli.ckpt_tables import print_step, print_tensors, shard_json
 
+    wanted = parse_step(step)
     inventory = look(state_dir, folders, job).inventory
-    listing = inventory.find(parse_step(step), generation)
+    listing = inventory.find(wanted, generation)
     held = [found for found in inventory.copies_of(listing) if rank is None or found.copy.rank == rank]
     shards = [(found, read_manifest(found)) for found in held]
     if output is Format.JSON:
@@ -87,22 +89,30 @@ def restore(
     from flyball.cli.ckpt_tables import print_extracted
     from flyball.cli.progress import bytes_bar
 
-    inventory = look(state_dir, folders, job).inventory
-    listing = inventory.find(parse_step(step), generation)
-    with bytes_bar("restoring", listing.size_bytes) as advance:
-        shards = extract_step(inventory, listing, to, overwrite=force, on_bytes=advance)
+    folder = to.absolute()
+    wanted = parse_step(step)
+    for found, is_last in looks(state_dir, folders, job, newest=wanted is None):
+        inventory = found.inventory
+        listing = inventory.find(wanted, generation)
+        try:
+            with bytes_bar("restoring", listing.size_bytes) as advance:
+                shards = extract_step(inventory, listing, folder, overwrite=force, on_bytes=advance)
+            break
+        except RestoreFailed:
+            if is_last:
+                raise
     if output is Format.JSON:
         print_json(
             {
                 "job": inventory.job,
                 "step": listing.step,
                 "generation": listing.generation,
-                "folder": str(to),
+                "folder": str(folder),
                 "shards": shards,
             }
         )
     else:
-        print_extracted(shards, str(to))
+        print_extracted(shards, str(folder))
 
 
 app.command("verify", **ckpt_verify.COMMAND)(ckpt_verify.command)

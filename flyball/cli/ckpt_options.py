@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import structlog
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flyball.cli.ckpt_places import JobCopies
 
 LATEST = "latest"
+LOOKS = 3
 
 StateDir = Annotated[
     str, typer.Option("--state-dir", help="state folder of a host or run (default: all runs of this machine)")
@@ -41,6 +42,14 @@ def look(state_dir: str, folders: list[str] | None, job: str) -> JobCopies:
     # What the tiers log is for an engine's log; a person is told by the inventory.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     return find_copies(os.environ, state_dir=state_dir, folders=folders or (), job=job)
+
+
+def looks(state_dir: str, folders: list[str] | None, job: str, *, newest: bool) -> Iterator[tuple[JobCopies, bool]]:
+    """`look`, with whether it is the last one. For the newest step several: a job that runs may overwrite it while it
+    is read, and has a newer one then."""
+    count = LOOKS if newest else 1
+    for number in range(1, count + 1):
+        yield look(state_dir, folders, job), number == count
 
 
 def parse_step(text: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from flyball.cli.ckpt_options import (
@@ -44,7 +45,8 @@ def pin(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """In every folder and store that has something of the step."""
-    places = _StepPlaces(step, tier, generation, look(state_dir, folders, job).inventory)
+    wanted, tiers = parse_step(step), storage_tiers(tier)
+    places = _StepPlaces(wanted, tiers, generation, look(state_dir, folders, job).inventory)
     for place in places.found:
         place.store.pin(places.generation, places.step)
     places.tell(output, pinned=True)
@@ -61,7 +63,8 @@ def unpin(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """In every folder and store that has something of the step."""
-    places = _StepPlaces(step, tier, generation, look(state_dir, folders, job).inventory)
+    wanted, tiers = parse_step(step), storage_tiers(tier)
+    places = _StepPlaces(wanted, tiers, generation, look(state_dir, folders, job).inventory)
     for place in places.found:
         place.store.unpin(places.generation, places.step)
     places.tell(output, pinned=False)
@@ -70,12 +73,13 @@ def unpin(
 class _StepPlaces:
     """The folders and stores that have something of a step."""
 
-    def __init__(self, step: str, tier: Tier | None, generation: int | None, inventory: Inventory) -> None:
+    def __init__(self, step: int | None, tiers: Collection[Tier], generation: int | None, inventory: Inventory) -> None:
         """Raises NotFound if there are none."""
         from ckpt_engine.copy_places import StoragePlace
+        from ckpt_engine.remove_steps import durable_point
 
-        listing = inventory.find(parse_step(step), generation)
-        tiers = storage_tiers(tier)
+        newest = durable_point(inventory) if step is None else None
+        listing = newest or inventory.find(step, generation)
         places = (held.place for held in inventory.copies_of(listing) if held.place.tier in tiers)
         self.found = list(dict.fromkeys(place for place in places if isinstance(place, StoragePlace)))
         self.job, self.step, self.generation = inventory.job, listing.step, listing.generation

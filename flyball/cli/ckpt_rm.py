@@ -49,13 +49,14 @@ def command(
             "Say which steps to remove, or --all, or --memory.", hint="for example `flyball ckpt rm 40 60`"
         )
     tiers = storage_tiers(tier)
+    numbers = [parse_step(step) for step in steps or ()]
     found = look(state_dir, folders, job)
     if memory:
         _free_memory(found, force=force, yes=yes, output=output)
         return
     inventory = found.inventory
     stays = {} if force else protected(inventory)
-    wanted = _wanted(inventory, steps or (), tiers, generation)
+    wanted = _wanted(inventory, numbers, tiers, generation)
     refused = {key: stays[key] for key in wanted & set(stays)}
     if refused and not everything:
         raise Conflict(
@@ -94,14 +95,14 @@ def command(
 
 
 def _wanted(
-    inventory: Inventory, steps: Collection[str], tiers: Collection[Tier], generation: int | None
+    inventory: Inventory, steps: Collection[int | None], tiers: Collection[Tier], generation: int | None
 ) -> set[StepKey]:
     from ckpt_engine.remove_steps import stored_steps
 
     known = {key for key in stored_steps(inventory, tiers) if generation in (None, key[0])}
     if not steps:
         return known
-    numbers = {inventory.find(None).step if (number := parse_step(text)) is None else number for text in steps}
+    numbers = {inventory.find(None).step if step is None else step for step in steps}
     missing = sorted(numbers - {step for _, step in known})
     if missing:
         raise NotFound(

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyball.cli.ckpt_options import LATEST, Folders, Generation, JobName, StateDir, look, parse_step
+from flyball.cli.ckpt_options import LATEST, Folders, Generation, JobName, StateDir, looks, parse_step
 from flyball.cli.options import examples
 from flyball.cli.output import Format, OutputOption, print_fields, print_json, print_table, say
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
 
 if TYPE_CHECKING:
     from ckpt_engine.copy_places import Ignored
-    from ckpt_engine.inventory import HeldCopy, Inventory
+    from ckpt_engine.inventory import Inventory
     from ckpt_engine.step_listing import StepKey
     from ckpt_engine.verify_copies import Verified, VerifiedStep
 
@@ -36,12 +36,17 @@ def command(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Nothing is changed."""
-    inventory = look(state_dir, folders, job).inventory
-    listings = list(inventory.steps) if everything else [inventory.find(parse_step(step), generation)]
-    world_sizes = {(found.generation, found.step): found.world_size for found in listings}
-    held_copies = [held for held in inventory.held if held.key in world_sizes]
+    from ckpt_engine.verify_copies import Verdict
+
+    wanted = None if everything else parse_step(step)
+    for found, is_last in looks(state_dir, folders, job, newest=wanted is None and not everything):
+        inventory = found.inventory
+        listings = list(inventory.steps) if everything else [inventory.find(wanted, generation)]
+        world_sizes = {(listing.generation, listing.step): listing.world_size for listing in listings}
+        results, steps = _verify(inventory, world_sizes)
+        if is_last or not any(result.verdict is Verdict.GONE for result in results):
+            break
     ignored = [i for i in inventory.ignored if everything or (i.key and (i.key.generation, i.key.step) in world_sizes)]
-    results, steps = _verify(inventory, held_copies, world_sizes)
     if output is Format.JSON:
         print_json(_to_json(inventory.job, results, steps, ignored))
     else:
@@ -51,12 +56,11 @@ def command(
         raise problem
 
 
-def _verify(
-    inventory: Inventory, held_copies: Sequence[HeldCopy], world_sizes: dict[StepKey, int]
-) -> tuple[list[Verified], tuple[VerifiedStep, ...]]:
+def _verify(inventory: Inventory, world_sizes: dict[StepKey, int]) -> tuple[list[Verified], tuple[VerifiedStep, ...]]:
     from ckpt_engine.verify_copies import Verdict, judge_steps, verify_copies
     from flyball.cli.progress import bytes_bar
 
+    held_copies = [held for held in inventory.held if held.key in world_sizes]
     results: list[Verified] = []
     usable = []
     with bytes_bar("verifying", sum(held.copy.size_bytes for held in held_copies)) as advance:

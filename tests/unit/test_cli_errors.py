@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from flyball.cli.main import run_cli
 from flyball.contracts import errors
 from flyball.contracts.errors import FlyballError
 
@@ -47,6 +48,11 @@ def flyball(*arguments: str, tmp_path: Path, **environ: str) -> subprocess.Compl
         ("explain", 2, "issing"),
         ("explain dec-x", 2, "not a decision"),
         ("goodput missing.jsonl", 8, "missing.jsonl"),
+        ("ckpt ls --dir missing", 8, "no folder missing"),
+        ("ckpt ls --dir http://x/y", 3, "s3://"),
+        ("ckpt show -- -1", 2, "not a step"),
+        ("ckpt rm", 2, "Say which steps"),
+        ("ckpt plan latest --supervisor x", 2, "not an address"),
         ("inject kill", 2, "--job"),
         ("inject kill --job j --rank x", 2, "x"),
         ("demo --steps x", 2, "x"),
@@ -71,10 +77,16 @@ def test_an_unreachable_supervisor_is_named(tmp_path: Path) -> None:
 
 def test_help_has_examples_everywhere(tmp_path: Path) -> None:
     assert "flyball run train.py" in flyball("run", "--help", tmp_path=tmp_path).stdout
-    for command in ("demo", "up", "host", "status", "explain", "goodput", "inject"):
+    for command in ("demo", "up", "host", "status", "explain", "goodput", "inject", "ckpt"):
         done = flyball(command, "--help", tmp_path=tmp_path)
         assert done.returncode == 0
         assert f"flyball {command}" in done.stdout.partition("Examples:")[2], command
+
+
+def test_every_ckpt_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("ls", "show", "verify", "restore", "rm", "pin", "unpin", "plan"):
+        assert run_cli(["ckpt", command, "--help"]) == 0
+        assert f"flyball ckpt {command}" in capsys.readouterr().out.partition("Examples:")[2]
 
 
 def test_version_and_no_command(tmp_path: Path) -> None:

@@ -19,12 +19,13 @@ from safetensors.numpy import save
 
 from ckpt_engine import manifest as manifests
 from ckpt_engine.manifest import Manifest
+from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots import RankSegments
-from ckpt_engine.tiers.folder import FolderStorage
+from ckpt_engine.tiers.opening import open_disk, open_persistent
 from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.cli.main import run_cli
 from flyball.contracts import wire
-from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry, Tier
+from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry
 from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.engine_wire import Configure
 from flyball.contracts.identity import Fence
@@ -55,7 +56,7 @@ def shard(step: int, rank: int, *, generation: int = 1, world_size: int = 2) -> 
 class Site:
     """Hosts of one job on this machine: their state folders, shared memory, disks and a store."""
 
-    def __init__(self, root: Path, hosts: Sequence[str] = ("host-a", "host-b")) -> None:
+    def __init__(self, root: Path, hosts: Sequence[str] = ("host-a", "host-b"), store: str = "") -> None:
         self.root = root
         self.hosts = tuple(hosts)
         self.state = root / "state"
@@ -64,10 +65,11 @@ class Site:
         self.spec = CheckpointSpec(
             disk_dir=str(root / "disk"),
             disk_every_steps=1,
-            persistent_dir=str(root / "store"),
+            persistent_dir=store or str(root / "store"),
             persistent_every_steps=1,
         )
-        self.configure()
+        if hosts:
+            self.configure()
 
     def configure(self, lineage: Lineage = FROM_SCRATCH) -> None:
         """What engines keep of the daemon's order that began a generation."""
@@ -121,11 +123,10 @@ class Site:
             store.seal(generation, step, len(self.hosts))
 
     def disk(self, host: str) -> ShardStore:
-        storage = FolderStorage(self.root / "disk" / host / JOB)
-        return ShardStore(storage, tier=Tier.DISK, job=JOB, host_id=host)
+        return open_disk(self.spec.disk_dir, job=JOB, host_id=host, settings=EngineSettings())
 
     def store(self) -> ShardStore:
-        return ShardStore(FolderStorage(self.root / "store" / JOB), tier=Tier.PERSISTENT, job=JOB, host_id="")
+        return open_persistent(self.spec.persistent_dir, job=JOB, settings=EngineSettings())
 
     def _put_slot(self, base: str, step: int, rank: int, generation: int) -> None:
         _, data, payload = shard(step, rank, generation=generation, world_size=len(self.hosts))
