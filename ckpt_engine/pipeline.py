@@ -274,6 +274,7 @@ class RankPipeline:
             if view.step in self._saved or view.step in self._failed:
                 return
             self._remember(self._saved, view.step)
+        reach("engine.replicated")
         if not self._generation.ended.is_set():  # else the word belongs to the next generation
             entry.segments.control.note_replicated(view.step)
         self._on_progress(self.rank)

@@ -21,6 +21,7 @@ from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots import SlotView
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from flyball.contracts.errors import CorruptShard, FlyballError, StaleCommand, Unreachable
+from flyball.contracts.fault_points import reach
 
 log = structlog.get_logger()
 
@@ -160,6 +161,7 @@ class Replicator:
         self._on_settled(self.peer, view, outcome)
 
     def _offer(self, entry: OpenSegments, view: SlotView) -> _Attempt:
+        reach("engine.offer")
         found = self._memory.find(entry, view.generation, view.step)
         if found is None:
             self._on_bad(entry, view, "its manifest is not valid")

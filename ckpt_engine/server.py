@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -54,10 +55,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _raise_descriptor_limit() -> None:
+    """To what this process may have: rank 0's engine has two connections with every host of its job."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code of `flyball.contracts.errors`."""
     options = _parse(arguments)
     log_to_stderr()
+    _raise_descriptor_limit()
     ends = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before any thread: they inherit it, and only sigwait takes them
     try:

@@ -38,17 +38,17 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ping_interval_s: Seconds = 0.5
     ping_timeout_s: Seconds = 1.5
     reconnect_interval_s: Seconds = 0.1
-    replicate_timeout_s: Seconds = 10.0  # from the commit to the moment a save counts as failed for want of its peer
+    replicate_timeout_s: Seconds = 10.0  # from the first try to the moment a save goes on without a peer; see docs
     replicate_retry_s: Seconds = 0.005  # a busy peer is waiting for the world step, which is milliseconds away
     scan_interval_s: Seconds = 0.5  # captured slots are also looked for, in case a notice was lost
     drain_timeout_s: Seconds = 5.0  # at SIGTERM, for commits in flight
-    max_connections: Count = 256
+    max_connections: Count = 256  # from peers; more if the job has more hosts than that
     max_control_connections: Count = 32
     pool_connections_per_peer: Count = 4
     transfer_bytes: Annotated[int, msgspec.Meta(ge=4096, le=1 << 28)] = 4 << 20  # handed to the kernel at once
     memory_limit_bytes: Limit = 0  # of all slots of one job on this host; 0: what the machine has
     huge_pages: bool = False  # transparent huge pages for the slots, where the kernel allows them in shared memory
-    peer_bytes_per_s: Limit = 0  # sent to peers; 0: as fast as it goes
+    peer_bytes_per_s: Limit = 0  # of replicas sent; a restore is not limited; 0: as fast as it goes
     disk_bytes_per_s: Limit = 0
     persistent_bytes_per_s: Limit = 0
     refill: bool = True  # an engine that starts empty gets its ranks' shards back from the peers

@@ -11,6 +11,7 @@ from ckpt_engine.manifest import Manifest
 from ckpt_engine.tiers.storage import StoredBytes
 from ckpt_engine.transport.port import Connection
 from flyball.contracts.errors import CorruptShard, StaleCommand
+from flyball.contracts.fault_points import reach
 
 Ranges = Sequence[tuple[int, int]]  # (offset, bytes), in order
 Pace = Callable[[int], None]  # called before so many bytes go; may wait, or raise what ends the transfer
@@ -74,6 +75,8 @@ def receive_payload(
         for position, index in enumerate(wanted):
             if superseded():
                 raise StaleCommand("The transfer was given up: a newer generation began.")
+            if position == len(wanted) // 2:
+                reach("engine.shard_half")
             connection.receive_raw(_chunk(target, index, manifest.chunk_bytes))
             checker.arrived(position + 1)
             if checker.corrupt is not None and not read_to_end:

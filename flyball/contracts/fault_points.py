@@ -21,7 +21,10 @@ KNOWN = (
     # a shard comes into a slot: a trainer's capture; in an engine what it fetched, or keeps for a peer
     "slot.begun",  # the slot's old bytes do not count any more, the new ones are not there
     "capture.half",
+    "engine.offer",  # a committed shard is to be offered to a peer
     "engine.replica",  # a peer's manifest is here, its shard is not
+    "engine.shard_half",  # of a peer's shard, or of one that was asked for
+    "engine.replicated",  # peers have the shard, nothing says so
     "slot.before_captured",  # the bytes are whole, nothing says so
     # the commit
     "engine.commit",

@@ -23,7 +23,9 @@ def died(host: EngineHost) -> bool:
     return host.process is not None and host.process.poll() == -9
 
 
-@pytest.mark.parametrize("point", ["engine.commit:2", "engine.replica:2"])
+@pytest.mark.parametrize(
+    "point", ["engine.commit:2", "engine.offer:2", "engine.replica:2", "engine.shard_half:2", "engine.replicated:2"]
+)
 def test_an_engine_killed_in_the_middle_goes_on_where_it_was(
     cluster: Cluster, trainer: type[Trainer], until: Until, point: str
 ) -> None:

@@ -195,3 +195,27 @@ def test_a_bandwidth_limit_holds_and_a_newer_generation_does_not_wait_for_it(
     sent = a.status.counters["peer_bytes_sent"]
     until(lambda: a.status.counters["peer_bytes_sent"] > sent)  # the old transfer has made room for the new one
     assert not b.holds(Tier.PEER, 0, 0)
+
+
+def test_a_sender_that_dies_in_mid_shard_leaves_the_older_replica_and_sends_again(
+    cluster: Cluster, trainer: type[Trainer], until: Until
+) -> None:
+    a, b = cluster.host("a"), cluster.host("b")
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
+    first, second = trainer(a, 0), trainer(b, 1)
+    for rank in (first, second):
+        rank.save(0)
+    until(lambda: first.world_step == second.world_step == 0)
+    a.kill()
+    a.start(FLYBALL_CKPT_PEER_BYTES_PER_S="200000")
+    for rank in (first, second):
+        rank.save(1)
+    until(lambda: a.status.counters["peer_bytes_sent"] > 50_000)
+    a.kill()
+    until(lambda: b.logged("connection_ended") or b.logged("connection_bytes"))
+    assert b.holds(Tier.PEER, 0, 0) and not b.holds(Tier.PEER, 1, 0)
+    a.start()
+    until(lambda: first.world_step == second.world_step == 1)
+    replica = RankSegments.open(replica_segment(b.prefix, "job", 0))
+    view = replica.find(1, 1)
+    assert view is not None and bytes(replica.payload(view.index)) == first.payload(1)
