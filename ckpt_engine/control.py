@@ -71,7 +71,8 @@ class ControlSegment:
         self._descriptor = open_in_use(path, _initial_words, create=create)
         self._mapping = mmap.mmap(self._descriptor, HEADER_BYTES)
         self._words = memoryview(self._mapping).cast("q")
-        self.note_use()
+        if create:  # who only looks does not prolong the life of what it looks at
+            self.note_use()
 
     def note_use(self) -> None:
         """Somebody uses the segment now: its time to live begins again."""

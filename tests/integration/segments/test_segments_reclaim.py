@@ -117,6 +117,7 @@ def test_nothing_goes_before_its_time_to_live_which_begins_when_it_was_last_seen
     age(base, 49.0)
     assert sweep(prefix, ttl_s=50.0) == []
     age(base, 51.0)
+    RankSegments.open(base).close()  # somebody looks at what is there
     assert sweep(prefix, ttl_s=50.0) == ["job.r0"]
 
 
