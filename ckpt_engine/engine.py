@@ -83,6 +83,7 @@ class TrainerEngine:
         self._unavailable = ""  # why there are no slots although there should be
         self._link: CommitLink | None = None
         self._saver: Saver | None = None
+        self._reader: ShardReader | None = None
         self._progress: _RankProgress | NoProgress = NoProgress()
         self._newest_step = -1 if identity.restore_step is None else identity.restore_step
         self._newest: SaveHandle | None = None
@@ -111,6 +112,8 @@ class TrainerEngine:
         if self._link is None:
             self._link = LocalCommitter(me, self._segments)
         self._saver = Saver(me, self._segments, self._link, self._beacon.add_save_blocked)
+        if me.restore_step is not None:
+            self._reader = ShardReader(me, self._segments, self._link, me.restore_step)
         self._progress = _RankProgress(self._segments.control, me.generation)
         atexit.register(_finish_copy, weakref.ref(self))
 
@@ -257,7 +260,7 @@ class TrainerEngine:
         step = self._me.restore_step
         if step is None:
             return 0
-        if self._segments is None:
+        if self._segments is None or self._reader is None:
             raise RestoreFailed(
                 f"Step {step} was to be restored: {self._unavailable or NO_SUPERVISOR}.",
                 hint="start the job with `flyball run`, or unset FLYBALL_RESTORE_STEP"
@@ -267,7 +270,7 @@ class TrainerEngine:
         if self._saver is not None:
             self._saver.wait_captured(CAPTURE_TIMEOUT_S)  # the state is about to be written to
             self._saver.watch_optimizers()
-        ShardReader(self._me, self._segments, self._link).restore(state, step)
+        self._reader.restore(state)
         return step + 1
 
     def close(self) -> None:
@@ -280,7 +283,7 @@ class TrainerEngine:
             self._progress.close()
         if self._segments is not None:
             self._segments.close()
-        self._saver = self._link = self._segments = None
+        self._saver = self._reader = self._link = self._segments = None
 
 
 def _finish_copy(engine: weakref.ref[TrainerEngine]) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 
 import structlog
 
+from ckpt_engine import integrity
 from ckpt_engine.counters import Counters
 from ckpt_engine.fetch_order import FetchStep, fetch_order, source_generation
 from ckpt_engine.generation import Generation
@@ -20,7 +21,7 @@ from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.tiers.peer import PeerTier
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.transport.pool import Dial
-from ckpt_engine.verified_read import ByteSource, MemorySource, copy_bytes, read_verified
+from ckpt_engine.verified_read import ByteSource, MemorySink, MemorySource, read_verified
 from flyball.contracts.checkpoints import RestorePlan, Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed, StaleCommand, StorageFull
 from flyball.contracts.recovery import Origin
@@ -78,8 +79,7 @@ class Fetcher:
             return None
         view, manifest, _ = found
         try:
-            source = MemorySource(entry.segments.payload(view.index))
-            read_verified(source, manifest, lambda offset, chunk: self._check_wanted())
+            integrity.verify(entry.segments.payload(view.index), manifest.chunk_digests, manifest.chunk_bytes)
         except CorruptShard as error:
             if entry.segments.unchanged(view):
                 self._demote(entry.rank, "local slot", error, reasons)
@@ -176,12 +176,7 @@ class Fetcher:
 
     def _copy(self, source: ByteSource, manifest: Manifest, target: memoryview) -> None:
         """Fill `target` with verified bytes. Raises CorruptShard, OSError or StaleCommand."""
-
-        def deliver(offset: int, chunk: memoryview) -> None:
-            self._check_wanted()
-            copy_bytes(target[offset : offset + len(chunk)], chunk)
-
-        read_verified(source, manifest, deliver)
+        read_verified(source, manifest, MemorySink(target, before=self._check_wanted))
 
     def _check_wanted(self) -> None:
         if self._generation.ended.is_set():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import xxhash
 
 from flyball.contracts.errors import CorruptShard
@@ -23,9 +25,24 @@ def chunk_digests(payload: memoryview, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -
 
 def check_chunk(chunk: memoryview | bytes, index: int, digests: bytes) -> None:
     """Raise CorruptShard unless `chunk` is chunk `index` of the shard with these digests."""
-    if xxhash.xxh3_128_digest(chunk) != digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
+    _check(xxhash.xxh3_128_digest(chunk), len(chunk), index, digests)
+
+
+def check_pieces(pieces: Sequence[memoryview], index: int, digests: bytes) -> None:
+    """As `check_chunk`, for a chunk that lies in several places."""
+    if len(pieces) == 1:
+        check_chunk(pieces[0], index, digests)
+        return
+    hasher = xxhash.xxh3_128()
+    for piece in pieces:
+        hasher.update(piece)
+    _check(hasher.digest(), sum(len(piece) for piece in pieces), index, digests)
+
+
+def _check(digest: bytes, size_bytes: int, index: int, digests: bytes) -> None:
+    if digest != digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
         raise CorruptShard(
-            f"Chunk {index} ({len(chunk)} bytes) does not match its checksum.",
+            f"Chunk {index} ({size_bytes} bytes) does not match its checksum.",
             hint="the copy is not used; another tier's copy is tried",
         )
 

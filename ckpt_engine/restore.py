@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class _OpenShard:
         """The tensors of these names, as the shard has them, in the claiming tensors' memory where that can be."""
         tensors = destinations(self._header, names, claims)
         scatter = _Scatter(self._header, tensors)
-        scatter(0, self._prefix)
+        scatter.write(0, self._prefix)
         chunk_bytes = self._manifest.chunk_bytes
         verified = -(-len(self._prefix) // chunk_bytes)
         chunks = [index for index in scatter.chunks(chunk_bytes) if index >= verified]
@@ -112,8 +112,7 @@ class _OpenShard:
 
 
 class _Scatter:
-    """Writes verified bytes of the shard to the tensors that they belong to. Called from several threads, once for
-    every byte."""
+    """Brings the bytes of the shard to the tensors that they belong to."""
 
     def __init__(self, header: ShardHeader, tensors: Mapping[str, torch.Tensor]) -> None:
         placed = []
@@ -135,18 +134,32 @@ class _Scatter:
             found.extend(range(first, -(-end // chunk_bytes)))
         return found
 
-    def __call__(self, offset: int, chunk: memoryview) -> None:
-        end = offset + len(chunk)
+    def pieces(self, offset: int, size_bytes: int) -> list[memoryview] | None:
+        parts = list(self._parts(offset, offset + size_bytes))
+        pieces = [memory.mapped[low - first : high - first] for low, high, first, memory in parts if memory.mapped]
+        if sum(len(piece) for piece in pieces) < size_bytes:
+            return None
+        self._note_written(size_bytes)  # unless it turns out to be bad, which ends the reading
+        return pieces
+
+    def write(self, offset: int, chunk: memoryview) -> None:
         written = 0
-        for place in range(bisect.bisect_right(self._ends, offset), len(self._placed)):
+        for low, high, first, memory in self._parts(offset, offset + len(chunk)):
+            memory.write(low - first, chunk[low - offset : high - offset])
+            written += high - low
+        self._note_written(written)
+
+    def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int, _Memory]]:
+        """What lies in these bytes of the shard: (begin, end, where the tensor begins, its memory), in order."""
+        for place in range(bisect.bisect_right(self._ends, begin), len(self._placed)):
             first, last, memory = self._placed[place]
             if first >= end:
                 break
-            low, high = max(first, offset), min(last, end)
-            memory.write(low - first, chunk[low - offset : high - offset])
-            written += high - low
+            yield max(first, begin), min(last, end), first, memory
+
+    def _note_written(self, size_bytes: int) -> None:
         with self._lock:
-            self._missing_bytes -= written
+            self._missing_bytes -= size_bytes
 
     def check_complete(self) -> None:
         """Raise CorruptShard unless every byte of every tensor was written."""
@@ -159,11 +172,11 @@ class _Memory:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._bytes = tensor.reshape(-1).view(torch.uint8)
-        self._mapped = self._bytes.numpy().data if tensor.device.type == "cpu" else None
+        self.mapped = self._bytes.numpy().data if tensor.device.type == "cpu" else None
 
     def write(self, offset: int, piece: memoryview) -> None:
-        if self._mapped is not None:
-            copy_bytes(self._mapped[offset : offset + len(piece)], piece)
+        if self.mapped is not None:
+            copy_bytes(self.mapped[offset : offset + len(piece)], piece)
         else:  # returns when `piece` may be used again: it is not pinned
             self._bytes[offset : offset + len(piece)].copy_(torch.frombuffer(piece, dtype=torch.uint8))
 

@@ -8,6 +8,7 @@ report an error, before anyone is given the mapping.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -20,6 +21,7 @@ from flyball.contracts.errors import ConfigurationError, MemoryTooSmall
 
 _UNFINISHED = ".new."  # and the pid of its maker
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; an error where a touch would be a SIGBUS
+_libc = ctypes.CDLL(None, use_errno=True)
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFAULT, errno.EDQUOT)  # EFAULT: what madvise calls a SIGBUS
 
 
@@ -91,10 +93,19 @@ def _populate_huge(descriptor: int, size_bytes: int) -> None:
     with mmap.mmap(descriptor, size_bytes) as mapping:
         try:
             mapping.madvise(mmap.MADV_HUGEPAGE)
-            mapping.madvise(_MADV_POPULATE_WRITE)
+            _populate(mapping)
         except OSError as error:
             if error.errno != errno.EINVAL:  # EINVAL: this kernel has not got it, and small pages will do
                 raise
+
+
+def _populate(mapping: mmap.mmap) -> None:
+    """Have every page of a mapping present. Without the interpreter lock, which `mmap.madvise` keeps: it takes seconds
+    for a large shard, and a trainer has other threads. Raises OSError."""
+    first = ctypes.c_char.from_buffer(mapping)
+    if _libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapping)), _MADV_POPULATE_WRITE):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def try_lock(descriptor: int, path: str, kind: int) -> bool:
@@ -144,7 +155,7 @@ def map_whole(descriptor: int, size_bytes: int, *, huge_pages: bool = False) -> 
         if huge_pages:
             with contextlib.suppress(OSError):  # a kernel without them
                 mapping.madvise(mmap.MADV_HUGEPAGE)
-        mapping.madvise(_MADV_POPULATE_WRITE)
+        _populate(mapping)
     except OSError as error:
         if error.errno != errno.EINVAL:
             mapping.close()

@@ -3,7 +3,9 @@ from there."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -15,7 +17,7 @@ from ckpt_engine.manifest import Manifest
 from ckpt_engine.slots import RankSegments, SlotState, SlotView
 from ckpt_engine.verified_read import MemorySource
 from flyball.contracts.checkpoints import is_alive
-from flyball.contracts.errors import CorruptShard, RestoreFailed
+from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
 from flyball.worker_identity import WorkerIdentity
 
 _log = logging.getLogger("flyball.engine")
@@ -26,23 +28,28 @@ _RESTORE_POLL_S = 0.001
 class ShardReader:
     """Loads one rank's shard of the step that the controller named."""
 
-    def __init__(self, identity: WorkerIdentity, segments: RankSegments, link: CommitLink | None) -> None:
+    def __init__(self, identity: WorkerIdentity, segments: RankSegments, link: CommitLink | None, step: int) -> None:
+        """`step` is the one to be restored. Make this early: the slots that hold it are mapped in the background."""
         self._me = identity
         self._segments = segments
         self._link = link
+        self._step = step
         self._reason = "no slot of this host holds it"
+        self._mapping = threading.Thread(target=self._map_ahead, args=(self._holding(step),), daemon=True)
+        self._mapping.start()
 
-    def restore(self, state: MutableMapping[str, object], step: int) -> None:
-        """Load `step` into `state` from the local slot as soon as it holds the step: at once if it survived the last
+    def restore(self, state: MutableMapping[str, object]) -> None:
+        """Load the step into `state` from the local slot as soon as it holds the step: at once if it survived the last
         worker, else when the engine has fetched it; or from a file that the engine names. Raises RestoreFailed if the
         shard cannot be had: `state` may then be filled in part. Raises StateMismatch if it does not fit."""
-        control, generation = self._segments.control, self._me.generation
+        control, generation, step = self._segments.control, self._me.generation, self._step
         deadline_s = time.monotonic() + self._me.checkpoint.restore_timeout_s
+        self._mapping.join(self._me.checkpoint.restore_timeout_s)
         if isinstance(self._link, LocalCommitter):
             self._commit_what_was_captured(self._link)
         while True:
             engine = control.read_restore()  # before the slots: ready means that they hold it
-            if self._from_slots(state, step) or (engine.path and self._from_file(state, step, engine)):
+            if self._from_slots(state) or (engine.path and self._from_file(state, engine)):
                 control.answer_restore(generation, RestoreAnswer.DONE)
                 return
             refused = control.restore_answer(generation) is RestoreAnswer.REFUSED
@@ -63,9 +70,9 @@ class ShardReader:
             hint="a generation with an older recovery point is needed; see the engine's log",
         )
 
-    def _from_slots(self, state: MutableMapping[str, object], step: int) -> bool:
+    def _from_slots(self, state: MutableMapping[str, object]) -> bool:
         for view in self._segments.slots():
-            manifest = self._alive_shard(view, step)
+            manifest = self._alive_shard(view)
             if manifest is None:
                 continue
             from ckpt_engine.restore import restore_into
@@ -79,7 +86,7 @@ class ShardReader:
                 return True
         return False
 
-    def _from_file(self, state: MutableMapping[str, object], step: int, offer: RestoreWords) -> bool:
+    def _from_file(self, state: MutableMapping[str, object], offer: RestoreWords) -> bool:
         """Read the file, unless the engine has begun to fill a slot instead, or it was refused already."""
         control, me = self._segments.control, self._me
         if offer.generation != me.generation or control.restore_answer(me.generation) is RestoreAnswer.REFUSED:
@@ -94,7 +101,7 @@ class ShardReader:
             path = Path(offer.path)
             manifest = read_manifest(path)
             described = (manifest.job, manifest.step, manifest.rank)
-            if described != (me.job, step, me.rank) or not is_alive(manifest.generation, step, me.lineage):
+            if described != (me.job, self._step, me.rank) or not is_alive(manifest.generation, self._step, me.lineage):
                 raise CorruptShard(f"{path} holds step {manifest.step} of rank {manifest.rank} of {manifest.job}.")
             load_described(path, manifest, state)
             answer = RestoreAnswer.DONE
@@ -105,17 +112,25 @@ class ShardReader:
             control.answer_restore(me.generation, answer)
         return answer is RestoreAnswer.DONE
 
+    def _holding(self, step: int) -> list[int]:
+        return [view.index for view in self._segments.slots() if view.step == step]
+
+    def _map_ahead(self, slots: list[int]) -> None:
+        for slot in slots:
+            with contextlib.suppress(FlyballError, OSError):  # who needs the mapping makes it, and says what is wrong
+                self._segments.map_ahead(slot)
+
     def _refuse(self, error: CorruptShard | OSError) -> None:
         """Have the engine bring other bytes."""
         _log.warning("a copy of the restore step is bad: %s", error)
         self._reason = str(error)
         self._segments.control.answer_restore(self._me.generation, RestoreAnswer.REFUSED)
 
-    def _alive_shard(self, view: SlotView, step: int) -> Manifest | None:
+    def _alive_shard(self, view: SlotView) -> Manifest | None:
         if (
             view.state is SlotState.COMMITTED
-            and view.step == step
-            and is_alive(view.generation, step, self._me.lineage)
+            and view.step == self._step
+            and is_alive(view.generation, self._step, self._me.lineage)
         ):
             return self._segments.committed(view.index)
         return None

@@ -1,9 +1,9 @@
-"""Reading a shard so that what is used is what was checked: chunk by chunk through a scratch buffer that stays in the
-processor's cache, by several threads.
+"""Reading a shard so that what is used is what was checked: chunk by chunk, by several threads.
 
-A chunk is copied into the scratch buffer, hashed there, and only then handed on. Unverified bytes reach nobody, and a
-source that another process overwrites meanwhile cannot slip anything in between check and use. The copies and the hash
-release the GIL. Neither torch nor numpy is needed, so that the engine's server uses it too.
+What is hashed is always a private copy that is still in the processor's cache, so that a source which another process
+overwrites meanwhile cannot slip anything in between check and use. From a file a chunk goes through a scratch buffer;
+from mapped memory straight to where it belongs, which saves a copy (a file's pages arrive there more slowly than in
+scratch). The copies and the hash release the GIL. Neither torch nor numpy is needed: the engine's server uses it too.
 """
 
 from __future__ import annotations
@@ -61,6 +61,34 @@ class FileSource:
             filled += count
 
 
+class Sink(Protocol):
+    """Where verified chunks go. Called from several threads, once for every chunk."""
+
+    def pieces(self, offset: int, size_bytes: int) -> Sequence[memoryview] | None:
+        """The memory that these bytes of the shard belong to, one piece after the other; None if a part of them is not
+        wanted, or belongs to memory that only `write` can reach."""
+
+    def write(self, offset: int, chunk: memoryview) -> None:
+        """Take a chunk; its bytes are valid during the call only."""
+
+
+class MemorySink:
+    """Memory for a whole shard, such as a slot."""
+
+    def __init__(self, target: memoryview, *, before: Callable[[], None]) -> None:
+        """`before` is called ahead of each chunk; what it raises ends the reading."""
+        self._target = target
+        self._before = before
+
+    def pieces(self, offset: int, size_bytes: int) -> Sequence[memoryview]:
+        self._before()
+        return (self._target[offset : offset + size_bytes],)
+
+    def write(self, offset: int, chunk: memoryview) -> None:
+        self._before()
+        copy_bytes(self._target[offset : offset + len(chunk)], chunk)
+
+
 def copy_bytes(target: memoryview, source: memoryview) -> None:
     """Copy between buffers of one size, with the GIL released if that is worth it."""
     if len(target) != len(source):
@@ -92,14 +120,13 @@ def _read_prefix(source: ByteSource, manifest: Manifest, chunks: int) -> memoryv
 def read_verified(
     source: ByteSource,
     manifest: Manifest,
-    deliver: Callable[[int, memoryview], None],
+    sink: Sink,
     *,
     chunks: Sequence[int] | None = None,
     threads: int = THREADS,
 ) -> None:
-    """Hand every chunk (or those with these indexes) to `deliver(offset, bytes)`, once and verified, in any order and
-    from several threads; the bytes are valid during the call only. The first error ends it: CorruptShard at a bad
-    chunk, OSError, or what `deliver` raises."""
+    """Bring every chunk (or those with these indexes) to `sink`, in any order. The first error ends it: CorruptShard at
+    a bad chunk, OSError, or what the sink raises; what was brought until then is not to be used."""
     if chunks is None:
         chunks = range(integrity.chunk_count(manifest.payload_bytes, manifest.chunk_bytes))
     if not chunks:
@@ -117,10 +144,18 @@ def read_verified(
         scratch = memoryview(mmap.mmap(-1, largest))  # a mapping, and not a bytearray: page-aligned
         while (index := take()) is not None:
             start = index * manifest.chunk_bytes
-            chunk = scratch[: min(manifest.chunk_bytes, manifest.payload_bytes - start)]
-            source.read_into(chunk, start)
-            integrity.check_chunk(chunk, index, manifest.chunk_digests)
-            deliver(start, chunk)
+            size_bytes = min(manifest.chunk_bytes, manifest.payload_bytes - start)
+            pieces = sink.pieces(start, size_bytes) if isinstance(source, MemorySource) else None
+            if pieces is not None:
+                for piece in pieces:
+                    source.read_into(piece, start)
+                    start += len(piece)
+                integrity.check_pieces(pieces, index, manifest.chunk_digests)
+            else:
+                chunk = scratch[:size_bytes]
+                source.read_into(chunk, start)
+                integrity.check_chunk(chunk, index, manifest.chunk_digests)
+                sink.write(start, chunk)
 
     def work_until_error() -> None:
         try:
