@@ -18,10 +18,12 @@ WRITER = f"{os.getpid()}-{secrets.token_hex(4)}"  # of this process: another one
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LARGE_BYTES = 4 << 20  # from here on files are reserved first, and bypass the page cache where they can
 _BLOCK_BYTES = 4096  # offsets and sizes of direct writes are multiples of it
+_SYNC_FILE_RANGE_WRITE = 2
 _ATTEMPTS = 8  # to make a file whose folder others remove, since it is empty
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 def write_durably(path: Path, parts: Iterable[bytes | memoryview], *, size_bytes: int = 0) -> int:
@@ -137,8 +139,8 @@ class _Writer:
                     raise
             self._direct = self._switch(direct=False)
         count = os.pwrite(self._descriptor, rest, offset)
-        if self._large:  # begins to bring the pages to the disk, so that fsync finds little left, and frees clean ones
-            os.posix_fadvise(self._descriptor, offset, count, os.POSIX_FADV_DONTNEED)
+        if self._large:  # begin to bring the pages to the disk, so that fsync finds little left; it is only a hint
+            _libc.sync_file_range(self._descriptor, offset, count, _SYNC_FILE_RANGE_WRITE)
         return count
 
     def _switch(self, *, direct: bool) -> bool:
