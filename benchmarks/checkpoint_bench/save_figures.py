@@ -13,12 +13,14 @@ from checkpoint_bench.engine_host import Cluster, cluster
 from checkpoint_bench.floors import SharedBuffer
 from checkpoint_bench.options import STEP_TO_COPY, Options
 from checkpoint_bench.samples import interleaved, percentile, progress, ratios, seconds, spread
-from checkpoint_bench.state import Training
+from checkpoint_bench.state import MatmulTraining, Training
 from checkpoint_bench.trainer import Saver
 from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec
 
-_MAX_TOKENS = 4096
-_MIN_PAIRS = 15  # a difference of two long steps is noisier than a copy
+_MIN_ROWS, _MAX_ROWS = 64, 8192
+# A difference of two steps is noisier than a copy: as many pairs as this time allows.
+_ONE_THREAD_BUDGET_S, _BOTH_CORES_BUDGET_S, _INTERFERENCE_BUDGET_S = 50.0, 20.0, 40.0
+_MAX_PAIRS = 100
 
 
 def measure_blocking(options: Options) -> dict[str, Any]:
@@ -49,50 +51,45 @@ def measure_blocking(options: Options) -> dict[str, Any]:
 
 
 def measure_lost(options: Options) -> dict[str, Any]:
-    """Training time lost per save in lazy mode: save and step against a step alone, as neighbours."""
-    training = Training(options.state_bytes)
+    """Training time lost per save in lazy mode: save and step against a step alone, as neighbours. The figure is that
+    of matrix products on one thread, which leave the second core free; GPT on both cores stands beside it."""
+    one_thread = _lost(options, MatmulTraining(options.state_bytes), threads=1, budget_s=_ONE_THREAD_BUDGET_S)
+    both_cores = _lost(options, Training(options.state_bytes), threads=2, budget_s=_BOTH_CORES_BUDGET_S)
+    return {"lost_ratio": one_thread.pop("lost_ratio"), "one_thread": one_thread, "both_cores": both_cores}
+
+
+def _lost(options: Options, training: Training, *, threads: int, budget_s: float) -> dict[str, Any]:
+    torch.set_num_threads(threads)
     buffer = SharedBuffer(training.tensors())
     memcpy_s = statistics.median(buffer.memcpy_s() for _ in range(5))
-    pairs = max(options.repeats, _MIN_PAIRS)
     with cluster(1, CheckpointSpec(capture=CaptureMode.LAZY)) as engines:
         saver = Saver(engines.begin()[0], training.state)
         saver.warm_up(3)
-        one_thread = _lost(training, saver, buffer, threads=1, memcpy_s=memcpy_s, pairs=pairs)
-        two_threads = _lost(training, saver, buffer, threads=2, memcpy_s=memcpy_s, pairs=max(5, pairs // 2))
+        rows = rows_for(training, STEP_TO_COPY * memcpy_s)
+        calls_s: list[float] = []
+
+        def alone() -> float:
+            return _step_s(training, rows)
+
+        def with_save() -> float:
+            began_s = time.perf_counter()
+            handle = saver.save()
+            calls_s.append(time.perf_counter() - began_s)
+            training.step(rows)
+            took_s = time.perf_counter() - began_s
+            saver.settle(handle)
+            return took_s
+
+        with_save()  # the first meets an optimizer that is not watched yet
+        calls_s.clear()
+        pairs = max(options.repeats, min(_MAX_PAIRS, int(budget_s / (3 * _step_s(training, rows)))))
+        found = interleaved(
+            {"memcpy": buffer.memcpy_s, "step": alone, "step and save": with_save},
+            pairs,
+            what=f"lazy, {threads} thread(s)",
+            between=gc.collect,
+        )
         saver.job.close()
-    return {
-        "lost_ratio": one_thread.pop("lost_ratio"),
-        "one_thread": one_thread,
-        "both_cores": two_threads,
-        "memcpy_s": one_thread["memcpy_s"],
-    }
-
-
-def _lost(
-    training: Training, saver: Saver, buffer: SharedBuffer, *, threads: int, memcpy_s: float, pairs: int
-) -> dict[str, Any]:
-    torch.set_num_threads(threads)
-    tokens = tokens_for(training, STEP_TO_COPY * memcpy_s)
-    calls_s: list[float] = []
-
-    def alone() -> float:
-        return _step_s(training, tokens)
-
-    def with_save() -> float:
-        began_s = time.perf_counter()
-        handle = saver.save()
-        calls_s.append(time.perf_counter() - began_s)
-        training.step(tokens)
-        took_s = time.perf_counter() - began_s
-        saver.settle(handle)
-        return took_s
-
-    found = interleaved(
-        {"memcpy": buffer.memcpy_s, "step": alone, "step and save": with_save},
-        pairs,
-        what=f"lazy, {threads} thread(s)",
-        between=gc.collect,
-    )
     lost_s = [with_ - without for with_, without in zip(found["step and save"], found["step"], strict=True)]
     floor_s = statistics.median(found["memcpy"])
     return {
@@ -101,20 +98,20 @@ def _lost(
         "save_call_s": spread(calls_s),
         "step_s": spread(found["step"]),
         "step_over_copy": round(statistics.median(found["step"]) / floor_s, 2),
-        "tokens": tokens,
+        "rows": rows,
         "memcpy_s": spread(found["memcpy"]),
     }
 
 
 def measure_interference(options: Options) -> dict[str, Any]:
     """The time of steps between a save and its last byte on the disk, and of as many steps without a save."""
-    training = Training(options.state_bytes)
+    torch.set_num_threads(1)
+    training = MatmulTraining(options.state_bytes)
     buffer = SharedBuffer(training.tensors())
     memcpy_s = statistics.median(buffer.memcpy_s() for _ in range(5))
     del buffer
     disk = options.folder / "interference"
     spec = CheckpointSpec(capture=CaptureMode.LAZY, disk_dir=str(disk), disk_every_steps=1)
-    torch.set_num_threads(1)
     with cluster(1, spec) as engines:
         return _interference(options, training, engines, memcpy_s)
 
@@ -122,21 +119,22 @@ def measure_interference(options: Options) -> dict[str, Any]:
 def _interference(options: Options, training: Training, engines: Cluster, memcpy_s: float) -> dict[str, Any]:
     saver = Saver(engines.begin()[0], training.state)
     saver.warm_up(4, durable=True)
-    tokens = tokens_for(training, STEP_TO_COPY * memcpy_s)
+    rows = rows_for(training, STEP_TO_COPY * memcpy_s)
     beside: list[float] = []
     quiet: list[float] = []
-    for block in range(max(options.repeats, _MIN_PAIRS)):
+    blocks = max(options.repeats, min(_MAX_PAIRS, int(_INTERFERENCE_BUDGET_S / (5 * _step_s(training, rows)))))
+    for block in range(blocks):
         for saving in (True, False) if block % 2 else (False, True):
             if not saving:
-                quiet += [_step_s(training, tokens) for _ in range(2)]
+                quiet += [_step_s(training, rows) for _ in range(2)]
                 continue
             handle = saver.save()
             while True:
-                beside.append(_step_s(training, tokens))
+                beside.append(_step_s(training, rows))
                 if handle.durable:
                     break
             saver.settle(handle, durable=True)
-        progress(f"interference {block + 1}: {beside[-1]:.4g} s beside a save, {quiet[-1]:.4g} s without")
+        progress(f"interference {block + 1}/{blocks}: {beside[-1]:.4g} s beside a save, {quiet[-1]:.4g} s without")
     saver.job.close()
     return {
         "interference_p50": statistics.median(beside) / statistics.median(quiet),
@@ -144,20 +142,20 @@ def _interference(options: Options, training: Training, engines: Cluster, memcpy
         "p99_over_quiet_median": round(percentile(beside, 99) / statistics.median(quiet), 4),
         "step_beside_save_s": spread(beside),
         "step_quiet_s": spread(quiet),
-        "tokens": tokens,
+        "rows": rows,
     }
 
 
-def _step_s(training: Training, tokens: int) -> float:
-    return seconds(lambda: training.step(tokens))
+def _step_s(training: Training, rows: int) -> float:
+    return seconds(lambda: training.step(rows))
 
 
-def tokens_for(training: Training, wanted_s: float) -> int:
-    """How many tokens make a step last at least `wanted_s` seconds."""
-    tokens = 32
-    while tokens < _MAX_TOKENS:
-        training.step(tokens)
-        if min(_step_s(training, tokens) for _ in range(2)) >= wanted_s:
-            return tokens
-        tokens *= 2
-    return tokens
+def rows_for(training: Training, wanted_s: float) -> int:
+    """How many rows (tokens or vectors) make a step last at least `wanted_s` seconds."""
+    rows = _MIN_ROWS
+    while rows < _MAX_ROWS:
+        training.step(rows)
+        if min(_step_s(training, rows) for _ in range(2)) >= wanted_s:
+            return rows
+        rows *= 2
+    return rows

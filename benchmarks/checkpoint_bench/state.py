@@ -1,4 +1,4 @@
-"""What is saved: a GPT-2-like model and its AdamW state in float32, of a given total size, and real training steps."""
+"""What is saved: a model and its AdamW state in float32, of a given total size, and real training steps of it."""
 
 from __future__ import annotations
 
@@ -68,15 +68,42 @@ def make_model(state_bytes: int) -> GPT:
     return GPT(width, layers, vocabulary)
 
 
+class Matmuls(nn.Module):
+    """A stack of square weights: a step is hardly anything but matrix products."""
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        width = min(1024, max(32, int((parameters / 4) ** 0.5)))
+        count = max(1, parameters // (width * width))
+        self.width = width
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(width, width) / width**0.5) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, width] -> a loss."""
+        for weight in self.weights:
+            x = x @ weight
+        return x.square().mean()
+
+
 class Training:
-    """A model, its optimizer, and steps of forward, backward and AdamW on fixed random tokens."""
+    """GPT, its optimizer, and steps of forward, backward and AdamW on random tokens."""
 
     def __init__(self, state_bytes: int) -> None:
         torch.manual_seed(0)
-        self.model = make_model(state_bytes)
+        self.model = self._make_model(state_bytes)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self._generator = torch.Generator().manual_seed(1)
         self.step(16)  # the optimizer has its state from here on, and gradients their memory
+
+    def _make_model(self, state_bytes: int) -> nn.Module:
+        return make_model(state_bytes)
+
+    def _loss(self, rows: int) -> torch.Tensor:
+        """Over `rows` tokens, in sequences of at most 256."""
+        length = min(rows, 256)
+        shape = (max(1, rows // length), length)
+        batch = torch.randint(self.model.vocabulary, shape, generator=self._generator)
+        return self.model(batch, batch.roll(-1, 1))
 
     @property
     def state(self) -> dict[str, object]:
@@ -88,12 +115,9 @@ class Training:
         """As given to an engine that takes state dicts."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def step(self, tokens: int) -> float:
-        """One optimizer step over `tokens` tokens, in sequences of at most 256; returns the loss."""
-        length = min(tokens, 256)
-        shape = (max(1, tokens // length), length)
-        batch = torch.randint(self.model.vocabulary, shape, generator=self._generator)
-        loss = self.model(batch, batch.roll(-1, 1))
+    def step(self, rows: int) -> float:
+        """One optimizer step over `rows` tokens or vectors; returns the loss."""
+        loss = self._loss(rows)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
@@ -101,6 +125,16 @@ class Training:
 
     def tensors(self) -> list[torch.Tensor]:
         return list(tensors_in(self.state_dict))
+
+
+class MatmulTraining(Training):
+    """The same of matrix products alone."""
+
+    def _make_model(self, state_bytes: int) -> nn.Module:
+        return Matmuls(state_bytes // STATE_BYTES_PER_PARAMETER)
+
+    def _loss(self, rows: int) -> torch.Tensor:
+        return self.model(torch.randn(rows, self.model.width, generator=self._generator))
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
