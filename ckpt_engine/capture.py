@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ckpt_engine import shard_format
-from ckpt_engine.copying import TensorCopy
+from ckpt_engine.copying import TensorCopy, copy_whole
 from ckpt_engine.device_copies import CudaStreams, DeviceJob, PinnedSlots, Streams
 from ckpt_engine.optimizer_watch import Extent, extent_of
 from ckpt_engine.running_capture import Copies, RunningCapture
@@ -95,15 +95,15 @@ class PreparedCapture:
         views = self.plan.slot_views(slot, payload)
         copies = Copies([], [], DeviceJob(self.streams), DeviceJob(self.streams))
         for name, tensor in self.flat.tensors.items():
+            view = views[name]
             on_device = self.streams.owns(tensor)
-            copy = TensorCopy(name, tensor, views[name])
-            if copy.size_bytes <= SMALL_BYTES and not on_device:
-                if copy.size_bytes:
-                    copy.copy_piece(0, copy.size_bytes)
+            if view.nbytes <= SMALL_BYTES and not on_device:
+                copy_whole(view, tensor)
             elif lazy and extent_of(tensor) in lazy and not tensor.is_inference():
-                copy.version = tensor._version
+                copy = TensorCopy(name, tensor, view, version=tensor._version)
                 copies.lazy_device.add(copy) if on_device else copies.lazy.append(copy)
             else:
+                copy = TensorCopy(name, tensor, view)
                 copies.eager_device.add(copy) if on_device else copies.eager.append(copy)
         if copies.eager_device.copies or copies.lazy_device.copies:
             self.pinned.pin(slot, payload)

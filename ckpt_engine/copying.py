@@ -25,7 +25,16 @@ def move_bytes(target: int, source: int, size_bytes: int) -> None:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes in memory are its content, so that they can be moved in pieces."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()  # complex ones come as real
+
+
+def copy_whole(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor at once, however it lies in memory."""
+    if is_plain(source):
+        move_bytes(target.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        with torch.no_grad():
+            target.copy_(source)
 
 
 class TensorCopy:
@@ -43,7 +52,7 @@ class TensorCopy:
         self.source = source
         self.target = target
         self.version = version
-        self.size_bytes = target.numel() * target.element_size()
+        self.size_bytes = target.nbytes
         self._claimed = 0
         self._in_flight = 0
         self.is_done = False
@@ -57,8 +66,7 @@ class TensorCopy:
         if is_plain(self.source):
             move_bytes(self.target.data_ptr() + begin, self.source.data_ptr() + begin, end - begin)
         else:
-            with torch.no_grad():
-                self.target.copy_(self.source)
+            copy_whole(self.target, self.source)
 
 
 class CopyJob:

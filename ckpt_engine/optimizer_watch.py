@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt_engine import sharded_tensors
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 Extent = tuple[int, int]  # address of the first byte, bytes; the machine's devices share one space of addresses
 
 
@@ -69,8 +70,8 @@ def remove_guard(guard: StepGuard) -> None:
         _guards = tuple(other for other in _guards if other is not guard)
 
 
-def guarded_extents() -> set[Extent]:
-    """The memory of all tensors that only a step which the hook sees writes to."""
+def guarded_extents(larger_than_bytes: int = 0) -> set[Extent]:
+    """The memory of all such tensors that only a step which the hook sees writes to."""
     with _lock:
         optimizers = list(_seen)
     extents = set()
@@ -78,8 +79,7 @@ def guarded_extents() -> set[Extent]:
         if not _writes_in_steps_only(type(optimizer)) or any(g.get("capturable") for g in optimizer.param_groups):
             continue
         for tensor in tensors_of(optimizer):
-            extent = extent_of(tensor)
-            if extent is not None:
+            if tensor.nbytes > larger_than_bytes and (extent := extent_of(tensor)) is not None:
                 extents.add(extent)
     return extents
 
@@ -104,6 +104,8 @@ def tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) in _PLAIN:
+        return tensor
     return sharded_tensors.local_block(tensor) if sharded_tensors.is_sharded(tensor) else tensor  # type: ignore[arg-type]
 
 
@@ -111,7 +113,7 @@ def extent_of(tensor: torch.Tensor) -> Extent | None:
     """The memory that a tensor fills, without gaps; None if it does not fill it so."""
     if tensor.layout is not torch.strided:
         return None
-    size_bytes = tensor.numel() * tensor.element_size()
+    size_bytes = tensor.nbytes
     if not tensor.is_contiguous():
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         if (last + 1) * tensor.element_size() != size_bytes:

@@ -128,10 +128,11 @@ class Saver:
     def _start(
         self, index: int, prepared: PreparedCapture, payload: memoryview, ended: Callable[[str], None], *, lazy: bool
     ) -> RunningCapture:
+        from ckpt_engine.capture import SMALL_BYTES
         from ckpt_engine.optimizer_watch import guarded_extents
         from ckpt_engine.running_capture import RunningCapture
 
-        copies = prepared.begin(index, payload, lazy=guarded_extents() if lazy else ())
+        copies = prepared.begin(index, payload, lazy=guarded_extents(SMALL_BYTES) if lazy else ())
         running = RunningCapture(copies, partial(self._end, index, ended), self._note_blocked)
         running.start()
         return running

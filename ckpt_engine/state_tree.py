@@ -94,7 +94,7 @@ def _does_not_parse(why: object) -> CorruptShard:
 class _Flatten:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     blocks: dict[str, Block] = field(default_factory=dict)
-    _names: dict[tuple[object, ...], str] = field(default_factory=dict)  # what a tensor is -> its name
+    _names: dict[int, list[tuple[torch.Tensor, str]]] = field(default_factory=dict)  # by address
 
     def value(self, value: object, path: str, depth: int) -> Json:
         if depth > _MAX_DEPTH:
@@ -155,15 +155,19 @@ class _Flatten:
     def _name(self, tensor: torch.Tensor, path: str) -> str:
         """Tensors that are the same memory, seen the same way, are stored once."""
         address = tensor.data_ptr()  # 0 for an empty one; unique among the devices of a machine
-        identity = (address, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()) if address else (path,)
-        known = self._names.get(identity)
-        if known is not None:
-            return known
+        here = self._names.get(address) if address else None
+        if here is not None:
+            for other, name in here:
+                if _same_view(tensor, other):
+                    return name
         name = path
         while name in self.tensors or name == METADATA_KEY:  # {"a.b": x, "a": {"b": y}}
             name += "'"
         self.tensors[name] = tensor
-        self._names[identity] = name
+        if here is not None:
+            here.append((tensor, name))
+        elif address:
+            self._names[address] = [(tensor, name)]
         return name
 
     def _leaf(self, value: object, path: str) -> Json:
@@ -190,6 +194,15 @@ class _Flatten:
         if value.dtype.kind not in "biufc":
             raise _unsupported(path, f"is a numpy {value.dtype}")
         return {"$numpy": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+
+
+def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.dtype is other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.is_neg() == other.is_neg()
+    )
 
 
 def _unsupported(path: str, what: str) -> UnsupportedState:
