@@ -21,6 +21,7 @@ class Protection(StrEnum):
     RECOVERY_POINT = "recovery_point"  # the newest step that all ranks have
     DURABLE_POINT = "durable_point"  # the newest one that outlives the hosts' memory
     PINNED = "pinned"
+    PARTIAL_VIEW = "partial_view"  # other hosts' disks may have the rest of it, and they are not seen from here
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,32 @@ class Target:
 
 def protected(inventory: Inventory) -> dict[StepKey, Protection]:
     """The steps that stay."""
-    found = dict.fromkeys(inventory.pinned, Protection.PINNED)
-    points = (Protection.DURABLE_POINT, durable_point(inventory)), (Protection.RECOVERY_POINT, inventory.recovery_point)
+    durable = durable_point(inventory)
+    found = dict.fromkeys(_perhaps_needed(inventory, durable), Protection.PARTIAL_VIEW)
+    found |= dict.fromkeys(inventory.pinned, Protection.PINNED)
+    points = (Protection.DURABLE_POINT, durable), (Protection.RECOVERY_POINT, inventory.recovery_point)
     return found | {(point.generation, point.step): why for why, point in points if point is not None}
+
+
+def _perhaps_needed(inventory: Inventory, durable: StepListing | None) -> set[StepKey]:
+    """Steps on disk, newer than any that is known to be durable, of which only some ranks' disks are seen from here."""
+    seen = {target.key.rank for target in _all_targets(inventory, (Tier.DISK,))}
+    return {
+        (step.generation, step.step)
+        for step in inventory.steps
+        if step.alive
+        and len(seen) < step.world_size
+        and any(share.tier is Tier.DISK for share in step.tiers)
+        and (durable is None or step.step > durable.step)
+    }
+
+
+def needed_memory(inventory: Inventory) -> StepListing | None:
+    """The newest step of which there is something in memory, if it is newer than any that is known to be durable."""
+    durable = durable_point(inventory)
+    in_memory = (step for step in inventory.steps if step.alive and any(s.tier not in REMOVABLE for s in step.tiers))
+    newest = max(in_memory, key=lambda step: (step.step, step.generation), default=None)
+    return newest if newest and (durable is None or newest.step > durable.step) else None
 
 
 def durable_point(inventory: Inventory) -> StepListing | None:

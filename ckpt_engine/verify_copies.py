@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from ckpt_engine.manifest import Manifest
 from ckpt_engine.shard_reading import CopyGone
 from ckpt_engine.step_listing import StepKey
 from flyball.contracts.checkpoints import ShardCopy
-from flyball.contracts.errors import FlyballError
+from flyball.contracts.errors import CheckpointError, FlyballError
 
 THREADS = 2  # of which each reads and hashes one copy
 
@@ -59,9 +60,19 @@ def verify_copies(
     held_copies: Sequence[HeldCopy], on_bytes: Callable[[int], None]
 ) -> Iterator[tuple[Verified, Manifest | None]]:
     """Read the copies, two at a time; in their order, each with its manifest if that could be read. `on_bytes` hears of
-    every chunk, from any thread."""
+    every chunk, from any thread. Whoever stops asking ends the reading."""
+    over = threading.Event()
+
+    def count(size_bytes: int) -> None:
+        if over.is_set():
+            raise CheckpointError("Nobody waits for the result.")
+        on_bytes(size_bytes)
+
     with ThreadPoolExecutor(THREADS, thread_name_prefix="verify") as pool:
-        yield from pool.map(lambda held: _verify(held, on_bytes), held_copies)
+        try:
+            yield from pool.map(lambda held: _verify(held, count), held_copies)
+        finally:
+            over.set()
 
 
 def judge_steps(manifests: Iterable[Manifest], world_sizes: Mapping[StepKey, int]) -> tuple[VerifiedStep, ...]:

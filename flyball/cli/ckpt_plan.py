@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 COMMAND: dict[str, Any] = {
     "help": "Say for every rank which copies a restore would try, in which order and for how long, or why it cannot. "
-    "The copies are those found on this machine, or those that a supervisor knows (--supervisor).",
+    "The copies are those found on this machine, or those that a supervisor knows (--supervisor, FLYBALL_SUPERVISOR).",
     "epilog": examples("flyball ckpt plan latest --lost host-b", "flyball ckpt plan 120 --lost host-a --lost host-b"),
 }
 
@@ -47,6 +48,7 @@ class Known:
     world_size: int
     home: Mapping[int, str]  # rank -> host that runs it
     sealed: set[tuple[int, int]] | None
+    lost: frozenset[str] = frozenset()  # hosts that the supervisor has lost already
 
     @property
     def hosts(self) -> list[str]:
@@ -69,7 +71,7 @@ def command(
     from ckpt_engine.restore_planner import Layout, plan_step
 
     wanted = parse_step(step)
-    if supervisor:
+    if supervisor or (os.environ.get("FLYBALL_SUPERVISOR") and not state_dir and not folders):
         known = _from_supervisor(job, supervisor, token_file)
         wanted = _newest(known) if wanted is None else wanted
     else:
@@ -88,7 +90,7 @@ def command(
         [copy for copy in known.copies if generation in (None, copy.generation)],
         Layout(known.world_size, known.home),
         lineage=known.lineage,
-        lost_hosts=lost or (),
+        lost_hosts={*known.lost, *(lost or ())},
         sealed=known.sealed,
     )
     if output is Format.JSON:
@@ -135,6 +137,7 @@ def _from_supervisor(job: str, supervisor: str, token_file: str) -> Known:
         world_size=int(seen["world_size"]),
         home={int(rank["rank"]): str(rank["host_id"]) for rank in placed},
         sealed=None,  # engines report no others
+        lost=frozenset(str(copy["host_id"]) for copy in seen["copies"] if not copy["reachable"]),
     )
 
 

@@ -85,7 +85,9 @@ def command(
                     }
                     for target in targets
                 ],
-                "stays": [{"generation": gen, "step": step, "why": why} for (gen, step), why in refused.items()],
+                "stays": [
+                    {"generation": gen, "step": step, "why": why} for (gen, step), why in sorted(refused.items())
+                ],
             }
         )
         return
@@ -124,12 +126,12 @@ def _free_memory(found: JobCopies, *, force: bool, yes: bool, output: Format) ->
     """The segments of a job that no process uses any more. Raises Conflict for one that is alive."""
     from ckpt_engine.memory_plan import readable_size
     from ckpt_engine.reclaim import list_memory, remove_job
-    from ckpt_engine.remove_steps import durable_point
+    from ckpt_engine.remove_steps import needed_memory
 
-    point = found.inventory.recovery_point
-    if point is not None and not force and point != durable_point(found.inventory):
+    needed = needed_memory(found.inventory)
+    if needed is not None and not force:
         raise Conflict(
-            f"The newest recovery point of {found.job}, step {point.step}, is in memory only.",
+            f"Step {needed.step} of {found.job} is in memory, and nothing as new is known to be on disks or in stores.",
             hint="bring it into a folder first (`flyball ckpt restore latest --to DIR`), or give it up with --force",
         )
     there = [memory for host in found.hosts for memory in list_memory(host.prefix) if memory.job == found.job]
@@ -169,4 +171,5 @@ def _why(why: Protection) -> str:
         Protection.RECOVERY_POINT: "it is the newest recovery point",
         Protection.DURABLE_POINT: "it is the newest recovery point that outlives the hosts' memory",
         Protection.PINNED: "it is pinned",
+        Protection.PARTIAL_VIEW: "disks of other hosts, which are not seen from here, may have the rest of it",
     }[why]

@@ -243,7 +243,7 @@ def test_memory_is_freed_only_when_nobody_uses_it(site: Site) -> None:
         user.close()
     site.put_memory(9)
     code, _, err = site.call("rm", "--memory", "--yes")
-    assert (code, "step 9, is in memory only" in err) == (16, True)
+    assert (code, "Step 9 of job is in memory" in err) == (16, True)
     freed = site.json("rm", "--memory", "--yes", "--force")
     assert [m["host_id"] for m in freed["removed_memory"]] == ["host-a", "host-b"]
     assert list(site.shm.iterdir()) == []
@@ -385,3 +385,18 @@ def test_a_step_that_turns_out_bad_leaves_no_half_of_it(site: Site) -> None:
     code, _, err = site.call("restore", "8", "--to", "out")
     assert (code, "rank 1: " in err) == (23, True)
     assert list((site.root / "out").iterdir()) == []
+
+
+def test_where_only_one_host_is_seen_its_disk_is_not_taken_for_needless(site: Site) -> None:
+    for step in (2, 4, 8):
+        site.put_disk(step)
+    site.put_store(4)
+    view = ("--state-dir", str(site.state / "host-a"))
+    code, _, err = site.call("rm", "8", "--yes", *view)
+    assert (code, "disks of other hosts" in err) == (16, True)
+    rest = site.json("rm", "--all", "--yes", *view)
+    assert [(s["step"], s["why"]) for s in rest["stays"]] == [(4, "recovery_point"), (8, "partial_view")]
+    assert {(r["step"], r["rank"]) for r in rest["removed"]} == {(2, 0)}
+    site.put_memory(9)
+    code, _, err = site.call("rm", "--memory", "--yes", *view)
+    assert (code, "Step 9 of job is in memory" in err) == (16, True)
