@@ -1,0 +1,171 @@
+"""The persistent tier in the engine's job: a step goes from its slot to the store, counts when the whole of it is there
+and comes back into the memory of a host that has nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from ckpt_engine.context import Services
+from ckpt_engine.counters import Counters
+from ckpt_engine.job import Job
+from ckpt_engine.links import PeerLinks
+from ckpt_engine.rate_limit import RateLimit
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.slots import RestoreState
+from ckpt_engine.tiers.shard_store import ShardStore
+from ckpt_engine.transport.pool import ConnectionPool
+from ckpt_engine.transport.port import Connection
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, ShardSource, Tier
+from flyball.contracts.clock import SystemClock
+from flyball.contracts.cluster import HostRanks, Placement
+from flyball.contracts.engine_wire import Configure
+from flyball.contracts.errors import StorageFull, Unreachable
+from flyball.contracts.identity import Fence
+
+Place = Any  # the conftest's
+DEADLINE_S = 20.0
+
+
+def nobody(host_id: str, address: str) -> Connection:
+    raise Unreachable(f"{host_id} at {address} is not there.")
+
+
+@pytest.fixture
+def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Engines of hosts that share nothing but the store."""
+    jobs: list[Job] = []
+
+    def start(host_id: str, limit: RateLimit | None = None) -> Job:
+        settings = EngineSettings()
+        (tmp_path / host_id).mkdir(exist_ok=True)
+        services = Services(
+            host_id=host_id,
+            shm_prefix=str(tmp_path / host_id / "flyball-test"),
+            settings=settings,
+            clock=SystemClock(),
+            counters=Counters(),
+            pool=ConnectionPool(nobody, connections_per_peer=1),
+            links=PeerLinks(dial=nobody, on_up=lambda host_id, incarnation: None, settings=settings),
+            peer_limit=RateLimit(0, monotonic_s=time.monotonic),
+            dial=nobody,
+            code_version="test",
+            rate_limits={Tier.PERSISTENT: limit} if limit else {},
+        )
+        jobs.append(Job("job", services))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.end(join_timeout_s=DEADLINE_S)
+
+
+def configure(host_id: str, place: Place, *, generation: int = 1, restore: RestorePlan | None = None) -> Configure:
+    lineage = (LineageEntry(1),) if generation == 1 else (LineageEntry(1, restore.step if restore else None),)
+    placement = Placement(
+        job="job",
+        generation=generation,
+        world_size=1,
+        hosts=(HostRanks(host_id, "127.0.0.1", "", (0,)),),
+        master_address="127.0.0.1",
+        master_port=1,
+        peers={},
+        lineage=lineage if generation == 1 else (*lineage, LineageEntry(generation)),
+        restore=restore,
+    )
+    spec = CheckpointSpec(replicas=0, persistent_dir=place.url.removesuffix("/job"), persistent_every_steps=1)
+    return Configure(Fence(1, generation), host_id, placement, spec)
+
+
+def capture(job: Job, step: int, *, slot: int) -> bytes:
+    payload = save({"w": np.full(300_000, step, np.float32)})
+    with job.memory.using(0, create=True) as entry:
+        assert entry is not None
+        entry.segments.begin_write(slot, 1, step, len(payload))[:] = payload
+        entry.segments.mark_captured(slot)
+    job.flush(DEADLINE_S)
+    return payload
+
+
+def persistent_steps(job: Job) -> list[int]:
+    return [copy.step for copy in job.copies() if copy.tier is Tier.PERSISTENT]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_a_step_goes_to_the_store_and_comes_back_on_a_host_that_has_nothing(
+    shared_place: Place, start_job: Callable[..., Job]
+) -> None:
+    job = start_job("first")
+    job.begin(configure("first", shared_place))
+    payload = capture(job, 3, slot=0)
+    wait_for(lambda: persistent_steps(job) == [3])
+    other = start_job("second")
+    source = ShardSource(0, 1, Tier.PERSISTENT, "", "")
+    other.begin(configure("second", shared_place, generation=2, restore=RestorePlan(3, {"0": (source,)})))
+    with other.memory.using(0) as entry:
+        assert entry is not None
+        control = entry.segments.control
+        wait_for(lambda: control.read_restore().state is RestoreState.READY)
+        words = control.read_restore()
+        assert (words.step, words.tier) == (3, Tier.PERSISTENT)
+        assert entry.segments.payload(words.slot) == payload
+
+
+def test_a_write_that_fails_is_told_and_the_next_step_is_written(
+    shared_place: Place, start_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = ShardStore.write
+
+    def fail_once(store: ShardStore, manifest: Any, *arguments: Any) -> int:  # noqa: ANN401 - handed on
+        if manifest.step == 1:
+            raise StorageFull("It is full.", hint="free space there")
+        return write(store, manifest, *arguments)
+
+    monkeypatch.setattr(ShardStore, "write", fail_once)
+    job = start_job("first")
+    job.begin(configure("first", shared_place))
+    capture(job, 0, slot=0)
+    wait_for(lambda: persistent_steps(job) == [0])
+    capture(job, 1, slot=1)
+    wait_for(lambda: [failure.step for failure in job.failures()] == [1])
+    assert "free space there" in job.failures()[0].message
+    with job.memory.using(0) as entry:
+        assert entry is not None
+        wait_for(lambda: not entry.segments.read_world().held)
+    capture(job, 2, slot=2)
+    wait_for(lambda: persistent_steps(job) == [0, 2])
+
+
+def test_the_limit_is_asked_for_every_byte(shared_place: Place, start_job: Callable[..., Job]) -> None:
+    class Limit(RateLimit):
+        def __init__(self) -> None:
+            super().__init__(0, monotonic_s=time.monotonic)
+            self.asked = 0
+            self.lock = threading.Lock()
+
+        def wait(self, size_bytes: int, sleep: Callable[[float], object]) -> None:
+            with self.lock:
+                self.asked += size_bytes
+            super().wait(size_bytes, sleep)
+
+    limit = Limit()
+    job = start_job("first", limit)
+    job.begin(configure("first", shared_place))
+    payload = capture(job, 0, slot=0)
+    wait_for(lambda: persistent_steps(job) == [0])
+    assert limit.asked == len(payload)
+    assert msgspec.to_builtins(job.failures()) == []
