@@ -37,6 +37,7 @@ from host_daemon.workers import WorkerTable
 
 ENGINE_WAIT_S = 5.0  # for an engine that is being restarted, before workers are started without it
 ENGINE_MARGIN_S = 2.0  # for the answer, beyond the time that the engine itself is given
+LAST_FLUSH_S = 5.0  # when the daemon is ended
 STORE_TIMEOUT_S = 1.0
 MAX_START_MESSAGE = 4_000
 
@@ -114,8 +115,21 @@ class JobControl:
             _log.error("owed_releases_not_known", error=str(error))
 
     async def stop_all(self) -> None:
-        """End every worker of this host, each with its job's grace."""
+        """End every worker of this host, each with its job's grace; then bring the newest recovery points to the slow
+        tiers, since the machine may be about to go down."""
         await asyncio.gather(*(self._stop_job(job) for job in self._workers.jobs))
+        await asyncio.gather(*(self._flush_last(record) for record in list(self._jobs.values())))
+
+    async def _flush_last(self, record: JobRecord) -> None:
+        if not record.spec.checkpoint.is_durable:
+            return
+        request = Flush(record.spec.job, LAST_FLUSH_S, durable=True)
+        try:
+            reply = await self._engine_client.ask(request, timeout_s=LAST_FLUSH_S + ENGINE_MARGIN_S)
+        except FlyballError as error:
+            _log.error("last_flush_failed", job=record.spec.job, error=str(error))
+        else:
+            _log.info("last_flush", job=record.spec.job, flushed=dict(reply.flushed))
 
     async def _stop_job(self, job: str) -> None:
         record = self._jobs.get(job)

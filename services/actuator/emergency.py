@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flyball.contracts.decisions import FlushState, SaveEmergency, UpdateState
+from flyball.contracts.decisions import DecisionKind, FlushState, SaveEmergency, UpdateState
 from services.actuator.ports import ActionProgress, CommandRecord
 
 _ANSWER_S = 1.0  # of what is left, for the answers to be heard
@@ -10,8 +10,10 @@ _ANSWER_S = 1.0  # of what is left, for the answers to be heard
 
 def save_body(progress: ActionProgress, step: int, now: float) -> SaveEmergency:
     """Save at `step`; half of the time is kept for bringing it to the slow tiers, or the newest recovery point instead
-    if a rank hangs."""
+    if a rank hangs. A job that is stopped has the time for it that its workers are given to end."""
     plan, left_s = progress.plan, progress.remaining_s(now)
+    if plan.kind is DecisionKind.STOP_JOB:
+        return SaveEmergency(plan.job, plan.generation, step, deadline_s=min(plan.grace_s, left_s / 2))
     kept_s = left_s / 2 if plan.spec.checkpoint.is_durable else min(_ANSWER_S, left_s / 4)
     return SaveEmergency(plan.job, plan.generation, step, deadline_s=left_s - kept_s)
 

@@ -42,7 +42,7 @@ PHASES: Mapping[DecisionKind, tuple[str, ...]] = {
     DecisionKind.EMERGENCY_CHECKPOINT: (SAVE, FLUSH),
     DecisionKind.CORDON: (STOP,),
     DecisionKind.FAIL_JOB: (STOP, END),
-    DecisionKind.STOP_JOB: (STOP, END),
+    DecisionKind.STOP_JOB: (SAVE, STOP, END),
     DecisionKind.COMPLETE_JOB: (STOP, END),
 }
 # What these end is freed: the newest recovery point goes to the slow tiers first, where the job has any.
@@ -145,8 +145,11 @@ def _phase_done(progress: ActionProgress, answers: _Answers, now: float) -> Play
 
 
 def _phases(progress: ActionProgress) -> tuple[str, ...]:
-    """Without slow tiers a job that succeeded is only tidied up, and a step that was saved needs no flush."""
+    """Without slow tiers a job that succeeded is only tidied up, and a step that was saved needs no flush. A job is
+    stopped without a save, unless the plan names a step."""
     phases = PHASES[progress.plan.kind]
+    if progress.plan.kind is DecisionKind.STOP_JOB:
+        return phases if progress.plan.emergency_step >= 0 else (STOP, END)
     if progress.plan.spec.checkpoint.is_durable:
         return phases
     if progress.plan.kind is DecisionKind.COMPLETE_JOB:
@@ -264,7 +267,7 @@ def _rename(progress: ActionProgress, answers: _Answers, now: float) -> Playbook
     )
     step = max([named, *passed]) + _LATE_MARGIN_STEPS * 2 ** (progress.attempt - 1)
     if progress.attempt >= _MAX_NAMES:
-        return _enter(progress, FLUSH, now)
+        return _enter(progress, STOP if progress.plan.kind is DecisionKind.STOP_JOB else FLUSH, now)
     body = emergency.save_body(progress, step, now)
     drafts = tuple(draft(progress, SAVE, host, body, now) for host in progress.plan.stop_hosts)
     message = f"{names(r.command.host_id for r in answers.late)} had passed step {named}: saving step {step} instead"

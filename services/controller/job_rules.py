@@ -7,6 +7,7 @@ from flyball.contracts.decisions import DecisionKind
 from services.controller import plans, spare_choice
 from services.controller.diagnosis import crash_after_done, is_done
 from services.controller.round import Case, Round, Verdict
+from services.controller.step_ahead import is_stepping, step_ahead
 from services.controller.view import JobView
 
 _ASK_AGAIN_S = 1.0
@@ -17,15 +18,26 @@ def stop_on_request(case: Case) -> Verdict | None:
     job = case.job
     if not job.stop_requested:
         return None
+    last_step = _last_step(case)
     return Verdict(
         DecisionKind.STOP_JOB,
-        f"An operator asked to stop job {job.spec.job}, which had completed step {job.newest_step}."
-        if job.newest_step >= 0
-        else f"An operator asked to stop job {job.spec.job}, which had completed no step.",
-        plan=plans.end_plan(case, DecisionKind.STOP_JOB, job.spec.stop_grace_s),
+        f"An operator asked to stop job {job.spec.job}, which had completed "
+        + (f"step {job.newest_step}." if job.newest_step >= 0 else "no step.")
+        + (f" Every rank saves step {last_step} first." if last_step >= 0 else ""),
+        plan=plans.end_plan(case, DecisionKind.STOP_JOB, job.spec.stop_grace_s, last_step=last_step),
         evidence={"newest_step": job.newest_step},
         job_state=JobState.STOPPED,
     )
+
+
+def _last_step(case: Case) -> int:
+    """The step to save before a job is stopped, -1 for none: where steps outlive the job, not all are saved anyway, and
+    workers are given time."""
+    job, generation = case.job, case.job.generation
+    spec = job.spec.checkpoint
+    if generation is None or not spec.is_durable or spec.every_steps == 1 or job.spec.stop_grace_s <= 0:
+        return -1
+    return step_ahead(case, generation) if is_stepping(case, generation) else -1
 
 
 def complete_when_all_ranks_are_done(case: Case) -> Verdict | None:

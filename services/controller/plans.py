@@ -96,8 +96,9 @@ def save_plan(
     )
 
 
-def end_plan(case: Case, kind: DecisionKind, grace_s: float) -> ActionPlan:
-    """End the job on every host that has something of it: workers, or copies from an earlier placement."""
+def end_plan(case: Case, kind: DecisionKind, grace_s: float, *, last_step: int = -1) -> ActionPlan:
+    """End the job on every host that has something of it: workers, or copies from an earlier placement. `last_step`:
+    what all ranks are to save before, -1 for nothing."""
     spec = case.job.spec
     generation = case.job.generation
     holders = tuple(copy.host_id for copy in case.round.view.copies if copy.job == spec.job and copy.host_id)
@@ -109,6 +110,7 @@ def end_plan(case: Case, kind: DecisionKind, grace_s: float) -> ActionPlan:
         generation=generation.generation if generation else 0,
         stop_hosts=reachable,
         unreachable_hosts=unreachable,
+        emergency_step=last_step,
         deadline_s=2.0 * grace_s + _END_TIMEOUT_S + (_LAST_FLUSH_S if spec.checkpoint.is_durable else 0.0),
         grace_s=grace_s,
     )

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
-from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState
 from services.controller import plans, tracking
 from services.controller.diagnosis import PREEMPTION_NOTICE
 from services.controller.round import Case, Verdict
-from services.controller.view import GenerationView
+from services.controller.step_ahead import is_stepping, step_ahead
 
-_DISPATCH_S = 0.25  # from the decision until the step is armed everywhere; ranks go on meanwhile
 _ASK_AGAIN_S = 1.0
 
 
@@ -62,11 +58,11 @@ def save_before_the_host_goes(case: Case) -> Verdict | None:
     remaining_s = _remaining_s(case)
     reserve_s = case.settings.emergency_reserve_s
     spares = case.round.free_hosts(case.job.spec)
-    if remaining_s <= reserve_s or not _is_stepping(case, generation):
+    if remaining_s <= reserve_s or not is_stepping(case, generation):
         return None
     if not spares and remaining_s > 2.0 * reserve_s:
         return None
-    step = _step_ahead(case, generation)
+    step = step_ahead(case, generation)
     deadline_s = min(case.settings.action_deadline_s, remaining_s - reserve_s)
     return Verdict(
         DecisionKind.EMERGENCY_CHECKPOINT,
@@ -103,30 +99,6 @@ def wait_for_a_spare(case: Case) -> Verdict | None:
 def _remaining_s(case: Case) -> float:
     host = case.round.hosts.get(case.incident.host_id) if case.incident else None
     return host.preempt_deadline_at - case.now if host else 0.0
-
-
-def _is_stepping(case: Case, generation: GenerationView) -> bool:
-    """Whether all ranks are there and past their start, so that an emergency save can be met."""
-    ranks = generation.ranks
-    return (
-        len(ranks) == case.job.spec.world_size
-        and generation.started_at > 0.0
-        and case.job.spec.checkpoint.saves
-        and all(rank.exited is None and rank.phase not in (Phase.STARTING, Phase.RESTORING) for rank in ranks)
-    )
-
-
-def _step_ahead(case: Case, generation: GenerationView) -> int:
-    """A step that no rank has passed when the command arrives: reports are a little old, and ranks go on meanwhile. One
-    that is passed all the same is named anew by the playbook."""
-    restored = -1 if generation.restore_step is None else generation.restore_step
-    newest = 0.0
-    for rank in generation.ranks:
-        ran_s = max(rank.reported_at - generation.started_at, 1e-3)
-        steps_per_s = max(0, rank.step - restored) / ran_s
-        ahead_s = max(0.0, case.now - rank.reported_at) + _DISPATCH_S
-        newest = max(newest, rank.step + steps_per_s * ahead_s)
-    return math.ceil(newest) + case.settings.emergency_margin_steps
 
 
 def _acts_on_a_notice(cause: str, state: IncidentState) -> bool:

@@ -352,9 +352,22 @@ def test_the_newest_recovery_point_is_flushed_if_a_rank_hangs(plan: ActionPlan) 
     assert "a has persistent step 57" in step.message
 
 
+def test_a_job_that_is_stopped_saves_a_last_step_if_one_is_named_and_is_stopped_in_any_case() -> None:
+    plan = msgspec.structs.replace(DURABLE, kind=DecisionKind.STOP_JOB, grace_s=5.0, deadline_s=100.0)
+    step = advance(begun(plan), NOW)
+    assert step.phase == "save"
+    assert [d.body.deadline_s for d in step.commands if isinstance(d.body, SaveEmergency)] == [5.0, 5.0]
+    progress = apply(begun(plan), step)
+    progress = answer(progress, UpdateState.SUCCEEDED, {"a": CommandResult()})
+    failed = answer(progress, UpdateState.FAILED, {"b": CommandResult()}, code="not_saved")
+    assert advance(failed, NOW + 5.0).phase == "stop"
+    assert advance(progress, NOW + 9.0).phase == "stop"  # b says nothing
+
+
 def test_what_ends_a_job_brings_its_newest_step_to_the_slow_tiers_before_its_memory_is_freed() -> None:
     for kind in (DecisionKind.FAIL_JOB, DecisionKind.STOP_JOB, DecisionKind.COMPLETE_JOB):
-        step = advance(begun(msgspec.structs.replace(DURABLE, kind=kind, deadline_s=100.0)), NOW)
+        plan = msgspec.structs.replace(DURABLE, kind=kind, deadline_s=100.0, emergency_step=-1)
+        step = advance(begun(plan), NOW)
         assert step.phase == "stop"
         assert all(isinstance(d.body, StopWorkers) and d.body.durable for d in step.commands)
         assert all(d.deadline_s > d.body.flush_timeout_s for d in step.commands if isinstance(d.body, StopWorkers))
@@ -368,7 +381,7 @@ def test_what_ends_a_job_brings_its_newest_step_to_the_slow_tiers_before_its_mem
 
 @pytest.mark.parametrize("kind", [DecisionKind.FAIL_JOB, DecisionKind.STOP_JOB])
 def test_a_job_ends_everywhere_though_one_host_does_not_answer(kind: DecisionKind) -> None:
-    plan = msgspec.structs.replace(SAVE, kind=kind, grace_s=5.0, deadline_s=50.0)
+    plan = msgspec.structs.replace(SAVE, kind=kind, grace_s=5.0, deadline_s=50.0, emergency_step=-1)
     progress = apply(begun(plan), advance(begun(plan), NOW))
     progress = answer(progress, UpdateState.SUCCEEDED, {"a": CommandResult()})
     assert not advance(progress, NOW + 10).commands

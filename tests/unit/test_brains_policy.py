@@ -227,6 +227,21 @@ def test_an_operators_stop_supersedes_everything() -> None:
     assert outcome.decisions[0].action is not None and outcome.decisions[0].action.grace_s == SPEC.stop_grace_s
 
 
+def test_a_job_that_does_not_save_every_step_saves_one_before_it_is_stopped_if_that_outlives_it() -> None:
+    def stopped(spec: CheckpointSpec) -> ActionPlan:
+        job = msgspec.structs.replace(JOB, spec=msgspec.structs.replace(SPEC, checkpoint=spec), stop_requested=True)
+        plan = decided(decide(view(job=job), [], SETTINGS, NOW)).action
+        assert plan is not None and plan.kind is DecisionKind.STOP_JOB
+        return plan
+
+    seldom = CheckpointSpec(every_steps=100, persistent_dir="/store", persistent_every_s=600.0)
+    plan = stopped(seldom)
+    assert plan.emergency_step > max(rank.step for rank in JOB.generation.ranks)
+    assert plan.deadline_s > stopped(CheckpointSpec(every_steps=100)).deadline_s  # time for the flush
+    assert stopped(CheckpointSpec(every_steps=100)).emergency_step == -1
+    assert stopped(msgspec.structs.replace(seldom, every_steps=1)).emergency_step == -1
+
+
 def test_a_job_is_done_when_all_ranks_are() -> None:
     ends = [say(exited(n, exit_code=0, error=""), seq=n + 1) for n in range(2)]
     assert decide(view(), ends[:1], SETTINGS, NOW).empty
