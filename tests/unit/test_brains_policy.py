@@ -371,6 +371,19 @@ def test_a_silent_host_is_replaced() -> None:
     assert "a cannot reach it either" in decision.reason
 
 
+def test_a_spare_takes_the_place_of_the_lost_host_among_the_peers() -> None:
+    ring = {"a": ("e",), "e": ("b",), "b": ("d",), "d": ("a",)}  # not the ring that would be made anew
+    parts = tuple(HostRanks(name, "10.0.0.1", f"{name}:7", (number,)) for number, name in enumerate("abde"))
+    ranks = tuple(rank(number, name) for number, name in enumerate("abde"))
+    generation = msgspec.structs.replace(GENERATION, hosts=parts, peers=ring, ranks=ranks)
+    job = msgspec.structs.replace(JOB, spec=msgspec.structs.replace(SPEC, nnodes=4), generation=generation)
+    hosts = (*(host(name, job="job") for name in "abde"), host("c"))
+    silent = say(HostSilent("b", 3.0, 2.0, ("a",)), source="sensor.1", at=NOW + 3)
+    plan = decided(decide(view(job=job, hosts=hosts), [silent], SETTINGS, NOW)).action
+    assert plan is not None and plan.next is not None
+    assert plan.next.peers == {"a": ("e",), "e": ("c",), "c": ("d",), "d": ("a",)}
+
+
 def test_a_silent_host_supersedes_a_restart_that_waits_for_it() -> None:
     generation = msgspec.structs.replace(GENERATION, started_at=0.0, ranks=(), restore_step=None)
     job = msgspec.structs.replace(JOB, generation=generation)
