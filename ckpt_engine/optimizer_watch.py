@@ -10,7 +10,6 @@ have methods of their own, since these may write as well (the first step of SAM,
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ class StepGuard(Protocol):
 
 
 _lock = threading.Lock()
-_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_seen: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()  # whether it writes in steps only
 _guards: tuple[StepGuard, ...] = ()  # replaced, never changed: read without the lock
 _is_watching = False
 
@@ -50,7 +49,7 @@ def watch() -> None:
 def _before_step(optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
     if optimizer not in _seen:
         with _lock:
-            _seen.add(optimizer)
+            _seen[optimizer] = _writes_in_steps_only(type(optimizer))
     for guard in _guards:
         guard.before_step(optimizer)
 
@@ -73,10 +72,10 @@ def remove_guard(guard: StepGuard) -> None:
 def guarded_extents(larger_than_bytes: int = 0) -> set[Extent]:
     """The memory of all such tensors that only a step which the hook sees writes to."""
     with _lock:
-        optimizers = list(_seen)
+        optimizers = [optimizer for optimizer, is_trusted in _seen.items() if is_trusted]
     extents = set()
     for optimizer in optimizers:
-        if not _writes_in_steps_only(type(optimizer)) or any(g.get("capturable") for g in optimizer.param_groups):
+        if any(group.get("capturable") for group in optimizer.param_groups):
             continue
         for tensor in tensors_of(optimizer):
             if tensor.nbytes > larger_than_bytes and (extent := extent_of(tensor)) is not None:
@@ -84,7 +83,6 @@ def guarded_extents(larger_than_bytes: int = 0) -> set[Extent]:
     return extents
 
 
-@functools.cache
 def _writes_in_steps_only(kind: type[Optimizer]) -> bool:
     if kind.__module__.partition(".")[0] == "torch":
         return True
