@@ -86,7 +86,7 @@ class Engine:
         state.write_pid_file(listener.port)
         self._identity = Identity(host_id, self.address, secrets.token_hex(8))
         self._pool = ConnectionPool(self._dial, connections_per_peer=settings.pool_connections_per_peer)
-        self._links = PeerLinks(dial=self._dial, on_up=self._peer_is_up, settings=settings)
+        self._links = PeerLinks(dial=self._dial, on_up=self._peer_is_up, on_lost=self._pool.abort, settings=settings)
         self._services = Services(
             host_id=host_id,
             shm_prefix=shm_prefix(str(state.path.resolve()), os.environ.get(SHM_DIR_VARIABLE, DEFAULT_SHM_DIR)),

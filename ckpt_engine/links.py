@@ -27,19 +27,23 @@ StateMessage = WorldStep | RankSteps
 _BUSY_GROWTH = 1.5  # of the pause between two tries, up to the interval of pings
 
 OnUp = Callable[[str, str], None]  # host id, incarnation
+OnLost = Callable[[str], None]  # host id
 
 
 class PeerLink:
     """The standing connection to one peer."""
 
-    def __init__(self, host_id: str, *, dial: Dial, on_up: OnUp, settings: EngineSettings) -> None:
+    def __init__(self, host_id: str, *, dial: Dial, on_up: OnUp, on_lost: OnLost, settings: EngineSettings) -> None:
+        """`on_lost` is called when the peer has been out of reach for `io_timeout_s`: who waits for it may stop."""
         self.host_id = host_id
         self._dial = dial
         self._on_up = on_up
+        self._on_lost = on_lost
         self._settings = settings
         self._lock = threading.Lock()
         self._waiting: dict[Hashable, StateMessage] = {}
         self._down_since: float | None = None
+        self._lost = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"link-{host_id}", daemon=True)
@@ -91,12 +95,16 @@ class PeerLink:
         if self._down_since is not None:
             log.info("peer_reachable", peer=self.host_id, away_s=round(self.down_s, 3))
         self._down_since = None
+        self._lost = False
         self._on_up(self.host_id, connection.peer.incarnation)
 
     def _went_down(self, error: FlyballError) -> None:
         if self._down_since is None:
             self._down_since = time.monotonic()
             log.warning("peer_unreachable", peer=self.host_id, reason=error.message)
+        elif self.down_s > self._settings.io_timeout_s and not self._lost:
+            self._lost = True
+            self._on_lost(self.host_id)
 
     def _serve_until_broken(self, connection: Connection) -> None:
         try:
@@ -145,9 +153,10 @@ class PeerLink:
 class PeerLinks:
     """The links of all jobs of this engine; a peer that two jobs share has one link."""
 
-    def __init__(self, *, dial: Dial, on_up: OnUp, settings: EngineSettings) -> None:
+    def __init__(self, *, dial: Dial, on_up: OnUp, on_lost: OnLost, settings: EngineSettings) -> None:
         self._dial = dial
         self._on_up = on_up
+        self._on_lost = on_lost
         self._settings = settings
         self._lock = threading.Lock()
         self._links: dict[str, PeerLink] = {}
@@ -158,7 +167,9 @@ class PeerLinks:
             for host_id in self._links.keys() - hosts:
                 self._links.pop(host_id).stop()
             for host_id in hosts - self._links.keys():
-                self._links[host_id] = PeerLink(host_id, dial=self._dial, on_up=self._on_up, settings=self._settings)
+                self._links[host_id] = PeerLink(
+                    host_id, dial=self._dial, on_up=self._on_up, on_lost=self._on_lost, settings=self._settings
+                )
 
     def post(self, host_id: str, key: Hashable, message: StateMessage) -> None:
         """Send to a host that has a link; without one there is nobody to tell."""

@@ -248,10 +248,8 @@ class RankPipeline:
                 self._note_saved(entry, view)
 
     def _peer_settled(self, peer: str, view: SlotView, outcome: Outcome) -> None:
-        if not outcome.there:
-            log.warning("replica_given_up", rank=self.rank, peer=peer, step=view.step, reason=outcome.reason)
-            if view.generation != self._generation.number:  # the world has the step: only this copy of it is missing
-                self._on_failure(self.rank, view.step, f"It could not be replicated to {peer}: {outcome.reason}")
+        if not outcome.there and view.generation != self._generation.number:  # the world has the step without this copy
+            self._on_failure(self.rank, view.step, f"It could not be replicated to {peer}: {outcome.reason}")
         self.kick()
 
     def _drop_bad(self, entry: OpenSegments, view: SlotView, reason: str) -> None:

@@ -83,6 +83,7 @@ class Replicator:
         self._settled: dict[tuple[int, int], Outcome] = {}  # by (generation, step)
         self._tried_since: dict[tuple[int, int], float] = {}
         self._busy_retry_s = settings.replicate_retry_s
+        self._missing = False  # the peer did not get the step before
         self._kick = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{generation.job}-r{rank}-{peer}", daemon=True)
 
@@ -147,7 +148,8 @@ class Replicator:
         spent = max(tried_s, self._peer_down_s(self.peer)) > timeout_s
         if not attempt.there and attempt.retry_s is not None and not spent:
             return attempt.retry_s
-        self._settle(view, Outcome(attempt.there, attempt.reason))
+        if attempt.there or not self._generation.ended.is_set():
+            self._settle(view, Outcome(attempt.there, attempt.reason))
         return None
 
     def _settle(self, view: SlotView, outcome: Outcome) -> None:
@@ -156,8 +158,11 @@ class Replicator:
             self._settled = {key: known for key, known in self._settled.items() if key[1] >= oldest}
             self._tried_since = {key: since for key, since in self._tried_since.items() if key[1] >= oldest}
             self._settled[view.generation, view.step] = outcome
-        if not outcome.there and not self._generation.ended.is_set():
+        if not outcome.there:
             self._counters.add("replicas_given_up")
+            say = log.debug if self._missing else log.warning  # once for each time that it is away
+            say("replica_given_up", rank=self._rank, peer=self.peer, step=view.step, reason=outcome.reason)
+        self._missing = not outcome.there
         self._on_settled(self.peer, view, outcome)
 
     def _offer(self, entry: OpenSegments, view: SlotView) -> _Attempt:

@@ -19,19 +19,30 @@ class ConnectionPool:
         self._dial = dial
         self._connections_per_peer = connections_per_peer
         self._idle: dict[str, list[Connection]] = {}
+        self._lent: dict[str, list[Connection]] = {}
         self._lock = threading.Lock()
 
     @contextmanager
     def connection(self, host_id: str) -> Iterator[Connection]:
         """A connection to the engine of `host_id`, for the body of the with statement."""
         connection = self._take(host_id) or self._dial(host_id, "")
+        with self._lock:
+            self._lent.setdefault(host_id, []).append(connection)
         kept = False
         try:
             yield connection
             kept = self._keep(host_id, connection)
         finally:
+            with self._lock:
+                self._lent[host_id].remove(connection)
             if not kept:
                 connection.close()
+
+    def abort(self, host_id: str) -> None:
+        """The host is lost: break what is lent of its connections, so that nobody waits for an answer from there."""
+        with self._lock:
+            for connection in (*self._lent.get(host_id, ()), *self._idle.get(host_id, ())):
+                connection.abort()
 
     def close(self) -> None:
         """Close what is idle; what is lent is closed by its users."""

@@ -48,7 +48,12 @@ def job(tmp_path: Path) -> Iterator[Job]:
             clock=SystemClock(),
             counters=Counters(),
             pool=ConnectionPool(nobody, connections_per_peer=1),
-            links=PeerLinks(dial=nobody, on_up=lambda host_id, incarnation: None, settings=settings),
+            links=PeerLinks(
+                dial=nobody,
+                on_up=lambda host_id, incarnation: None,
+                on_lost=lambda host_id: None,
+                settings=settings,
+            ),
             peer_limit=RateLimit(0, monotonic_s=time.monotonic),
             dial=nobody,
             code_version="test",

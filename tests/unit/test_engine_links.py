@@ -56,7 +56,13 @@ class Host:
 @pytest.fixture
 def link_to(request: pytest.FixtureRequest) -> Iterator[tuple[Host, PeerLink]]:
     host = Host(request.param)
-    link = PeerLink("host", dial=host.dial, on_up=lambda host_id, incarnation: None, settings=SETTINGS)
+    link = PeerLink(
+        "host",
+        dial=host.dial,
+        on_up=lambda host_id, incarnation: None,
+        on_lost=lambda host_id: None,
+        settings=SETTINGS,
+    )
     yield host, link
     link.stop()
     link.join(10)

@@ -55,10 +55,12 @@ def test_a_peer_says_what_it_holds_of_the_ranks_that_it_is_asked_for(
     assert digests == {held[0].digest}
 
 
-def ready(cluster: Cluster, trainer: type[Trainer], names: str, peers: Mapping[str, tuple[str, ...]]) -> list[Trainer]:
+def ready(
+    cluster: Cluster, trainer: type[Trainer], names: str, peers: Mapping[str, tuple[str, ...]], **settings: str
+) -> list[Trainer]:
     """One host and one rank per letter, two replicas each; generation 1 runs."""
     for name in names:
-        cluster.host(name, REPLICATE_TIMEOUT_S="0.3")
+        cluster.host(name, **{"REPLICATE_TIMEOUT_S": "0.3", **settings})
     placement = cluster.placement({name: (rank,) for rank, name in enumerate(names)}, peers=peers)
     assert all(reply.ok for reply in cluster.configure(placement, CheckpointSpec(replicas=2)).values())
     return [trainer(cluster.hosts[name], rank) for rank, name in enumerate(names)]
@@ -135,6 +137,24 @@ def test_a_dead_peer_delays_neither_the_other_copy_nor_for_long_the_save(
     b.start()
     until(lambda: b.holds(Tier.PEER, 1, 0))  # and with two again as soon as it is back
     assert d.status.ok
+
+
+def test_a_peer_that_falls_silent_in_the_middle_of_an_exchange_is_not_waited_for(
+    cluster: Cluster, trainer: type[Trainer], until: Until
+) -> None:
+    quick = {"REPLICATE_TIMEOUT_S": "0.3", "IO_TIMEOUT_S": "0.5", "HANDSHAKE_TIMEOUT_S": "0.3", "PING_TIMEOUT_S": "0.5"}
+    ranks = ready(cluster, trainer, "abcd", RING, **quick)
+    for rank in ranks:
+        rank.save(0)
+    until(lambda: all(rank.world_step == 0 for rank in ranks))
+    silent = cluster.hosts["b"].process.pid
+    os.kill(silent, signal.SIGSTOP)  # no FIN, no RST: an answer to an offer could take allocate_timeout_s, a minute
+    try:
+        ranks[0].save(1)
+        until(lambda: ranks[0].segments.control.replicated_step(1) == 1)
+    finally:
+        os.kill(silent, signal.SIGCONT)
+    until(lambda: cluster.hosts["b"].holds(Tier.PEER, 1, 0))
 
 
 def test_chunks_that_did_not_change_do_not_travel_again(cluster: Cluster, trainer: type[Trainer], until: Until) -> None:
