@@ -265,7 +265,10 @@ def _rename(progress: ActionProgress, answers: _Answers, now: float) -> Playbook
     named = max(
         (r.command.body.step for r in progress.commands if isinstance(r.command.body, SaveEmergency)), default=0
     )
-    step = max([named, *passed]) + _LATE_MARGIN_STEPS * 2 ** (progress.attempt - 1)
+    newest = max([named, *passed])
+    step = newest + max(
+        _LATE_MARGIN_STEPS * 2 ** (progress.attempt - 1), 2 * (newest - named)
+    )  # as late as it was, twice
     if progress.attempt >= _MAX_NAMES:
         return _enter(progress, STOP if progress.plan.kind is DecisionKind.STOP_JOB else FLUSH, now)
     body = emergency.save_body(progress, step, now)

@@ -285,7 +285,7 @@ def test_a_step_that_was_passed_is_named_anew_for_all() -> None:
     late = CommandResult(positions=(RankPosition(1, 63),))
     progress = answer(progress, UpdateState.FAILED, {"b": late}, code="too_late")
     step = advance(progress, NOW)
-    assert steps_named(step) == {67} and step.attempt == 2
+    assert steps_named(step) == {69} and step.attempt == 2
     assert [d.command_id for d in step.commands] == ["act-9.save.a.2", "act-9.save.b.2"]
     progress = apply(progress, step)
     assert not advance(progress, NOW).commands  # the answers to the first name count no more

@@ -1,0 +1,114 @@
+"""`flyball run` with checkpoint settings from a file: they reach engine and workers, and what outlives the job is its
+newest step."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+TIMEOUT_S = 120.0
+
+TRAINER = """
+import json, os, sys, time
+import torch
+import flyball
+job = flyball.attach()
+x = torch.full((1000,), 100_000.0 * job.rank)
+if job.rank == 0:
+    with open("seen.json", "w") as file:
+        json.dump({name: value for name, value in os.environ.items() if name.startswith("FLYBALL_CKPT_")}, file)
+for step in range(int(sys.argv[1])):
+    x += 1
+    job.step(step)
+    job.save(step, {"x": x})
+    if job.rank == 0:
+        with open("step.new", "w") as file:
+            file.write(str(step))
+        os.replace("step.new", "step")
+    time.sleep(float(sys.argv[2]))
+job.wait_until_finished()
+job.close()
+"""
+
+SETTINGS = """
+[checkpoint]
+every_s = 0.5
+persistent_dir = "store"
+persistent_every_s = 3600
+
+[engine]
+memory_limit_bytes = "1GiB"
+"""
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="fb-") as name:
+        folder = Path(name)
+        (folder / "shm").mkdir()
+        (folder / "train.py").write_text(TRAINER)
+        (folder / "ckpt.toml").write_text(SETTINGS)
+        yield folder
+        assert list((folder / "shm").iterdir()) == []
+
+
+def start(place: Path, steps: int, step_s: float, *flags: str) -> subprocess.Popen[str]:
+    base = {k: v for k, v in os.environ.items() if not k.startswith(("FLYBALL_", "PET_", "TORCHELASTIC_", "OMP_"))}
+    more = {"FLYBALL_STATE_DIR": str(place / "s"), "FLYBALL_SHM_DIR": str(place / "shm")}
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "flyball.cli.main", "run", "--job", "job", "--nproc-per-node", "2"),
+            *("--ckpt-config", "ckpt.toml", *flags, "train.py", str(steps), str(step_s)),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=place,
+        env=base | more,
+    )
+
+
+def sealed_steps(place: Path) -> list[int]:
+    """The steps that count in the store; each is what both ranks had after it."""
+    found = sorted(int(path.parent.name.removeprefix("step")) for path in (place / "store").rglob("world.manifest"))
+    for step in found:
+        for rank in (0, 1):
+            (path,) = (place / "store").rglob(f"step{step}/rank{rank}.safetensors")
+            with safe_open(path, framework="numpy") as file:
+                (name,) = [name for name in file.keys() if name.endswith("x")]  # noqa: SIM118 - no dict
+                assert (file.get_tensor(name) == 100_000 * rank + step + 1).all()
+    return found
+
+
+def test_a_job_that_is_stopped_leaves_its_last_step_in_the_store(place: Path) -> None:
+    process = start(place, 1_000_000, 0.1, "--ckpt-memory-limit", "2GiB")
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not (place / "step").exists() or int((place / "step").read_text()) < 15:
+        assert process.poll() is None and time.monotonic() < deadline_s, process.communicate()[0]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    last = int((place / "step").read_text()) + 1  # the ranks parked in the save of the step that was named
+    assert sealed_steps(place) == [last], output
+    seen = json.loads((place / "seen.json").read_text())
+    assert seen["FLYBALL_CKPT_CONFIG"] == str((place / "ckpt.toml").resolve())
+    assert seen["FLYBALL_CKPT_MEMORY_LIMIT_BYTES"] == "2GiB"
+
+
+def test_a_job_that_succeeded_leaves_its_newest_saved_step_in_the_store(place: Path) -> None:
+    process = start(place, 100, 0.02)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output
+    (step,) = sealed_steps(place)
+    assert 0 < step < 100
