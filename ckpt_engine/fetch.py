@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import structlog
 
@@ -138,18 +137,30 @@ class Fetcher:
                 raise RestoreFailed("it has no such copy.")
             view, manifest, manifest_bytes = found
             source = MemorySource(replica.segments.payload(view.index))
-            try:
-                return self._commit(entry, step, manifest, manifest_bytes, partial(self._copy, source, manifest))
-            except CorruptShard:
-                replica.segments.discard(view)  # so that no inventory lists it; not if it holds something newer
-                raise
+
+            def copy(target: memoryview) -> None:
+                try:
+                    self._copy(source, manifest, target)
+                except CorruptShard:
+                    replica.segments.discard(view)  # so that no inventory lists it; not if it holds something newer
+                    raise
+
+            return self._commit(entry, step, manifest, manifest_bytes, copy)
 
     def _from_disk(self, entry: OpenSegments, step: FetchStep) -> Fetched:
         tier = self._disks.get(step.source.tier)
         if tier is None:
             raise RestoreFailed("no such folder is configured for the job.")
         with tier.reading(step.source.generation, self._plan.step, entry.rank) as (manifest, manifest_bytes, stored):
-            return self._commit(entry, step, manifest, manifest_bytes, partial(self._copy, stored, manifest))
+
+            def copy(target: memoryview) -> None:
+                try:
+                    self._copy(stored, manifest, target)
+                except CorruptShard:
+                    tier.distrust(step.source.generation, self._plan.step, entry.rank)
+                    raise
+
+            return self._commit(entry, step, manifest, manifest_bytes, copy)
 
     def _from_engine(self, entry: OpenSegments, step: FetchStep) -> Fetched:
         wanted = GetShard(self._generation.job, step.source.generation, self._plan.step, entry.rank)

@@ -65,6 +65,7 @@ class ShardStore:
         self._storage = storage
         self._rate_limit = rate_limit or RateLimit(0, monotonic_s=time.monotonic)
         self._listing = _Listing()
+        self._distrusted: dict[ShardKey, str] = {}  # -> the version of its manifest
         self._meanwhile: list[Callable[[_Listing], None]] | None = None  # what a scan under way may have missed
         self._lock = threading.Lock()
         self._scanning = threading.Lock()
@@ -138,6 +139,19 @@ class ShardStore:
         with self._storage.open(key.shard) as stored:
             self._check_size(manifest, stored.size_bytes)
             yield manifest, data, stored
+
+    def distrust(self, generation: int, step: int, rank: int) -> None:
+        """The shard's bytes turned out to be bad: it is listed no more, until it is written again. It is not removed:
+        what was bad may have been this host's memory."""
+        key = ShardKey(generation, step, rank)
+        for entry in self._storage.entries(step_folder(generation, step)):
+            if entry.name == key.manifest:
+                self._distrusted[key] = entry.version
+
+        def forget(listing: _Listing) -> None:
+            listing.copies.pop(key, None)
+
+        self._change(forget)
 
     # --- writing ---
 
@@ -301,7 +315,7 @@ class ShardStore:
         found: dict[ShardKey, tuple[str, ShardCopy]] = {}
         for entry in entries:
             key = parse_rank_manifest(entry.name)
-            if key is None:
+            if key is None or self._distrusted.get(key) == entry.version:
                 continue
             try:
                 if key.shard not in sizes:

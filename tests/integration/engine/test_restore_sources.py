@@ -1,0 +1,223 @@
+"""Real engines and a trainer's own restore: source after source is corrupted, and the next good one is taken."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+
+from ckpt_engine.slots import RankSegments
+from flyball.beacon import create_beacon
+from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry, RestorePlan, ShardSource, Tier
+from flyball.contracts.engine_wire import Flush
+from flyball.contracts.errors import RestoreFailed
+from flyball.contracts.segments import beacon_path, rank_segment, replica_segment
+from flyball.trainer import Job
+from flyball.worker_identity import WorkerIdentity
+
+if TYPE_CHECKING:
+    from tests.integration.engine.conftest import Cluster, EngineHost
+
+JOB = "job"  # as in conftest.py
+STEP = 3
+Until = Callable[..., None]
+
+
+@pytest.fixture
+def spec(cluster: Cluster) -> CheckpointSpec:
+    return CheckpointSpec(
+        disk_dir=str(cluster.root / "disk"),
+        disk_every_steps=1,
+        persistent_dir=str(cluster.root / "store"),
+        persistent_every_steps=1,
+        restore_timeout_s=30.0,
+    )
+
+
+@contextmanager
+def attached(
+    host: EngineHost, rank: int, lineage: Lineage, restore_step: int | None, spec: CheckpointSpec
+) -> Iterator[Job]:
+    """What `flyball.attach` gives a worker of two, in this process."""
+    generation = lineage[-1].generation
+    beacon = beacon_path(host.prefix, JOB, generation, rank)
+    create_beacon(beacon)
+    job = Job(
+        WorkerIdentity(
+            job=JOB,
+            generation=generation,
+            rank=rank,
+            world_size=2,
+            local_world_size=1,
+            beacon=beacon,
+            shm_prefix=host.prefix,
+            engine_notify=str(host.state_dir / "notify.sock"),
+            restore_step=restore_step,
+            checkpoint=spec,
+            lineage=lineage,
+        )
+    )
+    try:
+        yield job
+    finally:
+        job.close()
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"weights": torch.full((700_000,), value), "step": int(value)}
+
+
+def is_restored(found: dict[str, Any]) -> bool:
+    return found["step"] == STEP and bool(found["weights"].eq(STEP).all())
+
+
+@pytest.fixture
+def saved(cluster: Cluster, spec: CheckpointSpec, until: Until) -> tuple[EngineHost, EngineHost]:
+    """Two hosts, and step 3 of both ranks in every tier."""
+    a, b = cluster.host("a"), cluster.host("b")
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}), spec)
+    first = (LineageEntry(1),)
+    with attached(a, 0, first, None, spec) as one, attached(b, 1, first, None, spec) as other:
+        handles = [job.save(STEP, state(STEP)) for job in (one, other)]
+        assert all(handle.durable.wait(30.0) for handle in handles), handles
+        until(lambda: all(a.holds(tier, STEP, 0) for tier in (Tier.MEMORY, Tier.DISK, Tier.PERSISTENT)), 30.0)
+        until(lambda: b.holds(Tier.PEER, STEP, 0), 30.0)
+    return a, b
+
+
+def lineage_of(generation: int) -> Lineage:
+    return (LineageEntry(1, STEP), LineageEntry(generation))
+
+
+def begin(cluster: Cluster, spec: CheckpointSpec, generation: int, sources: tuple[ShardSource, ...]) -> None:
+    plan = RestorePlan(STEP, {"0": sources, "1": (cluster.source(1, Tier.MEMORY, "b"),)})
+    placement = cluster.placement(
+        {"a": (0,), "b": (1,)}, generation=generation, lineage=lineage_of(generation), restore=plan
+    )
+    assert all(reply.ok for reply in cluster.configure(placement, spec).values())
+
+
+def flip_file(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def flip_slot(base: str) -> None:
+    segments = RankSegments.open(base)
+    view = segments.find(1, STEP)
+    if view is not None:
+        segments.payload(view.index)[-5] ^= 1
+    segments.close()
+
+
+def test_a_copy_that_is_bad_in_one_source_after_the_other_is_had_from_the_next(
+    cluster: Cluster, spec: CheckpointSpec, saved: tuple[EngineHost, EngineHost]
+) -> None:
+    a, b = saved
+    sources = (
+        cluster.source(0, Tier.MEMORY, "a"),
+        cluster.source(0, Tier.PEER, "b"),
+        cluster.source(0, Tier.DISK, "a"),
+        cluster.source(0, Tier.PERSISTENT, ""),
+    )
+    slot = rank_segment(a.prefix, JOB, 0)
+    spoil: list[Callable[[], None]] = [
+        lambda: None,
+        lambda: flip_slot(slot),
+        lambda: flip_slot(replica_segment(b.prefix, JOB, 0)),
+        lambda: flip_file(cluster.root / "disk" / "a" / JOB / "g1" / f"step{STEP}" / "rank0.safetensors"),
+        lambda: flip_file(cluster.root / "store" / JOB / "g1" / f"step{STEP}" / "rank0.safetensors"),
+    ]
+    for bad, tier in enumerate((Tier.MEMORY, Tier.PEER, Tier.DISK, Tier.PERSISTENT)):
+        spoil[bad]()
+        if bad > 1:
+            flip_slot(slot)  # it was filled again
+            spec = msgspec.structs.replace(spec, replicas=0)  # so that the bad replica is not replaced
+        generation = 2 + bad
+        begin(cluster, spec, generation, sources)
+        with attached(a, 0, lineage_of(generation), STEP, spec) as job:
+            found = state(0)
+            assert job.restore(found) == STEP + 1
+            assert is_restored(found), tier
+        reports = [report for report in a.status.restores if report.generation == generation]
+        assert reports[0].source_tier is tier
+    assert a.status.counters["corrupt_copies"] >= 4
+
+    flip_slot(slot)
+    spoil[4]()
+    begin(cluster, spec, 9, sources)
+    with attached(a, 0, lineage_of(9), STEP, spec) as job, pytest.raises(SystemExit) as ended:
+        job.restore(state(0))
+    assert ended.value.code == RestoreFailed.exit_code
+    reason = a.logged("restore_failed")[-1]["reason"]
+    for part in ("local slot: Chunk", "disk of a: Chunk", "persistent of the store: Chunk", "peer of b:"):
+        assert part in str(reason)
+
+
+@contextmanager
+def restoring(job: Job, found: dict[str, Any]) -> Iterator[list[int]]:
+    """A restore that waits for the engine's orders; the list has its result afterwards."""
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(job.restore(found)))
+    thread.start()
+    yield results
+    thread.join(60.0)
+    assert not thread.is_alive()
+
+
+def lose_memory(cluster: Cluster, a: EngineHost, b: EngineHost) -> None:
+    """No slot and no replica of rank 0 is left."""
+    a.kill()
+    for path in [*a.segments(), *b.shm_dir.glob(Path(replica_segment(b.prefix, JOB, 0)).name + ".*")]:
+        path.unlink()
+    a.start()
+    for path in cluster.root.glob("disk/a/*/g*/step*/*.new.*"):
+        path.unlink()
+
+
+def test_a_trainer_that_waits_reads_the_disk_itself(
+    cluster: Cluster, spec: CheckpointSpec, saved: tuple[EngineHost, EngineHost]
+) -> None:
+    a, b = saved
+    for generation in itertools.count(2):
+        lose_memory(cluster, a, b)
+        with attached(a, 0, lineage_of(generation), STEP, spec) as job:
+            found = state(0)
+            with restoring(job, found) as results:
+                begin(cluster, spec, generation, (cluster.source(0, Tier.DISK, "a"),))
+            assert results == [STEP + 1] and is_restored(found)
+            (ready,) = [line for line in a.logged("restore_ready") if line["rank"] == 0 and line["tier"] == "disk"][-1:]
+            if ready["by_trainer"]:  # else the engine had begun to fill a slot: this thread was held up
+                segments = RankSegments.open(rank_segment(a.prefix, JOB, 0))
+                assert segments.find(1, STEP) is None
+                segments.close()
+                again = state(0)
+                assert job.restore(again) == STEP + 1 and is_restored(again)
+                return
+        assert generation < 10
+
+
+def test_a_file_that_the_trainer_finds_bad_is_replaced_from_the_store(
+    cluster: Cluster, spec: CheckpointSpec, saved: tuple[EngineHost, EngineHost]
+) -> None:
+    a, b = saved
+    lose_memory(cluster, a, b)
+    flip_file(cluster.root / "disk" / "a" / JOB / "g1" / f"step{STEP}" / "rank0.safetensors")
+    with attached(a, 0, lineage_of(2), STEP, spec) as job:
+        found = state(0)
+        with restoring(job, found) as results:
+            begin(cluster, spec, 2, (cluster.source(0, Tier.DISK, "a"), cluster.source(0, Tier.PERSISTENT, "")))
+        assert results == [STEP + 1] and is_restored(found)
+    assert a.status.restores[0].source_tier is Tier.PERSISTENT
+    assert a.status.counters["corrupt_copies"] >= 1
+    assert a.holds(Tier.PERSISTENT, STEP, 0) and not a.holds(Tier.DISK, STEP, 0)
+    a.ask(Flush(JOB, 10.0))  # scans
+    assert not a.holds(Tier.DISK, STEP, 0)
