@@ -71,15 +71,17 @@ def extract_step(
     _make_room(target, overwrite=overwrite)
     extracted: list[ExtractedShard] = []
     failed: dict[int, str] = {}
-    for rank, held_copies in sources.items():
-        shard, passed_over = _extract(rank, held_copies, target, on_bytes)
-        if shard is None:
-            failed[rank] = "; ".join(f"{found.path}: {found.reason}" for found in passed_over)
-        else:
-            extracted.append(shard)
-    if failed:  # half a step is of no use to anybody
+    try:
+        for rank, held_copies in sources.items():
+            shard, passed_over = _extract(rank, held_copies, target, on_bytes)
+            if shard is None:
+                failed[rank] = "; ".join(f"{found.path}: {found.reason}" for found in passed_over)
+            else:
+                extracted.append(shard)
+        _check_complete(inventory, listing, failed)
+    except BaseException:  # Ctrl-C too: half a step is of no use to anybody
         FolderStorage(target).remove([name for shard in extracted for name in _names(shard.rank)])
-    _check_complete(inventory, listing, failed)
+        raise
     return tuple(extracted)
 
 

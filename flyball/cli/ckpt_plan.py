@@ -29,7 +29,7 @@ COMMAND: dict[str, Any] = {
 
 _REASONS = {
     NotUsable.NO_COPY: "no copy",
-    NotUsable.LOST_HOST: "only on lost hosts",
+    NotUsable.LOST_HOST: "on a lost host",
     NotUsable.UNREACHABLE: "on a host that cannot be asked",
     NotUsable.DEAD_LINEAGE: "given up by a restart",
     NotUsable.OTHER_GENERATION: "of another generation",

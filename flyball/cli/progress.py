@@ -7,7 +7,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from ckpt_engine.memory_plan import readable_size
+
+
+class _Speed(ProgressColumn):
+    """In the units of the sizes beside it."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{readable_size(task.finished_speed or task.speed or 0.0)}/s", style="progress.data.speed")
 
 
 @contextmanager
@@ -18,7 +28,7 @@ def bytes_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        _Speed(),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -266,7 +266,7 @@ def test_plan_names_sources_and_what_a_lost_host_costs(site: Site) -> None:
     lost = site.json("plan", "8", "--lost", "host-a", code=23)
     assert (lost["restorable"], lost["shards"][0]["reason"]) == (False, "lost_host")
     told = site.run("plan", "8", "--lost", "host-a", COLUMNS="80")
-    assert "only on lost hosts" in told.stdout
+    assert "on a lost host" in told.stdout
     assert "no usable copy of ranks 0" in told.stderr
     code, _, err = site.call("plan", "8", "--lost", "host-x")
     assert (code, "host-a, host-b" in err) == (8, True)
