@@ -20,7 +20,7 @@ from flyball.contracts.decisions import (
     StopWorkers,
     WarmUp,
 )
-from flyball.contracts.engine_wire import Arm, AwaitSaved, Configure, Disarm, EngineReply, Flush, Release
+from flyball.contracts.engine_wire import Arm, AwaitSaved, Configure, Disarm, EngineReply, EngineRequest, Flush, Release
 from flyball.contracts.errors import FlyballError, NotFound, StaleCommand, Unreachable
 from flyball.contracts.signals import SignalBody, WorkerStartFailed
 from host_daemon.beacons import Beacons
@@ -38,6 +38,7 @@ from host_daemon.workers import WorkerTable
 ENGINE_WAIT_S = 5.0  # for an engine that is being restarted, before workers are started without it
 ENGINE_MARGIN_S = 2.0  # for the answer, beyond the time that the engine itself is given
 LAST_FLUSH_S = 5.0  # when the daemon is ended
+ENGINE_RETRY_S = 0.05
 STORE_TIMEOUT_S = 1.0
 MAX_START_MESSAGE = 4_000
 
@@ -239,18 +240,18 @@ class JobControl:
         return CommandResult(pids={str(rank): pid for rank, pid in live.items()})
 
     async def _save(self, command: Command, body: SaveEmergency, progress: Progress) -> CommandResult:
+        until_s = asyncio.get_running_loop().time() + body.deadline_s
         if not progress.acknowledged:
             try:
-                reply = await self._engine_client.ask(Arm(command.fence, body.job, body.step))
+                reply = await self._ask_until(until_s, lambda left_s: Arm(command.fence, body.job, body.step))
             except EngineRefused as error:
                 positions = _positions_of(error.reply)
                 raise CommandFailed(
                     error.message, code=error.code, result=CommandResult(positions=positions), hint=error.hint
                 ) from error
             await progress.acknowledge(CommandResult(positions=_positions_of(reply)))
-        reply = await self._engine_client.ask(
-            AwaitSaved(body.job, body.generation, body.step, body.deadline_s),
-            timeout_s=body.deadline_s + ENGINE_MARGIN_S,
+        reply = await self._ask_until(
+            until_s, lambda left_s: AwaitSaved(body.job, body.generation, body.step, left_s), answer_s=ENGINE_MARGIN_S
         )
         return CommandResult(
             positions=self._positions(body.job, body.generation),
@@ -258,15 +259,33 @@ class JobControl:
         )
 
     async def _flush_state(self, command: Command, body: FlushState) -> CommandResult:
+        until_s = asyncio.get_running_loop().time() + body.timeout_s
         if body.disarm:
-            await self._engine_client.ask(Disarm(command.fence, body.job))
-        request = Flush(body.job, body.timeout_s, durable=True)
-        reply = await self._engine_client.ask(request, timeout_s=body.timeout_s + ENGINE_MARGIN_S)
+            await self._ask_until(until_s, lambda left_s: Disarm(command.fence, body.job))
+        reply = await self._ask_until(
+            until_s, lambda left_s: Flush(body.job, left_s, durable=True), answer_s=ENGINE_MARGIN_S
+        )
         return CommandResult(
             positions=self._positions(body.job, body.generation),
             copies=tuple(c for c in reply.copies if c.job == body.job),
             flushed=reply.flushed,
         )
+
+    async def _ask_until(
+        self, until_s: float, make: Callable[[float], EngineRequest], *, answer_s: float = 0.0
+    ) -> EngineReply:
+        """Ask an engine that may die and be restarted meanwhile, until a moment of the event loop's clock. `make` is
+        given the seconds that are left; the engine may take them all, and `answer_s` more to answer. Raises the last
+        Unreachable."""
+        loop = asyncio.get_running_loop()
+        while True:
+            left_s = max(until_s - loop.time(), 0.01)
+            try:
+                return await self._engine_client.ask(make(left_s), timeout_s=left_s + answer_s)
+            except Unreachable:
+                if until_s - loop.time() <= ENGINE_RETRY_S:
+                    raise
+            await asyncio.sleep(ENGINE_RETRY_S)
 
     async def _end(self, command: Command, body: EndJob) -> CommandResult:
         self._starter.forget_store(body.job)

@@ -161,6 +161,22 @@ def test_a_save_that_is_given_up_before_its_deadline_does_not_hold_the_flush(run
     run.at(45, 45)  # nobody stops at the step
 
 
+def test_an_engine_that_is_killed_in_between_costs_neither_the_step_nor_the_flush(run: Run) -> None:
+    def kill_engine() -> None:
+        os.kill(int((run.shared.state_dir / "engine.pid").read_text().split()[0]), signal.SIGKILL)
+
+    run.at(11, 11)
+    command, armed = run.arm(15)
+    assert armed.state is UpdateState.ACKNOWLEDGED
+    kill_engine()
+    run.gates.open(0, 30)
+    run.gates.open(1, 30)
+    assert run.shared.supervisor.answer(command).state is UpdateState.SUCCEEDED
+    kill_engine()
+    assert run.flush().result.flushed == {"disk": 15, "persistent": 15}
+    run.check_files(15)
+
+
 def test_what_dead_workers_had_is_flushed_when_their_job_is_stopped_for_good(run: Run) -> None:
     run.at(23, 23)
     for pid in run.pids.values():

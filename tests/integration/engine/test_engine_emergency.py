@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -138,6 +139,24 @@ def test_a_deadline_too_short_is_kept_and_what_was_reached_is_said(
     assert reply.flushed == {"disk": -1, "persistent": -1, "peer": 1}
     hosts[0].start()
     assert [reply.flushed for reply in flush(hosts)] == [{"disk": 1, "persistent": 1, "peer": 1}] * 2
+
+
+def test_an_engine_that_is_killed_in_the_middle_of_it_flushes_when_it_is_asked_again(
+    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
+) -> None:
+    host = cluster.host("a", start=False).start(FLYBALL_FAULT_POINT="engine.flush")
+    cluster.configure(cluster.placement({"a": (0,)}), all_tiers(cluster))
+    rank = trainer(host, 0)
+    for step in (1, 2):
+        rank.save(step)
+    until(lambda: rank.world_step == 2)
+    with pytest.raises((OSError, struct.error)):
+        host.ask(Flush(JOB, 10.0, durable=True))
+    until(lambda: host.process is not None and host.process.poll() is not None)
+    host.start()
+    (reply,) = flush([host])
+    assert reply.flushed == {"disk": 2, "persistent": 2}
+    assert files(cluster.root / "disk", 2) == files(cluster.root / "store", 2) == {"rank0.safetensors": rank.payload(2)}
 
 
 def test_ranks_that_were_armed_are_let_go(cluster: Cluster, trainer: Callable[..., Trainer]) -> None:
