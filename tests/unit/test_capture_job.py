@@ -1,0 +1,234 @@
+"""The names on Job that people know from other checkpoint managers, and what handles say when it is over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_engine import capture
+from ckpt_engine.background import Background
+from ckpt_engine.engine import NOT_DUE
+from ckpt_engine.slots import ParkState, RankSegments, SlotState
+from flyball.contracts import fault_points, worker_env
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, branch
+from flyball.contracts.errors import CheckpointError
+from flyball.contracts.segments import rank_segment
+from flyball.trainer import Job
+from flyball.worker_identity import WorkerIdentity
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def identity(tmp_path: Path) -> WorkerIdentity:
+    """A lone rank that commits for itself."""
+    return WorkerIdentity(
+        job="job",
+        generation=1,
+        rank=0,
+        world_size=1,
+        local_world_size=1,
+        beacon="",
+        shm_prefix=str(tmp_path / "flyball-test"),
+        engine_notify="",
+        restore_step=None,
+        checkpoint=CheckpointSpec(save_timeout_s=5.0),
+        lineage=(LineageEntry(1),),
+    )
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"t": torch.full((100,), value)}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come to pass"
+        time.sleep(0.001)
+
+
+def test_steps_are_listed_once_they_are_committed(identity: WorkerIdentity) -> None:
+    with Job(identity) as job:
+        assert job.latest_step() is None and job.all_steps() == []
+        for step in range(3):
+            job.save(step, state(step))
+            assert job.wait_until_finished(DEADLINE_S)
+        assert job.all_steps() == [1, 2]
+        wait_for(lambda: job.latest_step() == 2)
+    assert job.all_steps() == [] and job.latest_step() is None  # closed: it holds no slots any more
+    lineage = branch(identity.lineage, restored_step=1, generation=2)
+    with Job(replace(identity, generation=2, restore_step=1, lineage=lineage)) as job:
+        assert job.latest_step() == 1
+        assert job.all_steps() == [1], "step 2 is of a future that was given up"
+
+
+def test_what_was_reached_is_said_after_the_job_was_closed(identity: WorkerIdentity) -> None:
+    job = Job(identity)
+    handle = job.save(0, state(0.0))
+    assert handle.replicated.wait(DEADLINE_S)
+    later = job.save(1, state(1.0))
+    job.close()
+    assert handle.replicated and later.replicated and not later.durable
+    began_s = time.monotonic()
+    assert not later.durable.wait(DEADLINE_S) and time.monotonic() - began_s < DEADLINE_S / 2
+    assert later.is_over and not later.error
+    assert job.save(2, state(2.0)).skipped
+    assert job.wait_captured(0.0) and job.wait_until_finished(0.0)
+    job.check_for_errors()
+
+
+def test_finished_means_durable_where_a_slow_tier_is_to_have_the_step(identity: WorkerIdentity, tmp_path: Path) -> None:
+    spec = CheckpointSpec(disk_dir=str(tmp_path / "disk"), disk_every_steps=2)
+    with Job(replace(identity, checkpoint=spec)) as job:
+        job.save(0, state(0.0))
+        job.save(1, state(1.0))
+        assert not job.wait_until_finished(0.05)
+        segments = job._engine._segments
+        assert segments is not None
+        segments.control.note_durable(0)  # as the engine does
+        assert job.wait_until_finished(DEADLINE_S)
+
+
+def test_a_failed_save_is_finished_and_told_once(identity: WorkerIdentity) -> None:
+    with Job(replace(identity, checkpoint=CheckpointSpec(save_timeout_s=0.01))) as job:
+        segments, link = job._engine._segments, job._engine._link
+        assert segments is not None and link is not None
+        link.commit = lambda view: None  # type: ignore[attr-defined]  # the world stands still
+        job.save(0, state(0.0))
+        job.save(1, state(1.0))
+        handle = job.save(2, state(2.0))
+        assert "No slot was free" in handle.error
+        assert handle.waited_s == 0.0
+        assert job.wait_until_finished(0.0)
+        with pytest.raises(CheckpointError, match="No slot was free"):
+            job.check_for_errors()
+        job.check_for_errors()
+        assert segments.control.aborted_steps(1) == {2}
+
+
+def test_a_step_boundary_saves_at_an_emergency_only(identity: WorkerIdentity) -> None:
+    with Job(identity) as job:
+        segments = job._engine._segments
+        assert segments is not None
+        assert job.on_step_boundary(0, state(0.0)).skipped == NOT_DUE
+        assert segments.control.position(1) == 0
+        segments.control.arm(1, 2)
+        assert job.on_step_boundary(1, state(1.0)).skipped == NOT_DUE
+        parked = threading.Thread(
+            target=lambda: (wait_for(lambda: segments.control.park is ParkState.PARKED), segments.control.disarm())
+        )
+        parked.start()
+        handle = job.on_step_boundary(2, state(2.0))
+        parked.join(timeout=DEADLINE_S)
+        assert handle.staged and handle.replicated.wait(DEADLINE_S)
+        assert [slot.step for slot in segments.slots() if slot.state is SlotState.COMMITTED] == [2]
+
+
+def test_a_large_state_is_copied_by_two_threads_when_nobody_may_be_late(
+    identity: WorkerIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[str] = set()
+    both = threading.Barrier(2)
+    copy_piece = capture.TensorCopy.copy_piece
+
+    def seen(copy: capture.TensorCopy, begin: int, end: int) -> None:
+        if len(threads) < 2:
+            threads.add(threading.current_thread().name)
+            both.wait(DEADLINE_S)  # each has a piece of its own
+        copy_piece(copy, begin, end)
+
+    monkeypatch.setattr(capture.TensorCopy, "copy_piece", seen)
+    monkeypatch.setattr("ckpt_engine.copying.PIECE_BYTES", 1 << 16)
+    with Job(identity) as job:
+        handle = job.save(0, {"ema": torch.randn(1 << 20)})
+        assert handle.staged
+    assert len(threads) == 2 and "flyball-copy" in threads
+
+
+def test_work_that_cannot_have_a_thread_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    done: list[str] = []
+    background = Background("flyball-test")
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    background.submit(lambda: done.append(threading.current_thread().name))
+    assert done == [threading.current_thread().name]
+    background.close()
+
+
+TRAINER = """
+import os, signal, threading, torch, flyball
+from ckpt_engine import copying
+job = flyball.attach()
+model = torch.nn.Linear(500, 500)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+begun, copy_piece = threading.Event(), copying.TensorCopy.copy_piece
+copying.PIECE_BYTES = 4096
+def held_up(copy, begin, end):
+    if threading.current_thread().name == "flyball-copy":
+        begun.wait(60)
+    copy_piece(copy, begin, end)
+copying.TensorCopy.copy_piece = held_up
+def step(value):
+    torch.nn.init.constant_(model.weight, value)
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()
+step(1.0)
+handle = job.save(0, {"model": model, "optimizer": optimizer})
+assert not handle.staged
+"""
+ENDS = {
+    "an exception": "begun.set(); raise RuntimeError('a bug in the script')",
+    "a fork": """
+if os.fork() == 0:
+    signal.alarm(60)
+    step(2.0)  # writes to the child's own memory, and has nobody to wait for
+    os._exit(0)
+assert os.wait()[1] == 0 and not handle.staged
+begun.set()
+assert handle.replicated.wait(30)
+""",
+}
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        worker_env.JOB: "job",
+        worker_env.SHM_PREFIX: str(folder / "flyball-test"),
+        "OMP_NUM_THREADS": "1",  # a child of a fork cannot use the thread pool of its parent
+    }
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS.keys())
+def test_a_copy_under_way_survives(tmp_path: Path, end: str) -> None:
+    subprocess.run(
+        [sys.executable, "-c", TRAINER + end], env=environment(tmp_path), check=False, timeout=120, capture_output=True
+    )
+    segments = RankSegments.open(rank_segment(str(tmp_path / "flyball-test"), "job", 0))
+    (view,) = (slot for slot in segments.slots() if slot.state is not SlotState.EMPTY)
+    assert view.state in (SlotState.CAPTURED, SlotState.COMMITTED)
+    weights = torch.frombuffer(segments.payload(view.index), dtype=torch.float32)[-250_000 - 500 : -500]
+    assert weights.unique().tolist() == [1.0]
+
+
+def test_a_trainer_that_is_killed_in_the_middle_of_a_lazy_copy_leaves_no_captured_slot(tmp_path: Path) -> None:
+    killed = {**environment(tmp_path), fault_points.VARIABLE: "capture.half"}
+    script = [sys.executable, "-c", TRAINER + "begun.set(); step(2.0)"]
+    ended = subprocess.run(script, env=killed, check=False, timeout=120, capture_output=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    segments = RankSegments.open(rank_segment(str(tmp_path / "flyball-test"), "job", 0))
+    assert {slot.state for slot in segments.slots()} == {SlotState.EMPTY, SlotState.WRITING}
