@@ -2,8 +2,8 @@
 answered by an Inventory. An accepted PutShard is answered by SEND, before the bytes, and by the outcome after them; or
 by COMPARE, before the manifest, then SEND and the outcome.
 
-Bytes follow a frame raw, and never inside it: first the manifest, then the shard (a whole safetensors file), in the
-lengths that the frame names.
+Bytes follow a frame raw, and never inside it: first the manifest and its checksum (16 bytes, xxh3-128), then the shard
+(a whole safetensors file), in the lengths that the frame names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckpt_engine.manifest import MAX_MANIFEST_BYTES
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.identity import HostId, JobName, Rank, Step
 
-PEER_PROTOCOL = "flyball-engine/1"
+PEER_PROTOCOL = "flyball-engine/2"
 MAX_FRAME_BYTES = 64 << 10
 MAX_LISTED_RANKS = 32  # a host with more asks several times; so that the answer fits into a frame
 

@@ -15,11 +15,12 @@ from ckpt_engine.integrity import chunk_count
 from ckpt_engine.manifest import Manifest
 from ckpt_engine.peer_wire import PutShard, Reply, Verdict
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.shard_transfer import Pace, receive_manifest, receive_payload, send_ranges
+from ckpt_engine.shard_transfer import Pace, receive_manifest, receive_payload, send_manifest, send_ranges
 from ckpt_engine.slots import MemoryPlan, RankSegments, SlotState, SlotView, choose_slot
 from ckpt_engine.tiers.memory import OpenSegments
 from ckpt_engine.tiers.peer import PeerTier
 from ckpt_engine.transport.port import Connection
+from flyball.contracts.checkpoints import is_alive
 from flyball.contracts.errors import CorruptShard, InvalidMessage, MemoryTooSmall
 from flyball.contracts.fault_points import reach
 
@@ -44,7 +45,7 @@ def send_replica(connection: Connection, offer: Offer, *, settings: EngineSettin
     reply = connection.request(put, Reply, timeout_s=settings.allocate_timeout_s)
     if reply.verdict not in (Verdict.SEND, Verdict.COMPARE):
         return reply
-    connection.send_raw(memoryview(offer.manifest))
+    send_manifest(connection, offer.manifest)
     if reply.verdict is Verdict.COMPARE:
         reply = connection.receive(Reply, timeout_s=settings.allocate_timeout_s)
         if reply.verdict is not Verdict.SEND:
@@ -102,6 +103,10 @@ def _refusal(put: PutShard, generation: Generation) -> Reply | None:
         return Reply(Verdict.STALE, f"Generation {generation.number} runs.")
     if put.rank not in generation.replicated_ranks:
         return Reply(Verdict.STALE, f"This host is no peer of rank {put.rank}.")
+    if not is_alive(put.generation, put.step, generation.lineage):
+        return Reply(
+            Verdict.STALE, f"Step {put.step} of generation {put.generation} is not of the history that counts."
+        )
     return None
 
 

@@ -10,7 +10,7 @@ import structlog
 
 from ckpt_engine.peer_wire import GetShard, Inventory, ListShards, Reply, Verdict
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.shard_transfer import send_ranges, send_stored
+from ckpt_engine.shard_transfer import send_manifest, send_ranges, send_stored
 from ckpt_engine.tiers.memory import SlotTier
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.transport.port import Connection
@@ -59,7 +59,7 @@ def _serve_slot(connection: Connection, wanted: GetShard, tier: SlotTier, settin
         try:
             reply = Reply(Verdict.OK, manifest_bytes=len(manifest), shard_bytes=view.payload_bytes, tier=tier.tier)
             connection.send(reply, timeout_s=settings.io_timeout_s)
-            connection.send_raw(memoryview(manifest))
+            send_manifest(connection, manifest)
             # Not limited by `peer_bytes_per_s`: a job stands still until it has these bytes.
             whole = [(0, view.payload_bytes)]
             send_ranges(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+import xxhash
+
 from ckpt_engine import integrity
 from ckpt_engine import manifest as manifests
 from ckpt_engine.manifest import Manifest
@@ -31,7 +33,7 @@ def send_ranges(connection: Connection, descriptor: int, ranges: Ranges, *, piec
 
 def send_stored(connection: Connection, manifest: bytes, stored: StoredBytes, *, piece_bytes: int) -> None:
     """Manifest, then a shard that lies in a store; raises OSError or FlyballError if it cannot be read to its end."""
-    connection.send_raw(memoryview(manifest))
+    send_manifest(connection, manifest)
     buffer = memoryview(bytearray(min(piece_bytes, stored.size_bytes)))
     for begin in range(0, stored.size_bytes, piece_bytes):
         piece = buffer[: min(piece_bytes, stored.size_bytes - begin)]
@@ -39,13 +41,22 @@ def send_stored(connection: Connection, manifest: bytes, stored: StoredBytes, *,
         connection.send_raw(piece)
 
 
+def send_manifest(connection: Connection, manifest: bytes) -> None:
+    """A manifest's bytes, and their checksum."""
+    connection.send_raw(memoryview(manifest + xxhash.xxh3_128_digest(manifest)))
+
+
 def receive_manifest(
     connection: Connection, size_bytes: int, *, job: str, generation: int, step: int, rank: int, shard_bytes: int
 ) -> tuple[Manifest, bytes]:
-    """The manifest of exactly this shard, and its bytes; raises CorruptShard if it is another's."""
-    data = bytearray(size_bytes)
-    connection.receive_raw(memoryview(data))
-    manifest = manifests.decode(memoryview(data))
+    """The manifest of exactly this shard, and its bytes, `size_bytes` long; raises CorruptShard if they are not whole,
+    or another shard's."""
+    received = memoryview(bytearray(size_bytes + integrity.DIGEST_BYTES))
+    connection.receive_raw(received)
+    data = received[:size_bytes]
+    if xxhash.xxh3_128_digest(data) != received[size_bytes:]:
+        raise CorruptShard("A manifest does not match its checksum.", hint="it is sent again")
+    manifest = manifests.decode(data)
     described = (manifest.job, manifest.generation, manifest.step, manifest.rank, manifest.payload_bytes)
     if described != (job, generation, step, rank, shard_bytes):
         raise CorruptShard(

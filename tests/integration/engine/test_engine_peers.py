@@ -81,6 +81,7 @@ def test_a_host_and_one_of_its_holders_are_lost_and_the_other_has_every_byte(
             rank.save(step)
     until(lambda: all(rank.world_step == 1 for rank in ranks))
     lost, left = peers["a"]
+    dead = cluster.source(0, Tier.PEER, lost)
     for name in ("a", lost):
         cluster.hosts[name].lose()
     for name in ("x", "y"):
@@ -94,7 +95,7 @@ def test_a_host_and_one_of_its_holders_are_lost_and_the_other_has_every_byte(
         for rank, name in enumerate(names)
         if name not in ("a", lost)
     }
-    sources["0"] = (cluster.source(0, Tier.PEER, left),)
+    sources["0"] = (dead, cluster.source(0, Tier.PEER, left))  # any of the copies will do
     sources[str(gone)] = (cluster.source(gone, Tier.PEER, holders[0]),)
     renamed = {new.get(n, n): tuple(new.get(holder, holder) for holder in held) for n, held in peers.items()}
     placement = cluster.placement(

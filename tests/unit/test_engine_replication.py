@@ -1,0 +1,197 @@
+"""What a peer takes into its replica slots, over a real socket: nothing that was altered, cut off, swapped or out of
+bounds, and never at the expense of what it holds."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from safetensors.numpy import save
+
+from ckpt_engine import manifest as manifests
+from ckpt_engine.generation import Generation, WorldView
+from ckpt_engine.peer_wire import PutShard, Reply, Verdict, WorldStep
+from ckpt_engine.replication import receive_replica
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.slots import SegmentOptions
+from ckpt_engine.tiers.peer import PeerTier
+from ckpt_engine.transport.port import ByteCounters
+from ckpt_engine.transport.tcp import TcpConnection
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
+from flyball.contracts.cluster import HostRanks, Placement
+from flyball.contracts.engine_wire import Configure
+from flyball.contracts.errors import FlyballError, InvalidMessage, Unreachable
+from flyball.contracts.identity import Fence
+
+SETTINGS = EngineSettings(io_timeout_s=5)
+PLACEMENT = Placement(
+    job="job",
+    generation=3,
+    world_size=2,
+    hosts=(HostRanks("a", "127.0.0.1", "a:1", (0,)), HostRanks("b", "127.0.0.1", "b:1", (1,))),
+    master_address="127.0.0.1",
+    master_port=1,
+    peers={"a": ("b",), "b": ("a",)},
+    lineage=(LineageEntry(1, 4), LineageEntry(3)),
+    restore=None,
+)
+
+
+def shard(step: int, rank: int = 0, generation: int = 3) -> tuple[bytes, bytes]:
+    """(manifest, payload)"""
+    payload = save({"w": np.full(20, step, np.float32)}, {"step": str(step)})
+    described = manifests.describe(
+        memoryview(payload), job="job", generation=generation, step=step, rank=rank, world_size=2, code_version="test"
+    )
+    return manifests.encode(described), payload
+
+
+class Receiver:
+    """Host b's replica slots, and the sender's end of connections to it."""
+
+    def __init__(self, prefix: str) -> None:
+        self.tier = PeerTier(prefix, "job", "b", SegmentOptions())
+        self.generation = Generation(Configure(Fence(1, 3), "b", PLACEMENT, CheckpointSpec()), "b")
+        self.world = WorldView(WorldStep("job", 3, 9))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+
+    def close(self) -> None:
+        self._listener.close()
+        self.tier.release()
+
+    def put(self, offered: PutShard, sent: bytes, *, end: bool = False) -> Reply | FlyballError:
+        """Offer, and send these bytes if they are asked for; the answer, or what ended the connection over there."""
+        outcome: list[Reply | FlyballError] = []
+        with socket.create_connection(self._listener.getsockname()) as ours:
+            theirs = TcpConnection(self._listener.accept()[0], SETTINGS, ByteCounters())
+            arguments = {"tier": self.tier, "generation": self.generation, "world": self.world, "settings": SETTINGS}
+
+            def receive() -> None:
+                try:
+                    outcome.append(receive_replica(theirs, offered, **arguments))
+                except FlyballError as error:
+                    outcome.append(error)
+
+            thread = threading.Thread(target=receive)
+            thread.start()
+            ours.sendall(sent)
+            if end:
+                ours.shutdown(socket.SHUT_WR)
+            thread.join(30)
+            theirs.close()
+        return outcome[0]
+
+    def held(self) -> dict[int, bytes]:
+        """Step -> bytes, of the committed replicas of rank 0."""
+        with self.tier.using(0) as entry:
+            assert entry is not None
+            return {
+                copy.step: bytes(entry.segments.payload(view.index))
+                for copy in self.tier.copies()
+                if copy.rank == 0 and (view := entry.segments.find(copy.generation, copy.step)) is not None
+            }
+
+
+def offer(manifest: bytes, payload: bytes, step: int, **more: object) -> PutShard:
+    facts = {
+        "job": "job",
+        "running_generation": 3,
+        "generation": 3,
+        "step": step,
+        "rank": 0,
+        "manifest_bytes": len(manifest),
+        "shard_bytes": len(payload),
+        "world": WorldStep("job", 3, 9),
+    }
+    return PutShard(**{**facts, **more})  # type: ignore[arg-type]  # a builder
+
+
+def wire_bytes(manifest: bytes, payload: bytes) -> bytes:
+    return manifest + xxhash.xxh3_128_digest(manifest) + payload
+
+
+@pytest.fixture
+def receiver(tmp_path: Path) -> Iterator[Receiver]:
+    made = Receiver(str(tmp_path / "flyball-test"))
+    manifest, payload = shard(10)
+    assert made.put(offer(manifest, payload, 10), wire_bytes(manifest, payload)) == Reply(
+        Verdict.OK, manifests.digest(manifest)
+    )
+    yield made
+    made.close()
+
+
+def test_every_flipped_byte_of_manifest_and_shard_is_found(receiver: Receiver) -> None:
+    _, older = shard(10)
+    manifest, payload = shard(11)
+    whole = wire_bytes(manifest, payload)
+    for position in range(len(whole)):
+        altered = bytearray(whole)
+        altered[position] ^= 1 << position % 8
+        outcome = receiver.put(offer(manifest, payload, 11), bytes(altered))
+        in_shard = position >= len(whole) - len(payload)
+        if in_shard:
+            assert isinstance(outcome, Reply) and outcome.verdict is Verdict.CORRUPT, position
+        else:
+            assert isinstance(outcome, InvalidMessage), position
+    assert receiver.held() == {10: older}
+    reply = receiver.put(offer(manifest, payload, 11), whole)
+    assert isinstance(reply, Reply) and reply.verdict is Verdict.OK
+    assert receiver.held() == {10: older, 11: payload}
+
+
+@pytest.mark.parametrize("cut", [0, 1, 300, -1])
+def test_a_transfer_that_is_cut_off_leaves_what_was_there(receiver: Receiver, cut: int) -> None:
+    manifest, payload = shard(11)
+    outcome = receiver.put(offer(manifest, payload, 11), wire_bytes(manifest, payload)[:cut], end=True)
+    assert isinstance(outcome, Unreachable)
+    assert receiver.held() == {10: shard(10)[1]}
+
+
+def test_another_ranks_or_steps_shard_is_not_taken_for_this_one(receiver: Receiver) -> None:
+    wanted, payload = shard(11)
+    for other in (shard(11, rank=1), shard(12), shard(11, generation=1)):
+        assert len(other[1]) == len(payload)
+        outcome = receiver.put(offer(other[0], other[1], 11), wire_bytes(*other))
+        assert isinstance(outcome, InvalidMessage)
+    outcome = receiver.put(offer(wanted, payload, 11), wire_bytes(wanted, shard(12)[1]))
+    assert isinstance(outcome, Reply) and outcome.verdict is Verdict.CORRUPT
+    assert receiver.held() == {10: shard(10)[1]}
+
+
+@pytest.mark.parametrize(
+    ("more", "verdict"),
+    [
+        ({"running_generation": 2}, Verdict.STALE),
+        ({"running_generation": 4}, Verdict.BUSY),
+        ({"rank": 1}, Verdict.STALE),  # our own
+        ({"generation": 2}, Verdict.STALE),  # no part of the lineage
+        ({"generation": 1, "step": 5}, Verdict.STALE),  # beyond the branch
+        ({"shard_bytes": 1 << 60}, Verdict.ERROR),  # memory that there is not
+        ({"step": 10}, Verdict.HAVE),
+    ],
+)
+def test_what_is_not_to_be_taken_is_refused_before_a_byte_is_sent(
+    receiver: Receiver, more: dict[str, object], verdict: Verdict
+) -> None:
+    manifest, payload = shard(11)
+    outcome = receiver.put(offer(manifest, payload, **{"step": 11, **more}), b"")
+    assert isinstance(outcome, Reply) and outcome.verdict is verdict
+    assert receiver.held() == {10: shard(10)[1]}
+
+
+def test_steps_that_may_still_be_needed_are_not_overwritten(receiver: Receiver) -> None:
+    manifest, payload = shard(11)
+    assert isinstance(receiver.put(offer(manifest, payload, 11), wire_bytes(manifest, payload)), Reply)
+    newer, payload = shard(12)
+    outcome = receiver.put(offer(newer, payload, 12), b"")
+    assert isinstance(outcome, Reply) and outcome.verdict is Verdict.BUSY
+    receiver.world.learn(WorldStep("job", 3, 11))
+    outcome = receiver.put(offer(newer, payload, 12), wire_bytes(newer, payload))
+    assert isinstance(outcome, Reply) and outcome.verdict is Verdict.OK
+    assert set(receiver.held()) == {11, 12}
