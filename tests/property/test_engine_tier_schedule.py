@@ -3,6 +3,8 @@ on the disks of all ranks, there is always one, and it is never older than the n
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +20,11 @@ RANKS, KEPT, EVERY = 3, 2, 2
 
 def copy_of(rank: int, step: int, generation: int = 1) -> ShardCopy:
     return ShardCopy("job", generation, step, rank, Tier.DISK, f"host{rank}", 1, "")
+
+
+BY_STEPS = TierPolicy(EVERY, keep_latest=KEPT)
+BY_SECONDS = TierPolicy(every_s=5.0, keep_latest=KEPT)
+ON_DEMAND = TierPolicy(every_steps=1_000_000, keep_latest=KEPT)
 
 
 class Rank:
@@ -70,17 +77,17 @@ class Rank:
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, policy: TierPolicy = BY_STEPS) -> None:
+        self.policy = policy
         self.ranks = [Rank(number) for number in range(RANKS)]
         self.step = 0
+        self.now_s = 0.0
         self.best = -1
         self.restart()
 
     def restart(self) -> None:
         """Rank 0's engine is started, anew."""
-        schedule = TierSchedule(
-            Tier.DISK, policy=TierPolicy(EVERY, keep_latest=KEPT), world_size=RANKS, restore_step=-1
-        )
+        schedule = TierSchedule(Tier.DISK, policy=self.policy, world_size=RANKS, restore_step=-1, now_s=self.now_s)
         known = self.ranks[0].world.present.world_step
         self.coordinator = Coordinator(generation=1, world_size=RANKS, world_step=known, schedules=[schedule])
 
@@ -90,7 +97,13 @@ class World:
         return WorldStep("job", 1, at.world_step, at.abandoned, at.namings)
 
     def do(self, event: str, rank: Rank) -> None:
+        self.now_s += 0.1
+        self.coordinator.now_s = self.now_s
         match event:
+            case "flush":
+                self.coordinator.flush_wanted(rank.world.present.world_step)
+            case "tick":
+                self.coordinator.tick(-1)
             case "train":
                 if all(self.step in other.saved for other in self.ranks):
                     self.step += 1
@@ -125,21 +138,39 @@ class World:
 
 
 EVENTS = st.tuples(
-    st.sampled_from(["train", "report", "report", "hear", "hear", "write", "write", "fail", "prune", "prune", "kill"]),
+    st.sampled_from(
+        [
+            "tick",
+            "flush",
+            "train",
+            "report",
+            "report",
+            "hear",
+            "hear",
+            "write",
+            "write",
+            "fail",
+            "prune",
+            "prune",
+            "kill",
+        ]
+    ),
     st.integers(0, RANKS - 1),
 )
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.lists(EVENTS, max_size=120))
+@given(st.lists(EVENTS, max_size=120), st.sampled_from([BY_STEPS, BY_SECONDS, ON_DEMAND]))
 def test_the_newest_step_that_all_disks_have_is_never_lost_and_there_are_always_more(
-    history: list[tuple[str, int]],
+    history: list[tuple[str, int]], policy: TierPolicy
 ) -> None:
-    world = World()
+    world = World(policy)
     for event, rank in history:
         world.do(event, world.ranks[rank])
     before = world.best
-    world.run_well(8)
+    world.run_well(4)
+    world.do("flush", world.ranks[0])
+    world.run_well(4)
     assert world.best > before
     assert all(len(rank.disk) <= KEPT + 1 for rank in world.ranks)
 
@@ -166,6 +197,31 @@ def test_a_world_that_runs_well_writes_every_due_step() -> None:
         world.run_well(1)
         written.append(world.best)
     assert set(written) == set(range(0, 20, EVERY)) | {max(written)}
+
+
+def test_an_interval_in_seconds_is_kept_and_a_demand_is_met_between() -> None:
+    world = World(BY_SECONDS)
+    written: dict[int, float] = {}
+    for round_ in range(60):
+        world.run_well(1)
+        written.setdefault(world.best, world.now_s)
+        if round_ == 29:
+            world.do("flush", world.ranks[1])
+            asked_s = world.now_s
+    times = sorted(written.values())[1:]  # without the step that is none
+    assert any(0 < at_s - asked_s < 5.0 for at_s in times)
+    assert all(later - earlier <= 5.0 + 4.0 for earlier, later in itertools.pairwise(times))
+    assert len(times) <= world.now_s / 5.0 + 1
+
+
+def test_the_step_that_a_generation_began_with_is_written_if_it_is_wanted_and_not_by_itself() -> None:
+    schedule = TierSchedule(Tier.DISK, policy=TierPolicy(1), world_size=1, restore_step=7)
+    schedule.report(0, TierReport(Tier.DISK, 6, 6))
+    schedule.offer([7], 0.0)
+    assert schedule.naming == TierNaming(Tier.DISK, 6, ())
+    schedule.demand(7)
+    schedule.offer([7], 0.0)
+    assert schedule.naming == TierNaming(Tier.DISK, 7, ())
 
 
 def test_nothing_is_named_and_nothing_removed_before_every_rank_has_said_what_it_holds() -> None:
