@@ -54,16 +54,6 @@ def verify(payload: memoryview, digests: bytes, chunk_bytes: int) -> None:
         check_chunk(payload[start : start + chunk_bytes], index, digests)
 
 
-def copy_verified(source: memoryview, target: memoryview, digests: bytes, chunk_bytes: int) -> None:
-    """Copy chunk by chunk, then check the copy and not the original: what was checked is what is used."""
-    if len(source) != len(target):
-        raise CorruptShard(f"A shard of {len(source)} bytes was to fill {len(target)} bytes.")
-    _check_count(len(source), digests, chunk_bytes)
-    for index, start in enumerate(range(0, len(source), chunk_bytes)):
-        target[start : start + chunk_bytes] = source[start : start + chunk_bytes]
-        check_chunk(target[start : start + chunk_bytes], index, digests)
-
-
 def _check_count(payload_bytes: int, digests: bytes, chunk_bytes: int) -> None:
     if len(digests) != chunk_count(payload_bytes, chunk_bytes) * DIGEST_BYTES:
         raise CorruptShard(f"{len(digests)} bytes of checksums do not fit a shard of {payload_bytes} bytes.")

@@ -1,4 +1,4 @@
-"""Load a shard from its file, with the manifest beside it: straight into a training state, without a slot between."""
+"""Load a shard from its file, with the manifest beside it, without a slot between: straight into a training state."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import stat
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ckpt_engine import manifest as manifests
 from ckpt_engine.manifest import MAX_MANIFEST_BYTES, Manifest
-from ckpt_engine.restore import restore_into
+from ckpt_engine.restore import read_state, restore_into
 from ckpt_engine.verified_read import FileSource
 from flyball.contracts.errors import CorruptShard
 
@@ -30,6 +31,15 @@ def load_file(path: str | Path, state: MutableMapping[str, object]) -> Manifest:
     return manifest
 
 
+def read_file(path: str | Path) -> dict[str, Any]:
+    """All that the shard holds, in memory of its own. Raises CorruptShard, StateMismatch if there are sharded tensors
+    in it (they need a state on the same mesh: `load_file`), and OSError."""
+    path = Path(path)
+    manifest = read_manifest(path)
+    with _opened_shard(path, manifest) as source:
+        return read_state(source, manifest)
+
+
 def read_manifest(path: Path) -> Manifest:
     """What the file beside the shard `path` says of it. Raises CorruptShard or OSError."""
     with _opened(path.with_suffix(MANIFEST_SUFFIX)) as (descriptor, size_bytes):
@@ -42,13 +52,19 @@ def read_manifest(path: Path) -> Manifest:
 
 def load_described(path: Path, manifest: Manifest, state: MutableMapping[str, object]) -> None:
     """As `load_file`, with a manifest that was read and checked."""
+    with _opened_shard(path, manifest) as source:
+        restore_into(state, source, manifest)
+
+
+@contextmanager
+def _opened_shard(path: Path, manifest: Manifest) -> Iterator[FileSource]:
     with _opened(path) as (descriptor, size_bytes):
         if size_bytes != manifest.payload_bytes:
             raise CorruptShard(
                 f"{path} has {size_bytes} bytes, its manifest says {manifest.payload_bytes}.",
                 hint="another copy is tried",
             )
-        restore_into(state, FileSource(descriptor), manifest)
+        yield FileSource(descriptor)
 
 
 @contextmanager

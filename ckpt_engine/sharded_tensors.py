@@ -122,15 +122,6 @@ class Meshes:
         )
 
 
-def same_layout(one: Any, other: Any) -> bool:  # noqa: ANN401 - tensors, and DTensors, whose module may not be there
-    """Whether the block of one fits the other, so that nothing has to be sent. Whole tensors always do."""
-    if is_sharded(one) != is_sharded(other):
-        return False
-    if not is_sharded(one):
-        return True
-    return bool(one.device_mesh == other.device_mesh and one.placements == other.placements)
-
-
 def _placement(entry: PlacementNode) -> Placement:
     from torch.distributed.tensor import Replicate, Shard, placement_types
 

@@ -17,7 +17,7 @@ from ckpt_engine import manifest as manifests
 from ckpt_engine.capture import Capture
 from ckpt_engine.manifest import Manifest, describe
 from ckpt_engine.restore import _Memory, read_state, restore_into
-from ckpt_engine.restore_file import load_file
+from ckpt_engine.restore_file import load_file, read_file
 from ckpt_engine.verified_read import ByteSource, FileSource, MemorySink, MemorySource, read_verified
 from flyball.contracts.errors import CorruptShard, StateMismatch
 
@@ -256,6 +256,8 @@ def test_a_file_is_loaded_with_the_manifest_beside_it(tmp_path: Path) -> None:
     state: dict[str, Any] = {"a": torch.zeros(30_000, dtype=torch.int64), "epoch": 0}
     assert load_file(path, state).step == 7
     assert torch.equal(state["a"], torch.arange(30_000)) and state["epoch"] == 4
+    found = read_file(path)
+    assert torch.equal(found["a"], torch.arange(30_000)) and found["epoch"] == 4
 
 
 def _cut(path: Path) -> None:
@@ -294,8 +296,9 @@ def test_a_file_that_is_not_what_its_manifest_says_is_refused(tmp_path: Path, da
     path = stored(tmp_path, {"a": torch.arange(30_000), "epoch": 4})
     damage(path)
     state: dict[str, Any] = {"a": torch.zeros(30_000, dtype=torch.int64), "epoch": 0}
-    with pytest.raises(CorruptShard):
-        load_file(path, state)
+    for read in (lambda: load_file(path, state), lambda: read_file(path)):
+        with pytest.raises(CorruptShard):
+            read()
     assert state["epoch"] == 0
 
 
