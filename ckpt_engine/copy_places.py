@@ -18,6 +18,7 @@ from ckpt_engine import manifest as manifests
 from ckpt_engine.manifest import Manifest
 from ckpt_engine.shard_reading import CopyGone, ShardReading
 from ckpt_engine.slots import RankSegments, SlotState, SlotView
+from ckpt_engine.step_folder import StepFolder
 from ckpt_engine.step_listing import StepKey
 from ckpt_engine.tiers.shard_names import ShardKey, parse_rank_manifest
 from ckpt_engine.tiers.shard_store import ShardStore
@@ -207,7 +208,7 @@ class StoragePlace(Place):
                 try:
                     found.append(self._unlisted(key))
                 except (FlyballError, OSError) as error:
-                    self._ignored.append(Ignored(f"{self.where}/{key.manifest}", reason(error), self, key))
+                    self._ignored.append(Ignored(self.file_path(key.manifest), reason(error), self, key))
         return found
 
     def _unlisted(self, key: ShardKey) -> ShardCopy:
@@ -234,7 +235,12 @@ class StoragePlace(Place):
             raise _gone() from error
 
     def path(self, copy: ShardCopy) -> str:
-        return f"{self.where}/{ShardKey(copy.generation, copy.step, copy.rank).shard}"
+        return self.file_path(ShardKey(copy.generation, copy.step, copy.rank).shard)
+
+    def file_path(self, name: str) -> str:
+        """Where a name of the storage lies, for people."""
+        in_folder = self._storage.inside(name) if isinstance(self._storage, StepFolder) else name
+        return f"{self.where}/{in_folder}"
 
     def sealed(self) -> set[StepKey]:
         return self._sealed

@@ -34,7 +34,7 @@ class Target:
 
     @property
     def path(self) -> str:
-        return f"{self.place.where}/{self.key.shard}"
+        return self.place.file_path(self.key.shard)
 
     def remove(self) -> None:
         """Manifests first, that of the world with rank 0's. Raises OSError or FlyballError."""

@@ -2,7 +2,8 @@
 
 A persistent folder or store has `JOB/gG/stepS/`, a folder for disks `HOST/JOB/gG/stepS/`. What is named may also be one
 host's folder, or one job's. Where no step of a folder has a world manifest, `JOB/...` is taken for a host's own disk,
-named after the folder that it lies in.
+named after the folder that it lies in. A folder with one step's files in it, as `flyball ckpt restore` makes them, is a tier of its
+own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_engine.step_folder import first_manifest
+from ckpt_engine.step_listing import StepKey
 from ckpt_engine.tiers.storage import Storage
 from ckpt_engine.world_manifest import WORLD_MANIFEST
 from flyball.contracts.checkpoints import Tier
@@ -29,6 +32,7 @@ class TierFolder:
     job: str
     tier: Tier
     host_id: str
+    step: StepKey | None = None  # the files of this step lie in `root` itself
 
 
 def find_in_store(store: Storage) -> list[TierFolder]:
@@ -47,6 +51,9 @@ def find_in_folder(folder: Path) -> list[TierFolder]:
     try:
         if _is_job(folder):
             return [_found(folder)]
+        manifest = first_manifest(folder)
+        if manifest is not None:
+            return [TierFolder(str(folder), manifest.job, Tier.DISK, "", (manifest.generation, manifest.step))]
         found = []
         for child in _folders(folder):
             if _is_job(child):

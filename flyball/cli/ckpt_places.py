@@ -12,6 +12,7 @@ from ckpt_engine.copy_places import Ignored, Place, SlotPlace, StoragePlace
 from ckpt_engine.host_folder import HostFolder, find_host_folders
 from ckpt_engine.inventory import Inventory
 from ckpt_engine.settings import EngineSettings, load_settings
+from ckpt_engine.step_folder import StepFolder
 from ckpt_engine.tier_folders import TierFolder, find_in_folder, find_in_store
 from ckpt_engine.tiers.opening import open_storage
 from flyball.cli.output import say
@@ -126,6 +127,9 @@ def _tier_folders(location: str, settings: EngineSettings) -> list[TierFolder]:
 
 
 def _storage_place(found: TierFolder, settings: EngineSettings) -> StoragePlace:
+    if found.step is not None:
+        step_folder = StepFolder(Path(found.root), *found.step)
+        return StoragePlace(step_folder, tier=found.tier, job=found.job, host_id=found.host_id)
     storage = open_storage(f"{found.root.rstrip('/')}/{found.job}", settings)
     return StoragePlace(storage, tier=found.tier, job=found.job, host_id=found.host_id)
 

@@ -196,6 +196,22 @@ def test_restore_writes_what_safetensors_reads(site: Site) -> None:
     assert (out / "rank0.safetensors").read_bytes() == shard(10, 0)[2]
 
 
+def test_what_was_restored_is_a_place_as_well(site: Site) -> None:
+    site.put_disk(10)
+    site.json("restore", "latest", "--to", "out")
+    (site.root / "out" / "more").mkdir()
+    (site.root / "out" / "more" / "rank0.manifest").write_bytes(b"not of it")
+    for folder in ("out", f"disk/host-a/{JOB}/g1/step10"):
+        assert site.json("ls", "--dir", folder)["steps"][0]["step"] == 10
+    verified = site.json("verify", "--dir", "out", "--all")
+    assert (verified["good"], verified["steps"][0]["missing_ranks"]) == (2, [])
+    assert verified["copies"][0]["path"] == str(site.root / "out" / "rank0.safetensors")
+    flip(site.root / "out" / "rank1.safetensors", 70_000)
+    assert site.json("verify", "--dir", "out", code=21)["bad"] == 1
+    shutil.copy(site.root / "out" / "rank0.manifest", site.root / "out" / "rank1.manifest")
+    assert site.json("ls", "--dir", "out")["ignored"][0]["where"].endswith("rank1.manifest")
+
+
 def test_an_incomplete_step_is_refused_with_the_reason_per_rank(site: Site) -> None:
     site.put_disk(10, ranks=[0])
     code, _, err = site.call("restore", "10", "--to", "out")
