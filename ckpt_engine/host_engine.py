@@ -6,8 +6,6 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import metadata
 
 import structlog
@@ -19,23 +17,11 @@ from ckpt_engine.counters import Counters
 from ckpt_engine.job import Job
 from ckpt_engine.links import PeerLinks
 from ckpt_engine.notices import Notice
+from ckpt_engine.peer_requests import PeerRequests
 from ckpt_engine.peer_server import PeerServer
-from ckpt_engine.peer_wire import (
-    GetShard,
-    ListShards,
-    PeerRequest,
-    Ping,
-    PutShard,
-    RankSteps,
-    Reply,
-    Verdict,
-    WorldStep,
-)
 from ckpt_engine.rate_limit import RateLimit
 from ckpt_engine.reclaim import Reclaimer
-from ckpt_engine.replication import receive_replica
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.shard_service import list_shards, serve_shard
 from ckpt_engine.state_dir import FenceFile, JobFiles, StateDir
 from ckpt_engine.transport.handshake import introduce
 from ckpt_engine.transport.pool import ConnectionPool
@@ -113,7 +99,7 @@ class Engine:
             identity=self._identity,
             token=token,
             settings=settings,
-            handle=self._answer_peer,
+            handle=PeerRequests(self._jobs.get, self._services).answer,
             on_hello=self._met,
         )
         self._notices = NoticeListener(state.socket_path(NOTIFY_SOCKET), handle=self._notice)
@@ -285,88 +271,6 @@ class Engine:
         return job
 
     # --- peers and trainers ---
-
-    def _answer_peer(self, connection: Connection, request: PeerRequest) -> None:
-        match request:
-            case Ping():
-                verdict = Reply(Verdict.OK)
-            case WorldStep() | RankSteps():
-                verdict = Reply(self._hear(request))
-            case PutShard():
-                verdict = self._receive(connection, request)
-            case GetShard():
-                self._serve(connection, request)
-                return
-            case ListShards():
-                with self._copies_of(request.job) as job:
-                    inventory = list_shards(request, (job.memory, job.replicas))
-                connection.send(inventory, timeout_s=self._settings.io_timeout_s)
-                return
-        connection.send(verdict, timeout_s=self._settings.io_timeout_s)
-
-    def _hear(self, message: WorldStep | RankSteps) -> Verdict:
-        job = self._jobs.get(message.job)
-        coordination = job.coordination if job is not None else None
-        if coordination is None:
-            return Verdict.BUSY  # its daemon is about to configure it, or to release it on the sender's side too
-        if isinstance(message, WorldStep):
-            return coordination.hear_world(message)
-        return coordination.hear_rank(message)
-
-    def _receive(self, connection: Connection, put: PutShard) -> Reply:
-        job = self._jobs.get(put.job)
-        if job is None or job.generation is None or job.coordination is None:
-            return Reply(Verdict.BUSY, f"{put.job} was not announced here yet.")
-        generation, coordination = job.generation, job.coordination
-        coordination.hear_world(put.world)
-        reply = receive_replica(
-            connection,
-            put,
-            tier=job.replicas,
-            generation=generation,
-            world=coordination.world,
-            settings=self._settings,
-        )
-        if reply.verdict is Verdict.OK:
-            self._counters.add("replicas_committed")
-        elif reply.verdict is Verdict.CORRUPT:
-            self._counters.add("replicas_corrupt")
-            log.warning("replica_refused", job=put.job, rank=put.rank, step=put.step, reason=reply.message)
-        return reply
-
-    def _serve(self, connection: Connection, wanted: GetShard) -> None:
-        sent_before = connection.bytes_sent
-        with self._copies_of(wanted.job) as job:
-            serve_shard(
-                connection,
-                wanted,
-                slots=(job.memory, job.replicas),
-                disks=tuple(job.disks.values()),
-                settings=self._settings,
-            )
-        sent = connection.bytes_sent - sent_before
-        self._counters.add("restore_bytes_sent", sent)
-        log.info(
-            "shard_served",
-            job=wanted.job,
-            rank=wanted.rank,
-            step=wanted.step,
-            peer=connection.peer.host_id,
-            sent_bytes=sent,
-        )
-
-    @contextmanager
-    def _copies_of(self, name: str) -> Iterator[Job]:
-        """The job, or one for the body of the with statement: what this engine has not heard of may have copies too."""
-        job = self._jobs.get(name)
-        if job is not None:
-            yield job
-            return
-        job = Job(name, self._services)
-        try:
-            yield job
-        finally:
-            job.close()
 
     def _notice(self, notice: Notice) -> None:
         job = self._jobs.get(notice.job)
