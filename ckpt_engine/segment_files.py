@@ -20,7 +20,7 @@ from ckpt_engine.memory_plan import readable_size
 from flyball.contracts.errors import ConfigurationError, MemoryTooSmall
 
 _UNFINISHED = ".new."  # and the pid of its maker
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; an error where a touch would be a SIGBUS
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; an error where a touch would be a SIGBUS
 _libc = ctypes.CDLL(None, use_errno=True)
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFAULT, errno.EDQUOT)  # EFAULT: what madvise calls a SIGBUS
 
@@ -93,17 +93,17 @@ def _populate_huge(descriptor: int, size_bytes: int) -> None:
     with mmap.mmap(descriptor, size_bytes) as mapping:
         try:
             mapping.madvise(mmap.MADV_HUGEPAGE)
-            _populate(mapping)
+            _populate(mapping, _MADV_POPULATE_WRITE)
         except OSError as error:
             if error.errno != errno.EINVAL:  # EINVAL: this kernel has not got it, and small pages will do
                 raise
 
 
-def _populate(mapping: mmap.mmap) -> None:
+def _populate(mapping: mmap.mmap, how: int) -> None:
     """Have every page of a mapping present. Without the interpreter lock, which `mmap.madvise` keeps: it takes seconds
     for a large shard, and a trainer has other threads. Raises OSError."""
     first = ctypes.c_char.from_buffer(mapping)
-    if _libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapping)), _MADV_POPULATE_WRITE):
+    if _libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapping)), how):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
@@ -147,15 +147,16 @@ def write_at(descriptor: int, data: bytes, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def map_whole(descriptor: int, size_bytes: int, *, huge_pages: bool = False) -> mmap.mmap:
-    """Map a file with every page present, so that the first copy is as fast as the second. Raises MemoryTooSmall if a
-    page is missing and cannot be had."""
+def map_whole(descriptor: int, size_bytes: int, *, huge_pages: bool = False, is_new: bool = False) -> mmap.mmap:
+    """Map a file with every page present, so that the first copy is as fast as the second. Pages that were used before
+    are found sixteen at a time by reading; those of a new file are not. Raises MemoryTooSmall if a page is missing and
+    cannot be had."""
     mapping = mmap.mmap(descriptor, size_bytes)
     try:
         if huge_pages:
             with contextlib.suppress(OSError):  # a kernel without them
                 mapping.madvise(mmap.MADV_HUGEPAGE)
-        _populate(mapping)
+        _populate(mapping, _MADV_POPULATE_WRITE if is_new else _MADV_POPULATE_READ)
     except OSError as error:
         if error.errno != errno.EINVAL:
             mapping.close()

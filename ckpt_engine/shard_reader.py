@@ -3,9 +3,8 @@ from there."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
+import os
 import time
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -15,9 +14,9 @@ from ckpt_engine.engine_link import CommitLink
 from ckpt_engine.local_commit import LocalCommitter
 from ckpt_engine.manifest import Manifest
 from ckpt_engine.slots import RankSegments, SlotState, SlotView
-from ckpt_engine.verified_read import MemorySource
+from ckpt_engine.verified_read import FileSource
 from flyball.contracts.checkpoints import is_alive
-from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
+from flyball.contracts.errors import CorruptShard, RestoreFailed
 from flyball.worker_identity import WorkerIdentity
 
 _log = logging.getLogger("flyball.engine")
@@ -29,14 +28,12 @@ class ShardReader:
     """Loads one rank's shard of the step that the controller named."""
 
     def __init__(self, identity: WorkerIdentity, segments: RankSegments, link: CommitLink | None, step: int) -> None:
-        """`step` is the one to be restored. Make this early: the slots that hold it are mapped in the background."""
+        """`step` is the one to be restored."""
         self._me = identity
         self._segments = segments
         self._link = link
         self._step = step
         self._reason = "no slot of this host holds it"
-        self._mapping = threading.Thread(target=self._map_ahead, args=(self._holding(step),), daemon=True)
-        self._mapping.start()
 
     def restore(self, state: MutableMapping[str, object]) -> None:
         """Load the step into `state` from the local slot as soon as it holds the step: at once if it survived the last
@@ -44,7 +41,6 @@ class ShardReader:
         shard cannot be had: `state` may then be filled in part. Raises StateMismatch if it does not fit."""
         control, generation, step = self._segments.control, self._me.generation, self._step
         deadline_s = time.monotonic() + self._me.checkpoint.restore_timeout_s
-        self._mapping.join(self._me.checkpoint.restore_timeout_s)
         if isinstance(self._link, LocalCommitter):
             self._commit_what_was_captured(self._link)
         while True:
@@ -75,16 +71,24 @@ class ShardReader:
             manifest = self._alive_shard(view)
             if manifest is None:
                 continue
-            from ckpt_engine.restore import restore_into
-
             try:
-                restore_into(state, MemorySource(self._segments.payload(view.index)), manifest)
-            except CorruptShard as error:
+                self._read_slot(view.index, manifest, state)
+            except (CorruptShard, OSError) as error:
                 self._segments.discard(view)  # so that no inventory lists it
                 self._refuse(error)
             else:
                 return True
         return False
+
+    def _read_slot(self, index: int, manifest: Manifest, state: MutableMapping[str, object]) -> None:
+        """Read the slot's file, not its mapping: to make one of a large shard takes as long as to read it."""
+        from ckpt_engine.restore import restore_into
+
+        descriptor = self._segments.open_payload(index)
+        try:
+            restore_into(state, FileSource(descriptor), manifest)
+        finally:
+            os.close(descriptor)
 
     def _from_file(self, state: MutableMapping[str, object], offer: RestoreWords) -> bool:
         """Read the file, unless the engine has begun to fill a slot instead, or it was refused already."""
@@ -111,14 +115,6 @@ class ShardReader:
         finally:
             control.answer_restore(me.generation, answer)
         return answer is RestoreAnswer.DONE
-
-    def _holding(self, step: int) -> list[int]:
-        return [view.index for view in self._segments.slots() if view.step == step]
-
-    def _map_ahead(self, slots: list[int]) -> None:
-        for slot in slots:
-            with contextlib.suppress(FlyballError, OSError):  # who needs the mapping makes it, and says what is wrong
-                self._segments.map_ahead(slot)
 
     def _refuse(self, error: CorruptShard | OSError) -> None:
         """Have the engine bring other bytes."""

@@ -110,27 +110,29 @@ class RankSegments:
         view = self.control.slot(index)
         payload = self._map_if_there(index)
         if view.state not in (SlotState.CAPTURED, SlotState.COMMITTED) or len(payload) != view.payload_bytes:
-            raise CorruptShard(
-                f"Slot {index} of {self.base} is {view.state.name.lower()}, with {len(payload)} of "
-                f"{view.payload_bytes} bytes.",
-                hint="the copy is not used; another tier's copy is tried",
-            )
+            raise self._not_whole(view, len(payload))
         return payload
 
-    def map_ahead(self, index: int) -> None:
-        """Map a slot's file, if it is there, so that `payload` need not: it takes as long as several copies. For
-        another thread. Raises MemoryTooSmall or OSError."""
-        self._map_if_there(index)
-
     def open_payload(self, index: int) -> int:
-        """A descriptor of the file whose bytes `payload` shows, for the kernel to read from; the caller closes it.
-        Raises CorruptShard, or OSError if the file was removed this moment."""
-        size_bytes = len(self.payload(index))
-        descriptor = segment_files.open_private(self.base + SLOT_SUFFIXES[index])
-        if os.fstat(descriptor).st_size != size_bytes:
+        """A descriptor of the file whose bytes `payload` shows, to be read from without a mapping; the caller closes
+        it. Raises CorruptShard or OSError."""
+        view = self.control.slot(index)
+        try:
+            descriptor = segment_files.open_private(self.base + SLOT_SUFFIXES[index])
+        except FileNotFoundError:
+            raise self._not_whole(view, 0) from None
+        size_bytes = os.fstat(descriptor).st_size
+        if view.state not in (SlotState.CAPTURED, SlotState.COMMITTED) or size_bytes != view.payload_bytes:
             os.close(descriptor)
-            raise CorruptShard(f"Slot {index} of {self.base} was made anew while it was opened.")
+            raise self._not_whole(view, size_bytes)
         return descriptor
+
+    def _not_whole(self, view: SlotView, size_bytes: int) -> CorruptShard:
+        return CorruptShard(
+            f"Slot {view.index} of {self.base} is {view.state.name.lower()}, with {size_bytes} of "
+            f"{view.payload_bytes} bytes.",
+            hint="the copy is not used; another tier's copy is tried",
+        )
 
     def manifest_bytes(self, index: int) -> bytes | None:
         """The manifest as stored, None unless the slot is committed and the manifest whole."""
@@ -272,7 +274,7 @@ class RankSegments:
             path, payload_bytes, b"", reserve_bytes=payload_bytes, replace=True, huge_pages=huge
         )
         try:
-            return self._remember(index, descriptor)
+            return self._remember(index, descriptor, is_new=True)
         finally:
             os.close(descriptor)
 
@@ -297,11 +299,13 @@ class RankSegments:
                     continue
         return max(0, plan.total_bytes - present)
 
-    def _remember(self, index: int, descriptor: int) -> memoryview:
+    def _remember(self, index: int, descriptor: int, *, is_new: bool = False) -> memoryview:
         status = os.fstat(descriptor)
         if status.st_size == 0:
             return memoryview(b"")
-        mapping: mmap.mmap = segment_files.map_whole(descriptor, status.st_size, huge_pages=self._options.huge_pages)
+        mapping: mmap.mmap = segment_files.map_whole(
+            descriptor, status.st_size, huge_pages=self._options.huge_pages, is_new=is_new
+        )
         payload = memoryview(mapping)
         self._mappings[index] = ((status.st_ino, status.st_size), payload)
         return payload

@@ -1,9 +1,9 @@
 """Reading a shard so that what is used is what was checked: chunk by chunk, by several threads.
 
 What is hashed is always a private copy that is still in the processor's cache, so that a source which another process
-overwrites meanwhile cannot slip anything in between check and use. From a file a chunk goes through a scratch buffer;
-from mapped memory straight to where it belongs, which saves a copy (a file's pages arrive there more slowly than in
-scratch). The copies and the hash release the GIL. Neither torch nor numpy is needed: the engine's server uses it too.
+overwrites meanwhile cannot slip anything in between check and use. A chunk goes straight to where it belongs, which
+saves a copy; through a scratch buffer if that is not plain memory. The copies and the hash release the GIL. Neither
+torch nor numpy is needed: the engine's server uses it too.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def read_verified(
         while (index := take()) is not None:
             start = index * manifest.chunk_bytes
             size_bytes = min(manifest.chunk_bytes, manifest.payload_bytes - start)
-            pieces = sink.pieces(start, size_bytes) if isinstance(source, MemorySource) else None
+            pieces = sink.pieces(start, size_bytes)
             if pieces is not None:
                 for piece in pieces:
                     source.read_into(piece, start)
