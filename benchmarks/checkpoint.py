@@ -82,12 +82,12 @@ def main() -> int:
         )
         return 7
     results = []
+    before = report.machine()
     with tempfile.TemporaryDirectory(prefix="fbb-", dir=options.folder) as name:
         folder = Path(name).resolve()
         python = prepare_venv(options.peers_venv, ROOT) if options.peer_names else None
         for size in options.sizes:
             state_bytes = int(size * GIB)
-            before = report.machine()
             flyball = measure_flyball(options.parts, state_bytes, options.repeats, folder)
             peers = measure_peers(python, options.peer_names, state_bytes, options.repeats, folder) if python else {}
             results.append(report.assemble(size, options.repeats, before, flyball, peers))

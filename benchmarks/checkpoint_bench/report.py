@@ -31,6 +31,9 @@ FLOORS = {  # floor -> (part, key)
 }
 PEER_KEYS = ("stall_ratio", "durable_s", "restore_disk_ratio", "extra_mib")
 
+_QUIET_LOAD = 0.7  # the run's own processes raise it, so it is read before
+_STEADY = 1.3
+
 Found = dict[str, dict[str, Any]]
 
 
@@ -72,8 +75,21 @@ def assemble(size_gib: float, repeats: int, before: dict[str, Any], flyball: Fou
             "flyball": flyball,
             "peers": peers,
             "failed": {name: found["failed"] for name, found in flyball.items() if "failed" in found},
+            "warnings": _warnings(before, flyball),
         },
     }
+
+
+def _warnings(before: dict[str, Any], flyball: Found) -> list[str]:
+    """Signs that something else ran on the machine: then no figure is to be trusted."""
+    found = []
+    if before["load_average"][0] > _QUIET_LOAD:
+        found.append(f"the load average was {before['load_average'][0]} before the run")
+    for part, values in flyball.items():
+        floor = values.get("memcpy_s")
+        if isinstance(floor, dict) and floor["max"] > _STEADY * floor["min"]:
+            found.append(f"the memcpy floor of {part} went from {floor['min']} to {floor['max']} s")
+    return found
 
 
 def _median(found: Found, part: str, key: str) -> float | None:
@@ -113,6 +129,7 @@ def table(result: dict[str, Any]) -> str:
     for name, peer in result["peers"].items():
         row = " ".join(f"{_text(peer[key]):>9}" for key in PEER_KEYS)
         lines.append(f"  {name:32} {row}  {peer['note']}")
+    lines += [f"\n  NOT QUIET: {warning}" for warning in detail["warnings"]]
     lines += [f"\n  {name} failed: {reason}" for name, reason in detail["failed"].items()]
     return "\n".join([*lines, ""])
 
