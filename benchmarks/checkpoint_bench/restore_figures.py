@@ -49,7 +49,7 @@ def measure_restore_memory(options: Options) -> dict[str, Any]:
 
 
 def measure_restore_disk(options: Options) -> dict[str, Any]:
-    """Seconds of `job.restore` with nothing in memory and the file in the cache. Every time the engine is a new process,
+    """Seconds of `job.restore` with nothing in memory and the file in the cache. Each time the engine is a new process,
     and there are no slots, as after the loss of a host's memory. Beside it, from the engine's orders on: that has the
     engine's own fsync of them."""
     training = Training(options.state_bytes)
