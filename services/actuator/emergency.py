@@ -25,9 +25,10 @@ def flush_body(progress: ActionProgress, now: float) -> FlushState:
     return FlushState(plan.job, plan.generation, timeout_s, disarm=bool(save_failure(progress)))
 
 
-def save_limit_s(body: SaveEmergency) -> float:
-    """When the daemon gives the command up; the engine answers before."""
-    return body.deadline_s + _ANSWER_S / 2
+def save_limit_s(body: SaveEmergency, left_s: float) -> float:
+    """When the daemon gives the command up, of the `left_s` that the action has; the engine answers before, and some of
+    it is kept for the flush in any case."""
+    return body.deadline_s + min(_ANSWER_S / 2, (left_s - body.deadline_s) / 2)
 
 
 def newest_saves(progress: ActionProgress) -> dict[str, CommandRecord]:
@@ -64,12 +65,14 @@ def outcome(progress: ActionProgress) -> str:
             reached = ", ".join(
                 f"{tier} step {newest}" if newest >= 0 else f"{tier} none" for tier, newest in tiers.items()
             )
-            found.append(f"{host} has {reached}" if reached else f"{host} has no slow tier")
+            found.append(f"{host} has {reached or 'nothing of it'}")
         else:
             found.append(f"{host} did not tell in time what it flushed")
     where = f" ({'; '.join(found)})" if found else ""
-    if failure:
+    if failure and progress.plan.spec.checkpoint.is_durable:
         return f"{failure}. The newest recovery point was flushed instead{where}."
+    if failure:
+        return f"{failure}. The newest recovery point in memory stands instead."
     return f"step {step} is saved{where}"
 
 

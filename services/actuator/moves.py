@@ -26,7 +26,7 @@ def draft(progress: ActionProgress, phase: str, host: str, body: CommandBody, no
         case EndJob():
             limit_s = progress.plan.grace_s + _STOP_TIMEOUT_S
         case SaveEmergency():
-            limit_s = emergency.save_limit_s(body)
+            limit_s = emergency.save_limit_s(body, remaining_s)
         case _:
             limit_s = remaining_s
     return CommandDraft(f"{progress.action_id}.{phase}.{host}.{count}", host, body, min(limit_s, remaining_s))

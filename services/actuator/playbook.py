@@ -123,7 +123,7 @@ def _waiting(progress: ActionProgress, answers: _Answers, now: float) -> Playboo
     """Nothing to send. Once every host has said that it is at it, so has the action."""
     if not answers.waiting:
         return None
-    soonest = min(progress.answer_due(record) for record in answers.waiting)
+    soonest = min(_due(progress, record) for record in answers.waiting)
     wake_at = max(now, min(soonest, progress.deadline_at))
     state = progress.state
     if state is ActionState.DISPATCHED and all(record.update is not None for record in answers.waiting):
@@ -300,11 +300,19 @@ def _answers(progress: ActionProgress, now: float) -> _Answers:
                     answers.again.append(host)
                 else:
                     answers.failed.append(record)
-            case _ if now >= progress.answer_due(record):
+            case _ if now >= _due(progress, record):
                 answers.unanswered.append(host)
             case _:
                 answers.waiting.append(record)
     return answers
+
+
+def _due(progress: ActionProgress, record: CommandRecord) -> float:
+    """When a host that has not answered is given up. In an emergency not a moment later than it was given: what is left
+    is for the flush."""
+    if progress.phase == SAVE:
+        return record.created_at + record.command.deadline_s
+    return progress.answer_due(record)
 
 
 def _targets(progress: ActionProgress) -> tuple[str, ...]:

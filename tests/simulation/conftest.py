@@ -636,6 +636,9 @@ class World:
             if live and all(w.phase is Phase.PARKED and w.step == body.step for w in live):
                 host.saving.remove(command)
                 host.obeyed[command.command_id] = self.update(host, command, UpdateState.SUCCEEDED)
+            elif self.now - host.obeyed[command.command_id].at >= body.deadline_s:
+                host.saving.remove(command)
+                host.obeyed[command.command_id] = self.update(host, command, UpdateState.FAILED, code="not_saved")
 
     def start(self, host: Host, placement: Placement) -> None:
         mine = placement.host(host.name)

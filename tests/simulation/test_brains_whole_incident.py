@@ -230,3 +230,18 @@ def test_any_sequence_of_faults_ends_with_every_incident_closed(new_world: NewWo
     assert world.job.state is JobState.RUNNING
     assert all(incident.state.closed for incident in world.store.incidents.values())
     assert all(step is not None for _, step in world.restored[1:]), "a restart from scratch lost everything"
+
+
+def test_a_notice_too_short_for_the_save_flushes_the_newest_recovery_point_and_says_so(
+    new_world: NewWorld, spec: JobSpec
+) -> None:
+    durable = msgspec.structs.replace(spec.checkpoint, persistent_dir="/store", persistent_every_s=60.0)
+    world = started(new_world, msgspec.structs.replace(spec, checkpoint=durable))
+    world.preempt("host-a", 5.4)  # less the reserve for moving: too little for the three steps of the margin
+    world.run(lambda: bool(world.store.incidents), within_s=5.0)
+    world.settle()
+    incident = only_incident(world)
+    assert incident.state is IncidentState.RESOLVED
+    assert kinds(world)[1:] == [DecisionKind.EMERGENCY_CHECKPOINT, DecisionKind.MIGRATE_TO_SPARE]
+    assert "The newest recovery point was flushed instead" in world.store.decisions[-1].reason
+    assert incident.lost_steps <= 1
