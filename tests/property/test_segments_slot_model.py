@@ -26,15 +26,18 @@ from hypothesis.stateful import (
 )
 
 from ckpt_engine import slot_rules
-from ckpt_engine.coordinator import Coordinator
+from ckpt_engine.coordinator import MAX_ABANDONED, Coordinator
 from ckpt_engine.slot_rules import MAX_SLOTS, MIN_SLOTS, SlotState, SlotView, choose_slot, unneeded_surplus
 from flyball.contracts.checkpoints import Lineage, LineageEntry, branch, is_alive
 
+_ROUNDS_TO_HEAL = 30
+_REMEMBERED_STEPS = 16  # as the pipeline
 WHOLE = (SlotState.CAPTURED, SlotState.COMMITTED)
 Rule = Callable[[SlotView, int, Lineage, object], bool]
 
 
 Broadcast = tuple[int, tuple[int, ...], tuple[int, ...]]  # world step, abandoned, named last per slow tier (-1: none)
+Report = tuple[int, tuple[int, ...], tuple[int, ...]]  # rank, saved steps, failed steps
 
 
 class Slots:
@@ -72,6 +75,8 @@ class World(RuleBasedStateMachine):
     replicas = False
     slots = MIN_SLOTS
     slow_tiers = 0
+    heals = False  # whether the walk ends with a time in which nothing goes wrong
+    max_abandoned = MAX_ABANDONED
 
     @initialize()
     def begin(self) -> None:
@@ -83,7 +88,12 @@ class World(RuleBasedStateMachine):
     def _begin_generation(self, restored: int) -> None:
         self.generation = self.lineage[-1].generation
         self.restored = restored
-        self.coordinator = Coordinator(generation=self.generation, world_size=self.ranks, world_step=restored)
+        self.coordinator = Coordinator(
+            generation=self.generation,
+            world_size=self.ranks,
+            world_step=restored,
+            max_abandoned=self.max_abandoned,
+        )
         self.next_step = [restored + 1] * self.ranks
         self.writing: list[int | None] = [None] * self.ranks
         self.saved: list[list[int]] = [[] for _ in range(self.ranks)]
@@ -91,7 +101,8 @@ class World(RuleBasedStateMachine):
         self.named = [-1] * self.slow_tiers
         self.unanswered: list[set[int]] = [set() for _ in range(self.slow_tiers)]  # ranks that have not settled it
         self.held = [[-1] * self.slow_tiers for _ in range(self.ranks)]
-        self.to_coordinator: list[tuple[int, tuple[int, ...], int | None]] = []  # rank, saved steps, failed step
+        self.failed: list[list[int]] = [[] for _ in range(self.ranks)]
+        self.to_coordinator: list[Report] = []
         self.broadcasts: list[Broadcast] = [self.known[0]]
 
     def _keeper(self, rank: int) -> int:
@@ -124,9 +135,14 @@ class World(RuleBasedStateMachine):
     def save_runs_out_of_time(self, rank: int, told: bool) -> None:
         rank %= self.ranks
         if self.writing[rank] is None:
-            if told:
-                self.to_coordinator.append((rank, (), self.next_step[rank]))
+            self.failed[rank].append(self.next_step[rank])
             self.next_step[rank] += 1
+            if told:
+                self._report(rank)
+
+    def _report(self, rank: int) -> None:
+        """All that the rank has, and all that it will never have: what a lost message said, the next one says again."""
+        self.to_coordinator.append((rank, tuple(self.saved[rank]), tuple(self.failed[rank][-_REMEMBERED_STEPS:])))
 
     @rule(rank=st.integers(0, 2))
     def commit_and_replicate(self, rank: int) -> None:
@@ -140,7 +156,7 @@ class World(RuleBasedStateMachine):
             return
         self.own[rank].views[view.index] = replace(view, state=SlotState.COMMITTED)
         self.saved[rank].append(view.step)
-        self.to_coordinator.append((rank, tuple(self.saved[rank]), None))
+        self._report(rank)
 
     def _replicate(self, rank: int, view: SlotView) -> bool:
         target = self.replica[rank].choose(*self._view(self._keeper(rank)))
@@ -200,11 +216,10 @@ class World(RuleBasedStateMachine):
         if not lost:
             self._tell(said)
 
-    def _tell(self, said: tuple[int, tuple[int, ...], int | None]) -> None:
+    def _tell(self, said: Report) -> None:
         rank, saved, failed = said
         self.coordinator.saved(rank, saved)
-        if failed is not None:
-            self.coordinator.failed((failed,))
+        self.coordinator.failed(failed)
         self._broadcast()
 
     def _broadcast(self) -> None:
@@ -304,6 +319,43 @@ class World(RuleBasedStateMachine):
             -1,
         )
 
+    # --- what must come ---
+
+    def teardown(self) -> None:
+        """From now on nothing fails and every message arrives: the world step has to move on."""
+        before = self.coordinator.world_step
+        for _ in range(_ROUNDS_TO_HEAL if self.heals else 0):
+            self._a_good_round()
+            if self.coordinator.world_step > before:
+                return
+        assert not self.heals, f"the world step stays at {before} for ever: {[slots.seen() for slots in self.own]}"
+
+    def _a_good_round(self) -> None:
+        self._broadcast()
+        for rank in range(self.ranks):
+            self._hear(rank, self.broadcasts[-1])
+            self.held[rank] = [-1] * self.slow_tiers
+        for rank in sorted(range(self.ranks), key=lambda rank: self.next_step[rank]):
+            if self.writing[rank] is None and self.next_step[rank] <= min(self.next_step):
+                self.begin_save(rank)
+                if self.writing[rank] is None:
+                    self.save_runs_out_of_time(rank, told=True)
+            self.finish_capture(rank)
+            self._settle_captured(rank)
+            self._report(rank)
+        for said in self.to_coordinator:
+            self._tell(said)
+        self.to_coordinator.clear()
+
+    def _settle_captured(self, rank: int) -> None:
+        """As the pipeline does: what the world does without is not replicated, and is in nobody's way."""
+        world_step, abandoned, _ = self.known[rank]
+        for view in self.own[rank].views:
+            if view.state is SlotState.CAPTURED and (view.step < world_step or view.step in abandoned):
+                self.own[rank].views[view.index] = replace(view, state=SlotState.COMMITTED)
+        for _ in range(MAX_SLOTS):
+            self.commit_and_replicate(rank)
+
     # --- what must never be ---
 
     @invariant()
@@ -359,6 +411,26 @@ class TwoSlowTiersWithReplicas(World):
     slow_tiers = 2
 
 
+class Healing(World):
+    """After any such walk, once nothing goes wrong any more, the world step moves on. The coordinator forgets no
+    abandoned step here: with its bound it may, if one rank fails more steps than that while another hears of nothing,
+    and then that one keeps for ever what was forgotten."""
+
+    ranks = 3
+    heals = True
+    max_abandoned = 10_000
+
+
+class HealingWithReplicas(Healing):
+    replicas = True
+
+
+class HealingWithSlowTiers(Healing):
+    replicas = True
+    slots = 4
+    slow_tiers = 2
+
+
 MODEL = settings(
     max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), database=None
 )
@@ -369,6 +441,7 @@ FLAWED = settings(MODEL, phases=[Phase.generate], print_blob=False)  # the short
 WORLDS = [
     *(World, ThreeRanks, WithReplicas, ThreeRanksWithReplicas),
     *(SlowTierAndTwoSlots, SlowTier, TwoSlowTiersWithReplicas),
+    *(Healing, HealingWithReplicas, HealingWithSlowTiers),
 ]
 
 
