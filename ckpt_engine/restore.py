@@ -23,6 +23,8 @@ from ckpt_engine.state_tree import has_state
 from ckpt_engine.verified_read import ByteSource, copy_bytes, read_header, read_verified
 from flyball.contracts.errors import CorruptShard
 
+_MAX_PIECES = 8  # of a chunk that are read one by one; more are cheaper to copy
+
 
 def restore_into(state: MutableMapping[str, object], source: ByteSource, manifest: Manifest) -> None:
     """Give every entry of `state` what was saved under its name.
@@ -137,7 +139,7 @@ class _Scatter:
     def pieces(self, offset: int, size_bytes: int) -> list[memoryview] | None:
         parts = list(self._parts(offset, offset + size_bytes))
         pieces = [memory.mapped[low - first : high - first] for low, high, first, memory in parts if memory.mapped]
-        if sum(len(piece) for piece in pieces) < size_bytes:
+        if len(parts) > _MAX_PIECES or sum(len(piece) for piece in pieces) < size_bytes:
             return None
         self._note_written(size_bytes)  # unless it turns out to be bad, which ends the reading
         return pieces

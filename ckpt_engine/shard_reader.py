@@ -14,7 +14,7 @@ from ckpt_engine.engine_link import CommitLink
 from ckpt_engine.local_commit import LocalCommitter
 from ckpt_engine.manifest import Manifest
 from ckpt_engine.slots import RankSegments, SlotState, SlotView
-from ckpt_engine.verified_read import FileSource
+from ckpt_engine.verified_read import SlotFileSource
 from flyball.contracts.checkpoints import is_alive
 from flyball.contracts.errors import CorruptShard, RestoreFailed
 from flyball.worker_identity import WorkerIdentity
@@ -86,7 +86,7 @@ class ShardReader:
 
         descriptor = self._segments.open_payload(index)
         try:
-            restore_into(state, FileSource(descriptor), manifest)
+            restore_into(state, SlotFileSource(descriptor), manifest)
         finally:
             os.close(descriptor)
 

@@ -1,9 +1,10 @@
 """Reading a shard so that what is used is what was checked: chunk by chunk, by several threads.
 
 What is hashed is always a private copy that is still in the processor's cache, so that a source which another process
-overwrites meanwhile cannot slip anything in between check and use. A chunk goes straight to where it belongs, which
-saves a copy; through a scratch buffer if that is not plain memory. The copies and the hash release the GIL. Neither
-torch nor numpy is needed: the engine's server uses it too.
+overwrites meanwhile cannot slip anything in between check and use. From memory a chunk goes straight to where it
+belongs, which saves a copy. From a disk's page cache it goes through a scratch buffer that stays in the processor's
+cache, which takes a quarter less time than to read into memory that does not; so does what belongs to no plain memory.
+The copies and the hash release the GIL. Neither torch nor numpy is needed: the engine's server uses it too.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Sink(Protocol):
     """Where verified chunks go. Called from several threads, once for every chunk."""
 
     def pieces(self, offset: int, size_bytes: int) -> Sequence[memoryview] | None:
-        """The memory that these bytes of the shard belong to, one piece after the other; None if a part of them is not
-        wanted, or belongs to memory that only `write` can reach."""
+        """The memory that these bytes of the shard belong to, one piece after the other, to be written at once; None if
+        `write` is to be called: a part of them is not wanted, or cannot be reached like this, or they are too many."""
 
     def write(self, offset: int, chunk: memoryview) -> None:
         """Take a chunk; its bytes are valid during the call only."""
@@ -87,6 +88,13 @@ class MemorySink:
     def write(self, offset: int, chunk: memoryview) -> None:
         self._before()
         copy_bytes(self._target[offset : offset + len(chunk)], chunk)
+
+
+class SlotFileSource(FileSource):
+    """A slot's file: memory that is read without a mapping, which would take longer to make than to read."""
+
+
+_IN_MEMORY = (MemorySource, SlotFileSource)
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
@@ -145,7 +153,7 @@ def read_verified(
         while (index := take()) is not None:
             start = index * manifest.chunk_bytes
             size_bytes = min(manifest.chunk_bytes, manifest.payload_bytes - start)
-            pieces = sink.pieces(start, size_bytes)
+            pieces = sink.pieces(start, size_bytes) if isinstance(source, _IN_MEMORY) else None
             if pieces is not None:
                 for piece in pieces:
                     source.read_into(piece, start)
