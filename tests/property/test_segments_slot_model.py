@@ -432,7 +432,7 @@ class HealingWithSlowTiers(Healing):
 
 
 MODEL = settings(
-    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), database=None
 )
 
 
