@@ -4,6 +4,9 @@ tier nor the peer.
 Which step is written, and which stay, the coordinator says (`tier_schedule`); this rank answers when the step is on the
 disk, or cannot be. It is written straight from its slot, which is held against the trainer until it is durable: a rank
 has one slot more for each slow tier, so that the trainer finds another.
+
+A step that is due on the host's own disk is written ahead, from the moment that it is captured and while it is hashed
+and committed: it will be named, in all likelihood. Its manifest is written when it is, and else nothing is left of it.
 """
 
 from __future__ import annotations
@@ -16,16 +19,26 @@ import structlog
 
 from ckpt_engine.counters import Counters
 from ckpt_engine.generation import Generation
+from ckpt_engine.manifest import Manifest
 from ckpt_engine.peer_wire import TierNaming, TierReport
 from ckpt_engine.retention import reported_steps
-from ckpt_engine.tiers.memory import MemoryTier
+from ckpt_engine.slots import SlotState, SlotView
+from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
+from ckpt_engine.tiers.shard_names import ShardKey
 from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, StorageFull
 
 log = structlog.get_logger()
 
+_AHEAD_S = 60.0  # the longest that what was written ahead waits to be named
+_LOOK_AHEAD_S = 0.5  # whether its slot is still the same
 _LOOK_AGAIN_S = 1.0  # at a folder that could not be read
+
+
+class NotNamed(FlyballError):
+    """A step that was written ahead is not to be written."""
+
 
 OnFailure = Callable[[int, int, str], None]  # rank, step, message
 
@@ -58,6 +71,8 @@ class DiskWriter:
         )  # which is written as well, if it is asked for
         self._naming: TierNaming | None = None
         self._next = -1
+        self._captured = -1  # to be written ahead
+        self._confirmed = -1  # the newest name; written to the end, also when this generation ends
         self._prune_due = False
         self._busy = True
         self._policy = generation.configure.spec.policy(disk.tier)
@@ -91,9 +106,19 @@ class DiskWriter:
             self._naming = naming
             self._prune_due = True
             if naming.step > self._heard:
-                self._heard = self._next = naming.step
+                self._heard = self._next = self._confirmed = naming.step
                 self._hold(naming.step)
             self._changed.notify_all()
+
+    def captured(self, step: int) -> None:
+        """The trainer's slot holds this step whole; it is about to be hashed. Does not block."""
+        every_steps = self._policy.every_steps
+        if self.tier is not Tier.DISK or every_steps == 0 or step % every_steps:
+            return
+        with self._changed:
+            if self._scanned and not self._busy and self._next < 0 and step > self._heard and not self._stopped:
+                self._captured = step
+                self._changed.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is waiting or being written; False if that took too long."""
@@ -120,9 +145,15 @@ class DiskWriter:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._stopped or self._next >= 0 or self._prune_due)
+                self._changed.wait_for(
+                    lambda: self._stopped or self._next >= 0 or self._captured >= 0 or self._prune_due
+                )
                 if self._stopped:
                     return
+                ahead, self._captured = self._captured if self._next < 0 else -1, -1
+            if ahead >= 0:
+                self._write_ahead(ahead)
+            with self._changed:
                 step, self._next = self._next, -1
                 prune, self._prune_due = self._prune_due, False
                 self._busy = True
@@ -165,22 +196,61 @@ class DiskWriter:
             self._counters.add(f"{self._disk.tier}_write_failures")
             self._on_failure(self._rank, step, f"The {self._disk.tier} tier: {error}")
         else:
-            self._note_durable(step)
-            self._counters.add(f"{self._disk.tier}_bytes_written", written)
-            log.info(
-                "shard_written",
-                tier=str(self._disk.tier),
-                rank=self._rank,
-                step=step,
-                size_bytes=written,
-                seconds=round(time.monotonic() - began_s, 3),
-            )
+            self._note_written(step, written, began_s)
+
+    def _write_ahead(self, step: int) -> None:
+        began_s = time.monotonic()
+        generation = self._generation.number
+        with self._memory.using(self._rank) as entry:
+            if entry is None:
+                return
+            states = (SlotState.CAPTURED, SlotState.COMMITTED)
+            view = next((v for state in states if (v := entry.segments.find(generation, step, state))), None)
+            if view is None:
+                return
+            try:
+                written = self._disk.write_ahead(
+                    ShardKey(generation, step, self._rank),
+                    entry.segments.payload(view.index),
+                    lambda: self._await_name(entry, view),
+                )
+            except NotNamed as error:
+                log.info("write_ahead_dropped", tier=str(self._disk.tier), rank=self._rank, reason=error.message)
+            except (FlyballError, OSError) as error:  # told when the step is named, and fails again
+                log.warning("write_ahead_failed", tier=str(self._disk.tier), rank=self._rank, reason=str(error))
+            else:
+                self._note_written(step, written, began_s)
+
+    def _await_name(self, entry: OpenSegments, view: SlotView) -> tuple[Manifest, bytes]:
+        deadline_s = time.monotonic() + _AHEAD_S
+        with self._changed:
+            while not self._changed.wait_for(lambda: self._next >= 0 or self._stopped, _LOOK_AHEAD_S):
+                if time.monotonic() >= deadline_s or not entry.segments.unchanged(view):
+                    break
+            if self._confirmed != view.step:
+                raise NotNamed(f"Step {view.step} was not named for the {self._disk.tier} tier.")
+        found = self._memory.find(entry, view.generation, view.step)
+        if found is None:
+            raise CorruptShard(f"Step {view.step} left its slot before it could be written.")
+        return found[1], found[2]
 
     def _note_durable(self, step: int) -> None:
         with self._memory.using(self._rank) as entry:
             if entry is not None and not self._generation.ended.is_set():
                 with entry.writing:  # the other tier's writer raises the same word
                     entry.segments.control.note_durable(step)
+
+    def _note_written(self, step: int, size_bytes: int, began_s: float) -> None:
+        self._note_durable(step)
+        self._counters.add(f"{self._disk.tier}_bytes_written", size_bytes)
+        log.info(
+            "shard_written",
+            tier=str(self._disk.tier),
+            rank=self._rank,
+            step=step,
+            size_bytes=size_bytes,
+            seconds=round(time.monotonic() - began_s, 3),
+        )
 
     def _write_from_slot(self, step: int) -> int:
         with self._memory.using(self._rank) as entry:

@@ -109,6 +109,12 @@ class DurableTiers:
                 if naming.tier is writer.tier:
                     writer.hear(naming)
 
+    def captured(self, rank: int, step: int) -> None:
+        """A local trainer's slot holds this step whole. Does not block."""
+        for writer in self._writers:
+            if writer.rank == rank:
+                writer.captured(step)
+
     def seal(self, tier: Tier, step: int) -> None:
         """Every rank has written this step; for the coordinator."""
         for sealer in self._sealers:

@@ -303,6 +303,8 @@ class Job:
             pipeline.fail(notice.step, notice.message)
         else:
             pipeline.kick()
+            if self._durable is not None:
+                self._durable.captured(notice.rank, notice.step)
 
     def peer_is_up(self, host_id: str) -> None:
         """A connection to this host was made, for the first time or again."""

@@ -16,6 +16,7 @@ import structlog
 
 from ckpt_engine import manifest as manifests
 from ckpt_engine import world_manifest
+from ckpt_engine.integrity import DEFAULT_CHUNK_BYTES
 from ckpt_engine.manifest import MAX_MANIFEST_BYTES, Manifest
 from ckpt_engine.peer_wire import TierNaming
 from ckpt_engine.rate_limit import RateLimit
@@ -160,8 +161,28 @@ class ShardStore:
         bytes written. What was stored is what the manifest says: raises CorruptShard if `payload` is, or becomes while
         it is written, anything else. Raises StorageFull."""
         key = ShardKey(manifest.generation, manifest.step, manifest.rank)
-        with closing(verified_pieces(payload, manifest, before=self._before_piece)) as pieces:
+        return self.write_ahead(key, payload, lambda: (manifest, manifest_bytes), chunk_bytes=manifest.chunk_bytes)
+
+    def write_ahead(
+        self,
+        key: ShardKey,
+        payload: memoryview,
+        describe: Callable[[], tuple[Manifest, bytes]],
+        *,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    ) -> int:
+        """As `write`, for a shard whose manifest is still being made: `describe` is asked for it, and its bytes, when
+        all of the shard was taken. What it raises ends the write, and nothing of it is left."""
+        found: list[tuple[Manifest, bytes]] = []
+
+        def described() -> Manifest:
+            found.append(describe())
+            return found[0][0]
+
+        pieces = verified_pieces(payload, chunk_bytes, before=self._before_piece, described=described)
+        with closing(pieces):
             self._storage.write(key.shard, pieces, len(payload))
+        manifest, manifest_bytes = found[0]
         reach(f"{self.tier}.manifest")
         written = len(payload) + self._write_checked(key.manifest, manifest_bytes)
         reach(f"{self.tier}.written")

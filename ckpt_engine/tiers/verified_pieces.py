@@ -13,31 +13,40 @@ PIECE_BYTES = 8 << 20
 
 
 def verified_pieces(
-    payload: memoryview, manifest: Manifest, *, before: Callable[[int], None]
+    payload: memoryview, chunk_bytes: int, *, before: Callable[[int], None], described: Callable[[], Manifest]
 ) -> Generator[memoryview, None, None]:
     """The payload in pieces, in order, for who takes each before asking for the next; `before(size_bytes)` is called
-    ahead of each.
+    ahead of each, and `described` after the last: the manifest may become known while the pieces are taken. What it
+    raises ends them.
 
     Pieces are hashed after they were taken, in a thread beside the one that takes the next. Who was given all of them
     without CorruptShard has taken the bytes that the manifest describes: a slot goes from one step's bytes to another's
     and never back, so that bytes that are right afterwards were right before.
     """
-    if len(payload) != manifest.payload_bytes:
-        raise CorruptShard(f"A shard of {manifest.payload_bytes} bytes was to be written from {len(payload)} bytes.")
-    piece_bytes = manifest.chunk_bytes * max(1, PIECE_BYTES // manifest.chunk_bytes)
+    piece_bytes = chunk_bytes * max(1, PIECE_BYTES // chunk_bytes)
     with ThreadPoolExecutor(1, thread_name_prefix="flyball-hash") as pool:
-        check: Future[None] | None = None
+        digests: list[Future[bytes]] = []
         for begin in range(0, len(payload), piece_bytes):
             piece = payload[begin : begin + piece_bytes]
             before(len(piece))
             yield piece
-            if check is not None:
-                check.result()
-            check = pool.submit(_check_piece, piece, begin // manifest.chunk_bytes, manifest)
-        if check is not None:
-            check.result()
+            if digests:
+                digests[-1].result()  # one at a time, so that hashing stays close behind
+            digests.append(pool.submit(integrity.chunk_digests, piece, chunk_bytes))
+        taken = b"".join(digest.result() for digest in digests)
+    _compare(described(), taken, len(payload), chunk_bytes)
 
 
-def _check_piece(piece: memoryview, first_chunk: int, manifest: Manifest) -> None:
-    for index, begin in enumerate(range(0, len(piece), manifest.chunk_bytes), first_chunk):
-        integrity.check_chunk(piece[begin : begin + manifest.chunk_bytes], index, manifest.chunk_digests)
+def _compare(manifest: Manifest, digests: bytes, size_bytes: int, chunk_bytes: int) -> None:
+    if (manifest.payload_bytes, manifest.chunk_bytes) != (size_bytes, chunk_bytes):
+        raise CorruptShard(
+            f"{size_bytes} bytes in chunks of {chunk_bytes} were written; the manifest describes "
+            f"{manifest.payload_bytes} in chunks of {manifest.chunk_bytes}."
+        )
+    if digests != manifest.chunk_digests:
+        size = integrity.DIGEST_BYTES
+        pairs = zip(range(0, len(digests), size), range(0, len(manifest.chunk_digests), size), strict=True)
+        bad = sum(digests[a : a + size] != manifest.chunk_digests[b : b + size] for a, b in pairs)
+        raise CorruptShard(
+            f"{bad} chunks changed while they were written.", hint="the step is tried again, or a newer one is written"
+        )

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ from safetensors.numpy import save
 
 from ckpt_engine.context import Services
 from ckpt_engine.counters import Counters
+from ckpt_engine.disk_writer import DiskWriter
 from ckpt_engine.job import Job
 from ckpt_engine.links import PeerLinks
+from ckpt_engine.notices import Captured
+from ckpt_engine.peer_wire import TierNaming
 from ckpt_engine.rate_limit import RateLimit
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots import SlotState, may_overwrite
@@ -79,6 +82,13 @@ def configure(generation: int, *ranks: int, disk_dir: str = "", persistent_dir: 
         disk_dir=disk_dir, disk_every_steps=1, persistent_dir=persistent_dir, persistent_every_steps=1
     )
     return Configure(Fence(1, generation), "host", placement, spec)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
 
 
 def capture(job: Job, generation: int, step: int, *, slot: int | None = None) -> None:
@@ -213,6 +223,88 @@ def test_a_slot_is_held_while_a_slow_disk_writes_from_it_and_newer_steps_are_com
         job.drain(10.0)
         assert entry.segments.read_world().held == set()
     assert {copy.step for copy in job.copies() if copy.tier is Tier.DISK} >= {0}
+
+
+def test_a_due_step_is_written_while_it_is_hashed_and_counts_when_it_is_named(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = threading.Event()
+    write_ahead, calls = ShardStore.write_ahead, []
+
+    def watched(store: ShardStore, key: Any, payload: Any, describe: Any, **named: Any) -> int:  # noqa: ANN401
+        def after_the_data() -> Any:  # noqa: ANN401 - handed on
+            assert not job.disks[Tier.DISK].holds(1, 0, 0)
+            with job.memory.using(0) as entry:
+                assert entry is not None
+                assert entry.segments.slots()[0].state is SlotState.CAPTURED
+            described.set()
+            return describe()
+
+        calls.append(key.step)
+        return write_ahead(store, key, payload, after_the_data, **named)
+
+    monkeypatch.setattr(ShardStore, "write_ahead", watched)
+    job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
+    wait_for(lambda: job._durable is not None and bool(job._durable.reports(0)))
+    with job.memory.using(0) as entry:
+        assert entry is not None
+        with entry.writing:  # nobody commits meanwhile
+            capture(job, 1, 0)
+            job.notice(Captured("job", 0, 1, 0, 0))
+            assert described.wait(10.0)
+        wait_for(lambda: entry.segments.control.durable_step(1) == 0)
+        wait_for(lambda: not entry.segments.read_world().held)
+    assert calls == [0]
+    assert [copy.step for copy in job.copies() if copy.tier is Tier.DISK] == [0]
+
+
+def test_nothing_is_left_of_a_step_that_was_written_ahead_and_never_named(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = threading.Event()
+    await_name = DiskWriter._await_name
+
+    def waiting(writer: DiskWriter, *arguments: Any) -> Any:  # noqa: ANN401 - handed on
+        described.set()
+        return await_name(writer, *arguments)
+
+    monkeypatch.setattr(DiskWriter, "_await_name", waiting)
+    job.begin(configure(1, 0, 1, disk_dir=str(tmp_path / "disk")))
+    wait_for(lambda: job._durable is not None and bool(job._durable.reports(0)))
+    capture(job, 1, 0)  # in rank 0 alone: the world never has it
+    job.notice(Captured("job", 0, 1, 0, 0))
+    assert described.wait(10.0)
+    assert list((tmp_path / "disk").rglob("*.new.*"))
+    job.end(join_timeout_s=10.0)
+    wait_for(lambda: not [path for path in (tmp_path / "disk").rglob("*") if path.is_file()])
+    assert job.failures() == []
+
+
+def test_what_is_written_ahead_makes_way_for_an_older_step_that_is_named(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = threading.Event()
+    await_name = DiskWriter._await_name
+
+    def waiting(writer: DiskWriter, *arguments: Any) -> Any:  # noqa: ANN401 - handed on
+        described.set()
+        return await_name(writer, *arguments)
+
+    monkeypatch.setattr(DiskWriter, "_await_name", waiting)
+    job.begin(configure(1, 0, 1, disk_dir=str(tmp_path / "disk")))
+    wait_for(lambda: job._durable is not None and bool(job._durable.reports(0)))
+    capture(job, 1, 0)
+    job.flush(10.0)
+    capture(job, 1, 1)
+    job.notice(Captured("job", 0, 1, 1, 1))
+    assert described.wait(10.0)
+    assert job._durable is not None
+    job._durable.hear((TierNaming(Tier.DISK, 0, ()),))
+    wait_for(lambda: job.disks[Tier.DISK].holds(1, 0, 0))
+    wait_for(lambda: not list((tmp_path / "disk").rglob("*.new.*")))
+    assert not job.disks[Tier.DISK].holds(1, 1, 0)
+    job._durable.hear((TierNaming(Tier.DISK, 1, (0,)),))
+    wait_for(lambda: job.disks[Tier.DISK].holds(1, 1, 0))
 
 
 def test_a_persistent_step_is_listed_when_the_world_manifest_is_written(

@@ -54,7 +54,12 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
             clock=SystemClock(),
             counters=Counters(),
             pool=ConnectionPool(nobody, connections_per_peer=1),
-            links=PeerLinks(dial=nobody, on_up=lambda host_id, incarnation: None, settings=settings),
+            links=PeerLinks(
+                dial=nobody,
+                on_up=lambda host_id, incarnation: None,
+                on_lost=lambda host_id: None,
+                settings=settings,
+            ),
             peer_limit=RateLimit(0, monotonic_s=time.monotonic),
             dial=nobody,
             code_version="test",
