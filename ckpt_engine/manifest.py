@@ -10,6 +10,7 @@ import xxhash
 from ckpt_engine import integrity, shard_format
 from flyball.contracts.errors import CorruptShard
 from flyball.contracts.identity import JobName, Rank, Step
+from flyball.contracts.wire import MALFORMED
 
 MANIFEST_VERSION = 2
 MAX_MANIFEST_BYTES = 8 << 20
@@ -112,7 +113,7 @@ def decode(data: bytes | memoryview) -> Manifest:
         raise CorruptShard(f"A manifest of {len(data)} bytes exceeds the limit of {MAX_MANIFEST_BYTES}.")
     try:
         manifest = _decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:  # the latter: nested without end
+    except MALFORMED as error:
         raise CorruptShard(f"A manifest does not parse: {error}.") from error
     if manifest.version != MANIFEST_VERSION:
         raise CorruptShard(

@@ -16,6 +16,7 @@ from typing import Annotated
 import msgspec
 
 from flyball.contracts.errors import CorruptShard
+from flyball.contracts.wire import MALFORMED
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -110,7 +111,7 @@ def read_header(payload: memoryview, payload_bytes: int | None = None) -> ShardH
         metadata = _metadata_decoder.decode(metadata_raw) if metadata_raw is not None else {}
         tensors = {name: _tensor_decoder.decode(entry) for name, entry in raw.items()}
         blocks = _blocks_decoder.decode(metadata[SHARDING_KEY]) if SHARDING_KEY in metadata else {}
-    except (msgspec.DecodeError, RecursionError) as error:  # the latter: nested without end
+    except MALFORMED as error:
         raise CorruptShard(f"The header of a shard does not parse: {error}.") from error
     _check_layout(tensors, payload_bytes - data_start)
     for name, block in blocks.items():

@@ -33,6 +33,10 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _MAX_DEPTH = 64
+_MAX_INT_BITS = 14_000  # Python writes and reads decimals of up to 4300 digits
+# What Python, numpy and torch raise for arguments that make no sense, such as a dtype with an unbalanced bracket, a
+# number too large for a float, a device that torch does not know, or what is nested without end.
+_NONSENSE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, SyntaxError, RuntimeError)
 _TAGGED_ITEMS: dict[type, str] = {tuple: "$tuple", set: "$set", torch.Size: "$size"}
 
 
@@ -77,7 +81,7 @@ def build(node: Json, leaf: Leaf) -> Any:  # noqa: ANN401 - any state
     `flatten` never makes."""
     try:
         return _build(node, leaf)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _NONSENSE as error:
         raise _does_not_parse(repr(error)) from error
 
 
@@ -100,6 +104,8 @@ class _Flatten:
         if depth > _MAX_DEPTH:
             raise _unsupported(path, "is nested deeper than anything that ends")
         kind = type(value)
+        if kind is int and cast(int, value).bit_length() > _MAX_INT_BITS:
+            raise _unsupported(path, f"is an integer of more than {_MAX_INT_BITS} bits")
         if value is None or kind in (bool, int, str):
             return cast(Json, value)
         if kind is list or kind in _TAGGED_ITEMS:
@@ -160,7 +166,7 @@ class _Flatten:
             for other, name in here:
                 if _same_view(tensor, other):
                     return name
-        name = path
+        name = path if path.isascii() else path.encode(errors="backslashreplace").decode()  # half a surrogate pair
         while name in self.tensors or name == METADATA_KEY:  # {"a.b": x, "a": {"b": y}}
             name += "'"
         self.tensors[name] = tensor

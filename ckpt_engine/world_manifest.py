@@ -11,6 +11,7 @@ import msgspec
 
 from flyball.contracts.errors import CorruptShard
 from flyball.contracts.identity import JobName, Step
+from flyball.contracts.wire import MALFORMED
 
 WORLD_MANIFEST = "world.manifest"
 WORLD_MANIFEST_VERSION = 1
@@ -43,7 +44,7 @@ def decode(data: bytes, *, job: str, generation: int, step: int) -> WorldManifes
     """Raises CorruptShard unless it is the manifest of this step."""
     try:
         manifest = _decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise CorruptShard(f"A world manifest does not parse: {error}.") from error
     described = (manifest.version, manifest.job, manifest.generation, manifest.step)
     if described != (WORLD_MANIFEST_VERSION, job, generation, step):

@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from flyball.contracts.errors import FlyballError
+from flyball.contracts.wire import MALFORMED
 from host_daemon.processes import ExitStatus, launch, send_signal
 from host_daemon.reaper import Reaper
 from host_daemon.spawn_wire import (
@@ -150,7 +151,7 @@ class SpawnerProcess:
                 if length > MAX_FRAME_BYTES:
                     break
                 self._hear(msgspec.json.decode(await reader.readexactly(length), type=SpawnerNotice))
-        except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError) as error:
+        except (asyncio.IncompleteReadError, OSError, *MALFORMED) as error:
             _log.info("spawner_ended", pid=self.pid, why=type(error).__name__)
         finally:
             if not self.ready.done():

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from flyball.contracts.cluster import WorkerError
+from flyball.contracts.wire import MALFORMED
 from host_daemon.processes import ExitStatus
 
 MAX_MESSAGE_CHARS = 4_000
@@ -37,7 +38,7 @@ def read_error(error_file: Path, log_path: Path, status: ExitStatus) -> WorkerEr
 def _from_error_file(path: Path) -> WorkerError | None:
     try:
         content = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *MALFORMED):
         return None
     message = content.get("message") if isinstance(content, dict) else None
     extra: object = {}

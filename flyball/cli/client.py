@@ -10,6 +10,7 @@ import msgspec
 
 from flyball.contracts import errors
 from flyball.contracts.errors import FlyballError, TooBusy, Unauthorized, Unreachable
+from flyball.contracts.wire import MALFORMED
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 30.0
@@ -84,7 +85,7 @@ def _as_error(url: str, response: httpx.Response) -> FlyballError:
     try:
         problem = msgspec.json.decode(response.content)
         detail, code, hint = str(problem["detail"]), str(problem.get("code", "")), str(problem.get("hint", ""))
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+    except (*MALFORMED, KeyError, TypeError, AttributeError):
         return Unreachable(
             f"{url} answered {response.status_code}, not as a supervisor does.",
             hint="see that the address is that of a Flyball supervisor",

@@ -14,6 +14,7 @@ import psutil
 
 from flyball.contracts.errors import ConfigurationError, NotFound, Unauthorized, UsageError
 from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
+from flyball.contracts.wire import MALFORMED
 
 JOB_FOLDERS_KEPT = 20
 MAX_STATE_PATH = 90  # a Unix socket's path has room for 107 bytes, and sockets live inside
@@ -172,7 +173,7 @@ def _live_record(folder: Path) -> _Record | None:
     """supervisor.json of a folder, if its process runs."""
     try:
         record = msgspec.json.decode((folder / "supervisor.json").read_bytes(), type=_Record)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *MALFORMED):
         return None
     return record if _is_alive(record.pid) else None
 

@@ -11,6 +11,9 @@ from flyball.contracts.errors import InvalidMessage
 WIRE_VERSION = 1
 MAX_MESSAGE_BYTES = 4 << 20
 
+# What msgspec raises for bytes that are no such JSON; the last for what is nested without end.
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 T = TypeVar("T")
 
 _encoder = msgspec.json.Encoder()
@@ -29,7 +32,7 @@ def decode(data: bytes | memoryview | str, kind: type[T], *, max_bytes: int = MA
         )
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:  # ValidationError derives from it
+    except MALFORMED as error:
         name = getattr(kind, "__name__", str(kind))  # a union has none
         raise InvalidMessage(f"Not a valid {name}: {error}.", hint="check the sender's version") from error
 

@@ -13,6 +13,7 @@ import msgspec
 import structlog
 
 from flyball.contracts.signals import PreemptionNotice
+from flyball.contracts.wire import MALFORMED
 
 MAX_NOTICE_BYTES = 4_096
 
@@ -53,7 +54,7 @@ class PreemptionProbe:
         self._identity = identity
         try:
             notice = msgspec.json.decode(data, type=NoticeFile)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             _log.error("preemption_notice_malformed", path=str(self._path), error=str(error))
             return None
         return PreemptionNotice(deadline_at=stat.st_mtime + notice.deadline_s, source=notice.source)
