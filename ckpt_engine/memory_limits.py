@@ -51,6 +51,7 @@ def cgroup_available(membership: str, root: Path) -> int | None:
     itself is the container's own cgroup.
     """
     remaining: list[int] = []
+    limit_files: tuple[str, ...]
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # beyond memory.high a process is slowed down until it stands still

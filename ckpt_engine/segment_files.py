@@ -103,8 +103,10 @@ def _populate(mapping: mmap.mmap, how: int) -> None:
     """Have every page of a mapping present. Without the interpreter lock, which `mmap.madvise` keeps: it takes seconds
     for a large shard, and a trainer has other threads. Raises OSError."""
     first = ctypes.c_char.from_buffer(mapping)
-    if _libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapping)), how):
-        number = ctypes.get_errno()
+    failed = _libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapping)), how)
+    number = ctypes.get_errno()
+    del first  # the traceback would keep it, and while it is there the mapping cannot be closed
+    if failed:
         raise OSError(number, os.strerror(number))
 
 
