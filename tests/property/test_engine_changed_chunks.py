@@ -101,7 +101,7 @@ class _Local(TcpConnection):
         self._sock = sock
         self._settings = EngineSettings(io_timeout_s=5)
         self._total = ByteCounters()
-        sock.setblocking(False)
+        sock.settimeout(None)
 
 
 @given(st.binary(min_size=1, max_size=400), st.integers(1, 40), st.data())
