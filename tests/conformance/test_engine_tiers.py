@@ -19,6 +19,7 @@ from ckpt_engine.tiers.memory import MemoryTier, SlotTier
 from ckpt_engine.tiers.peer import PeerTier
 from ckpt_engine.tiers.shard_names import ShardKey
 from ckpt_engine.tiers.shard_store import ShardStore
+from ckpt_engine.verified_read import MemorySink, MemorySource, read_verified
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard
 
@@ -89,8 +90,8 @@ class Slots:
                 raise FileNotFoundError
             view, described, _ = found
             target = bytearray(described.payload_bytes)
-            payload = entry.segments.payload(view.index)
-            integrity.copy_verified(payload, memoryview(target), described.chunk_digests, described.chunk_bytes)
+            source = MemorySource(entry.segments.payload(view.index))
+            read_verified(source, described, MemorySink(memoryview(target), before=lambda: None))
             return bytes(target)
 
     def flip_a_byte(self, step: int, rank: int = 0) -> None:
