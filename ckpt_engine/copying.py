@@ -16,6 +16,7 @@ import torch
 from flyball.contracts.fault_points import reach
 
 PIECE_BYTES = 16 << 20  # at 1 MiB two threads lose a tenth to handing over the interpreter lock
+_LAST_PIECES = 16  # towards the end pieces become smaller, down to this part, so that all threads end together
 
 
 def move_bytes(target: int, source: int, size_bytes: int) -> None:
@@ -66,7 +67,11 @@ class TensorCopy:
         if is_plain(self.source):
             move_bytes(self.target.data_ptr() + begin, self.source.data_ptr() + begin, end - begin)
         else:
-            copy_whole(self.target, self.source)
+            self.copy_by_torch()
+
+    def copy_by_torch(self) -> None:
+        with torch.no_grad():
+            self.target.copy_(self.source)
 
 
 class CopyJob:
@@ -78,6 +83,7 @@ class CopyJob:
         self._next = 0  # copies before it are claimed whole
         self._in_flight = 0  # pieces
         self._undone = len(copies)
+        self._unclaimed_bytes = sum(copy.size_bytes for copy in copies)
         self.error = ""  # the first thing that went wrong; nothing more is claimed then
         self.was_written = False  # by somebody who did not wait
 
@@ -85,6 +91,12 @@ class CopyJob:
         """Copy until there is nothing left that no thread has taken."""
         while (piece := self._claim_any()) is not None:
             self._copy(*piece)
+
+    def work_alone(self) -> None:
+        """Copy all, a tensor at a time, with as many threads as torch has for it."""
+        for copy in self._copies:
+            if self._claim(copy, whole=True) is not None:
+                self._copy(copy, 0, copy.size_bytes, whole=True)
 
     def complete(self, copies: Iterable[TensorCopy], timeout_s: float) -> bool:
         """Copy what is left of these, and wait for what others are copying of them. True once they are done, or the job
@@ -133,23 +145,28 @@ class CopyJob:
                 self._next = max(self._next, index + 1)
         return None
 
-    def _claim(self, copy: TensorCopy) -> tuple[TensorCopy, int, int] | None:
+    def _claim(self, copy: TensorCopy, *, whole: bool = False) -> tuple[TensorCopy, int, int] | None:
         with self._condition:
             begin = copy._claimed
             if begin >= copy.size_bytes or self.error:
                 return None
-            end = min(begin + PIECE_BYTES, copy.size_bytes) if is_plain(copy.source) else copy.size_bytes
+            piece_bytes = min(PIECE_BYTES, max(PIECE_BYTES // _LAST_PIECES, self._unclaimed_bytes // 4))
+            end = copy.size_bytes if whole or not is_plain(copy.source) else min(begin + piece_bytes, copy.size_bytes)
             copy._claimed = end
+            self._unclaimed_bytes -= end - begin
             copy._in_flight += 1
             self._in_flight += 1
         if begin == 0 and copy is self._copies[len(self._copies) // 2]:
             reach("capture.half")
         return copy, begin, end
 
-    def _copy(self, copy: TensorCopy, begin: int, end: int) -> None:
+    def _copy(self, copy: TensorCopy, begin: int, end: int, *, whole: bool = False) -> None:
         error = f"the copy of {copy.name!r} was interrupted"  # unless it ends
         try:
-            copy.copy_piece(begin, end)
+            if whole:
+                copy.copy_by_torch()
+            else:
+                copy.copy_piece(begin, end)
             error = ""
         except Exception as failure:  # noqa: BLE001 - whatever it is: this save has failed, and training goes on
             error = f"{copy.name!r} could not be copied: {failure}"

@@ -64,10 +64,13 @@ class RunningCapture:
         self._copies.lazy_device.start()
         optimizer_watch.add_guard(self)
 
-    def run(self) -> None:
-        """Copy to the end, or until it fails. For the background."""
+    def run(self, *, alone: bool = False) -> None:
+        """Copy to the end, or until it fails. `alone`: no other thread helps; torch may use all of its own."""
         try:
-            self._host.work()
+            if alone:
+                self._host.work_alone()
+            else:
+                self._host.work()
             self._copies.lazy_device.wait()
             while not self._host.wait(COPY_DEADLINE_S):  # whoever copies may still write to the slot: keep it
                 _log.warning("a copy into a slot has not ended for %.0f s", COPY_DEADLINE_S)

@@ -32,6 +32,12 @@ _ENGINE_PROBE_S = 0.1
 CAPTURE_TIMEOUT_S = 60.0  # a copy takes seconds at the most
 
 
+def torch_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
 class SlotsFull(CheckpointError):
     """The world needs what is in every slot, and the job's settings say not to wait."""
 
@@ -94,8 +100,8 @@ class Saver:
                 raise CheckpointError(f"The state could not be copied: {error}.") from error
             raise
         self._running = running
-        if running.is_light:
-            running.run()
+        if running.is_light or (not running.is_lazy and torch_threads() > 1):
+            running.run(alone=True)
             return
         self._background.submit(running.run)
         running.complete_eager()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load as load_with_the_library
 
 from ckpt_engine import capture
 from ckpt_engine.background import Background
@@ -151,10 +152,26 @@ def test_a_large_state_is_copied_by_two_threads_when_nobody_may_be_late(
 
     monkeypatch.setattr(capture.TensorCopy, "copy_piece", seen)
     monkeypatch.setattr("ckpt_engine.copying.PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr("ckpt_engine.saving.torch_threads", lambda: 1)  # as where a host has several ranks
     with Job(identity) as job:
         handle = job.save(0, {"ema": torch.randn(1 << 20)})
         assert handle.staged
     assert len(threads) == 2 and "flyball-copy" in threads
+
+
+def test_torch_copies_with_its_own_threads_if_it_has_some(
+    identity: WorkerIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt_engine.saving.torch_threads", lambda: 2)
+    saved = {"ema": torch.randn(1 << 20), "other": torch.randn(100, 100).t()}
+    with Job(identity) as job:
+        threads = set(threading.enumerate())
+        handle = job.save(0, saved)
+        assert handle.staged and set(threading.enumerate()) == threads, "no other thread was needed"
+        segments = job._engine._segments
+        assert segments is not None
+        found = load_with_the_library(bytes(segments.payload(0)))
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
 
 
 def test_work_that_cannot_have_a_thread_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
