@@ -213,6 +213,7 @@ class DiskWriter:
                     ShardKey(generation, step, self._rank),
                     entry.segments.payload(view.index),
                     lambda: self._await_name(entry, view),
+                    check_wanted=lambda: self._check_wanted(entry, view),
                 )
             except NotNamed as error:
                 log.info("write_ahead_dropped", tier=str(self._disk.tier), rank=self._rank, reason=error.message)
@@ -221,14 +222,25 @@ class DiskWriter:
             else:
                 self._note_written(step, written, began_s)
 
+    def _check_wanted(self, entry: OpenSegments, view: SlotView) -> None:
+        """Raise NotNamed if what is written ahead will not be named any more."""
+        with self._changed:
+            if self._confirmed == view.step:
+                return
+            another = self._next >= 0 or self._stopped
+        if another or not entry.segments.unchanged(view):
+            raise NotNamed(f"Step {view.step} was not named for the {self._disk.tier} tier.")
+
     def _await_name(self, entry: OpenSegments, view: SlotView) -> tuple[Manifest, bytes]:
         deadline_s = time.monotonic() + _AHEAD_S
-        with self._changed:
-            while not self._changed.wait_for(lambda: self._next >= 0 or self._stopped, _LOOK_AHEAD_S):
-                if time.monotonic() >= deadline_s or not entry.segments.unchanged(view):
+        while True:
+            self._check_wanted(entry, view)
+            with self._changed:
+                if self._confirmed == view.step:
                     break
-            if self._confirmed != view.step:
-                raise NotNamed(f"Step {view.step} was not named for the {self._disk.tier} tier.")
+                if time.monotonic() >= deadline_s:
+                    raise NotNamed(f"Step {view.step} was not named within {_AHEAD_S} s.")
+                self._changed.wait_for(lambda: self._next >= 0 or self._stopped, _LOOK_AHEAD_S)
         found = self._memory.find(entry, view.generation, view.step)
         if found is None:
             raise CorruptShard(f"Step {view.step} left its slot before it could be written.")

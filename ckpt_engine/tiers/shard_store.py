@@ -77,8 +77,6 @@ class ShardStore:
         """Where it is, for people."""
         return self._storage.place
 
-    # --- what is there ---
-
     def copies(self) -> list[ShardCopy]:
         """What can be restored from here, in order, as of the last `scan`, and what this process did since."""
         with self._lock:
@@ -169,17 +167,23 @@ class ShardStore:
         payload: memoryview,
         describe: Callable[[], tuple[Manifest, bytes]],
         *,
+        check_wanted: Callable[[], None] = lambda: None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     ) -> int:
         """As `write`, for a shard whose manifest is still being made: `describe` is asked for it, and its bytes, when
-        all of the shard was taken. What it raises ends the write, and nothing of it is left."""
+        all of the shard was taken, and `check_wanted` ahead of each piece. What they raise ends the write, and nothing
+        of it is left."""
         found: list[tuple[Manifest, bytes]] = []
 
         def described() -> Manifest:
             found.append(describe())
             return found[0][0]
 
-        pieces = verified_pieces(payload, chunk_bytes, before=self._before_piece, described=described)
+        def before(size_bytes: int) -> None:
+            check_wanted()
+            self._before_piece(size_bytes)
+
+        pieces = verified_pieces(payload, chunk_bytes, before=before, described=described)
         with closing(pieces):
             self._storage.write(key.shard, pieces, len(payload))
         manifest, manifest_bytes = found[0]
