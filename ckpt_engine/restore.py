@@ -193,8 +193,8 @@ def _filled(target: object, saved: Any, path: str) -> object:  # noqa: ANN401 - 
     if has_state(target):
         try:
             target.load_state_dict(saved)  # type: ignore[attr-defined]
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise mismatch(path, f"does not take the saved state: {error}") from error
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+            raise mismatch(path, f"does not take the saved state: {error!r}") from error
         return target
     if isinstance(target, MutableMapping):
         for key, item in saved.items():

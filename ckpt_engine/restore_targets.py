@@ -116,8 +116,10 @@ class Matching:
         try:
             groups = [len(group["params"]) for group in saved["param_groups"]]
             states = saved["state"]
-        except (TypeError, KeyError, IndexError):
-            raise mismatch(path, "is an optimizer, and was saved as something else") from None
+        except (TypeError, LookupError):
+            states = None
+        if not isinstance(states, Mapping):
+            raise mismatch(path, "is an optimizer, and was saved as something else")
         own = target.state_dict()
         expected = [len(group["params"]) for group in own["param_groups"]]
         if groups != expected:
