@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -31,7 +32,8 @@ class Background:
     def close(self) -> None:
         """Let the thread end, after what it was given."""
         if self._pid == os.getpid():
-            self._queue.put(None, timeout=10.0)
+            with contextlib.suppress(queue.Full):  # at work without end: it is a daemon, and ends with the process
+                self._queue.put(None, timeout=10.0)
             self._pid = -1
 
     @staticmethod

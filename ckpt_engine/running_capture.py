@@ -72,6 +72,18 @@ class RunningCapture:
             else:
                 self._host.work()
             self._copies.lazy_device.wait()
+        except BaseException:  # Ctrl-C
+            self.give_up("it was interrupted")
+            raise
+        finally:
+            self._end()
+
+    def give_up(self, reason: str) -> None:
+        """Copy nothing more; whoever is in `run` then says so."""
+        self._host.fail(reason)
+
+    def _end(self) -> None:
+        try:
             while not self._host.wait(COPY_DEADLINE_S):  # whoever copies may still write to the slot: keep it
                 _log.warning("a copy into a slot has not ended for %.0f s", COPY_DEADLINE_S)
             jobs = (self._host, self._copies.eager_device, self._copies.lazy_device)

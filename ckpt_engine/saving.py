@@ -104,7 +104,11 @@ class Saver:
             running.run(alone=True)
             return
         self._background.submit(running.run)
-        running.complete_eager()
+        try:
+            running.complete_eager()
+        except BaseException:  # Ctrl-C: who goes on may write to what is not copied yet
+            running.give_up("it was interrupted")
+            raise
         if not running.is_lazy or emergency:
             self.wait_captured(CAPTURE_TIMEOUT_S)
 

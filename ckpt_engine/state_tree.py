@@ -150,7 +150,9 @@ class _Flatten:
         try:
             layout = sharded_tensors.layout_of(tensor)
         except NotSaveable as reason:
-            raise _unsupported(path, str(reason)) from None
+            raise UnsupportedState(
+                f"The state at {path!r} {reason}.", hint="redistribute it, or save what it was made from"
+            ) from None
         local = self._tensor(sharded_tensors.local_block(tensor), path)
         ((kind, name),) = cast("dict[str, str]", local).items()
         parts = (2,) if kind == "$complex_tensor" else ()  # real and imaginary

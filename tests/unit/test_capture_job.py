@@ -174,6 +174,24 @@ def test_torch_copies_with_its_own_threads_if_it_has_some(
     assert all(torch.equal(found[name], saved[name]) for name in saved)
 
 
+def test_ctrl_c_in_a_copy_gives_the_slot_back(identity: WorkerIdentity, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(copy: capture.TensorCopy) -> None:
+        raise KeyboardInterrupt
+
+    saved = {"ema": torch.randn(1 << 16)}
+    with Job(identity) as job:
+        with monkeypatch.context() as patched:
+            patched.setattr("ckpt_engine.saving.torch_threads", lambda: 2)
+            patched.setattr(capture.TensorCopy, "copy_by_torch", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                job.save(0, saved)
+        segments = job._engine._segments
+        assert segments is not None
+        assert {slot.state for slot in segments.slots()} == {SlotState.EMPTY}
+        assert segments.control.aborted_steps(1) == {0} and job.failed_saves == 1
+        assert job.save(1, saved).replicated.wait(DEADLINE_S)
+
+
 def test_work_that_cannot_have_a_thread_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_thread(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
