@@ -307,14 +307,14 @@ class ControlSegment:
         state = RestoreState(words[_RESTORE_STATE])
         self._fence()
         text = self._mapping[_TEXT_OFFSET : _TEXT_OFFSET + min(words[_RESTORE_TEXT_BYTES], _MAX_TEXT_BYTES)]
-        said = text.decode(errors="replace")
+        said = text.decode(errors="replace").replace("\0", "?")  # no path has one
         is_file = state is RestoreState.FILE or (state is RestoreState.READY and words[_RESTORE_SLOT] < 0)
         return RestoreWords(
             generation=generation,
             state=state,
             step=words[_RESTORE_STEP],
             slot=words[_RESTORE_SLOT],
-            tier=_TIERS[words[_RESTORE_TIER]],
+            tier=_TIERS[words[_RESTORE_TIER] % len(_TIERS)],
             socket_bytes=words[_RESTORE_SOCKET_BYTES],
             error="" if is_file else said,
             path=said if is_file else "",

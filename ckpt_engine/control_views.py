@@ -14,6 +14,10 @@ class RestoreState(IntEnum):
     FAILED = 2
     FILE = 3  # no slot holds it, and a file of this host does: the trainer may read that
 
+    @classmethod
+    def _missing_(cls, value: object) -> RestoreState:
+        return cls.PENDING  # a word that went bad in memory says nothing, and its reader's patience has an end
+
 
 class RestoreAnswer(IntEnum):
     """How far the trainer is with what the engine brought."""
@@ -27,6 +31,10 @@ class RestoreAnswer(IntEnum):
 class ParkState(IntEnum):
     RUNNING = 0
     PARKED = 1  # the trainer saved the emergency step and waits
+
+    @classmethod
+    def _missing_(cls, value: object) -> ParkState:
+        return cls.RUNNING
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,12 +188,13 @@ def test_a_damaged_copy_is_not_listed_and_not_read(place: Place, shard: MakeShar
         read(place.store(), 1, 2)
 
 
-def test_a_flipped_byte_of_a_shard_is_found_when_it_is_read(place: Place, shard: MakeShard) -> None:
+def test_every_flipped_byte_of_a_shard_is_found_when_it_is_read(place: Place, shard: MakeShard) -> None:
     store = place.store()
-    put(store, shard(1))
+    put(store, shard(1, size_bytes=100))
     name = "g1/step1/rank0.safetensors"
     content = place.get(name)
-    for at in (0, len(content) // 2, len(content) - 1):
+    assert len(content) < 400
+    for at in range(len(content)):
         place.put(name, _flip(content, at))
         with pytest.raises(CorruptShard):
             read(store, 1, 1)
@@ -209,6 +210,17 @@ def test_every_flipped_byte_of_a_manifest_is_found(place: Place, shard: MakeShar
         place.put(name, _flip(content, at))
         with pytest.raises(CorruptShard):
             store.reading(1, 1, 0).__enter__()
+
+
+def test_every_flipped_byte_of_a_world_manifest_makes_its_step_not_exist(shared_place: Place, shard: MakeShard) -> None:
+    store = shared_place.store()
+    put(store, shard(1, size_bytes=100))
+    name = "g1/step1/world.manifest"
+    content = shared_place.get(name)
+    for at in range(len(content)):
+        shared_place.put(name, _flip(content, at))
+        store.scan_world_manifests()
+        assert store.copies() == []
 
 
 def test_shards_that_were_swapped_are_not_taken_for_each_other(place: Place, shard: MakeShard) -> None:

@@ -1,0 +1,188 @@
+"""A small job whose shard is in every tier, put there as the engine does it, to be damaged by other means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_engine import manifest as manifests
+from ckpt_engine import shard_format
+from ckpt_engine.capture import Capture
+from ckpt_engine.control_file import HEADER_BYTES
+from ckpt_engine.counters import Counters
+from ckpt_engine.fetch import Fetched, Fetcher
+from ckpt_engine.generation import Generation
+from ckpt_engine.manifest import MAX_MANIFEST_BYTES, Manifest
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.tiers.folder import FolderStorage
+from ckpt_engine.tiers.memory import MemoryTier, SlotTier
+from ckpt_engine.tiers.peer import PeerTier
+from ckpt_engine.tiers.shard_names import ShardKey
+from ckpt_engine.tiers.shard_store import ShardStore
+from ckpt_engine.transport.pool import Dial
+from ckpt_engine.transport.port import Connection
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, ShardSource, Tier
+from flyball.contracts.cluster import HostRanks, Placement
+from flyball.contracts.engine_wire import Configure
+from flyball.contracts.errors import Unreachable
+from flyball.contracts.identity import Fence
+from flyball.contracts.segments import CONTROL_SUFFIX, SLOT_SUFFIXES
+
+STEP = 3
+CHUNK_BYTES = 256  # so that a shard of 1 KiB has several
+HOSTS = {Tier.MEMORY: "a", Tier.PEER: "a", Tier.DISK: "a", Tier.PERSISTENT: ""}  # all within reach of host a
+
+
+def make_state(step: int, rank: int = 0) -> dict[str, Any]:
+    values = torch.arange(20, dtype=torch.float32) * (step + 1) + 1000 * rank
+    return {"w": values, "seen": {"tokens": step * 7, "by": (rank, b"\0\xff")}}
+
+
+@dataclass(frozen=True)
+class Shard:
+    manifest: Manifest
+    data: bytes  # the manifest's
+    payload: bytes
+
+
+def _make_shard(
+    step: int = STEP, rank: int = 0, *, generation: int = 1, job: str = "job", world_size: int = 1
+) -> Shard:
+    """As a capture has it, without the header's padding: what is there to be flipped is something that counts."""
+    prepared = Capture().prepare(make_state(step, rank))
+    whole = memoryview(bytearray(prepared.payload_bytes))
+    prepared.copy_into(0, whole)
+    start = shard_format.header_bytes(whole, len(whole))
+    header = bytes(whole[shard_format.LENGTH_BYTES : start]).rstrip()
+    header = header.ljust(-(-len(header) // 8) * 8)
+    payload = len(header).to_bytes(shard_format.LENGTH_BYTES, "little") + header + bytes(whole[start:])
+    return _describe(payload, step, rank, generation=generation, job=job, world_size=world_size)
+
+
+def _describe(
+    payload: bytes, step: int = STEP, rank: int = 0, *, generation: int = 1, job: str = "job", world_size: int = 1
+) -> Shard:
+    manifest = manifests.describe(
+        memoryview(payload),
+        job=job,
+        generation=generation,
+        step=step,
+        rank=rank,
+        world_size=world_size,
+        code_version="test",
+        chunk_bytes=CHUNK_BYTES,
+    )
+    return Shard(manifest, manifests.encode(manifest), payload)
+
+
+def nobody(host_id: str, address: str) -> Connection:
+    raise Unreachable(f"{host_id} at {address} is not there.")
+
+
+class Site:
+    """Host a, which runs rank 0 of `job` in generation 2, after step STEP of generation 1."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        prefix = str(root / "flyball-test")
+        self.slots: dict[Tier, SlotTier] = {
+            Tier.MEMORY: MemoryTier(prefix, "job", "a"),
+            Tier.PEER: PeerTier(prefix, "job", "a"),
+        }
+        self.stores = {
+            tier: ShardStore(FolderStorage(root / tier / "job"), tier=tier, job="job", host_id=HOSTS[tier])
+            for tier in (Tier.DISK, Tier.PERSISTENT)
+        }
+        self.counters = Counters()
+
+    def put(self, tier: Tier, shard: Shard) -> None:
+        if tier in self.stores:
+            store = self.stores[tier]
+            store.write(shard.manifest, shard.data, memoryview(shard.payload))
+            if tier is Tier.PERSISTENT:
+                store.seal(shard.manifest.generation, shard.manifest.step, shard.manifest.rank + 1)
+            return
+        with self.slots[tier].using(0, create=True) as entry:
+            assert entry is not None
+            segments, size = entry.segments, len(shard.payload)
+            segments.begin_write(0, shard.manifest.generation, shard.manifest.step, size)[:] = shard.payload
+            segments.mark_captured(0)
+            assert segments.commit(segments.control.slot(0), shard.data)
+
+    def shard_file(self, tier: Tier) -> Path:
+        if tier in self.stores:
+            return self.root / tier / "job" / ShardKey(1, STEP, 0).shard
+        return Path(self.base(tier) + SLOT_SUFFIXES[0])
+
+    def manifest_file(self, tier: Tier) -> tuple[Path, int]:
+        """And where it begins in it."""
+        if tier in self.stores:
+            return self.root / tier / "job" / ShardKey(1, STEP, 0).manifest, 0
+        return Path(self.base(tier) + CONTROL_SUFFIX), HEADER_BYTES + 0 * MAX_MANIFEST_BYTES
+
+    def base(self, tier: Tier) -> str:
+        with self.slots[tier].using(0) as entry:
+            assert entry is not None
+            return entry.segments.base
+
+    def fetcher(self, *tiers: Tier, dial: Dial = nobody, settings: EngineSettings | None = None) -> Fetcher:
+        """Of what the controller says that these tiers have. In place of host a's own slots, host b has them."""
+        lineage = (LineageEntry(1, STEP), LineageEntry(2))
+        sources = tuple(
+            ShardSource(0, 1, tier, "b", "b:1") if tier is Tier.MEMORY else ShardSource(0, 1, tier, HOSTS[tier], "")
+            for tier in tiers
+        )
+        plan = RestorePlan(STEP, {"0": sources})
+        placement = Placement("job", 2, 1, (HostRanks("a", "::1", "a:1", (0,)),), "::1", 1, {}, lineage, plan)
+        return Fetcher(
+            Generation(Configure(Fence(1, 2), "a", placement, CheckpointSpec()), "a"),
+            plan,
+            memory=self.slots[Tier.MEMORY],  # type: ignore[arg-type]  # it is one
+            replicas=self.slots[Tier.PEER],  # type: ignore[arg-type]
+            disks=self.stores,
+            dial=dial,
+            settings=settings or EngineSettings(),
+            counters=self.counters,
+        )
+
+    def fetch(self, fetcher: Fetcher) -> tuple[Tier, bytes]:
+        """What an engine does for a trainer: where the bytes came from, and what is in the slot then."""
+        reasons: list[str] = []
+        with self.slots[Tier.MEMORY].using(0, create=True) as entry:
+            assert entry is not None
+            fetched: Fetched = fetcher.local_slot(entry, reasons) or fetcher.fetch(entry, reasons)
+            return fetched.tier, bytes(entry.segments.payload(fetched.slot))
+
+    def forget(self) -> None:
+        """Nothing is in the rank's own slots."""
+        with self.slots[Tier.MEMORY].using(0, create=True) as entry:
+            assert entry is not None
+            for view in entry.segments.slots():
+                entry.segments.discard(view)
+
+    def close(self) -> None:
+        for tier in self.slots.values():
+            tier.release()
+            tier.close()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def make_shard() -> Callable[..., Shard]:
+    return _make_shard
+
+
+@pytest.fixture(scope="session")
+def describe() -> Callable[..., Shard]:
+    return _describe
