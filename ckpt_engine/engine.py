@@ -11,6 +11,7 @@ import atexit
 import logging
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Mapping, MutableMapping
@@ -89,6 +90,7 @@ class TrainerEngine:
         self._newest: SaveHandle | None = None
         self._newest_durable: SaveHandle | None = None  # that a disk or persistent tier is to have
         self._unreported = ""  # the first failure that `check_for_errors` has not raised yet
+        self._aborting = threading.Lock()
         self.saves = 0
         self.failed_saves = 0
         self.skipped_saves = 0  # because every slot was needed
@@ -198,7 +200,8 @@ class TrainerEngine:
     def _abort(self, step: int, reason: str) -> None:
         """The world must not wait for this step."""
         if self._segments is not None:
-            self._segments.control.note_aborted(step)
+            with self._aborting:  # the copy of a state fails in a thread of its own
+                self._segments.control.note_aborted(step)
         if self._link is not None:
             self._link.aborted(step, reason)
 

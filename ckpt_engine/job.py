@@ -198,20 +198,15 @@ class Job:
     def flush(self, timeout_s: float) -> None:
         """Commit what was captured, and look at the disks again; both as far as the time allows."""
         deadline_s = time.monotonic() + timeout_s
-        with self._lock:
-            pipelines, durable = list(self._pipelines.values()), self._durable
-        for pipeline in pipelines:
-            pipeline.kick()  # they work side by side; the loop below waits for each in turn
-        for pipeline in pipelines:
-            if (left_s := deadline_s - time.monotonic()) > 0:
-                pipeline.commit_captured(left_s)
+        self._commit_captured(deadline_s)
+        durable = self._durable
         if durable is not None:
             durable.scan(deadline_s)
 
     def drain(self, timeout_s: float) -> None:
         """Finish commits and disk writes in flight, for an engine that is to end."""
         deadline_s = time.monotonic() + timeout_s
-        self.flush(timeout_s)
+        self._commit_captured(deadline_s)
         durable = self._durable
         if durable is not None and not durable.drain(deadline_s):
             log.warning("disk_write_cut_short", job=self.name)
@@ -220,13 +215,13 @@ class Job:
         """Commit what was captured, and have the newest recovery point written to the disk tiers, out of schedule.
         Returns by tier the newest step that the local ranks have there."""
         deadline_s = time.monotonic() + timeout_s
-        self.flush(timeout_s)
+        self._commit_captured(deadline_s)
         with self._lock:
             generation, coordination, durable = self.generation, self.coordination, self._durable
             pipelines = dict(self._pipelines)
         if generation is None or coordination is None or durable is None:
             return {}
-        return emergency.flush(
+        reached = emergency.flush(
             generation,
             memory=self.memory,
             coordination=coordination,
@@ -235,6 +230,17 @@ class Job:
             wait=self._wait_for_progress,
             deadline_s=deadline_s,
         )
+        durable.scan(deadline_s)  # for the inventory: other hosts have written to the store
+        return reached
+
+    def _commit_captured(self, deadline_s: float) -> None:
+        with self._lock:
+            pipelines = list(self._pipelines.values())
+        for pipeline in pipelines:
+            pipeline.kick()  # they work side by side; the loop below waits for each in turn
+        for pipeline in pipelines:
+            if (left_s := deadline_s - time.monotonic()) > 0:
+                pipeline.commit_captured(left_s)
 
     def arm(self, step: int) -> tuple[bool, dict[str, int]]:
         """Have the local ranks save and park at `step`. (armed, positions): not armed if some rank has passed it."""
