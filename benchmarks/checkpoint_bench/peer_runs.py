@@ -8,7 +8,7 @@ from typing import Any
 from checkpoint_bench.parts import PartFailed, run_part
 from checkpoint_bench.samples import progress
 
-PEER_TIMEOUT_S = 180.0
+PEER_TIMEOUT_S = 400.0
 
 
 def measure_peers(
