@@ -66,6 +66,7 @@ class DiskWriter:
         self._on_failure = on_failure
         self._on_progress = on_progress
         self._scanned = False
+        self._unreadable = ""  # why the folder could not be read
         self._heard = self._settled = max(
             generation.restore_step - 1, -1
         )  # which is written as well, if it is asked for
@@ -168,11 +169,23 @@ class DiskWriter:
             self._disk.remove_unfinished((self._rank,) if self._disk.tier is Tier.PERSISTENT else None)
             self._disk.scan()
         except (FlyballError, OSError) as error:
-            log.warning("disk_not_scanned", tier=str(self._disk.tier), rank=self._rank, reason=str(error))
+            self._tell_unreadable(error)
             return False
         with self._changed:
             self._scanned = True
         return True
+
+    def _tell_unreadable(self, error: FlyballError | OSError) -> None:
+        """Until the folder can be read no step is named for this tier: that must be seen, and once is enough."""
+        reason = str(error)
+        log.warning("disk_not_scanned", tier=str(self._disk.tier), rank=self._rank, reason=reason)
+        if reason != self._unreadable:
+            self._unreadable = reason
+            self._counters.add(f"{self._disk.tier}_write_failures")
+            step = self._generation.restore_step
+            self._on_failure(
+                self._rank, step, f"The {self._disk.tier} tier gets no step before it can be read: {reason}"
+            )
 
     def _settle(self, step: int) -> None:
         self._on_progress(self._rank)  # heard: a coordinator that is restarted now learns of the name from us
