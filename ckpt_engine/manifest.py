@@ -145,9 +145,14 @@ def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def content_of_file(data: bytes) -> bytes:
-    """What a manifest's file says: a line of JSON, and one with the digest of the first. Raises CorruptShard."""
-    content, _, digest_line = data.removesuffix(b"\n").rpartition(b"\n")
-    if digest(content).encode() != digest_line:
-        raise CorruptShard("A manifest does not match its checksum.", hint="another copy is tried")
-    return content
+def as_file(data: bytes) -> bytes:
+    """What a manifest's file says: the line of JSON, and one with its digest."""
+    return b"".join((data, b"\n", digest(data).encode(), b"\n"))
+
+
+def content_of_file(lines: bytes, name: str) -> bytes:
+    """The line of JSON in such a file, to the byte. Raises CorruptShard."""
+    data, _, _ = lines.removesuffix(b"\n").rpartition(b"\n")
+    if as_file(data) != lines:
+        raise CorruptShard(f"{name} does not match its checksum.", hint="another copy is tried")
+    return data

@@ -42,12 +42,13 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 def read_manifest(path: Path) -> Manifest:
     """What the file beside the shard `path` says of it. Raises CorruptShard or OSError."""
-    with _opened(path.with_suffix(MANIFEST_SUFFIX)) as (descriptor, size_bytes):
+    file = path.with_suffix(MANIFEST_SUFFIX)
+    with _opened(file) as (descriptor, size_bytes):
         if size_bytes > MAX_MANIFEST_BYTES + _CHECKSUM_LINE_BYTES:
-            raise CorruptShard(f"The manifest of {path} has {size_bytes} bytes.", hint="another copy is tried")
+            raise CorruptShard(f"{file} has {size_bytes} bytes.", hint="another copy is tried")
         content = bytearray(size_bytes)
         FileSource(descriptor).read_into(memoryview(content), 0)
-    return manifests.decode(manifests.content_of_file(bytes(content)))
+    return manifests.decode(manifests.content_of_file(bytes(content), str(file)))
 
 
 def load_described(path: Path, manifest: Manifest, state: MutableMapping[str, object]) -> None:

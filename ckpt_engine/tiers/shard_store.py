@@ -281,17 +281,14 @@ class ShardStore:
         self._rate_limit.wait(size_bytes, time.sleep)
 
     def _write_checked(self, name: str, data: bytes) -> int:
-        lines = b"".join((data, b"\n", manifests.digest(data).encode(), b"\n"))
+        lines = manifests.as_file(data)
         self._storage.write(name, [lines], len(lines))
         return len(lines)
 
     def _read_checked(self, name: str) -> bytes:
         """The content before the line with its checksum. Raises CorruptShard."""
-        content = self._storage.read(name, MAX_MANIFEST_BYTES + _CHECKSUM_LINE_BYTES)
-        data, _, digest_line = content.removesuffix(b"\n").rpartition(b"\n")
-        if manifests.digest(data).encode() != digest_line:
-            raise CorruptShard(f"{self.place}/{name} does not match its checksum.", hint="another copy is tried")
-        return data
+        lines = self._storage.read(name, MAX_MANIFEST_BYTES + _CHECKSUM_LINE_BYTES)
+        return manifests.content_of_file(lines, f"{self.place}/{name}")
 
     def _read_manifest(self, key: ShardKey) -> tuple[Manifest, bytes]:
         data = self._read_checked(key.manifest)
