@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -80,11 +80,7 @@ class ObjectStorage:
     def open(self, name: str) -> Iterator[_OpenObject]:
         with self._explained(name):
             size_bytes = obstore.head(self._store, name)["size"]
-        opened = _OpenObject(size_bytes, lambda begin, length: self._range(name, begin, length))
-        try:
-            yield opened
-        finally:
-            opened.close()
+        yield _OpenObject(size_bytes, lambda begin, length: self._range(name, begin, length))
 
     def exists(self, name: str) -> bool:
         try:
@@ -116,11 +112,9 @@ class ObjectStorage:
         del wanted
         return []
 
-    def _range(self, name: str, begin: int, length: int) -> bytes:
-        if length == 0:
-            return b""
+    def _range(self, name: str, begin: int, length: int) -> memoryview:
         with self._explained(name):
-            data = obstore.get_range(self._store, name, start=begin, length=length).to_bytes()
+            data = memoryview(obstore.get_range(self._store, name, start=begin, length=length))
         if len(data) != length:
             raise CorruptShard(f"{self.place}/{name} ends at byte {begin + len(data)}.", hint="another copy is tried")
         return data
@@ -140,13 +134,12 @@ class _OpenObject:
     """Read in windows that are fetched ahead, side by side: one request at a time would wait for the network most of
     the time."""
 
-    def __init__(self, size_bytes: int, fetch: Callable[[int, int], bytes]) -> None:
+    def __init__(self, size_bytes: int, fetch: Callable[[int, int], memoryview]) -> None:
         self.size_bytes = size_bytes
         self.local_path = ""
         self._fetch = fetch
-        self._windows: dict[int, Future[bytes]] = {}  # oldest first
+        self._windows: dict[int, Future[memoryview]] = {}  # oldest first
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(1 + _WINDOWS_AHEAD, thread_name_prefix="flyball-object")
 
     def read_into(self, target: memoryview, offset: int) -> None:
         if offset + len(target) > self.size_bytes:
@@ -156,20 +149,31 @@ class _OpenObject:
             window, begin = divmod(offset + filled, _WINDOW_BYTES)
             data = self._window(window)
             count = min(len(target) - filled, len(data) - begin)
-            target[filled : filled + count] = memoryview(data)[begin : begin + count]
+            target[filled : filled + count] = data[begin : begin + count]
             filled += count
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _window(self, index: int) -> bytes:
+    def _window(self, index: int) -> memoryview:
         with self._lock:
             for wanted in range(index, index + 1 + _WINDOWS_AHEAD):
                 if wanted not in self._windows and wanted * _WINDOW_BYTES < self.size_bytes:
                     begin = wanted * _WINDOW_BYTES
                     length = min(_WINDOW_BYTES, self.size_bytes - begin)
-                    self._windows[wanted] = self._pool.submit(self._fetch, begin, length)
+                    self._windows[wanted] = _in_background(self._fetch, begin, length)
             while len(self._windows) > 2 + _WINDOWS_AHEAD:  # one behind: threads that share a window drift apart
                 self._windows.pop(next(iter(self._windows)))
             future = self._windows[index]
         return future.result()
+
+
+def _in_background(fetch: Callable[[int, int], memoryview], begin: int, length: int) -> Future[memoryview]:
+    """In a daemon thread, not in an executor's: the process may end while a store does not answer."""
+    future: Future[memoryview] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(fetch(begin, length))
+        except BaseException as error:  # noqa: BLE001 - raised where the window is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="flyball-object", daemon=True).start()
+    return future
