@@ -85,7 +85,6 @@ def _measure(name: str, adapter: Adapter, training: Training, buffer: SharedBuff
         with torch.no_grad():
             for tensor in training.tensors():
                 tensor.zero_()
-        _read_all(adapter.path(step))
         began_s = time.perf_counter()
         adapter.load(step)
         took_s = time.perf_counter() - began_s
@@ -94,12 +93,13 @@ def _measure(name: str, adapter: Adapter, training: Training, buffer: SharedBuff
         return took_s
 
     def digests() -> list[float]:
-        return [float(tensor.double().sum()) for tensor in training.tensors()]
+        return [float(tensor.sum()) for tensor in training.tensors()]
 
     save()  # the first makes buffers and processes; it counts for nothing
     durable_s.clear()
     saves = interleaved({"memcpy": buffer.memcpy_s, "save": save}, repeats, what=name)
     saved = digests()
+    _read_all(adapter.path(step))  # a warm cache
     loads = interleaved({"memcpy": buffer.memcpy_s, "load": load}, repeats, what=f"{name}, restore")
     return {
         "stall_ratio": spread(ratios(saves["save"], saves["memcpy"])),

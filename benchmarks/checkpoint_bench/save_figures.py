@@ -19,7 +19,7 @@ from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec
 
 _MIN_ROWS, _MAX_ROWS = 64, 8192
 # A difference of two steps is noisier than a copy: as many pairs as this time allows.
-_ONE_THREAD_BUDGET_S, _BOTH_CORES_BUDGET_S, _INTERFERENCE_BUDGET_S = 50.0, 20.0, 40.0
+_ONE_THREAD_BUDGET_S, _BOTH_CORES_BUDGET_S, _INTERFERENCE_BUDGET_S = 40.0, 12.0, 25.0
 _MAX_PAIRS = 100
 
 
