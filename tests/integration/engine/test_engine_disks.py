@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from flyball.contracts.checkpoints import CheckpointSpec, Tier
 
 if TYPE_CHECKING:
@@ -70,6 +72,27 @@ def test_a_step_in_the_store_counts_on_every_host_when_all_ranks_are_there(
     for host in (a, b):
         until(lambda host=host: host.holds(Tier.PERSISTENT, 0, 0 if host is a else 1))
     assert manifests_in(store) == {"g1/step0"}
+
+
+@pytest.mark.parametrize("stage", ["disk.data", "disk.manifest", "disk.written"])
+def test_an_engine_killed_while_it_writes_to_its_disk_writes_the_step_after_all(
+    cluster: Cluster, trainer: type[Trainer], until: Until, stage: str
+) -> None:
+    disk = cluster.root / "disk"
+    a = cluster.host("a", start=False)
+    a.start(FLYBALL_FAULT_POINT=stage)
+    spec = CheckpointSpec(disk_dir=str(disk), disk_every_steps=1, replicas=0)
+    cluster.configure(cluster.placement({"a": (0,)}), spec)
+    worker = trainer(a, 0)
+    worker.save(0)
+    until(lambda: a.process is not None and a.process.poll() == -9)
+    a.start()
+    until(lambda: a.holds(Tier.DISK, 0, 0))
+    worker.save(1)
+    until(lambda: a.holds(Tier.DISK, 1, 0))
+    assert not list(disk.rglob("*.new.*"))
+    for step in (0, 1):
+        assert (disk / "a" / "job" / f"g1/step{step}/rank0.safetensors").read_bytes() == worker.payload(step)
 
 
 def manifests_in(store: Path) -> set[str]:
