@@ -284,6 +284,8 @@ class TrainerEngine:
             self._link.close()
         if isinstance(self._progress, _RankProgress):
             self._progress.close()
+        if self._reader is not None:
+            self._reader.close()
         if self._segments is not None:
             self._segments.close()
         self._saver = self._reader = self._link = self._segments = None

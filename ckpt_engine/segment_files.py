@@ -99,14 +99,22 @@ def _populate_huge(descriptor: int, size_bytes: int) -> None:
                 raise
 
 
+def populate_for_reading(mapping: mmap.mmap, begin: int, size_bytes: int) -> None:
+    """Have these pages of a mapping present; `begin` is a page's. Raises OSError."""
+    _advise(mapping, begin, size_bytes, _MADV_POPULATE_READ)
+
+
 def _populate(mapping: mmap.mmap, how: int) -> None:
-    """Have every page of a mapping present. Without the interpreter lock, which `mmap.madvise` keeps: it takes seconds
-    for a large shard, and a trainer has other threads. Raises OSError."""
-    first = ctypes.c_char.from_buffer(mapping)
-    failed = _libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapping)), how)
-    number = ctypes.get_errno()
-    del first  # the traceback would keep it, and while it is there the mapping cannot be closed
-    if failed:
+    """Have every page of a mapping present. Raises OSError."""
+    _advise(mapping, 0, len(mapping), how)
+
+
+def _advise(mapping: mmap.mmap, begin: int, size_bytes: int, advice: int) -> None:
+    """Without the interpreter lock, which `mmap.madvise` keeps: to populate a large shard takes seconds, and a trainer
+    has other threads."""
+    first = ctypes.c_char.from_buffer(mapping, begin)
+    if _libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size_bytes), advice):
+        number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 

@@ -3,8 +3,8 @@ from there."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import time
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -13,8 +13,8 @@ from ckpt_engine.control_views import RestoreAnswer, RestoreState, RestoreWords
 from ckpt_engine.engine_link import CommitLink
 from ckpt_engine.local_commit import LocalCommitter
 from ckpt_engine.manifest import Manifest
+from ckpt_engine.slot_source import SlotSource
 from ckpt_engine.slots import RankSegments, SlotState, SlotView
-from ckpt_engine.verified_read import SlotFileSource
 from flyball.contracts.checkpoints import is_alive
 from flyball.contracts.errors import CorruptShard, RestoreFailed
 from flyball.worker_identity import WorkerIdentity
@@ -28,12 +28,24 @@ class ShardReader:
     """Loads one rank's shard of the step that the controller named."""
 
     def __init__(self, identity: WorkerIdentity, segments: RankSegments, link: CommitLink | None, step: int) -> None:
-        """`step` is the one to be restored."""
+        """`step` is the one to be restored. Make this early: the slots that hold it are mapped in the background, while
+        the worker builds its model."""
         self._me = identity
         self._segments = segments
         self._link = link
         self._step = step
         self._reason = "no slot of this host holds it"
+        self._ahead: dict[SlotView, SlotSource] = {}
+        for view in segments.slots():
+            if self._alive_shard(view) is not None:
+                with contextlib.suppress(CorruptShard, OSError):  # the restore says what is wrong
+                    self._ahead[view] = SlotSource(segments.open_payload(view.index))
+
+    def close(self) -> None:
+        """Let go of the slots."""
+        for source in self._ahead.values():
+            source.close()
+        self._ahead.clear()
 
     def restore(self, state: MutableMapping[str, object]) -> None:
         """Load the step into `state` from the local slot as soon as it holds the step: at once if it survived the last
@@ -47,6 +59,7 @@ class ShardReader:
             engine = control.read_restore()  # before the slots: ready means that they hold it
             if self._from_slots(state) or (engine.path and self._from_file(state, engine)):
                 control.answer_restore(generation, RestoreAnswer.DONE)
+                self.close()
                 return
             refused = control.restore_answer(generation) is RestoreAnswer.REFUSED
             if isinstance(self._link, LocalCommitter):
@@ -72,7 +85,7 @@ class ShardReader:
             if manifest is None:
                 continue
             try:
-                self._read_slot(view.index, manifest, state)
+                self._read_slot(view, manifest, state)
             except (CorruptShard, OSError) as error:
                 self._segments.discard(view)  # so that no inventory lists it
                 self._refuse(error)
@@ -80,15 +93,15 @@ class ShardReader:
                 return True
         return False
 
-    def _read_slot(self, index: int, manifest: Manifest, state: MutableMapping[str, object]) -> None:
-        """Read the slot's file, not its mapping: to make one of a large shard takes as long as to read it."""
+    def _read_slot(self, view: SlotView, manifest: Manifest, state: MutableMapping[str, object]) -> None:
         from ckpt_engine.restore import restore_into
 
-        descriptor = self._segments.open_payload(index)
+        source = self._ahead.pop(view, None)
+        source = source or SlotSource(self._segments.open_payload(view.index))
         try:
-            restore_into(state, SlotFileSource(descriptor), manifest)
+            restore_into(state, source, manifest)
         finally:
-            os.close(descriptor)
+            source.close()
 
     def _from_file(self, state: MutableMapping[str, object], offer: RestoreWords) -> bool:
         """Read the file, unless the engine has begun to fill a slot instead, or it was refused already."""

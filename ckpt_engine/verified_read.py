@@ -91,7 +91,7 @@ class MemorySink:
 
 
 class SlotFileSource(FileSource):
-    """A slot's file: memory that is read without a mapping, which would take longer to make than to read."""
+    """A slot's file: memory, read by system calls."""
 
 
 _IN_MEMORY = (MemorySource, SlotFileSource)

@@ -18,7 +18,8 @@ from ckpt_engine.capture import Capture
 from ckpt_engine.manifest import Manifest, describe
 from ckpt_engine.restore import _Memory, read_state, restore_into
 from ckpt_engine.restore_file import load_file, read_file
-from ckpt_engine.verified_read import ByteSource, FileSource, MemorySink, MemorySource, SlotFileSource, read_verified
+from ckpt_engine.slot_source import SlotSource
+from ckpt_engine.verified_read import ByteSource, FileSource, MemorySink, MemorySource, read_verified
 from flyball.contracts.errors import CorruptShard, StateMismatch
 
 CHUNK = 4096  # so that a small state has many, and its header several
@@ -60,14 +61,21 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch
     return [*model.state_dict().values(), *moments]
 
 
-@pytest.fixture(params=["mapped", "slot file", "file"])
+@pytest.fixture(params=["mapped", "slot", "slot mapped ahead", "file"])
 def source_of(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[memoryview], ByteSource]:
     def from_file(payload: memoryview) -> ByteSource:
         path = tmp_path / "shard"
         path.write_bytes(payload)
-        descriptor = os.open(path, os.O_RDONLY)
-        request.addfinalizer(lambda: os.close(descriptor))
-        return SlotFileSource(descriptor) if request.param == "slot file" else FileSource(descriptor)
+        if request.param == "file":
+            descriptor = os.open(path, os.O_RDONLY)
+            request.addfinalizer(lambda: os.close(descriptor))
+            return FileSource(descriptor)
+        slot = SlotSource(os.open(path, os.O_RDWR))
+        request.addfinalizer(slot.close)
+        if request.param == "slot mapped ahead":
+            slot._thread.join(10.0)
+            assert slot._mapped_bytes == len(payload)
+        return slot
 
     return MemorySource if request.param == "mapped" else from_file
 
