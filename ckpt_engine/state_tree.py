@@ -195,9 +195,10 @@ class _Flatten:
 
     def _numpy(self, value: np.ndarray[Any, Any] | np.generic, path: str) -> Json:
         if isinstance(value, np.ndarray):
+            in_place = value.flags.c_contiguous and value.flags.writeable  # else torch cannot look at it
             try:
-                return {"$array": self._name(torch.from_numpy(np.array(value)), path)}
-            except TypeError:
+                return {"$array": self._name(torch.from_numpy(value if in_place else np.array(value)), path)}
+            except (TypeError, ValueError):
                 raise _unsupported(path, f"is a numpy array of {value.dtype}") from None
         if value.dtype.kind not in "biufc":
             raise _unsupported(path, f"is a numpy {value.dtype}")

@@ -131,6 +131,14 @@ def test_tensors_keep_every_bit(tensor: torch.Tensor) -> None:
     assert found.dtype == tensor.dtype and torch.equal(found, tensor.detach()) and not found.requires_grad
 
 
+@pytest.mark.parametrize("is_writable", [True, False])
+@pytest.mark.parametrize("view", [slice(None), slice(None, None, -2), (slice(1, 3), 0)], ids=str)
+def test_numpy_arrays_of_any_kind_keep_every_bit(view: slice | tuple[slice, int], is_writable: bool) -> None:
+    array = np.random.default_rng(1).random((6, 4))[view]
+    array.flags.writeable = is_writable
+    assert same(round_trip({"x": array})["x"], array)
+
+
 def test_tied_tensors_are_stored_once_and_stay_tied() -> None:
     weight = torch.randn(100)
     payload = captured({"a": weight, "b": {"c": weight}, "view": weight[:50]})
@@ -157,6 +165,7 @@ Point = namedtuple("Point", "x")
         (torch.randn(2, 2).to_sparse(), "'x' is a sparse"),
         (torch.empty(2, device="meta"), "'x' is a sparse, quantized or meta"),
         (np.array(["a"]), "'x' is a numpy array of <U1"),
+        (np.arange(3, dtype=">i4"), "'x' is a numpy array of >i4"),
         (np.datetime64("2026-01-01"), "'x' is a numpy datetime64"),
         ({object(): 1}, r"'x \(a key\)' is a"),
     ],
