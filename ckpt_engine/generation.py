@@ -11,6 +11,8 @@ from flyball.contracts.checkpoints import Lineage, RestorePlan, Tier
 from flyball.contracts.cluster import Placement
 from flyball.contracts.engine_wire import Configure
 
+_REMEMBERED_ABANDONED = 16  # as many as a control segment remembers
+
 
 class Generation:
     """One Configure, seen from this host. Does not change, except that it ends when a newer one begins."""
@@ -92,10 +94,12 @@ class WorldView:
             present = self._present
             if world.generation != present.generation:
                 return False
-            # Abandoned steps only become more, whatever order the messages come in, until the world step passes them.
+            # Abandoned steps only become more, whatever order the messages come in, until the world step passes them;
+            # of a world that stands still, the newest.
             world_step = max(world.world_step, present.world_step)
             known = {*world.abandoned, *present.abandoned} if world.world_step >= present.world_step else ()
-            abandoned = tuple(sorted(step for step in known or present.abandoned if step > world_step))
+            still_ahead = sorted(step for step in known or present.abandoned if step > world_step)
+            abandoned = tuple(still_ahead[-_REMEMBERED_ABANDONED:])
             tiers = _newest(*present.tiers, *world.tiers)
             next_save = max(world.next_save, present.next_save)
             self._present = WorldStep(world.job, world.generation, world_step, abandoned, tiers, next_save)

@@ -122,7 +122,7 @@ def read_config(path: str) -> Config:
             f"The file {path} with checkpoint settings cannot be read: {error.strerror}.",
             hint=f"give the path of a TOML file with --ckpt-config or {CONFIG_VARIABLE}",
         ) from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, or nested without end, as well
         raise ConfigurationError(f"The file {path} is no TOML: {error}.", hint="correct it") from error
     for name, section in config.items():
         if name not in _SECTIONS or not isinstance(section, dict):

@@ -75,5 +75,5 @@ def _convert(name: str, value: object, type_: object, error_type: type[FlyballEr
             elif type_ is bool:
                 value = _WORDS.get(value.lower(), value)
         return msgspec.convert(value, type_, strict=not isinstance(value, str))
-    except (ValueError, msgspec.ValidationError) as error:
+    except (ValueError, OverflowError, msgspec.ValidationError) as error:
         raise error_type(f"{place} has a value that is not usable: {error}.", hint="correct or remove it") from error

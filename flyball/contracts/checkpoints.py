@@ -39,6 +39,7 @@ class Replication(StrEnum):
 
 Steps = Annotated[int, msgspec.Meta(ge=0)]
 IntervalSeconds = Annotated[float, msgspec.Meta(ge=0, le=604_800)]
+TimeoutSeconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
 
 class TierPolicy(msgspec.Struct, frozen=True):
@@ -76,8 +77,8 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     capture: CaptureMode = CaptureMode.LAZY
     when_full: WhenFull = WhenFull.WAIT
     raise_on_failure: bool = False  # the next call of the trainer raises what a save failed with
-    save_timeout_s: float = 30.0  # the longest a save may wait for a slot that the world still needs
-    restore_timeout_s: float = 120.0
+    save_timeout_s: TimeoutSeconds = 30.0  # the longest a save may wait for a slot that the world still needs
+    restore_timeout_s: TimeoutSeconds = 120.0
 
     @property
     def saves(self) -> bool:

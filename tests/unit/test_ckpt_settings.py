@@ -102,6 +102,9 @@ def test_sizes_have_units(text: str, size: int) -> None:
         ("--ckpt-every-s -1", {}, "--ckpt-every-s -1"),
         ("", {"FLYBALL_CKPT_EVERY_S": "soon"}, "FLYBALL_CKPT_EVERY_S"),
         ("", {"FLYBALL_CKPT_MEMORY_LIMIT_BYTES": "-1"}, "FLYBALL_CKPT_MEMORY_LIMIT_BYTES"),
+        ("", {"FLYBALL_CKPT_MEMORY_LIMIT_BYTES": "9" * 400}, "FLYBALL_CKPT_MEMORY_LIMIT_BYTES"),
+        ("", {"FLYBALL_CKPT_SAVE_TIMEOUT_S": "inf"}, "FLYBALL_CKPT_SAVE_TIMEOUT_S"),
+        ("", {"FLYBALL_CKPT_RESTORE_TIMEOUT_S": "nan"}, "FLYBALL_CKPT_RESTORE_TIMEOUT_S"),
         ("", {"FLYBALL_CKPT_EVRY_S": "1"}, "FLYBALL_CKPT_EVRY_S"),
         ("--ckpt-config /no/such/file", {}, "/no/such/file"),
         ("", {"FLYBALL_CKPT_DISK_DIR": "/d"}, "how often"),
@@ -124,12 +127,14 @@ def test_a_mistake_names_its_place_and_the_next_step(line: str, environ: dict[st
         ("[motor]\nx = 1", "motor"),
         ("every_s = 1", "every_s"),
         ("[engine", "no TOML"),
+        ("x = '\xff'", "no TOML"),
+        ("x = " + "[" * 100_000, "no TOML"),
         ("[engine]\nmemory_limit_bytes = 'much'", "memory_limit_bytes"),
     ],
 )
 def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "ckpt.toml"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigurationError) as caught:
         load_settings({"FLYBALL_CKPT_CONFIG": str(path)})
     assert says in caught.value.message

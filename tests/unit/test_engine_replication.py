@@ -195,3 +195,10 @@ def test_steps_that_may_still_be_needed_are_not_overwritten(receiver: Receiver) 
     outcome = receiver.put(offer(newer, payload, 12), wire_bytes(newer, payload))
     assert isinstance(outcome, Reply) and outcome.verdict is Verdict.OK
     assert set(receiver.held()) == {11, 12}
+
+
+def test_a_world_that_stands_still_remembers_the_newest_abandoned_steps_only() -> None:
+    world = WorldView(WorldStep("job", 3, 9))
+    for step in range(10, 1010):
+        assert world.learn(WorldStep("job", 3, 9, (step,)))
+    assert world.present.abandoned == tuple(range(994, 1010))  # it goes with every replica and every word
