@@ -16,7 +16,7 @@ from ckpt_engine.shard_reading import ShardReading
 from ckpt_engine.step_listing import StepListing
 from ckpt_engine.tiers.folder import FolderStorage
 from ckpt_engine.tiers.shard_names import MANIFEST_SUFFIX, SHARD_SUFFIX
-from flyball.contracts.checkpoints import ShardCopy
+from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import (
     ConfigurationError,
     Conflict,
@@ -60,14 +60,15 @@ def extract_step(
     """Write every rank's shard into `target`, each from the nearest copy whose every byte is right. Nothing is written
     if a rank has no copy at all.
 
-    Raises RestoreFailed with the reason per rank, Conflict if files are there already and `overwrite` is not set,
-    StorageFull or OSError.
+    Raises RestoreFailed with the reason per rank, Conflict if files are there already and `overwrite` is not set, or if
+    `target` is where copies of the job lie, StorageFull or OSError.
     """
     sources: dict[int, list[HeldCopy]] = {rank: [] for rank in range(listing.world_size)}
     for held in inventory.copies_of(listing):
         if inventory.counts(held) and held.copy.rank in sources:
             sources[held.copy.rank].append(held)
     _check_complete(inventory, listing, {rank: "no copy" for rank, found in sources.items() if not found})
+    _check_apart(inventory, target)
     _make_room(target, overwrite=overwrite)
     extracted: list[ExtractedShard] = []
     failed: dict[int, str] = {}
@@ -80,7 +81,7 @@ def extract_step(
                 extracted.append(shard)
         _check_complete(inventory, listing, failed)
     except BaseException:  # Ctrl-C too: half a step is of no use to anybody
-        FolderStorage(target).remove([name for shard in extracted for name in _names(shard.rank)])
+        FolderStorage(target).remove([name for rank in sources for name in _names(rank)])
         raise
     return tuple(extracted)
 
@@ -115,7 +116,7 @@ def _extract(
 
 def _write(target: Path, rank: int, reading: ShardReading, on_bytes: Callable[[int], None]) -> None:
     manifest, shard = _names(rank)
-    lines = b"".join((reading.manifest_bytes, b"\n", manifests.digest(reading.manifest_bytes).encode(), b"\n"))
+    lines = manifests.as_file(reading.manifest_bytes)
     folder = FolderStorage(target)
     try:
         folder.write(shard, _verified(reading, on_bytes), reading.manifest.payload_bytes)
@@ -138,6 +139,15 @@ def _verified(reading: ShardReading, on_bytes: Callable[[int], None]) -> Iterato
 def _names(rank: int) -> tuple[str, str]:
     """The manifest's first: so they are removed."""
     return f"rank{rank}{MANIFEST_SUFFIX}", f"rank{rank}{SHARD_SUFFIX}"
+
+
+def _check_apart(inventory: Inventory, target: Path) -> None:
+    """What is written over is gone before the first byte is read."""
+    for held in inventory.held:
+        if held.copy.tier in (Tier.DISK, Tier.PERSISTENT) and Path(held.path).parent.resolve() == target.resolve():
+            raise Conflict(
+                f"In {target} lies step {held.copy.step} of {inventory.job} itself.", hint="choose another folder"
+            )
 
 
 def _make_room(target: Path, *, overwrite: bool) -> None:

@@ -49,12 +49,14 @@ class Inventory:
             self.ignored += place.ignored()
             self.sealed |= place.sealed()
         self.held.sort(key=lambda held: (held.copy.step, held.copy.generation, held.copy.rank, _ORDER[held.copy.tier]))
+        world_sizes = self._world_sizes()
+        self.held = [held for held in self.held if held.key in world_sizes]  # of others, all copies are gone by now
         self.lineage = lineage or infer_lineage(held.key for held in self.held)
         self.unsealed = {held.key for held in self.held if held.copy.tier is Tier.PERSISTENT} - self.sealed
         self.steps = list_steps(
             (held.copy for held in self.held),
             lineage=self.lineage,
-            world_sizes=self._world_sizes(),
+            world_sizes=world_sizes,
             unsealed=self.unsealed,
             pinned=self.pinned,
         )
@@ -96,8 +98,6 @@ class Inventory:
         for held in self.held:
             if held.key not in sizes and (manifest := read_manifest(held)) is not None:
                 sizes[held.key] = manifest.world_size
-        for held in self.held:  # all of its copies are gone or bad by now
-            sizes.setdefault(held.key, held.copy.rank + 1)
         return sizes
 
 

@@ -24,7 +24,7 @@ def first_manifest(folder: Path) -> Manifest | None:
     for name in names:
         try:
             content = FolderStorage(folder).read(name, MAX_MANIFEST_BYTES + _CHECKSUM_LINE_BYTES)
-            return manifests.decode(content.partition(b"\n")[0])
+            return manifests.decode(manifests.content_of_file(content, name))
         except (CorruptShard, OSError):
             continue
     return None

@@ -13,9 +13,11 @@ import pytest
 from ckpt_sites import CHUNK_BYTES, JOB, Site, shard
 from safetensors import safe_open
 
+from ckpt_engine.copy_places import SlotPlace
+from ckpt_engine.inventory import Inventory
 from ckpt_engine.slots import RankSegments
 from flyball.contracts import wire
-from flyball.contracts.checkpoints import LineageEntry
+from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
 from flyball.contracts.segments import CONTROL_SUFFIX, rank_segment
 
 
@@ -416,3 +418,30 @@ def test_where_only_one_host_is_seen_its_disk_is_not_taken_for_needless(site: Si
     site.put_memory(9)
     code, _, err = site.call("rm", "--memory", "--yes", *view)
     assert (code, "Step 9 of job is in memory" in err) == (16, True)
+
+
+def test_a_step_is_not_restored_over_its_own_copies(site: Site) -> None:
+    site.put_disk(8)
+    site.json("restore", "8", "--to", "out")
+    for folder in (site.root / "out", site.root / "disk" / "host-a" / JOB / "g1" / "step8"):
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        places = ["--dir", "out"] if folder.name == "out" else []
+        code, _, err = site.call("restore", "latest", "--to", str(folder), "--force", *places)
+        assert (code, "step 8 of job itself" in err) == (16, True)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_step_that_is_overwritten_while_it_is_listed_is_no_recovery_point(site: Site) -> None:
+    site.put_memory(10)
+    site.put_memory(11)
+
+    class OverwrittenAtOnce(SlotPlace):
+        def copies(self) -> list[ShardCopy]:
+            found = super().copies()
+            site.put_memory(13)
+            return found
+
+    places = [SlotPlace(Tier.MEMORY, site.prefix("host-a"), JOB, "host-a")]
+    places.append(OverwrittenAtOnce(Tier.MEMORY, site.prefix("host-b"), JOB, "host-b"))
+    inventory = Inventory(JOB, places)
+    assert [(step.step, step.world_size, step.recovery_point) for step in inventory.steps] == [(10, 2, True)]
