@@ -6,6 +6,7 @@ from __future__ import annotations
 import structlog
 
 from ckpt_engine.context import Services
+from ckpt_engine.control_views import RestoreAnswer
 from ckpt_engine.fetch import Fetcher
 from ckpt_engine.generation import Generation
 from ckpt_engine.peer_wire import Inventory, ListShards
@@ -31,9 +32,12 @@ class Refill:
         self._until_s = services.clock.monotonic_s() + services.settings.replicate_timeout_s
 
     def run(self, entry: OpenSegments) -> bool:
-        """Bring the rank's newest shards into its slots, if those are empty. Call again until it returns True: peers
-        may have been restarted as well, and are waited for as long as for a replica."""
-        if any(view.state is not SlotState.EMPTY for view in entry.segments.slots()):
+        """Bring the rank's newest shards into its slots, if those are empty and no trainer is at work, which writes to
+        them. Call again until it returns True: peers may have been restarted as well, and are waited for as long as for
+        a replica."""
+        control, number = entry.segments.control, self._generation.number
+        has_trainer = control.position(number) >= 0 or control.restore_answer(number) is not RestoreAnswer.NONE
+        if has_trainer or any(view.state is not SlotState.EMPTY for view in entry.segments.slots()):
             return True
         unreachable: list[str] = []
         sources: dict[tuple[int, int], ShardSource] = {}  # by generation and step

@@ -74,3 +74,20 @@ def test_killed_in_the_middle_of_it_the_next_engine_does_it(
     until(lambda: a.process is not None and a.process.poll() is not None)
     a.start()
     until(lambda: a.holds(Tier.MEMORY, 3, 0) and a.holds(Tier.PEER, 3, 1))
+
+
+def test_a_trainer_at_work_keeps_its_slots_to_itself(
+    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
+) -> None:
+    """It restored from a file, say, and has saved nothing since: two writers in one slot would be a torn step."""
+    a = cluster.host("a")
+    cluster.host("b")
+    rank, _ = saved(cluster, trainer, until)
+    a.kill()
+    for view in rank.segments.slots():
+        rank.segments.drop(view.index)
+    a.start()
+    until(lambda: a.holds(Tier.PEER, 3, 1))
+    assert rank.try_save(4)
+    until(lambda: a.holds(Tier.MEMORY, 4, 0))
+    assert "shards_refilled" not in a.status.counters
