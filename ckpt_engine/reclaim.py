@@ -45,7 +45,7 @@ def list_memory(prefix: str) -> list[RankMemory]:
     sizes: dict[tuple[str, bool, int], int] = defaultdict(int)
     for name, path in _files(prefix):
         try:
-            size_bytes = path.stat().st_size if name.suffix in SLOT_SUFFIXES else 0
+            size_bytes = path.lstat().st_size if name.suffix in SLOT_SUFFIXES else 0  # others make links here as well
         except FileNotFoundError:  # removed since it was listed
             continue
         if not name.maker_pid:

@@ -118,8 +118,10 @@ class JobControl:
     async def stop_all(self) -> None:
         """End every worker of this host, each with its job's grace; then bring the newest recovery points to the slow
         tiers, since the machine may be about to go down."""
-        await asyncio.gather(*(self._stop_job(job) for job in self._workers.jobs))
-        await asyncio.gather(*(self._flush_last(record) for record in list(self._jobs.values())))
+        try:
+            await asyncio.gather(*(self._stop_job(job) for job in self._workers.jobs))
+        finally:  # also if a worker cannot be ended, which is then what is raised
+            await asyncio.gather(*(self._flush_last(record) for record in list(self._jobs.values())))
 
     async def _flush_last(self, record: JobRecord) -> None:
         if not record.spec.checkpoint.is_durable:

@@ -189,6 +189,13 @@ def test_names_of_other_things_are_no_segments(prefix: str) -> None:
     assert parse_segment(prefix, "flyball-0000000000.job.r0.s0") is None
 
 
+def test_links_that_others_put_there_keep_nothing_from_being_reclaimed(prefix: str) -> None:
+    leave(prefix, "job")
+    loop = Path(rank_segment(prefix, "job", 7) + ".s0")  # /dev/shm is the whole machine's
+    loop.symlink_to(loop)
+    assert "job.r0" in sweep(prefix)
+
+
 def test_what_a_killed_maker_left_goes_and_what_a_live_one_makes_stays(prefix: str) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
