@@ -14,15 +14,34 @@ import fcntl
 import mmap
 import os
 import re
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from ckpt_engine.memory_plan import readable_size
 from flyball.contracts.errors import ConfigurationError, MemoryTooSmall
+from flyball.contracts.segments import SegmentName, parse_segment
 
 _UNFINISHED = ".new."  # and the pid of its maker
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; an error where a touch would be a SIGBUS
 _libc = ctypes.CDLL(None, use_errno=True)
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFAULT, errno.EDQUOT)  # EFAULT: what madvise calls a SIGBUS
+
+
+def own_segments(prefix: str) -> Iterator[tuple[SegmentName, os.stat_result]]:
+    """The files of segments below `prefix`, but for links and what other users have put there: the folder is the whole
+    machine's."""
+    with os.scandir(Path(prefix).parent) as entries:
+        for entry in entries:
+            name = parse_segment(prefix, entry.name)
+            if name is None:
+                continue
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # removed since it was listed
+                continue
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                yield name, status
 
 
 def open_private(path: str) -> int:

@@ -287,16 +287,11 @@ class RankSegments:
         folder, _, name = self.base.rpartition("/")
         prefix = f"{folder}/{name.partition('.')[0]}"
         own = parse_segment(prefix, name + CONTROL_SUFFIX)
-        present = 0
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                found = parse_segment(prefix, entry.name)
-                if own is None or found is None or found.job != own.job or found.suffix not in SLOT_SUFFIXES:
-                    continue
-                try:
-                    present += entry.stat().st_size
-                except FileNotFoundError:  # removed since it was listed
-                    continue
+        present = sum(
+            min(status.st_size, status.st_blocks * 512)  # of one that is being made, what it has taken so far
+            for found, status in segment_files.own_segments(prefix)
+            if own is not None and found.job == own.job and found.suffix in SLOT_SUFFIXES
+        )
         return max(0, plan.total_bytes - present)
 
     def _remember(self, index: int, descriptor: int, *, is_new: bool = False) -> memoryview:

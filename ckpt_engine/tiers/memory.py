@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from ckpt_engine import manifest as manifests
+from ckpt_engine import segment_files
 from ckpt_engine.manifest import Manifest
 from ckpt_engine.slots import RankSegments, SegmentOptions, SlotState, SlotView
 from flyball.contracts.checkpoints import ShardCopy, Tier
-from flyball.contracts.segments import CONTROL_SUFFIX, SegmentName, parse_segment, rank_segment
+from flyball.contracts.segments import CONTROL_SUFFIX, SegmentName, rank_segment
 
 
 class OpenSegments:
@@ -55,11 +55,10 @@ class SlotTier:
 
     def ranks(self) -> list[int]:
         """The ranks that have segments here, found by their file names."""
-        names = (parse_segment(self._prefix, path.name) for path in Path(self._prefix).parent.iterdir())
         return sorted(
             name.rank
-            for name in names
-            if name and name.suffix == CONTROL_SUFFIX and not name.maker_pid and self._is_ours(name)
+            for name, _ in segment_files.own_segments(self._prefix)
+            if name.suffix == CONTROL_SUFFIX and not name.maker_pid and self._is_ours(name)
         )
 
     def copies(self) -> list[ShardCopy]:

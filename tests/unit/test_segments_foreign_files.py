@@ -1,0 +1,67 @@
+"""The folder of the slots is the whole machine's: what others put there under our names disturbs nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt_engine.memory_plan import MemoryPlan
+from ckpt_engine.slots import RankSegments
+from ckpt_engine.tiers.memory import MemoryTier
+from flyball.contracts.errors import MemoryTooSmall
+from flyball.contracts.segments import rank_segment, shm_prefix
+
+ANOTHER_USER = 65534
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    return shm_prefix("/state", str(tmp_path))
+
+
+@pytest.fixture
+def segments(prefix: str) -> Iterator[RankSegments]:
+    opened = RankSegments.open(rank_segment(prefix, "job", 0), create=True)
+    yield opened
+    opened.close()
+
+
+def give_away(path: Path, size_bytes: int) -> None:
+    """A sparse file of another user."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can make another user's file")
+    path.touch()
+    os.truncate(path, size_bytes)
+    os.chown(path, ANOTHER_USER, ANOTHER_USER)
+
+
+def test_another_users_control_segment_hides_no_copies(prefix: str, segments: RankSegments) -> None:
+    give_away(Path(rank_segment(prefix, "job", 9) + ".ctl"), 1)
+    tier = MemoryTier(prefix, "job", "host")
+    assert tier.ranks() == [0]
+    assert tier.copies() == []
+    tier.release()
+    assert not Path(segments.base + ".ctl").exists()
+
+
+def test_a_link_without_end_fails_no_save(prefix: str, segments: RankSegments) -> None:
+    loop = Path(rank_segment(prefix, "job", 9) + ".s0")
+    loop.symlink_to(loop)
+    plan = MemoryPlan(4096)
+    assert segments.settle(plan) == plan
+
+
+@pytest.mark.parametrize("foreign", [True, False])
+def test_only_memory_that_is_really_ours_counts_as_there(prefix: str, segments: RankSegments, foreign: bool) -> None:
+    """Neither another user's file, nor one of ours that has not taken its memory yet."""
+    path = Path(rank_segment(prefix, "job", 1) + ".s0")
+    if foreign:
+        give_away(path, 1 << 43)
+    else:
+        path.touch()
+        os.truncate(path, 1 << 43)
+    with pytest.raises(MemoryTooSmall):
+        segments.settle(MemoryPlan(1 << 42))
