@@ -110,7 +110,7 @@ class Engine:
         for configure in self._job_files.load():
             try:
                 self._begin(configure, resumed=True)
-            except FlyballError as error:  # one job's segments must not keep the others from being served
+            except (FlyballError, OSError) as error:  # one job's segments must not keep the others from being served
                 log.error("job_not_resumed", job=configure.placement.job, reason=str(error))
         self._peer_server.start()
         self._notices.start()

@@ -170,16 +170,18 @@ class CommandLoop:
 
     def _supersede(self, newer: Command) -> None:
         """What waits (for a save, for a standby) gives way to a command that ends the workers it waits for, and a save
-        to the command that gives it up."""
+        to the command that gives it up or names a later step: other hosts will not have the earlier one."""
         if isinstance(newer.body, StopWorkers | StartWorkers | EndJob):
             giving_way: tuple[type[CommandBody], ...] = (SaveEmergency, FlushState, WarmUp, StartWorkers)
-        elif isinstance(newer.body, FlushState):
+        elif isinstance(newer.body, FlushState | SaveEmergency):
             giving_way = (SaveEmergency,)
         else:
             return
         for other, task in self._running.values():
             same_job = job_of(other.body) == job_of(newer.body)
             older = other.command_id != newer.command_id and other.fence <= newer.fence
+            if isinstance(other.body, SaveEmergency) and isinstance(newer.body, SaveEmergency):
+                older = older and other.body.step < newer.body.step
             if same_job and older and isinstance(other.body, giving_way):
                 task.cancel()
 

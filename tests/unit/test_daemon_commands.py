@@ -18,6 +18,7 @@ from flyball.contracts.decisions import (
     CommandUpdate,
     EndJob,
     RankPosition,
+    SaveEmergency,
     StopWorkers,
     UpdateState,
 )
@@ -105,6 +106,32 @@ def test_a_command_that_the_daemons_end_cuts_off_is_not_called_superseded(tmp_pa
         _, answer = await journal.admit(COMMAND, "job")
         assert answer is not None and answer.code == "interrupted"
         assert [task for task in asyncio.all_tasks() if "deliver" in repr(task)] == []
+
+    with_loop(tmp_path, hang, scenario)
+
+
+def test_a_step_that_is_named_anew_does_not_wait_for_the_one_before(tmp_path: Path) -> None:
+    """Another host had passed the first step: it is abandoned, and this host's ranks will never have it replicated."""
+
+    def save(step: int) -> Command:
+        return Command(f"act-1.save.host.{step}", "act-1", "host", Fence(1, 1), SaveEmergency("job", 1, step, 9.0), 9.0)
+
+    armed: list[int] = []
+
+    async def hang(command: Command, progress: Progress) -> CommandResult:
+        assert isinstance(command.body, SaveEmergency)
+        armed.append(command.body.step)
+        await asyncio.Event().wait()
+        return CommandResult()
+
+    async def scenario(loop: CommandLoop, supervisor: Supervisor, journal: CommandJournal) -> None:
+        supervisor.waiting = [save(20), save(24), save(22)]  # the last one is late, and takes nothing back
+        superseded = await supervisor.answers.get()
+        assert (superseded.command_id, superseded.code) == (save(20).command_id, "superseded")
+        while armed[-1:] != [24]:
+            await asyncio.sleep(0.01)
+        await loop.close()
+        assert (await journal.admit(save(24), "job"))[1].code == "interrupted"  # type: ignore[union-attr]
 
     with_loop(tmp_path, hang, scenario)
 
