@@ -161,11 +161,11 @@ class Saver:
 
     def _memory_plan(self, payload_bytes: int) -> MemoryPlan:
         me = self._me
-        several_hosts = me.world_size > me.local_world_size
+        other_hosts = (me.world_size - 1) // me.local_world_size  # all have as many ranks
         return MemoryPlan(
             payload_bytes,
             local_ranks=me.local_world_size,
-            replicas=me.checkpoint.replicas if several_hosts else 0,
+            replicas=min(me.checkpoint.replicas, other_hosts),
             slots=slot_count(me.checkpoint) if me.engine_notify else MIN_SLOTS,  # slow tiers are the engine's
         )
 

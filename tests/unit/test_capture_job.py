@@ -119,6 +119,19 @@ def test_a_failed_save_is_finished_and_told_once(identity: WorkerIdentity) -> No
         assert segments.control.aborted_steps(1) == {2}
 
 
+def test_memory_is_planned_for_the_replicas_that_the_hosts_can_hold(
+    identity: WorkerIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts hold one replica for each other, however many are asked for."""
+    monkeypatch.setenv("FLYBALL_CKPT_MEMORY_LIMIT_BYTES", "64KiB")
+    two_hosts = replace(
+        identity, world_size=2, engine_notify=str(tmp_path / "none.sock"), checkpoint=CheckpointSpec(replicas=8)
+    )
+    with Job(two_hosts) as job:
+        handle = job.save(0, state(0.0))
+        assert handle.staged.wait(DEADLINE_S), handle.error
+
+
 def test_a_step_boundary_saves_at_an_emergency_only(identity: WorkerIdentity) -> None:
     with Job(identity) as job:
         segments = job._engine._segments
