@@ -29,11 +29,12 @@ class SaveClock:
         coordination: Coordination,
         on_passed_by: Callable[[int, int], None],
     ) -> None:
-        """`on_passed_by(rank, step)`, perhaps again and again, for a rank that will never have the step."""
+        """`on_passed_by(rank, step)`, once, for a rank that will never have the step."""
         self._generation = generation
         self._memory = memory
         self._coordination = coordination
         self._on_passed_by = on_passed_by
+        self._told: dict[int, int] = {}  # rank -> the newest step that it passed by
 
     @classmethod
     def start_if_needed(
@@ -67,6 +68,8 @@ class SaveClock:
             position, named = control.position(generation.number), control.next_save(generation.number)
             slots = {(view.generation, view.step) for view in entry.segments.slots()}
             is_open = control.read_world().step < named < position
-        if is_open and (generation.number, named) not in slots and not is_due(generation.configure.spec, named):
+        has_it = (generation.number, named) in slots or is_due(generation.configure.spec, named)
+        if is_open and not has_it and self._told.get(rank, -1) < named:
+            self._told[rank] = named
             self._on_passed_by(rank, named)
         return position

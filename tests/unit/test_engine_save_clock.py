@@ -1,0 +1,80 @@
+"""What a host's clock sees of its ranks' positions."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from ckpt_engine.generation import Generation
+from ckpt_engine.save_clock import SaveClock
+from ckpt_engine.tiers.memory import MemoryTier
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
+from flyball.contracts.cluster import HostRanks, Placement
+from flyball.contracts.engine_wire import Configure
+from flyball.contracts.identity import Fence
+
+SPEC = CheckpointSpec(every_steps=0, every_s=0.1)
+PLACEMENT = Placement(
+    job="job",
+    generation=3,
+    world_size=1,
+    hosts=(HostRanks("a", "127.0.0.1", "a:1", (0,)),),
+    master_address="127.0.0.1",
+    master_port=1,
+    peers={},
+    lineage=(LineageEntry(3),),
+    restore=None,
+)
+TICKS = 4
+
+
+def test_a_step_that_was_passed_by_is_told_once(tmp_path: Path) -> None:
+    generation = Generation(Configure(Fence(1, 3), "a", PLACEMENT, SPEC), "a")
+    memory = MemoryTier(str(tmp_path / "flyball-test"), "job", "a")
+    told: list[tuple[int, int]] = []
+    positions: list[int] = []
+
+    class Coordination:
+        def tick(self, position: int) -> None:
+            positions.append(position)
+
+    coordination: Any = Coordination()
+
+    def ticks_from_now() -> None:
+        until, deadline_s = len(positions) + TICKS, time.monotonic() + 20
+        while len(positions) < until:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.005)
+
+    with memory.using(0, create=True) as entry:
+        assert entry is not None
+        control = entry.segments.control
+        control.begin_world(3, -1)
+        control.attach_trainer(3)
+        clock = SaveClock(
+            generation,
+            memory=memory,
+            coordination=coordination,
+            on_passed_by=lambda rank, step: told.append((rank, step)),
+        )
+        thread = threading.Thread(target=clock.run)
+        thread.start()
+        try:
+            control.name_save(5)
+            control.write_position(5)
+            ticks_from_now()
+            assert told == []  # it is about to save it
+            control.write_position(6)
+            ticks_from_now()
+            assert told == [(0, 5)]
+            control.name_save(9)
+            control.write_position(10)
+            ticks_from_now()
+            assert told == [(0, 5), (0, 9)]
+            assert positions[-1] == 10
+        finally:
+            generation.ended.set()
+            thread.join(10)
+    memory.release()
