@@ -17,6 +17,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Collection
 
 import xxhash
 
@@ -32,7 +33,7 @@ from ckpt_engine.control_file import (
 from ckpt_engine.control_views import ParkState, RestoreAnswer, RestoreState, RestoreWords, World
 from ckpt_engine.manifest import MAX_MANIFEST_BYTES
 from ckpt_engine.memory_order import this_machines_fence
-from ckpt_engine.slot_rules import MAX_SLOTS, MIN_SLOTS, SlotState, SlotView
+from ckpt_engine.slot_rules import MAX_SLOTS, MIN_SLOTS, AbandonedSteps, SlotState, SlotView
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.fault_points import reach
 
@@ -44,7 +45,7 @@ _MANIFEST_BYTES, _MANIFEST_HASH_LOW, _MANIFEST_HASH_HIGH = range(7, 10)
 _FENCE_EPOCH, _FENCE_GENERATION = 96, 97
 _WORLD_GENERATION, _WORLD_STEP = 98, 99
 _EMERGENCY_GENERATION, _EMERGENCY_STEP = 100, 101
-_ABANDONED_COUNT, _ABANDONED, _ABANDONED_ENTRIES = 102, 103, 16
+_ABANDONED_UPTO, _ABANDONED, _ABANDONED_ENTRIES = 102, 103, 16
 _REPLICATED_STEP, _DURABLE_STEP = 120, 121
 _HELD = {Tier.DISK: 122, Tier.PERSISTENT: 123}  # the step plus one, 0: none
 _NEXT_SAVE = 124
@@ -171,16 +172,17 @@ class ControlSegment:
         words = self._words
         generation = words[_WORLD_GENERATION]  # before the step: a step may only be taken for an older one
         self._fence()
+        upto = words[_ABANDONED_UPTO]  # before the step: a world step between the two would pass for abandoned
+        self._fence()
         step = words[_WORLD_STEP]  # before what is held: a step is held before the world step passes it
         self._fence()
-        count = words[_ABANDONED_COUNT]
-        newest = words[_ABANDONED : _ABANDONED + min(count, _ABANDONED_ENTRIES)].tolist()
+        named = frozenset(words[_ABANDONED : _ABANDONED + _ABANDONED_ENTRIES].tolist()) - {-1}
         return World(
             fence_epoch=words[_FENCE_EPOCH],
             fence_generation=words[_FENCE_GENERATION],
             generation=generation,
             step=step,
-            abandoned=frozenset(newest),
+            abandoned=AbandonedSteps(named, step, upto),
             held=frozenset(words[word] - 1 for word in _HELD.values() if words[word] > 0),
         )
 
@@ -193,7 +195,9 @@ class ControlSegment:
         """A generation begins at its restore step (-1: from scratch); nothing of the one before counts."""
         words = self._words
         words[_WORLD_STEP] = -1
-        words[_ABANDONED_COUNT] = 0
+        words[_ABANDONED_UPTO] = -1
+        for entry in range(_ABANDONED, _ABANDONED + _ABANDONED_ENTRIES):
+            words[entry] = -1
         words[_REPLICATED_STEP] = -1
         words[_DURABLE_STEP] = -1
         words[_EMERGENCY_STEP] = -1
@@ -209,11 +213,17 @@ class ControlSegment:
         """All ranks have `step`. Never goes back."""
         self._words[_WORLD_STEP] = max(step, self._words[_WORLD_STEP])
 
-    def abandon(self, step: int) -> None:
-        """Some rank will never have `step` of this generation; the newest few are remembered."""
-        count = self._words[_ABANDONED_COUNT]
-        self._words[_ABANDONED + count % _ABANDONED_ENTRIES] = step
-        self._words[_ABANDONED_COUNT] = count + 1
+    def abandon(self, steps: Collection[int], upto: int = -1) -> None:
+        """Some rank will never have `steps`, nor any up to `upto` that is newer than the world step. Call after
+        `advance_world` with the world step of that moment. `steps` are all that count beside `upto`: the newest 16."""
+        self._fence()
+        self._words[_ABANDONED_UPTO] = max(upto, self._words[_ABANDONED_UPTO])
+        newest = sorted(steps)[-_ABANDONED_ENTRIES:]
+        entries = range(_ABANDONED, _ABANDONED + _ABANDONED_ENTRIES)
+        free = [entry for entry in entries if self._words[entry] not in newest]
+        known = {self._words[entry] for entry in entries}
+        for entry, step in zip(free, [step for step in newest if step not in known], strict=False):
+            self._words[entry] = step
 
     def hold(self, tier: Tier, step: int) -> None:
         """This tier writes `step` straight from its slot: it must not be overwritten before `let_go`. A tier holds one
@@ -386,6 +396,7 @@ def _initial_words() -> bytes:
         *(_FENCE_GENERATION, _WORLD_GENERATION, _WORLD_STEP, _EMERGENCY_GENERATION, _EMERGENCY_STEP),
         *(_RESTORE_GENERATION, _RESTORE_STEP, _RESTORE_SLOT, _TRAINER_GENERATION, _POSITION),
         *(_REPLICATED_STEP, _DURABLE_STEP, _NEXT_SAVE),
+        *range(_ABANDONED_UPTO, _ABANDONED + _ABANDONED_ENTRIES),
     ):
         words[word] = -1
     return words.tobytes()

@@ -18,7 +18,7 @@ from ckpt_engine.slot_rules import MAX_SLOTS
 from flyball.contracts.errors import Conflict, StateVersionMismatch
 
 MAGIC = int.from_bytes(b"FLYBSLOT", "little")
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 LAST_USE_WORD = 2  # after magic and version
 HEADER_BYTES = 8192  # the words, and one text; the manifests follow
 CONTROL_BYTES = HEADER_BYTES + MAX_SLOTS * MAX_MANIFEST_BYTES  # manifests are holes until they are written

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from ckpt_engine.slot_rules import AbandonedSteps
 from flyball.contracts.checkpoints import Tier
 
 
@@ -45,7 +46,7 @@ class World:
     fence_generation: int
     generation: int
     step: int  # newest step committed, and replicated where configured, on all ranks
-    abandoned: frozenset[int]
+    abandoned: AbandonedSteps
     held: frozenset[int] = frozenset()  # slow tiers write them from their slots
 
 

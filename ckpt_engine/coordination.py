@@ -62,6 +62,7 @@ class Coordination:
                 world_size=generation.placement.world_size,
                 world_step=start.world_step,
                 abandoned=start.abandoned,
+                abandoned_upto=start.abandoned_upto,
                 schedules=schedules,
                 saves=self._make_save_schedule(start),
             )
@@ -78,12 +79,18 @@ class Coordination:
         )
 
     def report(
-        self, rank: int, saved: tuple[int, ...], failed: tuple[int, ...], tiers: tuple[TierReport, ...] = ()
+        self,
+        rank: int,
+        saved: tuple[int, ...],
+        failed: tuple[int, ...],
+        tiers: tuple[TierReport, ...] = (),
+        saving: int = -1,
     ) -> None:
-        """A local rank has these steps, and will never have those; and how it stands with the disk tiers."""
+        """A local rank has these steps, and will never have those; how it stands with the disk tiers; and the step that
+        it is busy with for long, -1 for none."""
         generation = self._generation
         with self._lock:
-            steps = RankSteps(generation.job, generation.number, rank, saved, failed, tiers, self._flush_step)
+            steps = RankSteps(generation.job, generation.number, rank, saved, failed, tiers, self._flush_step, saving)
             self._reports[rank] = steps
         self._send(steps)
 
@@ -119,11 +126,12 @@ class Coordination:
             changed = coordinator.tiers_reported(steps.rank, steps.tiers)
             changed = coordinator.saved(steps.rank, sorted(steps.saved)) or changed
             changed = coordinator.failed(steps.failed) or changed
+            changed = (steps.saving >= 0 and coordinator.saving(steps.rank, steps.saving)) or changed
             changed = coordinator.flush_wanted(steps.flush) or changed
             self._tell_of_skipped(sorted(set(coordinator.abandoned) - abandoned), steps.rank)
-            world = self._announce_locked(coordinator, changed)
+            advanced = changed and self._decide_locked(coordinator)
             to_seal = coordinator.to_seal
-        self._tell(world if changed else None, to_seal)
+        self._follow_up(advanced, to_seal)
         return Verdict.OK
 
     def hear_seals(self, report: TierReport) -> None:
@@ -132,24 +140,19 @@ class Coordination:
             return
         with self._lock:
             self._coordinator.now_s = self._clock.monotonic_s()
-            changed = self._coordinator.seals_reported(report)
-            world = self._announce_locked(self._coordinator, changed)
+            advanced = self._coordinator.seals_reported(report) and self._decide_locked(self._coordinator)
             to_seal = self._coordinator.to_seal
-        self._tell(world if changed else None, to_seal)
+        self._follow_up(advanced, to_seal)
 
     def tick(self, position: int) -> None:
-        """Time has passed, and a rank of this host is at `position` (-1: none yet); for the coordinator, else nothing.
-        What it names it notes here first: an engine that is restarted then does not name another."""
+        """Time has passed, and a rank of this host is at `position` (-1: none yet); for the coordinator, else
+        nothing."""
         if self._coordinator is None:
             return
         with self._lock:
             self._coordinator.now_s = self._clock.monotonic_s()
-            if not self._coordinator.tick(position):
-                return
-            world = self._world_of(self._coordinator)
-        self.hear_world(world)
-        with self._lock:
-            self._announce_locked(self._coordinator, changed=True)
+            if self._coordinator.tick(position):
+                self._decide_locked(self._coordinator)
 
     def _tell_of_skipped(self, steps: list[int], rank: int) -> None:
         """The whole world goes without these steps."""
@@ -157,37 +160,44 @@ class Coordination:
             self._counters.add("steps_skipped", len(steps))
             log.warning("steps_skipped", job=self._generation.job, steps=steps, heard_from_rank=rank)
 
-    def _tell(self, world: WorldStep | None, to_seal: dict[Tier, int]) -> None:
-        if world is not None:
-            self.hear_world(world)
+    def _follow_up(self, advanced: bool, to_seal: dict[Tier, int]) -> None:
+        if advanced:
+            self._on_advance()
         for tier, step in to_seal.items():
             self._on_written(tier, step)
 
-    def _announce_locked(self, coordinator: Coordinator, changed: bool) -> WorldStep:
+    def _decide_locked(self, coordinator: Coordinator) -> bool:
+        """Tell all hosts. This one notes it first: an engine that is restarted then decides nothing else. True if the
+        world step moved."""
         world = self._world_of(coordinator)
-        if changed:
-            for host_id in self._generation.linked_hosts:
-                self._links.post(host_id, (self._generation.job, "world"), world)
-        return world
+        advanced = self._learn_locked(world)
+        for host_id in self._generation.linked_hosts:
+            self._links.post(host_id, (self._generation.job, "world"), world)
+        return advanced
 
     def hear_world(self, world: WorldStep) -> Verdict:
         """What the coordinator decided: into the control words of the local ranks."""
         verdict = self._judge(world.generation)
         if verdict is not Verdict.OK:
             return verdict
-        before = self.world.present.world_step
         with self._lock:
-            if self.world.learn(world):
-                self._on_naming(self.world.present.tiers)  # first: what is named must not be overwritten
-                self._write_words(self.world.present)
-        if self.world.present.world_step > before:
-            self._on_advance()
+            advanced = self._learn_locked(world)
+        self._follow_up(advanced, {})
         return Verdict.OK
 
-    def repeat_naming(self) -> None:
-        """Call `on_naming` for those who were not there when the present one was heard."""
+    def _learn_locked(self, world: WorldStep) -> bool:
+        before = self.world.present.world_step
+        if self.world.learn(world):
+            self._on_naming(self.world.present.tiers)  # first: what is named must not be overwritten
+            self._write_words(self.world.present)
+        return self.world.present.world_step > before
+
+    def repeat(self) -> None:
+        """Call `on_naming` for those who were not there when the present one was heard, and write the control words of
+        ranks that this engine's predecessor did not get to any more."""
         with self._lock:
             self._on_naming(self.world.present.tiers)
+            self._write_words(self.world.present)
 
     def peer_is_up(self, host_id: str) -> None:
         """A connection to this host was made: tell it what it may have missed."""
@@ -212,11 +222,12 @@ class Coordination:
             coordinator.abandoned,
             coordinator.namings,
             coordinator.next_save,
+            coordinator.abandoned_upto,
         )
 
     def _begin_words(self) -> WorldStep:
         generation = self._generation
-        world_step, abandoned, next_save = generation.restore_step, frozenset[int](), -1
+        world_step, abandoned, upto, next_save = generation.restore_step, frozenset[int](), -1, -1
         for rank in generation.local_ranks:
             with self._memory.using(rank, create=True) as entry:
                 if entry is None:
@@ -226,13 +237,14 @@ class Coordination:
                 control.write_fence(fence.epoch, generation.number)
                 words = control.read_world()
                 if words.generation == generation.number:
-                    world_step, abandoned = max(world_step, words.step), abandoned | words.abandoned
+                    world_step, abandoned = max(world_step, words.step), abandoned | words.abandoned.named
+                    upto = max(upto, words.abandoned.upto)
                     next_save = max(next_save, control.next_save(generation.number))
                     control.release_holds()  # of this engine's predecessor
                 else:
                     control.begin_world(generation.number, generation.restore_step)
         alive = tuple(sorted(step for step in abandoned if step > world_step))
-        return WorldStep(generation.job, generation.number, world_step, alive, next_save=next_save)
+        return WorldStep(generation.job, generation.number, world_step, alive, next_save=next_save, abandoned_upto=upto)
 
     def _write_words(self, world: WorldStep) -> None:
         for rank in self._generation.local_ranks:
@@ -244,5 +256,4 @@ class Coordination:
                     continue  # a newer generation has begun
                 control.advance_world(world.world_step)
                 control.name_save(world.next_save)
-                for step in sorted(set(world.abandoned) - control.read_world().abandoned):
-                    control.abandon(step)
+                control.abandon(world.abandoned, world.abandoned_upto)

@@ -4,6 +4,9 @@ Rank 0's engine runs it. A rank "has" a step when its shard is committed and, wh
 A step that some rank failed to save, or went past without having it, can never become a world step: it is abandoned,
 so that the slots that hold it may be overwritten. Reports may be lost, repeated and late: each is a fact that stays
 true, except that a step once abandoned stays abandoned, since others may have overwritten it by then.
+
+The newest abandoned steps are told by name. A rank that heard nothing for long may hold an older one, so they are told
+by one number as well: every step up to it that is newer than the world step is abandoned.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from ckpt_engine.save_schedule import SaveSchedule
 from ckpt_engine.tier_schedule import TierSchedule
 from flyball.contracts.checkpoints import Tier
 
-MAX_ABANDONED = 8  # the newest; a rank has four slots at most, so no slot holds an older one
+MAX_ABANDONED = 8  # by name
 
 
 class Coordinator:
@@ -28,26 +31,27 @@ class Coordinator:
         world_size: int,
         world_step: int,
         abandoned: Iterable[int] = (),
-        max_abandoned: int = MAX_ABANDONED,
+        abandoned_upto: int = -1,
         schedules: Sequence[TierSchedule] = (),
         saves: SaveSchedule | None = None,
     ) -> None:
         """`world_step`: what the generation started from (-1: nothing) or, after a restart of this engine, what its
-        control words say, like `abandoned`. `schedules`: of the disk tiers; `saves`: for intervals in seconds."""
+        control words say, like `abandoned` and `abandoned_upto`. `schedules`: of the disk tiers; `saves`: for intervals
+        in seconds."""
         self.generation = generation
         self.world_step = world_step
         self.schedules = schedules
         self.now_s = 0.0  # whoever tells facts sets it first; only intervals in seconds depend on it
         self._saves = saves
-        self._max_abandoned = max_abandoned
-        self._abandoned = set(abandoned)
-        self._abandoned_floor = -1  # steps up to here left `_abandoned` for want of room, and stay abandoned
+        self.abandoned_upto = abandoned_upto  # every step up to here that is newer than the world step is abandoned
+        self._abandoned: set[int] = set()
         self._saved: list[set[int]] = [set() for _ in range(world_size)]
-        self._newest = [world_step] * world_size
+        self._newest = [world_step] * world_size  # that the rank has begun to save; it begins no older one any more
+        self._abandon(abandoned)
 
     @property
     def abandoned(self) -> tuple[int, ...]:
-        """Steps newer than the world step that will never be complete, oldest first; the newest few."""
+        """Steps newer than the world step and `abandoned_upto` that will never be complete, oldest first."""
         return tuple(sorted(self._abandoned))
 
     @property
@@ -90,7 +94,7 @@ class Coordinator:
 
     def saved(self, rank: int, steps: Iterable[int]) -> bool:
         """The rank has these steps, oldest to newest. True if something is to be told to all."""
-        before = (self.world_step, self.abandoned, self.namings)
+        before = (self.world_step, self.abandoned, self.abandoned_upto, self.namings)
         for step in steps:
             self._newest[rank] = max(self._newest[rank], step)
             if step > self.world_step and not self._is_abandoned(step):
@@ -99,8 +103,17 @@ class Coordinator:
         self._offer(complete)  # before the world step moves: what is named now, nobody has overwritten
         if complete:
             self._advance(max(complete))
-        self._abandon(step for step in set().union(*self._saved) if self._is_passed_over(step))
-        return (self.world_step, self.abandoned, self.namings) != before
+        self._abandon_passed_over()
+        return (self.world_step, self.abandoned, self.abandoned_upto, self.namings) != before
+
+    def saving(self, rank: int, step: int) -> bool:
+        """The rank has been busy with `step` for long. Of older ones it will never have others than those that it said
+        it has, whatever it has forgotten. True if something is to be told to all."""
+        before = (self.abandoned, self.abandoned_upto)
+        self._newest[rank] = max(self._newest[rank], step)
+        self._abandon_passed_over()
+        self._abandon_all_upto(min({step, *self._saved[rank]}) - 1)
+        return (self.abandoned, self.abandoned_upto) != before
 
     def tiers_reported(self, rank: int, reports: Iterable[TierReport]) -> bool:
         """What a rank has in the disk tiers. True if something is to be told to all."""
@@ -123,16 +136,16 @@ class Coordinator:
 
     def failed(self, steps: Iterable[int]) -> bool:
         """Some rank will never have these steps. True if something changed."""
-        before = self.abandoned
-        self._abandon(step for step in steps if step > self.world_step)
-        return self.abandoned != before
+        before = (self.abandoned, self.abandoned_upto)
+        self._abandon(steps)
+        return (self.abandoned, self.abandoned_upto) != before
 
     def _offer(self, steps: Collection[int]) -> None:
         for schedule in self.schedules:
             schedule.offer(steps, self.now_s)
 
     def _is_abandoned(self, step: int) -> bool:
-        return step in self._abandoned or step <= self._abandoned_floor
+        return step in self._abandoned or step <= self.abandoned_upto
 
     def _is_passed_over(self, step: int) -> bool:
         return any(newest > step and step not in saved for newest, saved in zip(self._newest, self._saved, strict=True))
@@ -142,10 +155,16 @@ class Coordinator:
         self._abandoned = {step for step in self._abandoned if step > world_step}
         self._saved = [{step for step in saved if step > world_step} for saved in self._saved]
 
+    def _abandon_passed_over(self) -> None:
+        self._abandon(step for step in set().union(*self._saved) if self._is_passed_over(step))
+
     def _abandon(self, steps: Iterable[int]) -> None:
-        self._abandoned.update(steps)
-        while len(self._abandoned) > self._max_abandoned:
-            oldest = min(self._abandoned)
-            self._abandoned.remove(oldest)
-            self._abandoned_floor = max(self._abandoned_floor, oldest)
+        self._abandoned.update(step for step in steps if step > self.world_step)
+        surplus = sorted(self._abandoned)[:-MAX_ABANDONED]
+        self._abandon_all_upto(max(surplus, default=-1))
+
+    def _abandon_all_upto(self, step: int) -> None:
+        if step > self.world_step:
+            self.abandoned_upto = max(self.abandoned_upto, step)
+        self._abandoned = {step for step in self._abandoned if step > self.abandoned_upto}
         self._saved = [{step for step in saved if not self._is_abandoned(step)} for saved in self._saved]

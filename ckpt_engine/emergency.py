@@ -12,6 +12,7 @@ import structlog
 from ckpt_engine.coordination import Coordination
 from ckpt_engine.durable_tiers import DurableTiers
 from ckpt_engine.generation import Generation
+from ckpt_engine.peer_wire import WorldStep
 from ckpt_engine.pipeline import RankPipeline
 from ckpt_engine.slots import SlotState
 from ckpt_engine.tiers.memory import MemoryTier
@@ -46,7 +47,7 @@ def flush(
     while True:
         world = coordination.world.present
         now_s = time.monotonic()
-        if now_s >= settle_until_s or not _is_unsettled(generation, memory, world.world_step, world.abandoned):
+        if now_s >= settle_until_s or not _is_unsettled(generation, memory, world):
             if world.world_step >= 0:
                 reach("engine.flush")
                 coordination.want_flush(world.world_step)
@@ -67,14 +68,15 @@ def flush(
     return reached
 
 
-def _is_unsettled(generation: Generation, memory: MemoryTier, world_step: int, abandoned: tuple[int, ...]) -> bool:
+def _is_unsettled(generation: Generation, memory: MemoryTier, world: WorldStep) -> bool:
     """Whether a local rank has a newer step of which it is not known yet whether all have it."""
+    abandoned = world.abandoned_steps
     for rank in generation.local_ranks:
         with memory.using(rank) as entry:
             views = entry.segments.slots() if entry is not None else []
         if any(
             view.state in (SlotState.CAPTURED, SlotState.COMMITTED)
-            and view.step > world_step
+            and view.step > world.world_step
             and view.step not in abandoned
             and is_alive(view.generation, view.step, generation.lineage)
             for view in views

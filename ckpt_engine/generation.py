@@ -99,10 +99,11 @@ class WorldView:
             world_step = max(world.world_step, present.world_step)
             known = {*world.abandoned, *present.abandoned} if world.world_step >= present.world_step else ()
             still_ahead = sorted(step for step in known or present.abandoned if step > world_step)
-            abandoned = tuple(still_ahead[-_REMEMBERED_ABANDONED:])
+            upto = max(world.abandoned_upto, present.abandoned_upto)  # a later one goes with a later world step
+            abandoned = tuple([step for step in still_ahead if step > upto][-_REMEMBERED_ABANDONED:])
             tiers = _newest(*present.tiers, *world.tiers)
             next_save = max(world.next_save, present.next_save)
-            self._present = WorldStep(world.job, world.generation, world_step, abandoned, tiers, next_save)
+            self._present = WorldStep(world.job, world.generation, world_step, abandoned, tiers, next_save, upto)
             return self._present != present
 
 

@@ -84,7 +84,7 @@ class Job:
             self._pipelines = {
                 rank: self._make_pipeline(rank, generation, coordination, resumed) for rank in generation.local_ranks
             }
-            coordination.repeat_naming()
+            coordination.repeat()
             for pipeline in self._pipelines.values():
                 pipeline.start()
             durable.start()
@@ -357,7 +357,8 @@ class Job:
         if pipeline is not None and coordination is self.coordination:
             with self._reporting:  # the newest report takes the place of older ones, so it must be the newest
                 reports = self._durable.reports(rank) if self._durable is not None else ()
-                coordination.report(rank, pipeline.saved_steps, pipeline.failed_steps, reports)
+                saving = pipeline.saving_step  # first: steps that are saved meanwhile are in what is read next
+                coordination.report(rank, pipeline.saved_steps, pipeline.failed_steps, reports, saving)
         with self._progress:
             self._progress.notify_all()
 

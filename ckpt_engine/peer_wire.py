@@ -15,6 +15,7 @@ import msgspec
 
 from ckpt_engine.changed_chunks import MAX_BITMAP_BYTES
 from ckpt_engine.manifest import MAX_MANIFEST_BYTES
+from ckpt_engine.slot_rules import AbandonedSteps
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.identity import HostId, JobName, Rank, Step
 
@@ -78,8 +79,9 @@ class TierReport(msgspec.Struct, frozen=True):
 
 
 class WorldStep(msgspec.Struct, frozen=True, tag="world"):
-    """From the coordinator: the newest step that all ranks have, newer ones that they never will, what to write to the
-    disk tiers, and the step to save for an interval in seconds."""
+    """From the coordinator: the newest step that all ranks have, newer ones that they never will (the newest few by
+    name, and all up to `abandoned_upto`), what to write to the disk tiers, and the step to save for an interval in
+    seconds."""
 
     job: JobName
     generation: int
@@ -87,6 +89,11 @@ class WorldStep(msgspec.Struct, frozen=True, tag="world"):
     abandoned: tuple[int, ...] = ()
     tiers: tuple[TierNaming, ...] = ()
     next_save: int = -1
+    abandoned_upto: int = -1
+
+    @property
+    def abandoned_steps(self) -> AbandonedSteps:
+        return AbandonedSteps(frozenset(self.abandoned), self.world_step, self.abandoned_upto)
 
 
 class RankSteps(msgspec.Struct, frozen=True, tag="rank_steps"):
@@ -100,6 +107,7 @@ class RankSteps(msgspec.Struct, frozen=True, tag="rank_steps"):
     failed: tuple[int, ...] = ()
     tiers: tuple[TierReport, ...] = ()
     flush: int = -1  # bring this step or a newer one to the disk tiers, out of schedule
+    saving: int = -1  # busy with it for long: it will have no older steps but those in `saved`; -1: nothing said
 
 
 class PutShard(msgspec.Struct, frozen=True, tag="put"):

@@ -66,6 +66,8 @@ class RankPipeline:
         self._state_lock = threading.Lock()
         self._saved: set[int] = set()
         self._failed: set[int] = set()
+        self._unsettled = (-1, 0.0)  # the oldest step that is not settled, and since when it has been that
+        self._saving_step = -1
         self._replicating = False
         self._kick = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{generation.job}-r{rank}", daemon=True)
@@ -116,6 +118,12 @@ class RankPipeline:
         """Steps of this generation that this rank will never have; the newest few."""
         with self._state_lock:
             return tuple(sorted(self._failed))
+
+    @property
+    def saving_step(self) -> int:
+        """The newest step that this rank was busy with for long, -1 for none; of older ones it will never have others
+        than those in `saved_steps`. So a failure that is forgotten, as when an engine is killed, is told again."""
+        return self._saving_step
 
     def fail(self, step: int, message: str) -> None:
         """This rank will never have `step`."""
@@ -181,7 +189,20 @@ class RankPipeline:
                 if step > self._world.present.world_step:
                     self.fail(step, "The trainer gave it up; its log says why.")  # its notice was lost
             self._settle(entry)
+            self._note_delay(entry)
             return self._settings.scan_interval_s
+
+    def _note_delay(self, entry: OpenSegments) -> None:
+        world_step, saved = self._world.present.world_step, self.saved_steps
+        present = [v for v in entry.segments.slots() if v.generation == self._generation.number and self._is_wanted(v)]
+        oldest = min((v.step for v in present if v.step > world_step and v.step not in saved), default=-1)
+        step, since_s = self._unsettled
+        now_s = time.monotonic()
+        if oldest != step:
+            self._unsettled = (oldest, now_s)
+        elif oldest > self._saving_step and now_s - since_s >= self._settings.scan_interval_s:
+            self._saving_step = oldest
+            self._on_progress(self.rank)
 
     def _is_alive(self, view: SlotView) -> bool:
         return is_alive(view.generation, view.step, self._generation.lineage)
@@ -231,7 +252,7 @@ class RankPipeline:
         if view.step < world.world_step:
             return False
         with self._state_lock:
-            lost = view.step in self._failed or view.step in world.abandoned
+            lost = view.step in self._failed or view.step in world.abandoned_steps
         return view.generation != self._generation.number or not lost
 
     def _settle(self, entry: OpenSegments) -> None:

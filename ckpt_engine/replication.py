@@ -121,7 +121,7 @@ def _receive_into(
 ) -> Reply:
     segments = entry.segments
     present = world.present
-    slot = choose_slot(segments.slots(), present.world_step, generation.lineage, present.abandoned)
+    slot = choose_slot(segments.slots(), present.world_step, generation.lineage, present.abandoned_steps)
     if slot is None:
         return Reply(Verdict.BUSY, "Both replica slots hold steps that may still be needed.")
     held = _held(segments, slot, put.shard_bytes)

@@ -3,7 +3,7 @@ the engine. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -40,8 +40,21 @@ class SlotView:
     surplus: bool = False  # of more slots than are used now: nothing new is written here
 
 
+@dataclass(frozen=True, slots=True)
+class AbandonedSteps:
+    """Steps of the running generation that some rank will never have: some by name, and all those that are newer than
+    `world_step` and no newer than `upto`. The two must be of one moment, or `world_step` of a later one."""
+
+    named: frozenset[int] = frozenset()
+    world_step: int = -1
+    upto: int = -1
+
+    def __contains__(self, step: object) -> bool:
+        return step in self.named or (isinstance(step, int) and self.world_step < step <= self.upto)
+
+
 def may_overwrite(
-    slot: SlotView, world_step: int, lineage: Lineage, abandoned: Collection[int], held: Collection[int] = ()
+    slot: SlotView, world_step: int, lineage: Lineage, abandoned: Container[int], held: Collection[int] = ()
 ) -> bool:
     """Whether no recovery point can need what is in `slot`.
 
@@ -68,7 +81,7 @@ def choose_slot(
     slots: Iterable[SlotView],
     world_step: int,
     lineage: Lineage,
-    abandoned: Collection[int],
+    abandoned: Container[int],
     held: Collection[int] = (),
 ) -> SlotView | None:
     """The slot for the next shard: one that holds nothing of use, else the oldest step; None if all are needed."""
@@ -86,7 +99,7 @@ def unneeded_surplus(
     slots: Iterable[SlotView],
     world_step: int,
     lineage: Lineage,
-    abandoned: Collection[int],
+    abandoned: Container[int],
     held: Collection[int] = (),
 ) -> list[SlotView]:
     """The surplus slots whose memory can be given back: no recovery point needs them any more."""

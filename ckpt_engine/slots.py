@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -176,7 +176,7 @@ class RankSegments:
         return plan
 
     def choose(
-        self, world_step: int, lineage: Lineage, abandoned: Collection[int], held: Collection[int]
+        self, world_step: int, lineage: Lineage, abandoned: Container[int], held: Collection[int]
     ) -> SlotView | None:
         """The slot for the trainer's next shard (`slot_rules.choose_slot`). Memory of slots beyond those in use is
         given back as soon as nothing needs them."""

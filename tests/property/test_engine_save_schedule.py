@@ -36,7 +36,7 @@ class Rank:
         world = self.world.present
         if self.position % stride or not is_due(spec, self.position, world.next_save):
             return
-        slot = choose_slot(self.slots, world.world_step, LINEAGE, world.abandoned)
+        slot = choose_slot(self.slots, world.world_step, LINEAGE, world.abandoned_steps)
         if slot is None:
             self.failed.add(self.position)
             return
@@ -65,12 +65,17 @@ class World:
             interval_s(self.spec), named=known.next_save, world_step=known.world_step, now_s=self.now_s
         )
         self.coordinator = Coordinator(
-            generation=1, world_size=RANKS, world_step=known.world_step, abandoned=known.abandoned, saves=saves
+            generation=1,
+            world_size=RANKS,
+            world_step=known.world_step,
+            abandoned=known.abandoned,
+            abandoned_upto=known.abandoned_upto,
+            saves=saves,
         )
 
     def hear(self, rank: Rank) -> None:
         at = self.coordinator
-        rank.world.learn(WorldStep("job", 1, at.world_step, at.abandoned, at.namings, at.next_save))
+        rank.world.learn(WorldStep("job", 1, at.world_step, at.abandoned, at.namings, at.next_save, at.abandoned_upto))
 
     def do(self, event: str, rank: Rank) -> None:
         match event:

@@ -155,6 +155,7 @@ def test_a_rank_reports_what_is_newest_whichever_thread_was_first(job: Job) -> N
     class Pipeline:
         saved_steps: tuple[int, ...] = (1,)
         failed_steps: tuple[int, ...] = ()
+        saving_step = -1
 
     class Coordination:
         def __init__(self) -> None:

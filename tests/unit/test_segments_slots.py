@@ -12,7 +12,7 @@ from ckpt_engine import memory_limits, shard_format
 from ckpt_engine.control_file import CONTROL_BYTES
 from ckpt_engine.memory_limits import cgroup_available
 from ckpt_engine.memory_plan import MemoryPlan
-from ckpt_engine.slot_rules import SlotView, choose_slot
+from ckpt_engine.slot_rules import AbandonedSteps, SlotView, choose_slot
 from ckpt_engine.slots import ParkState, RankSegments, RestoreState, RestoreWords, SlotState, may_overwrite
 from flyball.contracts.checkpoints import LineageEntry, Tier
 from flyball.contracts.errors import ConfigurationError, CorruptShard, MemoryTooSmall, StateVersionMismatch
@@ -213,7 +213,7 @@ def test_the_tightest_cgroup_of_either_version_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\0" * CONTROL_BYTES, b"FLYBSLOT".ljust(CONTROL_BYTES, b"\7")])
 def test_a_control_segment_of_another_version_is_refused(base: str, content: bytes) -> None:
     Path(base + CONTROL_SUFFIX).write_bytes(content)
-    with pytest.raises(StateVersionMismatch, match="layout version 2"):
+    with pytest.raises(StateVersionMismatch, match="layout version 3"):
         RankSegments.open(base, create=True)
 
 
@@ -242,17 +242,21 @@ def test_world_words(segments: RankSegments) -> None:
     control.begin_world(3, 10)
     control.advance_world(12)
     control.advance_world(11)
-    control.abandon(13)
+    control.abandon([13])
     world = control.read_world()
-    assert (world.generation, world.step, world.abandoned) == (3, 12, frozenset({13}))
+    assert (world.generation, world.step, world.abandoned) == (3, 12, AbandonedSteps(frozenset({13}), 12))
     for step in range(100, 140):
-        control.abandon(step)
-    assert control.read_world().abandoned == frozenset(range(124, 140))
+        control.abandon([13, *range(100, step + 1)], upto=step - 90)
+    assert control.read_world().abandoned == AbandonedSteps(frozenset(range(124, 140)), 12, 49)
+    control.abandon([139, 200], upto=30)
+    world = control.read_world()
+    assert all(step in world.abandoned for step in (13, 49, 139, 200))
+    assert not any(step in world.abandoned for step in (12, 50, -1))  # not the world step either
     control.note_replicated(12)
     control.note_durable(10)
     assert (control.replicated_step(3), control.durable_step(3), control.replicated_step(2)) == (12, 10, -1)
     control.begin_world(4, 12)
-    assert control.read_world().abandoned == frozenset()
+    assert control.read_world().abandoned == AbandonedSteps(world_step=12)
     assert (control.replicated_step(4), control.durable_step(4)) == (-1, -1)
 
 

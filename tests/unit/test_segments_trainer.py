@@ -394,7 +394,7 @@ def test_a_step_that_was_abandoned_frees_its_slot(with_engine: WorkerIdentity, e
     engine.commit(0)
     job.save(1, state(1.0))
     engine.commit(1, world=False)
-    engine.segments.control.abandon(1)
+    engine.segments.control.abandon([1])
     assert job.save(2, state(2.0)).staged
     assert [view.step for view in engine.segments.slots()] == [0, 2]
 

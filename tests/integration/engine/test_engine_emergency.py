@@ -14,7 +14,7 @@ import pytest
 
 from ckpt_engine.save_schedule import is_due
 from flyball.contracts.checkpoints import CheckpointSpec, RestorePlan, Tier, branch
-from flyball.contracts.engine_wire import Arm, Disarm, EngineReply, Flush, GetStatus
+from flyball.contracts.engine_wire import Arm, AwaitSaved, Disarm, EngineReply, Flush, GetStatus
 from flyball.contracts.identity import Fence
 
 if TYPE_CHECKING:
@@ -157,6 +157,35 @@ def test_an_engine_that_is_killed_in_the_middle_of_it_flushes_when_it_is_asked_a
     (reply,) = flush([host])
     assert reply.flushed == {"disk": 2, "persistent": 2}
     assert files(cluster.root / "disk", 2) == files(cluster.root / "store", 2) == {"rank0.safetensors": rank.payload(2)}
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_an_engine_that_is_killed_before_it_says_that_ranks_are_armed_knows_of_it_when_it_is_asked_again(
+    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None], given_up: bool
+) -> None:
+    host = cluster.host("a", start=False).start(FLYBALL_FAULT_POINT="engine.armed")
+    cluster.configure(cluster.placement({"a": (0,)}), all_tiers(cluster))
+    rank = trainer(host, 0)
+    rank.save(1)
+    until(lambda: rank.world_step == 1)
+    with pytest.raises((OSError, struct.error)):
+        host.ask(Arm(Fence(1, 1), JOB, 10))
+    until(lambda: host.process is not None and host.process.poll() is not None)
+    control = rank.segments.control
+    assert control.emergency_step(1) == 10
+    rank.save(2)
+    host.start()
+    if given_up:
+        assert host.ask(Disarm(Fence(1, 1), JOB)).ok
+        assert control.emergency_step(1) == -1
+    else:
+        assert host.ask(Arm(Fence(1, 1), JOB, 10)).ok
+        rank.save(10)
+        assert host.ask(AwaitSaved(JOB, 1, 10, 15.0)).ok
+    newest = 2 if given_up else 10
+    (reply,) = flush([host])
+    assert reply.flushed == {"disk": newest, "persistent": newest}
+    assert files(cluster.root / "disk", newest) == {"rank0.safetensors": rank.payload(newest)}
 
 
 def test_ranks_that_were_armed_are_let_go(cluster: Cluster, trainer: Callable[..., Trainer]) -> None:
