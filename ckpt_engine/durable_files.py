@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import os
 import secrets
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from flyball.contracts.fault_points import reach
 
 UNFINISHED = ".new."  # in the names of files that are being written; the writer's mark follows
 WRITER = f"{os.getpid()}-{secrets.token_hex(4)}"  # of this process: another one may get its pid
+_numbers = itertools.count()  # of its files: two threads that write one path must not write into one file
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LARGE_BYTES = 4 << 20  # from here on files are reserved first, and bypass the page cache where they can
 _BLOCK_BYTES = 4096  # offsets and sizes of direct writes are multiples of it
@@ -33,7 +35,7 @@ def write_durably(path: Path, parts: Iterable[bytes | memoryview], *, size_bytes
     written straight from the parts' memory where the file system can, and leave other files in the page cache. Raises
     StorageFull, or OSError, and leaves no half file.
     """
-    temporary = unfinished_path(path)
+    temporary = path.with_name(f".{path.name}{UNFINISHED}{WRITER}-{next(_numbers)}")
     try:
         descriptor = _create(temporary)
         try:
@@ -61,15 +63,10 @@ def write_durably(path: Path, parts: Iterable[bytes | memoryview], *, size_bytes
     return written
 
 
-def unfinished_path(path: Path) -> Path:
-    """Where this process writes what is to become `path`."""
-    return path.with_name(f".{path.name}{UNFINISHED}{WRITER}")
-
-
 def finished_name(name: str) -> str | None:
     """What a file of this name was to become; None if it is not an unfinished one, or this process is writing it."""
     final, separator, writer = name.rpartition(UNFINISHED)
-    return final[1:] if separator and final.startswith(".") and writer != WRITER else None
+    return final[1:] if separator and final.startswith(".") and not writer.startswith(WRITER) else None
 
 
 def make_folder(path: Path) -> None:
@@ -92,8 +89,8 @@ def sync_folder(path: Path) -> None:
 def _create(path: Path) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     for _ in range(_ATTEMPTS - 1):
-        make_folder(path.parent)
         try:
+            make_folder(path.parent)
             return os.open(path, flags, 0o600)
         except FileNotFoundError:
             continue

@@ -1,16 +1,26 @@
 from __future__ import annotations
 
 import os
+import resource
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ckpt_engine.durable_files import UNFINISHED, WRITER, write_durably
+from ckpt_engine.durable_files import write_durably
 from ckpt_engine.state_dir import FenceFile, JobFiles, StateDir
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.engine_wire import Configure
-from flyball.contracts.errors import ConfigurationError, Conflict, StaleCommand, StateVersionMismatch, StorageFull
+from flyball.contracts.errors import (
+    ConfigurationError,
+    Conflict,
+    CorruptShard,
+    StaleCommand,
+    StateVersionMismatch,
+    StorageFull,
+)
 from flyball.contracts.identity import Fence
 
 
@@ -82,8 +92,40 @@ def test_configurations_are_kept_until_removed(tmp_path: Path) -> None:
 def test_a_full_disk_is_an_error_and_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_durably(path, [b"old"])
-    (tmp_path / f".file{UNFINISHED}{WRITER}").symlink_to("/dev/full")
-    with pytest.raises(StorageFull, match="no room"):
-        write_durably(path, [b"new"])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2, limits[1]))
+    try:
+        with pytest.raises(StorageFull, match="no room"):
+            write_durably(path, [b"new"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_threads_that_write_one_path_do_not_write_into_one_file(tmp_path: Path) -> None:
+    # A generation that was superseded writes its last step to the end, and the next one begins with that step.
+    path = tmp_path / "shard"
+    ended = threading.Event()
+    first_half, rest = b"a" * (4 << 20), b"b" * (4 << 20)
+
+    def given_up() -> Iterator[bytes]:
+        yield b"a"
+        ended.set()
+        raise CorruptShard("the slot was overwritten")
+
+    def write_and_give_up() -> None:
+        with pytest.raises(CorruptShard):
+            write_durably(path, given_up(), size_bytes=8 << 20)
+
+    def parts() -> Iterator[bytes]:
+        yield first_half
+        other = threading.Thread(target=write_and_give_up)
+        other.start()
+        other.join(20.0)
+        assert ended.is_set()
+        yield rest
+
+    write_durably(path, parts(), size_bytes=8 << 20)
+    assert path.read_bytes() == first_half + rest
     assert list(tmp_path.iterdir()) == [path]
