@@ -44,7 +44,12 @@ class FolderStorage:
         return str(self._root)
 
     def write(self, name: str, parts: Iterable[bytes | memoryview], size_bytes: int) -> None:
-        write_durably(self._root / name, parts, size_bytes=size_bytes)
+        path = self._root / name
+        try:
+            write_durably(path, parts, size_bytes=size_bytes)
+        except BaseException:
+            self._remove_empty(path.parent)  # a step that is given up again and again leaves no folder each time
+            raise
 
     def read(self, name: str, limit_bytes: int) -> bytes:
         with self.open(name) as file:
@@ -128,6 +133,9 @@ class FolderStorage:
             sync_folder(folder)
         except FileNotFoundError:
             return  # another rank's or host's was the last file in it
+        self._remove_empty(folder)
+
+    def _remove_empty(self, folder: Path) -> None:
         while folder != self._root:
             try:
                 folder.rmdir()

@@ -153,14 +153,15 @@ class _OpenObject:
             filled += count
 
     def _window(self, index: int) -> memoryview:
+        wanted_now = range(index, index + 1 + _WINDOWS_AHEAD)
         with self._lock:
-            for wanted in range(index, index + 1 + _WINDOWS_AHEAD):
+            for wanted in wanted_now:
                 if wanted not in self._windows and wanted * _WINDOW_BYTES < self.size_bytes:
                     begin = wanted * _WINDOW_BYTES
                     length = min(_WINDOW_BYTES, self.size_bytes - begin)
                     self._windows[wanted] = _in_background(self._fetch, begin, length)
             while len(self._windows) > 2 + _WINDOWS_AHEAD:  # one behind: threads that share a window drift apart
-                self._windows.pop(next(iter(self._windows)))
+                self._windows.pop(next(window for window in self._windows if window not in wanted_now))
             future = self._windows[index]
         return future.result()
 

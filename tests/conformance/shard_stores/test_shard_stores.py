@@ -106,6 +106,16 @@ def test_several_threads_read_one_open_shard(place: Place, shard: MakeShard) -> 
             stored.read_into(target[:10], len(payload) - 5)
 
 
+def test_a_shard_is_read_in_any_order(place: Place, shard: MakeShard) -> None:
+    store = place.store()
+    payload = put(store, shard(3, size_bytes=41 << 20))
+    with store.reading(1, 3, 0) as (_, _, stored):
+        for begin in (0, 32 << 20, 8 << 20, 40 << 20, 0):
+            target = memoryview(bytearray(1 << 16))
+            stored.read_into(target, begin)
+            assert target == payload[begin : begin + len(target)]
+
+
 def test_writing_a_step_again_changes_nothing(place: Place, shard: MakeShard) -> None:
     first, second = place.store(), place.store()
     payload = put(first, shard(2))
@@ -129,7 +139,7 @@ def test_bytes_that_are_not_those_of_the_manifest_never_count(place: Place, shar
 
 
 def test_a_slot_that_is_overwritten_while_it_is_written_never_counts(
-    place: Place, shard: MakeShard, monkeypatch: pytest.MonkeyPatch
+    place: Place, shard: MakeShard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, data, payload = shard(2, size_bytes=40 << 20)
     slot = memoryview(bytearray(payload))
@@ -147,6 +157,7 @@ def test_a_slot_that_is_overwritten_while_it_is_written_never_counts(
         store.write(manifest, data, slot)
     assert not {name for name in place.names() if name.startswith("g1/step2/")}
     assert listed(place.store()) == []
+    assert not list(tmp_path.rglob("step2"))  # no empty folder either
 
 
 def _flip(content: bytes, at: int = -1) -> bytes:
