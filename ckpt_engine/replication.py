@@ -126,7 +126,7 @@ def _receive_into(
         return Reply(Verdict.BUSY, "Both replica slots hold steps that may still be needed.")
     held = _held(segments, slot, put.shard_bytes)
     plan = MemoryPlan(
-        put.shard_bytes, local_ranks=max(1, len(generation.local_ranks)), replicas=generation.configure.spec.replicas
+        put.shard_bytes, local_ranks=max(1, len(generation.local_ranks)), replicas=len(generation.replica_hosts)
     )
     try:
         target = segments.begin_write(slot.index, put.generation, put.step, put.shard_bytes, plan)

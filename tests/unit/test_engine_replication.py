@@ -54,9 +54,9 @@ def shard(step: int, rank: int = 0, generation: int = 3) -> tuple[bytes, bytes]:
 class Receiver:
     """Host b's replica slots, and the sender's end of connections to it."""
 
-    def __init__(self, prefix: str) -> None:
-        self.tier = PeerTier(prefix, "job", "b", SegmentOptions())
-        self.generation = Generation(Configure(Fence(1, 3), "b", PLACEMENT, CheckpointSpec()), "b")
+    def __init__(self, prefix: str, options: SegmentOptions | None = None, spec: CheckpointSpec | None = None) -> None:
+        self.tier = PeerTier(prefix, "job", "b", options)
+        self.generation = Generation(Configure(Fence(1, 3), "b", PLACEMENT, spec or CheckpointSpec()), "b")
         self.world = WorldView(WorldStep("job", 3, 9))
         self._listener = socket.create_server(("127.0.0.1", 0))
 
@@ -195,6 +195,18 @@ def test_steps_that_may_still_be_needed_are_not_overwritten(receiver: Receiver) 
     outcome = receiver.put(offer(newer, payload, 12), wire_bytes(newer, payload))
     assert isinstance(outcome, Reply) and outcome.verdict is Verdict.OK
     assert set(receiver.held()) == {11, 12}
+
+
+def test_a_replica_is_planned_with_those_that_this_host_holds(tmp_path: Path) -> None:
+    """Two hosts hold one for each other, however many are asked for."""
+    manifest, payload = shard(10)
+    limit = SegmentOptions(memory_limit_bytes=4 * len(payload))  # two slots of the own rank, two of the replica
+    receiver = Receiver(str(tmp_path / "flyball-test"), limit, CheckpointSpec(replicas=8))
+    try:
+        reply = receiver.put(offer(manifest, payload, 10), wire_bytes(manifest, payload))
+        assert isinstance(reply, Reply) and reply.verdict is Verdict.OK, reply
+    finally:
+        receiver.close()
 
 
 def test_a_world_that_stands_still_remembers_the_newest_abandoned_steps_only() -> None:
