@@ -60,6 +60,7 @@ class TensorCopy:
 
     @property
     def was_written(self) -> bool:
+        """Torch counts a write when it ends, so that one under way is not seen."""
         return self.version is not None and self.source._version != self.version
 
     def copy_piece(self, begin: int, end: int) -> None:
@@ -123,6 +124,20 @@ class CopyJob:
         with self._condition:
             self.error = self.error or error
             self._condition.notify_all()
+
+    def release(self, copies: Iterable[TensorCopy]) -> None:
+        """These are complete, and whoever waited for that writes to them from now on."""
+        with self._condition:
+            for copy in copies:
+                copy.version = None
+
+    def check_untouched(self) -> None:
+        """Once nothing is copied any more: look again for writes that were under way when a copy ended."""
+        with self._condition:
+            written = next((copy for copy in self._copies if copy.was_written), None)
+            if written is not None:
+                self.was_written = True
+                self.error = self.error or written_by_hand(written.name)
 
     def _wait_until_done(self, copies: Sequence[TensorCopy], timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s

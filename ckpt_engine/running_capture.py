@@ -60,8 +60,12 @@ class RunningCapture:
 
     def start(self) -> None:
         """Queue the copies of the devices, and guard what is copied later."""
-        self._copies.eager_device.start()
-        self._copies.lazy_device.start()
+        try:
+            self._copies.eager_device.start()
+            self._copies.lazy_device.start()
+        except BaseException:
+            self._wait_for_devices()  # the caller gives the slot up
+            raise
         optimizer_watch.add_guard(self)
 
     def run(self, *, alone: bool = False) -> None:
@@ -71,7 +75,6 @@ class RunningCapture:
                 self._host.work_alone()
             else:
                 self._host.work()
-            self._copies.lazy_device.wait()
         except BaseException:  # Ctrl-C
             self.give_up("it was interrupted")
             raise
@@ -86,12 +89,18 @@ class RunningCapture:
         try:
             while not self._host.wait(COPY_DEADLINE_S):  # whoever copies may still write to the slot: keep it
                 _log.warning("a copy into a slot has not ended for %.0f s", COPY_DEADLINE_S)
+            self._wait_for_devices()
+            self._host.check_untouched()
             jobs = (self._host, self._copies.eager_device, self._copies.lazy_device)
             error = next((job.error for job in jobs if job.error), "")
             self._finish(error, any(job.was_written for job in jobs))
         finally:
             optimizer_watch.remove_guard(self)
             self._finished.set()
+
+    def _wait_for_devices(self) -> None:
+        self._copies.eager_device.wait()
+        self._copies.lazy_device.wait()
 
     def complete_eager(self) -> None:
         """Copy, here too, and wait for all that may be written to after `save` has returned."""
@@ -100,6 +109,8 @@ class RunningCapture:
 
     def complete(self, timeout_s: float) -> bool:
         """Copy, here too, until it is finished. False when the time is over first."""
+        if self._pid != os.getpid():  # the slot is the parent's, which may be at a later step already
+            return True
         deadline_s = time.monotonic() + timeout_s
         self._host.work()
         return self._finished.wait(max(0.0, deadline_s - time.monotonic()))
@@ -118,6 +129,7 @@ class RunningCapture:
         on_host = [copy for copy in mine if not self._copies.lazy_device.has(copy)]
         self._copies.lazy_device.hold([copy for copy in mine if self._copies.lazy_device.has(copy)])
         self._complete(on_host)
+        self._host.release(on_host)
         if mine:
             self._note_blocked(time.monotonic_ns() - began_ns)
 
