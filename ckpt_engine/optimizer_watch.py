@@ -4,8 +4,9 @@ A tensor may be copied after `save` has returned if nobody can write to it unsee
 the state of an optimizer whose steps go through `torch.optim.Optimizer`, because a global hook is called before each:
 also for optimizers that step inside backward, under GradScaler, and when the step is compiled. An optimizer counts from
 the first step that the hook saw, so that one which never calls it is never trusted. Two kinds are never counted: those
-whose step is replayed from a CUDA graph, past the hook (they have `capturable` set), and those of other packages that
-have methods of their own, since these may write as well (the first step of SAM, schedule-free's change to evaluation).
+whose step is replayed from a CUDA graph, past the hook (it was seen while it was recorded, or they have `capturable`
+set), and those of other packages that have methods of their own, since these may write as well (the first step of SAM,
+schedule-free's change to evaluation).
 """
 
 from __future__ import annotations
@@ -47,11 +48,20 @@ def watch() -> None:
 
 
 def _before_step(optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+    if _is_recorded():
+        with _lock:
+            _seen[optimizer] = False
+        return  # nothing is written now
     if optimizer not in _seen:
         with _lock:
             _seen[optimizer] = _writes_in_steps_only(type(optimizer))
     for guard in _guards:
         guard.before_step(optimizer)
+
+
+def _is_recorded() -> bool:
+    """Whether the step goes into a CUDA graph in place of being run. SGD's may, without `capturable`."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 _before_step._torchdynamo_disable = True  # type: ignore[attr-defined]  # called, never traced into a compiled step
@@ -72,15 +82,16 @@ def remove_guard(guard: StepGuard) -> None:
 def guarded_extents(larger_than_bytes: int = 0) -> set[Extent]:
     """The memory of all such tensors that only a step which the hook sees writes to."""
     with _lock:
-        optimizers = [optimizer for optimizer, is_trusted in _seen.items() if is_trusted]
-    extents = set()
-    for optimizer in optimizers:
-        if any(group.get("capturable") for group in optimizer.param_groups):
-            continue
+        optimizers = list(_seen.items())
+    guarded: set[Extent] = set()
+    others: set[Extent] = set()
+    for optimizer, is_trusted in optimizers:
+        is_replayed = any(group.get("capturable") for group in optimizer.param_groups)
+        extents = guarded if is_trusted and not is_replayed else others
         for tensor in tensors_of(optimizer):
             if tensor.nbytes > larger_than_bytes and (extent := extent_of(tensor)) is not None:
                 extents.add(extent)
-    return extents
+    return guarded - others  # one that wraps another shares its parameters
 
 
 def _writes_in_steps_only(kind: type[Optimizer]) -> bool:

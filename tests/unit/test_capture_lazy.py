@@ -421,6 +421,17 @@ def test_optimizers_that_may_write_outside_of_a_step_are_not_trusted(
     assert_same(slot_contents(job, handle), expected)
 
 
+def test_what_is_wrapped_by_an_optimizer_that_is_not_trusted_is_not_either(job: Job, race: Race) -> None:
+    optimizer_watch.watch()
+    state, step = trained_by(torch.optim.SGD)()
+    step()
+    wrapper = Perturbing(state["optimizer"].param_groups, lr=0.0)
+    wrapper.step()
+    race.close()
+    assert job.save(0, state).staged.done
+    race.begin()
+
+
 def test_an_optimizer_whose_step_was_never_seen_is_not_trusted(job: Job, race: Race) -> None:
     optimizer_watch.watch()
     state, _ = trained_by(torch.optim.AdamW)()
