@@ -84,6 +84,44 @@ def test_a_step_that_one_rank_went_past_without_a_word_is_abandoned(pair: Pair, 
     until(lambda: first.world_step == second.world_step == 2)
 
 
+def test_a_host_that_was_away_while_more_steps_were_abandoned_than_have_names_goes_on(pair: Pair, until: Until) -> None:
+    _, b, first, second = pair
+    for rank in (first, second):
+        rank.save(0)
+    until(lambda: first.world_step == second.world_step == 0)
+    second.save(1)
+    b.kill()
+    for step in range(1, 21):
+        first.notify(SaveAborted("job", 0, 1, step, "no room"))
+    until(lambda: first.segments.read_world().abandoned.upto >= 12)
+    b.start()
+    for rank in (second, first):  # the second waits until step 1 is abandoned for it
+        rank.save(30)
+    until(lambda: first.world_step == second.world_step == 30)
+
+
+def test_a_failure_that_a_killed_engine_never_told_of_keeps_no_replica_slot(
+    cluster: Cluster, trainer: type[Trainer], until: Until
+) -> None:
+    a, b = cluster.host("a"), cluster.host("b", start=False).start(FLYBALL_FAULT_POINT="engine.replicated:2")
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
+    first, second = trainer(a, 0), trainer(b, 1)
+    for rank in (first, second):
+        rank.save(0)
+    until(lambda: first.world_step == second.world_step == 0)
+    second.save(1)
+    until(lambda: b.process is not None and b.process.poll() is not None)
+    assert a.holds(Tier.PEER, 1, 1)
+    view = second.segments.find(1, 1)
+    assert view is not None
+    second.segments.control.drop(view.index)  # as one that was found bad
+    b.start()
+    for rank in (first, second):
+        rank.save(2)
+    until(lambda: first.world_step == second.world_step == 2)
+    assert b.status.failures == ()
+
+
 def test_an_engine_killed_with_a_captured_slot_commits_it_when_it_is_back(pair: Pair, until: Until) -> None:
     a, b, first, second = pair
     first.save(0)
