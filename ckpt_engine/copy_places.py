@@ -74,10 +74,11 @@ class Place(ABC):
 class SlotPlace(Place):
     """One host's own slots of a job, or the replicas that it keeps. Segments are open only while they are read."""
 
-    def __init__(self, tier: Tier, prefix: str, job: str, host_id: str) -> None:
-        """`prefix` is that of the host's segments; `tier` memory or peer."""
+    def __init__(self, tier: Tier, prefix: str, job: str, host_id: str, *, run: str | None = None) -> None:
+        """`prefix` is that of the host's segments; `tier` memory or peer; `run` whose slots count, None for any."""
         self._prefix = prefix
         self._job = job
+        self._run = run
         self._ignored: list[Ignored] = []
         self.tier = tier
         self.host_id = host_id
@@ -157,6 +158,8 @@ class SlotPlace(Place):
         manifest = segments.committed(view.index)
         if data is None or manifest is None:
             return None
+        if self._run not in (None, manifest.run):
+            return None
         described = (manifest.job, manifest.rank, manifest.generation, manifest.step)
         return (manifest, data) if described == (self._job, rank, view.generation, view.step) else None
 
@@ -187,8 +190,8 @@ def reason(error: Exception) -> str:
 class StoragePlace(Place):
     """A disk or persistent tier."""
 
-    def __init__(self, storage: Storage, *, tier: Tier, job: str, host_id: str) -> None:
-        self.store = ShardStore(storage, tier=tier, job=job, host_id=host_id)
+    def __init__(self, storage: Storage, *, tier: Tier, job: str, host_id: str, run: str = "") -> None:
+        self.store = ShardStore(storage, tier=tier, job=job, run=run, host_id=host_id)
         self._storage = storage
         self._ignored: list[Ignored] = []
         self._sealed: set[StepKey] = set()

@@ -25,16 +25,18 @@ log = structlog.get_logger()
 
 def open_disks(generation: Generation, services: Services) -> dict[Tier, ShardStore]:
     """The tiers that the job's settings switch on. Raises ConfigurationError for a place that cannot be one."""
-    spec, job, settings = generation.configure.spec, generation.job, services.settings
+    spec, job, run, settings = generation.configure.spec, generation.job, generation.run, services.settings
     disks: dict[Tier, ShardStore] = {}
     if spec.policy(Tier.DISK).is_on:
         limit = services.rate_limits.get(Tier.DISK)
         disks[Tier.DISK] = open_disk(
-            spec.disk_dir, job=job, host_id=services.host_id, settings=settings, rate_limit=limit
+            spec.disk_dir, job=job, run=run, host_id=services.host_id, settings=settings, rate_limit=limit
         )
     if spec.policy(Tier.PERSISTENT).is_on:
         limit = services.rate_limits.get(Tier.PERSISTENT)
-        disks[Tier.PERSISTENT] = open_persistent(spec.persistent_dir, job=job, settings=settings, rate_limit=limit)
+        disks[Tier.PERSISTENT] = open_persistent(
+            spec.persistent_dir, job=job, run=run, settings=settings, rate_limit=limit
+        )
     return disks
 
 

@@ -172,6 +172,7 @@ class Fetcher:
                 connection,
                 reply.manifest_bytes,
                 job=wanted.job,
+                run=self._generation.run,
                 generation=wanted.generation,
                 step=wanted.step,
                 rank=wanted.rank,

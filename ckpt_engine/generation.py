@@ -31,6 +31,10 @@ class Generation:
         return self.placement.job
 
     @property
+    def run(self) -> str:
+        return self.placement.run
+
+    @property
     def number(self) -> int:
         return self.placement.generation
 

@@ -38,6 +38,11 @@ class HostFolder:
         except OSError:
             return 0.0
 
+    def run(self, job: str) -> str | None:
+        """The run of the job that the host's last orders are of; None without them."""
+        known = self.configures.get(job)
+        return known.placement.run if known else None
+
     def host_id(self, job: str) -> str:
         """As the host's last orders named it; without them the folder's name."""
         known = self.configures.get(job) or next(iter(self.configures.values()), None)

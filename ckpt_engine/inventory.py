@@ -1,4 +1,4 @@
-"""All copies of a job in some places, as of one look, and what follows from them."""
+"""All copies of one run of a job in some places, as of one look, and what follows from them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ class HeldCopy:
 
 
 class Inventory:
-    """All copies of a job in some places, as of one look."""
+    """All copies of one run of a job in some places, as of one look."""
 
-    def __init__(self, job: str, places: Sequence[Place], *, lineage: Lineage = ()) -> None:
-        """Look. `lineage` () if nobody has recorded it; then it is inferred as far as the steps tell it."""
+    def __init__(self, job: str, places: Sequence[Place], *, run: str = "", lineage: Lineage = ()) -> None:
+        """Look. `run` is that of the places. `lineage` () if nobody has recorded it; then it is inferred as far as the
+        steps tell it."""
         self.job = job
+        self.run = run
         self.places = tuple(places)
         self.held: list[HeldCopy] = []
         self.ignored: list[Ignored] = []

@@ -79,6 +79,7 @@ class Job:
                 return
             self._end_running()
             generation = Generation(configure, self._services.host_id)
+            self.memory.run = self.replicas.run = generation.run
             coordination, durable = self._coordinate(generation)
             self.generation, self.coordination, self._durable = generation, coordination, durable
             self._pipelines = {

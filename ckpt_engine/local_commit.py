@@ -69,6 +69,7 @@ class LocalCommitter:
             rank=me.rank,
             world_size=me.world_size,
             code_version=__version__,
+            run=me.run,
         )
         if self._segments.commit(view, manifests.encode(manifest)) and view.generation == me.generation:
             self._segments.control.note_replicated(view.step)

@@ -9,7 +9,7 @@ import xxhash
 
 from ckpt_engine import integrity, shard_format
 from flyball.contracts.errors import CorruptShard
-from flyball.contracts.identity import JobName, Rank, Step
+from flyball.contracts.identity import JobName, Rank, RunId, Step
 from flyball.contracts.wire import MALFORMED
 
 MANIFEST_VERSION = 2
@@ -46,6 +46,7 @@ class Manifest(msgspec.Struct, frozen=True):
     chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]
     chunk_digests: bytes  # DIGEST_BYTES per chunk
     tensors: tuple[TensorEntry, ...]
+    run: RunId = ""
 
 
 def describe(
@@ -57,6 +58,7 @@ def describe(
     rank: int,
     world_size: int,
     code_version: str,
+    run: str = "",
     chunk_bytes: int = integrity.DEFAULT_CHUNK_BYTES,
 ) -> Manifest:
     """Hash a captured shard and describe it. Raises CorruptShard if it is not a safetensors file."""
@@ -74,6 +76,7 @@ def describe(
         chunk_bytes=chunk_bytes,
         chunk_digests=integrity.chunk_digests(payload, chunk_bytes),
         tensors=tensors,
+        run=run,
     )
 
 

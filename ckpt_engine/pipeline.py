@@ -221,6 +221,7 @@ class RankPipeline:
                 rank=self.rank,
                 world_size=self._generation.placement.world_size,
                 code_version=self._code_version,
+                run=self._generation.run,
             )
             committed = entry.segments.commit(view, manifests.encode(manifest))
         except FlyballError as error:  # the capture is not a shard, or the manifest found no room

@@ -134,7 +134,7 @@ def _receive_into(
         return Reply(Verdict.ERROR, str(error)[:4096])
     try:
         connection.send(Reply(Verdict.COMPARE if held else Verdict.SEND), timeout_s=settings.io_timeout_s)
-        manifest, manifest_bytes = _receive_manifest(connection, put)
+        manifest, manifest_bytes = _receive_manifest(connection, put, generation.run)
         reach("engine.replica")
         wanted = None
         if held:
@@ -213,12 +213,13 @@ def _copy(payload: memoryview, target: memoryview, index: int, manifest: Manifes
     return True
 
 
-def _receive_manifest(connection: Connection, put: PutShard) -> tuple[Manifest, bytes]:
+def _receive_manifest(connection: Connection, put: PutShard, run: str) -> tuple[Manifest, bytes]:
     try:
         return receive_manifest(
             connection,
             put.manifest_bytes,
             job=put.job,
+            run=run,
             generation=put.generation,
             step=put.step,
             rank=put.rank,

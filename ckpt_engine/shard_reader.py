@@ -117,8 +117,10 @@ class ShardReader:
 
             path = Path(offer.path)
             manifest = read_manifest(path)
-            described = (manifest.job, manifest.step, manifest.rank)
-            if described != (me.job, self._step, me.rank) or not is_alive(manifest.generation, self._step, me.lineage):
+            described = (manifest.job, manifest.run, manifest.step, manifest.rank)
+            if described != (me.job, me.run, self._step, me.rank) or not is_alive(
+                manifest.generation, self._step, me.lineage
+            ):
                 raise CorruptShard(f"{path} holds step {manifest.step} of rank {manifest.rank} of {manifest.job}.")
             load_described(path, manifest, state)
             answer = RestoreAnswer.DONE
@@ -141,7 +143,8 @@ class ShardReader:
             and view.step == self._step
             and is_alive(view.generation, self._step, self._me.lineage)
         ):
-            return self._segments.committed(view.index)
+            manifest = self._segments.committed(view.index)
+            return manifest if manifest is not None and manifest.run == self._me.run else None
         return None
 
     def _commit_what_was_captured(self, committer: LocalCommitter) -> None:

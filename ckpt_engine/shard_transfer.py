@@ -44,7 +44,15 @@ def send_manifest(connection: Connection, manifest: bytes) -> None:
 
 
 def receive_manifest(
-    connection: Connection, size_bytes: int, *, job: str, generation: int, step: int, rank: int, shard_bytes: int
+    connection: Connection,
+    size_bytes: int,
+    *,
+    job: str,
+    run: str,
+    generation: int,
+    step: int,
+    rank: int,
+    shard_bytes: int,
 ) -> tuple[Manifest, bytes]:
     """The manifest of exactly this shard, and its bytes, `size_bytes` long; raises CorruptShard if they are not whole,
     or another shard's."""
@@ -54,11 +62,14 @@ def receive_manifest(
     if xxhash.xxh3_128_digest(data) != received[size_bytes:]:
         raise CorruptShard("A manifest does not match its checksum.", hint="it is sent again")
     manifest = manifests.decode(data)
-    described = (manifest.job, manifest.generation, manifest.step, manifest.rank, manifest.payload_bytes)
-    if described != (job, generation, step, rank, shard_bytes):
+    described = (
+        *(manifest.job, manifest.run, manifest.generation, manifest.step),
+        *(manifest.rank, manifest.payload_bytes),
+    )
+    if described != (job, run, generation, step, rank, shard_bytes):
         raise CorruptShard(
-            f"Asked for rank {rank}, step {step} of generation {generation} of {job} with {shard_bytes} bytes, the "
-            f"manifest describes {described}."
+            f"Asked for rank {rank}, step {step} of generation {generation} of {job} {run} with {shard_bytes} bytes, "
+            f"the manifest describes {described}."
         )
     return manifest, bytes(data)
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from flyball.contracts.errors import CorruptShard
-from flyball.contracts.identity import JobName, Step
+from flyball.contracts.identity import JobName, RunId, Step
 from flyball.contracts.wire import MALFORMED
 
 WORLD_MANIFEST = "world.manifest"
@@ -25,6 +25,7 @@ class WorldManifest(msgspec.Struct, frozen=True):
     generation: Annotated[int, msgspec.Meta(ge=0)]
     step: Step
     digests: tuple[str, ...]  # by rank
+    run: RunId = ""
 
     def names(self, rank: int, digest: str) -> bool:
         """Whether the step has this very shard."""
@@ -35,18 +36,18 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(WorldManifest)
 
 
-def describe(job: str, generation: int, step: int, digests: tuple[str, ...]) -> bytes:
+def describe(job: str, generation: int, step: int, digests: tuple[str, ...], *, run: str = "") -> bytes:
     """The manifest's bytes."""
-    return _encoder.encode(WorldManifest(WORLD_MANIFEST_VERSION, job, generation, step, digests))
+    return _encoder.encode(WorldManifest(WORLD_MANIFEST_VERSION, job, generation, step, digests, run))
 
 
-def decode(data: bytes, *, job: str, generation: int, step: int) -> WorldManifest:
+def decode(data: bytes, *, job: str, generation: int, step: int, run: str = "") -> WorldManifest:
     """Raises CorruptShard unless it is the manifest of this step."""
     try:
         manifest = _decoder.decode(data)
     except MALFORMED as error:
         raise CorruptShard(f"A world manifest does not parse: {error}.") from error
-    described = (manifest.version, manifest.job, manifest.generation, manifest.step)
-    if described != (WORLD_MANIFEST_VERSION, job, generation, step):
+    described = (manifest.version, manifest.job, manifest.run, manifest.generation, manifest.step)
+    if described != (WORLD_MANIFEST_VERSION, job, run, generation, step):
         raise CorruptShard(f"A world manifest describes {described}.", hint="another recovery point is used")
     return manifest

@@ -31,6 +31,7 @@ class WorkerIdentity:
     checkpoint: CheckpointSpec
     lineage: Lineage
     error_file: str = ""
+    run: str = ""
 
     @property
     def supervised(self) -> bool:
@@ -70,4 +71,5 @@ def read_identity(environment: Mapping[str, str]) -> WorkerIdentity:
         checkpoint=value(worker_env.CHECKPOINT, CheckpointSpec, CheckpointSpec()),
         lineage=value(worker_env.LINEAGE, tuple[LineageEntry, ...], (LineageEntry(generation),)),
         error_file=environment.get("TORCHELASTIC_ERROR_FILE", ""),
+        run=environment.get(worker_env.RUN, ""),
     )

@@ -55,6 +55,7 @@ def rank_environment(
     }
     flyball = {
         worker_env.JOB: placement.job,
+        worker_env.RUN: placement.run,
         worker_env.GENERATION: placement.generation,
         worker_env.HOST_ID: host.host_id,
         worker_env.BEACON: beacon_path(shm_prefix, placement.job, placement.generation, rank),

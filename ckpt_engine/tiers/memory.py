@@ -23,7 +23,7 @@ class OpenSegments:
         self.writing = threading.Lock()
         self.users = 0
         self.removed = False
-        self.copies: dict[int, tuple[int, ShardCopy]] = {}  # slot -> (sequence, copy): what `copies` found before
+        self.copies: dict[int, tuple[int, str, ShardCopy]] = {}  # slot -> (sequence, run, copy): what was found before
 
 
 class SlotTier:
@@ -36,6 +36,7 @@ class SlotTier:
     def __init__(self, prefix: str, job: str, host_id: str, options: SegmentOptions | None = None) -> None:
         self.job = job
         self.host_id = host_id
+        self.run: str | None = None  # whose slots count; None: not known here, and those of any do
         self._prefix = prefix
         self._options = options
         self._open: dict[int, OpenSegments] = {}
@@ -82,7 +83,7 @@ class SlotTier:
             return None
         # The step once more: a slot that was overwritten since `view` was taken has the manifest of another.
         described = (manifest.job, manifest.rank, manifest.generation, manifest.step)
-        if described != (self.job, entry.rank, generation, step):
+        if described != (self.job, entry.rank, generation, step) or self.run not in (None, manifest.run):
             return None
         return view, manifest, data
 
@@ -123,8 +124,8 @@ class SlotTier:
         return name.base(self._prefix) == self._base(name.rank)
 
     def _copy(self, entry: OpenSegments, view: SlotView) -> ShardCopy | None:
-        sequence, known = entry.copies.get(view.index, (-1, None))
-        if sequence == view.sequence:
+        sequence, run, known = entry.copies.get(view.index, (-1, "", None))
+        if sequence == view.sequence and self.run in (None, run):
             return known
         found = self.find(entry, view.generation, view.step)
         if found is None or not entry.segments.unchanged(view):
@@ -139,7 +140,7 @@ class SlotTier:
             size_bytes=view.payload_bytes,
             digest=manifests.digest(found[2]),
         )
-        entry.copies[view.index] = (view.sequence, copy)
+        entry.copies[view.index] = (view.sequence, found[1].run, copy)
         return copy
 
     def _enter_locked(self, rank: int, *, create: bool) -> OpenSegments | None:

@@ -16,19 +16,35 @@ _SCHEMES = ("s3", "gs", "az")
 
 
 def open_disk(
-    disk_dir: str, *, job: str, host_id: str, settings: EngineSettings, rate_limit: RateLimit | None = None
+    disk_dir: str,
+    *,
+    job: str,
+    run: str = "",
+    host_id: str,
+    settings: EngineSettings,
+    rate_limit: RateLimit | None = None,
 ) -> ShardStore:
     """A host's own disk. The host's name keeps hosts apart whose disk folders are one, by mistake or on one machine."""
-    storage = open_storage(f"{disk_dir}/{host_id}/{job}", settings)
-    return ShardStore(storage, tier=Tier.DISK, job=job, host_id=host_id, rate_limit=rate_limit)
+    storage = open_storage(run_location(f"{disk_dir}/{host_id}", job, run), settings)
+    return ShardStore(storage, tier=Tier.DISK, job=job, run=run, host_id=host_id, rate_limit=rate_limit)
 
 
 def open_persistent(
-    persistent_dir: str, *, job: str, settings: EngineSettings, rate_limit: RateLimit | None = None
+    persistent_dir: str,
+    *,
+    job: str,
+    run: str = "",
+    settings: EngineSettings,
+    rate_limit: RateLimit | None = None,
 ) -> ShardStore:
     """What all hosts share."""
-    storage = open_storage(f"{persistent_dir}/{job}", settings)
-    return ShardStore(storage, tier=Tier.PERSISTENT, job=job, host_id="", rate_limit=rate_limit)
+    storage = open_storage(run_location(persistent_dir, job, run), settings)
+    return ShardStore(storage, tier=Tier.PERSISTENT, job=job, run=run, host_id="", rate_limit=rate_limit)
+
+
+def run_location(root: str, job: str, run: str) -> str:
+    """Where a run keeps what it has below `root`, a folder or URL: apart from all other runs of the job."""
+    return "/".join((root.rstrip("/"), job, run) if run else (root.rstrip("/"), job))
 
 
 def open_storage(location: str, settings: EngineSettings) -> Storage:

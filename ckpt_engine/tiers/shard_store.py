@@ -57,11 +57,20 @@ class ShardStore:
     storage is away."""
 
     def __init__(
-        self, storage: Storage, *, tier: Tier, job: str, host_id: str, rate_limit: RateLimit | None = None
+        self,
+        storage: Storage,
+        *,
+        tier: Tier,
+        job: str,
+        run: str = "",
+        host_id: str,
+        rate_limit: RateLimit | None = None,
     ) -> None:
-        """`host_id` is what the copies are listed under: the host for its own disk, '' for what all hosts share."""
+        """`storage` has one run of the job; manifests of another count as damaged. `host_id` is what the copies are
+        listed under: the host for its own disk, '' for what all hosts share."""
         self.tier = tier
         self.job = job
+        self.run = run
         self.host_id = host_id
         self._storage = storage
         self._rate_limit = rate_limit or RateLimit(0, monotonic_s=time.monotonic)
@@ -203,11 +212,11 @@ class ShardStore:
         if len(digests) < world_size:
             missing = [rank for rank, known in enumerate(found) if known is None]
             raise CorruptShard(f"Step {step} has no shards of ranks {missing[:8]} in {self.place}.")
-        data = world_manifest.describe(self.job, generation, step, digests)
+        data = world_manifest.describe(self.job, generation, step, digests, run=self.run)
         reach(f"{self.tier}.world")
         self._write_checked(world_manifest_name(generation, step), data)
         reach(f"{self.tier}.sealed")
-        manifest = world_manifest.decode(data, job=self.job, generation=generation, step=step)
+        manifest = world_manifest.decode(data, job=self.job, generation=generation, step=step, run=self.run)
         self._change(lambda listing: listing.worlds.update({(generation, step): (_UNKNOWN, manifest)}))
 
     def remove_unfinished(self, ranks: Collection[int] | None) -> None:
@@ -293,8 +302,8 @@ class ShardStore:
     def _read_manifest(self, key: ShardKey) -> tuple[Manifest, bytes]:
         data = self._read_checked(key.manifest)
         manifest = manifests.decode(data)
-        described = (manifest.job, manifest.generation, manifest.step, manifest.rank)
-        if described != (self.job, key.generation, key.step, key.rank):
+        described = (manifest.job, manifest.run, manifest.generation, manifest.step, manifest.rank)
+        if described != (self.job, self.run, key.generation, key.step, key.rank):
             raise CorruptShard(f"{self.place}/{key.manifest} describes {described}.", hint="another copy is tried")
         return manifest, data
 
@@ -367,7 +376,7 @@ class ShardStore:
             try:
                 if world is None or version != entry.version:
                     data = self._read_checked(entry.name)
-                    world = world_manifest.decode(data, job=self.job, generation=generation, step=step)
+                    world = world_manifest.decode(data, job=self.job, generation=generation, step=step, run=self.run)
             except FileNotFoundError:
                 continue
             except (CorruptShard, OSError) as error:

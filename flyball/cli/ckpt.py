@@ -32,10 +32,11 @@ def ls(
     """List the steps: in which tiers, of how many ranks, whether complete, and which is the recovery point."""
     from flyball.cli.ckpt_tables import listing_json, print_listing
 
-    inventory = look(state_dir, folders, job).inventory
+    found = look(state_dir, folders, job)
+    inventory = found.inventory
     steps = [step for step in inventory.steps if show_all or step.alive]
     if output is Format.JSON:
-        print_json(listing_json(inventory, steps))
+        print_json(listing_json(inventory, steps, runs=found.runs))
     else:
         print_listing(inventory, steps, hidden=len(inventory.steps) - len(steps))
 
@@ -65,7 +66,7 @@ def show(
         described = [
             shard_json(found, manifest, counts=inventory.counts(found), tensors=tensors) for found, manifest in shards
         ]
-        print_json({"job": inventory.job, "step": listing, "shards": described})
+        print_json({"job": inventory.job, "run": inventory.run, "step": listing, "shards": described})
         return
     print_step(inventory, listing, shards)
     if tensors:
@@ -105,6 +106,7 @@ def restore(
         print_json(
             {
                 "job": inventory.job,
+                "run": inventory.run,
                 "step": listing.step,
                 "generation": listing.generation,
                 "folder": str(folder),

@@ -26,7 +26,9 @@ Folders = Annotated[
     list[str] | None,
     typer.Option("--dir", help="a disk or persistent folder, or s3://bucket/prefix; may be given several times"),
 ]
-JobName = Annotated[str, typer.Option("--job", help="which job, where there are several")]
+JobName = Annotated[
+    str, typer.Option("--job", help="which job, where there are several; JOB/RUN for another run than the newest")
+]
 StepName = Annotated[str, typer.Argument(metavar="STEP", help=f"a step, or `{LATEST}`: the newest recovery point")]
 Generation = Annotated[
     int | None, typer.Option("--generation", min=0, help="which one, if several generations saved the step")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,7 @@ from flyball.cli.output import say
 from flyball.cli.places import state_root
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.engine_wire import Configure
-from flyball.contracts.errors import ConfigurationError, NotFound, UsageError
+from flyball.contracts.errors import ConfigurationError, FlyballError, NotFound, UsageError
 from flyball.contracts.identity import check_name
 from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE
 
@@ -31,7 +31,8 @@ class JobCopies:
     """A job's inventory, and what the hosts that were looked at know of the job."""
 
     inventory: Inventory
-    hosts: tuple[HostFolder, ...]
+    hosts: tuple[HostFolder, ...]  # of this run
+    runs: tuple[str, ...] = ()  # of the job, all that are known, oldest first
 
     @property
     def job(self) -> str:
@@ -40,31 +41,47 @@ class JobCopies:
     @property
     def configure(self) -> Configure | None:
         """The newest generation that any of the hosts knows."""
-        known = [c for host in self.hosts if (c := host.configures.get(self.job)) is not None]
-        return max(known, key=lambda configure: configure.placement.generation, default=None)
+        return _newest_configure(self.hosts, self.job)
 
 
 def find_copies(environ: Mapping[str, str], *, state_dir: str, folders: Sequence[str], job: str) -> JobCopies:
     """Look where the options say: a state folder (of a host, a run, or the root of all), folders of tiers, or both;
     without either, at all runs of this machine.
 
-    Raises NotFound if there is no job, UsageError if there are several and none is named, ConfigurationError for a
-    folder that cannot be read.
+    `job` is JOB or JOB/RUN; of several runs the newest. Raises NotFound if there is no such job or run, UsageError if
+    there are several jobs and none is named, ConfigurationError for a folder that cannot be read.
     """
-    if job:
+    job, _, wanted_run = job.partition("/")
+    if job or wanted_run:
         check_name("The job", job)
     hosts = [] if folders and not state_dir else _hosts(Path(state_dir) if state_dir else state_root(environ), environ)
     settings = load_settings(environ)
     settings = msgspec.structs.replace(settings, store_retry_s=min(settings.store_retry_s, MAX_STORE_RETRY_S))
     tier_folders = [found for folder in folders for found in _tier_folders(folder, settings)]
     name = _choose_job(job, hosts, tier_folders, looked_in=[*([state_dir] if state_dir else []), *folders])
-    here = _one_run([host for host in hosts if name in host.jobs], name)
-    known = JobCopies(Inventory(name, ()), tuple(here)).configure
-    places = [place for host in here for place in _host_places(host, name, settings)]
-    places += [_storage_place(found, settings) for found in tier_folders if found.job == name]
-    inventory = Inventory(name, _unique(places), lineage=known.placement.lineage if known else ())
+    hosts_of_job = [host for host in hosts if name in host.jobs]
+    of_job = [found for found in tier_folders if found.job == name]
+    of_job += _configured_folders(hosts_of_job, name, settings)
+    runs = sorted(
+        {found.run for found in of_job} | {run for host in hosts_of_job if (run := host.run(name)) is not None}
+    )
+    run = _choose_run(name, wanted_run, runs)
+    here = _one_folder_per_host([host for host in hosts_of_job if host.run(name) in (None, run)], name)
+    places: list[Place] = [
+        SlotPlace(tier, host.prefix, name, host.host_id(name), run=run)
+        for host in here
+        for tier in (Tier.MEMORY, Tier.PEER)
+    ]
+    places += [_storage_place(found, settings) for found in of_job if found.run == run]
+    known = _newest_configure(here, name)
+    inventory = Inventory(name, _unique(places), run=run or "", lineage=known.placement.lineage if known else ())
     inventory.ignored += [Ignored(file, why) for host in hosts for file, why in host.unreadable.items()]
-    return JobCopies(inventory, tuple(here))
+    return JobCopies(inventory, tuple(here), tuple(runs))
+
+
+def _newest_configure(hosts: Sequence[HostFolder], job: str) -> Configure | None:
+    known = [c for host in hosts if (c := host.configures.get(job)) is not None]
+    return max(known, key=lambda configure: configure.placement.generation, default=None)
 
 
 def _hosts(root: Path, environ: Mapping[str, str]) -> list[HostFolder]:
@@ -98,26 +115,53 @@ def _choose_job(job: str, hosts: list[HostFolder], folders: list[TierFolder], *,
     return names[0]
 
 
-def _one_run(hosts: list[HostFolder], job: str) -> list[HostFolder]:
-    """The hosts of the newest run, where several runs of a job by this name left their state."""
+def _choose_run(job: str, wanted: str, runs: Sequence[str]) -> str | None:
+    """The newest, unless another is wanted; None if no run is known, but only segments."""
+    if wanted and wanted not in runs:
+        raise NotFound(
+            f"No checkpoints of run {wanted} of {job} are known here.",
+            hint=f"known are {', '.join(filter(None, runs)) or 'none'}; {job} alone is the newest",
+        )
+    run = wanted or (runs[-1] if runs else None)
+    if others := [other for other in runs if other and other != run]:
+        said = f"{job} has {len(runs)} runs; this is {'' if wanted else 'the newest, '}{run}"
+        say(f"{said} (--job {job}/{others[-1]}: another)")
+    return run
+
+
+def _one_folder_per_host(hosts: list[HostFolder], job: str) -> list[HostFolder]:
+    """Where several state folders are of one host, those that were in use last: engines that were not told their run
+    do not tell them apart."""
     if len({host.host_id(job) for host in hosts}) == len(hosts):
         return hosts
     newest = max(hosts, key=lambda host: host.changed_at)
-    say(f"several runs of {job} left their state; this is the newest, {newest.path} (--state-dir DIR: another)")
+    say(f"several state folders are of {job}; this is the newest, {newest.path} (--state-dir DIR: another)")
     return [host for host in hosts if host is newest or host.path.parent == newest.path.parent]
 
 
-def _host_places(host: HostFolder, job: str, settings: EngineSettings) -> list[Place]:
-    host_id = host.host_id(job)
-    places: list[Place] = [SlotPlace(tier, host.prefix, job, host_id) for tier in (Tier.MEMORY, Tier.PEER)]
-    configure = host.configures.get(job)
-    if configure is not None and configure.spec.disk_dir:
-        found = TierFolder(f"{configure.spec.disk_dir}/{host_id}", job, Tier.DISK, host_id)
-        places.append(_storage_place(found, settings))
-    if configure is not None and configure.spec.persistent_dir:
-        found = TierFolder(configure.spec.persistent_dir, job, Tier.PERSISTENT, "")
-        places.append(_storage_place(found, settings))
-    return places
+def _configured_folders(hosts: Sequence[HostFolder], job: str, settings: EngineSettings) -> list[TierFolder]:
+    """What the hosts' last orders name: folders of their run, which may be empty, away or lost, and those of other runs
+    beside them."""
+    named: dict[TierFolder, None] = {}  # hosts name the same persistent folder
+    for host in hosts:
+        configure = host.configures.get(job)
+        if configure is None:
+            continue
+        host_id, run = host.host_id(job), configure.placement.run
+        if configure.spec.disk_dir:
+            named[TierFolder(f"{configure.spec.disk_dir}/{host_id}", job, Tier.DISK, host_id, run)] = None
+        if configure.spec.persistent_dir:
+            named[TierFolder(configure.spec.persistent_dir, job, Tier.PERSISTENT, "", run)] = None
+    return [*named, *(replace(place, run=other) for place in named for other in _runs_beside(place, settings))]
+
+
+def _runs_beside(place: TierFolder, settings: EngineSettings) -> set[str]:
+    """The other runs in the job's folder; none if it cannot be read: the inventory says so of the place itself."""
+    try:
+        found = _tier_folders(replace(place, run="").location, settings)
+    except (FlyballError, OSError):
+        return set()
+    return {other.run for other in found if other.job == place.job} - {place.run}
 
 
 def _tier_folders(location: str, settings: EngineSettings) -> list[TierFolder]:
@@ -129,9 +173,9 @@ def _tier_folders(location: str, settings: EngineSettings) -> list[TierFolder]:
 def _storage_place(found: TierFolder, settings: EngineSettings) -> StoragePlace:
     if found.step is not None:
         step_folder = StepFolder(Path(found.root), *found.step)
-        return StoragePlace(step_folder, tier=found.tier, job=found.job, host_id=found.host_id)
-    storage = open_storage(f"{found.root.rstrip('/')}/{found.job}", settings)
-    return StoragePlace(storage, tier=found.tier, job=found.job, host_id=found.host_id)
+        return StoragePlace(step_folder, tier=found.tier, job=found.job, run=found.run, host_id=found.host_id)
+    storage = open_storage(found.location, settings)
+    return StoragePlace(storage, tier=found.tier, job=found.job, run=found.run, host_id=found.host_id)
 
 
 def _unique(places: Sequence[Place]) -> list[Place]:

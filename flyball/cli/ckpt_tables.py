@@ -30,10 +30,12 @@ def ranks_text(ranks: Sequence[int]) -> str:
 # --- ls ---
 
 
-def listing_json(inventory: Inventory, steps: Sequence[StepListing]) -> dict[str, Any]:
+def listing_json(inventory: Inventory, steps: Sequence[StepListing], *, runs: Sequence[str]) -> dict[str, Any]:
     point = inventory.recovery_point
     return {
         "job": inventory.job,
+        "run": inventory.run,
+        "runs": runs,
         "recovery_point": point.step if point else None,
         "recovery_generation": point.generation if point else None,
         "lineage": inventory.lineage,
@@ -46,7 +48,7 @@ def listing_json(inventory: Inventory, steps: Sequence[StepListing]) -> dict[str
 def print_listing(inventory: Inventory, steps: Sequence[StepListing], *, hidden: int) -> None:
     tiers = [tier for tier in Tier if any(share.tier is tier for step in steps for share in step.tiers)]
     print_table(
-        f"Checkpoints of {inventory.job}, ranks per tier",
+        f"Checkpoints of {inventory.job}" + (f", run {inventory.run}" if inventory.run else "") + ", ranks per tier",
         ("step", "gen", *(str(tier) for tier in tiers), "size", "state"),
         (
             [
@@ -111,6 +113,7 @@ def print_step(inventory: Inventory, step: StepListing, shards: Sequence[tuple[H
     print_fields(
         {
             "job": inventory.job,
+            "run": inventory.run or None,
             "step": step.step,
             "generation": step.generation,
             "world size": step.world_size,

@@ -8,7 +8,7 @@ from enum import IntEnum, StrEnum
 import msgspec
 
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, RestorePlan
-from flyball.contracts.identity import HostId, JobName, Rank
+from flyball.contracts.identity import HostId, JobName, Rank, RunId
 
 
 class JobState(StrEnum):
@@ -102,6 +102,7 @@ class Placement(msgspec.Struct, frozen=True):
     lineage: Lineage
     restore: RestorePlan | None  # None: start from step 0
     restart_count: int = 0
+    run: RunId = ""  # what disks and stores keep of other runs of the job is none of its business
 
     def host(self, host_id: str) -> HostRanks | None:
         """This host's part, None if it has none."""

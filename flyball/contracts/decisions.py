@@ -10,7 +10,7 @@ import msgspec
 
 from flyball.contracts.checkpoints import Lineage, ShardCopy
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
-from flyball.contracts.identity import Fence, HostId, JobName
+from flyball.contracts.identity import Fence, HostId, JobName, RunId
 
 
 class IncidentState(StrEnum):
@@ -67,6 +67,7 @@ class GenerationPlan(msgspec.Struct, frozen=True):
     restart_count: int
     known_step: int = -1  # the recovery point as reported before; finding less means that an engine has not told all
     master_port: int = 0  # free on rank 0's host when this was decided; a newer one from its stop result comes first
+    run: RunId = ""
 
 
 class ActionPlan(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 from typing import Annotated
 
 import msgspec
@@ -10,10 +11,14 @@ import msgspec
 from flyball.contracts.errors import UsageError
 
 NAME_PATTERN = r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$"
+RUN_PATTERN = r"^([0-9]{8}-[0-9]{6}-[0-9]{3})?$"
 
 # A job or host name is part of file names, segment names and URLs, so its alphabet is theirs.
 JobName = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
 HostId = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
+# One submission of a job; each counts its generations from 1. It names folders, and newer ones sort behind older ones;
+# '' gets none (docs/decisions/0006).
+RunId = Annotated[str, msgspec.Meta(pattern=RUN_PATTERN)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1_000_000)]
 Step = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -26,6 +31,13 @@ def check_name(what: str, name: str) -> str:
             hint="use 1 to 63 lower-case letters, digits, '.', '_' or '-', beginning and ending with a letter or digit",
         )
     return name
+
+
+def run_id(submitted_at: float) -> str:
+    """The run of a job that was submitted then, in seconds since 1970: '20251120-104300-123', in UTC."""
+    milliseconds = int(submitted_at * 1000)
+    day = datetime.fromtimestamp(milliseconds // 1000, tz=UTC)
+    return f"{day:%Y%m%d-%H%M%S}-{milliseconds % 1000:03}"
 
 
 class Fence(msgspec.Struct, frozen=True, order=True):

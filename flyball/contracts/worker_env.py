@@ -9,6 +9,7 @@ ranks per host and it is not set).
 from __future__ import annotations
 
 JOB = "FLYBALL_JOB"
+RUN = "FLYBALL_RUN"  # which submission of the job
 GENERATION = "FLYBALL_GENERATION"
 HOST_ID = "FLYBALL_HOST_ID"
 BEACON = "FLYBALL_BEACON"  # path of this rank's beacon file

@@ -256,6 +256,7 @@ def _placement(progress: ActionProgress, following: GenerationPlan, results: Map
         ),
         restore=restore,
         restart_count=following.restart_count,
+        run=following.run,
     )
 
 

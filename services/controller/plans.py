@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from flyball.contracts.checkpoints import Lineage, Tier
 from flyball.contracts.cluster import HostRanks
 from flyball.contracts.decisions import ActionPlan, DecisionKind, GenerationPlan, Incident
+from flyball.contracts.identity import run_id
 from services.controller.guardrails import next_restart_count
 from services.controller.peer_choice import PeerMap, choose_peers
 from services.controller.recovery_point import newest_step
@@ -35,6 +36,7 @@ def start_plan(case: Case, hosts: tuple[HostRanks, ...]) -> ActionPlan:
             parent_lineage=(),
             restart_count=0,
             master_port=_master_port(case, hosts),
+            run=run_id(case.job.submitted_at),
         ),
         deadline_s=case.settings.action_deadline_s,
         warm_hosts=_warm(case, hosts),
@@ -74,6 +76,7 @@ def restart_plan(
             restart_count=next_restart_count(generation, incident),
             known_step=_known_step(case, history, reachable),
             master_port=_master_port(case, hosts),
+            run=run_id(case.job.submitted_at),
         ),
         deadline_s=case.settings.action_deadline_s,
         warm_hosts=(*joining, *_warm(case, hosts)),

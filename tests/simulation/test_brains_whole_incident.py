@@ -10,6 +10,7 @@ import pytest
 
 from flyball.contracts.cluster import HostState, JobSpec, JobState
 from flyball.contracts.decisions import DecisionKind, Incident, IncidentState
+from flyball.contracts.identity import run_id
 
 if TYPE_CHECKING:
     from tests.simulation.conftest import World
@@ -114,6 +115,8 @@ def test_the_four_faults_one_after_the_other(new_world: NewWorld, spec: JobSpec)
     ]
     assert all(i.lost_steps <= 1 for i in world.store.incidents.values())
     assert world.job.generation.generation == 5
+    runs = [placement.run for _, placement in world.store.started.values()]
+    assert runs == [run_id(world.job.submitted_at)] * 5
 
 
 def test_without_a_spare_the_job_waits_for_a_host(new_world: NewWorld, spec: JobSpec) -> None:

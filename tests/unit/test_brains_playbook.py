@@ -41,6 +41,7 @@ NEXT = GenerationPlan(
     parent_lineage=(LineageEntry(2),),
     restart_count=1,
     master_port=29_500,
+    run="20251120-104300-123",
 )
 MIGRATE = ActionPlan(
     DecisionKind.MIGRATE_TO_SPARE,
@@ -129,7 +130,7 @@ def test_a_migration_stops_then_starts() -> None:
     assert placement is not None and placement.restore is not None and step.restore == placement.restore
     assert placement.restore.step == 57  # 58 is not complete without the lost host
     assert (placement.master_address, placement.master_port) == ("10.0.0.1", 31_000)
-    assert placement.lineage == (LineageEntry(2, 57), LineageEntry(3))
+    assert placement.lineage == (LineageEntry(2, 57), LineageEntry(3)) and placement.run == NEXT.run
     assert placement.hosts[0].engine_address == "a:7"  # the newest that is known
     (source,) = placement.restore.sources["1"]
     assert (source.host_id, source.tier, source.engine_address) == ("a", Tier.PEER, "a:7")

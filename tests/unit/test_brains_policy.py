@@ -18,6 +18,7 @@ from flyball.contracts.decisions import (
     Incident,
     IncidentState,
 )
+from flyball.contracts.identity import run_id
 from flyball.contracts.signals import (
     EngineRestarted,
     HostReturned,
@@ -175,6 +176,7 @@ def test_a_job_starts_when_hosts_suffice() -> None:
     assert [part.ranks for part in plan.next.hosts] == [(0,), (1,)]
     assert plan.next.peers == {"a": ("b",), "b": ("a",)}
     assert plan.next.master_port == 29_500 and plan.warm_hosts == ("c",)
+    assert plan.next.run == run_id(NOW)
     assert outcome.jobs[-1].state is JobState.RUNNING
 
 
@@ -280,6 +282,7 @@ def test_a_killed_worker_restarts_in_place() -> None:
     assert plan is not None and plan.next is not None
     assert (plan.generation, plan.stop_hosts, plan.next.generation, plan.next.parent) == (2, ("a", "b"), 3, 2)
     assert plan.next.parent_lineage == GENERATION.lineage and plan.next.restart_count == 2
+    assert plan.next.run == run_id(JOB.submitted_at)  # of all generations of the job
     (opened,) = outcome.incidents
     assert (opened.cause, opened.state, opened.action_id, opened.failed_step) == (
         "worker_killed",

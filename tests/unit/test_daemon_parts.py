@@ -46,6 +46,7 @@ PLACEMENT = Placement(
     lineage=(LineageEntry(1, 7), LineageEntry(3)),
     restore=RestorePlan(7, {}),
     restart_count=2,
+    run="20251120-104300-123",
 )
 
 
@@ -66,7 +67,7 @@ def test_environment_of_a_rank_on_the_second_host():
         "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "20001", "TORCHELASTIC_RESTART_COUNT": "2",
         "TORCHELASTIC_ERROR_FILE": "/s/e.json", "OMP_NUM_THREADS": "1", "FLYBALL_GENERATION": "3",
         "FLYBALL_BEACON": "/dev/shm/flyball-x.job.g3.r3.beacon", "FLYBALL_RESTORE_STEP": "7",
-        "FLYBALL_ENGINE_NOTIFY": "/s/notify.sock",
+        "FLYBALL_ENGINE_NOTIFY": "/s/notify.sock", "FLYBALL_RUN": "20251120-104300-123",
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
     assert wire.decode(found["FLYBALL_CHECKPOINT"], CheckpointSpec) == SPEC.checkpoint

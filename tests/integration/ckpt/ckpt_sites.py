@@ -36,9 +36,11 @@ CHUNK_BYTES = 1 << 16
 FROM_SCRATCH = (LineageEntry(1),)
 
 
-def shard(step: int, rank: int, *, generation: int = 1, world_size: int = 2) -> tuple[Manifest, bytes, bytes]:
+def shard(
+    step: int, rank: int, *, generation: int = 1, world_size: int = 2, run: str = ""
+) -> tuple[Manifest, bytes, bytes]:
     """(manifest, its bytes, the safetensors file)."""
-    values = np.random.default_rng([generation, step, rank]).random((200, 300), dtype=np.float32)
+    values = np.random.default_rng([generation, step, rank, *run.encode()]).random((200, 300), dtype=np.float32)
     payload = save({"model.weight": values, "step": np.array([step])}, {"step": str(step)})
     manifest = manifests.describe(
         memoryview(payload),
@@ -48,6 +50,7 @@ def shard(step: int, rank: int, *, generation: int = 1, world_size: int = 2) -> 
         rank=rank,
         world_size=world_size,
         code_version="test",
+        run=run,
         chunk_bytes=CHUNK_BYTES,
     )
     return manifest, manifests.encode(manifest), payload
@@ -59,6 +62,7 @@ class Site:
     def __init__(self, root: Path, hosts: Sequence[str] = ("host-a", "host-b"), store: str = "") -> None:
         self.root = root
         self.hosts = tuple(hosts)
+        self.run_id = ""  # of what is put; the hosts' orders name it from the next `configure` on
         self.state = root / "state"
         self.shm = root / "shm"
         self.shm.mkdir(parents=True)
@@ -86,6 +90,7 @@ class Site:
             peers={host: (self.hosts[rank - 1],) for rank, host in enumerate(self.hosts)},
             lineage=lineage,
             restore=None,
+            run=self.run_id,
         )
         for host in self.hosts:
             folder = self.state / host / "engine-jobs"
@@ -110,26 +115,30 @@ class Site:
     def put_disk(self, step: int, *, generation: int = 1, ranks: Sequence[int] | None = None) -> None:
         """Every rank's shard on its own host's disk."""
         for rank in range(len(self.hosts)) if ranks is None else ranks:
-            manifest, data, payload = shard(step, rank, generation=generation, world_size=len(self.hosts))
+            manifest, data, payload = shard(
+                step, rank, generation=generation, world_size=len(self.hosts), run=self.run_id
+            )
             self.disk(self.hosts[rank]).write(manifest, data, memoryview(payload))
 
     def put_store(self, step: int, *, generation: int = 1, seal: bool = True) -> None:
         """Every rank's shard in the store, and the world manifest."""
         store = self.store()
         for rank in range(len(self.hosts)):
-            manifest, data, payload = shard(step, rank, generation=generation, world_size=len(self.hosts))
+            manifest, data, payload = shard(
+                step, rank, generation=generation, world_size=len(self.hosts), run=self.run_id
+            )
             store.write(manifest, data, memoryview(payload))
         if seal:
             store.seal(generation, step, len(self.hosts))
 
     def disk(self, host: str) -> ShardStore:
-        return open_disk(self.spec.disk_dir, job=JOB, host_id=host, settings=EngineSettings())
+        return open_disk(self.spec.disk_dir, job=JOB, run=self.run_id, host_id=host, settings=EngineSettings())
 
     def store(self) -> ShardStore:
-        return open_persistent(self.spec.persistent_dir, job=JOB, settings=EngineSettings())
+        return open_persistent(self.spec.persistent_dir, job=JOB, run=self.run_id, settings=EngineSettings())
 
     def _put_slot(self, base: str, step: int, rank: int, generation: int) -> None:
-        _, data, payload = shard(step, rank, generation=generation, world_size=len(self.hosts))
+        _, data, payload = shard(step, rank, generation=generation, world_size=len(self.hosts), run=self.run_id)
         segments = RankSegments.open(base, create=True)
         try:
             segments.begin_write(step % 2, generation, step, len(payload))[:] = payload

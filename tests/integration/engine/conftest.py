@@ -131,7 +131,10 @@ class EngineHost:
 class Trainer:
     """A trainer's side of a slot: what `ckpt_engine.engine` does, without torch."""
 
-    def __init__(self, host: EngineHost, rank: int, generation: int = 1, lineage: Lineage | None = None) -> None:
+    def __init__(
+        self, host: EngineHost, rank: int, generation: int = 1, lineage: Lineage | None = None, *, seed: int = 0
+    ) -> None:
+        self.seed = seed  # of what it saves
         self.host = host
         self.rank = rank
         self.generation = generation
@@ -140,7 +143,7 @@ class Trainer:
         self.segments.control.attach_trainer(generation)
 
     def payload(self, step: int, count: int = 300_000) -> bytes:
-        values = np.random.default_rng([step, self.rank]).random(count, dtype=np.float32)
+        values = np.random.default_rng([step, self.rank, self.seed]).random(count, dtype=np.float32)
         return save({"weight": values, "step": np.array([step])}, {"step": str(step)})
 
     def try_save(self, step: int) -> bool:
@@ -221,6 +224,7 @@ class Cluster:
         peers: Mapping[str, tuple[str, ...]] | None = None,
         lineage: Lineage | None = None,
         restore: RestorePlan | None = None,
+        run: str = "",
     ) -> Placement:
         """`ranks` by host; without `peers`, each host's replicas are on the next one."""
         names = list(ranks)
@@ -235,6 +239,7 @@ class Cluster:
             peers=ring if peers is None else peers,
             lineage=lineage or (LineageEntry(generation),),
             restore=restore,
+            run=run,
         )
 
     def configure(

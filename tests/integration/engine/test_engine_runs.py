@@ -1,0 +1,99 @@
+"""Two runs of one job name that share their disk folder or their store, the second with a supervisor of its own: its
+generations begin at 1 again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckpt_engine.slots import RestoreState
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier, branch
+
+if TYPE_CHECKING:
+    from tests.integration.engine.conftest import Cluster, Trainer
+
+Until = Callable[..., None]
+
+FIRST_RUN, SECOND_RUN = "20251119-080000-000", "20251120-080000-000"
+SEEDS = {FIRST_RUN: 1, SECOND_RUN: 2}
+
+
+def spec_of(tier: Tier, folder: Path) -> CheckpointSpec:
+    if tier is Tier.DISK:
+        return CheckpointSpec(disk_dir=str(folder), disk_every_steps=1, replicas=0)
+    return CheckpointSpec(persistent_dir=str(folder), persistent_every_steps=1, replicas=0)
+
+
+def files_below(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def train(
+    cluster: Cluster,
+    trainer: type[Trainer],
+    until: Until,
+    *,
+    run: str,
+    spec: CheckpointSpec,
+    tier: Tier,
+    steps: int,
+) -> Trainer:
+    """One rank on host a saves this many steps; returns when the newest two of these, and no others, are listed."""
+    host = cluster.hosts["a"]
+    cluster.configure(cluster.placement({"a": (0,)}, run=run), spec)
+    worker = trainer(host, 0, seed=SEEDS[run])
+    for step in range(steps):
+        worker.save(step)
+        until(lambda step=step: host.holds(tier, step, 0))
+    until(lambda: {copy.step for copy in host.status.copies if copy.tier is tier} == {steps - 2, steps - 1})
+    return worker
+
+
+@pytest.mark.parametrize("tier", [Tier.DISK, Tier.PERSISTENT])
+def test_a_run_sees_overwrites_and_removes_nothing_of_the_run_before(
+    cluster: Cluster, trainer: type[Trainer], until: Until, tier: Tier
+) -> None:
+    """With as many kept as one run writes, so that copies of both would push each other out."""
+    root = cluster.root / "shared"
+    spec = spec_of(tier, root)
+    host = cluster.host("a")
+    older = train(cluster, trainer, until, run=FIRST_RUN, spec=spec, tier=tier, steps=4)
+    host.lose()  # and with it everything that knew of the first run, but for what it left in the folder
+    kept = files_below(root)
+
+    host.start()
+    worker = train(cluster, trainer, until, run=SECOND_RUN, spec=spec, tier=tier, steps=3)
+    assert {path: data for path, data in files_below(root).items() if path in kept} == kept
+    host.lose()
+
+    host.start()
+    lineage = branch((LineageEntry(1),), restored_step=2, generation=2)
+    plan = RestorePlan(2, {"0": (cluster.source(0, tier, "a"),)})
+    cluster.configure(cluster.placement({"a": (0,)}, generation=2, lineage=lineage, restore=plan, run=SECOND_RUN), spec)
+    again = trainer(host, 0, 2, lineage)
+    assert again.await_restore(2) is RestoreState.READY
+    assert again.stored(1, 2) == worker.payload(2) != older.payload(2)
+
+
+def test_a_run_takes_no_shard_of_another_run_from_slots_or_peers(
+    cluster: Cluster, trainer: type[Trainer], until: Until
+) -> None:
+    """The state folder stayed, and the slots with it; the same generation, step and rank of both runs."""
+    spec = CheckpointSpec(replicas=1)
+    a, b = cluster.host("a"), cluster.host("b")
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}, run=FIRST_RUN), spec)
+    for worker in (trainer(a, 0), trainer(b, 1)):
+        worker.save(0)
+    for host, rank in ((a, 1), (b, 0)):
+        until(lambda host=host, rank=rank: host.holds(Tier.PEER, 0, rank))
+
+    lineage = branch((LineageEntry(1),), restored_step=0, generation=2)
+    plan = RestorePlan(0, {"0": (cluster.source(0, Tier.MEMORY, "a"), cluster.source(0, Tier.PEER, "b")), "1": ()})
+    cluster.configure(
+        cluster.placement({"a": (0,), "b": (1,)}, generation=2, lineage=lineage, restore=plan, run=SECOND_RUN), spec
+    )
+    assert trainer(a, 0, 2, lineage).await_restore(2) is RestoreState.FAILED
+    assert a.status.copies == b.status.copies == ()
