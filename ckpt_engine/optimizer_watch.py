@@ -61,7 +61,7 @@ def _before_step(optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str
 
 def _is_recorded() -> bool:
     """Whether the step goes into a CUDA graph in place of being run. SGD's may, without `capturable`."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 _before_step._torchdynamo_disable = True  # type: ignore[attr-defined]  # called, never traced into a compiled step

@@ -205,6 +205,20 @@ def test_ctrl_c_in_a_copy_gives_the_slot_back(identity: WorkerIdentity, monkeypa
         assert job.save(1, saved).replicated.wait(DEADLINE_S)
 
 
+def test_a_thread_that_died_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    background, done = Background("flyball-test"), threading.Event()
+
+    def die() -> None:
+        raise ValueError("a bug")
+
+    background.submit(die)
+    wait_for(lambda: "flyball-test" not in {thread.name for thread in threading.enumerate()})
+    background.submit(done.set)
+    assert done.wait(DEADLINE_S)
+    background.close()
+
+
 def test_work_that_cannot_have_a_thread_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_thread(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -248,6 +262,19 @@ if os.fork() == 0:
 assert os.wait()[1] == 0 and not handle.staged
 begun.set()
 assert handle.replicated.wait(30)
+""",
+    "a fork that exits as a process of its own": """
+import sys
+reading, writing = os.pipe()
+if os.fork() == 0:
+    signal.alarm(60)
+    step(2.0)
+    os.read(reading, 1)  # until the parent has copied
+    sys.exit(0)
+begun.set()
+assert handle.replicated.wait(30)
+os.write(writing, b"!")
+os.wait()
 """,
 }
 
