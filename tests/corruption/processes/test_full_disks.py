@@ -1,0 +1,136 @@
+"""Disks that are full or fail under real engines while real trainers go on: nothing that was committed is lost, the
+failure is told, and the next steps are written when the disk is well again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckpt_engine import integrity
+from ckpt_engine.restore_file import read_manifest
+from flyball.contracts.checkpoints import Tier
+
+if TYPE_CHECKING:
+    from tests.corruption.processes.conftest import Site
+
+Until = Callable[..., Any]
+
+
+def paths(folder: Path) -> list[Path]:
+    """The folder and all below it; unlike `rglob` this bears that others remove some of it meanwhile."""
+    found = os.walk(folder)
+    return [path for top, _, names in found for path in (Path(top), *(Path(top, name) for name in names))]
+
+
+def files_on(folder: Path) -> dict[int, set[int]]:
+    """Step -> the ranks whose shard is in `folder`, every byte of it as its manifest says."""
+    found: dict[int, set[int]] = {}
+    for path in [path for path in paths(folder) if path.match("rank*.manifest")]:
+        try:
+            manifest = read_manifest(path.with_suffix(".safetensors"))
+            payload = memoryview(path.with_suffix(".safetensors").read_bytes())
+        except FileNotFoundError:
+            continue  # pruned this moment
+        integrity.verify(payload, manifest.chunk_digests, manifest.chunk_bytes)
+        found.setdefault(manifest.step, set()).add(manifest.rank)
+    return found
+
+
+def newest_on(folder: Path) -> int:
+    """The newest step of which both ranks' shards are there."""
+    return max((step for step, ranks in files_on(folder).items() if ranks == {0, 1}), default=-1)
+
+
+def fill(folder: Path) -> Path:
+    filler = folder / "somebody-elses"
+    with filler.open("ab", buffering=0) as file:
+        for size in (1 << 16, 4096):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                continue
+    return filler
+
+
+def counted(site: Site, name: str) -> int:
+    return max(status.counters.get(name, 0) for status in site.status())  # one rank may find room that another made
+
+
+@pytest.mark.parametrize("tier", [Tier.DISK, Tier.PERSISTENT])
+def test_a_full_disk_costs_only_what_it_was_to_hold(site_with_small_disks: Site, until: Until, tier: Tier) -> None:
+    site = site_with_small_disks
+    folder = site.hosts["a"].engines.seen(site.root / {Tier.DISK: "disk", Tier.PERSISTENT: "store"}[tier])
+    site.begin()
+    until("steps are on the disk", lambda: site.durable_step() >= 2)
+    until("steps of both ranks", lambda: newest_on(folder) >= 0)
+    newest = newest_on(folder)
+
+    def is_told() -> bool:
+        fill(folder)  # also what retention gave back meanwhile
+        return counted(site, f"{tier}_storage_full") + counted(site, f"{tier}_seal_failures") >= 3
+
+    until("it is told", is_told)
+    assert newest_on(folder) >= newest
+    assert any("no room" in failure.message for status in site.status() for failure in status.failures)
+    world = site.world_step()
+    until("training goes on", lambda: site.world_step() >= world + 20)
+
+    newest = newest_on(folder)
+    fill(folder).unlink()
+    until("newer steps are written", lambda: newest_on(folder) > newest)
+    committed = site.committed()
+    assert site.recover() >= committed
+    site.begin()
+    site.train_until(3)
+
+
+@pytest.mark.parametrize("call", ["fsync", "pwrite", "open"])
+def test_a_disk_that_fails_costs_only_what_it_was_to_hold(site_with_small_disks: Site, until: Until, call: str) -> None:
+    site = site_with_small_disks
+    folder = site.hosts["a"].engines.seen(site.root / "disk")
+    site.begin()
+    until("steps of both ranks", lambda: newest_on(folder) >= 0)
+    for host in site.hosts.values():
+        host.tell_engine(f"break {call}")
+    failing = "disk_write_failures"
+    until("it is told", lambda: counted(site, failing) >= 3)
+    newest = newest_on(folder)
+    assert newest >= 0
+    assert any("Input/output error" in failure.message for status in site.status() for failure in status.failures)
+    world = site.world_step()
+    until("training goes on", lambda: site.world_step() >= world + 20)
+    for host in site.hosts.values():
+        host.tell_engine(f"mend {call}")
+    until("newer steps are written", lambda: newest_on(folder) > newest)
+    committed = site.committed()
+    assert site.recover() >= committed
+    site.begin()
+
+
+def test_what_a_run_leaves_is_for_its_owner_alone(site_with_small_disks: Site, until: Until) -> None:
+    """In shared memory, in the state folders, on disks."""
+    site = site_with_small_disks
+    site.begin()
+    until(
+        "steps are everywhere",
+        lambda: (
+            site.durable_step() >= 3
+            and all({copy.tier for copy in status.copies} == set(Tier) for status in site.status())
+        ),
+    )
+    seen = site.hosts["a"].engines.seen
+    modes: dict[str, set[int]] = {}
+    for name in ("shm", "a", "b", "disk", "store"):
+        for path in paths(seen(site.root / name)):
+            if name == "shm" and path.is_dir():
+                continue  # /dev/shm itself is everybody's
+            with suppress(FileNotFoundError):
+                modes.setdefault(name, set()).add(path.lstat().st_mode & 0o777)
+    assert modes["shm"] == {0o600}
+    assert all(modes[name] == {0o600, 0o700} for name in ("a", "b", "disk", "store")), modes

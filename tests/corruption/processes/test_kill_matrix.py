@@ -1,0 +1,92 @@
+"""Kill -9 of the trainer, the engine, both, and all processes of all hosts, at every stage of the pipeline, by fault
+points: the newest step that was committed is restored by a new generation, bit for bit, and training goes on.
+
+Who reaches a point is stopped there; then the kills are done, and what was only stopped is let go on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckpt_engine import integrity
+from ckpt_engine.restore_file import read_manifest
+from flyball.contracts import fault_points
+from flyball.contracts.engine_wire import Flush
+
+if TYPE_CHECKING:
+    from tests.corruption.processes.conftest import Site
+
+TRAINERS = ("slot.begun", "capture.half", "slot.before_captured")
+ENGINE_OF_RANK_0 = ("persistent.world", "persistent.sealed")  # the coordinator's alone
+ENGINES = tuple(
+    name
+    for name in fault_points.KNOWN
+    if name.startswith(("slot.", "engine.", "file.", "disk.", "persistent."))
+    and name not in ("disk.world", "disk.sealed", "engine.refill")
+)
+CONTROL_PLANE = ("sensor.", "controller.", "actuator.")  # tests/integration/recovery/parts, test_edge_processes.py
+ELSEWHERE = {
+    *("disk.world", "disk.sealed"),  # are not reached: a host's own disk has no world manifest
+    "engine.refill",  # of a host that lost its memory: tests/integration/engine/test_engine_refill.py
+    *(name for name in fault_points.KNOWN if name.startswith(CONTROL_PLANE)),
+}
+VICTIMS = ("trainer", "engine", "both", "all")
+
+
+def test_every_fault_point_is_in_the_matrix_or_elsewhere() -> None:
+    assert {*TRAINERS, *ENGINES, *ELSEWHERE} == set(fault_points.KNOWN)
+    assert not ELSEWHERE & {*TRAINERS, *ENGINES}
+
+
+@pytest.mark.parametrize("victims", VICTIMS)
+@pytest.mark.parametrize(
+    ("who", "point"), [("trainer", name) for name in TRAINERS] + [("engine", name) for name in ENGINES]
+)
+def test_after_a_kill_the_newest_committed_step_is_restored(
+    site: Site, until: Callable[..., Any], in_kernel: Callable[[int], str], who: str, point: str, victims: str
+) -> None:
+    host = site.hosts["a" if point in ENGINE_OF_RANK_0 else "b"]
+    stop = f"{point}:1:SIGSTOP"
+    site.begin({host.name: f"{point}:4:SIGSTOP"} if who == "trainer" else None)
+    site.train_until(2)
+    before = site.committed()
+    if who == "engine":
+        host.tell_engine(f"stop {stop}")
+    if point == "engine.armed":
+        site.arm_ranks(host)
+    elif point == "engine.flush":
+        host.ask_and_forget(Flush("job", 10.0, durable=True))
+    stopped = host.trainer if who == "trainer" else host.engine
+    until(f"{who} reaches {point}", lambda: in_kernel(stopped) == "T")
+
+    before = max(before, site.committed())
+    everybody = [pid for each in site.hosts.values() for pid in (each.trainer, each.engine)]
+    pids = {
+        "trainer": [host.trainer],
+        "engine": [host.engine],
+        "both": [host.trainer, host.engine],
+        "all": everybody,
+    }[victims]
+    site.kill(*pids)
+    if stopped not in pids:
+        os.kill(stopped, signal.SIGCONT)
+    assert site.recover() >= before
+
+
+def test_after_all_of_it_training_goes_on_and_every_file_is_what_its_manifest_says(site: Site) -> None:
+    site.begin()
+    site.train_until(5)
+    before = site.committed()
+    assert site.recover() >= before
+    checked = 0
+    for path in [*(site.root / "disk").rglob("*.manifest"), *(site.root / "store").rglob("rank*.manifest")]:
+        manifest = read_manifest(path.with_suffix(".safetensors"))
+        payload = memoryview(path.with_suffix(".safetensors").read_bytes())
+        integrity.verify(payload, manifest.chunk_digests, manifest.chunk_bytes)
+        checked += 1
+    assert checked >= 4
