@@ -45,7 +45,7 @@ _MANIFEST_BYTES, _MANIFEST_HASH_LOW, _MANIFEST_HASH_HIGH = range(7, 10)
 _FENCE_EPOCH, _FENCE_GENERATION = 96, 97
 _WORLD_GENERATION, _WORLD_STEP = 98, 99
 _EMERGENCY_GENERATION, _EMERGENCY_STEP = 100, 101
-_ABANDONED_UPTO, _ABANDONED, _ABANDONED_ENTRIES = 102, 103, 16
+_ABANDONED_UPTO, _ABANDONED = 102, range(103, 119)
 _REPLICATED_STEP, _DURABLE_STEP = 120, 121
 _HELD = {Tier.DISK: 122, Tier.PERSISTENT: 123}  # the step plus one, 0: none
 _NEXT_SAVE = 124
@@ -176,7 +176,7 @@ class ControlSegment:
         self._fence()
         step = words[_WORLD_STEP]  # before what is held: a step is held before the world step passes it
         self._fence()
-        named = frozenset(words[_ABANDONED : _ABANDONED + _ABANDONED_ENTRIES].tolist()) - {-1}
+        named = frozenset(words[entry] for entry in _ABANDONED) - {-1}
         return World(
             fence_epoch=words[_FENCE_EPOCH],
             fence_generation=words[_FENCE_GENERATION],
@@ -194,14 +194,10 @@ class ControlSegment:
     def begin_world(self, generation: int, step: int) -> None:
         """A generation begins at its restore step (-1: from scratch); nothing of the one before counts."""
         words = self._words
-        words[_WORLD_STEP] = -1
-        words[_ABANDONED_UPTO] = -1
-        for entry in range(_ABANDONED, _ABANDONED + _ABANDONED_ENTRIES):
-            words[entry] = -1
-        words[_REPLICATED_STEP] = -1
-        words[_DURABLE_STEP] = -1
-        words[_EMERGENCY_STEP] = -1
-        words[_NEXT_SAVE] = -1
+        self._fence()  # who sees any of this sees that the generation before was fenced out
+        steps = (_WORLD_STEP, _REPLICATED_STEP, _DURABLE_STEP, _EMERGENCY_STEP, _NEXT_SAVE)
+        for word in (*steps, _ABANDONED_UPTO, *_ABANDONED):
+            words[word] = -1
         self.release_holds()
         words[_PARK] = ParkState.RUNNING
         self._fence()
@@ -218,11 +214,10 @@ class ControlSegment:
         `advance_world` with the world step of that moment. `steps` are all that count beside `upto`: the newest 16."""
         self._fence()
         self._words[_ABANDONED_UPTO] = max(upto, self._words[_ABANDONED_UPTO])
-        newest = sorted(steps)[-_ABANDONED_ENTRIES:]
-        entries = range(_ABANDONED, _ABANDONED + _ABANDONED_ENTRIES)
-        free = [entry for entry in entries if self._words[entry] not in newest]
-        known = {self._words[entry] for entry in entries}
-        for entry, step in zip(free, [step for step in newest if step not in known], strict=False):
+        newest = set(sorted(steps)[-len(_ABANDONED) :])
+        free = [entry for entry in _ABANDONED if self._words[entry] not in newest]
+        known = [self._words[entry] for entry in _ABANDONED]
+        for entry, step in zip(free, newest.difference(known), strict=False):
             self._words[entry] = step
 
     def hold(self, tier: Tier, step: int) -> None:
@@ -396,7 +391,7 @@ def _initial_words() -> bytes:
         *(_FENCE_GENERATION, _WORLD_GENERATION, _WORLD_STEP, _EMERGENCY_GENERATION, _EMERGENCY_STEP),
         *(_RESTORE_GENERATION, _RESTORE_STEP, _RESTORE_SLOT, _TRAINER_GENERATION, _POSITION),
         *(_REPLICATED_STEP, _DURABLE_STEP, _NEXT_SAVE),
-        *range(_ABANDONED_UPTO, _ABANDONED + _ABANDONED_ENTRIES),
+        *(_ABANDONED_UPTO, *_ABANDONED),
     ):
         words[word] = -1
     return words.tobytes()

@@ -1,0 +1,429 @@
+"""The world as the rule for overwriting slots sees it, as a model: ranks that save at their own pace, messages to and
+from the coordinator that arrive late, twice, in another order or never, slow tiers that hold a slot for as long as they
+like, workers killed in the middle of a capture, engines killed with what they had not written down, generations and
+moments that go on with fewer or more slots, and hosts lost with all that they held. After every move the worst is
+assumed: if everything were killed now (with replicas: and any one host lost), the newest world step, at least, must be
+there for every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from typing import NamedTuple
+
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from ckpt_engine import slot_rules
+from ckpt_engine.coordinator import Coordinator
+from ckpt_engine.generation import WorldView
+from ckpt_engine.peer_wire import WorldStep
+from ckpt_engine.slot_rules import (
+    MAX_SLOTS,
+    MIN_SLOTS,
+    AbandonedSteps,
+    SlotState,
+    SlotView,
+    choose_slot,
+    unneeded_surplus,
+)
+from flyball.contracts.checkpoints import Lineage, LineageEntry, branch, is_alive
+
+_REMEMBERED_STEPS = 16  # as the pipeline
+WHOLE = (SlotState.CAPTURED, SlotState.COMMITTED)
+
+Broadcast = tuple[WorldStep, tuple[int, ...]]  # with what was named last per slow tier (-1: none)
+
+
+class Report(NamedTuple):
+    rank: int
+    saved: tuple[int, ...]
+    failed: tuple[int, ...]
+    saving: int  # the oldest step that is neither, while the rank is busy with one; -1: none
+
+
+class Slots:
+    """A rank's own slots, or the replica slots of one on its neighbour, as `RankSegments` shows and chooses them."""
+
+    def __init__(self, in_use: int = MIN_SLOTS) -> None:
+        self.in_use = in_use
+        self.views = [SlotView(index, SlotState.EMPTY, -1, -1, 0, 0) for index in range(MAX_SLOTS)]
+
+    def seen(self) -> list[SlotView]:
+        views = [replace(view, surplus=view.index >= self.in_use) for view in self.views]
+        return [view for view in views if not view.surplus or view.state is not SlotState.EMPTY]
+
+    def choose(
+        self, world_step: int, lineage: Lineage, abandoned: Container[int], held: tuple[int, ...] = ()
+    ) -> SlotView | None:
+        for view in unneeded_surplus(self.seen(), world_step, lineage, abandoned, held):
+            self.views[view.index] = replace(view, state=SlotState.EMPTY, surplus=False)
+        return choose_slot(self.seen(), world_step, lineage, abandoned, held)
+
+    def put(self, index: int, state: SlotState, generation: int, step: int) -> None:
+        sequence = self.views[index].sequence + (state is SlotState.WRITING)
+        self.views[index] = SlotView(index, state, generation, step, 1, sequence)
+
+    def restorable(self, lineage: Lineage) -> set[int]:
+        """What an engine can commit and serve after its trainer's death."""
+        return {v.step for v in self.views if v.state in WHOLE and is_alive(v.generation, v.step, lineage)}
+
+    def holds(self, generation: int, step: int) -> SlotView | None:
+        return next((v for v in self.views if v.state in WHOLE and (v.generation, v.step) == (generation, step)), None)
+
+
+class World(RuleBasedStateMachine):
+    ranks = 2
+    replicas = False
+    slots = MIN_SLOTS
+    slow_tiers = 0
+    heals = False  # whether the walk ends with a time in which nothing goes wrong
+    rounds_to_heal = 30
+
+    @initialize()
+    def begin(self) -> None:
+        self.own = [Slots(self.slots) for _ in range(self.ranks)]
+        self.replica = [Slots() for _ in range(self.ranks)]  # of rank r, kept by the host of rank r + 1
+        self.lineage: Lineage = (LineageEntry(1),)
+        self._begin_generation(-1)
+
+    def _begin_generation(self, restored: int) -> None:
+        self.generation = self.lineage[-1].generation
+        self.restored = restored
+        self.coordinator = Coordinator(
+            generation=self.generation,
+            world_size=self.ranks,
+            world_step=restored,
+        )
+        self.next_step = [restored + 1] * self.ranks
+        self.writing: list[int | None] = [None] * self.ranks
+        self.saved: list[list[int]] = [[] for _ in range(self.ranks)]
+        start = WorldStep("job", self.generation, restored)
+        self.known = [WorldView(start) for _ in range(self.ranks)]  # what each rank heard
+        self.heard = [[-1] * self.slow_tiers for _ in range(self.ranks)]
+        self.named = [-1] * self.slow_tiers
+        self.unanswered: list[set[int]] = [set() for _ in range(self.slow_tiers)]  # ranks that have not settled it
+        self.held = [[-1] * self.slow_tiers for _ in range(self.ranks)]
+        self.failed: list[list[int]] = [[] for _ in range(self.ranks)]
+        self.to_coordinator: list[Report] = []
+        self.broadcasts: list[Broadcast] = [(start, tuple(self.named))]
+
+    def _keeper(self, rank: int) -> int:
+        return (rank + 1) % self.ranks
+
+    # --- what a rank and its engine do ---
+
+    @rule(rank=st.integers(0, 2))
+    def begin_save(self, rank: int) -> None:
+        rank %= self.ranks
+        if self.writing[rank] is not None:
+            return
+        slot = self.own[rank].choose(*self._view(rank), self._held(rank))
+        if slot is None:
+            self._waits_for_the_world_only(rank)
+        else:
+            self.own[rank].put(slot.index, SlotState.WRITING, self.generation, self.next_step[rank])
+            self.writing[rank] = slot.index
+
+    @rule(rank=st.integers(0, 2))
+    def finish_capture(self, rank: int) -> None:
+        rank %= self.ranks
+        index = self.writing[rank]
+        if index is not None:
+            self.own[rank].put(index, SlotState.CAPTURED, self.generation, self.next_step[rank])
+            self.writing[rank] = None
+            self.next_step[rank] += 1
+
+    @rule(rank=st.integers(0, 2), told=st.booleans())
+    def save_runs_out_of_time(self, rank: int, told: bool) -> None:
+        rank %= self.ranks
+        if self.writing[rank] is None:
+            self.failed[rank].append(self.next_step[rank])
+            self.next_step[rank] += 1
+            if told:
+                self._report(rank)
+
+    def _report(self, rank: int) -> None:
+        """All that the rank has, and all that it will never have: what a lost message said, the next one says again."""
+        world_step, _, abandoned = self._view(rank)
+        settled = (*self.saved[rank], *self.failed[rank])
+        own = [v for v in self.own[rank].views if v.state is not SlotState.EMPTY and v.generation == self.generation]
+        waiting = [v.step for v in own if v.step > world_step and v.step not in abandoned]
+        busy = [step for step in waiting if step not in settled]
+        newest = tuple(self.saved[rank][-_REMEMBERED_STEPS:]), tuple(self.failed[rank][-_REMEMBERED_STEPS:])
+        self.to_coordinator.append(Report(rank, *newest, min(busy, default=-1)))
+
+    @rule(rank=st.integers(0, 2))
+    def commit_and_replicate(self, rank: int) -> None:
+        """The oldest captured shard; a busy replica slot means trying again later."""
+        rank %= self.ranks
+        captured = [v for v in self.own[rank].views if v.state is SlotState.CAPTURED]
+        if not captured:
+            return
+        view = min(captured, key=lambda v: v.step)
+        if self.replicas and not self._replicate(rank, view):
+            return
+        self.own[rank].views[view.index] = replace(view, state=SlotState.COMMITTED)
+        self.saved[rank].append(view.step)
+        self._report(rank)
+
+    def _replicate(self, rank: int, view: SlotView) -> bool:
+        target = self.replica[rank].choose(*self._view(self._keeper(rank)))
+        if target is None:
+            return False
+        self.replica[rank].put(target.index, SlotState.COMMITTED, view.generation, view.step)
+        return True
+
+    def _view(self, rank: int) -> tuple[int, Lineage, AbandonedSteps]:
+        known = self.known[rank].present
+        return known.world_step, self.lineage, known.abandoned_steps
+
+    def _held(self, rank: int) -> tuple[int, ...]:
+        return tuple(step for step in self.held[rank] if step >= 0)
+
+    def _waits_for_the_world_only(self, rank: int) -> None:
+        """With a slot for each slow tier, the two that are left would not be free without slow tiers either."""
+        own = self.own[rank]
+        if own.in_use < MIN_SLOTS + self.slow_tiers:
+            return
+        needed = [v for v in own.seen() if not v.surplus and not slot_rules.may_overwrite(v, *self._view(rank))]
+        assert len(needed) >= MIN_SLOTS, "a save waits for a slow tier"
+
+    # --- slow tiers ---
+
+    @precondition(lambda self: self.slow_tiers)
+    @rule(tier=st.integers(0, 1))
+    def name_for_a_slow_tier(self, tier: int) -> None:
+        """The coordinator names its world step, unless some rank has not answered for the one before."""
+        tier %= self.slow_tiers
+        step = self.coordinator.world_step
+        if not self.unanswered[tier] and step > self.named[tier]:  # also the step that the generation began with
+            self.named[tier] = step
+            self.unanswered[tier] = set(range(self.ranks))
+            self._broadcast()
+
+    @precondition(lambda self: self.slow_tiers)
+    @rule(rank=st.integers(0, 2), tier=st.integers(0, 1))
+    def slow_tier_is_done(self, rank: int, tier: int) -> None:
+        """Written, or failed: the coordinator hears of it."""
+        rank, tier = rank % self.ranks, tier % self.slow_tiers
+        if self.heard[rank][tier] == self.named[tier]:
+            self.held[rank][tier] = -1
+            self.unanswered[tier].discard(rank)
+
+    @rule(rank=st.integers(0, 2))
+    def memory_runs_short(self, rank: int) -> None:
+        self.own[rank % self.ranks].in_use = MIN_SLOTS
+
+    # --- messages ---
+
+    @precondition(lambda self: self.to_coordinator)
+    @rule(data=st.data(), lost=st.booleans(), again=st.booleans())
+    def deliver_to_coordinator(self, data: st.DataObject, lost: bool, again: bool) -> None:
+        index = data.draw(st.integers(0, len(self.to_coordinator) - 1))
+        said = self.to_coordinator[index] if again else self.to_coordinator.pop(index)
+        if not lost:
+            self._tell(said)
+
+    def _tell(self, said: Report) -> None:
+        self.coordinator.saved(said.rank, said.saved)
+        self.coordinator.failed(said.failed)
+        if said.saving >= 0:
+            self.coordinator.saving(said.rank, said.saving)
+        self._broadcast()
+
+    def _broadcast(self) -> None:
+        at = self.coordinator
+        world = WorldStep("job", at.generation, at.world_step, at.abandoned, abandoned_upto=at.abandoned_upto)
+        self.broadcasts.append((world, tuple(self.named)))
+
+    @rule(rank=st.integers(0, 2), data=st.data())
+    def hear_of_the_world(self, rank: int, data: st.DataObject) -> None:
+        """Any broadcast of this generation, also an old one."""
+        rank %= self.ranks
+        self._hear(rank, data.draw(st.sampled_from(self.broadcasts)))
+
+    def _hear(self, rank: int, broadcast: Broadcast) -> None:
+        world, named = broadcast
+        for tier, step in enumerate(named):  # held first: then the world step lets go of the slot
+            if step > self.heard[rank][tier] and step in self.own[rank].restorable(self.lineage):
+                self.held[rank][tier] = step
+            self.heard[rank][tier] = max(step, self.heard[rank][tier])
+        self.known[rank].learn(world)
+
+    # --- several moves at once, so that a walk gets far ---
+
+    @rule(rank=st.integers(0, 2), told=st.booleans())
+    def save_whole(self, rank: int, told: bool) -> None:
+        self.begin_save(rank)
+        self.finish_capture(rank)
+        self.commit_and_replicate(rank)
+        for said in self.to_coordinator if told else ():
+            self._tell(said)
+
+    @rule(heard=st.booleans())
+    def everyone_saves(self, heard: bool) -> None:
+        for rank in range(self.ranks):
+            self.save_whole(rank, told=True)
+        if heard:
+            self._broadcast()
+            for rank in range(self.ranks):
+                self._hear(rank, self.broadcasts[-1])
+
+    # --- what goes wrong ---
+
+    @rule(rank=st.integers(0, 2))
+    def kill_an_engine(self, rank: int) -> None:
+        """What it did not write down is forgotten: which steps failed, and what was saved but for what is there. The
+        coordinator's knows its own control words."""
+        rank %= self.ranks
+        self.failed[rank] = []
+        self.saved[rank] = [step for step in self.saved[rank] if self.own[rank].holds(self.generation, step)]
+        if rank == 0:
+            at = self.coordinator
+            self.coordinator = Coordinator(
+                generation=at.generation,
+                world_size=self.ranks,
+                world_step=at.world_step,
+                abandoned=at.abandoned,
+                abandoned_upto=at.abandoned_upto,
+            )
+
+    @precondition(lambda self: self.replicas)
+    @rule(rank=st.integers(0, 2), told=st.booleans())
+    def find_a_slot_bad_after_it_was_sent(self, rank: int, told: bool) -> None:
+        """It was not told that the rank has the step, and it never will; a replica of it is there."""
+        rank %= self.ranks
+        for view in self.own[rank].views:
+            if view.state is SlotState.CAPTURED and self._replicate(rank, view):
+                self.own[rank].views[view.index] = replace(view, state=SlotState.EMPTY)
+                self.failed[rank].append(view.step)
+                if told:
+                    self._report(rank)
+                return
+
+    @rule(slots=st.integers(MIN_SLOTS, MAX_SLOTS))
+    def kill_all_workers(self, slots: int) -> None:
+        self._restart(lost=None, slots=slots)
+
+    @precondition(lambda self: self.replicas)
+    @rule(rank=st.integers(0, 2))
+    def lose_a_host(self, rank: int) -> None:
+        self._restart(lost=rank % self.ranks)
+
+    def _available(self, rank: int, lost: int | None) -> set[int]:
+        own = set() if rank == lost else self.own[rank].restorable(self.lineage)
+        kept = set() if not self.replicas or self._keeper(rank) == lost else self.replica[rank].restorable(self.lineage)
+        return own | kept
+
+    def _common(self, lost: int | None) -> set[int]:
+        return set.intersection(*(self._available(rank, lost) for rank in range(self.ranks)))
+
+    def _restart(self, lost: int | None, slots: int | None = None) -> None:
+        """What the controller, the daemons and the engines do: stop, ask what is there, name the step, fetch, go on."""
+        common = self._common(lost)
+        restored = max(common, default=None)
+        sources = [self._source(rank, restored, lost) for rank in range(self.ranks)]
+        slots = slots or self.slots
+        for rank in range(self.ranks):
+            for view in self.own[rank].views:
+                if view.state is SlotState.CAPTURED:
+                    self.own[rank].views[view.index] = replace(view, state=SlotState.COMMITTED)
+            self.own[rank].in_use = slots
+            if rank == lost:
+                self.own[rank] = Slots(slots)
+            if self._keeper(rank) == lost:
+                self.replica[rank] = Slots()
+        self.lineage = branch(self.lineage, restored_step=restored, generation=self.generation + 1)
+        self._begin_generation(-1 if restored is None else restored)
+        if restored is None:
+            return
+        for rank, generation in enumerate(sources):
+            for kept in (self.own[rank], self.replica[rank]) if self.replicas else (self.own[rank],):
+                if kept.holds(generation, restored) is None:
+                    slot = kept.choose(restored, self.lineage, ())
+                    assert slot is not None, "the shard that is to be restored finds no slot"
+                    kept.put(slot.index, SlotState.COMMITTED, generation, restored)
+
+    def _source(self, rank: int, step: int | None, lost: int | None) -> int:
+        """The generation that wrote the rank's shard of the restore step."""
+        held = [] if rank == lost else self.own[rank].views
+        kept = [] if self._keeper(rank) == lost or not self.replicas else self.replica[rank].views
+        return next(
+            (
+                v.generation
+                for v in (*held, *kept)
+                if v.step == step and v.state in WHOLE and is_alive(v.generation, v.step, self.lineage)
+            ),
+            -1,
+        )
+
+    # --- what must come ---
+
+    def teardown(self) -> None:
+        """From now on nothing fails and every message arrives: the world step has to move on."""
+        before = self.coordinator.world_step
+        behind = max(self.next_step) - min(self.next_step)
+        for _ in range(self.rounds_to_heal + behind if self.heals else 0):
+            self._a_good_round()
+            if self.coordinator.world_step > before:
+                return
+        assert not self.heals, f"the world step stays at {before} for ever: {[slots.seen() for slots in self.own]}"
+
+    def _a_good_round(self) -> None:
+        self._broadcast()
+        for rank in range(self.ranks):
+            self._hear(rank, self.broadcasts[-1])
+            self.held[rank] = [-1] * self.slow_tiers
+        for rank in sorted(range(self.ranks), key=lambda rank: self.next_step[rank]):
+            if self.writing[rank] is None and self.next_step[rank] <= min(self.next_step):
+                self.begin_save(rank)
+                if self.writing[rank] is None:
+                    self.save_runs_out_of_time(rank, told=True)
+            self.finish_capture(rank)
+            self._settle_captured(rank)
+            self._report(rank)
+        for said in self.to_coordinator:
+            self._tell(said)
+        self.to_coordinator.clear()
+
+    def _settle_captured(self, rank: int) -> None:
+        """As the pipeline does: what the world does without is not replicated, and is in nobody's way."""
+        world_step, _, abandoned = self._view(rank)
+        for view in self.own[rank].views:
+            if view.state is SlotState.CAPTURED and (view.step < world_step or view.step in abandoned):
+                self.own[rank].views[view.index] = replace(view, state=SlotState.COMMITTED)
+        for _ in range(MAX_SLOTS):
+            self.commit_and_replicate(rank)
+
+    # --- what must never be ---
+
+    @invariant()
+    def the_world_step_is_there_for_all(self) -> None:
+        world_step = self.coordinator.world_step
+        if world_step < 0:
+            return
+        assert any(step >= world_step for step in self._common(lost=None)), "nothing common after a kill of all workers"
+        if self.replicas:
+            for lost in range(self.ranks):
+                common = self._common(lost)
+                assert any(step >= world_step for step in common), f"nothing common after the loss of host {lost}"
+
+    @invariant()
+    def nobody_knows_more_than_is_true(self) -> None:
+        assert all(known.present.world_step <= self.coordinator.world_step for known in self.known)
+
+    @invariant()
+    def what_a_slow_tier_writes_from_stays(self) -> None:
+        for rank in range(self.ranks):
+            for step in self._held(rank):
+                assert step in self.own[rank].restorable(self.lineage), (
+                    "a slot was overwritten while a slow tier wrote it"
+                )
