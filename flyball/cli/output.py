@@ -67,18 +67,23 @@ def cell(value: object) -> str:
         return ", ".join(cell(v) for v in value) or "-"
     if isinstance(value, Mapping):
         return ", ".join(f"{k}={cell(v)}" for k, v in value.items()) or "-"
-    return str(value)
+    return printable(str(value))
+
+
+def printable(text: str) -> str:
+    """`text` without what a terminal would obey, or could not show: names of files and tensors may be anybody's."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def say(message: str) -> None:
     """One line about what Flyball does, on stderr, so that stdout stays the script's and the results'."""
-    sys.stderr.write(f"flyball: {message}\n")
+    sys.stderr.write(f"flyball: {printable(message)}\n")
     sys.stderr.flush()
 
 
 def say_error(error: FlyballError) -> None:
     """Cause and next step, on stderr."""
-    sys.stderr.write(f"error: {error.message}\n")
+    sys.stderr.write(f"error: {printable(error.message)}\n")
     if error.hint:
-        sys.stderr.write(f"Next step: {error.hint}\n")
+        sys.stderr.write(f"Next step: {printable(error.hint)}\n")
     sys.stderr.flush()

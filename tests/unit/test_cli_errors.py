@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from flyball.cli.main import run_cli
+from flyball.cli.output import print_fields, print_table, say, say_error
 from flyball.contracts import errors
-from flyball.contracts.errors import FlyballError
+from flyball.contracts.errors import FlyballError, NotFound
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 
@@ -97,9 +98,11 @@ def test_version_and_no_command(tmp_path: Path) -> None:
 
 
 def test_notices_are_on_stderr(tmp_path: Path) -> None:
-    done = flyball("run", "--monitor-interval", "1", "missing.py", tmp_path=tmp_path, CKPT_ENGINE_MEM_LIMIT_GB="9")
+    transom = {"CKPT_ENGINE_MEM_LIMIT_GB": "9", "CKPT_ENGINE_HTTP_PORT": "15345"}
+    done = flyball("run", "--monitor-interval", "1", "missing.py", tmp_path=tmp_path, **transom)
     assert "flyball: --monitor-interval 1.0: not needed: " in done.stderr
-    assert "flyball: CKPT_ENGINE_MEM_LIMIT_GB: not used: " in done.stderr
+    assert "flyball: CKPT_ENGINE_MEM_LIMIT_GB: taken as FLYBALL_CKPT_MEMORY_LIMIT_BYTES=9GiB" in done.stderr
+    assert "flyball: CKPT_ENGINE_HTTP_PORT: not used: " in done.stderr
 
 
 def test_every_exit_code_is_documented() -> None:
@@ -122,3 +125,17 @@ def test_goodput_of_an_event_log(tmp_path: Path) -> None:
     assert '"elapsed_s": 10' in done.stdout
     assert "events.jsonl:2" in done.stderr
     assert flyball("goodput", "events.jsonl", tmp_path=tmp_path).stdout
+
+
+def test_what_others_named_gives_no_orders_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of files and of tensors in manifests may be anybody's, and need not be text."""
+    name = "a\x1b[2Jb\r\udcffé"
+    say(name)
+    say_error(NotFound(name, hint=name))
+    print_table("Places", ("where",), [[name], [[name]]])
+    print_fields({"where": name})
+    out, err = capsys.readouterr()
+    for line in (out, err):
+        assert "\x1b" not in line and "\r" not in line
+    assert err.count("a\\x1b[2Jb\\r\\udcffé") == 3
+    assert out.count("a\\x1b[2Jb\\r\\udcffé") == 3
