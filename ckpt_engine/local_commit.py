@@ -6,6 +6,7 @@ common step (`slot_rules`) needs no coordinator.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -19,6 +20,8 @@ from flyball.contracts.segments import rank_segment
 from flyball.worker_identity import WorkerIdentity
 
 _log = logging.getLogger("flyball.engine")
+
+_CLOSE_TIMEOUT_S = 10.0
 
 
 class LocalCommitter:
@@ -39,9 +42,8 @@ class LocalCommitter:
         return self._thread.is_alive()
 
     def captured(self, view: SlotView) -> None:
-        self._queue.put(
-            view
-        )  # never full: without an engine two slots are used, and one that waits here is not overwritten
+        with contextlib.suppress(queue.Full):  # its thread died, else there are never more than slots
+            self._queue.put_nowait(view)
 
     def aborted(self, step: int, message: str) -> None:
         """Nobody to tell: the neighbours never see the step in this rank's slots."""
@@ -75,8 +77,9 @@ class LocalCommitter:
             self._segments.control.note_replicated(view.step)
 
     def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join(timeout=10.0)
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=_CLOSE_TIMEOUT_S)
+        self._thread.join(timeout=_CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         while (view := self._queue.get()) is not None:

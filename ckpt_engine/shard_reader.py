@@ -16,7 +16,7 @@ from ckpt_engine.manifest import Manifest
 from ckpt_engine.slot_source import SlotSource
 from ckpt_engine.slots import RankSegments, SlotState, SlotView
 from flyball.contracts.checkpoints import is_alive
-from flyball.contracts.errors import CorruptShard, RestoreFailed
+from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
 from flyball.worker_identity import WorkerIdentity
 
 _log = logging.getLogger("flyball.engine")
@@ -117,10 +117,7 @@ class ShardReader:
 
             path = Path(offer.path)
             manifest = read_manifest(path)
-            described = (manifest.job, manifest.run, manifest.step, manifest.rank)
-            if described != (me.job, me.run, self._step, me.rank) or not is_alive(
-                manifest.generation, self._step, me.lineage
-            ):
+            if not self._is_mine(manifest):
                 raise CorruptShard(f"{path} holds step {manifest.step} of rank {manifest.rank} of {manifest.job}.")
             load_described(path, manifest, state)
             answer = RestoreAnswer.DONE
@@ -138,14 +135,17 @@ class ShardReader:
         self._segments.control.answer_restore(self._me.generation, RestoreAnswer.REFUSED)
 
     def _alive_shard(self, view: SlotView) -> Manifest | None:
-        if (
-            view.state is SlotState.COMMITTED
-            and view.step == self._step
-            and is_alive(view.generation, self._step, self._me.lineage)
-        ):
+        if view.state is SlotState.COMMITTED and view.step == self._step:
             manifest = self._segments.committed(view.index)
-            return manifest if manifest is not None and manifest.run == self._me.run else None
+            return manifest if manifest is not None and self._is_mine(manifest) else None
         return None
+
+    def _is_mine(self, manifest: Manifest) -> bool:
+        me = self._me
+        described = (manifest.job, manifest.run, manifest.step, manifest.rank)
+        return described == (me.job, me.run, self._step, me.rank) and is_alive(
+            manifest.generation, self._step, me.lineage
+        )
 
     def _commit_what_was_captured(self, committer: LocalCommitter) -> None:
         """Without an engine nobody has hashed what the last worker left."""
@@ -153,5 +153,5 @@ class ShardReader:
             if view.state is SlotState.CAPTURED and is_alive(view.generation, view.step, self._me.lineage):
                 try:
                     committer.commit(view)
-                except CorruptShard as error:
+                except (FlyballError, OSError) as error:
                     _log.warning("slot %d is not usable: %s", view.index, error)
