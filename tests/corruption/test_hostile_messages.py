@@ -18,9 +18,7 @@ BAD = {
     "nothing": b"",
     "null": b"null",
     "half": b'{"type":"ping"',
-    "no UTF-8": b"{"
-    + b",".join(b'"%s":"\xff"' % name for name in (b"type", b"job", b"verdict", b"nonce", b"ok"))
-    + b"}",
+    "no UTF-8": b"{" + b",".join(b'"%s":"\xff"' % name for name in FIELDS) + b"}",
     "no UTF-8 in a place for more": b'{"copies":[{"job":"\xff"}],"ok":true,"verdict":"ok","message":"\xff"}',
     "deep": DEEP,
     "deep in a field that is not known": b'{"type":"ping","ok":true,"verdict":"ok","later":' + DEEP + b"}",
