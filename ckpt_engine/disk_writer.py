@@ -34,6 +34,9 @@ log = structlog.get_logger()
 _AHEAD_S = 60.0  # the longest that what was written ahead waits to be named
 _LOOK_AHEAD_S = 0.5  # whether its slot is still the same
 _LOOK_AGAIN_S = 1.0  # at a folder that could not be read
+# Of a write; the last two where the machine has no thread or memory left. A writer that ended by one of them would hold
+# its slot for ever, and the world would wait for its answer.
+_FAILURES = (FlyballError, OSError, RuntimeError, MemoryError)
 
 
 class NotNamed(FlyballError):
@@ -160,7 +163,7 @@ class DiskWriter:
                 self._busy = True
             if step >= 0:
                 self._settle(step)
-            if prune:
+            if prune and not self._generation.ended.is_set():  # what stays is the next generation's to say
                 self._prune()
 
     def _look(self) -> bool:
@@ -205,7 +208,7 @@ class DiskWriter:
         except StorageFull as error:
             self._counters.add(f"{self._disk.tier}_storage_full")
             self._on_failure(self._rank, step, str(error))
-        except (FlyballError, OSError) as error:
+        except _FAILURES as error:
             self._counters.add(f"{self._disk.tier}_write_failures")
             self._on_failure(self._rank, step, f"The {self._disk.tier} tier: {error}")
         else:
@@ -230,7 +233,7 @@ class DiskWriter:
                 )
             except NotNamed as error:
                 log.info("write_ahead_dropped", tier=str(self._disk.tier), rank=self._rank, reason=error.message)
-            except (FlyballError, OSError) as error:  # told when the step is named, and fails again
+            except _FAILURES as error:  # told when the step is named, and fails again
                 log.warning("write_ahead_failed", tier=str(self._disk.tier), rank=self._rank, reason=str(error))
             else:
                 self._note_written(step, written, began_s)

@@ -24,6 +24,7 @@ from ckpt_engine.peer_wire import TierNaming
 from ckpt_engine.rate_limit import RateLimit
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots import SlotState, may_overwrite
+from ckpt_engine.tiers.shard_names import ShardKey
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.transport.pool import ConnectionPool
 from ckpt_engine.transport.port import Connection
@@ -277,8 +278,31 @@ def test_nothing_is_left_of_a_step_that_was_written_ahead_and_never_named(
     assert described.wait(10.0)
     assert list((tmp_path / "disk").rglob("*.new.*"))
     job.end(join_timeout_s=10.0)
-    wait_for(lambda: not [path for path in (tmp_path / "disk").rglob("*") if path.is_file()])
+    wait_for(lambda: not any((tmp_path / "disk" / "host" / "job").iterdir()))
     assert job.failures() == []
+
+
+def test_a_writer_outlives_a_machine_without_threads(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_ahead = ShardStore.write_ahead
+
+    def short_of_threads(store: ShardStore, key: ShardKey, *arguments: Any, **named: Any) -> int:  # noqa: ANN401
+        if key.step == 0:
+            raise RuntimeError("can't start new thread")
+        return write_ahead(store, key, *arguments, **named)
+
+    monkeypatch.setattr(ShardStore, "write_ahead", short_of_threads)
+    job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
+    wait_for(lambda: job._durable is not None and bool(job._durable.reports(0)))
+    capture(job, 1, 0)
+    job.notice(Captured("job", 0, 1, 0, 0))
+    wait_for(lambda: bool(job.failures()))
+    capture(job, 1, 1)
+    job.notice(Captured("job", 0, 1, 1, 1))
+    wait_for(lambda: job.disks[Tier.DISK].holds(1, 1, 0))
+    assert [failure.step for failure in job.failures()] == [0]
+    with job.memory.using(0) as entry:
+        assert entry is not None
+        wait_for(lambda: not entry.segments.read_world().held)
 
 
 def test_what_is_written_ahead_makes_way_for_an_older_step_that_is_named(
@@ -302,7 +326,7 @@ def test_what_is_written_ahead_makes_way_for_an_older_step_that_is_named(
     assert job._durable is not None
     job._durable.hear((TierNaming(Tier.DISK, 0, ()),))
     wait_for(lambda: job.disks[Tier.DISK].holds(1, 0, 0))
-    wait_for(lambda: not list((tmp_path / "disk").rglob("*.new.*")))
+    wait_for(lambda: not (tmp_path / "disk" / "host" / "job" / "g1" / "step1").exists())
     assert not job.disks[Tier.DISK].holds(1, 1, 0)
     job._durable.hear((TierNaming(Tier.DISK, 1, (0,)),))
     wait_for(lambda: job.disks[Tier.DISK].holds(1, 1, 0))
