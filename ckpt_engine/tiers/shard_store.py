@@ -200,6 +200,7 @@ class ShardStore:
         written = len(payload) + self._write_checked(key.manifest, manifest_bytes)
         reach(f"{self.tier}.written")
         copy = self._copy(manifest, manifest_bytes)
+        self._distrusted.pop(key, None)  # an object that is written again with the same content keeps its version
         self._change(lambda listing: listing.copies.update({key: (_UNKNOWN, copy)}))
         return written
 

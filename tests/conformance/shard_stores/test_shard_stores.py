@@ -124,6 +124,15 @@ def test_writing_a_step_again_changes_nothing(place: Place, shard: MakeShard) ->
     assert listed(first) == listed(second) == [(2, 0)]
 
 
+def test_a_copy_that_was_bad_counts_again_when_it_is_written_again(place: Place, shard: MakeShard) -> None:
+    store = place.store()
+    put(store, shard(2))
+    store.distrust(1, 2, 0)
+    assert listed(store) == []
+    put(store, shard(2))
+    assert listed(store) == [(2, 0)]
+
+
 def test_bytes_that_are_not_those_of_the_manifest_never_count(place: Place, shard: MakeShard) -> None:
     store = place.store()
     put(store, shard(1))
