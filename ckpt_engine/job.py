@@ -21,6 +21,7 @@ from ckpt_engine.pipeline import RankPipeline
 from ckpt_engine.refill import Refill
 from ckpt_engine.replication import Offer, send_replica
 from ckpt_engine.restoring import Restoring
+from ckpt_engine.retention import newest_alive
 from ckpt_engine.save_clock import SaveClock
 from ckpt_engine.save_schedule import is_due
 from ckpt_engine.slots import SegmentOptions
@@ -35,6 +36,7 @@ log = structlog.get_logger()
 
 _REMEMBERED_FAILURES = 64
 _REMEMBERED_RESTORES = 256
+_TOLD_STEPS = 16  # of each slow tier
 
 
 class Job:
@@ -284,10 +286,13 @@ class Job:
         return missing()
 
     def copies(self) -> list[ShardCopy]:
-        """Every verified copy on this host and in the store."""
+        """The verified copies on this host and in the store that a restore may want: of a slow tier the newest steps.
+        It may keep others for ever, every host tells of what all share, and a message has a limit."""
         found = [*self.memory.copies(), *self.replicas.copies()]
-        for disk in list(self.disks.values()):
-            found.extend(disk.copies())
+        generation, disks = self.generation, self.disks
+        if generation is not None:
+            for disk in disks.values():
+                found += newest_alive(disk.copies(), lineage=generation.lineage, count=_TOLD_STEPS)
         return found
 
     def restores(self, since: float) -> list[RestoreReport]:

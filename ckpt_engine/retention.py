@@ -15,6 +15,13 @@ def reported_steps(policy: TierPolicy) -> int:
     return policy.keep_latest + _BEYOND_KEPT
 
 
+def newest_alive(copies: Iterable[ShardCopy], *, lineage: Collection[LineageEntry], count: int) -> list[ShardCopy]:
+    """The copies of the newest `count` steps of the history that counts."""
+    alive = [copy for copy in copies if is_alive(copy.generation, copy.step, lineage)]
+    steps = frozenset(sorted({copy.step for copy in alive})[-count:])
+    return [copy for copy in alive if copy.step in steps]
+
+
 def removable(
     copies: Iterable[ShardCopy],
     *,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.peer_wire import TierNaming
-from ckpt_engine.retention import removable, reported_steps
+from ckpt_engine.retention import newest_alive, removable, reported_steps
 from flyball.contracts.checkpoints import Lineage, LineageEntry, ShardCopy, Tier, TierPolicy, branch, is_alive
 
 RANKS = 3
@@ -131,3 +131,17 @@ def test_what_a_newer_generation_wrote_is_never_removed() -> None:
     newer = ShardCopy("job", 3, 1, 0, Tier.DISK, "", 1, "")
     naming = TierNaming(Tier.DISK, 9, (8,))
     assert removable([newer], naming=naming, lineage=(LineageEntry(2),), ranks=None) == []
+
+
+def test_the_newest_steps_of_the_history_that_counts_are_told() -> None:
+    lineage = (LineageEntry(1, 4), LineageEntry(2))
+    copies = [
+        ShardCopy("job", generation, step, rank, Tier.DISK, "", 1, "")
+        for generation, steps in ((1, range(10)), (2, range(6, 9)))
+        for step in steps
+        for rank in range(2)
+    ]
+    told = newest_alive(copies, lineage=lineage, count=4)
+    assert {(copy.generation, copy.step) for copy in told} == {(1, 4), (2, 6), (2, 7), (2, 8)}
+    assert len(told) == 8
+    assert newest_alive([], lineage=lineage, count=4) == []

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ckpt_engine import manifest as manifests
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.tiers.opening import open_persistent
 from flyball.contracts.checkpoints import CheckpointSpec, Tier
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster, EngineHost, Trainer
 
+JOB = "job"  # as in conftest.py
 Until = Callable[..., None]
 
 
@@ -97,3 +101,25 @@ def test_an_engine_killed_while_it_writes_to_its_disk_writes_the_step_after_all(
 
 def manifests_in(store: Path) -> set[str]:
     return {path.parent.relative_to(store / "job").as_posix() for path in store.glob("job/g*/step*/world.manifest")}
+
+
+def test_steps_that_are_kept_for_ever_do_not_fill_what_engines_tell(
+    cluster: Cluster, trainer: type[Trainer], until: Until
+) -> None:
+    """A message has a limit of 16 MiB, and every host tells of what all share."""
+    root = cluster.root / "store"
+    spec = CheckpointSpec(persistent_dir=str(root), persistent_every_steps=1, persistent_keep_every=1)
+    store = open_persistent(str(root), job=JOB, settings=EngineSettings())
+    host = cluster.host("a")
+    rank = trainer(host, 0)
+    for step in range(40):
+        payload = memoryview(rank.payload(step, count=10))
+        manifest = manifests.describe(
+            payload, job=JOB, generation=1, step=step, rank=0, world_size=1, code_version="test"
+        )
+        store.write(manifest, manifests.encode(manifest), payload)
+        store.seal(1, step, 1)
+    cluster.configure(cluster.placement({"a": (0,)}), spec)
+    until(lambda: max(steps_on(host, Tier.PERSISTENT, 0), default=-1) == 39)
+    assert steps_on(host, Tier.PERSISTENT, 0) == set(range(24, 40))
+    assert len(list(root.rglob("world.manifest"))) == 40
