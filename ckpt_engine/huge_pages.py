@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from pathlib import Path
 
 _log = logging.getLogger("flyball.engine")
@@ -17,7 +18,7 @@ _ALLOWING = ("advise", "always", "within_size")
 @functools.cache
 def are_allowed(directory: str) -> bool:
     """Whether files in `directory` get huge pages when they ask for them; says once in the log why not."""
-    reason = why_not(directory, _MOUNTS.read_text(), _system_switch())
+    reason = why_not(directory, os.fsdecode(_MOUNTS.read_bytes()), _system_switch())
     if reason:
         _log.warning("the slots have ordinary pages: %s", reason)
     return not reason
@@ -45,9 +46,9 @@ def _mount_of(directory: str, mounts: str) -> tuple[str, str, list[str]] | None:
     best: tuple[str, str, list[str]] | None = None
     for line in mounts.splitlines():
         fields, _, rest = line.partition(" - ")
-        point = fields.split()[4].encode().decode("unicode_escape")  # \\040 for a space
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields.split(" ")[4])  # \040 for a space
         if directory == point or directory.startswith(point.rstrip("/") + "/"):
-            kind, _, options = rest.split(maxsplit=2)
+            kind, _, options = rest.split(" ", 2)  # in the middle is the source, which may be empty
             if best is None or len(point) >= len(best[0]):  # of several on one point the last one counts
                 best = point, kind, options.split(",")
     return best

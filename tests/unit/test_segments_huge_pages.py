@@ -11,6 +11,7 @@ MOUNTS = """\
 31 22 0:41 / /mnt/with\\040space rw - tmpfs none rw,huge=advise
 32 22 0:42 / /mnt/hugest rw - tmpfs none rw,huge=never
 33 30 0:43 / /mnt/huge rw - tmpfs none rw,huge=within_size
+34 22 0:44 / /mnt/größe rw - tmpfs  rw,huge=always
 """
 
 
@@ -20,6 +21,7 @@ MOUNTS = """\
         ("/mnt/huge", "never", ""),  # the switch is for shared memory that has no mount
         ("/mnt/huge/deep/er", "never", ""),
         ("/mnt/with space", "never", ""),
+        ("/mnt/größe", "never", ""),  # and without a source
         ("/mnt/huge", "deny", "denies"),
         ("/mnt/huge", "", "this kernel"),
         ("/mnt/hugest", "never", "remount,huge=advise /mnt/hugest"),
