@@ -45,6 +45,7 @@ class RunningCapture:
         self._finish = finish
         self._note_blocked = note_blocked
         self._pid = os.getpid()
+        self._is_begun = threading.Lock()  # never released
         self._finished = threading.Event()
         self._by_storage: dict[int, list[TensorCopy]] | None = None
 
@@ -69,7 +70,10 @@ class RunningCapture:
         optimizer_watch.add_guard(self)
 
     def run(self, *, alone: bool = False) -> None:
-        """Copy to the end, or until it fails. `alone`: no other thread helps; torch may use all of its own."""
+        """Copy to the end, or until it fails; once, by the thread that comes first. `alone`: no other thread helps;
+        torch may use all of its own."""
+        if not self._is_begun.acquire(blocking=False):
+            return
         try:
             if alone:
                 self._host.work_alone()

@@ -100,14 +100,15 @@ class Saver:
                 raise CheckpointError(f"The state could not be copied: {error}.") from error
             raise
         self._running = running
-        if running.is_light or (not running.is_lazy and torch_threads() > 1):
-            running.run(alone=True)
-            return
-        self._background.submit(running.run)
         try:
+            if running.is_light or (not running.is_lazy and torch_threads() > 1):
+                running.run(alone=True)
+                return
+            self._background.submit(running.run)
             running.complete_eager()
         except BaseException:  # Ctrl-C: who goes on may write to what is not copied yet
             running.give_up("it was interrupted")
+            running.run()  # to its end, if no other thread does
             raise
         if not running.is_lazy or emergency:
             self.wait_captured(CAPTURE_TIMEOUT_S)

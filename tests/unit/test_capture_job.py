@@ -205,6 +205,23 @@ def test_ctrl_c_in_a_copy_gives_the_slot_back(identity: WorkerIdentity, monkeypa
         assert job.save(1, saved).replicated.wait(DEADLINE_S)
 
 
+def test_ctrl_c_before_the_thread_has_its_work_gives_the_slot_back(
+    identity: WorkerIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(background: Background, work: Callable[[], None]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckpt_engine.saving.torch_threads", lambda: 1)
+    saved = {"ema": torch.randn(1 << 16)}
+    with Job(identity) as job:
+        with monkeypatch.context() as patched:
+            patched.setattr(Background, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                job.save(0, saved)
+        assert job.failed_saves == 1
+        assert job.save(1, saved).replicated.wait(DEADLINE_S)
+
+
 def test_a_thread_that_died_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     background, done = Background("flyball-test"), threading.Event()
