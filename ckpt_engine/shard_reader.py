@@ -118,7 +118,8 @@ class ShardReader:
             path = Path(offer.path)
             manifest = read_manifest(path)
             if not self._is_mine(manifest):
-                raise CorruptShard(f"{path} holds step {manifest.step} of rank {manifest.rank} of {manifest.job}.")
+                run = f"{manifest.job} {manifest.run}".rstrip()
+                raise CorruptShard(f"{path} holds step {manifest.step} of rank {manifest.rank} of {run}.")
             load_described(path, manifest, state)
             answer = RestoreAnswer.DONE
         except (CorruptShard, OSError) as error:

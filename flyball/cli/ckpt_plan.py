@@ -14,7 +14,7 @@ from flyball.cli.ckpt_options import Folders, Generation, JobName, StateDir, Ste
 from flyball.cli.options import SupervisorOption, TokenFileOption, connect, examples
 from flyball.cli.output import Format, OutputOption, print_fields, print_json, print_table
 from flyball.contracts.checkpoints import Lineage, ShardCopy
-from flyball.contracts.errors import NotFound, RestoreFailed
+from flyball.contracts.errors import NotFound, RestoreFailed, UsageError
 from flyball.contracts.recovery import NotUsable, Origin, complete_points
 
 if TYPE_CHECKING:
@@ -119,6 +119,11 @@ def _from_places(found: JobCopies, world_size: int) -> Known:
 
 
 def _from_supervisor(job: str, supervisor: str, token_file: str) -> Known:
+    if "/" in job:
+        raise UsageError(
+            f"A supervisor knows the run that it started, and not {job} by its folder.",
+            hint="name the job alone, or plan without the supervisor: give --dir or --state-dir",
+        )
     with connect(supervisor, token_file, "") as client:
         if not job:
             names = [str(entry["job"]) for entry in client.items("/v1/jobs")]

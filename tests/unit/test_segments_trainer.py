@@ -543,3 +543,30 @@ def test_a_restore_has_a_deadline(with_engine: WorkerIdentity, engine: Engine) -
     spec = CheckpointSpec(restore_timeout_s=0.2)
     with pytest.raises(RestoreFailed, match=r"within 0\.2 s"):
         Job(replace(restoring(with_engine), beacon="", checkpoint=spec)).restore(state(0.0))
+
+
+def test_a_shard_of_another_run_is_not_restored_from_slot_or_file(
+    with_engine: WorkerIdentity, engine: Engine, tmp_path: Path
+) -> None:
+    """Job, generation, step and rank are the same."""
+    Job(with_engine).save(6, state(6.0))
+    engine.commit(0)  # of no run
+    path = tmp_path / "rank0.safetensors"
+    path.write_bytes(bytes(engine.segments.payload(0)))
+    data = engine.segments.manifest_bytes(0)
+    assert data is not None
+    path.with_suffix(".manifest").write_bytes(manifests.as_file(data))
+    spec = CheckpointSpec(restore_timeout_s=0.2)
+    this = replace(restoring(with_engine), beacon="", checkpoint=spec)
+    offer = RestoreWords(2, RestoreState.FILE, 6, -1, Tier.DISK, 0, "", str(path))
+    for tier in ("slot", "file"):
+        if tier == "file":
+            engine.segments.control.write_restore(offer)
+        target = state(0.0)
+        with pytest.raises(RestoreFailed):
+            Job(replace(this, run="20251120-104300-123")).restore(target)
+        assert target["n"] == {"value": 0.0}
+    engine.segments.drop(0)
+    engine.segments.control.write_restore(replace(offer, generation=3))
+    next_one = replace(this, generation=3, lineage=(LineageEntry(1, 6), LineageEntry(3)))
+    assert Job(next_one).restore(target) == 7 and target["n"] == {"value": 6.0}  # of its own run it takes the file

@@ -101,3 +101,9 @@ def test_the_folder_of_a_run_that_was_moved_to_another_does_not_count(twice: Sit
     assert (listed["run"], listed["steps"]) == (SECOND, [])
     assert listed["ignored"]
     assert all(FIRST in ignored["reason"] for ignored in listed["ignored"])
+
+
+def test_a_supervisor_is_not_asked_for_another_run(twice: Site) -> None:
+    code, _, said = twice.call("plan", "5", "--supervisor", "http://127.0.0.1:9", "--job", f"{JOB}/{FIRST}")
+    assert code == 2
+    assert "name the job alone" in said
