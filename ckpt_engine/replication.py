@@ -138,7 +138,7 @@ def _receive_into(
         reach("engine.replica")
         wanted = None
         if held:
-            wanted = _take_over(held, segments, manifest, target)
+            wanted = _take_over(held, manifest, target)
             chunks = chunk_count(put.shard_bytes, manifest.chunk_bytes)
             bitmap = b"" if wanted is None else changed_chunks.encode_bitmap(wanted, chunks)
             connection.send(Reply(Verdict.SEND, wanted=bitmap), timeout_s=settings.io_timeout_s)
@@ -165,7 +165,7 @@ def _receive_into(
 class _Held:
     """An older step in a replica slot."""
 
-    index: int
+    payload: memoryview
     manifest: Manifest
     in_place: bool  # in the very slot that is about to be overwritten
 
@@ -178,12 +178,16 @@ def _held(segments: RankSegments, slot: SlotView, shard_bytes: int) -> list[_Hel
     for view in segments.slots():
         if view.state is SlotState.COMMITTED and view.payload_bytes == shard_bytes:
             manifest = segments.committed(view.index)
+            try:
+                payload = segments.payload(view.index)
+            except CorruptShard:  # somebody removed or shortened its file
+                continue
             if manifest is not None:
-                found.append(_Held(view.index, manifest, view.index == slot.index))
+                found.append(_Held(payload, manifest, view.index == slot.index))
     return sorted(found, key=lambda held: not held.in_place)
 
 
-def _take_over(held: list[_Held], segments: RankSegments, manifest: Manifest, target: memoryview) -> list[int] | None:
+def _take_over(held: list[_Held], manifest: Manifest, target: memoryview) -> list[int] | None:
     """Fill and verify what older steps have the same; returns the chunks that must be sent, None for all of them."""
     sources: dict[int, _Held] = {}
     for older in held:
@@ -192,20 +196,19 @@ def _take_over(held: list[_Held], segments: RankSegments, manifest: Manifest, ta
     chunks = chunk_count(len(target), manifest.chunk_bytes)
     if not changed_chunks.is_worth_it(len(sources), chunks):
         return None
-    payloads = {older.index: target if older.in_place else segments.payload(older.index) for older in held}
     wanted = []
     for index in range(chunks):
         source = sources.get(index)
-        if source is None or not _copy(payloads[source.index], target, index, manifest, in_place=source.in_place):
+        if source is None or not _copy(source, target, index, manifest):
             wanted.append(index)
     return wanted
 
 
-def _copy(payload: memoryview, target: memoryview, index: int, manifest: Manifest, *, in_place: bool) -> bool:
+def _copy(source: _Held, target: memoryview, index: int, manifest: Manifest) -> bool:
     """Whether the chunk is now in `target`; not if the older step's bytes went bad."""
     start, end = index * manifest.chunk_bytes, (index + 1) * manifest.chunk_bytes
-    if not in_place:
-        target[start:end] = payload[start:end]
+    if not source.in_place:
+        target[start:end] = source.payload[start:end]
     try:
         integrity.check_chunk(target[start:end], index, manifest.chunk_digests)
     except CorruptShard:

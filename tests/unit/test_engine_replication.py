@@ -42,9 +42,11 @@ PLACEMENT = Placement(
 )
 
 
-def shard(step: int, rank: int = 0, generation: int = 3) -> tuple[bytes, bytes]:
+def shard(
+    step: int, rank: int = 0, generation: int = 3, *, value: float | None = None, values: int = 20
+) -> tuple[bytes, bytes]:
     """(manifest, payload)"""
-    payload = save({"w": np.full(20, step, np.float32)}, {"step": str(step)})
+    payload = save({"w": np.full(values, step if value is None else value, np.float32)}, {"step": str(step)})
     described = manifests.describe(
         memoryview(payload), job="job", generation=generation, step=step, rank=rank, world_size=2, code_version="test"
     )
@@ -67,7 +69,7 @@ class Receiver:
     def put(self, offered: PutShard, sent: bytes, *, end: bool = False) -> Reply | FlyballError:
         """Offer, and send these bytes if they are asked for; the answer, or what ended the connection over there."""
         outcome: list[Reply | FlyballError] = []
-        with socket.create_connection(self._listener.getsockname()) as ours:
+        with socket.create_connection(self._listener.getsockname(), timeout=30) as ours:
             theirs = TcpConnection(self._listener.accept()[0], SETTINGS, ByteCounters())
             arguments = {"tier": self.tier, "generation": self.generation, "world": self.world, "settings": SETTINGS}
 
@@ -195,6 +197,25 @@ def test_steps_that_may_still_be_needed_are_not_overwritten(receiver: Receiver) 
     outcome = receiver.put(offer(newer, payload, 12), wire_bytes(newer, payload))
     assert isinstance(outcome, Reply) and outcome.verdict is Verdict.OK
     assert set(receiver.held()) == {11, 12}
+
+
+def test_an_older_replica_that_is_gone_does_not_keep_newer_ones_out(tmp_path: Path) -> None:
+    receiver = Receiver(str(tmp_path / "flyball-test"))
+    try:
+        for step, value in ((10, 0), (11, 1)):
+            manifest, payload = shard(step, value=value, values=3 << 20)
+            receiver.put(offer(manifest, payload, step), wire_bytes(manifest, payload))
+        receiver.world.learn(WorldStep("job", 3, 11))
+        with receiver.tier.using(0) as entry:
+            assert entry is not None
+            gone = entry.segments.find(3, 11)
+            assert gone is not None
+            Path(f"{entry.segments.base}.s{gone.index}").unlink()
+        manifest, payload = shard(12, value=1, values=3 << 20)  # almost all as in step 11
+        reply = receiver.put(offer(manifest, payload, 12), wire_bytes(manifest, payload))
+        assert isinstance(reply, Reply) and reply.verdict is Verdict.OK, reply
+    finally:
+        receiver.close()
 
 
 def test_a_replica_is_planned_with_those_that_this_host_holds(tmp_path: Path) -> None:
