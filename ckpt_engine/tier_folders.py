@@ -46,7 +46,7 @@ def find_in_store(store: Storage) -> list[TierFolder]:
     """What is in an object store, which is a persistent tier. Raises what the store does."""
     above = {match["above"] for entry in store.entries() if (match := _IN_STORE.fullmatch(entry.name))}
     found = [_split(f"{store.place}/{folders}".rstrip("/")) for folders in sorted(above)]
-    return [TierFolder(root, job, Tier.PERSISTENT, "", run) for root, job, run in found if _is_job_name(job)]
+    return [TierFolder(root, job, Tier.PERSISTENT, "", run) for root, job, run in found if _is_usable_name(job)]
 
 
 def _split(location: str) -> tuple[str, str, str]:
@@ -73,8 +73,8 @@ def find_in_folder(folder: Path) -> list[TierFolder]:
             key = (manifest.generation, manifest.step)
             return [TierFolder(str(folder), manifest.job, Tier.DISK, "", manifest.run, key)]
         for child in _folders(folder):
-            in_child = _runs(child)
-            found += in_child or [run for job in _folders(child) for run in _runs(job, host_id=child.name)]
+            if _is_usable_name(child.name):  # neither hosts nor jobs have others
+                found += _runs(child) or [run for job in _folders(child) for run in _runs(job, host_id=child.name)]
     except OSError as error:
         raise ConfigurationError(
             f"{error.filename or folder} cannot be read: {error.strerror}.", hint="read it as the user who owns it"
@@ -84,7 +84,7 @@ def find_in_folder(folder: Path) -> list[TierFolder]:
 
 def _runs(job: Path, *, host_id: str | None = None) -> list[TierFolder]:
     """The runs in a job's folder; none if it is no such folder."""
-    if not _is_job_name(job.name):
+    if not _is_usable_name(job.name):
         return []
     runs = [child for child in _folders(job) if _is_run_name(child.name) and _has_generations(child)]
     runs = [job, *runs] if _has_generations(job) else runs
@@ -102,7 +102,7 @@ def _has_generations(folder: Path) -> bool:
     return any(_GENERATION.fullmatch(child.name) for child in _folders(folder))
 
 
-def _is_job_name(name: str) -> bool:
+def _is_usable_name(name: str) -> bool:
     return re.fullmatch(NAME_PATTERN, name) is not None
 
 

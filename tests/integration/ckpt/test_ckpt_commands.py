@@ -445,3 +445,13 @@ def test_a_step_that_is_overwritten_while_it_is_listed_is_no_recovery_point(site
     places.append(OverwrittenAtOnce(Tier.MEMORY, site.prefix("host-b"), JOB, "host-b"))
     inventory = Inventory(JOB, places)
     assert [(step.step, step.world_size, step.recovery_point) for step in inventory.steps] == [(10, 2, True)]
+
+
+def test_folders_whose_names_no_host_can_have_are_passed_over(site: Site) -> None:
+    site.put_disk(8)
+    disk = site.root / "disk"
+    for name in (b"\xff", b"\x1b[2J", b"Not a host"):
+        shutil.copytree(disk / "host-a", disk / os.fsdecode(name))
+    listed = site.json("ls", "--dir", str(disk))
+    assert [place["host_id"] for place in listed["places"]] == ["host-a", "host-b"]
+    assert states(listed) == [(8, True, True)]
