@@ -100,7 +100,8 @@ class PreparedCapture:
             if view.nbytes <= SMALL_BYTES and not on_device:
                 copy_whole(view, tensor)
             elif lazy and extent_of(tensor) in lazy and not tensor.is_inference():
-                copy = TensorCopy(name, tensor, view, version=tensor._version)
+                source = tensor.detach()  # `tensor.data = ...` does not replace the memory of this one
+                copy = TensorCopy(name, source, view, version=tensor._version)
                 copies.lazy_device.add(copy) if on_device else copies.lazy.append(copy)
             else:
                 copy = TensorCopy(name, tensor, view)
