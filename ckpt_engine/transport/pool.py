@@ -64,11 +64,21 @@ class ConnectionPool:
 
     def _keep(self, host_id: str, connection: Connection) -> bool:
         with self._lock:
+            self._drop_spent_locked()
             idle = self._idle.setdefault(host_id, [])
             if len(idle) >= self._connections_per_peer:
                 return False
             idle.append(connection)
             return True
+
+    def _drop_spent_locked(self) -> None:
+        """Of hosts that are peers no more nobody asks again: their connections would stay open for good."""
+        for host_id, idle in list(self._idle.items()):
+            for connection in [known for known in idle if _is_spent(known)]:
+                idle.remove(connection)
+                connection.close()
+            if not idle:
+                del self._idle[host_id]
 
 
 def _is_spent(connection: Connection) -> bool:

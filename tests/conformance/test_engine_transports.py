@@ -6,6 +6,7 @@ The other side is another thread, a proxy that stops forwarding, or a process th
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import struct
@@ -568,4 +569,20 @@ def test_the_pool_keeps_a_good_connection_and_drops_a_dead_one(server: Server) -
     server.server.close()
     with pytest.raises(Unreachable), pool.connection("server"):
         pass
+    pool.close()
+
+
+def test_the_pool_closes_what_hosts_ended_that_nobody_asks_any_more(server: Server, transport: Tcp) -> None:
+    gone = Server(transport)
+    servers = {"gone": gone, "server": server}
+    pool = ConnectionPool(lambda host_id, address: servers[host_id].dial(), connections_per_peer=1)
+    with pool.connection("gone") as connection:
+        assert bulk_of(connection) == BULK
+    gone.server.close()
+    ended = select.poll()
+    ended.register(connection.fileno(), select.POLLIN)
+    assert ended.poll(5000)
+    with pool.connection("server") as other:
+        assert bulk_of(other) == BULK
+    assert connection.fileno() == -1
     pool.close()
