@@ -36,6 +36,7 @@ from host_daemon.worker_records import JobRecord, WorkerRecords
 from host_daemon.workers import WorkerTable
 
 ENGINE_WAIT_S = 5.0  # for an engine that is being restarted, before workers are started without it
+ENGINE_RETURN_S = 10.0  # for one that was killed; a longer wait would use up the time in which a job is ended
 ENGINE_MARGIN_S = 2.0  # for the answer, beyond the time that the engine itself is given
 LAST_FLUSH_S = 5.0  # when the daemon is ended
 ENGINE_RETRY_S = 0.05
@@ -166,11 +167,13 @@ class JobControl:
     async def _flush(self, body: StopWorkers, positions: tuple[RankPosition, ...]) -> EngineReply:
         """What the engine has after it committed all that was captured; waits for one that is being restarted. Raises
         CommandFailed if it stays away: a stop that listed no copies would have the job go on from an older step."""
+        until_s = asyncio.get_running_loop().time() + body.flush_timeout_s
         try:
-            if not await self._engine.wait_alive(body.flush_timeout_s):
+            if not await self._engine.wait_alive(min(body.flush_timeout_s, ENGINE_RETURN_S)):
                 raise Unreachable("The checkpoint engine is away.")
-            request = Flush(body.job, body.flush_timeout_s, body.durable)
-            return await self._engine_client.ask(request, timeout_s=body.flush_timeout_s + ENGINE_MARGIN_S)
+            left_s = max(until_s - asyncio.get_running_loop().time(), 0.0)
+            request = Flush(body.job, left_s, body.durable)
+            return await self._engine_client.ask(request, timeout_s=left_s + ENGINE_MARGIN_S)
         except FlyballError as error:
             _log.error("engine_not_flushed", job=body.job, error=str(error))
             raise CommandFailed(

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from flyball.contracts.checkpoints import RestoreReport, Tier
@@ -163,8 +164,10 @@ class Keeper:
 
     def __init__(self, *, alive: bool = True) -> None:
         self.alive = alive
+        self.waits: list[float] = []
 
     async def wait_alive(self, timeout_s: float) -> bool:
+        self.waits.append(timeout_s)
         return self.alive
 
 
@@ -261,6 +264,24 @@ def test_a_stop_without_an_engine_fails_so_that_it_is_asked_again(*, alive: bool
         result = await control.carry_out(COMMAND, PROGRESS)
         assert (result.positions, result.free_port) == ((RankPosition(0, 7),), 4711)
         assert isinstance(engine.asked[0], Flush)
+
+    asyncio.run(scenario())
+
+
+def test_a_long_last_flush_does_not_wait_long_for_an_engine_that_is_away() -> None:
+    """Three such stops have to fit into the time of a job's end, or what it has in memory is never freed."""
+
+    async def scenario() -> None:
+        engine, keeper = Engine(), Keeper(alive=False)
+        control = control_of(None, engine, keeper)
+        last = msgspec.structs.replace(COMMAND, body=StopWorkers("job", 1, 0.0, flush_timeout_s=50.0, durable=True))
+        with pytest.raises(CommandFailed):
+            await control.carry_out(last, PROGRESS)
+        assert keeper.waits == [10.0]
+        engine.away, keeper.alive = False, True
+        await control.carry_out(last, PROGRESS)
+        (asked,) = engine.asked
+        assert isinstance(asked, Flush) and asked.durable and 40.0 < asked.timeout_s <= 50.0
 
     asyncio.run(scenario())
 
