@@ -112,7 +112,7 @@ class RankSteps(msgspec.Struct, frozen=True, tag="rank_steps"):
 
 class PutShard(msgspec.Struct, frozen=True, tag="put"):
     """Take a replica of a rank's shard. `running_generation` fences out senders of a superseded generation; `world`
-    is what the sender knows of the world step, so that a receiver that has not heard yet need not answer BUSY."""
+    is what the sender knows of the world step, so that a receiver that has not heard yet need not answer FULL."""
 
     job: JobName
     running_generation: int
@@ -148,7 +148,8 @@ class Verdict(StrEnum):
     SEND = "send"  # the put may begin
     COMPARE = "compare"  # send the manifest first: an older step is here, and some of its chunks may be the same
     HAVE = "have"  # a verified copy is there already
-    BUSY = "busy"  # no replica slot may be overwritten yet; try again
+    BUSY = "busy"  # not ready for this; try again
+    FULL = "full"  # both replica slots hold steps that the world may still need; try again when it has moved on
     STALE = "stale"  # of a generation that no longer counts here
     CORRUPT = "corrupt"  # the bytes did not match the manifest
     MISSING = "missing"  # no such shard here

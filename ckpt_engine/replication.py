@@ -123,7 +123,7 @@ def _receive_into(
     present = world.present
     slot = choose_slot(segments.slots(), present.world_step, generation.lineage, present.abandoned_steps)
     if slot is None:
-        return Reply(Verdict.BUSY, "Both replica slots hold steps that may still be needed.")
+        return Reply(Verdict.FULL, "Both replica slots hold steps that may still be needed.")
     held = _held(segments, slot, put.shard_bytes)
     plan = MemoryPlan(
         put.shard_bytes, local_ranks=max(1, len(generation.local_ranks)), replicas=len(generation.replica_hosts)

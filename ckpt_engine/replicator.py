@@ -44,6 +44,7 @@ class _Attempt:
     there: bool  # the peer has the shard
     retry_s: float | None = None  # None: it is no use to try again
     reason: str = ""
+    awaits_world: bool = False  # the peer is fine: its slots hold steps that another rank may still need
 
 
 class Replicator:
@@ -146,6 +147,10 @@ class Replicator:
         if not attempt.there and not entry.segments.unchanged(view):
             return None  # of no interest any more
         spent = max(tried_s, self._peer_down_s(self.peer)) > timeout_s
+        if attempt.awaits_world:
+            with self._lock:
+                self._tried_since.pop(key, None)
+            return attempt.retry_s
         if not attempt.there and attempt.retry_s is not None and not spent:
             return attempt.retry_s
         if attempt.there or not self._generation.ended.is_set():
@@ -206,12 +211,13 @@ class Replicator:
             self._busy_retry_s = self._settings.replicate_retry_s
             return _Attempt(True)
         retry_s = None
-        if reply.verdict is Verdict.BUSY:
+        if reply.verdict in (Verdict.BUSY, Verdict.FULL):
             retry_s = self._busy_retry_s
             self._busy_retry_s = min(retry_s * _BUSY_GROWTH, max(_MAX_BUSY_RETRY_S, retry_s))
         elif reply.verdict is Verdict.CORRUPT and not self._is_bad_here(entry, view, manifest):
             retry_s = self._settings.reconnect_interval_s
-        return _Attempt(False, retry_s, f"it answered {reply.verdict}. {reply.message}")
+        reason = f"it answered {reply.verdict}. {reply.message}"
+        return _Attempt(False, retry_s, reason, awaits_world=reply.verdict is Verdict.FULL)
 
     def _is_bad_here(self, entry: OpenSegments, view: SlotView, manifest: Manifest) -> bool:
         """The peer found the bytes bad: whether they are bad in this slot already."""

@@ -192,7 +192,7 @@ def test_steps_that_may_still_be_needed_are_not_overwritten(receiver: Receiver) 
     assert isinstance(receiver.put(offer(manifest, payload, 11), wire_bytes(manifest, payload)), Reply)
     newer, payload = shard(12)
     outcome = receiver.put(offer(newer, payload, 12), b"")
-    assert isinstance(outcome, Reply) and outcome.verdict is Verdict.BUSY
+    assert isinstance(outcome, Reply) and outcome.verdict is Verdict.FULL
     receiver.world.learn(WorldStep("job", 3, 11))
     outcome = receiver.put(offer(newer, payload, 12), wire_bytes(newer, payload))
     assert isinstance(outcome, Reply) and outcome.verdict is Verdict.OK

@@ -1,0 +1,94 @@
+"""For how long a peer is asked to take a replica."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from ckpt_engine import manifest as manifests
+from ckpt_engine.counters import Counters
+from ckpt_engine.generation import Generation, WorldView
+from ckpt_engine.peer_wire import Reply, Verdict, WorldStep
+from ckpt_engine.replication import Offer
+from ckpt_engine.replicator import Outcome, Replicator
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.slots import SlotView
+from ckpt_engine.tiers.memory import MemoryTier
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
+from flyball.contracts.cluster import HostRanks, Placement
+from flyball.contracts.engine_wire import Configure
+from flyball.contracts.identity import Fence
+
+PLACEMENT = Placement(
+    job="job",
+    generation=1,
+    world_size=2,
+    hosts=(HostRanks("a", "127.0.0.1", "a:1", (0,)), HostRanks("b", "127.0.0.1", "b:1", (1,))),
+    master_address="127.0.0.1",
+    master_port=1,
+    peers={"a": ("b",), "b": ("a",)},
+    lineage=(LineageEntry(1),),
+    restore=None,
+)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[MemoryTier]:
+    """Step 4 of rank 0, committed."""
+    tier = MemoryTier(str(tmp_path / "flyball-test"), "job", "a")
+    payload = save({"w": np.ones(20, np.float32)})
+    described = manifests.describe(
+        memoryview(payload), job="job", generation=1, step=4, rank=0, world_size=2, code_version="test"
+    )
+    with tier.using(0, create=True) as entry:
+        assert entry is not None
+        entry.segments.begin_write(0, 1, 4, len(payload))[:] = payload
+        entry.segments.mark_captured(0)
+        assert entry.segments.commit(entry.segments.control.slot(0), manifests.encode(described))
+    yield tier
+    tier.release()
+
+
+@pytest.mark.parametrize(("answer", "there"), [(Verdict.FULL, True), (Verdict.BUSY, False)])
+def test_a_peer_is_given_up_that_does_not_know_the_job_and_not_one_that_awaits_the_world(
+    memory: MemoryTier, answer: Verdict, there: bool
+) -> None:
+    settled = threading.Event()
+    outcomes: list[tuple[SlotView, Outcome]] = []
+    answers = [Reply(answer)] * 10 + [Reply(Verdict.OK)]  # asked for far longer than the timeout
+
+    def put_replica(peer: str, offer: Offer) -> Reply:
+        return answers.pop(0)
+
+    def on_settled(peer: str, view: SlotView, outcome: Outcome) -> None:
+        outcomes.append((view, outcome))
+        settled.set()
+
+    generation = Generation(Configure(Fence(1, 1), "a", PLACEMENT, CheckpointSpec()), "a")
+    replicator = Replicator(
+        0,
+        "b",
+        generation,
+        memory=memory,
+        world=WorldView(WorldStep("job", 1, 3)),
+        put_replica=put_replica,
+        peer_down_s=lambda peer: 0.0,
+        wanted=lambda entry: entry.segments.slots()[:1],
+        on_settled=on_settled,
+        on_bad=lambda entry, view, reason: None,
+        counters=Counters(),
+        settings=EngineSettings(replicate_timeout_s=0.001, replicate_retry_s=0.002),
+    )
+    replicator.start()
+    try:
+        assert settled.wait(20.0)
+    finally:
+        generation.ended.set()
+        replicator.join(10.0)
+    ((view, outcome),) = outcomes[:1]
+    assert (view.step, outcome.there) == (4, there)
