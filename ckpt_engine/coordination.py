@@ -92,7 +92,7 @@ class Coordination:
         with self._lock:
             steps = RankSteps(generation.job, generation.number, rank, saved, failed, tiers, self._flush_step, saving)
             self._reports[rank] = steps
-        self._send(steps)
+        self._send(rank)
 
     def want_flush(self, step: int) -> None:
         """Have all ranks bring this step, or a newer one, to the disk tiers, whatever the intervals say."""
@@ -100,17 +100,20 @@ class Coordination:
             if step <= self._flush_step:
                 return
             self._flush_step = step
-            reports = [msgspec.structs.replace(report, flush=step) for report in self._reports.values()]
-            self._reports = {report.rank: report for report in reports}
-        for report in reports:
-            self._send(report)
+            for rank, report in self._reports.items():
+                self._reports[rank] = msgspec.structs.replace(report, flush=step)
+        for rank in self._generation.local_ranks:
+            self._send(rank)
 
-    def _send(self, steps: RankSteps) -> None:
+    def _send(self, rank: int) -> None:
+        """The newest report: it takes the place of what the coordinator has not heard yet."""
         generation = self._generation
-        if generation.coordinates:
+        with self._lock:
+            steps = self._reports.get(rank)
+            if steps is not None and not generation.coordinates:
+                self._links.post(generation.coordinator_host, (generation.job, rank), steps)
+        if steps is not None and generation.coordinates:
             self.hear_rank(steps)
-        else:
-            self._links.post(generation.coordinator_host, (generation.job, steps.rank), steps)
 
     def hear_rank(self, steps: RankSteps) -> Verdict:
         """What a rank, here or elsewhere, has; for the coordinator."""
