@@ -77,12 +77,26 @@ class PeerServer:
             try:
                 connection, remote = self._listener.accept()
             except OSError as error:
-                if not self._closed:
-                    log.error("accept_failed", reason=str(error))  # out of descriptors: serve those that are open
-                    threading.Event().wait(self._settings.reconnect_interval_s)
+                self._pause(error)  # out of descriptors
                 continue
             if self._make_room(connection, remote):
-                threading.Thread(target=self._serve, args=(connection, remote), name="peer", daemon=True).start()
+                try:
+                    threading.Thread(target=self._serve, args=(connection, remote), name="peer", daemon=True).start()
+                except RuntimeError as error:  # out of threads
+                    self._forget(connection)
+                    connection.close()
+                    self._pause(error)
+
+    def _pause(self, error: OSError | RuntimeError) -> None:
+        """Serve those that are in before the next is asked in."""
+        if not self._closed:
+            log.error("accept_failed", reason=str(error))
+            threading.Event().wait(self._settings.reconnect_interval_s)
+
+    def _forget(self, connection: Connection) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
+            self._known.discard(connection)
 
     def _make_room(self, connection: Connection, remote: str) -> bool:
         with self._lock:
@@ -136,9 +150,7 @@ class PeerServer:
         except Exception:  # the thread's outermost frame: logged, and only this connection ends
             log.exception("connection_crashed", peer=connection.peer.host_id, remote=remote)
         finally:
-            with self._lock:
-                self._strangers.pop(connection, None)
-                self._known.discard(connection)
+            self._forget(connection)
             if connection.bytes_sent or connection.bytes_received:
                 log.info(
                     "connection_bytes",

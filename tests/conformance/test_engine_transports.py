@@ -518,6 +518,24 @@ def test_a_flood_of_strangers_does_not_lock_out_those_with_the_token(transport: 
     server.server.close()
 
 
+def test_the_door_stays_open_when_there_was_no_thread_for_one(
+    transport: Tcp, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, turned_away = threading.Thread.start, threading.Event()
+
+    def short_of_threads(thread: threading.Thread) -> None:
+        if thread.name == "peer" and not turned_away.is_set():
+            turned_away.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", short_of_threads)
+    with pytest.raises(Unreachable):
+        server.dial()
+    with server.dial() as connection:
+        assert bulk_of(connection) == BULK
+
+
 def test_one_too_many_with_the_token_is_told_why(transport: Tcp) -> None:
     server = Server(transport, PATIENT)
     with ExitStack() as stack:
