@@ -42,6 +42,7 @@ from flyball.worker_identity import WorkerIdentity
 _log = logging.getLogger("flyball.engine")
 
 _PARK_POLL_S = 0.005
+_DURABLE_LOOK_S = 0.02
 PARK_DEADLINE_S = 120.0  # parked and never ended: train on
 _EXIT_TIMEOUT_S = 10.0
 
@@ -225,14 +226,24 @@ class TrainerEngine:
 
     def wait_until_finished(self, timeout_s: float) -> bool:
         """Wait until the newest save is replicated, and the newest that a disk or persistent tier is to have is
-        durable. True also if they failed; False when the time is over."""
+        durable. True also if they failed, or no tier takes the step any more; False when the time is over."""
         deadline_s = time.monotonic() + timeout_s
-        for handle, stage in ((self._newest, "replicated"), (self._newest_durable, "durable")):
-            if handle is not None:
-                remaining_s = max(0.0, deadline_s - time.monotonic())
-                if not getattr(handle, stage).wait(remaining_s) and not handle.is_over:
-                    return False
+        newest, durable = self._newest, self._newest_durable
+        if newest is not None and not newest.replicated.wait(timeout_s) and not newest.is_over:
+            return False
+        while durable is not None and not durable.durable.wait(_DURABLE_LOOK_S):
+            if durable.is_over or self._is_passed_over(durable.step):
+                break
+            if time.monotonic() >= deadline_s:
+                return False
         return True
+
+    def _is_passed_over(self, step: int) -> bool:
+        """Whether no slow tier will write the step: one that does holds it before the world goes on."""
+        if self._segments is None or self.world_step <= step:
+            return False
+        is_held = step in self._segments.read_world().held
+        return not is_held and self._progress.durable_step < step  # which is noted before a tier lets go
 
     def local_steps(self) -> list[int]:
         """Steps of this job's history that this rank has verified copies of in the memory of this host, ascending."""

@@ -126,8 +126,12 @@ class BeaconWriter:
         self._words[_WORD_SAVE_BLOCKED_NS] += blocked_ns
 
     def close(self) -> None:
-        self._words.release()
-        self._mapping.close()
+        """What is said from now on nobody hears."""
+        words, mapping = self._words, self._mapping
+        self._mapping = mmap.mmap(-1, BEACON_BYTES)
+        self._words = memoryview(self._mapping).cast("q")
+        words.release()
+        mapping.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,5 +205,9 @@ class BeaconReader:
         return count, recent
 
     def close(self) -> None:
-        self._words.release()
-        self._mapping.close()
+        """What is said from now on nobody hears."""
+        words, mapping = self._words, self._mapping
+        self._mapping = mmap.mmap(-1, BEACON_BYTES)
+        self._words = memoryview(self._mapping).cast("q")
+        words.release()
+        mapping.close()

@@ -111,13 +111,16 @@ class Job:
     def wait_captured(self, timeout_s: float = 60.0) -> bool:
         """Wait until the newest save is copied; False when the time is over. Call it before parameters, or what an
         optimizer keeps, are written to by anything but its step: by `load_state_dict`, or by hand."""
-        return self._engine.wait_captured(timeout_s)
+        with self._in_phase(Phase.CHECKPOINT):
+            return self._engine.wait_captured(timeout_s)
 
     def wait_until_finished(self, timeout_s: float = 600.0) -> bool:
         """Wait until the newest save of this rank is replicated, and the newest that a disk or persistent tier is to
-        have by its interval in steps is durable; False when the time is over. A save that failed is finished: see
-        `check_for_errors`."""
-        return self._engine.wait_until_finished(timeout_s)
+        have by its interval in steps is durable; False when the time is over. A save that failed is finished (see
+        `check_for_errors`), and so is one that a slow tier passed over, because it was still busy with an older one
+        (`SaveHandle.durable` tells)."""
+        with self._in_phase(Phase.CHECKPOINT):
+            return self._engine.wait_until_finished(timeout_s)
 
     def check_for_errors(self) -> None:
         """Raise CheckpointError if a save of this rank failed since this was last asked."""
@@ -143,6 +146,11 @@ class Job:
             raise UsageError(
                 f"There is no phase {name!r}.", hint=f"use one of {', '.join(p.name.lower() for p in Phase)}"
             ) from None
+        with self._in_phase(phase):
+            yield
+
+    @contextmanager
+    def _in_phase(self, phase: Phase) -> Iterator[None]:
         before = self._beacon.current_phase
         self._beacon.phase(phase)
         try:

@@ -22,7 +22,7 @@ from ckpt_engine.background import Background
 from ckpt_engine.engine import NOT_DUE
 from ckpt_engine.slots import ParkState, RankSegments, SlotState
 from flyball.contracts import fault_points, worker_env
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, branch
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier, branch
 from flyball.contracts.errors import CheckpointError
 from flyball.contracts.segments import rank_segment
 from flyball.trainer import Job
@@ -93,13 +93,21 @@ def test_what_was_reached_is_said_after_the_job_was_closed(identity: WorkerIdent
 def test_finished_means_durable_where_a_slow_tier_is_to_have_the_step(identity: WorkerIdentity, tmp_path: Path) -> None:
     spec = CheckpointSpec(disk_dir=str(tmp_path / "disk"), disk_every_steps=2)
     with Job(replace(identity, checkpoint=spec)) as job:
-        job.save(0, state(0.0))
-        job.save(1, state(1.0))
-        assert not job.wait_until_finished(0.05)
         segments = job._engine._segments
         assert segments is not None
-        segments.control.note_durable(0)  # as the engine does
-        assert job.wait_until_finished(DEADLINE_S)
+        for step in (0, 2):
+            job.save(step, state(0.0))
+            assert not job.wait_until_finished(0.05)
+            segments.control.hold(Tier.DISK, step)  # as the engine does
+            job.save(step + 1, state(1.0))
+            assert not job.wait_until_finished(0.05)
+            if step == 0:  # the other write fails
+                segments.control.note_durable(step)
+            segments.control.let_go(Tier.DISK, step)
+            assert job.wait_until_finished(DEADLINE_S)
+        job.save(4, state(4.0))
+        job.save(5, state(5.0))  # nobody holds 4: the tier was busy when it was due
+        assert job.wait_until_finished(DEADLINE_S) and not job._engine._newest_durable.durable
 
 
 def test_a_failed_save_is_finished_and_told_once(identity: WorkerIdentity) -> None:
