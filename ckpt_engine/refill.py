@@ -40,16 +40,16 @@ class Refill:
         if has_trainer or any(view.state is not SlotState.EMPTY for view in entry.segments.slots()):
             return True
         unreachable: list[str] = []
-        sources: dict[tuple[int, int], ShardSource] = {}  # by generation and step
+        sources: dict[tuple[int, int], tuple[ShardSource, ...]] = {}  # by generation and step
         for peer in self._generation.replica_hosts:
             try:
                 found = self._ask(peer, entry.rank)
             except FlyballError as error:
                 unreachable.append(f"{peer}: {error.message}")
                 continue
-            sources = {**found, **sources}
-        for (_, step), source in sorted(sources.items(), reverse=True)[:MIN_SLOTS]:
-            self._bring(entry, step, source)
+            sources |= {key: (*sources.get(key, ()), source) for key, source in found.items()}
+        for (_, step), holders in sorted(sources.items(), reverse=True)[:MIN_SLOTS]:
+            self._bring(entry, step, holders)
         if sources or not unreachable or self._services.clock.monotonic_s() >= self._until_s:
             return True
         log.info("refill_waits", job=self._generation.job, rank=entry.rank, reason="; ".join(unreachable))
@@ -66,11 +66,11 @@ class Refill:
             if copy.rank == rank and is_alive(copy.generation, copy.step, self._generation.lineage)
         }
 
-    def _bring(self, entry: OpenSegments, step: int, source: ShardSource) -> None:
+    def _bring(self, entry: OpenSegments, step: int, holders: tuple[ShardSource, ...]) -> None:
         services = self._services
         fetcher = Fetcher(
             self._generation,
-            RestorePlan(step, {str(entry.rank): (source,)}),
+            RestorePlan(step, {str(entry.rank): holders}),
             memory=self._memory,
             replicas=self._replicas,
             disks={},
@@ -81,7 +81,7 @@ class Refill:
         reach("engine.refill")
         try:
             fetched = fetcher.fetch(entry, [])
-        except (FlyballError, OSError) as error:  # the other copy may do; and a restore looks further
+        except (FlyballError, OSError) as error:  # the other step may do; and a restore looks further
             log.warning("refill_failed", job=self._generation.job, rank=entry.rank, step=step, reason=str(error))
             return
         services.counters.add("shards_refilled")
@@ -90,6 +90,6 @@ class Refill:
             job=self._generation.job,
             rank=entry.rank,
             step=step,
-            peer=source.host_id,
+            peer=fetched.host_id,
             size_bytes=fetched.size_bytes,
         )

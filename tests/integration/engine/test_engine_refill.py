@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from flyball.contracts.checkpoints import Tier
+from ckpt_engine.slots import RankSegments
+from flyball.contracts.checkpoints import CheckpointSpec, Tier
 from flyball.contracts.fault_points import VARIABLE
+from flyball.contracts.segments import replica_segment
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster, EngineHost, Trainer
@@ -47,6 +49,27 @@ def test_memory_is_filled_again_from_the_peers_and_the_world_knows_its_step(
     until(lambda: again.world_step == 3)
     assert a.status.counters["shards_refilled"] == 2
     assert b.holds(Tier.PEER, 3, 0)
+
+
+def test_a_replica_that_is_bad_does_not_keep_the_next_holders_away(
+    cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None]
+) -> None:
+    hosts = [cluster.host(name) for name in "abc"]
+    peers = {"a": ("b", "c"), "b": ("c", "a"), "c": ("a", "b")}
+    placement = cluster.placement({"a": (0,), "b": (1,), "c": (2,)}, peers=peers)
+    cluster.configure(placement, CheckpointSpec(replicas=2))
+    ranks = [trainer(host, rank) for rank, host in enumerate(hosts)]
+    for rank in ranks:
+        rank.save(1)
+    until(lambda: all(rank.world_step == 1 for rank in ranks) and all(h.holds(Tier.PEER, 1, 0) for h in hosts[1:]))
+    empty(hosts[0])
+    replica = RankSegments.open(replica_segment(hosts[1].prefix, "job", 0))
+    view = replica.find(1, 1)
+    assert view is not None
+    replica.payload(view.index)[-1] ^= 1
+    hosts[0].start()
+    until(lambda: hosts[0].holds(Tier.MEMORY, 1, 0))
+    assert trainer(hosts[0], 0, generation=2).stored(1, 1) == ranks[0].payload(1)
 
 
 def test_an_engine_that_is_told_not_to_stays_empty(
