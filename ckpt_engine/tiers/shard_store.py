@@ -17,7 +17,7 @@ import structlog
 from ckpt_engine import manifest as manifests
 from ckpt_engine import world_manifest
 from ckpt_engine.integrity import DEFAULT_CHUNK_BYTES
-from ckpt_engine.manifest import MAX_MANIFEST_BYTES, Manifest
+from ckpt_engine.manifest import MAX_MANIFEST_FILE_BYTES, Manifest
 from ckpt_engine.peer_wire import TierNaming
 from ckpt_engine.rate_limit import RateLimit
 from ckpt_engine.retention import removable
@@ -40,7 +40,6 @@ from flyball.contracts.fault_points import reach
 
 log = structlog.get_logger()
 
-_CHECKSUM_LINE_BYTES = 64
 _UNKNOWN = ""  # the version of what this process wrote: the next scan reads it
 
 
@@ -49,7 +48,7 @@ class _Listing:
     """What is there, each with the version of the object that says so."""
 
     copies: dict[ShardKey, tuple[str, ShardCopy]] = field(default_factory=dict)
-    worlds: dict[tuple[int, int], tuple[str, WorldManifest]] = field(default_factory=dict)  # (generation, step)
+    worlds: dict[tuple[int, int], tuple[str, WorldManifest | None]] = field(default_factory=dict)  # None: unreadable
 
 
 class ShardStore:
@@ -108,7 +107,11 @@ class ShardStore:
         """The steps of a history that counts that have a world manifest, oldest first."""
         with self._lock:
             return tuple(
-                sorted(step for generation, step in self._listing.worlds if is_alive(generation, step, lineage))
+                sorted(
+                    step
+                    for (generation, step), (_, world) in self._listing.worlds.items()
+                    if world is not None and is_alive(generation, step, lineage)
+                )
             )
 
     def scan(self) -> list[ShardCopy]:
@@ -297,7 +300,7 @@ class ShardStore:
 
     def _read_checked(self, name: str) -> bytes:
         """The content before the line with its checksum. Raises CorruptShard."""
-        lines = self._storage.read(name, MAX_MANIFEST_BYTES + _CHECKSUM_LINE_BYTES)
+        lines = self._storage.read(name, MAX_MANIFEST_FILE_BYTES)
         return manifests.content_of_file(lines, f"{self.place}/{name}")
 
     def _read_manifest(self, key: ShardKey) -> tuple[Manifest, bytes]:
@@ -367,8 +370,8 @@ class ShardStore:
 
     def _look_at_worlds(
         self, entries: list[Entry], known: _Listing
-    ) -> dict[tuple[int, int], tuple[str, WorldManifest]]:
-        found: dict[tuple[int, int], tuple[str, WorldManifest]] = {}
+    ) -> dict[tuple[int, int], tuple[str, WorldManifest | None]]:
+        found: dict[tuple[int, int], tuple[str, WorldManifest | None]] = {}
         for entry in entries:
             generation, step, kind = parse_step_file(entry.name) or (-1, -1, PINNED)
             if kind == PINNED:
@@ -382,7 +385,7 @@ class ShardStore:
                 continue
             except (CorruptShard, OSError) as error:
                 log.warning("world_manifest_ignored", place=self.place, name=entry.name, reason=str(error))
-                continue
+                world = None  # and yet there: retention must not take its step for one that never counted
             found[generation, step] = (entry.version, world)
         return found
 

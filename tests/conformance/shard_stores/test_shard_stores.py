@@ -3,6 +3,7 @@ what is listed reads back byte for byte, and what is damaged, foreign or unfinis
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import threading
@@ -408,6 +409,27 @@ def test_multiples_and_pinned_steps_stay(place: Place, shard: MakeShard) -> None
     person.unpin(1, 12)
     store.prune(naming=naming, lineage=LINEAGE, ranks=None, keep_every=5)
     assert {step for step, _ in listed(place.store())} == left - {12}
+
+
+def test_a_multiple_stays_whose_world_manifest_cannot_be_read_just_now(
+    shared_place: Place, shard: MakeShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 11, 12):
+        put(shared_place.store(), shard(step))
+    storage = shared_place.storage()
+    read_name = storage.read
+
+    def read_or_fail(name: str, limit_bytes: int) -> bytes:
+        if name == "g1/step10/world.manifest":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return read_name(name, limit_bytes)
+
+    monkeypatch.setattr(storage, "read", read_or_fail)
+    store = shared_place.store(storage)
+    assert listed(store) == [(11, 0), (12, 0)]
+    assert store.sealed_steps(LINEAGE) == (11, 12)
+    store.prune(naming=TierNaming(store.tier, 12, (12,)), lineage=LINEAGE, ranks=None, keep_every=5)
+    assert listed(shared_place.store()) == [(10, 0), (12, 0)]
 
 
 def test_one_copy_is_removed_by_name(place: Place, shard: MakeShard) -> None:
