@@ -213,8 +213,11 @@ class Fetcher:
                 replicas=len(self._generation.replica_hosts),
             )
             target = segments.begin_write(slot.index, manifest.generation, manifest.step, manifest.payload_bytes, plan)
+            began = segments.control.slot(slot.index)
             try:
                 copy(target)
+                if not segments.unchanged(began):
+                    raise CorruptShard("the slot was overwritten while it was filled.")
                 segments.mark_captured(slot.index)
                 if not segments.commit(segments.control.slot(slot.index), manifest_bytes):
                     raise CorruptShard("the slot was overwritten while it was filled.")

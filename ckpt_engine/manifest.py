@@ -14,6 +14,7 @@ from flyball.contracts.wire import MALFORMED
 
 MANIFEST_VERSION = 2
 MAX_MANIFEST_BYTES = 8 << 20
+MAX_MANIFEST_FILE_BYTES = MAX_MANIFEST_BYTES + 64  # with the line that has its checksum
 MAX_CHUNK_BYTES = 64 << 20
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]

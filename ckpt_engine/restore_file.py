@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_engine import manifest as manifests
-from ckpt_engine.manifest import MAX_MANIFEST_BYTES, Manifest
+from ckpt_engine.manifest import MAX_MANIFEST_FILE_BYTES, Manifest
 from ckpt_engine.restore import read_state, restore_into
 from ckpt_engine.verified_read import FileSource
 from flyball.contracts.errors import CorruptShard
 
 MANIFEST_SUFFIX = ".manifest"
-_CHECKSUM_LINE_BYTES = 64
 
 
 def load_file(path: str | Path, state: MutableMapping[str, object]) -> Manifest:
@@ -44,7 +43,7 @@ def read_manifest(path: Path) -> Manifest:
     """What the file beside the shard `path` says of it. Raises CorruptShard or OSError."""
     file = path.with_suffix(MANIFEST_SUFFIX)
     with _opened(file) as (descriptor, size_bytes):
-        if size_bytes > MAX_MANIFEST_BYTES + _CHECKSUM_LINE_BYTES:
+        if size_bytes > MAX_MANIFEST_FILE_BYTES:
             raise CorruptShard(f"{file} has {size_bytes} bytes.", hint="another copy is tried")
         content = bytearray(size_bytes)
         FileSource(descriptor).read_into(memoryview(content), 0)

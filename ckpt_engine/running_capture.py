@@ -119,10 +119,6 @@ class RunningCapture:
         self._host.work()
         return self._finished.wait(max(0.0, deadline_s - time.monotonic()))
 
-    @property
-    def is_finished(self) -> bool:
-        return self._finished.is_set()
-
     def before_step(self, optimizer: Optimizer) -> None:
         """The optimizer is about to write: copy first what is left of its own tensors. Devices are told to wait, the
         host does not wait for them."""

@@ -8,7 +8,9 @@ import os
 import threading
 from pathlib import Path
 
-from ckpt_engine.durable_files import make_folder, write_durably
+import structlog
+
+from ckpt_engine.durable_files import make_folder, sync_folder, write_durably
 from flyball.contracts import wire
 from flyball.contracts.engine_wire import ENGINE_PID_FILE, HOST_STATE_VERSION, Configure
 from flyball.contracts.errors import (
@@ -19,6 +21,8 @@ from flyball.contracts.errors import (
     StateVersionMismatch,
 )
 from flyball.contracts.identity import Fence
+
+log = structlog.get_logger()
 
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less the closing zero
 
@@ -114,24 +118,21 @@ class JobFiles:
         return [path.stem for path in self._folder.glob("*.json")]
 
     def load(self) -> list[Configure]:
-        """All of them; a file of another release raises StateVersionMismatch."""
-        return [self._load(path) for path in sorted(self._folder.glob("*.json"))]
+        """All that can be read; of the others the log says so, and their segments stay."""
+        found: list[Configure] = []
+        for path in sorted(self._folder.glob("*.json")):
+            try:
+                found.append(wire.decode(path.read_bytes(), Configure))
+            except (InvalidMessage, OSError) as error:
+                log.error("job_not_resumed", path=str(path), reason=str(error))
+        return found
 
     def remove(self, job: str) -> None:
         self._path(job).unlink(missing_ok=True)
+        sync_folder(self._folder)  # or a released job would come back after a power cut
 
     def _path(self, job: str) -> Path:
         return self._folder / f"{job}.json"
-
-    @staticmethod
-    def _load(path: Path) -> Configure:
-        try:
-            return wire.decode(path.read_bytes(), Configure)
-        except InvalidMessage as error:
-            raise StateVersionMismatch(
-                f"{path} is not readable: {error.message}",
-                hint="remove it if that job has ended, or run the release of Flyball that wrote it",
-            ) from error
 
 
 def _make(path: Path) -> None:

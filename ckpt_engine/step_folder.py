@@ -9,13 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_engine import manifest as manifests
-from ckpt_engine.manifest import MAX_MANIFEST_BYTES, Manifest
+from ckpt_engine.manifest import MAX_MANIFEST_FILE_BYTES, Manifest
 from ckpt_engine.tiers.folder import FolderStorage
 from ckpt_engine.tiers.shard_names import MANIFEST_SUFFIX, step_folder
 from ckpt_engine.tiers.storage import Entry, StoredBytes
 from flyball.contracts.errors import CorruptShard
-
-_CHECKSUM_LINE_BYTES = 64
 
 
 def first_manifest(folder: Path) -> Manifest | None:
@@ -23,7 +21,7 @@ def first_manifest(folder: Path) -> Manifest | None:
     names = sorted(path.name for path in folder.iterdir() if path.match(f"rank*{MANIFEST_SUFFIX}"))
     for name in names:
         try:
-            content = FolderStorage(folder).read(name, MAX_MANIFEST_BYTES + _CHECKSUM_LINE_BYTES)
+            content = FolderStorage(folder).read(name, MAX_MANIFEST_FILE_BYTES)
             return manifests.decode(manifests.content_of_file(content, name))
         except (CorruptShard, OSError):
             continue

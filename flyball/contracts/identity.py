@@ -14,18 +14,19 @@ NAME_PATTERN = r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$"
 RUN_PATTERN = r"^([0-9]{8}-[0-9]{6}-[0-9]{3})?$"
 
 # A job or host name is part of file names, segment names and URLs, so its alphabet is theirs.
-JobName = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
-HostId = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
+_WHOLE_NAME = NAME_PATTERN.removesuffix("$") + r"\Z"  # `$` alone lets a newline follow
+JobName = Annotated[str, msgspec.Meta(pattern=_WHOLE_NAME)]
+HostId = Annotated[str, msgspec.Meta(pattern=_WHOLE_NAME)]
 # One submission of a job; each counts its generations from 1. It names folders, and newer ones sort behind older ones;
 # '' gets none (docs/decisions/0006).
-RunId = Annotated[str, msgspec.Meta(pattern=RUN_PATTERN)]
+RunId = Annotated[str, msgspec.Meta(pattern=RUN_PATTERN.removesuffix("$") + r"\Z")]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1_000_000)]
 Step = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def check_name(what: str, name: str) -> str:
     """Return `name` if it can name a job or a host, else raise UsageError that says what would do."""
-    if not re.fullmatch(NAME_PATTERN, name):  # `$` alone lets a newline follow
+    if not re.fullmatch(NAME_PATTERN, name):
         raise UsageError(
             f"{what} {name!r} is not a usable name.",
             hint="use 1 to 63 lower-case letters, digits, '.', '_' or '-', beginning and ending with a letter or digit",

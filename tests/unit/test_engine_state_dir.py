@@ -83,7 +83,8 @@ def test_configurations_are_kept_until_removed(tmp_path: Path) -> None:
     configure = Configure(Fence(1, 3), "a", placement, CheckpointSpec())
     files = JobFiles(tmp_path / "jobs")
     files.store(configure)
-    assert JobFiles(tmp_path / "jobs").load() == [configure]
+    (tmp_path / "jobs/broken.json").write_bytes(b'{"half')
+    assert JobFiles(tmp_path / "jobs").load() == [configure]  # one that cannot be read does not stop the others
     files.remove("job")
     files.remove("job")
     assert files.load() == []
