@@ -5,7 +5,8 @@ tree a list, a string, a number, a truth value and None are themselves, an objec
 an object with one key that begins with `$` is something else:
 
     {"$tensor": name} {"$array": name} {"$complex_tensor": name}      bytes in the shard
-    {"$tuple": [..]} {"$set": [..]} {"$dict": [[key, value], ..]} {"$ordered": [[key, value], ..]} {"$size": [..]}
+    {"$tuple": [..]} {"$set": [..]} {"$dict": [[key, value], ..]} {"$ordered": [[key, value], ..]}
+    {"$counter": [[key, value], ..]} {"$size": [..]}
     {"$float": "nan"} {"$complex": [re, im]} {"$bytes": base64} {"$dtype": name} {"$device": name}
     {"$numpy": [dtype, base64]}                                       a numpy scalar
     {"$dtensor": {..}}                                                see `sharded_tensors`
@@ -16,7 +17,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
@@ -38,6 +39,7 @@ _MAX_INT_BITS = 14_000  # Python writes and reads decimals of up to 4300 digits
 # number too large for a float, a device that torch does not know, or what is nested without end.
 _NONSENSE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, SyntaxError, RuntimeError)
 _TAGGED_ITEMS: dict[type, str] = {tuple: "$tuple", set: "$set", torch.Size: "$size"}
+_TAGGED_PAIRS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}  # MultiStepLR counts
 
 
 def has_state(value: object) -> bool:
@@ -123,7 +125,7 @@ class _Flatten:
         return [self.value(item, f"{path}.{index}", depth + 1) for index, item in enumerate(items)]
 
     def _mapping(self, mapping: Mapping[object, object], path: str, depth: int) -> Json:
-        if type(mapping) not in (dict, OrderedDict):
+        if type(mapping) not in _TAGGED_PAIRS:
             raise _unsupported(path, f"is a {type(mapping).__name__}")
         if type(mapping) is dict and all(type(key) is str and not key.startswith("$") for key in mapping):
             return {cast(str, key): self.value(item, f"{path}.{key}", depth + 1) for key, item in mapping.items()}
@@ -131,15 +133,15 @@ class _Flatten:
             [self.value(key, f"{path} (a key)", depth + 1), self.value(item, f"{path}.{key}", depth + 1)]
             for key, item in mapping.items()
         ]
-        return {"$dict" if type(mapping) is dict else "$ordered": pairs}
+        return {_TAGGED_PAIRS[type(mapping)]: pairs}
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Json:
         if type(tensor) not in _PLAIN_TENSORS:
             if sharded_tensors.is_sharded(tensor):
                 return self._sharded(tensor, path)
             raise _unsupported(path, f"is a {type(tensor).__name__}, and only plain and sharded tensors can be saved")
-        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-            raise _unsupported(path, "is a sparse, quantized or meta tensor")
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+            raise _unsupported(path, "is a sparse, quantized, nested or meta tensor")
         if tensor.requires_grad:
             tensor = tensor.detach()
         if tensor.is_complex():
@@ -253,6 +255,7 @@ _FROM_ITEMS: dict[str, Callable[[Any], Any]] = {
     "$size": torch.Size,
     "$dict": dict,  # of [key, value] lists
     "$ordered": OrderedDict,
+    "$counter": lambda pairs: Counter(dict(pairs)),
     "$complex": lambda parts: complex(*parts),
 }
 _FROM_JSON: dict[str, Callable[[Any], Any]] = {

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +73,14 @@ LEAVES: list[Any] = [
     *(None, True, False, 0, -1, 2**80, "", "é\ud800", b"", b"\0\xff", 1j, complex(math.inf, -0.0)),
     *(0.1, -0.0, math.inf, -math.inf, math.nan, 5e-324),
     *((), (1, (2,)), [], [None, [True]], {}, {1: "a", "1": "b"}, {(1, 2): 3}, {"$tensor": 1}, {None: 1, True: 2}),
-    *(OrderedDict([("b", 1), ("a", 2)]), {1, 2}, torch.Size([1, 2]), torch.bfloat16, torch.device("cpu")),
+    *(
+        OrderedDict([("b", 1), ("a", 2)]),
+        Counter({30: 1, 80: 2}),
+        {1, 2},
+        torch.Size([1, 2]),
+        torch.bfloat16,
+        torch.device("cpu"),
+    ),
     *(np.float32(0.1), np.int64(3), np.bool_(True), np.arange(3, dtype=np.uint32), np.random.default_rng(1).random(3)),
 ]
 
@@ -163,7 +170,8 @@ Point = namedtuple("Point", "x")
         ({"f": lambda: 0}, "'x.f' is a builtins.function"),
         (Point(1), "'x' is a .*Point"),
         (torch.randn(2, 2).to_sparse(), "'x' is a sparse"),
-        (torch.empty(2, device="meta"), "'x' is a sparse, quantized or meta"),
+        (torch.empty(2, device="meta"), "'x' is a sparse, quantized, nested or meta"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "'x' is a sparse, quantized, nested"),
         (np.array(["a"]), "'x' is a numpy array of <U1"),
         (np.arange(3, dtype=">i4"), "'x' is a numpy array of >i4"),
         (np.datetime64("2026-01-01"), "'x' is a numpy datetime64"),
