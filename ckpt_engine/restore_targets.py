@@ -194,7 +194,8 @@ def _fits(target: torch.Tensor, saved: Stored) -> bool:
         return False
     if not sharded_tensors.is_sharded(target):
         return saved.layout is None
-    return sharded_tensors.layout_of(target).node == saved.layout  # type: ignore[arg-type]
+    layout = sharded_tensors.layout_of(target)  # type: ignore[arg-type]
+    return (layout.node, layout.block) == (saved.layout, saved.block)
 
 
 def _memory_of(target: torch.Tensor) -> torch.Tensor | None:

@@ -59,7 +59,13 @@ class FlatState:
 def flatten(state: Mapping[str, object]) -> FlatState:
     """Take `state` apart. Tensors are not copied. Raises UnsupportedState that names the leaf's path."""
     walk = _Flatten()
-    tree = {str(key): walk.value(value, str(key), 0) for key, value in state.items()}
+    for key in state:
+        if type(key) is not str:
+            raise UnsupportedState(
+                f"The state has the key {key!r}, which is no string.",
+                hint="name its entries: a dict below may have any keys",
+            )
+    tree = {key: walk.value(value, key, 0) for key, value in state.items()}
     return FlatState(walk.tensors, json.dumps(tree, separators=(",", ":"), allow_nan=False), walk.blocks)
 
 
