@@ -57,6 +57,7 @@ class RankPipeline:
         self._generation = generation
         self._memory = memory
         self._world = world
+        self._peer_down_s = peer_down_s
         self._first = list(first)
         self._on_progress = on_progress
         self._on_failure = on_failure
@@ -257,17 +258,25 @@ class RankPipeline:
         return view.generation != self._generation.number or not lost
 
     def _settle(self, entry: OpenSegments) -> None:
-        """A step is saved when every peer has it or was given up, and one has it; failed if all were given up."""
+        """A step is saved when every peer has it or was given up, and one that is in reach has it; failed if none has.
+        What was saved stays so: a peer that loses it is sent it again."""
         for view in self._wanted(entry):
             outcomes = {replicator.peer: replicator.outcome(view) for replicator in self._replicators}
             settled = {peer: outcome for peer, outcome in outcomes.items() if outcome is not None}
             if len(settled) < len(outcomes):
                 return  # newer steps wait for this one; its replicator kicks
-            if settled and not any(outcome.there for outcome in settled.values()):
-                reasons = " ".join(f"To {peer}: {outcome.reason}" for peer, outcome in settled.items())
+            if not settled or any(self._has_it(peer, outcome) for peer, outcome in settled.items()):
+                if entry.segments.unchanged(view):
+                    self._note_saved(entry, view)
+            elif view.step > self._world.present.world_step and view.step not in self.saved_steps:
+                reasons = " ".join(
+                    f"To {peer}: {outcome.reason or 'it had it, and is out of reach.'}"
+                    for peer, outcome in settled.items()
+                )
                 self._give_up(view, f"It could not be replicated. {reasons}")
-            elif entry.segments.unchanged(view):
-                self._note_saved(entry, view)
+
+    def _has_it(self, peer: str, outcome: Outcome) -> bool:
+        return outcome.there and self._peer_down_s(peer) <= self._settings.replicate_timeout_s
 
     def _peer_settled(self, peer: str, view: SlotView, outcome: Outcome) -> None:
         if not outcome.there and view.generation != self._generation.number:  # the world has the step without this copy

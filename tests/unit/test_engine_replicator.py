@@ -1,11 +1,13 @@
-"""For how long a peer is asked to take a replica."""
+"""For how long a peer is asked to take a replica, and what becomes of the step."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save
@@ -14,6 +16,7 @@ from ckpt_engine import manifest as manifests
 from ckpt_engine.counters import Counters
 from ckpt_engine.generation import Generation, WorldView
 from ckpt_engine.peer_wire import Reply, Verdict, WorldStep
+from ckpt_engine.pipeline import RankPipeline
 from ckpt_engine.replication import Offer
 from ckpt_engine.replicator import Outcome, Replicator
 from ckpt_engine.settings import EngineSettings
@@ -35,6 +38,13 @@ PLACEMENT = Placement(
     lineage=(LineageEntry(1),),
     restore=None,
 )
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -92,3 +102,83 @@ def test_a_peer_is_given_up_that_does_not_know_the_job_and_not_one_that_awaits_t
         replicator.join(10.0)
     ((view, outcome),) = outcomes[:1]
     assert (view.step, outcome.there) == (4, there)
+
+
+class Pipeline:
+    """Rank 0's on host a, with peers whose answers the test gives."""
+
+    def __init__(self, memory: MemoryTier, peers: tuple[str, ...]) -> None:
+        self.answers = dict.fromkeys(peers, Verdict.OK)
+        self.down_s = dict.fromkeys(peers, 0.0)
+        self.asked = {peer: threading.Semaphore(0) for peer in peers}
+        self.may_answer = {peer: threading.Event() for peer in peers}
+        self.failures: list[int] = []
+        self.counters = Counters()
+        placement = msgspec.structs.replace(PLACEMENT, peers={"a": peers, "b": ("a",)})
+        self.generation = Generation(Configure(Fence(1, 1), "a", placement, CheckpointSpec()), "a")
+        self.pipeline = RankPipeline(
+            0,
+            self.generation,
+            memory=memory,
+            world=WorldView(WorldStep("job", 1, 3)),
+            put_replica=self._put_replica,
+            peer_down_s=self.down_s.__getitem__,
+            first=(),
+            on_progress=lambda rank: None,
+            on_failure=lambda rank, step, message: self.failures.append(step),
+            counters=self.counters,
+            settings=EngineSettings(scan_interval_s=0.01),
+            code_version="test",
+        )
+        self.pipeline.start()
+
+    def _put_replica(self, peer: str, offer: Offer) -> Reply:
+        self.asked[peer].release()
+        assert self.may_answer[peer].wait(20.0)
+        return Reply(self.answers[peer])
+
+    def end(self) -> None:
+        self.generation.ended.set()
+        self.pipeline.join(10.0)
+
+
+@pytest.fixture
+def make_pipeline(memory: MemoryTier) -> Iterator[Callable[..., Pipeline]]:
+    made: list[Pipeline] = []
+
+    def make(*peers: str) -> Pipeline:
+        made.append(Pipeline(memory, peers))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.end()
+
+
+def test_a_step_that_was_saved_is_sent_again_however_often_its_peer_goes_away(
+    make_pipeline: Callable[..., Pipeline],
+) -> None:
+    host = make_pipeline("b")
+    host.may_answer["b"].set()
+    wait_for(lambda: host.pipeline.saved_steps == (4,))
+    host.answers["b"] = Verdict.ERROR  # it came back, and has no memory for replicas
+    host.pipeline.peer_is_back("b")
+    wait_for(lambda: host.counters.snapshot().get("replicas_given_up") == 1)
+    host.answers["b"] = Verdict.OK
+    host.pipeline.peer_is_back("b")
+    wait_for(lambda: host.counters.snapshot()["replicas_sent"] == 2)
+    assert (host.pipeline.saved_steps, host.pipeline.failed_steps, host.failures) == ((4,), (), [])
+
+
+def test_a_step_is_not_saved_by_a_replica_on_a_host_that_died_meanwhile(
+    make_pipeline: Callable[..., Pipeline],
+) -> None:
+    host = make_pipeline("b", "c")
+    host.may_answer["b"].set()
+    wait_for(lambda: host.counters.snapshot().get("replicas_sent") == 1)
+    assert host.asked["c"].acquire(timeout=20.0)
+    host.down_s["b"] = 60.0
+    host.answers["c"] = Verdict.ERROR
+    host.may_answer["c"].set()
+    wait_for(lambda: host.failures == [4])
+    assert (host.pipeline.saved_steps, host.pipeline.failed_steps) == ((), (4,))
