@@ -168,6 +168,7 @@ def test_a_slot_that_is_overwritten_while_it_is_written_never_counts(
     assert not {name for name in place.names() if name.startswith("g1/step2/")}
     assert listed(place.store()) == []
     assert not list(tmp_path.rglob("step2"))  # no empty folder either
+    assert not getattr(place, "uploads", list)()  # nor parts in a bucket
 
 
 def _flip(content: bytes, at: int = -1) -> bytes:
