@@ -134,7 +134,12 @@ class Saver:
 
             self.watch_optimizers()
             self._capture = Capture()
-        return self._capture.prepare(state)
+        import torch
+
+        try:
+            return self._capture.prepare(state)
+        except (MemoryError, torch.OutOfMemoryError) as error:  # what says its state itself may need memory for it
+            raise CheckpointError(f"There was no memory to take the state apart: {error}.") from error
 
     def _start(
         self, index: int, prepared: PreparedCapture, payload: memoryview, ended: Callable[[str], None], *, lazy: bool

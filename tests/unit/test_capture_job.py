@@ -230,6 +230,19 @@ def test_ctrl_c_before_the_thread_has_its_work_gives_the_slot_back(
         assert job.save(1, saved).replicated.wait(DEADLINE_S)
 
 
+def test_a_state_that_finds_no_memory_fails_the_save_and_not_the_training(identity: WorkerIdentity) -> None:
+    class Loader:
+        def state_dict(self) -> dict[str, object]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        def load_state_dict(self, saved: dict[str, object]) -> None:
+            raise NotImplementedError
+
+    with Job(identity) as job:
+        assert "CUDA out of memory" in job.save(0, {"loader": Loader()}).error
+        assert job.save(1, state(1.0)).replicated.wait(DEADLINE_S)
+
+
 def test_a_thread_that_died_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     background, done = Background("flyball-test"), threading.Event()
