@@ -69,7 +69,6 @@ class RankPipeline:
         self._failed: set[int] = set()
         self._unsettled = (-1, 0.0)  # the oldest step that is not settled, and since when it has been that
         self._saving_step = -1
-        self._replicating = False
         self._kick = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{generation.job}-r{rank}", daemon=True)
         self._replicators = [
@@ -89,6 +88,7 @@ class RankPipeline:
             )
             for peer in generation.replica_hosts
         ]
+        self._to_start = list(self._replicators)
 
     def start(self) -> None:
         self._thread.start()
@@ -171,10 +171,9 @@ class RankPipeline:
             self._kick.clear()
 
     def _start_replicators(self) -> None:
-        if not self._replicating:
-            self._replicating = True
-            for replicator in self._replicators:
-                replicator.start()
+        while self._to_start:  # the rest in the next round, if there is no thread to be had now
+            self._to_start[-1].start()
+            self._to_start.pop()
 
     def _is_filled(self, fill: Fill) -> bool:
         with self._memory.using(self.rank) as entry:

@@ -182,3 +182,22 @@ def test_a_step_is_not_saved_by_a_replica_on_a_host_that_died_meanwhile(
     host.may_answer["c"].set()
     wait_for(lambda: host.failures == [4])
     assert (host.pipeline.saved_steps, host.pipeline.failed_steps) == ((), (4,))
+
+
+def test_a_peer_gets_its_thread_later_when_there_was_none(
+    make_pipeline: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = threading.Thread.start, threading.Event()
+
+    def short_of_threads(thread: threading.Thread) -> None:
+        if thread.name == "job-r0-b" and not refused.is_set():
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", short_of_threads)
+    host = make_pipeline("b", "c")
+    for peer in "bc":
+        host.may_answer[peer].set()
+    wait_for(lambda: host.pipeline.saved_steps == (4,))
+    assert refused.is_set() and host.counters.snapshot()["replicas_sent"] == 2
