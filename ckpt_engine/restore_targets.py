@@ -131,7 +131,14 @@ class Matching:
             saved_entries = states.get(parameter, {})
             for name, tensor in entries.items() if isinstance(saved_entries, Mapping) else ():
                 found = saved_entries.get(name)
-                if isinstance(tensor, torch.Tensor) and isinstance(found, Stored) and _fits(tensor, found):
+                if not isinstance(tensor, torch.Tensor) or not isinstance(found, Stored):
+                    continue
+                if tuple(tensor.shape) != found.block.global_shape:  # torch would take it, and fail at the next step
+                    raise mismatch(
+                        f"{path}.state.{parameter}.{name}",
+                        f"is {tuple(tensor.shape)}, and was saved as {found.described}",
+                    )
+                if _fits(tensor, found):
                     self.claims.setdefault(found.name, tensor)
 
     def _mapping(self, target: Mapping[Any, Any], saved: object, path: str) -> None:

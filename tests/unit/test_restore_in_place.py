@@ -155,6 +155,21 @@ def test_nothing_is_written_before_all_was_compared() -> None:
         assert max(source.chunks) * CHUNK < manifest.tensors[0].byte_range[0]  # the header's, no others
 
 
+def test_an_optimizer_whose_state_has_another_shape_is_refused() -> None:
+    """Torch takes it, and fails at the next step."""
+
+    def stepped(size: int) -> torch.optim.Optimizer:
+        parameter = nn.Parameter(torch.ones(size))
+        optimizer = torch.optim.AdamW([parameter])
+        parameter.grad = torch.ones(size)
+        optimizer.step()
+        return optimizer
+
+    payload, manifest = shard_of({"optimizer": stepped(10)})
+    with pytest.raises(StateMismatch, match=r"'optimizer.state.0.exp_avg' is \(20,\), and was saved as \(10,\)"):
+        restore_into({"optimizer": stepped(20)}, MemorySource(payload), manifest)
+
+
 def test_an_optimizer_of_other_groups_is_refused_before_anything_is_written() -> None:
     model, optimizer = model_and_optimizer(0)
     payload, manifest = shard_of({"model": model, "optimizer": optimizer})
