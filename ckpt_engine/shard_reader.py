@@ -4,6 +4,7 @@ from there."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import time
 from collections.abc import MutableMapping
@@ -87,7 +88,8 @@ class ShardReader:
             try:
                 self._read_slot(view, manifest, state)
             except (CorruptShard, OSError) as error:
-                self._segments.discard(view)  # so that no inventory lists it
+                if isinstance(error, CorruptShard) or error.errno == errno.EIO:  # no lack of descriptors or memory
+                    self._segments.discard(view)  # so that no inventory lists it
                 self._refuse(error)
             else:
                 return True

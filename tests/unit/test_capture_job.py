@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from ckpt_engine.engine import NOT_DUE
 from ckpt_engine.slots import ParkState, RankSegments, SlotState
 from flyball.contracts import fault_points, worker_env
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier, branch
-from flyball.contracts.errors import CheckpointError
+from flyball.contracts.errors import CheckpointError, RestoreFailed
 from flyball.contracts.segments import rank_segment
 from flyball.trainer import Job
 from flyball.worker_identity import WorkerIdentity
@@ -241,6 +242,28 @@ def test_a_state_that_finds_no_memory_fails_the_save_and_not_the_training(identi
     with Job(identity) as job:
         assert "CUDA out of memory" in job.save(0, {"loader": Loader()}).error
         assert job.save(1, state(1.0)).replicated.wait(DEADLINE_S)
+
+
+def test_a_process_that_cannot_open_a_slot_leaves_it_for_the_next(
+    identity: WorkerIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Job(identity) as job:
+        assert job.save(0, state(1.0)).replicated.wait(DEADLINE_S)
+    after = replace(
+        identity, generation=2, restore_step=0, lineage=branch(identity.lineage, restored_step=0, generation=2)
+    )
+
+    def no_descriptor(segments: RankSegments, index: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RankSegments, "open_payload", no_descriptor)
+        with Job(after) as job, pytest.raises(RestoreFailed, match="Too many open files"):
+            job.restore(state(0.0))
+    restored = state(0.0)
+    with Job(after) as job:
+        assert job.restore(restored) == 1
+    assert restored["t"].unique().tolist() == [1.0]
 
 
 def test_a_thread_that_died_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
