@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 from checkpoint_bench.options import Options
 from checkpoint_bench.samples import progress
+from host_daemon.worker_environment import COPY_PAST_CACHES
 
 FLYBALL_PARTS = ("blocking", "lost", "interference", "durable", "peer", "restore_memory", "restore_disk", "extra")
 PART_TIMEOUT_S = 900.0
@@ -52,7 +54,11 @@ def run_part(
     with tempfile.TemporaryDirectory(prefix="p-", dir=folder) as own:
         arguments = Options(state_bytes, repeats, Path(own)).arguments()
         process = subprocess.Popen(
-            [str(python), "-m", module, name, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [str(python), "-m", module, name, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={"GLIBC_TUNABLES": COPY_PAST_CACHES, **os.environ},  # as workers have it; floors and peers too
+            text=True,
         )
         assert process.stderr is not None
         assert process.stdout is not None

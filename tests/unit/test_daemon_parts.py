@@ -30,7 +30,7 @@ from host_daemon.spawn_wire import StoreOrder
 from host_daemon.spawner_client import SpawnError
 from host_daemon.standby import Standbys
 from host_daemon.state_dir import StateDir
-from host_daemon.worker_environment import job_environment, rank_environment
+from host_daemon.worker_environment import COPY_PAST_CACHES, job_environment, rank_environment
 from host_daemon.worker_errors import read_error
 
 SPEC = JobSpec("job", ("train.py",), "/code", nnodes=2, nproc_per_node=2, checkpoint=CheckpointSpec(every_steps=5))
@@ -75,10 +75,10 @@ def test_environment_of_a_rank_on_the_second_host():
 
 
 def test_the_users_own_choices_stand():
-    spec = msgspec.structs.replace(SPEC, env={"OMP_NUM_THREADS": "8", "RES_OPTIONS": "timeout:9"})
-    found = job_environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, spec)
-    chosen = (found["OMP_NUM_THREADS"], found["RES_OPTIONS"], found["TORCH_NCCL_ASYNC_ERROR_HANDLING"])
-    assert chosen == ("8", "timeout:9", "3")
+    given = {"OMP_NUM_THREADS": "8", "RES_OPTIONS": "timeout:9", "GLIBC_TUNABLES": "glibc.malloc.check=1"}
+    found = job_environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, msgspec.structs.replace(SPEC, env=given))
+    assert {**found, **given, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"} == found
+    assert job_environment({}, SPEC)["GLIBC_TUNABLES"] == COPY_PAST_CACHES
     alone = msgspec.structs.replace(SPEC, nproc_per_node=1)
     assert "OMP_NUM_THREADS" not in job_environment({}, alone)
 
