@@ -132,7 +132,9 @@ def _advise(mapping: mmap.mmap, begin: int, size_bytes: int, advice: int) -> Non
     """Without the interpreter lock, which `mmap.madvise` keeps: to populate a large shard takes seconds, and a trainer
     has other threads."""
     first = ctypes.c_char.from_buffer(mapping, begin)
-    if _libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size_bytes), advice):
+    failed = _libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size_bytes), advice)
+    del first  # a traceback would keep it, and a mapping with a pointer into it cannot be closed
+    if failed:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
