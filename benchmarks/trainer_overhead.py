@@ -81,11 +81,12 @@ def measure(prefix: str, saves: int) -> dict[str, float]:
         handle = job.save(step, state)
         saved_s = time.perf_counter()
         train_ms.append((trained_s - began_s) * 1e3)
-        if step % 2:
-            not_due_us.append((saved_s - trained_s) * 1e6)
-        else:
+        if step % 2 == 0:
+            due = handle
             due_ms.append((saved_s - trained_s) * 1e3)
-            assert handle.staged, handle.error
+        else:
+            not_due_us.append((saved_s - trained_s) * 1e6)
+            assert due.staged.wait(10.0), due.error  # it was copied beside this step
     job.close()
     segments = RankSegments.open(rank_segment(prefix, "benchmark", 0))
     payload_bytes = max(view.payload_bytes for view in segments.slots())
