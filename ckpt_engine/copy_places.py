@@ -141,16 +141,7 @@ class SlotPlace(Place):
         described = self._described(segments, rank, view) if view.state is SlotState.COMMITTED else None
         if described is None or not segments.unchanged(view):
             return None
-        return ShardCopy(
-            job=self._job,
-            generation=view.generation,
-            step=view.step,
-            rank=rank,
-            tier=self.tier,
-            host_id=self.host_id,
-            size_bytes=view.payload_bytes,
-            digest=manifests.digest(described[1]),
-        )
+        return manifests.copy_in(self.tier, self.host_id, *described)
 
     def _described(self, segments: RankSegments, rank: int, view: SlotView) -> tuple[Manifest, bytes] | None:
         """A slot's manifest and its bytes, if it is of the step that the view showed."""
@@ -218,16 +209,7 @@ class StoragePlace(Place):
         with self.store.reading(key.generation, key.step, key.rank) as (manifest, data, _):
             if (key.generation, key.step) in self._sealed:
                 raise CorruptShard("The step's world manifest names another shard for this rank.")
-            return ShardCopy(
-                job=manifest.job,
-                generation=key.generation,
-                step=key.step,
-                rank=key.rank,
-                tier=self.tier,
-                host_id=self.host_id,
-                size_bytes=manifest.payload_bytes,
-                digest=manifests.digest(data),
-            )
+            return manifests.copy_in(self.tier, self.host_id, manifest, data)
 
     @contextmanager
     def reading(self, copy: ShardCopy) -> Iterator[ShardReading]:

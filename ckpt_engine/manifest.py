@@ -8,6 +8,7 @@ import msgspec
 import xxhash
 
 from ckpt_engine import integrity, shard_format
+from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard
 from flyball.contracts.identity import JobName, Rank, RunId, Step
 from flyball.contracts.wire import MALFORMED
@@ -147,6 +148,20 @@ def _check_entry(tensor: TensorEntry, payload_bytes: int) -> None:
 def digest(data: bytes | memoryview) -> str:
     """The name of a manifest's content: xxh3-128 in hex, as in ShardCopy.digest."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def copy_in(tier: Tier, host_id: str, manifest: Manifest, data: bytes) -> ShardCopy:
+    """The inventory's entry for a copy with this manifest, whose bytes are `data`."""
+    return ShardCopy(
+        job=manifest.job,
+        generation=manifest.generation,
+        step=manifest.step,
+        rank=manifest.rank,
+        tier=tier,
+        host_id=host_id,
+        size_bytes=manifest.payload_bytes,
+        digest=digest(data),
+    )
 
 
 def as_file(data: bytes) -> bytes:

@@ -130,16 +130,7 @@ class SlotTier:
         found = self.find(entry, view.generation, view.step)
         if found is None or not entry.segments.unchanged(view):
             return None
-        copy = ShardCopy(
-            job=self.job,
-            generation=view.generation,
-            step=view.step,
-            rank=entry.rank,
-            tier=self.tier,
-            host_id=self.host_id,
-            size_bytes=view.payload_bytes,
-            digest=manifests.digest(found[2]),
-        )
+        copy = manifests.copy_in(self.tier, self.host_id, found[1], found[2])
         entry.copies[view.index] = (view.sequence, found[1].run, copy)
         return copy
 

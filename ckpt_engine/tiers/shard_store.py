@@ -202,7 +202,7 @@ class ShardStore:
         reach(f"{self.tier}.manifest")
         written = len(payload) + self._write_checked(key.manifest, manifest_bytes)
         reach(f"{self.tier}.written")
-        copy = self._copy(manifest, manifest_bytes)
+        copy = manifests.copy_in(self.tier, self.host_id, manifest, manifest_bytes)
         self._distrusted.pop(key, None)  # an object that is written again with the same content keeps its version
         self._change(lambda listing: listing.copies.update({key: (_UNKNOWN, copy)}))
         return written
@@ -359,7 +359,7 @@ class ShardStore:
                 if copy is None or version != entry.version or copy.size_bytes != sizes[key.shard]:
                     manifest, data = self._read_manifest(key)
                     self._check_size(manifest, sizes[key.shard])
-                    copy = self._copy(manifest, data)
+                    copy = manifests.copy_in(self.tier, self.host_id, manifest, data)
             except FileNotFoundError:
                 continue  # removed since it was listed
             except (CorruptShard, OSError) as error:  # of this one copy: others may well be readable
@@ -394,15 +394,3 @@ class ShardStore:
             return True
         _, world = self._listing.worlds.get((copy.generation, copy.step), (_UNKNOWN, None))
         return world is not None and world.names(copy.rank, copy.digest)
-
-    def _copy(self, manifest: Manifest, manifest_bytes: bytes) -> ShardCopy:
-        return ShardCopy(
-            job=self.job,
-            generation=manifest.generation,
-            step=manifest.step,
-            rank=manifest.rank,
-            tier=self.tier,
-            host_id=self.host_id,
-            size_bytes=manifest.payload_bytes,
-            digest=manifests.digest(manifest_bytes),
-        )
