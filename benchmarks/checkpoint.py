@@ -25,6 +25,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT),
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from checkpoint_bench import report  # noqa: E402 - the lines above make it importable
+from checkpoint_bench.leftovers import folder_prefix, remove_leftovers  # noqa: E402
 from checkpoint_bench.memory import available_bytes  # noqa: E402
 from checkpoint_bench.parts import FLYBALL_PARTS, measure_flyball  # noqa: E402
 from checkpoint_bench.peer_names import PEERS  # noqa: E402
@@ -71,6 +72,8 @@ def _names(parser: argparse.ArgumentParser, option: str, given: str, known: tupl
 
 def main() -> int:
     options = parse()
+    for folder in (Path(tempfile.gettempdir()), options.folder):
+        remove_leftovers(folder)  # slots would be taken for memory that others need
     needed = int(max(options.sizes) * GIB) * STATES_AT_ONCE + BASE_BYTES
     available = available_bytes()
     if available < needed:
@@ -83,7 +86,7 @@ def main() -> int:
         return 7
     results = []
     before = report.machine()
-    with tempfile.TemporaryDirectory(prefix="fbb-", dir=options.folder) as name:
+    with tempfile.TemporaryDirectory(prefix=folder_prefix(), dir=options.folder) as name:
         folder = Path(name).resolve()
         python = prepare_venv(options.peers_venv, ROOT) if options.peer_names else None
         for size in options.sizes:

@@ -137,7 +137,7 @@ def measure(launcher: str, nproc: int, steps_before: int) -> Run:
         try:
             return _kill_and_watch(process, losses, log, steps_before, load_average_1m)
         finally:
-            _stop(process, losses)
+            stop(process, losses)
 
 
 def _kill_and_watch(
@@ -217,7 +217,7 @@ def _writers(paths: list[Path]) -> list[psutil.Process]:
     return found
 
 
-def _stop(process: subprocess.Popen[bytes], losses: Losses) -> None:
+def stop(process: subprocess.Popen[bytes], losses: Losses) -> None:
     """End the launcher as Ctrl-C would, then whatever of it is left, by pid."""
     try:
         family = psutil.Process(process.pid).children(recursive=True)

@@ -1,4 +1,5 @@
-"""What Flyball costs a training step: `job.step`, and `job.save` of the example's model and optimizer.
+"""What Flyball costs a training step: `job.step`, without and with an event file, and `job.save` of the example's model
+and optimizer.
 
     python benchmarks/trainer_overhead.py [--json] [--saves N]
 
@@ -14,6 +15,7 @@ import os
 import runpy
 import statistics
 import sys
+import tempfile
 import time
 import timeit
 from collections.abc import Callable
@@ -26,10 +28,11 @@ from flyball.beacon import create_beacon
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, rank_segment
 from flyball.trainer import Job
-from flyball.worker_identity import WorkerIdentity
+from flyball.worker_identity import WorkerIdentity, read_identity
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 STEP_CALLS = 200_000
+WATCHED_STEPS, WATCHED_STEPS_PER_S = 500, 100
 
 
 def identity(prefix: str, every_steps: int) -> WorkerIdentity:
@@ -68,10 +71,32 @@ def trained_state() -> tuple[dict[str, object], Callable[[], None]]:
     return {"model": model, "optimizer": optimizer, "data": data}, train_step
 
 
+def step_ns(job: Job) -> float:
+    loss = torch.tensor(1.0)
+    return min(timeit.repeat(lambda: job.step(1, loss=loss), number=STEP_CALLS, repeat=5)) / STEP_CALLS * 1e9
+
+
+def cpu_ms_per_s(events: str) -> float:
+    """What the process does while the training thread only completes a step now and then."""
+    with Job(read_identity({}), events=events) as job:
+        began_s, cpu_s = time.perf_counter(), time.process_time()
+        for step in range(WATCHED_STEPS):
+            job.step(step)
+            time.sleep(1 / WATCHED_STEPS_PER_S)
+        return (time.process_time() - cpu_s) / (time.perf_counter() - began_s) * 1e3
+
+
+def measure_events(folder: str) -> dict[str, float]:
+    """With an event file a step costs the training thread what it does without; a thread beside it writes."""
+    with Job(read_identity({}), events=f"{folder}/fast.jsonl") as job:
+        told_step_ns = step_ns(job)
+    cpu_ms = cpu_ms_per_s(f"{folder}/watched.jsonl") - cpu_ms_per_s("")
+    return {"step_events_ns": round(told_step_ns, 1), "events_cpu_ms_per_s": round(max(cpu_ms, 0.0), 2)}
+
+
 def measure(prefix: str, saves: int) -> dict[str, float]:
     job = Job(identity(prefix, every_steps=2))  # every other save is not due
-    loss = torch.tensor(1.0)
-    step_ns = min(timeit.repeat(lambda: job.step(1, loss=loss), number=STEP_CALLS, repeat=5)) / STEP_CALLS * 1e9
+    plain_step_ns = step_ns(job)
     state, train_step = trained_state()
     due_ms, not_due_us, train_ms = [], [], []
     for step in range(2 * saves):
@@ -94,7 +119,7 @@ def measure(prefix: str, saves: int) -> dict[str, float]:
     segments.close()
     settled_ms = due_ms[2:]  # the first two make their slots
     return {
-        "step_ns": round(step_ns, 1),
+        "step_ns": round(plain_step_ns, 1),
         "save_ms_median": round(statistics.median(settled_ms), 3),
         "save_ms_p95": round(statistics.quantiles(settled_ms, n=20)[-1], 3),
         "save_first_ms": round(due_ms[0], 3),
@@ -113,7 +138,8 @@ def main() -> None:
     torch.set_num_threads(1)
     prefix = str(Path(os.environ.get(SHM_DIR_VARIABLE, DEFAULT_SHM_DIR)) / f"flyball-benchmark-{os.getpid()}")
     try:
-        found = measure(prefix, options.saves)
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(prefix, options.saves) | measure_events(folder)
     finally:
         Path(f"{prefix}.beacon").unlink(missing_ok=True)
     if options.json:

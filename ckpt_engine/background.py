@@ -7,6 +7,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+_CLOSE_TIMEOUT_S = 10.0
+
 
 class Background:
     """One thread that works off what it is given. It is made when there is none: a child that was forked from the
@@ -29,10 +31,14 @@ class Background:
             work()
 
     def close(self) -> None:
-        """Let the thread end, after what it was given."""
-        if self._is_alive:
-            with contextlib.suppress(queue.Full):  # at work without end: it is a daemon, and ends with the process
-                self._queue.put(None, timeout=10.0)
+        """Wait until the thread has ended, after what it was given. One that is in torch when the interpreter ends,
+        if only to let go of a tensor, aborts the process: it is a daemon, and is unwound through C++ that forbids it.
+        """
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            with contextlib.suppress(queue.Full):  # at work without end
+                self._queue.put(None, timeout=_CLOSE_TIMEOUT_S)
+                thread.join(_CLOSE_TIMEOUT_S)
         self._thread = None
 
     @property

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 import torch
 
 from ckpt_engine import shard_format
-from ckpt_engine.copying import TensorCopy, copy_whole
+from ckpt_engine.copying import TensorCopy, copy_whole, is_plain, move_bytes
 from ckpt_engine.device_copies import CudaStreams, DeviceJob, PinnedSlots, Streams
+from ckpt_engine.kept_structure import StateReader
 from ckpt_engine.optimizer_watch import Extent, extent_of
 from ckpt_engine.running_capture import Copies, RunningCapture
 from ckpt_engine.shard_format import LENGTH_BYTES, Block, TensorHeader
-from ckpt_engine.state_tree import FlatState, flatten
+from ckpt_engine.source_digests import SourceDigests
+from ckpt_engine.state_tree import FlatState
 from flyball.contracts.errors import CheckpointError, UnsupportedState
 
 STATE_KEY = "flyball.state"  # the JSON tree, in the safetensors metadata
@@ -47,31 +49,91 @@ _HEADER_STEP_BYTES = 4096  # headers are padded to a multiple of it, less the le
 _Signature = tuple[tuple[str, torch.Size, torch.dtype, torch.device, Block | None], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _SlotViews:
+    """Tensors that are a slot's memory, in the order of the plan."""
+
+    payload: memoryview
+    address: int  # of its first byte
+    tensors: list[torch.Tensor]
+    addresses: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Routes:
+    """How each tensor gets into a slot, by its number in the plan; as long as nothing changes that decides it."""
+
+    structure: object
+    addresses: list[int]
+    lazy_extents: Collection[Extent]
+    is_plain: list[bool]
+    moved: list[int] = field(default_factory=list)  # small, plain bytes: at once
+    copied: list[int] = field(default_factory=list)  # small, by torch: at once
+    eager: list[int] = field(default_factory=list)
+    lazy: list[int] = field(default_factory=list)
+    eager_device: list[int] = field(default_factory=list)
+    lazy_device: list[int] = field(default_factory=list)
+
+
 @dataclass(slots=True)
 class _Plan:
     """Where everything goes, for states of one structure."""
 
     signature: _Signature
+    structure: object  # `FlatState.structure` of the newest state with this signature
     header_capacity: int
     tensors: dict[str, TensorHeader]
+    tensors_json: bytes
     sharding: dict[str, str]  # the metadata entry, if any tensor is not whole
     payload_bytes: int
-    views: dict[int, tuple[memoryview, dict[str, torch.Tensor]]] = field(default_factory=dict)  # by slot
+    sizes: list[int] = field(init=False)
+    views: dict[int, _SlotViews] = field(default_factory=dict)  # by slot
+    routes: _Routes | None = None
 
-    def slot_views(self, slot: int, payload: memoryview) -> dict[str, torch.Tensor]:
-        """Tensors that are the slot's memory. Made anew when the slot got a new file."""
+    def __post_init__(self) -> None:
+        offsets = [self.tensors[name].data_offsets for name, *_ in self.signature]
+        self.sizes = [end - begin for begin, end in offsets]
+
+    def slot_views(self, slot: int, payload: memoryview) -> _SlotViews:
+        """Made anew when the slot got a new file."""
         known = self.views.get(slot)
-        if known is None or known[0] is not payload:
-            known = self.views[slot] = (payload, self._make_views(payload))
-        return known[1]
+        if known is None or known.payload is not payload:
+            known = self.views[slot] = self._make_views(payload)
+        return known
 
-    def _make_views(self, payload: memoryview) -> dict[str, torch.Tensor]:
-        data = torch.frombuffer(payload, dtype=torch.uint8)[LENGTH_BYTES + self.header_capacity :]
-        views = {}
+    def _make_views(self, payload: memoryview) -> _SlotViews:
+        whole = torch.frombuffer(payload, dtype=torch.uint8)
+        data = whole[LENGTH_BYTES + self.header_capacity :]
+        views = []
         for name, shape, dtype, _, _ in self.signature:
             begin, end = self.tensors[name].data_offsets
-            views[name] = data[begin:end].view(dtype).view(shape)
-        return views
+            views.append(data[begin:end].view(dtype).view(shape))
+        return _SlotViews(payload, whole.data_ptr(), views, [view.data_ptr() for view in views])
+
+    def find_routes(self, flat: FlatState, lazy: Collection[Extent], streams: Streams) -> _Routes:
+        """`lazy` is never changed, but replaced."""
+        addresses = [tensor.data_ptr() for tensor in flat.tensors.values()]
+        known = self.routes
+        if (
+            known is None
+            or known.lazy_extents is not lazy
+            or known.structure is not flat.structure
+            or flat.structure is None
+            or known.addresses != addresses
+        ):
+            tensors = flat.tensors.values()
+            known = self.routes = _Routes(flat.structure, addresses, lazy, [is_plain(tensor) for tensor in tensors])
+            for index, tensor in enumerate(tensors):
+                _route(known, index, tensor, self.sizes[index], on_device=streams.owns(tensor)).append(index)
+        return known
+
+
+def _route(routes: _Routes, index: int, tensor: torch.Tensor, size_bytes: int, *, on_device: bool) -> list[int]:
+    if size_bytes <= SMALL_BYTES and not on_device:
+        return routes.moved if routes.is_plain[index] else routes.copied
+    if routes.lazy_extents and extent_of(tensor) in routes.lazy_extents and not tensor.is_inference():
+        return routes.lazy_device if on_device else routes.lazy
+    return routes.eager_device if on_device else routes.eager
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +155,33 @@ class PreparedCapture:
         returned. `lazy` is the memory of tensors that may be copied later, because their writers can be held back."""
         shard_format.write_header(payload, self.header, self.plan.header_capacity)
         views = self.plan.slot_views(slot, payload)
-        copies = Copies([], [], DeviceJob(self.streams), DeviceJob(self.streams))
-        for name, tensor in self.flat.tensors.items():
-            view = views[name]
-            on_device = self.streams.owns(tensor)
-            if view.nbytes <= SMALL_BYTES and not on_device:
-                copy_whole(view, tensor)
-            elif lazy and extent_of(tensor) in lazy and not tensor.is_inference():
-                source = tensor.detach()  # `tensor.data = ...` does not replace the memory of this one
-                copy = TensorCopy(name, source, view, version=tensor._version)
-                copies.lazy_device.add(copy) if on_device else copies.lazy.append(copy)
-            else:
-                copy = TensorCopy(name, tensor, view)
-                copies.eager_device.add(copy) if on_device else copies.eager.append(copy)
-        if copies.eager_device.copies or copies.lazy_device.copies:
+        routes = self.plan.find_routes(self.flat, lazy, self.streams)
+        names, tensors, sizes = list(self.flat.tensors), list(self.flat.tensors.values()), self.plan.sizes
+        for index in routes.moved:
+            move_bytes(views.addresses[index], routes.addresses[index], sizes[index])
+        for index in routes.copied:
+            copy_whole(views.tensors[index], tensors[index])
+
+        def copies_of(indices: list[int], *, lazy: bool) -> list[TensorCopy]:
+            return [
+                TensorCopy(
+                    names[index],
+                    tensors[index],
+                    views.tensors[index],
+                    version=tensors[index]._version if lazy else None,
+                    is_plain=routes.is_plain[index],
+                )
+                for index in indices
+            ]
+
+        copies = Copies(
+            copies_of(routes.eager, lazy=False),
+            copies_of(routes.lazy, lazy=True),
+            DeviceJob(self.streams, copies_of(routes.eager_device, lazy=False)),
+            DeviceJob(self.streams, copies_of(routes.lazy_device, lazy=True)),
+            SourceDigests(views.address, self.payload_bytes),
+        )
+        if routes.eager_device or routes.lazy_device:
             self.pinned.pin(slot, payload)
         return copies
 
@@ -124,6 +199,7 @@ class Capture:
     """Prepares states for their slots; keeps the plan of the newest structure."""
 
     def __init__(self, streams: Streams | None = None) -> None:
+        self._reader = StateReader()
         self._plan: _Plan | None = None
         self._streams = streams or CudaStreams()
         self._pinned = PinnedSlots(self._streams)
@@ -131,19 +207,25 @@ class Capture:
     def prepare(self, state: Mapping[str, object]) -> PreparedCapture:
         """Take `state` apart (see `state_tree.flatten`); raises UnsupportedState. Call it when no capture is running:
         a new structure lets go of the slots."""
-        flat = flatten(state)
-        blocks = flat.blocks
+        flat = self._reader.flatten(state)
+        plan = self._plan_of(flat)
+        header = _encode(flat.tree, plan)
+        if len(header) > plan.header_capacity:  # values grew: move the data once, by more than they grew
+            plan = self._adopt(_make_plan(plan.signature, flat, 2 * len(flat.tree)))
+            header = _encode(flat.tree, plan)
+        return PreparedCapture(flat, plan, header, self._streams, self._pinned)
+
+    def _plan_of(self, flat: FlatState) -> _Plan:
+        plan, blocks = self._plan, flat.blocks
+        if plan is not None and flat.structure is not None and plan.structure is flat.structure:
+            return plan
         signature = tuple(
             (name, tensor.shape, tensor.dtype, tensor.device, blocks.get(name)) for name, tensor in flat.tensors.items()
         )
-        plan = self._plan
         if plan is None or plan.signature != signature:
-            plan = self._adopt(_make_plan(signature, len(flat.tree)))
-        header = _encode(flat.tree, plan)
-        if len(header) > plan.header_capacity:  # values grew: move the data once, by more than they grew
-            plan = self._adopt(_make_plan(signature, 2 * len(flat.tree)))
-            header = _encode(flat.tree, plan)
-        return PreparedCapture(flat, plan, header, self._streams, self._pinned)
+            return self._adopt(_make_plan(signature, flat, len(flat.tree)))
+        plan.structure = flat.structure
+        return plan
 
     def _adopt(self, plan: _Plan) -> _Plan:
         """Views of the old slots go with the old plan: their memory is free before the new slots are made."""
@@ -158,10 +240,10 @@ class Capture:
 
 
 def _encode(tree: str, plan: _Plan) -> bytes:
-    return shard_format.encode_header({FORMAT_KEY: FORMAT, STATE_KEY: tree, **plan.sharding}, plan.tensors)
+    return shard_format.join_header({FORMAT_KEY: FORMAT, STATE_KEY: tree, **plan.sharding}, plan.tensors_json)
 
 
-def _make_plan(signature: _Signature, tree_chars: int) -> _Plan:
+def _make_plan(signature: _Signature, flat: FlatState, tree_chars: int) -> _Plan:
     """Tensors with wide elements first: without a gap between them, each is aligned to its element all the same."""
     tensors: dict[str, TensorHeader] = {}
     offset = 0
@@ -177,11 +259,13 @@ def _make_plan(signature: _Signature, tree_chars: int) -> _Plan:
     # Quotes in the tree are escaped in the header, and its numbers grow: leave room, so that the offsets stay.
     blocks = {name: block for name, _, _, _, block in signature if block is not None}
     sharding = {shard_format.SHARDING_KEY: shard_format.encode_blocks(blocks)} if blocks else {}
-    needed = len(shard_format.encode_header(sharding, tensors)) + 2 * tree_chars + 1024
+    tensors_json = shard_format.encode_tensors(tensors)
+    needed = len(shard_format.join_header(sharding, tensors_json)) + 2 * tree_chars + 1024
     pages = -(-(LENGTH_BYTES + needed) // _HEADER_STEP_BYTES)
     capacity = pages * _HEADER_STEP_BYTES - LENGTH_BYTES
     if capacity > shard_format.MAX_HEADER_BYTES:
         raise UnsupportedState(
             f"What the state holds beside tensors takes {tree_chars} characters.", hint="keep large data in tensors"
         )
-    return _Plan(signature, capacity, tensors, sharding, LENGTH_BYTES + capacity + offset)
+    payload_bytes = LENGTH_BYTES + capacity + offset
+    return _Plan(signature, flat.structure, capacity, tensors, tensors_json, sharding, payload_bytes)

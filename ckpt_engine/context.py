@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_engine.counters import Counters
@@ -28,4 +28,5 @@ class Services:
     peer_limit: RateLimit  # of what is sent into peers' memory
     dial: Dial
     code_version: str
+    in_touch: Callable[[], bool]  # whether the supervisor cannot have given this host up
     rate_limits: Mapping[Tier, RateLimit] = field(default_factory=dict)  # of the slow tiers; none: as fast as it goes

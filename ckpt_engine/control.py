@@ -49,6 +49,7 @@ _ABANDONED_UPTO, _ABANDONED = 102, range(103, 119)
 _REPLICATED_STEP, _DURABLE_STEP = 120, 121
 _HELD = {Tier.DISK: 122, Tier.PERSISTENT: 123}  # the step plus one, 0: none
 _NEXT_SAVE = 124
+_SETTLED = {Tier.DISK: 125, Tier.PERSISTENT: 126}  # likewise
 _RESTORE_GENERATION, _RESTORE_STATE, _RESTORE_STEP, _RESTORE_SLOT = 128, 129, 130, 131
 _RESTORE_TIER, _RESTORE_SOCKET_BYTES, _RESTORE_TEXT_BYTES = 132, 133, 134
 _TRAINER_GENERATION, _POSITION, _PARK = 160, 161, 162
@@ -58,8 +59,6 @@ _TEXT_OFFSET, _MAX_TEXT_BYTES = 4096, 2048
 
 _SETTLE_S = 0.001  # longer than any store waits in a processor's store buffer
 _READS = 4  # of a slot's words while they change; a write takes longer than that, unless the reader is held up
-
-
 _TIERS = tuple(Tier)
 
 
@@ -69,8 +68,8 @@ class ControlSegment:
     def __init__(self, path: str, *, create: bool) -> None:
         self.path = path
         self._fence = this_machines_fence()
-        self._descriptor = open_in_use(path, _initial_words, create=create)
-        self._mapping = mmap.mmap(self._descriptor, HEADER_BYTES)
+        self.descriptor = open_in_use(path, _initial_words, create=create)
+        self._mapping = mmap.mmap(self.descriptor, HEADER_BYTES)
         self._words = memoryview(self._mapping).cast("q")
         if create:  # who only looks does not prolong the life of what it looks at
             self.note_use()
@@ -141,7 +140,7 @@ class ControlSegment:
         reach("slot.before_manifest")
         self._words[base + _COMMITTED] = 0  # a manifest that is being replaced belongs to nothing
         self._fence()
-        segment_files.write_at(self._descriptor, manifest, HEADER_BYTES + index * MAX_MANIFEST_BYTES)
+        segment_files.write_at(self.descriptor, manifest, HEADER_BYTES + index * MAX_MANIFEST_BYTES)
         self._words[base + _MANIFEST_BYTES] = len(manifest)
         self._words[base + _MANIFEST_HASH_LOW] = int.from_bytes(digest[:8], "little", signed=True)
         self._words[base + _MANIFEST_HASH_HIGH] = int.from_bytes(digest[8:], "little", signed=True)
@@ -159,11 +158,8 @@ class ControlSegment:
         size_bytes = self._words[base + _MANIFEST_BYTES]
         if not 0 < size_bytes <= MAX_MANIFEST_BYTES:
             return None
-        data = os.pread(self._descriptor, size_bytes, HEADER_BYTES + index * MAX_MANIFEST_BYTES)
-        expected = b"".join(
-            self._words[base + word].to_bytes(8, "little", signed=True)
-            for word in (_MANIFEST_HASH_LOW, _MANIFEST_HASH_HIGH)
-        )
+        data = os.pread(self.descriptor, size_bytes, HEADER_BYTES + index * MAX_MANIFEST_BYTES)
+        expected = self._words[base + _MANIFEST_HASH_LOW : base + _MANIFEST_HASH_HIGH + 1].tobytes()
         return data if xxhash.xxh3_128_digest(data) == expected else None
 
     # --- the engine's words ---
@@ -176,7 +172,7 @@ class ControlSegment:
         self._fence()
         step = words[_WORLD_STEP]  # before what is held: a step is held before the world step passes it
         self._fence()
-        named = frozenset(words[entry] for entry in _ABANDONED) - {-1}
+        named = frozenset(words[_ABANDONED.start : _ABANDONED.stop].tolist()) - {-1}
         return World(
             fence_epoch=words[_FENCE_EPOCH],
             fence_generation=words[_FENCE_GENERATION],
@@ -226,15 +222,17 @@ class ControlSegment:
         self._words[_HELD[tier]] = step + 1
         self._fence()
 
-    def let_go(self, tier: Tier, step: int) -> None:
-        """`step` was written, or given up. A newer one that is held stays held."""
-        self._fence()  # its bytes were read before
+    def let_go(self, tier: Tier, step: int, *, settled: bool = False) -> None:
+        """`step` was written, or given up: `settled`, for good. A newer one that is held stays held."""
+        self._fence()  # its bytes were read, and what is durable was noted, before
+        if settled:
+            self._words[_SETTLED[tier]] = max(step + 1, self._words[_SETTLED[tier]])
         if self._words[_HELD[tier]] == step + 1:
             self._words[_HELD[tier]] = 0
 
     def release_holds(self) -> None:
         """No tier writes anything: a generation, or an engine, begins."""
-        for word in _HELD.values():
+        for word in (*_HELD.values(), *_SETTLED.values()):
             self._words[word] = 0
 
     def note_replicated(self, step: int) -> None:
@@ -252,6 +250,10 @@ class ControlSegment:
     def durable_step(self, generation: int) -> int:
         """Newest step of `generation` that `note_durable` named, -1 if none."""
         return self._words[_DURABLE_STEP] if self._words[_WORLD_GENERATION] == generation else -1
+
+    def settled_step(self, tier: Tier, generation: int) -> int:
+        """Newest step of `generation` that `tier` has, or will never have, -1 if none."""
+        return self._words[_SETTLED[tier]] - 1 if self._words[_WORLD_GENERATION] == generation else -1
 
     def arm(self, generation: int, step: int) -> int:
         """Ask the trainer of `generation` to save and park at `step`; returns its position (-1: none yet).
@@ -378,7 +380,7 @@ class ControlSegment:
     def close(self) -> None:
         self._words.release()
         self._mapping.close()
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
 
 def _initial_words() -> bytes:

@@ -18,13 +18,15 @@ from ckpt_engine.slot_rules import MAX_SLOTS
 from flyball.contracts.errors import Conflict, StateVersionMismatch
 
 MAGIC = int.from_bytes(b"FLYBSLOT", "little")
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 LAST_USE_WORD = 2  # after magic and version
 HEADER_BYTES = 8192  # the words, and one text; the manifests follow
-CONTROL_BYTES = HEADER_BYTES + MAX_SLOTS * MAX_MANIFEST_BYTES  # manifests are holes until they are written
+DIGESTS_OFFSET = HEADER_BYTES + MAX_SLOTS * MAX_MANIFEST_BYTES  # see source_digests
+MAX_DIGESTS_BYTES = 8 << 20  # of one slot
+CONTROL_BYTES = DIGESTS_OFFSET + MAX_SLOTS * MAX_DIGESTS_BYTES  # manifests and digests are holes until they are written
 
 _HEAD = struct.Struct("<3q")
-_LOCK_TIMEOUT_S = 5.0  # a reclaimer holds the lock for the time of a few unlinks
+_LOCK_TIMEOUT_S = 30.0  # a reclaimer holds the lock for the time of a few unlinks, unless the machine stands still
 _LOCK_POLL_S = 0.001
 
 

@@ -11,7 +11,7 @@ import structlog
 from ckpt_engine.coordinator import Coordinator
 from ckpt_engine.counters import Counters
 from ckpt_engine.generation import Generation, WorldView
-from ckpt_engine.links import PeerLinks
+from ckpt_engine.links import Key, PeerLinks
 from ckpt_engine.peer_wire import RankSteps, TierNaming, TierReport, Verdict, WorldStep
 from ckpt_engine.save_schedule import SaveSchedule, interval_s
 from ckpt_engine.tier_schedule import TierSchedule
@@ -111,7 +111,7 @@ class Coordination:
         with self._lock:
             steps = self._reports.get(rank)
             if steps is not None and not generation.coordinates:
-                self._links.post(generation.coordinator_host, (generation.job, rank), steps)
+                self._post(generation.coordinator_host, (generation.job, rank), steps)
         if steps is not None and generation.coordinates:
             self.hear_rank(steps)
 
@@ -175,7 +175,7 @@ class Coordination:
         world = self._world_of(coordinator)
         advanced = self._learn_locked(world)
         for host_id in self._generation.linked_hosts:
-            self._links.post(host_id, (self._generation.job, "world"), world)
+            self._post(host_id, (self._generation.job, "world"), world)
         return advanced
 
     def hear_world(self, world: WorldStep) -> Verdict:
@@ -207,10 +207,14 @@ class Coordination:
         generation = self._generation
         with self._lock:
             if self._coordinator is not None:
-                self._links.post(host_id, (generation.job, "world"), self._world_of(self._coordinator))
+                self._post(host_id, (generation.job, "world"), self._world_of(self._coordinator))
             elif host_id == generation.coordinator_host:
                 for rank, steps in self._reports.items():
-                    self._links.post(host_id, (generation.job, rank), steps)
+                    self._post(host_id, (generation.job, rank), steps)
+
+    def _post(self, host_id: str, key: Key, message: RankSteps | WorldStep) -> None:
+        # Of an ended generation nobody waits for it, and of an ended job nobody would take it.
+        self._links.post(host_id, key, message, unless=self._generation.ended.is_set)
 
     def _judge(self, generation: int) -> Verdict:
         if generation > self._generation.number:

@@ -196,9 +196,13 @@ class StoragePlace(Place):
         found = self.store.scan()
         known = {ShardKey(copy.generation, copy.step, copy.rank) for copy in found}
         self._sealed = {(copy.generation, copy.step) for copy in found} if self.tier is Tier.PERSISTENT else set()
-        self._ignored = []
+        unread = self.store.unread()
+        self._ignored = [
+            Ignored(self.file_path(key.manifest), f"could not be read just now: {why}", self, key)
+            for key, why in unread.items()
+        ]
         for key in filter(None, (parse_rank_manifest(entry.name) for entry in self._storage.entries())):
-            if key not in known:
+            if key not in known and key not in unread:
                 try:
                     found.append(self._unlisted(key))
                 except (FlyballError, OSError) as error:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ckpt_engine.source_digests import SourceDigests
 from flyball.contracts.fault_points import reach
 
 PIECE_BYTES = 16 << 20  # at 1 MiB two threads lose a tenth to handing over the interpreter lock
@@ -41,32 +42,53 @@ def copy_whole(target: torch.Tensor, source: torch.Tensor) -> None:
 class TensorCopy:
     """One tensor on its way into the slot. What belongs to the job's lock begins with an underscore.
 
-    It holds the tensor of the moment of the call: if the optimizer puts another one in its place meanwhile, the old one
-    is copied all the same. If it is written to before it is copied, torch's version counter tells.
+    It holds the memory of the moment of the call: if the optimizer puts another tensor in its place meanwhile, or other
+    memory into it, the old one is copied all the same. If it is written to before it is copied, torch's version counter
+    tells; if its storage is resized, which frees the old memory, the storage's address.
     """
 
-    __slots__ = ("_claimed", "_in_flight", "is_done", "name", "size_bytes", "source", "target", "version")
+    __slots__ = (
+        *("_claimed", "_in_flight", "address", "is_done", "is_lazy", "memory", "memory_address", "name"),
+        *("size_bytes", "source", "target", "target_address", "version"),
+    )
 
-    def __init__(self, name: str, source: torch.Tensor, target: torch.Tensor, *, version: int | None = None) -> None:
-        """`version`: what `source._version` shall be until it is copied; None if nobody can write to it meanwhile."""
+    def __init__(
+        self, name: str, source: torch.Tensor, target: torch.Tensor, *, version: int | None = None, is_plain: bool
+    ) -> None:
+        """`version`: what `source._version` shall be until it is copied; None if nobody can write to it meanwhile.
+        `is_plain`: as `copying.is_plain` says of `source`; then it is copied in pieces, from where it lies now."""
         self.name = name
-        self.source = source
+        self.source = source if is_plain else source.detach()  # `tensor.data = ...` does not change this one
         self.target = target
+        self.memory = source.untyped_storage()
+        self.memory_address = self.memory.data_ptr()
+        self.address = source.data_ptr() if is_plain else 0
+        self.target_address = target.data_ptr()
         self.version = version
+        self.is_lazy = version is not None
         self.size_bytes = target.nbytes
         self._claimed = 0
         self._in_flight = 0
         self.is_done = False
 
     @property
+    def is_plain(self) -> bool:
+        return self.address != 0
+
+    @property
     def was_written(self) -> bool:
         """Torch counts a write when it ends, so that one under way is not seen."""
         return self.version is not None and self.source._version != self.version
 
+    @property
+    def is_moved(self) -> bool:
+        """Whether the storage was resized: it has other memory now, and what it had is freed."""
+        return self.memory.data_ptr() != self.memory_address
+
     def copy_piece(self, begin: int, end: int) -> None:
         """Copy these bytes; all of them if the tensor cannot be taken to pieces."""
-        if is_plain(self.source):
-            move_bytes(self.target.data_ptr() + begin, self.source.data_ptr() + begin, end - begin)
+        if self.is_plain:
+            move_bytes(self.target_address + begin, self.address + begin, end - begin)
         else:
             self.copy_by_torch()
 
@@ -78,8 +100,10 @@ class TensorCopy:
 class CopyJob:
     """Some tensors to copy, in their order, none of them empty. For any number of threads."""
 
-    def __init__(self, copies: Sequence[TensorCopy]) -> None:
+    def __init__(self, copies: Sequence[TensorCopy], digests: SourceDigests | None = None) -> None:
+        """`digests` are made by `work` of what is copied lazily: of the rest somebody waits for the copy."""
         self._copies = copies
+        self._digests = digests
         self._condition = threading.Condition()
         self._next = 0  # copies before it are claimed whole
         self._in_flight = 0  # pieces
@@ -91,7 +115,7 @@ class CopyJob:
     def work(self) -> None:
         """Copy until there is nothing left that no thread has taken."""
         while (piece := self._claim_any()) is not None:
-            self._copy(*piece)
+            self._copy(*piece, digests=self._digests if piece[0].is_lazy else None)
 
     def work_alone(self) -> None:
         """Copy all, a tensor at a time, with as many threads as torch has for it."""
@@ -166,7 +190,9 @@ class CopyJob:
             if begin >= copy.size_bytes or self.error:
                 return None
             piece_bytes = min(PIECE_BYTES, max(PIECE_BYTES // _LAST_PIECES, self._unclaimed_bytes // 4))
-            end = copy.size_bytes if whole or not is_plain(copy.source) else min(begin + piece_bytes, copy.size_bytes)
+            end = copy.size_bytes if whole or not copy.is_plain else min(begin + piece_bytes, copy.size_bytes)
+            if self._digests is not None and end < copy.size_bytes:
+                end = self._digests.end_of_piece(copy.target_address, begin, end)
             copy._claimed = end
             self._unclaimed_bytes -= end - begin
             copy._in_flight += 1
@@ -175,11 +201,19 @@ class CopyJob:
             reach("capture.half")
         return copy, begin, end
 
-    def _copy(self, copy: TensorCopy, begin: int, end: int, *, whole: bool = False) -> None:
+    def _copy(
+        self, copy: TensorCopy, begin: int, end: int, *, whole: bool = False, digests: SourceDigests | None = None
+    ) -> None:
         error = f"the copy of {copy.name!r} was interrupted"  # unless it ends
         try:
+            if copy.is_moved:
+                self.was_written = True
+                error = written_by_hand(copy.name)
+                return
             if whole:
                 copy.copy_by_torch()
+            elif digests is not None and copy.is_plain:
+                digests.copy(copy.target_address, copy.address, begin, end, copy.copy_piece)
             else:
                 copy.copy_piece(begin, end)
             error = ""

@@ -88,18 +88,14 @@ class CudaStreams:
 class DeviceJob:
     """Tensors of GPUs on their way into a slot."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, copies: list[TensorCopy]) -> None:
         self._streams = streams
         self._lock = threading.Lock()
         self._events: dict[torch.device, Any] = {}
-        self._members: set[int] = set()
-        self.copies: list[TensorCopy] = []
+        self._members = set(map(id, copies))
+        self.copies = copies
         self.error = ""
         self.was_written = False  # by somebody who did not wait
-
-    def add(self, copy: TensorCopy) -> None:
-        self.copies.append(copy)
-        self._members.add(id(copy))
 
     def has(self, copy: TensorCopy) -> bool:
         return id(copy) in self._members

@@ -15,10 +15,13 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import structlog
 
+from ckpt_engine import integrity
 from ckpt_engine.counters import Counters
 from ckpt_engine.generation import Generation
+from ckpt_engine.lasting import run_lasting, said
 from ckpt_engine.manifest import Manifest
 from ckpt_engine.peer_wire import TierNaming, TierReport
 from ckpt_engine.retention import reported_steps
@@ -33,10 +36,9 @@ log = structlog.get_logger()
 
 _AHEAD_S = 60.0  # the longest that what was written ahead waits to be named
 _LOOK_AHEAD_S = 0.5  # whether its slot is still the same
-_LOOK_AGAIN_S = 1.0  # at a folder that could not be read
-# Of a write; the last two where the machine has no thread or memory left. A writer that ended by one of them would hold
-# its slot for ever, and the world would wait for its answer.
-_FAILURES = (FlyballError, OSError, RuntimeError, MemoryError)
+_LOOK_AGAIN_S = 1.0  # at a folder that could not be read; with every time twice as long, up to
+_MAX_LOOK_AGAIN_S = 60.0
+_UNREAD_S = 30.0  # for which a manifest that cannot be read keeps the tier from beginning
 
 
 class NotNamed(FlyballError):
@@ -57,19 +59,24 @@ class DiskWriter:
         memory: MemoryTier,
         disk: ShardStore,
         counters: Counters,
+        in_touch: Callable[[], bool],
         on_failure: OnFailure,
         on_progress: Callable[[int], None],
     ) -> None:
-        """`on_progress(rank)` whenever `report` changed."""
+        """`on_progress(rank)` whenever `report` changed. `in_touch()`: whether the supervisor cannot have given up this
+        host."""
         self.rank = self._rank = rank
         self._generation = generation
         self._memory = memory
         self._disk = disk
         self._counters = counters
+        self._in_touch = in_touch
         self._on_failure = on_failure
         self._on_progress = on_progress
+        self._kept_in_touch: tuple[int, ...] = ()
         self._scanned = False
-        self._unreadable = ""  # why the folder could not be read
+        self._unreadable = ""  # why the folder, or a manifest, could not be read
+        self._unread_until_s = 0.0
         self._heard = self._settled = max(
             generation.restore_step - 1, -1
         )  # which is written as well, if it is asked for
@@ -100,7 +107,10 @@ class DiskWriter:
                 return None
             heard, settled = self._heard, self._settled
         held = self._disk.held(self._rank, self._generation.lineage)
-        return TierReport(self._disk.tier, heard, settled, held[-self._reported_steps :])
+        present = self._disk.held(self._rank, self._generation.lineage, or_unread=True)
+        unread = tuple(step for step in present if step not in held)
+        newest = slice(-self._reported_steps, None)
+        return TierReport(self._disk.tier, heard, settled, held[newest], unread[newest])
 
     def hear(self, naming: TierNaming) -> None:
         """What the coordinator said; before the trainer may overwrite the step that is named. Does not block."""
@@ -138,23 +148,37 @@ class DiskWriter:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        while not self._look():
-            with self._changed:
-                if self._changed.wait_for(lambda: self._stopped, _LOOK_AGAIN_S):
-                    self._busy = False
-                    self._changed.notify_all()
-                    return
+        self._unread_until_s = time.monotonic() + _UNREAD_S
+        run_lasting(self._work, tell=self._tell_unexpected, pause=self._pause)
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+
+    def _pause(self) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._stopped, _LOOK_AGAIN_S)
+
+    def _work(self) -> None:
+        while not self._scanned and not self._look():
+            if self._pause():
+                return
         self._on_progress(self._rank)
+        look_again_s = _LOOK_AGAIN_S
         while True:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(
-                    lambda: self._stopped or self._next >= 0 or self._captured >= 0 or self._prune_due
+                asked = self._changed.wait_for(
+                    lambda: self._stopped or self._next >= 0 or self._captured >= 0 or self._prune_due,
+                    look_again_s if self._disk.has_unread else None,
                 )
                 if self._stopped:
                     return
                 ahead, self._captured = self._captured if self._next < 0 else -1, -1
+            if not asked:
+                look_again_s = min(2 * look_again_s, _MAX_LOOK_AGAIN_S)
+                self._look_at_unread()
+                continue
             if ahead >= 0:
                 self._write_ahead(ahead)
             with self._changed:
@@ -167,20 +191,37 @@ class DiskWriter:
                 self._prune()
 
     def _look(self) -> bool:
-        """Find out what is in the folder."""
+        """Find out what is in the folder; True when enough of it could be read."""
         try:
+            self._disk.scan_once()
+            if self._disk.has_unread:
+                self._disk.scan_unread()
             self._disk.remove_unfinished((self._rank,) if self._disk.tier is Tier.PERSISTENT else None)
-            self._disk.scan()
         except (FlyballError, OSError) as error:
-            self._tell_unreadable(error)
+            self._tell_unreadable(str(error))
             return False
+        unread = [why for key, why in self._disk.unread().items() if key.rank == self._rank]
+        if unread and time.monotonic() < self._unread_until_s:
+            self._tell_unreadable(unread[0])
+            return False
+        # Until the supervisor was heard of: what an engine that was killed, or the generation before, kept in touch.
+        self._kept_in_touch = self._disk.sealed_steps(self._generation.lineage, or_unread=True)
         with self._changed:
             self._scanned = True
         return True
 
-    def _tell_unreadable(self, error: FlyballError | OSError) -> None:
+    def _look_at_unread(self) -> None:
+        """What could not be read when this began may be readable by now."""
+        before = self.report
+        try:
+            self._disk.scan_unread()
+        except (FlyballError, OSError) as error:
+            log.info("disk_still_unread", tier=str(self._disk.tier), rank=self._rank, reason=str(error))
+        if self.report != before:
+            self._on_progress(self._rank)
+
+    def _tell_unreadable(self, reason: str) -> None:
         """Until the folder can be read no step is named for this tier: that must be seen, and once is enough."""
-        reason = str(error)
         log.warning("disk_not_scanned", tier=str(self._disk.tier), rank=self._rank, reason=reason)
         if reason != self._unreadable:
             self._unreadable = reason
@@ -190,15 +231,22 @@ class DiskWriter:
                 self._rank, step, f"The {self._disk.tier} tier gets no step before it can be read: {reason}"
             )
 
+    def _tell_unexpected(self, error: Exception) -> None:
+        log.error("disk_writer_failed", tier=str(self._disk.tier), rank=self._rank, exc_info=error)
+        self._counters.add(f"{self._disk.tier}_write_failures")
+        self._on_failure(self._rank, self._heard, f"The {self._disk.tier} tier: {said(error)}")
+
     def _settle(self, step: int) -> None:
-        self._on_progress(self._rank)  # heard: a coordinator that is restarted now learns of the name from us
-        if self._disk.holds(self._generation.generation_of(step), step, self._rank):
-            self._note_durable(step)  # by an engine that was killed before it could say so
-        else:
-            self._write(step)
-        with self._changed:
-            self._let_go(step)
-            self._settled = step
+        try:
+            self._on_progress(self._rank)  # heard: a coordinator that is restarted now learns of the name from us
+            if self._disk.holds(self._generation.generation_of(step), step, self._rank):
+                self._note_durable(step)  # by an engine that was killed before it could say so
+            else:
+                self._write(step)
+        finally:  # whatever happened: else its slot were held for ever, and the world would wait for the answer
+            with self._changed:
+                self._settled = step
+                self._let_go(step, settled=True)
         self._on_progress(self._rank)
 
     def _write(self, step: int) -> None:
@@ -208,9 +256,9 @@ class DiskWriter:
         except StorageFull as error:
             self._counters.add(f"{self._disk.tier}_storage_full")
             self._on_failure(self._rank, step, str(error))
-        except _FAILURES as error:
+        except Exception as error:  # noqa: BLE001 - told; there may be no thread or memory left
             self._counters.add(f"{self._disk.tier}_write_failures")
-            self._on_failure(self._rank, step, f"The {self._disk.tier} tier: {error}")
+            self._on_failure(self._rank, step, f"The {self._disk.tier} tier: {said(error)}")
         else:
             self._note_written(step, written, began_s)
 
@@ -233,8 +281,8 @@ class DiskWriter:
                 )
             except NotNamed as error:
                 log.info("write_ahead_dropped", tier=str(self._disk.tier), rank=self._rank, reason=error.message)
-            except _FAILURES as error:  # told when the step is named, and fails again
-                log.warning("write_ahead_failed", tier=str(self._disk.tier), rank=self._rank, reason=str(error))
+            except Exception as error:  # noqa: BLE001 - told when the step is named, and fails again
+                log.warning("write_ahead_failed", tier=str(self._disk.tier), rank=self._rank, reason=said(error))
             else:
                 self._note_written(step, written, began_s)
 
@@ -286,33 +334,60 @@ class DiskWriter:
             if entry is None or found is None:
                 raise CorruptShard(f"Step {step} left its slot before it could be written.")
             view, manifest, manifest_bytes = found
-            return self._disk.write(manifest, manifest_bytes, entry.segments.payload(view.index))
+            try:
+                return self._disk.write(manifest, manifest_bytes, entry.segments.payload(view.index))
+            except CorruptShard:
+                self._drop_if_bad(entry, view, manifest)
+                raise
+
+    def _drop_if_bad(self, entry: OpenSegments, view: SlotView, manifest: Manifest) -> None:
+        """What was taken is not what the manifest says: perhaps it was overwritten meanwhile, perhaps it never was."""
+        try:
+            integrity.verify(entry.segments.payload(view.index), manifest.chunk_digests, manifest.chunk_bytes)
+        except CorruptShard as error:
+            with entry.writing:
+                if not entry.segments.unchanged(view):
+                    return
+                entry.segments.discard(view)  # so that no inventory lists it
+            self._counters.add("corrupt_copies")
+            log.warning("slot_is_corrupt", rank=self._rank, step=view.step, reason=str(error))
 
     def _hold(self, step: int) -> None:
         with self._memory.using(self._rank) as entry:
             if entry is not None and entry.segments.find(self._generation.generation_of(step), step) is not None:
                 entry.segments.control.hold(self._disk.tier, step)
 
-    def _let_go(self, step: int) -> None:
+    def _let_go(self, step: int, *, settled: bool = False) -> None:
         with self._memory.using(self._rank) as entry:
-            if entry is not None and not self._generation.ended.is_set():  # else the word is the next generation's
-                entry.segments.control.let_go(self._disk.tier, step)
+            if entry is not None and not self._generation.ended.is_set():  # else the words are the next generation's
+                entry.segments.control.let_go(self._disk.tier, step, settled=settled)
 
     def _prune(self) -> None:
-        """Make room. The shard that was written counts, whatever becomes of older ones."""
+        """Make room. The shard that was written counts, whatever becomes of older ones.
+
+        Out of touch with the supervisor, another generation may be about to restore what all share: what was there when
+        the last prune in touch was through stays; before that, what this began with."""
         naming = self._naming
         if naming is None:
             return
-        shared = self._disk.tier is Tier.PERSISTENT
+        generation, shared = self._generation, self._disk.tier is Tier.PERSISTENT
+        in_touch = shared and self._in_touch()
+        if shared and not in_touch:
+            naming = msgspec.structs.replace(naming, kept=tuple(sorted({*naming.kept, *self._kept_in_touch})))
+        through = False
         try:
-            if shared:
-                self._disk.scan_world_manifests()  # written by rank 0's host
-            self._disk.prune(
+            if shared:  # rank 0's host has written them
+                self._disk.scan_worlds((generation.generation_of(step), step) for step in naming.kept)
+            through = self._disk.prune(
                 naming=naming,
-                lineage=self._generation.lineage,
-                ranks=self._generation.local_ranks if shared else None,
+                lineage=generation.lineage,
+                ranks=generation.local_ranks if shared else None,
                 keep_every=self._policy.keep_every,
+                may_go_on=lambda: not generation.ended.is_set() and (not in_touch or self._in_touch()),
             )
         except (FlyballError, OSError) as error:  # tried again after the next write
             self._counters.add(f"{self._disk.tier}_prune_failures")
             log.warning("disk_not_pruned", tier=str(self._disk.tier), rank=self._rank, reason=str(error))
+        if in_touch:
+            there = naming.kept if through else self._disk.sealed_steps(generation.lineage, or_unread=True)
+            self._kept_in_touch = there

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
-
-import structlog
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from ckpt_engine.context import Services
 from ckpt_engine.disk_writer import DiskWriter, OnFailure
 from ckpt_engine.generation import Generation
 from ckpt_engine.peer_wire import TierNaming, TierReport
+from ckpt_engine.store_look import StoreLook
 from ckpt_engine.tier_schedule import TierSchedule
 from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.tiers.opening import open_disk, open_persistent
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.world_sealer import WorldSealer
 from flyball.contracts.checkpoints import Lineage, Tier
-from flyball.contracts.errors import FlyballError
-
-log = structlog.get_logger()
 
 
 def open_disks(generation: Generation, services: Services) -> dict[Tier, ShardStore]:
@@ -35,7 +31,12 @@ def open_disks(generation: Generation, services: Services) -> dict[Tier, ShardSt
     if spec.policy(Tier.PERSISTENT).is_on:
         limit = services.rate_limits.get(Tier.PERSISTENT)
         disks[Tier.PERSISTENT] = open_persistent(
-            spec.persistent_dir, job=job, run=run, settings=settings, rate_limit=limit
+            spec.persistent_dir,
+            job=job,
+            run=run,
+            settings=settings,
+            rate_limit=limit,
+            ranks=generation.local_ranks,
         )
     return disks
 
@@ -56,6 +57,7 @@ class DurableTiers:
         """`on_progress(rank)` whenever a report of the rank changed; `on_sealed`, for the coordinator alone, what is
         sealed."""
         self.disks = open_disks(generation, services)
+        self._looks = [StoreLook(disk) for disk in self.disks.values()]
         self.schedules: list[TierSchedule] = []
         self._writers = [
             DiskWriter(
@@ -64,6 +66,7 @@ class DurableTiers:
                 memory=memory,
                 disk=disk,
                 counters=services.counters,
+                in_touch=services.in_touch,
                 on_failure=on_failure,
                 on_progress=on_progress,
             )
@@ -96,13 +99,24 @@ class DurableTiers:
             thread.start()
 
     def stop(self) -> None:
-        """End each after what it is writing."""
+        """End each after what it is writing, for which there is no bandwidth limit any more."""
+        for disk in self.disks.values():
+            disk.throttle.lift()
         for thread in self._threads:
             thread.stop()
 
     def drain(self, deadline_s: float) -> bool:
         """Wait until nothing is waiting or being written; False if that took too long. On the monotonic clock."""
-        return all([thread.drain(max(deadline_s - time.monotonic(), 0.0)) for thread in self._threads])
+        with self.in_haste():
+            return all([thread.drain(max(deadline_s - time.monotonic(), 0.0)) for thread in self._threads])
+
+    @contextmanager
+    def in_haste(self) -> Iterator[None]:
+        """Write without the bandwidth limits, also what waits for one at this moment."""
+        with ExitStack() as lifted:
+            for disk in self.disks.values():
+                lifted.enter_context(disk.throttle.lifted())
+            yield
 
     def hear(self, namings: tuple[TierNaming, ...]) -> None:
         """What the coordinator said. Does not block."""
@@ -142,22 +156,12 @@ class DurableTiers:
     def gave_up(self, tier: Tier, step: int) -> bool:
         """Whether some local rank could not write the step, and will not try again."""
         reports = [report for writer in self._writers if writer.tier is tier and (report := writer.report)]
-        return any(report.settled >= step and max(report.held, default=-1) < step for report in reports)
+        return any(report.settled >= step and max(report.present, default=-1) < step for report in reports)
 
     def scan(self, deadline_s: float) -> None:
         """Look at the folders again, as far as the time allows; they may hang."""
-        scans = [threading.Thread(target=_scan, args=(disk,), daemon=True) for disk in self.disks.values()]
-        for scan in scans:
-            scan.start()
-        for scan in scans:
-            scan.join(max(deadline_s - time.monotonic(), 0.0))
-
-
-def _scan(disk: ShardStore) -> None:
-    try:
-        disk.scan()
-    except (FlyballError, OSError) as error:  # what was known of it stays
-        log.warning("disk_not_scanned", tier=str(disk.tier), reason=str(error))
+        for look, asked in [(look, look.ask()) for look in self._looks]:
+            look.wait(asked, deadline_s)
 
 
 def _make_schedule(tier: Tier, generation: Generation, now_s: float) -> TierSchedule:

@@ -1,33 +1,34 @@
 """The trainer's side of the checkpoint engine: which steps are saved, and what becomes of them.
 
 `saving` copies into slots, `shard_reader` restores from them. The trainer never depends on the engine process: what it
-needs is in shared memory, a save that finds no slot in time fails, is counted, and training goes on. Hashing, commit
-and replication happen in the engine's process.
+needs is in shared memory, a save that finds no slot in time fails, is counted, and training goes on. Commit,
+replication, and the hashing of what was not hashed while it was copied happen in the engine's process.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 
 from ckpt_engine.control import ControlSegment
 from ckpt_engine.engine_link import CommitLink, EngineLink
 from ckpt_engine.local_commit import LocalCommitter
-from ckpt_engine.save_handle import NoProgress, SaveHandle
+from ckpt_engine.save_handle import LATE_S, NoProgress, SaveHandle
 from ckpt_engine.save_schedule import is_due
-from ckpt_engine.saving import CAPTURE_TIMEOUT_S, Saver, SlotsFull
+from ckpt_engine.saving import CAPTURE_TIMEOUT_S, ENGINE_PROBE_S, Saver, SlotsFull
 from ckpt_engine.settings import load_settings
 from ckpt_engine.shard_reader import ShardReader
 from ckpt_engine.slots import ParkState, RankSegments, SegmentOptions, SlotState
 from flyball.beacon import BeaconWriter
-from flyball.contracts.checkpoints import Tier, is_alive
+from flyball.contracts.checkpoints import CheckpointSpec, Tier, is_alive
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import (
     CheckpointError,
@@ -41,8 +42,8 @@ from flyball.worker_identity import WorkerIdentity
 
 _log = logging.getLogger("flyball.engine")
 
+_SLOW_TIERS = (Tier.DISK, Tier.PERSISTENT)
 _PARK_POLL_S = 0.005
-_DURABLE_LOOK_S = 0.02
 PARK_DEADLINE_S = 120.0  # parked and never ended: train on
 _EXIT_TIMEOUT_S = 10.0
 
@@ -53,9 +54,10 @@ NOT_DUE = "the job's checkpoint settings do not name this step"
 class _RankProgress:
     """How far this rank's shards have come, as the control words say; after `close`, as they said last."""
 
-    def __init__(self, control: ControlSegment, generation: int) -> None:
+    def __init__(self, control: ControlSegment, generation: int, spec: CheckpointSpec) -> None:
         self._control: ControlSegment | None = control
         self._generation = generation
+        self._intervals = {tier: n for tier in _SLOW_TIERS if (n := spec.policy(tier).every_steps) > 0}
         self._last = (-1, -1)
 
     @property
@@ -65,6 +67,17 @@ class _RankProgress:
     @property
     def durable_step(self) -> int:
         return self._last[1] if self._control is None else self._control.durable_step(self._generation)
+
+    def durable_skipped(self, step: int) -> str:
+        """Every tier that was to have the step has answered for it, or for a newer one in its place; and it is not
+        there: what a tier writes is noted before its answer is."""
+        tiers = [tier for tier, every_steps in self._intervals.items() if step % every_steps == 0]
+        if self._control is None or not tiers:
+            return ""
+        settled = min(self._control.settled_step(tier, self._generation) for tier in tiers)
+        if settled < step or self.durable_step >= step:
+            return ""
+        return f"skipped: step {step} could not be written to the {' and '.join(tiers)} tier; the engine's log says why"
 
     @property
     def is_closed(self) -> bool:
@@ -95,6 +108,9 @@ class TrainerEngine:
         self.saves = 0
         self.failed_saves = 0
         self.skipped_saves = 0  # because every slot was needed
+        self.late_saves = 0  # that training waited for
+        self._late_step = -1  # the newest of them
+        self.restored_from: Tier | None = None
         if identity.shm_prefix:
             try:
                 self._open()
@@ -114,10 +130,10 @@ class TrainerEngine:
         self._segments.control.attach_trainer(me.generation)
         if self._link is None:
             self._link = LocalCommitter(me, self._segments)
-        self._saver = Saver(me, self._segments, self._link, self._beacon.add_save_blocked)
+        self._saver = Saver(me, self._segments, self._link, self._held_up, self._waits)
         if me.restore_step is not None:
             self._reader = ShardReader(me, self._segments, self._link, me.restore_step)
-        self._progress = _RankProgress(self._segments.control, me.generation)
+        self._progress = _RankProgress(self._segments.control, me.generation, me.checkpoint)
         atexit.register(_finish_copy, weakref.ref(self))
 
     @property
@@ -166,7 +182,7 @@ class TrainerEngine:
             if isinstance(error, UnsupportedState) or (isinstance(error, MemoryTooSmall) and at_start):
                 raise
         finally:
-            handle.waited_s = self._saver.waited_s
+            self._note_waited(handle, self._saver.waited_s)
             self._beacon.phase(phase_before)
             self._beacon.add_save_blocked(time.monotonic_ns() - began_ns)
         self._note_newest(handle)
@@ -182,6 +198,24 @@ class TrainerEngine:
         handle = SaveHandle(step, NoProgress())
         self._failed(handle, self._unavailable)
         return handle
+
+    def _waits(self) -> None:
+        """Training waits, up to a limit of the wait's own: nobody is to call that a stall before it is over."""
+        self._beacon.phase(Phase.CHECKPOINT)
+
+    def _held_up(self, blocked_ns: int) -> None:
+        """An optimizer's step waited for the copy of the newest save."""
+        self._beacon.add_save_blocked(blocked_ns)
+        if self._newest is not None:
+            self._note_waited(self._newest, blocked_ns / 1e9)
+
+    def _note_waited(self, handle: SaveHandle, waited_s: float) -> None:
+        handle.waited_s += waited_s
+        if handle.waited_s >= LATE_S and handle.step > self._late_step:
+            self._late_step = handle.step
+            self.late_saves += 1
+            if self._link is not None:
+                self._link.waited(handle.step, handle.waited_s)
 
     def _ended(self, handle: SaveHandle, error: str) -> None:
         """The copy of a state has ended, in whatever thread."""
@@ -208,7 +242,7 @@ class TrainerEngine:
 
     def _note_newest(self, handle: SaveHandle) -> None:
         self._newest = handle
-        slow = (self._me.checkpoint.policy(tier).every_steps for tier in (Tier.DISK, Tier.PERSISTENT))
+        slow = (self._me.checkpoint.policy(tier).every_steps for tier in _SLOW_TIERS)
         if any(every_steps > 0 and handle.step % every_steps == 0 for every_steps in slow):
             self._newest_durable = handle
 
@@ -222,28 +256,36 @@ class TrainerEngine:
 
     def wait_captured(self, timeout_s: float) -> bool:
         """Wait until the newest save is copied, so that any part of its state may be written to."""
-        return self._saver is None or self._saver.wait_captured(timeout_s)
+        return self._saver is None or self._wait(self._saver.wait_captured, timeout_s)
+
+    def finish_copy(self, timeout_s: float) -> None:
+        """The interpreter is about to end: wait for the newest save's copy, and for the thread that makes it."""
+        if self._saver is not None:
+            self._saver.finish_copy(timeout_s)
 
     def wait_until_finished(self, timeout_s: float) -> bool:
         """Wait until the newest save is replicated, and the newest that a disk or persistent tier is to have is
-        durable. True also if they failed, or no tier takes the step any more; False when the time is over."""
+        durable, or a newer one in its place. True also if they failed; False when the time is over."""
+        return self._wait(self._finishes, timeout_s)
+
+    def _wait(self, wait: Callable[[float], bool], timeout_s: float) -> bool:
+        """`wait`, and say so. An engine that is gone, and a wait without an end, are to be found as stalls."""
+        deadline_s = time.monotonic() + timeout_s
+        while not wait(min(ENGINE_PROBE_S, max(deadline_s - time.monotonic(), 0.0))):
+            if time.monotonic() >= deadline_s:
+                return False
+            if self._link is not None and self._link.alive and math.isfinite(deadline_s):
+                self._waits()
+        return True
+
+    def _finishes(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
         newest, durable = self._newest, self._newest_durable
         if newest is not None and not newest.replicated.wait(timeout_s) and not newest.is_over:
             return False
-        while durable is not None and not durable.durable.wait(_DURABLE_LOOK_S):
-            if durable.is_over or self._is_passed_over(durable.step):
-                break
-            if time.monotonic() >= deadline_s:
-                return False
-        return True
-
-    def _is_passed_over(self, step: int) -> bool:
-        """Whether no slow tier will write the step: one that does holds it before the world goes on."""
-        if self._segments is None or self.world_step <= step:
-            return False
-        is_held = step in self._segments.read_world().held
-        return not is_held and self._progress.durable_step < step  # which is noted before a tier lets go
+        if durable is None or durable.durable.wait(max(deadline_s - time.monotonic(), 0.0)):
+            return True
+        return durable.is_over or bool(durable.durable.skipped)
 
     def local_steps(self) -> list[int]:
         """Steps of this job's history that this rank has verified copies of in the memory of this host, ascending."""
@@ -284,7 +326,7 @@ class TrainerEngine:
         if self._saver is not None:
             self._saver.wait_captured(CAPTURE_TIMEOUT_S)  # the state is about to be written to
             self._saver.watch_optimizers()
-        self._reader.restore(state)
+        self.restored_from = self._reader.restore(state)
         return step + 1
 
     def close(self) -> None:
@@ -306,4 +348,4 @@ def _finish_copy(engine: weakref.ref[TrainerEngine]) -> None:
     """A process that ends without `close`, by an exception say, still has its last save."""
     alive = engine()
     if alive is not None:
-        alive.wait_captured(_EXIT_TIMEOUT_S)
+        alive.finish_copy(_EXIT_TIMEOUT_S)

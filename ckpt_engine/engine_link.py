@@ -6,7 +6,7 @@ import contextlib
 import socket
 from typing import Protocol
 
-from ckpt_engine.notices import MAX_MESSAGE_CHARS, Captured, Notice, SaveAborted
+from ckpt_engine.notices import MAX_MESSAGE_CHARS, Captured, Notice, SaveAborted, SaveWaited
 from ckpt_engine.slots import SlotView
 from flyball.contracts import wire
 from flyball.worker_identity import WorkerIdentity
@@ -21,6 +21,10 @@ class CommitLink(Protocol):
 
     def aborted(self, step: int, message: str) -> None:
         """This rank will never have `step`."""
+        ...
+
+    def waited(self, step: int, waited_s: float) -> None:
+        """Training waited for this step's save."""
         ...
 
     def refresh(self) -> None:
@@ -52,17 +56,21 @@ class EngineLink:
         reason = message[:MAX_MESSAGE_CHARS]
         self._send(SaveAborted(job=me.job, rank=me.rank, generation=me.generation, step=step, message=reason))
 
+    def waited(self, step: int, waited_s: float) -> None:
+        me = self._identity
+        self._send(SaveWaited(job=me.job, rank=me.rank, generation=me.generation, step=step, waited_s=waited_s))
+
     def refresh(self) -> None:
         """The engine writes the world words."""
 
     @property
     def alive(self) -> bool:
         """Whether a process has the socket open: the kernel refuses to connect to one that nobody holds."""
-        with _datagram_socket() as probe:
-            try:
+        try:
+            with _datagram_socket() as probe:
                 probe.connect(self._identity.engine_notify)
-            except OSError:
-                return False
+        except OSError:  # also when this process has no descriptor left to ask with
+            return False
         return True
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from importlib import metadata
 
 import structlog
@@ -15,6 +16,7 @@ from ckpt_engine.context import Services
 from ckpt_engine.control_server import ControlServer, NoticeListener
 from ckpt_engine.counters import Counters
 from ckpt_engine.job import Job
+from ckpt_engine.late_saves import REMEMBERED_LATE
 from ckpt_engine.links import PeerLinks
 from ckpt_engine.notices import Notice
 from ckpt_engine.peer_requests import PeerRequests
@@ -22,11 +24,11 @@ from ckpt_engine.peer_server import PeerServer
 from ckpt_engine.rate_limit import RateLimit
 from ckpt_engine.reclaim import Reclaimer
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.state_dir import FenceFile, JobFiles, StateDir
+from ckpt_engine.state_dir import FenceFile, JobFiles, LateSavesFile, StateDir
 from ckpt_engine.transport.handshake import introduce
 from ckpt_engine.transport.pool import ConnectionPool
 from ckpt_engine.transport.port import ByteCounters, Connection, Identity
-from ckpt_engine.transport.tcp import TcpListener, connect_tcp
+from ckpt_engine.transport.tcp import TcpListener, connect_tcp, split_address
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.engine_wire import (
@@ -40,6 +42,7 @@ from flyball.contracts.engine_wire import (
     EngineRequest,
     Flush,
     GetStatus,
+    LateSaves,
     Release,
 )
 from flyball.contracts.errors import ConfigurationError, FlyballError, Unreachable
@@ -60,8 +63,14 @@ class Engine:
         self._lock = threading.Lock()
         self._jobs: dict[str, Job] = {}
         self._addresses: dict[str, str] = {}  # host -> "ip:port"
+        self._late_saves_file = LateSavesFile(state.path / "engine-late-saves.json")
+        # Of jobs that ended, and of the engine before this one: told in the answers after that.
+        self._late_of_ended: deque[LateSaves] = deque(self._late_saves_file.load(), maxlen=REMEMBERED_LATE)
+        self._late_told: tuple[LateSaves, ...] | None = None  # in the newest answer; None: nobody has asked
         self._fences = FenceFile(state.path / "engine-fences.json")
         self._job_files = JobFiles(state.path / "engine-jobs")
+        self._daemon_spoke_s: float | None = None
+        self._in_touch_until_s = 0.0
         self._bytes = ByteCounters()
         self._counters = Counters()
         listener = TcpListener(
@@ -84,6 +93,7 @@ class Engine:
             peer_limit=RateLimit(settings.peer_bytes_per_s, monotonic_s=time.monotonic),
             dial=self._dial,
             code_version=metadata.version("flyball"),
+            in_touch=lambda: time.monotonic() < self._in_touch_until_s,
             rate_limits={
                 Tier.DISK: RateLimit(settings.disk_bytes_per_s, monotonic_s=time.monotonic),
                 Tier.PERSISTENT: RateLimit(settings.persistent_bytes_per_s, monotonic_s=time.monotonic),
@@ -99,7 +109,7 @@ class Engine:
             identity=self._identity,
             token=token,
             settings=settings,
-            handle=PeerRequests(self._jobs.get, self._services).answer,
+            handle=PeerRequests(self._jobs.get, self._services, daemon_s=self._daemon_s).answer,
             on_hello=self._met,
         )
         self._notices = NoticeListener(state.socket_path(NOTIFY_SOCKET), handle=self._notice)
@@ -125,6 +135,11 @@ class Engine:
         self._control.close()
         for job in list(self._jobs.values()):
             job.drain(max(deadline_s - time.monotonic(), 0.0))
+        now = self._services.clock.wall_s()
+        for job in list(self._jobs.values()):
+            job.late_saves.tell_rest(now)
+        told = set(self._late_told or ())
+        self._late_saves_file.store([late for late in self._late() if late not in told][-REMEMBERED_LATE:])
         for job in list(self._jobs.values()):
             job.end(join_timeout_s=max(deadline_s - time.monotonic(), 0.0))
         self._notices.close()
@@ -233,17 +248,34 @@ class Engine:
             job = self._jobs.pop(request.job, None) or Job(request.job, self._services)
             self._job_files.remove(request.job)
         job.release()
+        self._late_of_ended.extend(job.late_saves.newest())
+        self._links.forget(request.job)
         self._set_links()
         log.info("job_released", job=request.job)
         return self._reply()
 
+    def _daemon_s(self) -> float | None:
+        spoke_s = self._daemon_spoke_s
+        return None if spoke_s is None else time.monotonic() - spoke_s
+
     def _status(self, request: GetStatus) -> EngineReply:
+        self._daemon_spoke_s = time.monotonic()  # it asks several times a second
+        self._in_touch_until_s = max(self._in_touch_until_s, request.in_touch_until_s)
+        if self._late_told is not None:  # who asked before this has got that answer
+            self._late_saves_file.remove()
+        self._late_told = self._late()
         jobs = list(self._jobs.values())
         return self._reply(
             copies=tuple(copy for job in jobs for copy in job.copies()),
             restores=tuple(report for job in jobs for report in job.restores(request.restores_since)),
             failures=tuple(failure for job in jobs for failure in job.failures()),
+            late=self._late_told,
+            testimonies=self._links.testimonies(request.about),
         )
+
+    def _late(self) -> tuple[LateSaves, ...]:
+        jobs = list(self._jobs.values())
+        return (*self._late_of_ended, *(late for job in jobs for late in job.late_saves.newest()))
 
     def _reply(self, *, ok: bool = True, code: str = "", message: str = "", **fields: object) -> EngineReply:
         counters = {
@@ -279,6 +311,7 @@ class Engine:
 
     def _met(self, peer: Identity) -> None:
         # An engine that was restarted on another port says so by calling: the placement still has the old one.
+        split_address(peer.address)  # one that nobody could call ends this connection, and is not remembered
         with self._lock:
             self._addresses[peer.host_id] = peer.address
 

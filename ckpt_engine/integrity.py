@@ -10,17 +10,25 @@ from flyball.contracts.errors import CorruptShard
 
 DIGEST_BYTES = 16
 DEFAULT_CHUNK_BYTES = 1 << 20
+_NO_DIGEST = bytes(DIGEST_BYTES)
 
 
 def chunk_count(payload_bytes: int, chunk_bytes: int) -> int:
     return -(-payload_bytes // chunk_bytes)
 
 
-def chunk_digests(payload: memoryview, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> bytes:
-    """The digests of all chunks, one after the other."""
+def chunk_digests(payload: memoryview, chunk_bytes: int = DEFAULT_CHUNK_BYTES, known: bytes = b"") -> bytes:
+    """The digests of all chunks, one after the other. Those that are in `known`, in the same order, are not made anew;
+    zeros stand for one that is not known."""
     return b"".join(
-        xxhash.xxh3_128_digest(payload[start : start + chunk_bytes]) for start in range(0, len(payload), chunk_bytes)
+        _known(known, index) or xxhash.xxh3_128_digest(payload[start : start + chunk_bytes])
+        for index, start in enumerate(range(0, len(payload), chunk_bytes))
     )
+
+
+def _known(known: bytes, index: int) -> bytes:
+    digest = known[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+    return b"" if digest == _NO_DIGEST else digest
 
 
 def check_chunk(chunk: memoryview | bytes, index: int, digests: bytes) -> None:

@@ -51,7 +51,8 @@ class Inventory:
             self.ignored += place.ignored()
             self.sealed |= place.sealed()
         self.held.sort(key=lambda held: (held.copy.step, held.copy.generation, held.copy.rank, _ORDER[held.copy.tier]))
-        world_sizes = self._world_sizes()
+        manifests = self._first_manifests()
+        world_sizes = {key: manifest.world_size for key, manifest in manifests.items()}
         self.held = [held for held in self.held if held.key in world_sizes]  # of others, all copies are gone by now
         self.lineage = lineage or infer_lineage(held.key for held in self.held)
         self.unsealed = {held.key for held in self.held if held.copy.tier is Tier.PERSISTENT} - self.sealed
@@ -61,6 +62,7 @@ class Inventory:
             world_sizes=world_sizes,
             unsealed=self.unsealed,
             pinned=self.pinned,
+            committed_at={key: manifest.committed_at for key, manifest in manifests.items()},
         )
 
     @property
@@ -95,12 +97,13 @@ class Inventory:
         """Whether a restore may use it."""
         return held.copy.tier is not Tier.PERSISTENT or held.key not in self.unsealed
 
-    def _world_sizes(self) -> dict[StepKey, int]:
-        sizes: dict[StepKey, int] = {}
+    def _first_manifests(self) -> dict[StepKey, Manifest]:
+        """Of each step one that can be read."""
+        found: dict[StepKey, Manifest] = {}
         for held in self.held:
-            if held.key not in sizes and (manifest := read_manifest(held)) is not None:
-                sizes[held.key] = manifest.world_size
-        return sizes
+            if held.key not in found and (manifest := read_manifest(held)) is not None:
+                found[held.key] = manifest
+        return found
 
 
 _ORDER = {tier: order for order, tier in enumerate(Tier)}

@@ -15,13 +15,13 @@ from ckpt_engine.context import Services
 from ckpt_engine.coordination import Coordination
 from ckpt_engine.durable_tiers import DurableTiers
 from ckpt_engine.generation import Generation
-from ckpt_engine.notices import Notice, SaveAborted
+from ckpt_engine.late_saves import LateSaveLog
+from ckpt_engine.notices import Notice, SaveAborted, SaveWaited
 from ckpt_engine.peer_wire import Reply, TierReport
 from ckpt_engine.pipeline import RankPipeline
 from ckpt_engine.refill import Refill
 from ckpt_engine.replication import Offer, send_replica
 from ckpt_engine.restoring import Restoring
-from ckpt_engine.retention import newest_alive
 from ckpt_engine.save_clock import SaveClock
 from ckpt_engine.save_schedule import is_due
 from ckpt_engine.slots import SegmentOptions
@@ -47,6 +47,7 @@ class Job:
         options = SegmentOptions.of(services.settings)
         self.memory = MemoryTier(services.shm_prefix, name, services.host_id, options)
         self.replicas = PeerTier(services.shm_prefix, name, services.host_id, options)
+        self.late_saves = LateSaveLog(name)
         self.generation: Generation | None = None
         self.coordination: Coordination | None = None
         self._services = services
@@ -127,6 +128,7 @@ class Job:
         if self._durable is not None:
             self._durable.stop()
         self._pipelines = {}
+        self.late_saves.tell_rest(self._services.clock.wall_s())
 
     def _coordinate(self, generation: Generation) -> tuple[Coordination, DurableTiers]:
         """The two know each other: what is written depends on the world, and the world on what was written."""
@@ -193,6 +195,7 @@ class Job:
             on_failure=on_failure,
             counters=services.counters,
             settings=services.settings,
+            clock=services.clock,
             code_version=services.code_version,
         )
 
@@ -224,15 +227,16 @@ class Job:
             pipelines = dict(self._pipelines)
         if generation is None or coordination is None or durable is None:
             return {}
-        reached = emergency.flush(
-            generation,
-            memory=self.memory,
-            coordination=coordination,
-            durable=durable,
-            pipelines=pipelines,
-            wait=self._wait_for_progress,
-            deadline_s=deadline_s,
-        )
+        with durable.in_haste():
+            reached = emergency.flush(
+                generation,
+                memory=self.memory,
+                coordination=coordination,
+                durable=durable,
+                pipelines=pipelines,
+                wait=self._wait_for_progress,
+                deadline_s=deadline_s,
+            )
         durable.scan(deadline_s)  # for the inventory: other hosts have written to the store
         return reached
 
@@ -292,7 +296,7 @@ class Job:
         generation, disks = self.generation, self.disks
         if generation is not None:
             for disk in disks.values():
-                found += newest_alive(disk.copies(), lineage=generation.lineage, count=_TOLD_STEPS)
+                found += disk.newest_copies(generation.lineage, _TOLD_STEPS)
         return found
 
     def restores(self, since: float) -> list[RestoreReport]:
@@ -313,6 +317,9 @@ class Job:
             return
         if isinstance(notice, SaveAborted):
             pipeline.fail(notice.step, notice.message)
+        elif isinstance(notice, SaveWaited):
+            self._services.counters.add("saves_late")
+            self.late_saves.note(notice, self._services.clock.wall_s())
         else:
             pipeline.kick()
             if self._durable is not None:
@@ -381,9 +388,8 @@ class Job:
             self._swept = generation
             for tier, kept in ((self.memory, generation.local_ranks), (self.replicas, generation.replicated_ranks)):
                 for rank in tier.ranks():
-                    if rank not in kept:
+                    if rank not in kept and tier.remove(rank):
                         log.info("segments_freed", job=self.name, rank=rank, tier=str(tier.tier))
-                        tier.remove(rank)
 
     def _note_failure(self, generation: Generation, rank: int, step: int, message: str) -> None:
         at = self._services.clock.wall_s()

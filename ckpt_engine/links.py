@@ -1,5 +1,5 @@
-"""The standing connections between engines: world steps and reports travel on them, and their end is how the death of
-a host is noticed without traffic.
+"""The standing connections between engines: world steps and reports travel on them, their end is how the death of a
+host is noticed without traffic, and what is answered on them is how its life is.
 
 One thread per peer. Messages are kept newest-per-key until the peer has taken them, so that a peer that was away for a
 while gets the present state and not a backlog.
@@ -11,7 +11,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 import structlog
 
@@ -20,10 +20,12 @@ from ckpt_engine.settings import EngineSettings
 from ckpt_engine.transport.pool import Dial
 from ckpt_engine.transport.port import Connection
 from flyball.contracts.errors import FlyballError
+from flyball.contracts.testimony import Testimony
 
 log = structlog.get_logger()
 
 StateMessage = WorldStep | RankSteps
+Key = tuple[str, Hashable]  # the job, and what of it the message speaks of
 _BUSY_GROWTH = 1.5  # of the pause between two tries, up to the interval of pings
 
 OnUp = Callable[[str, str], None]  # host id, incarnation
@@ -41,8 +43,9 @@ class PeerLink:
         self._on_lost = on_lost
         self._settings = settings
         self._lock = threading.Lock()
-        self._waiting: dict[Hashable, StateMessage] = {}
+        self._waiting: dict[Key, StateMessage] = {}
         self._down_since: float | None = None
+        self._heard: tuple[float, float | None] | None = None  # when it last answered; what it said of its daemon then
         self._lost = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopped = threading.Event()
@@ -55,11 +58,28 @@ class PeerLink:
         since = self._down_since
         return 0.0 if since is None else max(time.monotonic() - since, 1e-9)
 
-    def post(self, key: Hashable, message: StateMessage) -> None:
-        """Send soon; a newer message with the same key takes the place of one that was not sent yet."""
+    def testimony(self) -> Testimony | None:
+        """That the peer lives; None while it is out of reach, or has not answered yet."""
+        heard = self._heard
+        if heard is None or self._down_since is not None:
+            return None
+        return Testimony(self.host_id, engine_s=max(time.monotonic() - heard[0], 0.0), daemon_s=heard[1])
+
+    def post(self, key: Key, message: StateMessage, *, unless: Callable[[], bool]) -> None:
+        """Send soon; a newer message with the same key takes the place of one that was not sent yet. Dropped if
+        `unless()`, which is asked where nobody can `forget` between the answer and the queue."""
         with self._lock:
+            if unless():
+                return
             self._waiting[key] = message
         self._nudge()
+
+    def forget(self, job: str) -> None:
+        """The job has ended: what the peer has not taken yet is of no interest any more. Its engine may know nothing of
+        the job, and would answer BUSY for ever."""
+        with self._lock:
+            for key in [key for key in self._waiting if key[0] == job]:
+                del self._waiting[key]
 
     def stop(self) -> None:
         """End the link; what was not sent is dropped."""
@@ -117,7 +137,7 @@ class PeerLink:
         poll = select.poll()
         poll.register(connection.fileno(), select.POLLIN)
         poll.register(self._wake, select.POLLIN)
-        deferred: set[Hashable] = set()  # the peer said BUSY: it is about to hear of the generation
+        deferred: set[Key] = set()  # the peer said BUSY: it is about to hear of the generation
         retry_s = self._settings.replicate_retry_s
         while not self._stopped.is_set():
             sent = self._send_waiting(connection, deferred)
@@ -133,7 +153,7 @@ class PeerLink:
             if not deferred and not self._waiting:
                 retry_s = self._settings.replicate_retry_s
 
-    def _send_waiting(self, connection: Connection, deferred: set[Hashable]) -> bool:
+    def _send_waiting(self, connection: Connection, deferred: set[Key]) -> bool:
         with self._lock:
             waiting = [item for item in self._waiting.items() if item[0] not in deferred]
         for key, message in waiting:
@@ -147,7 +167,10 @@ class PeerLink:
         return bool(waiting)
 
     def _exchange(self, connection: Connection, message: Ping | StateMessage) -> Reply:
-        return connection.request(message, Reply, timeout_s=self._settings.ping_timeout_s)
+        asked_s = time.monotonic()
+        reply = connection.request(message, Reply, timeout_s=self._settings.ping_timeout_s)
+        self._heard = (asked_s, reply.daemon_s)
+        return reply
 
 
 class PeerLinks:
@@ -171,12 +194,20 @@ class PeerLinks:
                     host_id, dial=self._dial, on_up=self._on_up, on_lost=self._on_lost, settings=self._settings
                 )
 
-    def post(self, host_id: str, key: Hashable, message: StateMessage) -> None:
-        """Send to a host that has a link; without one there is nobody to tell."""
+    def forget(self, job: str) -> None:
+        """The job has ended here."""
+        with self._lock:
+            links = list(self._links.values())
+        for link in links:
+            link.forget(job)
+
+    def post(self, host_id: str, key: Key, message: StateMessage, *, unless: Callable[[], bool]) -> None:
+        """Send to a host that has a link; without one there is nobody to tell. `unless` as for the link: what is true
+        before `forget` is called is never queued after it."""
         with self._lock:
             link = self._links.get(host_id)
         if link is not None:
-            link.post(key, message)
+            link.post(key, message, unless=unless)
 
     def down_s(self, host_id: str) -> float:
         with self._lock:
@@ -187,6 +218,12 @@ class PeerLinks:
         """Peers whose connection broke and could not be made again so far."""
         with self._lock:
             return tuple(sorted(host_id for host_id, link in self._links.items() if link.down_s > 0))
+
+    def testimonies(self, hosts: Iterable[str]) -> tuple[Testimony, ...]:
+        """Of those of these hosts that answer."""
+        with self._lock:
+            links = [self._links[host_id] for host_id in hosts if host_id in self._links]
+        return tuple(testimony for link in links if (testimony := link.testimony()) is not None)
 
     def close(self) -> None:
         with self._lock:

@@ -15,6 +15,7 @@ from ckpt_engine import manifest as manifests
 from ckpt_engine.slot_rules import MIN_SLOTS
 from ckpt_engine.slots import RankSegments, SlotState, SlotView
 from flyball import __version__
+from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.segments import rank_segment
 from flyball.worker_identity import WorkerIdentity
@@ -48,6 +49,9 @@ class LocalCommitter:
     def aborted(self, step: int, message: str) -> None:
         """Nobody to tell: the neighbours never see the step in this rank's slots."""
 
+    def waited(self, step: int, waited_s: float) -> None:
+        """Nobody to tell: the trainer counts it."""
+
     def refresh(self) -> None:
         """World step := the newest step that every rank of this generation has committed."""
         generation = self._identity.generation
@@ -72,6 +76,8 @@ class LocalCommitter:
             world_size=me.world_size,
             code_version=__version__,
             run=me.run,
+            committed_at=SystemClock().wall_s(),
+            known_digests=self._segments.handed_digests(view),
         )
         if self._segments.commit(view, manifests.encode(manifest)) and view.generation == me.generation:
             self._segments.control.note_replicated(view.step)

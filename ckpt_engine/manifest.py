@@ -11,7 +11,7 @@ from ckpt_engine import integrity, shard_format
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard
 from flyball.contracts.identity import JobName, Rank, RunId, Step
-from flyball.contracts.wire import MALFORMED
+from flyball.contracts.wire import MALFORMED, decoder_of
 
 MANIFEST_VERSION = 2
 MAX_MANIFEST_BYTES = 8 << 20
@@ -49,6 +49,7 @@ class Manifest(msgspec.Struct, frozen=True):
     chunk_digests: bytes  # DIGEST_BYTES per chunk
     tensors: tuple[TensorEntry, ...]
     run: RunId = ""
+    committed_at: float = 0.0  # wall clock, seconds since the epoch, of the host that hashed it; 0: not said
 
 
 def describe(
@@ -62,8 +63,11 @@ def describe(
     code_version: str,
     run: str = "",
     chunk_bytes: int = integrity.DEFAULT_CHUNK_BYTES,
+    committed_at: float = 0.0,
+    known_digests: bytes = b"",
 ) -> Manifest:
-    """Hash a captured shard and describe it. Raises CorruptShard if it is not a safetensors file."""
+    """Hash a captured shard, but for `known_digests` (`integrity.chunk_digests`), and describe it. Raises CorruptShard
+    if it is not a safetensors file."""
     header = shard_format.read_header(payload)
     tensors = tuple(_entry(name, header) for name in header.tensors)
     return Manifest(
@@ -76,9 +80,10 @@ def describe(
         world_size=world_size,
         payload_bytes=len(payload),
         chunk_bytes=chunk_bytes,
-        chunk_digests=integrity.chunk_digests(payload, chunk_bytes),
+        chunk_digests=integrity.chunk_digests(payload, chunk_bytes, known_digests),
         tensors=tensors,
         run=run,
+        committed_at=committed_at,
     )
 
 
@@ -97,7 +102,7 @@ def _entry(name: str, header: shard_format.ShardHeader) -> TensorEntry:
 
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Manifest)
+_decoder = decoder_of(Manifest)
 
 
 def encode(manifest: Manifest) -> bytes:

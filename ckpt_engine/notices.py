@@ -1,7 +1,8 @@
 """What a trainer tells the engine beside it: datagrams on state_dir/notify.sock, JSON, one notice each.
 
 A notice is only a hint that saves the engine from waiting. A lost `Captured` delays a commit until the engine's next
-scan; a lost `SaveAborted` delays what it tells until the rank has saved a newer step, which says the same.
+scan; a lost `SaveAborted` delays what it tells until the rank has saved a newer step, which says the same; a lost
+`SaveWaited` is not counted.
 """
 
 from __future__ import annotations
@@ -36,4 +37,14 @@ class SaveAborted(msgspec.Struct, frozen=True, tag="save_aborted"):
     message: str
 
 
-Notice: TypeAlias = Captured | SaveAborted
+class SaveWaited(msgspec.Struct, frozen=True, tag="save_waited"):
+    """Training waited for the save of `step`: for a slot, or for a copy."""
+
+    job: JobName
+    rank: Rank
+    generation: int
+    step: int
+    waited_s: float
+
+
+Notice: TypeAlias = Captured | SaveAborted | SaveWaited

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt_engine import sharded_tensors
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 Extent = tuple[int, int]  # address of the first byte, bytes; the machine's devices share one space of addresses
 
 
@@ -79,19 +80,47 @@ def remove_guard(guard: StepGuard) -> None:
         _guards = tuple(other for other in _guards if other is not guard)
 
 
-def guarded_extents(larger_than_bytes: int = 0) -> set[Extent]:
-    """The memory of all such tensors that only a step which the hook sees writes to."""
+@dataclass(frozen=True, slots=True)
+class _Guarded:
+    """What `guarded_extents` found last, and of what."""
+
+    looked_at: tuple[object, ...]
+    extents: frozenset[Extent]
+
+
+def guarded_extents(larger_than_bytes: int = 0) -> frozenset[Extent]:
+    """The memory of all such tensors that only a step which the hook sees writes to. The same object as last time, if
+    nothing has changed."""
+    global _guarded  # noqa: PLW0603
     with _lock:
         optimizers = list(_seen.items())
-    guarded: set[Extent] = set()
-    others: set[Extent] = set()
+    trusted: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
     for optimizer, is_trusted in optimizers:
         is_replayed = any(group.get("capturable") for group in optimizer.param_groups)
-        extents = guarded if is_trusted and not is_replayed else others
-        for tensor in tensors_of(optimizer):
-            if tensor.nbytes > larger_than_bytes and (extent := extent_of(tensor)) is not None:
-                extents.add(extent)
-    return guarded - others  # one that wraps another shares its parameters
+        (trusted if is_trusted and not is_replayed else others).extend(tensors_of(optimizer))
+    looked_at = (larger_than_bytes, len(trusted), _places([*trusted, *others]))
+    if looked_at[-1] is None or _guarded.looked_at != looked_at:
+        extents, shared = _extents(trusted, larger_than_bytes), _extents(others, larger_than_bytes)
+        _guarded = _Guarded(looked_at, extents - shared)  # one that wraps another shares its parameters
+    return _guarded.extents
+
+
+_guarded = _Guarded((), frozenset())
+
+
+def _extents(tensors: list[torch.Tensor], larger_than_bytes: int) -> frozenset[Extent]:
+    extents = (extent_of(tensor) for tensor in tensors if tensor.nbytes > larger_than_bytes)
+    return frozenset(extent for extent in extents if extent is not None)
+
+
+def _places(tensors: list[torch.Tensor]) -> tuple[list[object], ...] | None:
+    """All that their extents depend on; None if there are others than strided ones."""
+    views = (torch.Tensor.data_ptr, attrgetter("nbytes"), torch.Tensor.stride)
+    try:
+        return tuple(list(map(view, tensors)) for view in views)
+    except RuntimeError:
+        return None
 
 
 def _writes_in_steps_only(kind: type[Optimizer]) -> bool:
@@ -101,15 +130,17 @@ def _writes_in_steps_only(kind: type[Optimizer]) -> bool:
     return own <= set(dir(Optimizer))
 
 
-def tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The parameters and the state of an optimizer; of sharded ones this rank's block."""
+    found: list[Any] = []
     for group in optimizer.param_groups:
-        yield from map(_in_memory, group["params"])
+        found += group["params"]
     for state in optimizer.state.values():
         if isinstance(state, dict):
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    yield _in_memory(value)
+            found += state.values()
+    if _PLAIN.issuperset(map(type, found)):
+        return found
+    return [_in_memory(value) for value in found if isinstance(value, torch.Tensor)]
 
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,5 +162,9 @@ def extent_of(tensor: torch.Tensor) -> Extent | None:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What tells apart tensors that share no memory."""
-    return tensor.untyped_storage().data_ptr()
+    """What tells apart tensors that share no memory; 0 for one that only wraps others (a quantized optimizer's state):
+    its memory is never guarded, so nothing of it is copied later."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0

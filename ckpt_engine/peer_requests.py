@@ -30,18 +30,22 @@ log = structlog.get_logger()
 class PeerRequests:
     """For all jobs of this engine; `answer` may be called by several threads."""
 
-    def __init__(self, find_job: Callable[[str], Job | None], services: Services) -> None:
-        """`find_job`: a job of this engine by its name, None if it was not heard of here."""
+    def __init__(
+        self, find_job: Callable[[str], Job | None], services: Services, *, daemon_s: Callable[[], float | None]
+    ) -> None:
+        """`find_job`: a job of this engine by its name, None if it was not heard of here. `daemon_s`: since when the
+        daemon has not spoken, None if it never did."""
         self._find_job = find_job
         self._services = services
+        self._daemon_s = daemon_s
 
     def answer(self, connection: Connection, request: PeerRequest) -> None:
         """Answer one request on the connection that it came by."""
         match request:
             case Ping():
-                verdict = Reply(Verdict.OK)
+                verdict = Reply(Verdict.OK, daemon_s=self._daemon_s())
             case WorldStep() | RankSteps():
-                verdict = Reply(self._hear(request))
+                verdict = Reply(self._hear(request), daemon_s=self._daemon_s())
             case PutShard():
                 verdict = self._receive(connection, request)
             case GetShard():

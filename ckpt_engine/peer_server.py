@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
@@ -114,6 +115,14 @@ class PeerServer:
             self._turn_away(connection, remote)
         return admitted
 
+    def _let_in(self, connection: Connection) -> None:
+        """It is no stranger any more. Raises Unreachable if it was evicted at the last moment."""
+        with self._lock:
+            if connection not in self._strangers:
+                raise Unreachable("It had to make room for another connection.")
+            del self._strangers[connection]
+            self._known.add(connection)
+
     def _turn_away(self, connection: Connection, remote: str) -> None:
         log.warning("connection_refused", remote=remote, limit=self._capacity)
         reason = f"all {self._capacity} connections are in use (FLYBALL_CKPT_MAX_CONNECTIONS)."
@@ -131,12 +140,8 @@ class PeerServer:
                     identity=self._identity,
                     token=self._token,
                     timeout_s=self._settings.handshake_timeout_s,
+                    on_shown=partial(self._let_in, connection),
                 )
-                with self._lock:
-                    if connection not in self._strangers:
-                        return  # evicted at the last moment
-                    del self._strangers[connection]
-                    self._known.add(connection)
                 self._on_hello(connection.peer)
                 while True:
                     request: PeerRequest = connection.receive(PeerRequest, timeout_s=self._settings.idle_timeout_s)  # type: ignore[arg-type]  # a union is no type[T]

@@ -18,10 +18,10 @@ from ckpt_engine.manifest import MAX_MANIFEST_BYTES
 from ckpt_engine.slot_rules import AbandonedSteps
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.identity import HostId, JobName, Rank, Step
+from flyball.contracts.testimony import Age
 
-PEER_PROTOCOL = "flyball-engine/2"
+PEER_PROTOCOL = "flyball-engine/3"
 MAX_FRAME_BYTES = 64 << 10
-MAX_LISTED_RANKS = 32  # a host with more asks several times; so that the answer fits into a frame
 
 Nonce = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]  # 32 bytes, hex
 Proof = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
@@ -65,17 +65,24 @@ class TierNaming(msgspec.Struct, frozen=True):
 
     tier: Tier
     step: int
-    kept: tuple[int, ...] = ()  # oldest first; every rank has them
+    kept: tuple[int, ...] = ()  # oldest first; every rank has them, as far as they could be read
 
 
 class TierReport(msgspec.Struct, frozen=True):
     """To the coordinator, of one disk tier: the newest name heard, the newest that was written or given up, and the
-    steps that this rank has there, oldest first; the newest few."""
+    steps that this rank has there, oldest first; the newest few. `unread`: those that are there and cannot be read just
+    now. Were they told as lost, the other ranks would remove theirs; were they counted, one that never becomes readable
+    would take the place of one that is good."""
 
     tier: Tier
     heard: int
     settled: int
     held: Annotated[tuple[int, ...], msgspec.Meta(max_length=2048)] = ()
+    unread: Annotated[tuple[int, ...], msgspec.Meta(max_length=2048)] = ()
+
+    @property
+    def present(self) -> frozenset[int]:
+        return frozenset((*self.held, *self.unread))
 
 
 class WorldStep(msgspec.Struct, frozen=True, tag="world"):
@@ -134,10 +141,10 @@ class GetShard(msgspec.Struct, frozen=True, tag="get"):
 
 
 class ListShards(msgspec.Struct, frozen=True, tag="list"):
-    """Which shards of these ranks are in your memory, as own slots or replicas? From an engine that starts empty."""
+    """Which shards of this rank are in your memory, as own slots or replicas? From an engine that starts empty."""
 
     job: JobName
-    ranks: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_LISTED_RANKS)]
+    rank: Rank
 
 
 PeerRequest: TypeAlias = Ping | WorldStep | RankSteps | PutShard | GetShard | ListShards
@@ -166,6 +173,7 @@ class Reply(msgspec.Struct, frozen=True):
     tier: Tier | None = None
     wanted: Annotated[bytes, msgspec.Meta(max_length=MAX_BITMAP_BYTES)] = b""  # chunks to send after COMPARE; b"": all
     unchanged_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # of a replica, that did not travel
+    daemon_s: Age | None = None  # since the daemon beside the one who answers last spoke to it; None: not told
 
 
 class Inventory(msgspec.Struct, frozen=True):

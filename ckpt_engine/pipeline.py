@@ -21,6 +21,7 @@ from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots import SlotState, SlotView
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from flyball.contracts.checkpoints import is_alive
+from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.fault_points import reach
 
@@ -48,6 +49,7 @@ class RankPipeline:
         on_failure: Callable[[int, int, str], None],
         counters: Counters,
         settings: EngineSettings,
+        clock: Clock,
         code_version: str,
     ) -> None:
         """`first` are run at the begin of every round, each until it returns True; `on_progress(rank)` whenever
@@ -63,6 +65,7 @@ class RankPipeline:
         self._on_failure = on_failure
         self._counters = counters
         self._settings = settings
+        self._clock = clock
         self._code_version = code_version
         self._state_lock = threading.Lock()
         self._saved: set[int] = set()
@@ -222,6 +225,8 @@ class RankPipeline:
                 world_size=self._generation.placement.world_size,
                 code_version=self._code_version,
                 run=self._generation.run,
+                committed_at=self._clock.wall_s(),
+                known_digests=entry.segments.handed_digests(view),
             )
             committed = entry.segments.commit(view, manifests.encode(manifest))
         except FlyballError as error:  # the capture is not a shard, or the manifest found no room

@@ -6,7 +6,8 @@ All writers that share one disk or one network card on a host share one `RateLim
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 BURST_S = 0.1  # what may go at once after a pause, in seconds' worth of the rate
 
@@ -46,3 +47,36 @@ class RateLimit:
             seconds = self._bucket.take(size_bytes, now_s=self._monotonic_s())
         if seconds > 0:
             sleep(seconds)
+
+
+class Throttle:
+    """A `RateLimit` for one user of it, which may lift it for itself: who waits then is woken at once."""
+
+    def __init__(self, limit: RateLimit) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._lifts = 0
+        self._lifted = threading.Event()
+
+    def wait(self, size_bytes: int) -> None:
+        """Call before `size_bytes` go. What goes while the limit is lifted is not counted."""
+        if not self._lifted.is_set():
+            self._limit.wait(size_bytes, self._lifted.wait)
+
+    def lift(self) -> None:
+        """For good."""
+        with self._lock:
+            self._lifts += 1
+            self._lifted.set()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """For the body of the with statement."""
+        self.lift()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._lifts -= 1
+                if self._lifts == 0:
+                    self._lifted.clear()

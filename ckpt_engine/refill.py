@@ -56,7 +56,7 @@ class Refill:
         return False
 
     def _ask(self, peer: str, rank: int) -> dict[tuple[int, int], ShardSource]:
-        wanted = ListShards(self._generation.job, (rank,))
+        wanted = ListShards(self._generation.job, rank)
         with self._services.dial(peer, "") as connection:
             reply = connection.request(wanted, Inventory, timeout_s=self._services.settings.io_timeout_s)
         address = engine_addresses(self._generation.placement).get(peer, "")

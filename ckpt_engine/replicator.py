@@ -15,6 +15,7 @@ from ckpt_engine import integrity
 from ckpt_engine.counters import Counters
 from ckpt_engine.generation import Generation, WorldView
 from ckpt_engine.manifest import Manifest
+from ckpt_engine.peer_patience import Patience
 from ckpt_engine.peer_wire import PutShard, Reply, Verdict
 from ckpt_engine.replication import Offer
 from ckpt_engine.settings import EngineSettings
@@ -84,6 +85,7 @@ class Replicator:
         self._settled: dict[tuple[int, int], Outcome] = {}  # by (generation, step)
         self._tried_since: dict[tuple[int, int], float] = {}
         self._busy_retry_s = settings.replicate_retry_s
+        self._patience = Patience(settings.replicate_timeout_s)
         self._missing = False  # the peer did not get the step before
         self._kick = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{generation.job}-r{rank}-{peer}", daemon=True)
@@ -111,6 +113,7 @@ class Replicator:
         with self._lock:
             self._settled.clear()
             self._tried_since.clear()
+            self._patience.refill()
         self.kick()
 
     def _run(self) -> None:
@@ -146,16 +149,28 @@ class Replicator:
             attempt = self._offer(entry, view)
         if not attempt.there and not entry.segments.unchanged(view):
             return None  # of no interest any more
-        spent = max(tried_s, self._peer_down_s(self.peer)) > timeout_s
+        is_down = self._peer_down_s(self.peer) > timeout_s
+        spent = is_down or tried_s >= self._patience.left_s
+        if attempt.there or attempt.awaits_world:
+            self._patience.refill()
         if attempt.awaits_world:
             with self._lock:
                 self._tried_since.pop(key, None)
             return attempt.retry_s
         if not attempt.there and attempt.retry_s is not None and not spent:
             return attempt.retry_s
+        if not attempt.there and attempt.retry_s is not None and not is_down:
+            self._note_in_vain(attempt.reason)
         if attempt.there or not self._generation.ended.is_set():
             self._settle(view, Outcome(attempt.there, attempt.reason))
         return None
+
+    def _note_in_vain(self, reason: str) -> None:
+        """The peer is in reach, and did not take the step for as long as that may last: later ones wait less for it."""
+        if self._patience.is_full:
+            log.warning("peer_backed_off", rank=self._rank, peer=self.peer, reason=reason)
+        self._patience.in_vain()
+        self._counters.add("peer_backoffs")
 
     def _settle(self, view: SlotView, outcome: Outcome) -> None:
         oldest = self._world.present.world_step

@@ -15,11 +15,13 @@ def reported_steps(policy: TierPolicy) -> int:
     return policy.keep_latest + _BEYOND_KEPT
 
 
-def newest_alive(copies: Iterable[ShardCopy], *, lineage: Collection[LineageEntry], count: int) -> list[ShardCopy]:
-    """The copies of the newest `count` steps of the history that counts."""
-    alive = [copy for copy in copies if is_alive(copy.generation, copy.step, lineage)]
-    steps = frozenset(sorted({copy.step for copy in alive})[-count:])
-    return [copy for copy in alive if copy.step in steps]
+def newest_alive(
+    steps: Iterable[tuple[int, int]], *, lineage: Collection[LineageEntry], count: int
+) -> frozenset[tuple[int, int]]:
+    """Of these (generation, step) the newest `count` of the history that counts."""
+    alive = [(generation, step) for generation, step in steps if is_alive(generation, step, lineage)]
+    newest = frozenset(sorted({step for _, step in alive})[-count:])
+    return frozenset((generation, step) for generation, step in alive if step in newest)
 
 
 def removable(

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ckpt_engine import optimizer_watch
 from ckpt_engine.copying import CopyJob, TensorCopy
 from ckpt_engine.device_copies import DeviceJob
+from ckpt_engine.source_digests import SourceDigests
 
 _log = logging.getLogger("flyball.engine")
 
@@ -29,6 +30,7 @@ class Copies:
     lazy: list[TensorCopy]
     eager_device: DeviceJob
     lazy_device: DeviceJob
+    digests: SourceDigests
 
 
 class RunningCapture:
@@ -41,7 +43,7 @@ class RunningCapture:
         it never will be, and whether that is a tensor that was written meanwhile; nothing writes to the slot after
         that. `note_blocked` takes the nanoseconds for which an optimizer's step was held up."""
         self._copies = copies
-        self._host = CopyJob([*copies.eager, *copies.lazy])
+        self._host = CopyJob([*copies.eager, *copies.lazy], copies.digests)
         self._finish = finish
         self._note_blocked = note_blocked
         self._pid = os.getpid()
@@ -116,8 +118,12 @@ class RunningCapture:
         if self._pid != os.getpid():  # the slot is the parent's, which may be at a later step already
             return True
         deadline_s = time.monotonic() + timeout_s
-        self._host.work()
+        self._complete_all(timeout_s)
         return self._finished.wait(max(0.0, deadline_s - time.monotonic()))
+
+    def _complete_all(self, timeout_s: float) -> None:
+        """Without hashing what is copied: somebody waits for it."""
+        self._host.complete((*self._copies.eager, *self._copies.lazy), timeout_s)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """The optimizer is about to write: copy first what is left of its own tensors. Devices are told to wait, the
@@ -142,7 +148,7 @@ class RunningCapture:
         if self._by_storage is None:
             by_storage: dict[int, list[TensorCopy]] = {}
             for copy in (*self._copies.lazy, *self._copies.lazy_device.copies):
-                by_storage.setdefault(optimizer_watch.storage_of(copy.source), []).append(copy)
+                by_storage.setdefault(copy.memory.data_ptr(), []).append(copy)
             self._by_storage = by_storage
         tensors = optimizer_watch.tensors_of(optimizer)
         storages = {optimizer_watch.storage_of(tensor) for tensor in tensors if tensor.layout is torch.strided}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("flyball.engine")
 
 _SLOT_POLL_S = 0.0005  # a commit takes milliseconds
-_ENGINE_PROBE_S = 0.1
+ENGINE_PROBE_S = 0.1
 CAPTURE_TIMEOUT_S = 60.0  # a copy takes seconds at the most
 
 
@@ -53,18 +53,21 @@ class Saver:
         segments: RankSegments,
         link: CommitLink,
         note_blocked: Callable[[int], None],
+        note_waiting: Callable[[], None],
     ) -> None:
-        """`note_blocked` takes the nanoseconds for which a capture held up an optimizer's step, in any thread."""
+        """`note_blocked` takes the nanoseconds for which a capture held up an optimizer's step, in any thread;
+        `note_waiting` is called again and again while a save waits for a slot."""
         self._me = identity
         self._segments = segments
         self._link = link
         self._note_blocked = note_blocked
+        self._note_waiting = note_waiting
         self._capture: Capture | None = None
         self._background = Background("flyball-copy")
-        self._running: RunningCapture | None = None  # the newest, until it was seen to have ended
+        self._running: RunningCapture | None = None  # the newest, until it has ended: it holds the state
         self._lazy = identity.checkpoint.capture is CaptureMode.LAZY
         self._stuck_at: World | None = None  # the world when a save last ran out of time
-        self.waited_s = 0.0  # of the newest save, for a slot
+        self.waited_s = 0.0  # of the newest save, for a slot and for the copy of the one before
         if "torch" in sys.modules:
             self.watch_optimizers()
 
@@ -86,11 +89,14 @@ class Saver:
         SlotsFull, CheckpointError, OSError.
         """
         self.waited_s = 0.0
+        began_s = time.monotonic()
         if not self.wait_captured(self._me.checkpoint.save_timeout_s):
             raise CheckpointError("The copy of an earlier step has not ended.", hint="see the trainer's log")
+        copied_s = time.monotonic() - began_s
         prepared = self._prepare(state)
         plan = self._segments.settle(self._memory_plan(prepared.payload_bytes))
         slot = self._wait_for_slot(patient=emergency)
+        self.waited_s += copied_s
         payload = self._segments.begin_write(slot.index, self._me.generation, step, prepared.payload_bytes, plan)
         try:
             running = self._start(slot.index, prepared, payload, ended, lazy=self._lazy and not emergency)
@@ -121,10 +127,14 @@ class Saver:
             return True
         return False
 
+    def finish_copy(self, timeout_s: float) -> None:
+        """Wait for the last copy, and for the thread that makes it."""
+        self.wait_captured(timeout_s)
+        self._background.close()
+
     def close(self) -> None:
         """Let the last copy end, and let go of the slots."""
-        self.wait_captured(CAPTURE_TIMEOUT_S)
-        self._background.close()
+        self.finish_copy(CAPTURE_TIMEOUT_S)
         if self._capture is not None:
             self._capture.close()
 
@@ -149,11 +159,14 @@ class Saver:
         from ckpt_engine.running_capture import RunningCapture
 
         copies = prepared.begin(index, payload, lazy=guarded_extents(SMALL_BYTES) if lazy else ())
-        running = RunningCapture(copies, partial(self._end, index, ended), self._note_blocked)
+        digests = copies.digests.digests if copies.lazy else b""
+        running = RunningCapture(copies, partial(self._end, index, digests, ended), self._note_blocked)
         running.start()
         return running
 
-    def _end(self, index: int, ended: Callable[[str], None], error: str, was_written: bool) -> None:
+    def _end(
+        self, index: int, digests: bytes | bytearray, ended: Callable[[str], None], error: str, was_written: bool
+    ) -> None:
         """The copy has ended. In whatever thread brought it to its end."""
         if error:
             self._segments.drop(index)
@@ -161,9 +174,10 @@ class Saver:
                 self._lazy = False
                 _log.warning("from now on saves copy before they return: %s", error)
         else:
-            self._segments.mark_captured(index)
+            self._segments.mark_captured(index, bytes(digests))
             self._link.captured(self._segments.control.slot(index))
         ended(error)
+        self._running = None
 
     def _memory_plan(self, payload_bytes: int) -> MemoryPlan:
         me = self._me
@@ -179,7 +193,7 @@ class Saver:
         """A slot that the world does not need, as soon as there is one. With a dead engine, or after a wait in vain and
         no progress since, it is now or never; so it is if the job would rather skip a step than wait."""
         began_s = time.monotonic()
-        probe_at_s = began_s + _ENGINE_PROBE_S
+        probe_at_s = began_s + ENGINE_PROBE_S
         while True:
             self._link.refresh()
             world = self._segments.read_world()
@@ -205,7 +219,8 @@ class Saver:
                     hint="see the engines' logs, of this host and of the other ranks' hosts",
                 )
             if now_s >= probe_at_s:
-                probe_at_s = now_s + _ENGINE_PROBE_S
+                probe_at_s = now_s + ENGINE_PROBE_S
+                self._note_waiting()
                 if not self._link.alive:
                     self._stuck_at = world
                     raise CheckpointError(

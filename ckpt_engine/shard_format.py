@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 
 from flyball.contracts.errors import CorruptShard
-from flyball.contracts.wire import MALFORMED
+from flyball.contracts.wire import MALFORMED, decoder_of
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -60,10 +60,10 @@ class ShardHeader(msgspec.Struct, frozen=True):
     data_start: int  # offset of the first tensor byte in the file
 
 
-_raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_metadata_decoder = msgspec.json.Decoder(dict[str, str])
-_tensor_decoder = msgspec.json.Decoder(TensorHeader)
-_blocks_decoder = msgspec.json.Decoder(dict[str, Block])
+_raw_decoder = decoder_of(dict[str, msgspec.Raw])
+_metadata_decoder = decoder_of(dict[str, str])
+_tensor_decoder = decoder_of(TensorHeader)
+_blocks_decoder = decoder_of(dict[str, Block])
 
 
 def size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -73,9 +73,15 @@ def size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return ELEMENT_BYTES[dtype] * math.prod(shape)
 
 
-def encode_header(metadata: Mapping[str, str], tensors: Mapping[str, TensorHeader]) -> bytes:
+def encode_tensors(tensors: Mapping[str, TensorHeader]) -> bytes:
+    """What `join_header` takes."""
+    return msgspec.json.encode(tensors)
+
+
+def join_header(metadata: Mapping[str, str], tensors_json: bytes) -> bytes:
     """The header's JSON, not padded."""
-    return msgspec.json.encode({METADATA_KEY: metadata, **tensors})
+    entry = msgspec.json.encode({METADATA_KEY: metadata})
+    return entry if tensors_json == b"{}" else b"".join((entry[:-1], b",", tensors_json[1:]))
 
 
 def write_header(payload: memoryview, header: bytes, capacity: int) -> None:
@@ -105,8 +111,9 @@ def read_header(payload: memoryview, payload_bytes: int | None = None) -> ShardH
     be its beginning only, up to the end of the header. Raises CorruptShard."""
     payload_bytes = len(payload) if payload_bytes is None else payload_bytes
     data_start = header_bytes(payload, payload_bytes)
+    header = bytes(payload[LENGTH_BYTES:data_start])  # not in place: a slot may be written over while it is parsed
     try:
-        raw = _raw_decoder.decode(payload[LENGTH_BYTES:data_start])
+        raw = _raw_decoder.decode(header)
         metadata_raw = raw.pop(METADATA_KEY, None)
         metadata = _metadata_decoder.decode(metadata_raw) if metadata_raw is not None else {}
         tensors = {name: _tensor_decoder.decode(entry) for name, entry in raw.items()}

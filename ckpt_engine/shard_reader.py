@@ -16,7 +16,7 @@ from ckpt_engine.local_commit import LocalCommitter
 from ckpt_engine.manifest import Manifest
 from ckpt_engine.slot_source import SlotSource
 from ckpt_engine.slots import RankSegments, SlotState, SlotView
-from flyball.contracts.checkpoints import is_alive
+from flyball.contracts.checkpoints import Tier, is_alive
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
 from flyball.worker_identity import WorkerIdentity
 
@@ -48,20 +48,24 @@ class ShardReader:
             source.close()
         self._ahead.clear()
 
-    def restore(self, state: MutableMapping[str, object]) -> None:
+    def restore(self, state: MutableMapping[str, object]) -> Tier:
         """Load the step into `state` from the local slot as soon as it holds the step: at once if it survived the last
-        worker, else when the engine has fetched it; or from a file that the engine names. Raises RestoreFailed if the
-        shard cannot be had: `state` may then be filled in part. Raises StateMismatch if it does not fit."""
+        worker, else when the engine has fetched it; or from a file that the engine names. Returns where it was. Raises
+        RestoreFailed if the shard cannot be had: `state` may then be filled in part. Raises StateMismatch if it does
+        not fit."""
         control, generation, step = self._segments.control, self._me.generation, self._step
         deadline_s = time.monotonic() + self._me.checkpoint.restore_timeout_s
         if isinstance(self._link, LocalCommitter):
             self._commit_what_was_captured(self._link)
         while True:
             engine = control.read_restore()  # before the slots: ready means that they hold it
-            if self._from_slots(state) or (engine.path and self._from_file(state, engine)):
+            in_slot = self._from_slots(state)
+            if in_slot or (engine.path and self._from_file(state, engine)):
                 control.answer_restore(generation, RestoreAnswer.DONE)
                 self.close()
-                return
+                brought = control.read_restore() if in_slot else engine
+                was_brought = brought.generation == generation and (brought.slot >= 0 or not in_slot)
+                return brought.tier if was_brought else Tier.MEMORY
             refused = control.restore_answer(generation) is RestoreAnswer.REFUSED
             if isinstance(self._link, LocalCommitter):
                 break

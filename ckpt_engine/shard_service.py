@@ -20,10 +20,9 @@ log = structlog.get_logger()
 
 
 def list_shards(wanted: ListShards, slots: Iterable[SlotTier]) -> Inventory:
-    """The committed copies of the ranks in these tiers. Their bytes are not read: who fetches them checks them."""
-    ranks = set(wanted.ranks)
-    copies = [copy for tier in slots for copy in tier.copies() if copy.rank in ranks]
-    return Inventory(tuple(sorted(copies, key=lambda copy: (-copy.generation, -copy.step, copy.rank))))
+    """The committed copies of the rank in these tiers. Their bytes are not read: who fetches them checks them."""
+    copies = [copy for tier in slots for copy in tier.copies() if copy.rank == wanted.rank]
+    return Inventory(tuple(sorted(copies, key=lambda copy: (-copy.generation, -copy.step))))
 
 
 def serve_shard(

@@ -6,6 +6,7 @@ because another process may have it mapped: a shard of another size gets a new f
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -13,7 +14,7 @@ from collections.abc import Collection, Container
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt_engine import huge_pages, memory_limits, segment_files
+from ckpt_engine import huge_pages, memory_limits, segment_files, source_digests
 from ckpt_engine import manifest as manifests
 from ckpt_engine.control import ControlSegment
 from ckpt_engine.control_views import ParkState, RestoreState, RestoreWords, World
@@ -208,9 +209,18 @@ class RankSegments:
                 self.control.use_slots(MIN_SLOTS)  # the next save is to do without this slot
             raise
 
-    def mark_captured(self, index: int) -> None:
-        """The bytes are whole."""
+    def mark_captured(self, index: int, digests: bytes = b"") -> None:
+        """The bytes are whole. `digests`: what is known of their chunks, see `source_digests`."""
+        if digests:
+            with contextlib.suppress(MemoryTooSmall, OSError):  # the committer makes them
+                source_digests.hand_over(self.control.descriptor, index, self.control.slot(index).sequence, digests)
         self.control.mark_captured(index)
+
+    def handed_digests(self, view: SlotView) -> bytes:
+        """Digests that whoever filled the slot knows of the bytes that `view` showed; b"" if none can be read."""
+        with contextlib.suppress(OSError):  # the committer hashes the bytes: it must not wait for these to be readable
+            return source_digests.handed_over(self.control.descriptor, view.index, view.sequence, view.payload_bytes)
+        return b""
 
     def drop(self, index: int) -> None:
         """Give up the write that this process began."""

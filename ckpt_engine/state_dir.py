@@ -1,21 +1,23 @@
 """What an engine keeps in its state folder: that it is alone, where it listened, and what it must not forget when it is
-killed: the highest fence of each job, and the generation that each job is in."""
+killed: the highest fence of each job, and the generation that each job is in. When it ends, what it could not tell."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
 
 from ckpt_engine.durable_files import make_folder, sync_folder, write_durably
 from flyball.contracts import wire
-from flyball.contracts.engine_wire import ENGINE_PID_FILE, HOST_STATE_VERSION, Configure
+from flyball.contracts.engine_wire import ENGINE_PID_FILE, HOST_STATE_VERSION, Configure, LateSaves
 from flyball.contracts.errors import (
     ConfigurationError,
     Conflict,
+    FlyballError,
     InvalidMessage,
     StaleCommand,
     StateVersionMismatch,
@@ -133,6 +135,46 @@ class JobFiles:
 
     def _path(self, job: str) -> Path:
         return self._folder / f"{job}.json"
+
+
+class LateSavesFile:
+    """Late saves of which an engine that was told to end could tell nobody any more: the next one does, and keeps the
+    file until then. A failure is logged: nothing depends on it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_there = True  # as far as is known
+
+    def store(self, untold: Sequence[LateSaves]) -> None:
+        """In the place of what is there."""
+        if not untold:
+            self.remove()
+            return
+        self._is_there = True
+        try:
+            write_durably(self._path, [wire.encode(untold)])
+        except (FlyballError, OSError) as error:
+            log.warning("late_saves_not_kept", count=len(untold), reason=str(error))
+
+    def load(self) -> tuple[LateSaves, ...]:
+        """What is there; it stays."""
+        try:
+            return wire.decode(self._path.read_bytes(), tuple[LateSaves, ...])
+        except FileNotFoundError:
+            self._is_there = False
+        except (InvalidMessage, OSError) as error:
+            log.warning("late_saves_not_read", path=str(self._path), reason=str(error))
+        return ()
+
+    def remove(self) -> None:
+        """Somebody was told. Cheap when there is none."""
+        if not self._is_there:
+            return
+        self._is_there = False
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("late_saves_not_removed", path=str(self._path), reason=str(error))
 
 
 def _make(path: Path) -> None:

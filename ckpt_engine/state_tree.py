@@ -18,7 +18,7 @@ import base64
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
@@ -31,11 +31,12 @@ from ckpt_engine.shard_format import METADATA_KEY, Block
 from ckpt_engine.sharded_tensors import NotSaveable
 from flyball.contracts.errors import CorruptShard, UnsupportedState
 
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | msgspec.Raw | None"
 
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _MAX_DEPTH = 64
 _MAX_INT_BITS = 14_000  # Python writes and reads decimals of up to 4300 digits
+_MIN_INT64, _MAX_UINT64 = -(1 << 63), (1 << 64) - 1  # what msgspec writes as integers
 # What Python, numpy and torch raise for arguments that make no sense, such as a dtype with an unbalanced bracket, a
 # number too large for a float, a device that torch does not know, or what is nested without end.
 _NONSENSE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, SyntaxError, RuntimeError)
@@ -48,33 +49,37 @@ def has_state(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class FlatState:
     """`tensors` by name, each to be stored once; `tree` as above; where those belong that are not whole."""
 
     tensors: dict[str, torch.Tensor]
     tree: str  # JSON
     blocks: dict[str, Block]
+    structure: object = (
+        None  # the same object: names, shapes, dtypes, devices, strides, blocks are the same; None: unknown
+    )
 
 
 def flatten(state: Mapping[str, object]) -> FlatState:
     """Take `state` apart. Tensors are not copied. Raises UnsupportedState that names the leaf's path."""
-    walk = _Flatten()
-    for key in state:
-        if type(key) is not str:
-            raise UnsupportedState(
-                f"The state has the key {key!r}, which is no string.",
-                hint="name its entries: a dict below may have any keys",
-            )
-    tree = {key: walk.value(value, key, 0) for key, value in state.items()}
-    return FlatState(walk.tensors, _encode(tree), walk.blocks)
+    walk = TreeWalk()
+    tree = walk.entries(state)
+    return FlatState(walk.tensors, encode(tree), walk.blocks)
 
 
-def _encode(tree: dict[str, Json]) -> str:
+def encode(tree: Json) -> str:
+    """The tree as JSON. What is in it as `msgspec.Raw` is JSON already."""
     try:
         return msgspec.json.encode(tree).decode()
-    except (OverflowError, ValueError):  # integers beyond 64 bits, half surrogate pairs: seldom, and ten times slower
-        return json.dumps(tree, separators=(",", ":"), allow_nan=False)
+    except ValueError:  # half a surrogate pair: seldom, and ten times slower
+        return json.dumps(tree, separators=(",", ":"), allow_nan=False, default=_parse_raw)
+
+
+def _parse_raw(node: object) -> Json:
+    if not isinstance(node, msgspec.Raw):
+        raise TypeError(f"{type(node).__name__} is no JSON")
+    return cast("Json", json.loads(bytes(node)))
 
 
 Leaf: TypeAlias = "Callable[[str, Any], Any]"  # (tag, its content) of what has bytes in the shard -> what it stands for
@@ -111,19 +116,36 @@ def _does_not_parse(why: object) -> CorruptShard:
 
 
 @dataclass(slots=True)
-class _Flatten:
+class TreeWalk:
+    """Says in JSON what it is shown, and collects the tensors."""
+
+    said: dict[int, tuple[object, object]] = field(default_factory=dict)  # by id: an object, and its state, asked once
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     blocks: dict[str, Block] = field(default_factory=dict)
     _names: dict[int, list[tuple[torch.Tensor, str]]] = field(default_factory=dict)  # by address
+
+    def entries(self, state: Mapping[str, object]) -> dict[str, Json]:
+        """The tree of a whole state."""
+        for key in state:
+            if type(key) is not str:
+                raise UnsupportedState(
+                    f"The state has the key {key!r}, which is no string.",
+                    hint="name its entries: a dict below may have any keys",
+                )
+        return {key: self.value(value, key, 0) for key, value in state.items()}
+
+    def said_by(self, value: object) -> object:
+        """What an object says its state is."""
+        if id(value) not in self.said:
+            self.said[id(value)] = value, cast(Any, value).state_dict()  # held, so that no other gets its id
+        return self.said[id(value)][1]
 
     def value(self, value: object, path: str, depth: int) -> Json:
         if depth > _MAX_DEPTH:
             raise _unsupported(path, "is nested deeper than anything that ends")
         kind = type(value)
-        if kind is int and cast(int, value).bit_length() > _MAX_INT_BITS:
-            raise _unsupported(path, f"is an integer of more than {_MAX_INT_BITS} bits")
         if value is None or kind in (bool, int, str):
-            return cast(Json, value)
+            return self._integer(cast(int, value), path) if kind is int else cast(Json, value)
         if kind is list or kind in _TAGGED_ITEMS:
             items = self._items(cast("list[object]", value), path, depth)
             return items if kind is list else {_TAGGED_ITEMS[kind]: items}
@@ -132,10 +154,20 @@ class _Flatten:
         if isinstance(value, Mapping):
             return self._mapping(value, path, depth)
         if has_state(value):
-            return self.value(cast(Any, value).state_dict(), path, depth + 1)
+            return self.value(self.said_by(value), path, depth + 1)
         return self._leaf(value, path)
 
-    def _items(self, items: Iterable[object], path: str, depth: int) -> list[Json]:
+    @staticmethod
+    def _integer(value: int, path: str) -> Json:
+        if _MIN_INT64 <= value <= _MAX_UINT64:
+            return value
+        if value.bit_length() > _MAX_INT_BITS:
+            raise _unsupported(path, f"is an integer of more than {_MAX_INT_BITS} bits")
+        return msgspec.Raw(str(value).encode())  # a random generator's state, say
+
+    def _items(self, items: Collection[object], path: str, depth: int) -> list[Json]:
+        if set(map(type, items)) == {int}:  # the numbers of an optimizer's parameters, say
+            return [self._integer(number, path) for number in cast("Collection[int]", items)]
         return [self.value(item, f"{path}.{index}", depth + 1) for index, item in enumerate(items)]
 
     def _mapping(self, mapping: Mapping[object, object], path: str, depth: int) -> Json:
@@ -150,7 +182,7 @@ class _Flatten:
         return {_TAGGED_PAIRS[type(mapping)]: pairs}
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Json:
-        if type(tensor) not in _PLAIN_TENSORS:
+        if type(tensor) not in PLAIN_TENSORS:
             if sharded_tensors.is_sharded(tensor):
                 return self._sharded(tensor, path)
             raise _unsupported(path, f"is a {type(tensor).__name__}, and only plain and sharded tensors can be saved")
@@ -159,7 +191,7 @@ class _Flatten:
         if tensor.requires_grad:
             tensor = tensor.detach()
         if tensor.is_complex():
-            return {"$complex_tensor": self._name(torch.view_as_real(tensor.resolve_conj()), path)}
+            return {"$complex_tensor": self._name(real_view(tensor), path)}
         return {"$tensor": self._name(tensor, path)}
 
     def _sharded(self, tensor: Any, path: str) -> Json:  # noqa: ANN401 - a DTensor, whose module may not be there
@@ -211,14 +243,24 @@ class _Flatten:
 
     def _numpy(self, value: np.ndarray[Any, Any] | np.generic, path: str) -> Json:
         if isinstance(value, np.ndarray):
-            in_place = value.flags.c_contiguous and value.flags.writeable  # else torch cannot look at it
             try:
-                return {"$array": self._name(torch.from_numpy(value if in_place else np.array(value)), path)}
+                return {"$array": self._name(array_as_tensor(value), path)}
             except (TypeError, ValueError):
                 raise _unsupported(path, f"is a numpy array of {value.dtype}") from None
         if value.dtype.kind not in "biufc":
             raise _unsupported(path, f"is a numpy {value.dtype}")
         return {"$numpy": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+
+
+def real_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as it is stored."""
+    return torch.view_as_real(tensor.detach().resolve_conj())
+
+
+def array_as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """A numpy array as it is stored. Raises TypeError or ValueError if torch has no such dtype."""
+    in_place = array.flags.c_contiguous and array.flags.writeable  # else torch cannot look at it
+    return torch.from_numpy(array if in_place else np.array(array))
 
 
 def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -48,8 +48,13 @@ class StepFolder:
     def open(self, name: str) -> AbstractContextManager[StoredBytes]:
         return self._files.open(self.inside(name))
 
-    def exists(self, name: str) -> bool:
-        return self._files.exists(self.inside(name))
+    def stat(self, name: str) -> Entry | None:
+        entry = self._files.stat(self.inside(name))
+        return replace(entry, name=name) if entry is not None else None
+
+    def folders(self, folder: str = "") -> list[str]:
+        generation = self._head.partition("/")[0]
+        return {"": [generation], generation: [self._head]}.get(folder, [])
 
     def entries(self, folder: str = "") -> Iterator[Entry]:
         if folder in ("", self._head):
@@ -60,7 +65,8 @@ class StepFolder:
     def remove(self, names: Sequence[str]) -> None:
         self._files.remove([self.inside(name) for name in names])
 
-    def remove_unfinished(self, wanted: Callable[[str], bool]) -> list[str]:
+    def remove_unfinished(self, wanted: Callable[[str], bool], folders: Iterable[str] = ("",)) -> list[str]:
+        del folders  # there is one
         return self._files.remove_unfinished(lambda name: wanted(f"{self._head}/{name.lstrip('/')}"))
 
     def inside(self, name: str) -> str:

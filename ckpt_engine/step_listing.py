@@ -23,7 +23,8 @@ class TierShare(msgspec.Struct, frozen=True):
 
 
 class StepListing(msgspec.Struct, frozen=True):
-    """One step of one generation. `size_bytes` is that of one copy per rank."""
+    """One step of one generation. `size_bytes` is that of one copy per rank; `committed_at` the wall clock when one of
+    its shards was hashed and counted from, None if no manifest says it."""
 
     step: int
     generation: int
@@ -35,6 +36,7 @@ class StepListing(msgspec.Struct, frozen=True):
     missing_ranks: tuple[int, ...]
     size_bytes: int
     tiers: tuple[TierShare, ...]
+    committed_at: float | None = None
 
 
 def list_steps(
@@ -44,6 +46,7 @@ def list_steps(
     world_sizes: Mapping[StepKey, int],
     unsealed: Collection[StepKey] = (),
     pinned: Collection[StepKey] = (),
+    committed_at: Mapping[StepKey, float] | None = None,
 ) -> tuple[StepListing, ...]:
     """The steps of these copies, newest history first. `unsealed` are those whose persistent shards do not count."""
     by_step: dict[StepKey, list[ShardCopy]] = defaultdict(list)
@@ -57,6 +60,7 @@ def list_steps(
             listing,
             recovery_point=(listing.step, listing.generation) == newest,
             pinned=(listing.generation, listing.step) in pinned,
+            committed_at=(committed_at or {}).get((listing.generation, listing.step)) or None,
         )
         for listing in found
     ]

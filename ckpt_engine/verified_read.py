@@ -48,7 +48,8 @@ class MemorySource:
 
 
 class FileSource:
-    """A copy in an open file. It is read and not mapped: a bad block is an OSError then, and not a SIGBUS."""
+    """A copy in an open file. It is read with positions, so that threads do not disturb each other, and not mapped: a
+    bad block is an OSError then, and not a SIGBUS."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -5,40 +5,49 @@ A step without one does not exist there, so that nobody takes half a step for a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 
+from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard
 from flyball.contracts.identity import JobName, RunId, Step
-from flyball.contracts.wire import MALFORMED
+from flyball.contracts.wire import MALFORMED, decoder_of
 
 WORLD_MANIFEST = "world.manifest"
-WORLD_MANIFEST_VERSION = 1
+WORLD_MANIFEST_VERSION = 2
 
 
 class WorldManifest(msgspec.Struct, frozen=True):
-    """One step of one generation: the digest of each rank's manifest, as in ShardCopy.digest."""
+    """One step of one generation, by rank: the digest of the rank's manifest, as in ShardCopy.digest, and the bytes of
+    its shard. So one object tells of all copies of a step."""
 
     version: int
     job: JobName
     generation: Annotated[int, msgspec.Meta(ge=0)]
     step: Step
-    digests: tuple[str, ...]  # by rank
+    digests: tuple[str, ...]
+    sizes: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()  # version 1 had none
     run: RunId = ""
 
     def names(self, rank: int, digest: str) -> bool:
         """Whether the step has this very shard."""
         return 0 <= rank < len(self.digests) and self.digests[rank] == digest
 
+    def copy(self, rank: int, tier: Tier) -> ShardCopy:
+        """The inventory's entry for a rank's shard, in what all hosts share."""
+        return ShardCopy(self.job, self.generation, self.step, rank, tier, "", self.sizes[rank], self.digests[rank])
+
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(WorldManifest)
+_decoder = decoder_of(WorldManifest)
 
 
-def describe(job: str, generation: int, step: int, digests: tuple[str, ...], *, run: str = "") -> bytes:
-    """The manifest's bytes."""
-    return _encoder.encode(WorldManifest(WORLD_MANIFEST_VERSION, job, generation, step, digests, run))
+def describe(job: str, generation: int, step: int, shards: Sequence[tuple[str, int]], *, run: str = "") -> bytes:
+    """The manifest's bytes; `shards` has (digest, size in bytes) of each rank."""
+    digests, sizes = tuple(digest for digest, _ in shards), tuple(size_bytes for _, size_bytes in shards)
+    return _encoder.encode(WorldManifest(WORLD_MANIFEST_VERSION, job, generation, step, digests, sizes, run))
 
 
 def decode(data: bytes, *, job: str, generation: int, step: int, run: str = "") -> WorldManifest:
@@ -47,7 +56,14 @@ def decode(data: bytes, *, job: str, generation: int, step: int, run: str = "") 
         manifest = _decoder.decode(data)
     except MALFORMED as error:
         raise CorruptShard(f"A world manifest does not parse: {error}.") from error
-    described = (manifest.version, manifest.job, manifest.run, manifest.generation, manifest.step)
-    if described != (WORLD_MANIFEST_VERSION, job, run, generation, step):
+    if manifest.version != WORLD_MANIFEST_VERSION:
+        raise CorruptShard(
+            f"A world manifest has version {manifest.version}, this release reads {WORLD_MANIFEST_VERSION}.",
+            hint="restore with the release that wrote it",
+        )
+    described = (manifest.job, manifest.run, manifest.generation, manifest.step)
+    if described != (job, run, generation, step):
         raise CorruptShard(f"A world manifest describes {described}.", hint="another recovery point is used")
+    if len(manifest.digests) != len(manifest.sizes):
+        raise CorruptShard(f"A world manifest has {len(manifest.digests)} digests and {len(manifest.sizes)} sizes.")
     return manifest

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 import flyball
+from checkpoint_bench.leftovers import folder_prefix, segments_of
 from checkpoint_bench.samples import wait_until
 from flyball.beacon import create_beacon
 from flyball.contracts import wire, worker_env
@@ -60,7 +61,9 @@ class EngineHost:
     def start(self) -> None:
         token = self._root / "token"
         token.write_text("of this benchmark\n", encoding="ascii")
-        command = [sys.executable, "-P", "-m", "ckpt_engine.server", "--state-dir", str(self.state_dir)]
+        # It ends with this process, also when that is killed.
+        command = [sys.executable, "-P", "-m", "flyball.cli.tied", str(os.getpid()), "ckpt_engine.server"]
+        command += ["--state-dir", str(self.state_dir)]
         command += ["--host-id", self.host_id, "--address", "127.0.0.1", "--token-file", str(token)]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, stderr=log, start_new_session=True)
@@ -87,9 +90,7 @@ class EngineHost:
         return dict(self.ask(GetStatus()).counters)
 
     def segments(self) -> list[Path]:
-        """The files of this host in shared memory, and of no other."""
-        prefix = Path(self.prefix)
-        return sorted(prefix.parent.glob(prefix.name + ".*"))
+        return segments_of(self.state_dir)
 
     def lose_memory(self) -> None:
         """As after a reboot: the engine is new, and there are no slots; what is on disk stays."""
@@ -189,7 +190,7 @@ class Cluster:
 @contextmanager
 def cluster(hosts: int, spec: CheckpointSpec) -> Iterator[Cluster]:
     """Engines that are ended, with everything that they made removed, at the end."""
-    root = Path(tempfile.mkdtemp(prefix="fbb-"))  # short: a Unix socket's path is limited
+    root = Path(tempfile.mkdtemp(prefix=folder_prefix()))
     made = Cluster(root, hosts, spec)
     try:
         made.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 _SAMPLE_INTERVAL_S = 0.02
@@ -31,18 +31,33 @@ def resident_bytes(pid: int, excluded: Sequence[str] = ()) -> int:
     """Proportional set size of a process without the mappings of files whose path begins with one of `excluded`.
     0 when the process is gone."""
     try:
-        text = Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8", errors="replace")
+        return sum(size for path, size in _mappings(pid, "Pss:") if not path.startswith(tuple(excluded)))
     except OSError:
         return 0
-    total, counted = 0, False
-    for line in text.splitlines():
+
+
+def forget_peak() -> None:
+    """From now on `peak_bytes` is of what comes."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def peak_bytes(excluded: Sequence[str]) -> int:
+    """The kernel's own peak of this process's resident memory since `forget_peak`, which no look can miss, without the
+    mappings of files whose path begins with one of `excluded`: these must have been resident all the time."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    peak = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+    return peak - sum(size for path, size in _mappings(os.getpid(), "Rss:") if path.startswith(tuple(excluded)))
+
+
+def _mappings(pid: int, field: str) -> Iterator[tuple[str, int]]:
+    """(path, '' if it is no file; bytes by `field` of smaps) of every mapping."""
+    path = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
         first, *rest = line.split(maxsplit=5)
         if not first.endswith(":"):  # "begin-end perms offset device inode path"
             path = rest[4] if len(rest) == 5 else ""
-            counted = not path.startswith(tuple(excluded)) if excluded else True
-        elif counted and first == "Pss:":
-            total += int(rest[0]) << 10
-    return total
+        elif first == field:
+            yield path, int(rest[0]) << 10
 
 
 class PeakSampler:

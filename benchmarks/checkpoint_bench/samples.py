@@ -21,6 +21,12 @@ def spread(values: Sequence[float], digits: int = 5) -> Spread:
     }
 
 
+def with_error(values: Sequence[float]) -> Spread:
+    """Also the mean and its standard error, for what scatters by more than its size."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    return {"mean": round(statistics.fmean(values), 4), "standard_error": round(error, 4), **spread(values)}
+
+
 def ratios(values: Sequence[float], floors: Sequence[float]) -> list[float]:
     """Each value over the floor that was measured beside it."""
     return [value / floor for value, floor in zip(values, floors, strict=True)]

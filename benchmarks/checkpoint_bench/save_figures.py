@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from checkpoint_bench.engine_host import cluster
 from checkpoint_bench.floors import SharedBuffer
 from checkpoint_bench.options import STEP_TO_COPY, Options
-from checkpoint_bench.samples import interleaved, percentile, progress, ratios, seconds, spread
+from checkpoint_bench.samples import interleaved, percentile, progress, ratios, seconds, spread, with_error
 from checkpoint_bench.state import MatmulTraining, Training
 from checkpoint_bench.trainer import Saver
 from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec
@@ -21,7 +22,7 @@ _MIN_ROWS, _MAX_ROWS = 64, 8192
 # A difference of two steps is noisier than a copy: as many pairs as this time allows.
 _ONE_THREAD_BUDGET_S, _BESIDE_BUDGET_S, _INTERFERENCE_BUDGET_S = 90.0, 15.0, 25.0
 _MATMUL_ROWS = 256  # of 64 rows the weights are read from memory for too few products: no longer a step of matmuls
-_MAX_PAIRS = 100
+_MAX_PAIRS = 300
 
 
 def measure_blocking(options: Options) -> dict[str, Any]:
@@ -54,7 +55,8 @@ def measure_blocking(options: Options) -> dict[str, Any]:
 def measure_lost(options: Options) -> dict[str, Any]:
     """Training time lost per save in lazy mode: save and step against a step alone, as neighbours. The figure is that
     of matrix products on one thread, which leave the second core free. Two stand beside it: products of so few rows
-    that memory limits them, which any copy of memory slows down; and GPT on both cores."""
+    that memory limits them, which any copy of memory slows down; and GPT on both cores. What the machine itself takes
+    is measured in turns with them: a step beside a thread that does nothing but a memcpy of the state."""
     matmuls = MatmulTraining(options.state_bytes)
     one_thread = _lost(options, matmuls, threads=1, budget_s=_ONE_THREAD_BUDGET_S, at_least_rows=_MATMUL_ROWS)
     memory_bound = _lost(options, matmuls, threads=1, budget_s=_BESIDE_BUDGET_S)
@@ -74,7 +76,8 @@ def _lost(
     torch.set_num_threads(threads)
     buffer = SharedBuffer(training.tensors())
     memcpy_s = statistics.median(buffer.memcpy_s() for _ in range(5))
-    with cluster(1, CheckpointSpec(capture=CaptureMode.LAZY)) as engines:
+    lazy = CheckpointSpec(capture=CaptureMode.LAZY)
+    with ThreadPoolExecutor(1) as beside, cluster(1, lazy) as engines:
         saver = Saver(engines.begin()[0], training.state)
         saver.warm_up(3)
         rows = max(at_least_rows, rows_for(training, STEP_TO_COPY * memcpy_s))
@@ -92,21 +95,32 @@ def _lost(
             saver.settle(handle)
             return took_s
 
+        def with_memcpy() -> float:
+            began_s = time.perf_counter()
+            copy = beside.submit(buffer.memcpy)
+            training.step(rows)
+            took_s = time.perf_counter() - began_s
+            copy.result()
+            return took_s
+
         with_save()  # the first meets an optimizer that is not watched yet
         calls_s.clear()
-        pairs = max(options.repeats, min(_MAX_PAIRS, int(budget_s / (3 * _step_s(training, rows)))))
+        pairs = max(options.repeats, min(_MAX_PAIRS, int(budget_s / (4 * _step_s(training, rows)))))
         found = interleaved(
-            {"memcpy": buffer.memcpy_s, "step": alone, "step and save": with_save},
+            {"memcpy": buffer.memcpy_s, "step": alone, "step and save": with_save, "step and memcpy": with_memcpy},
             pairs,
             what=f"lazy, {threads} thread(s)",
             between=gc.collect,
         )
         saver.job.close()
-    lost_s = [with_ - without for with_, without in zip(found["step and save"], found["step"], strict=True)]
     floor_s = statistics.median(found["memcpy"])
+
+    def lost(to: str) -> list[float]:
+        return [(with_ - without) / floor_s for with_, without in zip(found[to], found["step"], strict=True)]
+
     return {
-        "lost_ratio": spread([lost / floor_s for lost in lost_s]),
-        "lost_s": spread(lost_s),
+        "lost_ratio": with_error(lost("step and save")),
+        "lost_to_memcpy_ratio": with_error(lost("step and memcpy")),
         "save_call_s": spread(calls_s),
         "step_s": spread(found["step"]),
         "step_over_copy": round(statistics.median(found["step"]) / floor_s, 2),

@@ -10,27 +10,17 @@ from pathlib import Path
 
 from ckpt_engine.durable_files import finished_name, sync_folder, write_durably
 from ckpt_engine.tiers.storage import Entry
+from ckpt_engine.verified_read import FileSource
 from flyball.contracts.errors import CorruptShard
 
 _DEPTH = 3  # parts of a name
 
 
-class _OpenFile:
-    """Read with positions, so that threads do not disturb each other; never mapped: a bad block is an OSError then, and
-    not a SIGBUS."""
-
+class _OpenFile(FileSource):
     def __init__(self, descriptor: int, path: Path, size_bytes: int) -> None:
+        super().__init__(descriptor)
         self.size_bytes = size_bytes
         self.local_path = str(path)
-        self._descriptor = descriptor
-
-    def read_into(self, target: memoryview, offset: int) -> None:
-        filled = 0
-        while filled < len(target):
-            count = os.preadv(self._descriptor, [target[filled:]], offset + filled)
-            if count == 0:
-                raise CorruptShard(f"{self.local_path} ends at byte {offset + filled}.", hint="another copy is tried")
-            filled += count
 
 
 class FolderStorage:
@@ -72,17 +62,24 @@ class FolderStorage:
         finally:
             os.close(descriptor)
 
-    def exists(self, name: str) -> bool:
+    def stat(self, name: str) -> Entry | None:
         try:
-            (self._root / name).lstat()
+            status = (self._root / name).lstat()
         except FileNotFoundError:
-            return False
-        return True
+            return None
+        return _entry(name, status) if stat.S_ISREG(status.st_mode) else None
+
+    def folders(self, folder: str = "") -> list[str]:
+        head = f"{folder}/" if folder else ""
+        return [head + child.name for child in self._children(folder) if child.is_dir(follow_symlinks=False)]
 
     def entries(self, folder: str = "") -> Iterator[Entry]:
-        for name, status in self._walk(folder):
-            if not name.rpartition("/")[2].startswith("."):
-                yield Entry(name, status.st_size, f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}")
+        for name, child in self._walk(folder):
+            if not child.name.startswith("."):
+                try:
+                    yield _entry(name, child.stat(follow_symlinks=False))
+                except FileNotFoundError:
+                    continue
 
     def remove(self, names: Sequence[str]) -> None:
         folders = set()
@@ -96,36 +93,34 @@ class FolderStorage:
         for folder in folders:
             self._tidy(folder)
 
-    def remove_unfinished(self, wanted: Callable[[str], bool]) -> list[str]:
+    def remove_unfinished(self, wanted: Callable[[str], bool], folders: Iterable[str] = ("",)) -> list[str]:
         removed = []
-        for name, _ in list(self._walk("")):
-            folder, _, file_name = name.rpartition("/")
-            final = finished_name(file_name)
-            if final is not None and wanted(f"{folder}/{final}"):
+        for name, child in [found for folder in folders for found in self._walk(folder)]:
+            final = finished_name(child.name)
+            if final is not None and wanted(f"{name.rpartition('/')[0]}/{final}"):
                 removed.append(name)
         self.remove(removed)
         return removed
 
-    def _walk(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    def _walk(self, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """The plain files in `folder` and below, as deep as names go. Links are not followed."""
         open_folders = [folder]
         while open_folders:
             name = open_folders.pop()
-            try:
-                with os.scandir(self._root / name) as found:
-                    children = list(found)
-            except FileNotFoundError:  # nothing was written yet, or it was removed meanwhile
-                continue
-            for child in children:
+            for child in self._children(name):
                 child_name = f"{name}/{child.name}" if name else child.name
-                try:
-                    if child.is_dir(follow_symlinks=False):
-                        if child_name.count("/") < _DEPTH - 1:
-                            open_folders.append(child_name)
-                    elif child.is_file(follow_symlinks=False):
-                        yield child_name, child.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
+                if child.is_dir(follow_symlinks=False):
+                    if child_name.count("/") < _DEPTH - 1:
+                        open_folders.append(child_name)
+                elif child.is_file(follow_symlinks=False):
+                    yield child_name, child
+
+    def _children(self, folder: str) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(self._root / folder) as found:
+                return list(found)
+        except FileNotFoundError:  # nothing was written yet, or it was removed meanwhile
+            return []
 
     def _tidy(self, folder: Path) -> None:
         """Make removals durable, and remove folders that are empty now."""
@@ -142,3 +137,7 @@ class FolderStorage:
             except OSError:  # not empty, or gone
                 return
             folder = folder.parent
+
+
+def _entry(name: str, status: os.stat_result) -> Entry:
+    return Entry(name, status.st_size, f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}")

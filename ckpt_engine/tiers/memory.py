@@ -6,12 +6,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import structlog
+
 from ckpt_engine import manifest as manifests
 from ckpt_engine import segment_files
 from ckpt_engine.manifest import Manifest
 from ckpt_engine.slots import RankSegments, SegmentOptions, SlotState, SlotView
 from flyball.contracts.checkpoints import ShardCopy, Tier
+from flyball.contracts.errors import StateVersionMismatch
 from flyball.contracts.segments import CONTROL_SUFFIX, SegmentName, rank_segment
+
+log = structlog.get_logger()
 
 
 class OpenSegments:
@@ -28,7 +33,8 @@ class OpenSegments:
 
 class SlotTier:
     """The segments of one job and one kind, by rank: opened when first asked for, kept open until they are removed and
-    the last user left."""
+    the last user left. Those of another release's layout are left alone, and only in the way of who wants to make new
+    ones."""
 
     tier: Tier
     _base_path: Callable[[str, str, int], str]
@@ -40,12 +46,14 @@ class SlotTier:
         self._prefix = prefix
         self._options = options
         self._open: dict[int, OpenSegments] = {}
+        self._other_layout: set[int] = set()  # ranks whose segments were told to be that
         self._released = False
         self._lock = threading.Lock()
 
     @contextmanager
     def using(self, rank: int, *, create: bool = False) -> Iterator[OpenSegments | None]:
-        """A rank's segments for the body of the with statement; None if there are none and `create` is not set."""
+        """A rank's segments for the body of the with statement; None if there are none and `create` is not set. Raises
+        StateVersionMismatch where some were to be made, and there are others of another layout."""
         with self._lock:
             entry = None if self._released else self._enter_locked(rank, create=create)
         try:
@@ -87,16 +95,17 @@ class SlotTier:
             return None
         return view, manifest, data
 
-    def remove(self, rank: int) -> None:
-        """Free a rank's segments. Who is using them keeps the memory until it leaves."""
+    def remove(self, rank: int) -> bool:
+        """Free a rank's segments. Who is using them keeps the memory until it leaves. False if there are none."""
         with self._lock:
             entry = self._enter_locked(rank, create=False)
             if entry is None:
-                return
+                return False
             entry.removed = True
             self._open.pop(rank, None)
         entry.segments.unlink()
         self._leave(entry)
+        return True
 
     def release(self) -> None:
         """Free all segments; from now on there are none, and none are made."""
@@ -141,9 +150,19 @@ class SlotTier:
                 segments = RankSegments.open(self._base(rank), create=create, options=self._options)
             except FileNotFoundError:
                 return None
+            except StateVersionMismatch as error:
+                if create:
+                    raise
+                self._tell_once(rank, error)
+                return None
             entry = self._open[rank] = OpenSegments(rank, segments)
         entry.users += 1
         return entry
+
+    def _tell_once(self, rank: int, error: StateVersionMismatch) -> None:
+        if rank not in self._other_layout:
+            self._other_layout.add(rank)
+            log.warning("segments_ignored", job=self.job, tier=str(self.tier), rank=rank, reason=str(error))
 
     def _leave(self, entry: OpenSegments) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from ckpt_engine.rate_limit import RateLimit
@@ -36,10 +37,11 @@ def open_persistent(
     run: str = "",
     settings: EngineSettings,
     rate_limit: RateLimit | None = None,
+    ranks: Collection[int] | None = None,
 ) -> ShardStore:
-    """What all hosts share."""
+    """What all hosts share. `ranks`: whose shards are looked at, as in `ShardStore`."""
     storage = open_storage(run_location(persistent_dir, job, run), settings)
-    return ShardStore(storage, tier=Tier.PERSISTENT, job=job, run=run, host_id="", rate_limit=rate_limit)
+    return ShardStore(storage, tier=Tier.PERSISTENT, job=job, run=run, host_id="", rate_limit=rate_limit, ranks=ranks)
 
 
 def run_location(root: str, job: str, run: str) -> str:

@@ -22,6 +22,7 @@ from ckpt_engine.tiers.storage import Entry
 from flyball.contracts.errors import CorruptShard, FlyballError
 
 if TYPE_CHECKING:
+    from obstore import ObjectMeta
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 _PART_BYTES = 8 << 20
@@ -82,21 +83,22 @@ class ObjectStorage:
             size_bytes = obstore.head(self._store, name)["size"]
         yield _OpenObject(size_bytes, lambda begin, length: self._range(name, begin, length))
 
-    def exists(self, name: str) -> bool:
+    def stat(self, name: str) -> Entry | None:
         try:
             with self._explained(name):
-                obstore.head(self._store, name)
+                return _entry(obstore.head(self._store, name))
         except FileNotFoundError:
-            return False
-        return True
+            return None
+
+    def folders(self, folder: str = "") -> list[str]:
+        with self._explained(folder):
+            return list(obstore.list_with_delimiter(self._store, folder or None)["common_prefixes"])
 
     def entries(self, folder: str = "") -> Iterator[Entry]:
         with self._explained(folder):
             for page in obstore.list(self._store, folder or None, chunk_size=1000):
                 for found in page:
-                    # A store without entity tags: objects never change their content under one name, except for size.
-                    version = found["e_tag"] or str(found["last_modified"])
-                    yield Entry(found["path"], found["size"], f"{version}-{found['size']}")
+                    yield _entry(found)
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names:
@@ -106,10 +108,10 @@ class ObjectStorage:
             except FileNotFoundError:  # S3 says nothing, others do
                 continue
 
-    def remove_unfinished(self, wanted: Callable[[str], bool]) -> list[str]:
+    def remove_unfinished(self, wanted: Callable[[str], bool], folders: Iterable[str] = ("",)) -> list[str]:
         """Nothing: obstore does not list uploads that were begun. The bucket needs a lifecycle rule that ends them
         (docs/checkpoints.md); they are no objects, and are never listed."""
-        del wanted
+        del wanted, folders
         return []
 
     def _range(self, name: str, begin: int, length: int) -> memoryview:
@@ -128,6 +130,12 @@ class ObjectStorage:
             raise
         except Exception as error:
             raise as_flyball_error(error, place=self.place, name=name) from error
+
+
+def _entry(found: ObjectMeta) -> Entry:
+    # A store without entity tags: objects never change their content under one name, except for size.
+    version = found["e_tag"] or str(found["last_modified"])
+    return Entry(found["path"], found["size"], f"{version}-{found['size']}")
 
 
 class _OpenObject:

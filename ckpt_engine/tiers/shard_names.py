@@ -22,6 +22,8 @@ _RANK_MANIFEST = re.compile(f"g{_NUMBER}/step{_NUMBER}/rank{_NUMBER}" + re.escap
 _RANK_FILE = re.compile(
     f"g{_NUMBER}/step{_NUMBER}/rank{_NUMBER}({re.escape(SHARD_SUFFIX)}|{re.escape(MANIFEST_SUFFIX)})"
 )
+_GENERATION_FOLDER = re.compile(f"g{_NUMBER}")
+_STEP_FOLDER = re.compile(f"g{_NUMBER}/step{_NUMBER}")
 _STEP_FILE = re.compile(f"g{_NUMBER}/step{_NUMBER}/({re.escape(WORLD_MANIFEST)}|{PINNED})")
 
 
@@ -44,6 +46,16 @@ class ShardKey:
 
 def step_folder(generation: int, step: int) -> str:
     return f"g{generation}/step{step}"
+
+
+def is_generation_folder(name: str) -> bool:
+    return _GENERATION_FOLDER.fullmatch(name) is not None
+
+
+def parse_step_folder(name: str) -> tuple[int, int] | None:
+    """(generation, step); None if the name is anything else."""
+    match = _STEP_FOLDER.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def world_manifest_name(generation: int, step: int) -> str:

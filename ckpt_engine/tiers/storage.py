@@ -59,7 +59,14 @@ class Storage(Protocol):
         """Raises FileNotFoundError."""
         ...
 
-    def exists(self, name: str) -> bool: ...
+    def stat(self, name: str) -> Entry | None:
+        """The entry of one name, as a listing has it; None if it is not there."""
+        ...
+
+    def folders(self, folder: str = "") -> list[str]:
+        """The names of the folders right inside `folder`, in no order. What is in them is not looked at: it costs as
+        much as it has folders, and not as they have content."""
+        ...
 
     def entries(self, folder: str = "") -> Iterator[Entry]:
         """Everything in `folder` ('' for everything), except for what is being written; in no order."""
@@ -69,6 +76,7 @@ class Storage(Protocol):
         """Durably, all before this returns; who is not there is no error."""
         ...
 
-    def remove_unfinished(self, wanted: Callable[[str], bool]) -> list[str]:
-        """Remove what killed writers left of the names that are `wanted`; returns the names."""
+    def remove_unfinished(self, wanted: Callable[[str], bool], folders: Iterable[str] = ("",)) -> list[str]:
+        """Remove what killed writers left, in these folders and below, of the names that are `wanted`; returns the
+        names."""
         ...

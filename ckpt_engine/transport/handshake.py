@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from collections.abc import Callable
 
 from ckpt_engine.peer_wire import PEER_PROTOCOL, Challenge, Hello, Welcome
 from ckpt_engine.transport.port import Connection, Identity
@@ -43,8 +44,11 @@ def introduce(connection: Connection, *, identity: Identity, token: bytes, timeo
     connection.peer = peer
 
 
-def admit(connection: Connection, *, identity: Identity, token: bytes, timeout_s: float) -> None:
-    """The accepting side. Raises Unauthorized unless the other side has the token."""
+def admit(
+    connection: Connection, *, identity: Identity, token: bytes, timeout_s: float, on_shown: Callable[[], None]
+) -> None:
+    """The accepting side. Raises Unauthorized unless the other side has the token, and what `on_shown` raises, which is
+    called when that is shown and before the other side hears of it."""
     nonce = secrets.token_hex(32)
     connection.send(Challenge(PEER_PROTOCOL, nonce), timeout_s=timeout_s)
     hello = connection.receive(Hello, timeout_s=timeout_s)
@@ -54,6 +58,7 @@ def admit(connection: Connection, *, identity: Identity, token: bytes, timeout_s
             f"A connection that says it is the engine of {hello.host_id} does not have the token.",
             hint="use the same token on all hosts of the cluster",
         )
+    on_shown()
     proof = _proof(token, "accepts", nonce, hello.nonce, Identity(identity.host_id, "", identity.incarnation))
     connection.send(Welcome(identity.host_id, identity.incarnation, proof), timeout_s=timeout_s)
     connection.peer = peer

@@ -8,6 +8,7 @@ every `io_timeout_s`, so that neither silence nor single dripping bytes hold a t
 from __future__ import annotations
 
 import os
+import re
 import select
 import socket
 import struct
@@ -29,6 +30,8 @@ _LENGTH: Final = struct.Struct("<I")
 _TIMEVAL: Final = struct.Struct("@ll")
 _PROGRESS_BYTES: Final = 64 << 10
 _AT_ONCE_BYTES: Final = 1 << 20  # in one call to the kernel
+_MAX_PORT: Final = 65535
+_SHOWN_CHARACTERS: Final = 64
 _BACKLOG: Final = 1024  # all hosts of a job call rank 0's engine at the same moment
 
 
@@ -203,11 +206,21 @@ def _listen(address: str, port: int, *, fallback: bool) -> socket.socket:
         ) from error
 
 
-def connect_tcp(address: str, *, settings: EngineSettings, total: ByteCounters) -> TcpConnection:
-    """A connection to "ip:port", the handshake not yet made. Raises Unreachable."""
+def split_address(address: str) -> tuple[str, int]:
+    """(host, port) of "ip:port" or "[ip]:port", as an engine announces it. Raises InvalidMessage if it is no such."""
     host, _, port = address.rpartition(":")
+    if not host or re.fullmatch("[0-9]{1,5}", port) is None or not 0 < int(port) <= _MAX_PORT:
+        raise InvalidMessage(
+            f"{address[:_SHOWN_CHARACTERS]!r} is no address of an engine.",
+            hint="see which engine announces it: it has to be IP:PORT, with a port from 1 to 65535",
+        )
+    return host.strip("[]"), int(port)
+
+
+def connect_tcp(address: str, *, settings: EngineSettings, total: ByteCounters) -> TcpConnection:
+    """A connection to "ip:port", the handshake not yet made. Raises Unreachable, InvalidMessage for no such address."""
     try:
-        sock = socket.create_connection((host.strip("[]"), int(port)), timeout=settings.connect_timeout_s)
+        sock = socket.create_connection(split_address(address), timeout=settings.connect_timeout_s)
     except (OSError, ValueError) as error:
         raise Unreachable(
             f"No connection to the engine at {address}: {error}.", hint="see whether that host and its engine are up"

@@ -170,7 +170,7 @@ class Sender:
         self._listener.close()
 
 
-SETTINGS = EngineSettings(io_timeout_s=2.0)
+SETTINGS = EngineSettings(io_timeout_s=60.0)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ server.start()
 print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()
 """
-SETTINGS = EngineSettings(store_timeout_s=20.0, store_retry_s=20.0)
+SETTINGS = EngineSettings(store_timeout_s=60.0, store_retry_s=60.0)
 
 
 def make_shard(
@@ -117,7 +117,7 @@ class Bucket(Place):
         self.client.put_object(Bucket=self.bucket, Key=f"some/prefix/job/{name}", Body=content)
 
     def put_many(self, names: Iterable[str]) -> None:
-        with httpx.Client(base_url=self.endpoint) as client:  # several times faster than the other one
+        with httpx.Client(base_url=self.endpoint, timeout=60.0) as client:  # several times faster than the other one
             for name in names:
                 client.put(f"/{self.bucket}/some/prefix/job/{name}", content=b"").raise_for_status()
 
@@ -153,7 +153,7 @@ def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{int(server.stdout.readline())}"
     finally:
         server.stdin.close()
-        server.wait(20.0)
+        server.wait(90.0)
         server.stdout.close()
         log.close()
 

@@ -63,7 +63,7 @@ def write_in_a_process(place: Place, made: tuple[Manifest, bytes, memoryview], f
         [sys.executable, "-P", "-c", WRITER, place.url, str(place.tier), str(folder)],
         env={**os.environ, "FLYBALL_FAULT_POINT": stage},
         cwd=Path(__file__).parents[3],
-        timeout=60.0,
+        timeout=180.0,
         check=False,
     )
     return writer.returncode
@@ -170,8 +170,7 @@ class ScriptedServer:
                 if self._answer:
                     connection.sendall(self._answer)
                 if self._close:
-                    connection.close()
-                    return
+                    connection.shutdown(socket.SHUT_WR)  # and what else comes is read: else the answer could be lost
         except OSError:
             return
 
@@ -181,7 +180,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ShardStore]
     """A store at a server that answers like this."""
     servers: list[ScriptedServer] = []
 
-    def start(answer: bytes, *, close: bool = False) -> ShardStore:
+    def start(answer: bytes, *, close: bool = False, timeout_s: float = 0.3) -> ShardStore:
         servers.append(ScriptedServer(answer, close=close))
         for name, value in (
             ("AWS_ENDPOINT_URL", servers[-1].endpoint),
@@ -190,7 +189,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ShardStore]
             ("AWS_DEFAULT_REGION", "us-east-1"),
         ):
             monkeypatch.setenv(name, value)
-        settings = EngineSettings(store_timeout_s=0.3, store_retry_s=0.2)
+        settings = EngineSettings(store_timeout_s=timeout_s, store_retry_s=0.2)
         storage = open_storage("s3://bucket/prefix/job", settings)
         return ShardStore(storage, tier=Tier.PERSISTENT, job="job", host_id="")
 
@@ -242,7 +241,7 @@ def test_a_server_that_does_not_answer_is_given_up_in_time(
         done.set()
 
     threading.Thread(target=run, daemon=True).start()
-    assert done.wait(30.0)
+    assert done.wait(120.0)
     assert len(errors) == 1
     assert isinstance(errors[0], FlyballError | FileNotFoundError), errors
     assert store.copies() == []
@@ -261,7 +260,7 @@ def test_a_server_that_does_not_answer_is_given_up_in_time(
 def test_what_a_store_refuses_says_why_and_what_to_do(
     serve: Callable[..., ShardStore], shard: MakeShard, status: str, code: str, expected: type[FlyballError], hint: str
 ) -> None:
-    store = serve(_answer(status, code), close=True)
+    store = serve(_answer(status, code), close=True, timeout_s=60.0)
     for name, operation in _every_operation(store, shard).items():
         with pytest.raises(expected) as caught:
             operation()
@@ -301,6 +300,7 @@ class FlakyProxy:
         self._breaks = breaks
         self._after_bytes = after_bytes
         self.broken = 0
+        self._counting = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -318,13 +318,19 @@ class FlakyProxy:
             threading.Thread(target=self._pump, args=(client, server, True), daemon=True).start()
             threading.Thread(target=self._pump, args=(server, client, False), daemon=True).start()
 
+    def _breaks_this(self) -> bool:
+        with self._counting:
+            if self.broken == self._breaks:
+                return False
+            self.broken += 1
+            return True
+
     def _pump(self, source: socket.socket, target: socket.socket, upward: bool) -> None:
         total = 0
         try:
             while data := source.recv(1 << 16):
                 total += len(data)
-                if upward and total > self._after_bytes and self.broken < self._breaks:
-                    self.broken += 1
+                if upward and total > self._after_bytes and self._breaks_this():
                     break
                 target.sendall(data)
         except OSError:

@@ -24,15 +24,16 @@ from ckpt_engine.slots import RestoreState
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.transport.pool import ConnectionPool
 from ckpt_engine.transport.port import Connection
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, ShardSource, Tier
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, ShardCopy, ShardSource, Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.engine_wire import Configure
 from flyball.contracts.errors import StorageFull, Unreachable
 from flyball.contracts.identity import Fence
+from flyball.contracts.recovery import complete_points
 
 Place = Any  # the conftest's
-DEADLINE_S = 20.0
+DEADLINE_S = 90.0
 
 
 def nobody(host_id: str, address: str) -> Connection:
@@ -44,7 +45,7 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Engines of hosts that share nothing but the store."""
     jobs: list[Job] = []
 
-    def start(host_id: str, limit: RateLimit | None = None) -> Job:
+    def start(host_id: str, limit: RateLimit | None = None, in_touch: Callable[[], bool] = lambda: True) -> Job:
         settings = EngineSettings()
         (tmp_path / host_id).mkdir(exist_ok=True)
         services = Services(
@@ -63,6 +64,7 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
             peer_limit=RateLimit(0, monotonic_s=time.monotonic),
             dial=nobody,
             code_version="test",
+            in_touch=in_touch,
             rate_limits={Tier.PERSISTENT: limit} if limit else {},
         )
         jobs.append(Job("job", services))
@@ -174,3 +176,105 @@ def test_the_limit_is_asked_for_every_byte(shared_place: Place, start_job: Calla
     wait_for(lambda: persistent_steps(job) == [0])
     assert limit.asked == len(payload)
     assert msgspec.to_builtins(job.failures()) == []
+
+
+def test_out_of_touch_with_the_supervisor_what_others_may_restore_stays(
+    shared_place: Place, start_job: Callable[..., Job]
+) -> None:
+    is_in_touch = True
+    job = start_job("host-a", in_touch=lambda: is_in_touch)
+    job.begin(configure("host-a", shared_place))
+
+    def save_steps(*steps: int) -> None:
+        for step in steps:
+            capture(job, step, slot=step % 2)
+            wait_for(lambda newest=step: newest in persistent_steps(job))
+
+    save_steps(0, 1, 2, 3)
+    wait_for(lambda: persistent_steps(job) == [2, 3])
+    is_in_touch = False
+    save_steps(4, 5, 6, 7)
+    wait_for(lambda: persistent_steps(job) == [2, 3, 6, 7])
+    is_in_touch = True
+    save_steps(8)
+    wait_for(lambda: persistent_steps(job) == [7, 8])
+
+
+def test_what_a_superseded_engine_goes_on_to_write_and_seals_is_dead_to_those_that_came_after(
+    shared_place: Place, start_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on, write = threading.Event(), threading.Event(), ShardStore.write
+
+    def write_slowly(store: ShardStore, manifest: Any, *arguments: Any) -> int:  # noqa: ANN401 - handed on
+        if manifest.step == 4:
+            writing.set()
+            assert go_on.wait(DEADLINE_S)
+        return write(store, manifest, *arguments)
+
+    monkeypatch.setattr(ShardStore, "write", write_slowly)
+    superseded = start_job("host-a")
+    superseded.begin(configure("host-a", shared_place))
+    capture(superseded, 3, slot=0)
+    wait_for(lambda: persistent_steps(superseded) == [3])
+    capture(superseded, 4, slot=1)
+    assert writing.wait(DEADLINE_S)
+    after = start_job("host-b")
+    source = ShardSource(0, 1, Tier.PERSISTENT, "", "")
+    placed = configure("host-b", shared_place, generation=2, restore=RestorePlan(3, {"0": (source,)}))
+    after.begin(placed)
+    go_on.set()
+    wait_for(lambda: superseded.disks[Tier.PERSISTENT].sealed_steps((LineageEntry(1),)) == (3, 4))
+    after.flush(DEADLINE_S)  # it may have removed that step by now
+    assert persistent_steps(after) == [3]
+    assert complete_points(shared_place.store().scan(), placed.placement.lineage, 1) == {(3, 1)}
+
+
+def test_a_prune_that_lasts_ends_when_the_touch_does_and_what_it_left_stays(
+    shared_place: Place, shard: Callable[..., Any], start_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = shared_place.store()
+    for step in range(6):
+        store.write(*shard(step, size_bytes=64))
+        store.seal(1, step, 1)
+    is_in_touch, remove = True, ShardStore.remove
+
+    def remove_slowly(store: ShardStore, copy: ShardCopy) -> None:
+        nonlocal is_in_touch
+        remove(store, copy)
+        is_in_touch = False
+
+    monkeypatch.setattr(ShardStore, "remove", remove_slowly)
+    job = start_job("host-a", in_touch=lambda: is_in_touch)
+    job.begin(configure("host-a", shared_place))
+    assert job._durable is not None
+    (writer,) = job._durable._writers
+
+    def save_step(step: int) -> None:
+        """And wait until nothing goes any more."""
+        capture(job, step, slot=step % 2)
+        wait_for(lambda: writer._naming is not None and step in writer._naming.kept)
+        wait_for(lambda: not writer._prune_due and not writer._busy)
+
+    save_step(6)
+    save_step(7)
+    assert persistent_steps(job) == [1, 2, 3, 4, 5, 6, 7]
+    monkeypatch.setattr(ShardStore, "remove", remove)
+    is_in_touch = True
+    save_step(8)
+    wait_for(lambda: persistent_steps(job) == [7, 8])
+
+
+def test_an_engine_that_begins_out_of_touch_leaves_what_was_there(
+    shared_place: Place, start_job: Callable[..., Job]
+) -> None:
+    job = start_job("host-a")
+    job.begin(configure("host-a", shared_place))
+    capture(job, 0, slot=0)
+    wait_for(lambda: persistent_steps(job) == [0])
+    job.end(join_timeout_s=DEADLINE_S)
+    again = start_job("host-a", in_touch=lambda: False)  # its predecessor was killed while the host was cut off
+    again.begin(configure("host-a", shared_place), resumed=True)
+    for step in range(1, 5):
+        capture(again, step, slot=step % 2)
+        wait_for(lambda newest=step: newest in persistent_steps(again))
+    wait_for(lambda: persistent_steps(again) == [0, 3, 4])

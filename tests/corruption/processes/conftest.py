@@ -34,7 +34,7 @@ from flyball.contracts.segments import rank_segment, shm_prefix
 from services.controller.recovery_point import plan_restore
 
 JOB = "job"
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 HOSTS = ("a", "b")  # rank 0 is on a, rank 1 on b
 
 FORKER = """
@@ -112,7 +112,7 @@ def run(result_file):
     with open(result_file + ".new", "w") as file:
         json.dump({"start": start, "right": right}, file)
     os.rename(result_file + ".new", result_file)
-    for step in range(start, start + 5000):
+    for step in range(start, 90_000):  # on and on; far below the step that `arm_ranks` names
         state = state_of(step, job.rank)
         job.save(step, state).replicated.wait(0.05)
 """
@@ -160,7 +160,7 @@ class Forker:
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(20)
+        self._process.wait(DEADLINE_S)
         self._process.stdout.close()
 
 
@@ -345,7 +345,7 @@ class Site:
         for host in self.hosts.values():
             if not state_in_kernel(host.engine):
                 host.start_engine()
-        copies = [copy for host in self.hosts.values() for copy in host.ask(Flush(JOB, 10.0)).copies]
+        copies = [copy for host in self.hosts.values() for copy in host.ask(Flush(JOB, 60.0)).copies]
         addresses = {host.name: host.ask(GetStatus()).address for host in self.hosts.values()}
         parts = [HostRanks(host.name, "127.0.0.1", addresses[host.name], (host.rank,)) for host in self.hosts.values()]
         self.plan = plan_restore(copies, self.lineage, 2, addresses, parts)

@@ -13,6 +13,7 @@ import pytest
 
 from ckpt_engine import integrity
 from ckpt_engine.restore_file import read_manifest
+from ckpt_engine.world_manifest import WORLD_MANIFEST
 from flyball.contracts.checkpoints import Tier
 
 if TYPE_CHECKING:
@@ -41,9 +42,12 @@ def files_on(folder: Path) -> dict[int, set[int]]:
     return found
 
 
-def newest_on(folder: Path) -> int:
-    """The newest step of which both ranks' shards are there."""
-    return max((step for step, ranks in files_on(folder).items() if ranks == {0, 1}), default=-1)
+def newest_on(folder: Path, tier: Tier = Tier.DISK) -> int:
+    """The newest step that counts: both ranks' shards are there and, in the persistent tier, its world manifest."""
+    whole = {step for step, ranks in files_on(folder).items() if ranks == {0, 1}}
+    if tier is Tier.PERSISTENT:
+        whole &= {int(path.parent.name.removeprefix("step")) for path in paths(folder) if path.name == WORLD_MANIFEST}
+    return max(whole, default=-1)
 
 
 def fill(folder: Path) -> Path:
@@ -68,22 +72,22 @@ def test_a_full_disk_costs_only_what_it_was_to_hold(site_with_small_disks: Site,
     folder = site.hosts["a"].engines.seen(site.root / {Tier.DISK: "disk", Tier.PERSISTENT: "store"}[tier])
     site.begin()
     until("steps are on the disk", lambda: site.durable_step() >= 2)
-    until("steps of both ranks", lambda: newest_on(folder) >= 0)
-    newest = newest_on(folder)
+    until("steps of both ranks", lambda: newest_on(folder, tier) >= 0)
+    newest = newest_on(folder, tier)
 
     def is_told() -> bool:
         fill(folder)  # also what retention gave back meanwhile
         return counted(site, f"{tier}_storage_full") + counted(site, f"{tier}_seal_failures") >= 3
 
     until("it is told", is_told)
-    assert newest_on(folder) >= newest
+    assert newest_on(folder, tier) >= newest
     assert any("no room" in failure.message for status in site.status() for failure in status.failures)
     world = site.world_step()
     until("training goes on", lambda: site.world_step() >= world + 20)
 
-    newest = newest_on(folder)
+    newest = newest_on(folder, tier)
     fill(folder).unlink()
-    until("newer steps are written", lambda: newest_on(folder) > newest)
+    until("newer steps are written", lambda: newest_on(folder, tier) > newest)
     committed = site.committed()
     assert site.recover() >= committed
     site.begin()

@@ -160,7 +160,7 @@ class Site:
             check=False,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             cwd=self.root,
             env=self.environment | environ,
         )

@@ -56,5 +56,5 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield "s3://bucket/some/prefix"
     finally:
         server.stdin.close()
-        server.wait(20.0)
+        server.wait(60.0)
         server.stdout.close()

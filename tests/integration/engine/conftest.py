@@ -38,7 +38,7 @@ from flyball.contracts.segments import rank_segment, shm_prefix
 JOB = "job"
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 90.0) -> None:
     """Poll until the condition holds; fails the test at the deadline."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
@@ -79,7 +79,7 @@ class EngineHost:
     def _answers(self) -> bool:
         try:
             return self.ask(GetStatus()).ok
-        except OSError:
+        except (OSError, struct.error):  # not there yet; or killed before it could answer
             return False
 
     def kill(self) -> None:
@@ -90,7 +90,7 @@ class EngineHost:
     def terminate(self) -> int:
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(10)
+        return self.process.wait(90)
 
     def lose(self) -> None:
         """The host is gone: engine, segments and state folder."""
@@ -104,7 +104,7 @@ class EngineHost:
 
     def ask(self, request: object) -> EngineReply:
         with socket.socket(socket.AF_UNIX) as sock:
-            sock.settimeout(20)
+            sock.settimeout(90)
             sock.connect(str(self.state_dir / "engine.sock"))
             data = wire.encode(request)
             sock.sendall(struct.pack("<I", len(data)) + data)
@@ -124,7 +124,8 @@ class EngineHost:
         return any((copy.tier, copy.step, copy.rank) == (tier, step, rank) for copy in self.status.copies)
 
     def logged(self, event: str) -> list[dict[str, object]]:
-        lines = [json.loads(line) for line in self.log_path.read_text().splitlines()]
+        whole = self.log_path.read_text().rpartition("\n")[0]  # the last line may be being written
+        lines = [json.loads(line) for line in whole.splitlines()]
         return [line for line in lines if line["event"] == event]
 
 
@@ -190,6 +191,11 @@ class Trainer:
     @property
     def world_step(self) -> int:
         return self.segments.read_world().step
+
+    def knows_end_of(self, step: int) -> bool:
+        """All have it, or it was given up."""
+        world = self.segments.read_world()
+        return world.step >= step or step in world.abandoned
 
     def stored(self, generation: int, step: int) -> bytes | None:
         view = self.segments.find(generation, step, SlotState.COMMITTED)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from own_servers import free_port
 
 from flyball.contracts import worker_env
 
@@ -30,7 +31,7 @@ opened, copy_piece = threading.Event(), copying.TensorCopy.copy_piece
 
 def held_up(copy, begin, end):  # the background begins when the step of the training thread does
     if threading.current_thread().name == "flyball-copy" and copy.version is not None:
-        assert opened.wait(30)
+        assert opened.wait(120)
     elif copy.version is not None:
         opened.set()
     copy_piece(copy, begin, end)
@@ -66,7 +67,7 @@ for step in range(3):
     raced += not handle.staged
     losses = [train(model, optimizer, step)]
     opened.set()
-    assert handle.replicated.wait(30), handle
+    assert handle.replicated.wait(120), handle
     segments = job._engine._segments
     view = segments.find(1, step)
     found = safetensors.torch.load(bytes(segments.payload(view.index)))
@@ -87,12 +88,6 @@ print(json.dumps({"torn": torn, "raced": raced, "same": same, "block": block, "m
 again.close()
 dist.destroy_process_group()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_sharded_models_are_captured_whole_and_restored_to_the_last_bit(tmp_path: Path) -> None:
@@ -118,11 +113,11 @@ def test_sharded_models_are_captured_whole_and_restored_to_the_last_bit(tmp_path
         for rank in range(2)
     ]
     try:
-        ended = [rank.communicate(timeout=120) for rank in ranks]
+        ended = [rank.communicate(timeout=300) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait(timeout=10)
+            rank.wait(timeout=60)
     assert [rank.returncode for rank in ranks] == [0, 0], [errors for _, errors in ended]
     found = [json.loads(output) for output, _ in ended]
     assert [entry["torn"] for entry in found] == [[], []]

@@ -31,7 +31,7 @@ def call(host: EngineHost) -> Connection:
     """A connection to an engine, as another engine makes it."""
     connection = connect_tcp(host.address, settings=EngineSettings(), total=ByteCounters())
     token = host.token_file.read_text().strip().encode()
-    introduce(connection, identity=Identity("test", "127.0.0.1:1", "1"), token=token, timeout_s=5)
+    introduce(connection, identity=Identity("test", "127.0.0.1:1", "1"), token=token, timeout_s=60)
     return connection
 
 
@@ -46,11 +46,11 @@ def test_a_peer_says_what_it_holds_of_the_ranks_that_it_is_asked_for(
         second.save(step)
     until(lambda: first.world_step == second.world_step == 1)
     with call(b) as connection:
-        held = connection.request(ListShards("job", (0,)), Inventory, timeout_s=5).copies
+        held = connection.request(ListShards("job", 0), Inventory, timeout_s=60).copies
         assert [(copy.step, copy.tier, copy.host_id) for copy in held] == [(1, Tier.PEER, "b"), (0, Tier.PEER, "b")]
-        both = connection.request(ListShards("job", (0, 1)), Inventory, timeout_s=5).copies
-        assert {(copy.step, copy.rank, copy.tier) for copy in both} >= {(1, 0, Tier.PEER), (1, 1, Tier.MEMORY)}
-        assert connection.request(ListShards("another", (0,)), Inventory, timeout_s=5).copies == ()
+        own = connection.request(ListShards("job", 1), Inventory, timeout_s=60).copies
+        assert {(copy.step, copy.rank, copy.tier) for copy in own} == {(0, 1, Tier.MEMORY), (1, 1, Tier.MEMORY)}
+        assert connection.request(ListShards("another", 0), Inventory, timeout_s=60).copies == ()
     digests = {copy.digest for copy in a.status.copies if (copy.rank, copy.step) == (0, 1)}
     assert digests == {held[0].digest}
 
@@ -60,13 +60,14 @@ def ready(
 ) -> list[Trainer]:
     """One host and one rank per letter, two replicas each; generation 1 runs."""
     for name in names:
-        cluster.host(name, **{"REPLICATE_TIMEOUT_S": "0.3", **settings})
+        cluster.host(name, **settings)
     placement = cluster.placement({name: (rank,) for rank, name in enumerate(names)}, peers=peers)
     assert all(reply.ok for reply in cluster.configure(placement, CheckpointSpec(replicas=2)).values())
     return [trainer(cluster.hosts[name], rank) for rank, name in enumerate(names)]
 
 
 RING = {"a": ("b", "c"), "b": ("c", "d"), "c": ("d", "a"), "d": ("a", "b")}
+IMPATIENT = {"REPLICATE_TIMEOUT_S": "1.0"}
 
 
 @pytest.mark.parametrize("mode", list(Replication))
@@ -110,6 +111,7 @@ def test_a_host_and_one_of_its_holders_are_lost_and_the_other_has_every_byte(
         moved = trainer(cluster.hosts[name], rank, 2, lineage)
         assert moved.await_restore(2) is RestoreState.READY
         assert moved.stored(1, 1) == ranks[rank].payload(1)
+        until(lambda name=name: cluster.hosts[name].status.restores)  # the trainer is told first
         (report,) = cluster.hosts[name].status.restores
         assert report.source_tier is Tier.PEER and report.socket_bytes >= report.size_bytes > 1_000_000
         received = cluster.hosts[name].status.counters["peer_bytes_received"]
@@ -123,7 +125,7 @@ def test_a_host_and_one_of_its_holders_are_lost_and_the_other_has_every_byte(
 def test_a_dead_peer_delays_neither_the_other_copy_nor_for_long_the_save(
     cluster: Cluster, trainer: type[Trainer], until: Until
 ) -> None:
-    ranks = ready(cluster, trainer, "abcd", RING)
+    ranks = ready(cluster, trainer, "abcd", RING, **IMPATIENT)
     a, b, c, d = (cluster.hosts[name] for name in "abcd")
     for rank in ranks:
         rank.save(0)
@@ -143,7 +145,7 @@ def test_a_dead_peer_delays_neither_the_other_copy_nor_for_long_the_save(
 def test_a_peer_that_falls_silent_in_the_middle_of_an_exchange_is_not_waited_for(
     cluster: Cluster, trainer: type[Trainer], until: Until
 ) -> None:
-    quick = {"REPLICATE_TIMEOUT_S": "0.3", "IO_TIMEOUT_S": "0.5", "HANDSHAKE_TIMEOUT_S": "0.3", "PING_TIMEOUT_S": "0.5"}
+    quick = {**IMPATIENT, "IO_TIMEOUT_S": "3.0", "HANDSHAKE_TIMEOUT_S": "3.0", "PING_TIMEOUT_S": "3.0"}
     ranks = ready(cluster, trainer, "abcd", RING, **quick)
     for rank in ranks:
         rank.save(0)
@@ -203,13 +205,13 @@ def test_chunks_that_did_not_change_do_not_travel_again(cluster: Cluster, traine
 def test_a_bandwidth_limit_holds_and_a_newer_generation_does_not_wait_for_it(
     cluster: Cluster, trainer: type[Trainer], until: Until
 ) -> None:
-    a, b = cluster.host("a", PEER_BYTES_PER_S="200000"), cluster.host("b")
+    a, b = cluster.host("a", PEER_BYTES_PER_S="50000"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
     first, second = trainer(a, 0), trainer(b, 1)
     first.save(0)
     second.save(0)
-    until(lambda: a.status.counters["peer_bytes_sent"] > 50_000)
-    assert not b.holds(Tier.PEER, 0, 0)  # 1.2 MB would take six seconds
+    until(lambda: a.status.counters["peer_bytes_sent"] > 10_000)
+    assert not b.holds(Tier.PEER, 0, 0)  # 1.2 MB would take 24 seconds
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}, generation=2))
     again = [trainer(a, 0, 2), trainer(b, 1, 2)]
     assert all(rank.try_save(0) for rank in again)
@@ -228,10 +230,10 @@ def test_a_sender_that_dies_in_mid_shard_leaves_the_older_replica_and_sends_agai
         rank.save(0)
     until(lambda: first.world_step == second.world_step == 0)
     a.kill()
-    a.start(FLYBALL_CKPT_PEER_BYTES_PER_S="200000")
+    a.start(FLYBALL_CKPT_PEER_BYTES_PER_S="50000")
     for rank in (first, second):
         rank.save(1)
-    until(lambda: a.status.counters["peer_bytes_sent"] > 50_000)
+    until(lambda: a.status.counters["peer_bytes_sent"] > 10_000)
     a.kill()
     until(lambda: b.logged("connection_ended") or b.logged("connection_bytes"))
     assert b.holds(Tier.PEER, 0, 0) and not b.holds(Tier.PEER, 1, 0)

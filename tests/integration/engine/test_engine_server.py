@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
-from ckpt_engine.notices import SaveAborted
+from ckpt_engine.notices import SaveAborted, SaveWaited
 from ckpt_engine.slots import RankSegments, RestoreState, SlotState
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier
-from flyball.contracts.engine_wire import Arm, AwaitSaved, Configure, Flush, Release
+from flyball.contracts.engine_wire import Arm, AwaitSaved, Configure, Flush, GetStatus, Release
 from flyball.contracts.identity import Fence
 from flyball.contracts.segments import replica_segment
+from flyball.contracts.testimony import Testimonies
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster, EngineHost, Trainer
@@ -45,7 +46,7 @@ def test_a_captured_shard_is_committed_replicated_and_becomes_the_world_step(pai
     view = replica.find(1, 4)
     assert view is not None
     assert bytes(replica.payload(view.index)) == first.payload(4)
-    assert first.segments.control.replicated_step(1) == 4
+    until(lambda: first.segments.control.replicated_step(1) == 4)
 
 
 def test_a_rank_never_overwrites_what_the_world_still_needs(pair: Pair, until: Until) -> None:
@@ -139,12 +140,21 @@ def test_an_engine_killed_with_a_captured_slot_commits_it_when_it_is_back(pair: 
     until(lambda: first.world_step == second.world_step == 2)
 
 
-def test_a_killed_peer_is_seen_at_once_without_traffic_and_seen_again_when_back(pair: Pair, until: Until) -> None:
-    a, b, *_ = pair
+def test_a_killed_peer_is_seen_at_once_without_traffic_and_seen_again_when_back(cluster: Cluster, until: Until) -> None:
+    a, b = cluster.host("a", PING_TIMEOUT_S="1000"), cluster.host("b")
+    cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
     until(lambda: a.logged("peer_connected"))
     assert a.status.unreachable_peers == ()
+    assert b.ask(GetStatus()).ok  # as its daemon does
+
+    def told() -> Testimonies:
+        return a.ask(GetStatus(about=("b", "unheard-of"))).testimonies
+
+    until(lambda: [t.peer for t in told() if t.daemon_s is not None] == ["b"])
+    until(lambda: told()[0].engine_s < 5.0)
     b.kill()
-    until(lambda: a.status.unreachable_peers == ("b",), 1.0)  # an event, not a missed ping
+    until(lambda: a.status.unreachable_peers == ("b",))  # an event: a missed ping would take a thousand seconds
+    assert told() == ()
     b.start()
     until(lambda: a.status.unreachable_peers == ())
 
@@ -161,7 +171,7 @@ def test_a_lost_host_is_restored_on_a_spare_from_the_peers_memory(
     sent_before = b.status.counters["peer_bytes_sent"]
     expected = first.payload(2)
     a.lose()
-    assert b.ask(Flush("job", 5.0)).ok
+    assert b.ask(Flush("job", 60.0)).ok
     c = cluster.host("c")
     lineage = (LineageEntry(1, 2), LineageEntry(2))
     plan = RestorePlan(2, {"0": (cluster.source(0, Tier.PEER, "b"),), "1": (cluster.source(1, Tier.MEMORY, "b"),)})
@@ -174,8 +184,9 @@ def test_a_lost_host_is_restored_on_a_spare_from_the_peers_memory(
     (report,) = c.status.restores
     assert (report.source_tier, report.source_host, report.step) == (Tier.PEER, "b", 2)
     assert report.socket_bytes >= len(expected)
-    assert b.status.counters["peer_bytes_sent"] - sent_before >= report.socket_bytes
+    until(lambda: b.status.counters.get("restore_bytes_sent", 0) >= report.socket_bytes)  # counted after they were sent
     assert b.status.counters["restore_bytes_sent"] == report.socket_bytes
+    until(lambda: b.status.counters["peer_bytes_sent"] - sent_before >= report.socket_bytes)
     (local,) = b.status.restores
     assert (local.source_tier, local.socket_bytes) == (Tier.MEMORY, 0)
     until(lambda: c.holds(Tier.PEER, 2, 1))  # re-replicated to the new peer
@@ -258,6 +269,7 @@ def test_a_corrupt_local_slot_is_replaced_from_the_peer(
     again = trainer(a, 0, 2, lineage)
     assert again.await_restore(2) is RestoreState.READY
     assert again.stored(1, 0) == first.payload(0)
+    until(lambda: a.status.restores)
     assert a.status.restores[0].source_tier is Tier.PEER
 
 
@@ -278,7 +290,7 @@ def test_a_torn_capture_does_not_count(pair: Pair, until: Until) -> None:
     second.save(0)
     until(lambda: first.world_step == 0)
     first.begin_torn(1)
-    reply = a.ask(Flush("job", 5.0))
+    reply = a.ask(Flush("job", 60.0))
     assert {(c.tier, c.step) for c in reply.copies if c.rank == 0} == {(Tier.MEMORY, 0)}
 
 
@@ -289,7 +301,7 @@ def test_flush_commits_what_a_dead_trainer_captured_although_the_peer_is_gone(pa
     until(lambda: first.world_step == 0)
     b.kill()
     first.save(1)
-    reply = a.ask(Flush("job", 5.0))
+    reply = a.ask(Flush("job", 60.0))
     assert (Tier.MEMORY, 1) in {(c.tier, c.step) for c in reply.copies if c.rank == 0}
 
 
@@ -318,7 +330,7 @@ def test_arm_names_a_step_and_comes_too_late_for_a_rank_that_passed_it(pair: Pai
     assert first.segments.control.emergency_step(1) == 5
     assert a.ask(AwaitSaved("job", 1, 5, 0.05)).code == "not_saved"
     first.save(5)
-    assert a.ask(AwaitSaved("job", 1, 5, 10.0)).ok  # committed and replicated; that the other rank has not is its own
+    assert a.ask(AwaitSaved("job", 1, 5, 60.0)).ok  # committed and replicated; that the other rank has not is its own
     assert a.ask(AwaitSaved("job", 4, 5, 1.0)).code == "stale_command"
 
 
@@ -348,7 +360,7 @@ def test_release_leaves_nothing_in_shared_memory(pair: Pair, until: Until) -> No
 
 def test_a_second_engine_on_the_same_folder_says_who_has_it(cluster: Cluster) -> None:
     a = cluster.host("a")
-    second = subprocess.run(a.command(), stderr=subprocess.PIPE, text=True, check=False, timeout=20)
+    second = subprocess.run(a.command(), stderr=subprocess.PIPE, text=True, check=False, timeout=90)
     assert second.returncode == 16
     assert str(a.process.pid) in second.stderr
     assert a.status.ok
@@ -361,6 +373,21 @@ def test_sigterm_commits_what_was_captured_and_keeps_the_slots(pair: Pair, until
     view = first.segments.find(1, 0, SlotState.COMMITTED)
     assert view is not None
     assert not (a.state_dir / "engine.sock").exists()
+
+
+def test_late_saves_that_an_engine_could_not_tell_of_any_more_are_told_by_the_next_one(
+    pair: Pair, until: Until
+) -> None:
+    a, _, first, _ = pair
+    for step in (1, 2, 3):
+        first.notify(SaveWaited("job", 0, 1, step, 0.5))
+    until(lambda: a.status.counters.get("saves_late") == 3)
+    assert [(late.step, late.count) for late in a.status.late] == [(1, 1)]  # the others are told together, later
+    assert a.terminate() == 0
+    a.start()
+    assert [(late.step, late.count) for late in a.status.late] == [(3, 2)]
+    assert a.terminate() == 0
+    assert a.start().status.late == ()
 
 
 def test_the_server_never_imports_torch(cluster: Cluster) -> None:

@@ -59,7 +59,7 @@ def in_tmpfs(tmp_path: Path) -> InTmpfs:
             cwd=root,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         if done.returncode == 77 or "unshare" in done.stderr:

@@ -56,7 +56,7 @@ def test_a_kill_at_any_stage_leaves_the_newest_committed_step(tmp_path: Path, po
         cwd=ROOT,
         env={**os.environ, fault_points.VARIABLE: f"{point}:8"},
         capture_output=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr

@@ -109,16 +109,17 @@ def test_nothing_goes_before_its_time_to_live_which_begins_when_it_was_last_seen
 ) -> None:
     base = rank_segment(prefix, "job", 0)
     trainer = hold(base)
+    ttl_s = 90.0  # by far more than what this test may be held up for
     age(base, 100.0)  # it has saved nothing for long, and lives
-    assert sweep(prefix, ttl_s=50.0) == []
+    assert sweep(prefix, ttl_s=ttl_s) == []
     trainer.kill()
     trainer.wait()
-    assert sweep(prefix, ttl_s=50.0) == []
-    age(base, 49.0)
-    assert sweep(prefix, ttl_s=50.0) == []
-    age(base, 51.0)
+    assert sweep(prefix, ttl_s=ttl_s) == []
+    age(base, 10.0)
+    assert sweep(prefix, ttl_s=ttl_s) == []
+    age(base, 91.0)
     RankSegments.open(base).close()  # somebody looks at what is there
-    assert sweep(prefix, ttl_s=50.0) == ["job.r0"]
+    assert sweep(prefix, ttl_s=ttl_s) == ["job.r0"]
 
 
 def test_a_last_use_to_come_starts_the_time_to_live_again(prefix: str) -> None:
@@ -209,9 +210,9 @@ def test_what_a_killed_maker_left_goes_and_what_a_live_one_makes_stays(prefix: s
 def test_slots_without_a_control_segment_live_as_long_as_others(prefix: str) -> None:
     base = rank_segment(prefix, "job", 0)
     Path(base + ".s1").write_bytes(bytes(SIZE))
-    assert sweep(prefix, ttl_s=10.0) == []
-    age(base, 11.0)
-    assert sweep(prefix, ttl_s=10.0) == ["job.r0"] and names(prefix) == []
+    assert sweep(prefix, ttl_s=90.0) == []
+    age(base, 91.0)
+    assert sweep(prefix, ttl_s=90.0) == ["job.r0"] and names(prefix) == []
 
 
 def test_by_command_they_go_at_once_unless_somebody_uses_them(
@@ -256,17 +257,17 @@ def test_who_opens_segments_while_they_are_reclaimed_gets_new_ones(
             segments.begin_write(0, 1, 4, SIZE)[:] = b"4" * SIZE
             segments.mark_captured(0)
             assert bytes(segments.payload(0)) == b"4" * SIZE
-            assert os.fstat(segments.control._descriptor).st_nlink == 1  # nobody took the name away meanwhile
+            assert os.fstat(segments.control.descriptor).st_nlink == 1  # nobody took the name away meanwhile
             segments.close()
 
     removed = 0
-    deadline_s = time.monotonic() + 20.0
+    deadline_s = time.monotonic() + 120.0
     with ThreadPoolExecutor(1) as pool:
         opener = pool.submit(reopen)
         while removed < 20 and time.monotonic() < deadline_s and not opener.done():
             removed += len(sweep(prefix, ttl_s=1e-9))
         ended.set()
-        opener.result(20.0)
+        opener.result(120.0)
     assert removed == 20
     monkeypatch.setattr(control_file, "_LOCK_TIMEOUT_S", 0.01)
     RankSegments.open(base, create=True).close()
@@ -278,3 +279,28 @@ def test_who_opens_segments_while_they_are_reclaimed_gets_new_ones(
     opened = RankSegments.open(base)
     assert {view.state for view in opened.slots()} <= {SlotState.EMPTY, SlotState.CAPTURED}
     opened.close()
+
+
+def test_who_opens_segments_outlasts_a_reclaimer_that_is_held_up(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = rank_segment(prefix, "job", 0)
+    leave(prefix, "job")
+    descriptor = os.open(base + ".ctl", os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+    class TenSecondsAtOnce:
+        """The machine stands still between any two looks; the reclaimer goes on when the opener waits."""
+
+        now_s = 0.0
+
+        def monotonic(self) -> float:
+            self.now_s += 10.0
+            return self.now_s
+
+        def sleep(self, _: float) -> None:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(control_file, "time", TenSecondsAtOnce())
+        descriptor_in_use = control_file.open_in_use(base + ".ctl", bytes, create=False)
+    os.close(descriptor_in_use)
+    os.close(descriptor)

@@ -1,0 +1,271 @@
+"""What the control plane carries: one sensor, one controller, one actuator, one Redis, one MariaDB and the load
+generator, all on this machine.
+
+    python benchmarks/control_plane.py --json              one JSON object on stdout, progress on stderr
+    python benchmarks/control_plane.py --quick             1,000 hosts for 10 s, to see that it works
+    python benchmarks/control_plane.py --hosts 5000 --seconds 30 --bus embedded
+
+One report is one HTTP request of one host with its token: eight ranks, the step that each completed in the last second,
+eight copies. First a host's worker is killed again and again while nothing else happens; then 256 hosts report as fast
+as they are answered; then all hosts report once a second on a connection each, while three go on failing (the first
+15 s, in which all of them join at once, count apart); then all of them over 256 connections, 16 requests at once, which
+is a figure apart.
+
+It makes a database and a Redis server of its own, and removes them. MariaDB or MySQL is expected at 127.0.0.1:3306
+(root, no password), or give --database. Run it on a machine that does nothing else.
+
+Exit codes: 0, 1 if reports were dropped or nothing was decided, 2 for wrong arguments, 7 for too little memory or too
+few open files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+
+import msgspec  # noqa: E402 - the lines above make the rest importable
+import psutil  # noqa: E402
+import uvloop  # noqa: E402
+from control_plane_bench import fleet, stack  # noqa: E402
+from control_plane_bench.figures import histogram_quantiles, quantiles_ms  # noqa: E402
+from control_plane_bench.load import LoadResult, run_flood, run_paced  # noqa: E402
+from control_plane_bench.probe import Order, Samples  # noqa: E402
+
+from flyball.contracts.wire import decode  # noqa: E402
+
+BATCH = 16  # reports that go over a connection together, as a relay of many hosts would send them
+PROBED_AT_ONCE = 3  # hosts that fail again and again under load: under load an incident is open for seconds
+FILES_BESIDE_HOSTS = 500
+BYTES_PER_HOST = 150_000  # in the sensor, the load generator, the controller and the database together
+BASE_BYTES = 1 << 30
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--hosts", type=int, help="how many, each with 8 ranks and a connection (10000)")
+    parser.add_argument("--seconds", type=float, help="how long they report once a second (60)")
+    parser.add_argument("--flood-seconds", type=float, help="how long they report as fast as they can (10)")
+    parser.add_argument("--connections", type=int, default=256, help="that carry the flood (256)")
+    parser.add_argument("--hosts-per-job", type=int, default=1250, help="the hosts of one job (1250: 10,000 ranks)")
+    parser.add_argument("--failures", type=int, help="that are decided upon, idle and loaded (50)")
+    parser.add_argument(
+        "--warm-up-seconds", type=float, default=15.0, help="of all hosts, before what is measured (15)"
+    )
+    parser.add_argument("--bus", choices=("redis", "embedded"), default="redis", help="how signals travel (redis)")
+    parser.add_argument("--database", default="", help="URL of an empty database, instead of one of its own")
+    parser.add_argument("--quick", action="store_true", help="1,000 hosts, 10 s, 5 s of flood, 10 failures")
+    options = parser.parse_args()
+    for name, whole, quick in (
+        ("hosts", 10_000, 1_000),
+        ("seconds", 60, 10),
+        ("flood_seconds", 10, 5),
+        ("failures", 50, 10),
+    ):
+        if getattr(options, name) is None:
+            setattr(options, name, quick if options.quick else whole)
+    if min(options.hosts, options.connections, options.hosts_per_job, options.failures) < 1 or options.seconds < 1:
+        parser.error("at least one host, connection, failure and second are needed")
+    options.connections = min(options.connections, options.hosts)
+    return options
+
+
+def main() -> int:
+    options = parse()
+    problem = shortage(options.hosts)
+    if problem:
+        print(f"control_plane: {problem}", file=sys.stderr)
+        return 7
+    before = machine()
+    with (
+        tempfile.TemporaryDirectory(prefix="fbcp-") as name,
+        stack.running_stack(Path(name), bus=options.bus, database_url=options.database) as running,
+    ):
+        result = measure(options, running)
+    result["detail"] |= {"machine_before": before, "machine_after": machine(), "bus": options.bus}
+    if options.json:
+        print(json.dumps(result))
+    else:
+        for key, value in result.items():
+            if key != "detail":
+                print(f"{key:24} {value}")
+    return 1 if result["dropped"] or result["decision_loaded_p99_ms"] is None else 0
+
+
+def shortage(hosts: int) -> str:
+    """What is missing for a run, and what to do about it; raises the limit of open files as far as it may."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if most < hosts + FILES_BESIDE_HOSTS:
+        needed = hosts + FILES_BESIDE_HOSTS
+        return f"{most} open files are allowed, and {hosts} hosts need {needed}: raise `ulimit -Hn`, or give --hosts."
+    needed, free = BASE_BYTES + hosts * BYTES_PER_HOST, psutil.virtual_memory().available
+    if free < needed:
+        return (
+            f"{free >> 20} MiB of memory are free, and {hosts} hosts need {needed >> 20}: free some, or give --hosts."
+        )
+    return ""
+
+
+def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]:
+    say("idle: one host fails again and again")
+    idle = finish(start_probe(options, running, "probe-idle", seconds=120.0))
+    rss_before = {name: service.rss_bytes for name, service in running.services.items()}
+
+    names = fleet.host_ids(options.hosts)
+    few, many = names[: options.connections], names[options.connections :]
+    groups = [few, *(many[n : n + options.hosts_per_job] for n in range(0, len(many), options.hosts_per_job))]
+    hosts = [
+        fleet.make_host(name, place * fleet.RANKS_PER_HOST, f"fleet-{number}", 1, running.secret, tag="a")
+        for number, group in enumerate(groups)
+        for place, name in enumerate(group)
+    ]
+    gc.collect()
+    gc.freeze()
+
+    say(f"as many reports as {options.connections} hosts can send, for {options.flood_seconds:.0f} s")
+    stack.add_jobs(running.database, groups[:1])
+    used = cpu(running)
+    flood = uvloop.run(run_flood(running.sensor.port, hosts[: len(few)], options.connections, options.flood_seconds))
+    flood_cpu = spent(running, used)
+
+    say(f"{options.hosts} hosts report every second for {options.seconds:.0f} s")
+    stack.add_jobs(running.database, groups[1:], first=1)
+    began_s, used = time.monotonic(), cpu(running)
+    loaded_probe = start_probe(
+        options,
+        running,
+        "probe-loaded",
+        seconds=options.seconds,
+        hosts=min(PROBED_AT_ONCE, options.failures),
+        delay_s=options.warm_up_seconds,
+    )
+    paced = uvloop.run(run_paced(running.sensor.port, hosts, options.seconds, warm_up_s=options.warm_up_seconds))
+    paced_cpu = spent(running, used)
+    paced_s = time.monotonic() - began_s
+    rss_after = {name: service.rss_bytes for name, service in running.services.items()}
+    loaded = finish(loaded_probe)
+
+    say(f"all over {options.connections} connections, {BATCH} at once, for {options.flood_seconds:.0f} s")
+    used = cpu(running)
+    batches = uvloop.run(
+        run_flood(running.sensor.port, hosts, options.connections, options.flood_seconds, at_once=BATCH)
+    )
+    batches_cpu = spent(running, used)
+    metrics = running.sensor.metrics()
+    unstored = metrics.get("flyball_reports_dropped_total", 0.0)
+
+    decision, command = quantiles_ms(loaded.decision_s), quantiles_ms(loaded.command_s)
+    decision_idle, command_idle = quantiles_ms(idle.decision_s), quantiles_ms(idle.command_s)
+    grown = {name: (rss_after[name] - rss_before[name]) / (1 << 20) * 1000 / options.hosts for name in rss_after}
+    return {
+        "reports_per_s": round(flood.taken / flood.seconds),
+        "connections": paced.connections,
+        "dropped": paced.dropped + flood.dropped + batches.dropped + int(unstored),
+        "ingest_p99_ms": quantiles_ms(paced.latencies)["p99"],
+        "decision_idle_p99_ms": decision_idle["p99"],
+        "decision_loaded_p99_ms": decision["p99"],
+        "command_p99_ms": command["p99"],
+        "mib_per_1000_hosts": round(grown["sensor"], 2),
+        "detail": {
+            "paced": shown(paced, paced_cpu),
+            "flood": shown(flood, flood_cpu),
+            f"batches_of_{BATCH}": shown(batches, batches_cpu),
+            "first_refusal": paced.first_refusal or flood.first_refusal or batches.first_refusal,
+            "publish_ms": histogram_quantiles(metrics, "flyball_publish_delay_seconds"),
+            "decision_idle_ms": decision_idle,
+            "decision_loaded_ms": decision,
+            "command_idle_ms": command_idle,
+            "command_loaded_ms": command,
+            "failures": {"idle": len(idle.decision_s), "loaded": len(loaded.decision_s)},
+            "mib_per_1000_hosts": {name: round(value, 2) for name, value in grown.items()},
+            "cores_busy": {name: round(value / paced_s, 2) for name, value in paced_cpu.items()},
+            "hosts": options.hosts,
+            "ranks": options.hosts * fleet.RANKS_PER_HOST,
+            "seconds": options.seconds,
+        },
+    }
+
+
+def start_probe(
+    options: argparse.Namespace,
+    running: stack.Stack,
+    name: str,
+    *,
+    seconds: float,
+    hosts: int = 1,
+    delay_s: float = 0.0,
+) -> subprocess.Popen[bytes]:
+    order = Order(
+        name=name,
+        sensor_port=running.sensor.port,
+        actuator_port=running.services["actuator"].port,
+        secret=running.secret,
+        database_url=running.database.url.render_as_string(hide_password=False),
+        failures=options.failures,
+        seconds=seconds,
+        hosts=hosts,
+        delay_s=delay_s,
+    )
+    command = [sys.executable, "-m", "control_plane_bench.probe", msgspec.json.encode(order).decode()]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+def finish(probe: subprocess.Popen[bytes]) -> Samples:
+    """What the probe measured; nothing if it failed."""
+    out, _ = probe.communicate(timeout=300)
+    if probe.returncode != 0:
+        say(f"the probe of failures ended with {probe.returncode}: its figures are missing")
+        return Samples()
+    return decode(out, Samples)
+
+
+def shown(result: LoadResult, cpu_s: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "reports_per_s": round(result.taken / result.seconds),
+        "seconds": round(result.seconds, 2),
+        "sent": result.sent,
+        "taken": result.taken,
+        "refused": result.refused,
+        "lost": result.lost,
+        "latency_ms": quantiles_ms(result.latencies),
+        "joining_latency_ms": quantiles_ms(result.joining),
+        "generator_late_ms": quantiles_ms(result.lateness),
+        "cpu_us_per_report": {name: round(1e6 * value / max(1, result.taken), 1) for name, value in cpu_s.items()},
+    }
+
+
+def cpu(running: stack.Stack) -> dict[str, float]:
+    """Seconds of CPU so far; the load generator is this process."""
+    own = sum(os.times()[:2])
+    return {name: service.cpu_s for name, service in running.services.items()} | {"load": own}
+
+
+def spent(running: stack.Stack, before: Mapping[str, float]) -> dict[str, float]:
+    return {name: used - before[name] for name, used in cpu(running).items()}
+
+
+def machine() -> dict[str, Any]:
+    return {"cores": os.cpu_count(), "load": [round(value, 2) for value in os.getloadavg()]}
+
+
+def say(what: str) -> None:
+    print(f"control_plane: {what}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""The load generator: hosts on connections of their own, at an interval (`run_paced`), or as many reports as a few
+connections carry (`run_flood`)."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from time import monotonic
+from typing import cast
+
+import msgspec
+
+from control_plane_bench.fleet import INTERVAL_S, STEP_S, FakeHost
+from flyball.contracts.clock import SystemClock
+
+TICK_S = 0.002
+CONNECT_AT_ONCE = 200
+ANSWER_TIMEOUT_S = 30.0
+_LENGTH = b"content-length: "
+_CLOCK = SystemClock()
+
+
+class LoadResult(msgspec.Struct):
+    """What a run came to. Latencies in seconds, from the moment at which a report was due."""
+
+    connections: int
+    seconds: float
+    sent: int
+    taken: int
+    refused: int
+    lost: int  # without an answer at the end, or on a connection that was closed
+    latencies: array[float]
+    lateness: array[float]  # of the generator itself: from due to sent
+    joining: array[float]  # latencies of what was due in the warm-up
+    first_refusal: str = ""
+
+    @property
+    def dropped(self) -> int:
+        return self.refused + self.lost
+
+
+class Link(asyncio.Protocol):
+    """One connection. At most `run.at_once` reports are on their way; those that are due together go together."""
+
+    def __init__(self, run: _Run, hosts: Sequence[FakeHost]) -> None:
+        self._run = run
+        self._hosts = hosts
+        self._next = 0
+        self._transport: asyncio.Transport
+        self._answer = b""
+        self._sent: deque[float] = deque()  # when each report on its way was due
+        self._due: deque[float] = deque()
+        self.closed = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none by inheritance
+
+    def send(self, due_s: float, count: int = 1) -> None:
+        """Send the reports of the next hosts, or after the answers to those before."""
+        self._due.extend([due_s] * count)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        run = self._run
+        if self._sent or self.closed or not self._due:
+            return
+        requests = []
+        now_s = monotonic()
+        step = int(now_s / STEP_S)
+        while self._due and len(requests) < run.at_once:
+            due_s = self._due.popleft()
+            host = self._hosts[self._next]
+            self._next = (self._next + 1) % len(self._hosts)
+            run.result.lateness.append(now_s - due_s)
+            self._sent.append(due_s)
+            requests.append(host.request(_CLOCK.wall_s(), step, has_stepped=run.has_stepped(host, step)))
+        run.result.sent += len(requests)
+        self._transport.write(b"".join(requests))
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer:
+            data = self._answer + data
+        while size_bytes := _answer_bytes(data):
+            self._take(data[:size_bytes])
+            data = data[size_bytes:]
+        self._answer = data
+        if self._sent:
+            return
+        if self._run.floods:
+            self.send(monotonic(), self._run.at_once)
+        else:
+            self._go_on()
+
+    def _take(self, answer: bytes) -> None:
+        result, due_s = self._run.result, self._sent.popleft()
+        if answer.startswith(b"HTTP/1.1 200 "):
+            result.taken += 1
+            joined = due_s >= self._run.counts_from_s
+            (result.latencies if joined else result.joining).append(monotonic() - due_s)
+        else:
+            result.refused += 1
+            result.first_refusal = result.first_refusal or answer.decode(errors="replace")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+
+    def close(self) -> None:
+        self._transport.close()
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._due) + len(self._sent)
+
+
+class _Run:
+    def __init__(self, hosts: Sequence[FakeHost], connections: int, at_once: int = 1) -> None:
+        self.at_once = at_once
+        self.links = [Link(self, hosts[n::connections]) for n in range(connections)]
+        self.result = LoadResult(connections, 0.0, 0, 0, 0, 0, array("d"), array("d"), array("d"))
+        self.floods = False
+        self.counts_from_s = 0.0  # latencies of what is due earlier are left out
+        self._last_step: dict[str, int] = {}
+
+    def has_stepped(self, host: FakeHost, step: int) -> bool:
+        """Whether this report is the first to tell of the step."""
+        is_new = self._last_step.get(host.host_id) != step
+        self._last_step[host.host_id] = step
+        return is_new
+
+    async def connect(self, port: int) -> None:
+        loop = asyncio.get_running_loop()
+        for first in range(0, len(self.links), CONNECT_AT_ONCE):
+            await asyncio.gather(
+                *(
+                    loop.create_connection(lambda link=link: link, "127.0.0.1", port)  # type: ignore[misc]
+                    for link in self.links[first : first + CONNECT_AT_ONCE]
+                )
+            )
+
+    async def finish(self) -> LoadResult:
+        """Wait for the last answers, and close."""
+        deadline_s = monotonic() + ANSWER_TIMEOUT_S
+        while any(link.outstanding and not link.closed for link in self.links) and monotonic() < deadline_s:
+            await asyncio.sleep(0.01)
+        self.result.lost = sum(link.outstanding for link in self.links)
+        for link in self.links:
+            link.close()
+        await asyncio.sleep(0)
+        return self.result
+
+
+async def run_paced(port: int, hosts: Sequence[FakeHost], seconds: float, *, warm_up_s: float = 0.0) -> LoadResult:
+    """Every host on its own connection, one report per interval, spread evenly over it, for `warm_up_s` and then
+    `seconds`; only latencies of the latter count."""
+    run = _Run(hosts, len(hosts))
+    await run.connect(port)
+    began_s = monotonic() + 0.1
+    run.counts_from_s = began_s + warm_up_s
+    end_s = run.counts_from_s + seconds
+    queue = [(began_s + INTERVAL_S * n / len(run.links), n) for n in range(len(run.links))]
+    heapq.heapify(queue)
+    while queue:
+        now_s = monotonic()
+        while queue and queue[0][0] <= now_s:
+            due_s, n = queue[0]
+            if due_s + INTERVAL_S < end_s:
+                heapq.heapreplace(queue, (due_s + INTERVAL_S, n))
+            else:
+                heapq.heappop(queue)
+            run.links[n].send(due_s)
+        await asyncio.sleep(TICK_S)
+    result = await run.finish()
+    result.seconds = monotonic() - began_s
+    return result
+
+
+async def run_flood(
+    port: int, hosts: Sequence[FakeHost], connections: int, seconds: float, *, at_once: int = 1
+) -> LoadResult:
+    """All hosts over `connections` connections, each sending its next `at_once` reports as soon as the last ones were
+    answered."""
+    run = _Run(hosts, connections, at_once)
+    await run.connect(port)
+    run.floods = True
+    began_s = monotonic()
+    for link in run.links:
+        link.send(began_s, at_once)
+    await asyncio.sleep(seconds)
+    run.floods = False
+    run.result.seconds = monotonic() - began_s
+    return await run.finish()
+
+
+def _answer_bytes(data: bytes) -> int:
+    """The size of the answer that `data` begins with; 0: it is not there as a whole."""
+    end = data.find(b"\r\n\r\n")
+    if end < 0:
+        return 0
+    at = data.lower().find(_LENGTH, 0, end) + len(_LENGTH)
+    size_bytes = end + 4 + int(data[at : data.index(b"\r\n", at)])
+    return size_bytes if len(data) >= size_bytes else 0
