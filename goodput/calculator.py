@@ -1,24 +1,56 @@
-"""From an event log to a report: goodput, ETTR, the loss by category and by cause, every incident with its cost.
+"""From an event log to a report: goodput, ETTR, the loss by category, cause, host and failure class, every incident
+with its cost.
 
 Pure: `calculate(events)` reads no clock and no file. docs/goodput.md gives every formula with its source.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import fsum
 from statistics import fmean
 
 import msgspec
 
-from flyball.contracts.decisions import DecisionKind
 from flyball.contracts.events import Event
 from goodput.categories import PRODUCTIVE, RUNNING, Category
-from goodput.history import History, Incident, build
-from goodput.intervals import Executed, Interval, Timeline, timeline
+from goodput.facts import History
+from goodput.history import build
+from goodput.incident_costs import IncidentReport, incident_reports, repair_parts, seconds_by_category
+from goodput.intervals import Timeline, timeline
+from goodput.losses import Loss, Price, losses, summed
+from goodput.measures import (
+    Productivity,
+    Quantiles,
+    RollingPoint,
+    StepQuantiles,
+    WindowedEttr,
+    productivity,
+    program_goodput,
+    ratio,
+    rolling,
+    step_quantiles,
+)
+from goodput.options import Options
+from goodput.recommendation import Recommendation
+from goodput.saves import recommendation_for
+from goodput.steps import Executed
 
 SCHEMA = "flyball.goodput.v1"
+_NAMED = 5  # ranks, in a note
+
+__all__ = [
+    "SCHEMA",
+    "Analysis",
+    "IncidentReport",
+    "Loss",
+    "Options",
+    "Report",
+    "Steps",
+    "analyse",
+    "analysis_of",
+    "calculate",
+]
 
 
 class Steps(msgspec.Struct, frozen=True):
@@ -30,31 +62,16 @@ class Steps(msgspec.Struct, frozen=True):
     median_s: float | None  # None before two steps in a row
 
 
-class IncidentReport(msgspec.Struct, frozen=True):
-    """One incident and what it cost. The moments `*_s` are seconds since `began_at`."""
-
-    incident_id: str
-    cause: str
-    outcome: str  # resolved, escalated, or '' while it is open
-    began_at: float | None  # wall clock of the fault
-    began_is_estimate: bool  # no injector's stamp: the newest step completed before the incident stands in for it
-    detected_s: float | None  # incident opened
-    decided_s: float | None  # first decision that is not to hold
-    resumed_s: float | None  # first step completed by the last generation that answers it
-    decisions: tuple[str, ...]  # kinds, in order
-    lost_steps: int | None
-    seconds_by_category: Mapping[str, float]
-    badput_s: float
-
-
 class Report(msgspec.Struct, frozen=True):
     """The measures of one job over [started_at, ended_at]; ratios are None when no time has passed.
 
     goodput = useful / elapsed
-    ettr    = (useful + evaluation + checkpoint_blocked) / elapsed
+    ettr    = (useful + evaluation + checkpoint_blocked + data_wait + straggler) / elapsed
     mttr_s  = mean over incidents of (first step after it - its fault)
-    mttf_s  = (useful + recomputed + evaluation + checkpoint_blocked) / number of interruptions
-    sum(seconds_by_category) = elapsed_s = useful + sum(badput_s)
+    mttf_s  = time in which the workers ran / number of interruptions
+    mtbi_s  = time since the job was first scheduled / number of interruptions
+    sum(seconds_by_category) = elapsed_s = useful + sum(badput_s) = useful + sum of the losses' seconds
+    gpu_hours = gpus x elapsed_s / 3600, and so for every part of the time; cost = gpu_hours x the price
     """
 
     schema: str
@@ -73,128 +90,139 @@ class Report(msgspec.Struct, frozen=True):
     mttf_s: float | None
     steps: Steps
     notes: tuple[str, ...]  # what was assumed or is missing
+    step_s: float | None = None  # the median step
+    gpus: int | None = None
+    gpu_hours: float | None = None
+    gpu_hours_by_category: Mapping[str, float] = {}  # empty where the log has no ranks
+    cost: float | None = None  # None without a price
+    losses: tuple[Loss, ...] = ()
+    badput_by_host: Mapping[str, float] = {}  # of incidents and waits that one host caused; `unknown`: not told which
+    badput_by_failure_class: Mapping[str, float] = {}  # of incidents
+    mtbi_s: float | None = None
+    mttd_s: float | None = None  # mean over incidents of (incident opened - its fault)
+    repair: Mapping[str, Quantiles] = {}
+    lost_steps: StepQuantiles | None = None  # per interruption
+    rolling: tuple[RollingPoint, ...] = ()
+    ettr_window: WindowedEttr | None = None
+    mfu: float | None = None  # while the job trained
+    productivity: Productivity | None = None
+    recommendation: Recommendation | None = None
 
 
-def calculate(events: Iterable[Event], *, now: float | None = None, job: str | None = None) -> Report:
+class Analysis(msgspec.Struct, frozen=True):
+    """The report, and what it was calculated from."""
+
+    report: Report
+    timeline: Timeline
+    history: History
+
+
+def calculate(
+    events: Iterable[Event], *, now: float | None = None, job: str | None = None, options: Options | None = None
+) -> Report:
     """The report on one job's events, in any order, with any repetitions and gaps.
 
     `now` (wall clock) ends the time of a job that has not ended; without it the log's last moment does. `job` chooses
-    among several. Raises NotFound if the log has no such job, UsageError if it has several and none was chosen.
+    among several. `events` is gone through once. Raises NotFound if the log has no such job, UsageError if it has
+    several and none was chosen.
     """
-    history = build(list(events), job=job, now=now)
-    line = timeline(history)
-    elapsed_s = history.end - history.start
-    by_category = seconds_by_category(line.intervals)
-    incidents = tuple(_incident_report(history, line, incident) for incident in history.incidents)
-    answered = {g.incident_id for g in history.generations}
-    ended_by = {d.incident_id for d in history.decisions if d.kind == DecisionKind.FAIL_JOB}
-    interruptions = sum(1 for i in history.incidents if i.incident_id in answered | ended_by)
-    repairs = [i.resumed_s for i in incidents if i.resumed_s is not None and i.incident_id in answered]
+    return analyse(events, now=now, job=job, options=options).report
+
+
+def analyse(
+    events: Iterable[Event], *, now: float | None = None, job: str | None = None, options: Options | None = None
+) -> Analysis:
+    """As `calculate`, with the timeline and the history that the report is made of."""
+    return analysis_of(build(events, job=job, now=now), options)
+
+
+def analysis_of(history: History, options: Options | None = None) -> Analysis:
+    """The analysis of a history that was built before: of another part of its time, or at another price."""
+    options = options or Options()
+    line = timeline(history, from_at=options.from_at, to_at=options.to_at)
+    return Analysis(report=_report(history, line, options), timeline=line, history=history)
+
+
+def _report(history: History, line: Timeline, options: Options) -> Report:
+    elapsed_s = line.end - line.start
+    gpus = history.world_size if options.gpus is None else options.gpus
+    price = Price(gpus=gpus, gpu_hour_price=options.gpu_hour_price)
+    seconds = seconds_by_category(line.intervals)
+    running_s = fsum(seconds[c] for c in RUNNING)
+    executed = _executed_in(line)
+    steps = _steps(executed, line.step_s)
+    incidents = incident_reports(history, line, price)
+    in_time = [i for i in incidents if line.start <= i.opened_at <= line.end]
+    interrupting = [i for i in in_time if i.interrupted]
+    interruptions = len(interrupting)
+    repairs = [i.resumed_s for i in in_time if i.resumed_s is not None and i.answered]
+    detections = [i.detected_s for i in in_time if i.detected_s is not None]
+    rows = losses(line.intervals, history.incidents, price)
+    points, ettr_window = rolling(line.intervals, options.window_s)
+    mfu, program = program_goodput(
+        kept_steps=steps.kept,
+        useful_s=seconds[Category.USEFUL],
+        gpus=gpus,
+        model_flops_per_step=options.model_flops_per_step,
+        peak_flops_per_gpu=options.peak_flops_per_gpu,
+        reference_step_s=options.reference_step_s,
+    )
+    lost_steps = step_quantiles(i.lost_steps for i in interrupting)
+    mttr_s = fmean(repairs) if repairs else None
     return Report(
         schema=SCHEMA,
         job=history.job,
         outcome=history.outcome,
-        started_at=history.start,
-        ended_at=history.end,
+        started_at=line.start,
+        ended_at=line.end,
         elapsed_s=elapsed_s,
-        goodput=by_category[Category.USEFUL] / elapsed_s if elapsed_s > 0 else None,
-        ettr=fsum(by_category[c] for c in PRODUCTIVE) / elapsed_s if elapsed_s > 0 else None,
-        seconds_by_category=by_category,
-        badput_s=_badput_by_cause(history, line.intervals),
+        goodput=ratio(seconds[Category.USEFUL], elapsed_s),
+        ettr=ratio(fsum(seconds[c] for c in PRODUCTIVE), elapsed_s),
+        seconds_by_category=seconds,
+        badput_s=summed(rows, lambda row: row.cause),
         incidents=incidents,
         interruptions=interruptions,
-        mttr_s=fmean(repairs) if repairs else None,
-        mttf_s=fsum(by_category[c] for c in RUNNING) / interruptions if interruptions else None,
-        steps=_steps(line.executed, line.step_s),
-        notes=_notes(history, line),
+        mttr_s=mttr_s,
+        mttf_s=ratio(running_s, interruptions * 1.0) if interruptions else None,
+        steps=steps,
+        notes=_notes(history, line, executed, options),
+        step_s=line.step_s,
+        gpus=gpus,
+        gpu_hours=price.gpu_hours(elapsed_s),
+        gpu_hours_by_category={c: h for c, s in seconds.items() if (h := price.gpu_hours(s)) is not None},
+        cost=price.cost(elapsed_s),
+        losses=rows,
+        badput_by_host=summed(rows, lambda row: row.host_id),
+        badput_by_failure_class=summed(rows, lambda row: row.failure_class),
+        mtbi_s=(elapsed_s - seconds[Category.SCHEDULING]) / interruptions if interruptions else None,
+        mttd_s=fmean(detections) if detections else None,
+        repair=repair_parts(in_time),
+        lost_steps=lost_steps,
+        rolling=points,
+        ettr_window=ettr_window,
+        mfu=mfu,
+        productivity=productivity(seconds, elapsed_s, program),
+        recommendation=recommendation_for(
+            history,
+            executed,
+            step_s=line.step_s,
+            blocked_s=_blocked_by_itself_s(rows),
+            interruptions=interruptions,
+            running_s=running_s,
+            repair_s=mttr_s,
+            lost_steps=lost_steps.mean,
+        ),
     )
 
 
-def seconds_by_category(intervals: Iterable[Interval]) -> dict[str, float]:
-    """Seconds of every category, also of those that do not occur."""
-    pieces: dict[str, list[float]] = {category: [] for category in Category}
-    for interval in intervals:
-        pieces[interval.category].append(interval.seconds)
-    return {str(category): fsum(seconds) for category, seconds in pieces.items()}
+def _blocked_by_itself_s(rows: Iterable[Loss]) -> float:
+    """Time blocked in the saves of the program itself, those that an incident asked for left out."""
+    return fsum(row.seconds for row in rows if row.category == Category.CHECKPOINT_BLOCKED and not row.incident_id)
 
 
-def _badput_by_cause(history: History, intervals: Iterable[Interval]) -> dict[str, float]:
-    """Seconds that were not useful, by the cause of the incident, else by what the job did meanwhile."""
-    causes = {i.incident_id: i.cause for i in history.incidents}
-    pieces: dict[str, list[float]] = defaultdict(list)
-    for interval in intervals:
-        if interval.category is not Category.USEFUL:
-            cause = causes.get(interval.incident_id) or _CAUSE_WITHOUT_INCIDENT.get(interval.category, "unknown")
-            pieces[cause].append(interval.seconds)
-    sums = {cause: fsum(seconds) for cause, seconds in pieces.items()}
-    return dict(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
-
-
-_CAUSE_WITHOUT_INCIDENT = {
-    Category.SCHEDULING: "scheduling",
-    Category.RESTART: "start_up",
-    Category.RESTORE: "start_up",
-    Category.WARM_UP: "start_up",
-    Category.STOP: "operator",
-    Category.EVALUATION: "evaluation",
-    Category.CHECKPOINT_BLOCKED: "checkpointing",
-    Category.SHUTDOWN: "shutdown",
-}
-
-
-def _incident_report(history: History, line: Timeline, incident: Incident) -> IncidentReport:
-    began_at, estimated = _began_at(history, line.executed, incident)
-    decisions = [d for d in history.decisions if d.incident_id == incident.incident_id]
-    decided_at = next((d.at for d in decisions if d.kind != DecisionKind.HOLD), None)
-    answers = [g for g in history.generations if g.incident_id == incident.incident_id]
-    resumed_at = answers[-1].steps[0].at if answers and answers[-1].steps else None
-    by_category = {
-        category: seconds
-        for category, seconds in seconds_by_category(
-            i for i in line.intervals if i.incident_id == incident.incident_id
-        ).items()
-        if seconds > 0
-    }
-    return IncidentReport(
-        incident_id=incident.incident_id,
-        cause=incident.cause,
-        outcome=incident.outcome,
-        began_at=began_at,
-        began_is_estimate=estimated,
-        detected_s=_since(began_at, incident.opened_at),
-        decided_s=_since(began_at, decided_at),
-        resumed_s=_since(began_at, resumed_at),
-        decisions=tuple(d.kind for d in decisions),
-        lost_steps=_lost_steps(incident, line.executed, answered=bool(answers)),
-        seconds_by_category=by_category,
-        badput_s=fsum(by_category.values()),
-    )
-
-
-def _since(began_at: float | None, moment: float | None) -> float | None:
-    """Seconds from the fault on, not negative: the clocks of two hosts may differ by more than a detection takes."""
-    return None if began_at is None or moment is None else max(0.0, moment - began_at)
-
-
-def _began_at(history: History, executed: Sequence[Executed], incident: Incident) -> tuple[float | None, bool]:
-    """When the fault happened: the injector's stamp that no earlier incident answers, else the newest step before the
-    incident was opened. The second value says that it is an estimate."""
-    earlier = [i.opened_at for i in history.incidents if i.opened_at < incident.opened_at]
-    since = max(earlier, default=history.start)
-    stamps = [f for f in history.faults if since <= f <= incident.opened_at]
-    if stamps:
-        return stamps[-1], False
-    completed = [e.completed for e in executed if e.completed <= incident.opened_at]
-    return (max(completed), True) if completed else (None, True)
-
-
-def _lost_steps(incident: Incident, executed: Iterable[Executed], *, answered: bool) -> int | None:
-    """As the controller counted; else the steps that were done again because of it; None while nothing answered it."""
-    if incident.lost_steps is not None:
-        return incident.lost_steps
-    if not answered:
-        return None
-    return sum(e.n_steps for e in executed if e.incident_id == incident.incident_id)
+def _executed_in(line: Timeline) -> Sequence[Executed]:
+    """Steps completed in the line's time."""
+    return [step for step in line.executed if line.start <= step.completed <= line.end]
 
 
 def _steps(executed: Sequence[Executed], step_s: float | None) -> Steps:
@@ -206,17 +234,37 @@ def _steps(executed: Sequence[Executed], step_s: float | None) -> Steps:
     )
 
 
-def _notes(history: History, line: Timeline) -> tuple[str, ...]:
+def _notes(history: History, line: Timeline, executed: Sequence[Executed], options: Options) -> tuple[str, ...]:
     notes = []
     if not history.submitted:
         notes.append("The log does not say when the job was submitted: its time is counted from the first event.")
     if not history.outcome:
-        notes.append("The log does not say that the job ended: its time is counted up to now, or to the last event.")
+        notes.append("The job runs, or the log does not say that it ended: it is counted up to now, or the last event.")
     if not line.executed:
         notes.append("The log has no completed step: what the job did while it ran is unknown.")
     elif line.step_s is None:
         notes.append("The log has no two steps in a row: the first step counts as useful as a whole.")
-    gaps = sum(e.n_steps - 1 for e in line.executed)
+    gaps = sum(e.n_steps - 1 for e in executed)
     if gaps:
         notes.append(f"{gaps} steps are missing from the log: their time is that between the steps beside them.")
+    lost_logs = {lost for generation in history.generations for lost in generation.lost_logs}
+    if lost_logs:
+        named = ", ".join(str(lost) for lost in sorted(lost_logs)[:_NAMED])
+        more = f" and {len(lost_logs) - _NAMED} more" if len(lost_logs) > _NAMED else ""
+        notes.append(f"The steps of rank {named}{more} stop long before the others': from there on the others' count.")
+    if any(g.capacity < 1.0 and g.capacity_is_guess for g in history.generations):
+        notes.append("The log does not say the job's full size: it was taken to be the largest that it ran at.")
+    if any(g.capacity > 1.0 for g in history.generations):
+        notes.append(f"The job grew beyond its full size of {history.world_size} ranks: what is beyond does not count.")
+    if history.absurd_times:
+        notes.append("Events whose time cannot be (before 1970, or after the year 5138) were left out.")
+    if history.unset_clocks:
+        notes.append("Events of about 1970, from a clock that was not set, were left out.")
+    if (line.start, line.end) != (history.start, history.end):
+        notes.append("The report is on a part of the job's time: the measures count what lies in it.")
+    if options.gpu_hour_price is not None and options.gpus is None:
+        ranks = history.world_size
+        notes.append(
+            f"One GPU for each of the {ranks} ranks was assumed." if ranks else "The log has no ranks: no cost is told."
+        )
     return tuple(notes)

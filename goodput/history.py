@@ -2,116 +2,78 @@
 
 Logs are incomplete, out of order and full of repetitions. Every value here is therefore a minimum, a maximum or a
 union over events, so that neither the order of lines nor a line that comes twice changes anything; a field that is
-missing or of the wrong type is treated as not there.
+missing, of the wrong type or absurd is treated as not there. Events are taken in one by one and not kept: a log of a
+million of them fits into little memory.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import NotFound, UsageError
 from flyball.contracts.events import Event, EventKind
+from flyball.contracts.rank_events import per_rank
+from goodput.facts import Decision, Generation, History, Wait
+from goodput.generation_log import GenerationLog, full_size, generations, larger
+from goodput.incident_log import IncidentLog
+from goodput.values import CLOCK_SET_S, LATEST_S, moment, text, whole
 
 # Of these, events without a job concern every job.
-_HISTORY_OF_EVERY_JOB = (EventKind.FAULT_INJECTED, EventKind.CONTROLLER_ELECTED, EventKind.SIGNAL)
+_HISTORY_OF_EVERY_JOB = frozenset({EventKind.FAULT_INJECTED, EventKind.CONTROLLER_ELECTED, EventKind.SIGNAL})
+_RANK_MARKS = (EventKind.RANK_MARKS, EventKind.RESTORED)  # may tell of several ranks at once
 
 
-class WorldStep(NamedTuple):
-    """A step that every reporting rank of a generation completed; `at` is when the last of them did."""
-
-    step: int
-    at: float
+class SeveralJobs(UsageError):
+    """The log has several jobs, and none was chosen."""
 
 
-class BlockedSample(NamedTuple):
-    """By `at`, the rank had waited `total_s` inside save since its start."""
+def build(events: Iterable[Event], *, job: str | None = None, now: float | None = None) -> History:
+    """The history of one job, up to its end, else up to `now`, else up to the last moment in the log.
 
-    at: float
-    total_s: float
-
-
-class Generation(msgspec.Struct, frozen=True):
-    """One restart epoch. Times are wall clock; None where the log does not say."""
-
-    generation: int
-    incident_id: str  # the incident that it answers, '' for the first start or where unknown
-    began_at: float | None  # first sign of life: start command, spawn or first step
-    started_at: float | None
-    spawned_at: float | None  # of the last rank
-    restore_began_at: float | None  # of the last rank
-    restored_at: float | None  # of the last rank; when it attached, for a rank that restored nothing
-    restore_step: int | None  # -1: from scratch, None: unknown
-    steps: tuple[WorldStep, ...]  # steps ascending, times never falling
-    blocked: tuple[BlockedSample, ...]  # of the rank that waited longest
-    evaluations: tuple[tuple[float, float | None], ...]  # per rank: entered, left
+    `events` is gone through once. Raises NotFound when the log has no such job, SeveralJobs when it has several and
+    none was chosen.
+    """
+    builder = HistoryBuilder(job)
+    builder.take(events)
+    return builder.history(now)
 
 
-class Incident(msgspec.Struct, frozen=True):
-    incident_id: str
-    cause: str
-    opened_at: float
-    closed_at: float | None
-    outcome: str  # '' while it is open
-    lost_steps: int | None  # as the controller counted
+class HistoryBuilder:
+    """Events go in by `take`, the history of what came so far comes out, as often as it is wanted."""
+
+    def __init__(self, job: str | None = None) -> None:
+        self._job = job
+        self._gathered: dict[str, _JobEvents] = {}
+        self._of_every_job = _JobEvents()
+
+    def take(self, events: Iterable[Event]) -> None:
+        """Take in events, of which none is kept."""
+        gathered, job = self._gathered, self._job
+        for event in events:
+            name = event.job
+            if not name and event.kind in _HISTORY_OF_EVERY_JOB:
+                self._of_every_job.add(event)
+                continue
+            log = gathered.get(name)
+            if log is None:
+                log = gathered[name] = _JobEvents()
+            if job is None or name == job:
+                log.add(event)
+
+    def history(self, now: float | None = None) -> History:
+        """As `build` gives it, of the same errors."""
+        name = choose_job(self._gathered, self._job)
+        return self._gathered[name].history(name, self._of_every_job, now)
 
 
-class Decision(NamedTuple):
-    at: float
-    kind: str
-    incident_id: str
-
-
-class Wait(NamedTuple):
-    """A signal was observed at `since` and reached a controller only after one was elected at `until`."""
-
-    since: float
-    until: float
-
-
-class History(msgspec.Struct, frozen=True):
-    """Everything the measures are computed from. `start` <= `end`."""
-
-    job: str
-    start: float
-    end: float
-    submitted: bool
-    outcome: str  # '' while the job runs
-    generations: tuple[Generation, ...]
-    incidents: tuple[Incident, ...]  # by time of opening
-    decisions: tuple[Decision, ...]
-    faults: tuple[float, ...]
-    stops: tuple[float, ...]
-    waits: tuple[Wait, ...]
-
-
-def number(data: Mapping[str, object], key: str) -> float | None:
-    """A finite number of an event's data, else None."""
-    value = data.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
-def moment(data: Mapping[str, object], key: str) -> float | None:
-    """A wall-clock time of an event's data; 0.0 means: not reached."""
-    value = number(data, key)
-    return value if value is not None and value > 0 else None
-
-
-def text(data: Mapping[str, object], key: str) -> str:
-    value = data.get(key)
-    return value if isinstance(value, str) else ""
-
-
-def choose_job(events: Iterable[Event], job: str | None) -> str:
-    """The job to report on; raises NotFound when the log has none, UsageError when it has several to choose from."""
-    names = sorted({e.job for e in events if e.job or e.kind not in _HISTORY_OF_EVERY_JOB})
+def choose_job(names: Iterable[str], job: str | None) -> str:
+    """The job to report on; raises NotFound when the log has none, SeveralJobs when it has several to choose from."""
+    names = sorted(names)
     if job is not None:
         if job not in names:
             raise NotFound(f"The log has no event of job {job!r}.", hint=f"it has: {', '.join(names) or 'no job'}")
@@ -120,243 +82,172 @@ def choose_job(events: Iterable[Event], job: str | None) -> str:
     if not named:
         raise NotFound("The log has no event of any job.", hint="give the log of a job that was submitted")
     if len(named) > 1:
-        raise UsageError(f"The log holds {len(named)} jobs.", hint=f"choose one of: {', '.join(named)}")
+        raise SeveralJobs(f"The log holds {len(named)} jobs.", hint=f"choose one of: {', '.join(named)}")
     return named[0]
 
 
-def build(events: Sequence[Event], *, job: str | None = None, now: float | None = None) -> History:
-    """The history of one job, up to its end, else up to `now`, else up to the last moment in the log."""
-    name = choose_job(events, job)
-    by_kind: dict[EventKind, list[Event]] = defaultdict(list)
-    for event in events:
-        if math.isfinite(event.at) and (event.job == name or (not event.job and event.kind in _HISTORY_OF_EVERY_JOB)):
-            by_kind[event.kind].append(event)
-
-    incidents = _incidents(by_kind)
-    generations = _generations(by_kind, incidents)
-    start, end = _bounds(by_kind, generations, name, now)
-    ended = max(by_kind[EventKind.JOB_ENDED], key=lambda e: (e.at, text(e.data, "outcome")), default=None)
-    return History(
-        job=name,
-        start=start,
-        end=end,
-        submitted=bool(by_kind[EventKind.JOB_SUBMITTED]),
-        outcome=(text(ended.data, "outcome") or "ended") if ended else "",
-        generations=generations,
-        incidents=incidents,
-        decisions=tuple(
-            sorted({Decision(e.at, text(e.data, "kind"), e.incident_id) for e in by_kind[EventKind.DECISION]})
-        ),
-        faults=tuple(sorted({e.at for e in by_kind[EventKind.FAULT_INJECTED]})),
-        stops=tuple(sorted({e.at for e in by_kind[EventKind.WORKERS_STOPPED]})),
-        waits=_waits(by_kind),
-    )
-
-
-def _bounds(
-    by_kind: Mapping[EventKind, list[Event]], generations: Iterable[Generation], job: str, now: float | None
-) -> tuple[float, float]:
-    submitted = [e.at for e in by_kind.get(EventKind.JOB_SUBMITTED, ())]
-    ended = [e.at for e in by_kind.get(EventKind.JOB_ENDED, ())]
-    moments = [e.at for kind in by_kind for e in by_kind[kind] if e.job == job]
-    for generation in generations:
-        moments += [t for t in (generation.began_at, generation.restored_at) if t is not None]
-        moments += [s.at for s in (*generation.steps[:1], *generation.steps[-1:])]
-    start = min(submitted or moments)
-    end = max(ended) if ended else max(moments) if now is None else now
-    return start, max(start, end)
-
-
-# --- incidents -------------------------------------------------------------------------------------------------------
-
-
-def _incidents(by_kind: Mapping[EventKind, list[Event]]) -> tuple[Incident, ...]:
-    """Every incident that any event names; one whose opening is missing from the log opens where it is named first."""
-    first_named: dict[str, float] = {}
-    for kind in (EventKind.INCIDENT_OPENED, EventKind.DECISION, EventKind.INCIDENT_CLOSED):
-        for event in by_kind.get(kind, ()):
-            if event.incident_id:
-                first_named[event.incident_id] = min(first_named.get(event.incident_id, math.inf), event.at)
-
-    opened = _earliest(by_kind.get(EventKind.INCIDENT_OPENED, ()))
-    closed = _earliest(by_kind.get(EventKind.INCIDENT_CLOSED, ()))
-    incidents = []
-    for incident_id, named_at in first_named.items():
-        opening, closing = opened.get(incident_id), closed.get(incident_id)
-        lost = number(closing.data, "lost_steps") if closing else None
-        causes = (text(e.data, "cause") for e in (closing, opening) if e)  # the end knows better than the beginning
-        incidents.append(
-            Incident(
-                incident_id=incident_id,
-                cause=next((cause for cause in causes if cause), "unknown"),
-                opened_at=opening.at if opening else named_at,
-                closed_at=closing.at if closing else None,
-                outcome=text(closing.data, "state") if closing else "",
-                lost_steps=int(lost) if lost is not None and lost >= 0 else None,
-            )
-        )
-    return tuple(sorted(incidents, key=lambda i: (i.opened_at, i.incident_id)))
-
-
-def _earliest(events: Iterable[Event]) -> dict[str, Event]:
-    """The earliest event of each incident; ties are broken by content, so that order does not matter."""
-    chosen: dict[str, Event] = {}
-    for event in events:
-        known = chosen.get(event.incident_id)
-        if known is None or _identity(event) < _identity(known):
-            chosen[event.incident_id] = event
-    return chosen
-
-
-def _identity(event: Event) -> tuple[float, str]:
-    return event.at, repr(sorted(event.data.items()))
-
-
-def _waits(by_kind: Mapping[EventKind, list[Event]]) -> tuple[Wait, ...]:
-    """Signals that were observed before an election and taken in only after it: nobody was there to hear them."""
-    waits = set()
-    for election in {e.at for e in by_kind.get(EventKind.CONTROLLER_ELECTED, ())}:
-        observed = [moment(e.data, "observed_at") for e in by_kind.get(EventKind.SIGNAL, ()) if e.at >= election]
-        before = [t for t in observed if t is not None and t < election]
-        if before:
-            waits.add(Wait(min(before), election))
-    return tuple(sorted(waits))
-
-
-# --- generations -----------------------------------------------------------------------------------------------------
-
-
-class _StepLog:
-    """Completion times of one generation's steps over its ranks."""
+class _JobEvents:
+    """The events of one job, those of a clock that was not set apart: beside others they tell nothing, and a log of
+    nothing else counts from a zero of its own."""
 
     def __init__(self) -> None:
-        self.newest: dict[int, int] = {}  # rank -> newest step
-        self.latest: dict[int, float] = {}  # step -> when the last rank completed it
+        self._log, self._unset = _JobLog(), _JobLog()
+        self._absurd_times = False
 
     def add(self, event: Event) -> None:
-        first = number(event.data, "first_step")
-        times = event.data.get("completed_at")
-        if first is None or not isinstance(times, list):
-            return
-        step = int(first) - 1
-        for at in times:
-            step += 1
-            if isinstance(at, int | float) and math.isfinite(at):
-                if at > self.latest.get(step, -math.inf):
-                    self.latest[step] = float(at)
-                if step > self.newest.get(event.rank, -1):
-                    self.newest[event.rank] = step
+        for one in per_rank(event) if event.kind in _RANK_MARKS else (event,):
+            if 0.0 <= one.at <= LATEST_S:
+                (self._log if one.at >= CLOCK_SET_S else self._unset).add(one)
+            else:
+                self._absurd_times = True
 
-    def world_steps(self, resumed_from: int | None) -> tuple[WorldStep, ...]:
-        """Steps that all reporting ranks completed. A lost host's last reports may be missing: a step from which a
-        later generation resumed was complete all the same."""
-        if not self.newest:
-            return ()
-        newest = max(min(self.newest.values()), -1 if resumed_from is None else resumed_from)
-        steps, at = [], -math.inf
-        for step in sorted(s for s in self.latest if s <= newest):
-            at = max(at, self.latest[step])
-            steps.append(WorldStep(step, at))
-        return tuple(steps)
+    def history(self, name: str, of_every_job: _JobEvents, now: float | None) -> History:
+        """What was taken in, with what concerns every job."""
+        if self._log.is_empty:
+            found, unset_clocks = self._unset.history(name, of_every_job._unset, now), False
+        else:
+            found = self._log.history(name, of_every_job._log, now)
+            unset_clocks = not (self._unset.is_empty and of_every_job._unset.is_empty)
+        absurd_times = self._absurd_times or of_every_job._absurd_times
+        return msgspec.structs.replace(found, absurd_times=absurd_times, unset_clocks=unset_clocks)
 
 
-def _generations(by_kind: Mapping[EventKind, list[Event]], incidents: Sequence[Incident]) -> tuple[Generation, ...]:
-    marks = _by_generation(by_kind.get(EventKind.RANK_MARKS, ()))
-    granted = _by_generation(by_kind.get(EventKind.GENERATION_GRANTED, ()))
-    started = _by_generation(by_kind.get(EventKind.GENERATION_STARTED, ()))
-    restored = _by_generation(by_kind.get(EventKind.RESTORED, ()))
-    phases = _by_generation(by_kind.get(EventKind.PHASE, ()))
-    step_logs: dict[int, _StepLog] = defaultdict(_StepLog)
-    for event in by_kind.get(EventKind.STEPS, ()):
-        step_logs[event.generation].add(event)
+class _JobLog:
+    """What the events of one job come to."""
 
-    numbers = sorted(set(marks) | set(started) | set(step_logs))
-    restore_steps = {n: _restore_step(started[n], restored[n], step_logs[n].latest) for n in numbers}
-    generations = []
-    for index, n in enumerate(numbers):
-        resumed_from = next((restore_steps[m] for m in numbers[index + 1 :] if restore_steps[m] is not None), None)
-        steps = step_logs[n].world_steps(resumed_from)
-        spawned = _moments(marks[n], "spawned_at")
-        started_at = min((e.at for e in started[n]), default=min(spawned, default=None))
-        signs = [t for t in (started_at, *spawned, *(s.at for s in steps[:1])) if t is not None]
-        generations.append(
-            Generation(
-                generation=n,
-                incident_id=_answered_incident(started[n], granted[n], incidents),
-                began_at=min(signs, default=None),
-                started_at=started_at,
-                spawned_at=max(spawned, default=None),
-                restore_began_at=max(_moments(marks[n], "restore_began_at"), default=None),
-                restored_at=max(
-                    _moments(marks[n], "restored_at") or _moments(marks[n], "attached_at"),
-                    default=None,
-                ),
-                restore_step=restore_steps[n],
-                steps=steps,
-                blocked=_blocked(marks[n]),
-                evaluations=_evaluations(phases[n]),
-            )
+    def __init__(self) -> None:
+        self.first_at, self.last_at = math.inf, -math.inf
+        self.submitted_at = math.inf
+        self.ended: tuple[float, str] | None = None
+        self.world_size: int | None = None
+        self.save_every_steps: int | None = None
+        self.generations: defaultdict[int, GenerationLog] = defaultdict(GenerationLog)
+        self.incidents = IncidentLog()
+        self.decisions: set[Decision] = set()
+        self.faults: set[float] = set()
+        self.stops: set[float] = set()
+        self.elections: set[float] = set()
+        self.signals: set[tuple[float, float]] = set()  # heard at, observed at
+        self._take: Mapping[EventKind, Callable[[Event], None]] = {
+            EventKind.JOB_SUBMITTED: self._submitted,
+            EventKind.JOB_ENDED: self._ended,
+            EventKind.GENERATION_GRANTED: lambda e: self.generations[e.generation].take_granted(e),
+            EventKind.GENERATION_STARTED: lambda e: self.generations[e.generation].take_started(e),
+            EventKind.RANK_MARKS: lambda e: self.generations[e.generation].take_marks(e),
+            EventKind.RESTORED: self._restored,
+            EventKind.CHECKPOINT_SAVED: self._saved,
+            EventKind.PHASE: self._phase,
+            EventKind.STEPS: self._steps,
+            EventKind.WORKERS_STOPPED: lambda e: self.stops.add(e.at),
+            EventKind.FAULT_INJECTED: lambda e: self.faults.add(e.at),
+            EventKind.CONTROLLER_ELECTED: lambda e: self.elections.add(e.at),
+            EventKind.SIGNAL: self._signal,
+            EventKind.DECISION: self._decision,
+            EventKind.INCIDENT_OPENED: self.incidents.opened,
+            EventKind.INCIDENT_CLOSED: self.incidents.closed,
+        }
+
+    @property
+    def is_empty(self) -> bool:
+        return self.first_at == math.inf
+
+    def add(self, event: Event) -> None:
+        at = event.at
+        self.first_at = min(self.first_at, at)
+        self.last_at = max(self.last_at, at)
+        take = self._take.get(event.kind)
+        if take is not None:
+            take(event)
+
+    def _submitted(self, event: Event) -> None:
+        self.submitted_at = min(self.submitted_at, event.at)
+        self.world_size = larger(self.world_size, whole(event.data, "world_size", least=1))
+        self.save_every_steps = larger(self.save_every_steps, whole(event.data, "save_every_steps", least=1))
+
+    def _ended(self, event: Event) -> None:
+        ended = (event.at, text(event.data, "outcome"))
+        self.ended = ended if self.ended is None else max(self.ended, ended)
+
+    def _restored(self, event: Event) -> None:
+        step = whole(event.data, "step", least=-1)
+        if step is not None:
+            self.generations[event.generation].restored_steps.add(step)
+
+    def _phase(self, event: Event) -> None:
+        generation = self.generations[event.generation]
+        generation.is_known = True
+        generation.phases.add(event)
+
+    def _saved(self, event: Event) -> None:
+        step = whole(event.data, "step")
+        if step is not None:
+            self.generations[event.generation].saved_steps.add(step)
+
+    def _steps(self, event: Event) -> None:
+        generation = self.generations[event.generation]
+        generation.is_known = True
+        generation.steps.add(event)
+        generation.take_waits(event)
+
+    def _signal(self, event: Event) -> None:
+        observed_at = moment(event, "observed_at")
+        if observed_at is not None:
+            self.signals.add((event.at, observed_at))
+
+    def _decision(self, event: Event) -> None:
+        kind, rule = text(event.data, "kind"), text(event.data, "rule")
+        self.decisions.add(Decision(event.at, kind, event.incident_id, rule))
+        self.incidents.named(event)
+
+    def history(self, name: str, of_every_job: _JobLog, now: float | None) -> History:
+        """What was taken in, with what concerns every job."""
+        incidents = self.incidents.all()
+        full = full_size(self.generations.values(), self.world_size)
+        found = generations(self.generations, incidents, full)
+        # A script that has ended may be started again with the same event file, to go on.
+        goes_on = self.ended and any(g.started_at is not None and g.started_at > self.ended[0] for g in found)
+        ended = None if goes_on else self.ended
+        start, end = self._bounds(found, of_every_job if not name else self, ended, now)
+        return History(
+            job=name,
+            start=start,
+            end=end,
+            submitted=self.submitted_at < math.inf,
+            outcome=(ended[1] or "ended") if ended else "",
+            generations=found,
+            incidents=incidents,
+            decisions=tuple(sorted(self.decisions)),
+            faults=tuple(sorted(self.faults | of_every_job.faults)),
+            stops=tuple(sorted(self.stops)),
+            waits=_waits(self.elections | of_every_job.elections, self.signals | of_every_job.signals),
+            world_size=full.ranks,
+            save_every_steps=self.save_every_steps,
         )
-    return tuple(generations)
+
+    def _bounds(
+        self, generations: Iterable[Generation], also: _JobLog, ended: tuple[float, str] | None, now: float | None
+    ) -> tuple[float, float]:
+        moments = [t for t in (self.first_at, self.last_at, also.first_at, also.last_at) if math.isfinite(t)]
+        for generation in generations:
+            moments += [t for t in (generation.began_at, generation.restored_at) if t is not None]
+            moments += [s.at for s in (*generation.steps[:1], *generation.steps[-1:])]
+        if not moments:
+            moments = [now or 0.0]
+        start = self.submitted_at if self.submitted_at < math.inf else min(moments)
+        end = ended[0] if ended else max(moments) if now is None else now
+        return start, max(start, end)
 
 
-def _by_generation(events: Iterable[Event]) -> dict[int, list[Event]]:
-    grouped: dict[int, list[Event]] = defaultdict(list)
-    for event in events:
-        grouped[event.generation].append(event)
-    return grouped
-
-
-def _moments(events: Iterable[Event], key: str) -> list[float]:
-    return [t for t in (moment(e.data, key) for e in events) if t is not None]
-
-
-def _restore_step(started: list[Event], restored: list[Event], steps: Iterable[int]) -> int | None:
-    """The step that a generation went on from: as the controller named it, else as the engines restored it, else the
-    step before the first one seen."""
-    named = [number(e.data, "restore_step") for e in started if "restore_step" in e.data]
-    if named:
-        return min(-1 if value is None else int(value) for value in named)
-    fetched = [int(value) for e in restored if (value := number(e.data, "step")) is not None]
-    if fetched:
-        return min(fetched)
-    first = min(steps, default=None)
-    return None if first is None else first - 1
-
-
-def _answered_incident(started: list[Event], granted: list[Event], incidents: Sequence[Incident]) -> str:
-    """The incident that a generation answers: as its events say, else the newest one that was open then."""
-    named = sorted({e.incident_id for e in (*started, *granted) if e.incident_id})
-    if named:
-        return named[-1]
-    at = min((e.at for e in (*granted, *started)), default=None)
-    if at is None:
-        return ""
-    still_open = [i for i in incidents if i.opened_at <= at and (i.closed_at is None or i.closed_at >= at)]
-    return still_open[-1].incident_id if still_open else ""
-
-
-def _blocked(marks: Iterable[Event]) -> tuple[BlockedSample, ...]:
-    """Save-blocked time of the rank that waited longest: the others' waits lie within it."""
-    samples: dict[int, set[BlockedSample]] = defaultdict(set)
-    for event in marks:
-        total = number(event.data, "save_blocked_s")
-        if total is not None and total > 0:
-            samples[event.rank].add(BlockedSample(event.at, total))
-    if not samples:
-        return ()
-    longest = max(samples.values(), key=lambda of_rank: (max(s.total_s for s in of_rank), sorted(of_rank)))
-    return tuple(sorted(longest))
-
-
-def _evaluations(phases: Iterable[Event]) -> tuple[tuple[float, float | None], ...]:
-    by_rank: dict[int, set[tuple[float, str]]] = defaultdict(set)
-    for event in phases:
-        by_rank[event.rank].add((event.at, text(event.data, "phase")))
-    spans: set[tuple[float, float | None]] = set()
-    for of_rank in by_rank.values():
-        entries = sorted(of_rank)
-        for (at, phase), following in zip(entries, [*entries[1:], None], strict=True):
-            if phase == Phase.EVAL.name.lower():
-                spans.add((at, following[0] if following else None))
-    return tuple(sorted(spans, key=lambda s: (s[0], math.inf if s[1] is None else s[1])))
+def _waits(elections: Iterable[float], signals: Iterable[tuple[float, float]]) -> tuple[Wait, ...]:
+    """Signals that were observed before an election and taken in only after it: nobody was there to hear them."""
+    heard = sorted(signals)
+    earliest = [math.inf]  # from the end on: the earliest observation of this signal and those heard after it
+    for _, observed_at in reversed(heard):
+        earliest.append(min(earliest[-1], observed_at))
+    earliest.reverse()
+    waits = set()
+    for election in elections:
+        since = earliest[bisect_left(heard, (election, -math.inf))]
+        if since < election:
+            waits.add(Wait(since, election))
+    return tuple(sorted(waits))

@@ -7,6 +7,7 @@ still; while steps go on, the steps lie on top of it.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple
@@ -14,7 +15,8 @@ from typing import NamedTuple
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import DecisionKind
 from goodput.categories import Category
-from goodput.history import Generation, History
+from goodput.facts import Decision, Generation, History, Incident
+from goodput.stamps import Stamps
 
 
 class Stage(NamedTuple):
@@ -39,17 +41,18 @@ class _Kind(IntEnum):
 
     SUBMITTED = 0
     OPENED = 1
-    DECIDED = 2
-    STOPPED = 3
-    STARTED = 4
-    RESTORE_BEGAN = 5
-    RESTORED = 6
-    FIRST_STEP = 7
-    CLOSED = 8
-    PAUSED = 9
-    FAULT = 10
-    UNHEARD = 11
-    ELECTED = 12
+    HELD = 2
+    DECIDED = 3
+    STOPPED = 4
+    STARTED = 5
+    RESTORE_BEGAN = 6
+    RESTORED = 7
+    FIRST_STEP = 8
+    CLOSED = 9
+    PAUSED = 10
+    FAULT = 11
+    UNHEARD = 12
+    ELECTED = 13
 
 
 class _Mark(NamedTuple):
@@ -59,6 +62,11 @@ class _Mark(NamedTuple):
     incident_id: str = ""
     category: Category = Category.UNKNOWN  # of the stage that a decision or a pause begins
 
+    @property
+    def is_unexplained(self) -> bool:
+        """Steps paused, and no incident followed that tells why."""
+        return self.kind is _Kind.PAUSED and not self.incident_id
+
 
 class _State(NamedTuple):
     category: Category
@@ -67,19 +75,16 @@ class _State(NamedTuple):
 
 
 _UNKNOWN = _State(Category.UNKNOWN)
-# Stages of an incident under way. A pause of the steps within one of them belongs to it.
-_HANDLING = frozenset(
-    {
-        Category.DETECTION,
-        Category.CONTROL_PLANE_AWAY,
-        Category.DECISION,
-        Category.STOP,
-        Category.CHECKPOINT_BLOCKED,
-        Category.SHUTDOWN,
-    }
-)
 # Stages that another incident's opening does not end; its decision does.
-_COMMITTED = frozenset({Category.DECISION, Category.STOP, Category.CHECKPOINT_BLOCKED, Category.SHUTDOWN})
+_COMMITTED = frozenset(
+    {Category.DECISION, Category.IDLE_NO_HOSTS, Category.STOP, Category.CHECKPOINT_BLOCKED, Category.SHUTDOWN}
+)
+# Stages of an incident under way. A pause of the steps within one of them belongs to it.
+_HANDLING = _COMMITTED | {Category.DETECTION, Category.CONTROL_PLANE_AWAY}
+# Stages that steps which go on do not end: they do while a job is being stopped or saved.
+_WHILE_STEPS_GO_ON = frozenset({Category.STOP, Category.SHUTDOWN, Category.CHECKPOINT_BLOCKED})
+# Stages that a decision to hold leaves as they are: the workers, or the job, are being ended.
+_PAST_HOLDING = frozenset({Category.STOP, Category.SHUTDOWN})
 
 _DECIDED_STAGE = {
     DecisionKind.RESTART_IN_PLACE: Category.STOP,
@@ -91,6 +96,7 @@ _DECIDED_STAGE = {
     DecisionKind.STOP_JOB: Category.SHUTDOWN,
     DecisionKind.COMPLETE_JOB: Category.SHUTDOWN,
 }
+_WAITS_FOR_A_HOST = "wait_for_a_spare"  # the policy's rule that holds because no host is free
 
 
 def stages(history: History, pauses: Iterable[Pause], *, cut_off_steps: float) -> list[Stage]:
@@ -98,8 +104,14 @@ def stages(history: History, pauses: Iterable[Pause], *, cut_off_steps: float) -
     the fault came within `cut_off_steps` times what a step takes."""
     state = _UNKNOWN
     found = [Stage(history.start, state.category, state.incident_id)]
-    for mark in sorted(_marks(history, pauses, cut_off_steps)):
-        state = _next(state, mark)
+    completed = sorted(step.at for generation in history.generations for step in generation.steps)
+    since = history.start
+    for mark in sorted(_marks(history, pauses, Stamps(history, completed), cut_off_steps)):
+        went_on = bisect_right(completed, mark.at) - bisect_right(completed, since) if mark.is_unexplained else 0
+        if went_on > cut_off_steps and state.category in _HANDLING - _WHILE_STEPS_GO_ON:
+            state = _UNKNOWN  # training outlived an incident of which the log does not say how it ended
+        before, state = state, _next(state, mark)
+        since = since if state is before else mark.at
         found.append(Stage(mark.at, state.category, state.incident_id))
     return found
 
@@ -112,6 +124,10 @@ def _next(state: _State, mark: _Mark) -> _State:  # noqa: PLR0911, PLR0912 - one
             return _State(Category.SCHEDULING)
         case _Kind.OPENED if state.category not in _COMMITTED:
             return _State(Category.DECISION, mark.incident_id)
+        case _Kind.HELD if mark.category is Category.IDLE_NO_HOSTS and state.category not in _PAST_HOLDING:
+            return _State(mark.category, mark.incident_id)
+        case _Kind.HELD if state.category is Category.IDLE_NO_HOSTS:  # it waits for something else from here on
+            return _State(mark.category, mark.incident_id)
         case _Kind.DECIDED:
             return _State(mark.category, mark.incident_id)
         case _Kind.STOPPED if state.category is not Category.SHUTDOWN:
@@ -143,31 +159,38 @@ def _belongs_to_another(state: _State, pause: _Mark) -> bool:
     return bool(pause.incident_id) and state.incident_id != pause.incident_id
 
 
-def _marks(history: History, pauses: Iterable[Pause], cut_off_steps: float) -> Iterator[_Mark]:
+def _marks(history: History, pauses: Iterable[Pause], stamps: Stamps, cut_off_steps: float) -> Iterator[_Mark]:
     if history.submitted:
         yield _Mark(history.start, _Kind.SUBMITTED)
     for incident in history.incidents:
+        if (fault_at := stamps.of(incident)) is not None:
+            yield _Mark(fault_at, _Kind.FAULT, incident_id=incident.incident_id)
         yield _Mark(incident.opened_at, _Kind.OPENED, incident_id=incident.incident_id)
         if incident.closed_at is not None:
             yield _Mark(incident.closed_at, _Kind.CLOSED, incident_id=incident.incident_id)
     for decision in history.decisions:
-        if decision.kind in _DECIDED_STAGE:
-            category = _DECIDED_STAGE[DecisionKind(decision.kind)]
-            yield _Mark(decision.at, _Kind.DECIDED, incident_id=decision.incident_id, category=category)
+        yield from _decision_marks(decision)
     for at in history.stops:
         yield _Mark(at, _Kind.STOPPED)
-    for fault_at in history.faults:
-        if incident_id := _incident_opened(history, fault_at, math.inf):
-            yield _Mark(fault_at, _Kind.FAULT, incident_id=incident_id)
+    order = _Order(history)
     for wait in history.waits:
-        if incident_id := _incident_opened(history, wait.until, math.inf):
-            yield _Mark(wait.since, _Kind.UNHEARD, incident_id=incident_id)
+        if opened := order.incident_opened(wait.until, math.inf):
+            yield _Mark(wait.since, _Kind.UNHEARD, incident_id=opened.incident_id)
             yield _Mark(wait.until, _Kind.ELECTED)
     plain = not any(g.steps or g.restored_at is not None for g in history.generations)
     for generation in history.generations:
         yield from _start_up_marks(generation, plain=plain)
     for pause in pauses:
-        yield _pause_mark(history, pause, cut_off_steps)
+        yield _pause_mark(order, pause, cut_off_steps)
+
+
+def _decision_marks(decision: Decision) -> Iterator[_Mark]:
+    if decision.kind in _DECIDED_STAGE:
+        category = _DECIDED_STAGE[DecisionKind(decision.kind)]
+        yield _Mark(decision.at, _Kind.DECIDED, incident_id=decision.incident_id, category=category)
+    elif decision.kind == DecisionKind.HOLD:
+        category = Category.IDLE_NO_HOSTS if decision.rule == _WAITS_FOR_A_HOST else Category.DECISION
+        yield _Mark(decision.at, _Kind.HELD, incident_id=decision.incident_id, category=category)
 
 
 def _start_up_marks(generation: Generation, *, plain: bool) -> Iterator[_Mark]:
@@ -188,33 +211,65 @@ def _start_up_marks(generation: Generation, *, plain: bool) -> Iterator[_Mark]:
             yield _Mark(at, kind, generation.generation, generation.incident_id)
 
 
-def _pause_mark(history: History, pause: Pause, cut_off_steps: float) -> _Mark:
+class _Order:
+    """What came next. Logs have ten thousand incidents: nothing here looks at all of them."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self._opened = [incident.opened_at for incident in history.incidents]
+        self._by_id = {incident.incident_id: incident for incident in history.incidents}
+        self._numbers = [generation.generation for generation in history.generations]
+
+    def incident(self, incident_id: str) -> Incident | None:
+        """None: no event of its own tells of it."""
+        return self._by_id.get(incident_id)
+
+    def incident_opened(self, since: float, until: float) -> Incident | None:
+        """The first one opened in [since, until)."""
+        index = bisect_left(self._opened, since)
+        return self.history.incidents[index] if index < len(self._opened) and self._opened[index] < until else None
+
+    def fault_after(self, moment: float) -> float:
+        """inf if none came."""
+        faults = self.history.faults
+        index = bisect_right(faults, moment)
+        return faults[index] if index < len(faults) else math.inf
+
+    def successor(self, generation: int) -> Generation | None:
+        index = bisect_right(self._numbers, generation)
+        return self.history.generations[index] if index < len(self._numbers) else None
+
+
+def _pause_mark(order: _Order, pause: Pause, cut_off_steps: float) -> _Mark:
     """Why steps paused: a fault that an incident followed, the end of the job, or nothing that the log tells."""
-    incident_id = _ending_incident(history, pause)
+    incident_id, opened_at, is_inferred = _ending_incident(order, pause)
     if incident_id:
-        opened_at = next(i.opened_at for i in history.incidents if i.incident_id == incident_id)
-        fault_at = next((f for f in history.faults if pause.at < f <= opened_at), None)
-        category = Category.DETECTION
-        if fault_at is not None:
+        fault_at = order.fault_after(pause.at)
+        category = Category.UNKNOWN if is_inferred else Category.DETECTION
+        if not math.isinf(fault_at) and fault_at <= opened_at:
             # The step under way when the fault came was never completed.
             within = pause.step_s is not None and fault_at - pause.at <= cut_off_steps * pause.step_s
             category = Category.RECOMPUTED if within else Category.UNKNOWN
-    elif math.isinf(pause.until) and history.outcome in (JobState.SUCCEEDED, JobState.STOPPED):
+    elif math.isinf(pause.until) and order.history.outcome in (JobState.SUCCEEDED, JobState.STOPPED):
         category = Category.SHUTDOWN
     else:
         category = Category.UNKNOWN
     return _Mark(pause.at, _Kind.PAUSED, pause.generation, incident_id, category)
 
 
-def _ending_incident(history: History, pause: Pause) -> str:
-    """The incident because of which training stood still from `pause.at` on."""
-    successor = next((g for g in history.generations if g.generation > pause.generation), None)
-    if math.isinf(pause.until) and successor is not None:
+def _ending_incident(order: _Order, pause: Pause) -> tuple[str, float, bool]:
+    """The incident because of which training stood still from `pause.at` on ('' if none), when it was opened, and
+    whether it is inferred."""
+    until = pause.until
+    successor = order.successor(pause.generation)
+    if math.isinf(until) and successor is not None:
         if successor.incident_id:
-            return successor.incident_id
-        return _incident_opened(history, pause.at, successor.began_at if successor.began_at is not None else math.inf)
-    return _incident_opened(history, pause.at, pause.until)
-
-
-def _incident_opened(history: History, since: float, until: float) -> str:
-    return next((i.incident_id for i in history.incidents if since <= i.opened_at < until), "")
+            incident = order.incident(successor.incident_id)
+            return (
+                successor.incident_id,
+                incident.opened_at if incident else math.inf,
+                bool(incident and incident.inferred),
+            )
+        until = successor.began_at if successor.began_at is not None else math.inf
+    incident = order.incident_opened(pause.at, until)
+    return (incident.incident_id, incident.opened_at, incident.inferred) if incident else ("", math.inf, False)

@@ -1,0 +1,176 @@
+"""Completion times of one generation's steps over its ranks, told rank by rank or summed up by a sensor. Pure.
+
+Every value is a maximum over events, so that neither their order nor their repetition changes anything.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+from flyball.contracts.events import Event
+from goodput.values import MOST_STEPS, earliest, is_moment, text, whole
+
+_QUIET_S = 15.0  # far more than sensors wait with a summary
+# A rank that tells nothing while another tells of so many more steps, for so long, only lost its log: ranks that train
+# together stop together, and a lost host's last reports are far fewer.
+_LOST_LOG_S = 4.0 * _QUIET_S
+_LOST_LOG_STEPS = 20
+_MIN_STEPS_OF_SKEW = 3  # fewer may have been late by themselves
+
+
+class WorldStep(NamedTuple):
+    """A step that every reporting rank of a generation completed; `at` is when the last of them did."""
+
+    step: int
+    at: float
+
+
+class LastRank(NamedTuple):
+    """Who completed a step last, and when the median of the ranks had completed it."""
+
+    step: int
+    median_at: float
+    host_id: str  # '' where the log does not say
+
+
+class StepLog:
+    """Events go in by `add`, the steps of the world come out."""
+
+    __slots__ = ("_by_rank", "_heard", "_host_of", "_slowest", "_summed")
+
+    def __init__(self) -> None:
+        self._by_rank: dict[int, dict[int, float]] = {}  # rank -> step -> when it completed it
+        self._host_of: dict[int, str] = {}  # rank -> host
+        self._summed: dict[int, float] = {}  # step -> when the last rank completed it, as sensors say
+        self._slowest: dict[str, int] = {}  # sensor -> newest step of all ranks that it hears
+        self._heard: dict[str, float] = {}  # sensor -> its newest summary
+
+    def add(self, event: Event) -> None:
+        """Take in one STEPS event."""
+        data = event.data
+        times = data.get("completed_at")
+        first = data.get("first_step")
+        if not isinstance(times, list):
+            return
+        if type(first) is not int or not -1 <= first <= MOST_STEPS:
+            first = whole(data, "first_step", least=-1)
+            if first is None:
+                return
+        if "slowest_step" in data and (slowest := whole(data, "slowest_step", least=-1)) is not None:
+            self._add_summary(event, first, times, slowest)
+            return
+        rank = event.rank
+        of_rank = self._by_rank.get(rank)
+        if of_rank is None:
+            of_rank = self._by_rank[rank] = {}
+        least = earliest(event)
+        for step, at in enumerate(times, first):
+            if is_moment(at, least) and step >= 0 and at > of_rank.get(step, -1.0):
+                of_rank[step] = at
+        if event.host_id and event.host_id > self._host_of.get(rank, ""):
+            self._host_of[rank] = event.host_id
+
+    def _add_summary(self, event: Event, first: int, times: list[int | float | str], slowest: int) -> None:
+        sensor = text(event.data, "sensor")
+        self._slowest[sensor] = max(slowest, self._slowest.get(sensor, -1))
+        self._heard[sensor] = max(event.at, self._heard.get(sensor, -math.inf))
+        least = earliest(event)
+        for step, at in enumerate(times, first):
+            if is_moment(at, least) and step >= 0 and at > self._summed.get(step, -1.0):
+                self._summed[step] = at
+
+    @property
+    def first_step(self) -> int | None:
+        """The first step that any rank told of."""
+        firsts = (min(steps) for steps in self._by_rank.values() if steps)
+        return min((*firsts, *self._summed), default=None)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks told of their steps by themselves."""
+        return len(self._by_rank)
+
+    def lost_logs(self) -> tuple[int, ...]:
+        """Ranks that told of no more steps while another went on for long: nothing is known of them from there on."""
+        newest_of = {rank: max(steps) for rank, steps in self._by_rank.items() if steps}
+        least = min(newest_of.values(), default=0)
+        if max(newest_of.values(), default=0) - least < _LOST_LOG_STEPS:
+            return ()
+        # The rank that told of most steps from there on: a single absurd number is no rank that went on.
+        leader = max(newest_of, key=lambda rank: (sum(step > least for step in self._by_rank[rank]), -rank))
+        told = sorted(self._by_rank[leader])
+        until = self._by_rank[leader][told[-1]]
+        return tuple(
+            rank
+            for rank, newest in sorted(newest_of.items())
+            if len(told) - bisect_right(told, newest) >= _LOST_LOG_STEPS
+            and until - self._by_rank[rank][newest] > _LOST_LOG_S
+        )
+
+    def world_steps(self, resumed_from: int | None) -> tuple[tuple[WorldStep, ...], tuple[LastRank, ...]]:
+        """Steps that all reporting ranks completed, ascending, their times never falling, and who was last. A lost
+        host's last reports may be missing: a step from which a later generation resumed was complete all the same.
+        Ranks that only lost their logs hold nobody up."""
+        # Ranks that train together stop together: a sensor that fell quiet while others went on hears none of them.
+        since = max(self._heard.values(), default=0.0) - _QUIET_S
+        lost = self.lost_logs()
+        newest_of = [max(steps) for rank, steps in self._by_rank.items() if steps and rank not in lost]
+        newest_of += [step for sensor, step in self._slowest.items() if self._heard[sensor] >= since]
+        if not newest_of:
+            return (), ()
+        newest = max(min(newest_of), -1 if resumed_from is None else resumed_from)
+        medians = self._medians(newest)
+        latest = self._latest(newest, _ahead(self._by_rank, medians))
+        steps, last_ranks, at = [], [], -math.inf
+        for step in sorted({*latest, *(s for s in self._summed if s <= newest)}):
+            of_ranks, rank = latest.get(step, (-math.inf, -1))
+            at = max(at, of_ranks, self._summed.get(step, -math.inf))
+            steps.append(WorldStep(step, at))
+            if step in medians and step not in self._summed:
+                last_ranks.append(LastRank(step, medians[step], self._host_of.get(rank, "")))
+        return tuple(steps), tuple(last_ranks)
+
+    def _medians(self, newest: int) -> dict[int, float]:
+        """When the median of the ranks completed each step, of those that several told of."""
+        if len(self._by_rank) < 2:
+            return {}
+        times: defaultdict[int, list[float]] = defaultdict(list)
+        for of_rank in self._by_rank.values():
+            for step, at in of_rank.items():
+                if step <= newest:
+                    times[step].append(at)
+        return {step: median(of_step) for step, of_step in times.items() if len(of_step) > 1}
+
+    def _latest(self, newest: int, ahead: Mapping[int, float]) -> dict[int, tuple[float, int]]:
+        """When the last rank completed each step, and which it was."""
+        latest: dict[int, tuple[float, int]] = {}
+        for rank in sorted(self._by_rank):
+            ahead_s = ahead.get(rank, 0.0)
+            for step, told_at in self._by_rank[rank].items():
+                at = told_at - ahead_s
+                if step <= newest and (step not in latest or at > latest[step][0]):
+                    latest[step] = (at, rank)
+        return latest
+
+
+def _ahead(by_rank: Mapping[int, Mapping[int, float]], medians: Mapping[int, float]) -> dict[int, float]:
+    """Ranks whose hosts' clocks are ahead, and by how much: ranks in lockstep are never a whole step behind the median,
+    so one that is so at every step has such a clock, by its smallest lag at least."""
+    if len(medians) < _MIN_STEPS_OF_SKEW:
+        return {}
+    in_order = [medians[step] for step in sorted(medians)]
+    step_s = median(later - earlier for earlier, later in pairwise(in_order))
+    if step_s <= 0.0:
+        return {}
+    ahead = {}
+    for rank, of_rank in by_rank.items():
+        lags = [at - medians[step] for step, at in of_rank.items() if step in medians]
+        if len(lags) >= _MIN_STEPS_OF_SKEW and min(lags) > step_s:
+            ahead[rank] = min(lags)
+    return ahead
