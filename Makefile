@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+JOBS   ?= 2
 STAMP  := $(VENV)/.installed
 
 .PHONY: demo test lint setup clean
@@ -11,7 +12,7 @@ demo: $(STAMP)
 	$(BIN)/flyball demo
 
 test: $(STAMP)
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(JOBS) --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

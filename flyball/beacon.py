@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -27,6 +28,7 @@ _WORD_PHASE_SINCE_NS = 2
 _WORD_STEP_COUNT = 3
 _WORD_SAVE_BLOCKED_NS = 4
 _WORD_PID = 5
+_WORD_DATA_WAIT_NS = 6
 _WORD_MARKS = 8
 _WORD_RING = 32
 _MASK = RING_ENTRIES - 1
@@ -88,6 +90,8 @@ class BeaconWriter:
         self._words = memoryview(self._mapping).cast("q")
         self._count = self._words[_WORD_STEP_COUNT]
         self._words[_WORD_PID] = os.getpid()
+        self.on_phase: Callable[[int, Phase], object] | None = None
+        """Is told of every phase that is entered, and when (ns)."""
 
     def step(self, step: int) -> None:
         """Step `step` is complete."""
@@ -109,8 +113,13 @@ class BeaconWriter:
 
     def phase(self, phase: Phase) -> None:
         """The rank now does something else."""
-        self._words[_WORD_PHASE_SINCE_NS] = time.monotonic_ns()
-        self._words[_WORD_PHASE] = phase
+        words, now_ns = self._words, time.monotonic_ns()
+        if words[_WORD_PHASE] == Phase.DATA:
+            words[_WORD_DATA_WAIT_NS] += now_ns - words[_WORD_PHASE_SINCE_NS]
+        words[_WORD_PHASE_SINCE_NS] = now_ns
+        words[_WORD_PHASE] = phase
+        if self.on_phase is not None:
+            self.on_phase(now_ns, phase)
 
     @property
     def current_phase(self) -> Phase:
@@ -149,6 +158,7 @@ class BeaconSnapshot:
     restored_ns: int
     first_step_ns: int
     save_blocked_ns: int
+    data_wait_ns: int  # in the phase DATA, without a wait that has not ended
     recent: tuple[tuple[int, int], ...]  # (step, completed at ns) of the newest steps, oldest first
 
     def steps_since(self, count: int) -> list[tuple[int, int]]:
@@ -164,6 +174,14 @@ class BeaconReader:
     def __init__(self, path: str) -> None:
         self._mapping = _map(path)
         self._words = memoryview(self._mapping).cast("q")
+
+    @classmethod
+    def of(cls, writer: BeaconWriter) -> BeaconReader:
+        """A reader of the same memory in the writer's own process; it is to be closed before the writer."""
+        reader = cls.__new__(cls)
+        reader._mapping = mmap.mmap(-1, BEACON_BYTES)  # for `close`, which is not to end what is the writer's
+        reader._words = memoryview(writer._mapping).cast("q")
+        return reader
 
     def snapshot(self) -> BeaconSnapshot:
         """Everything, consistent as far as it matters."""
@@ -184,6 +202,7 @@ class BeaconReader:
             restored_ns=marks[Mark.RESTORED],
             first_step_ns=marks[Mark.FIRST_STEP],
             save_blocked_ns=words[_WORD_SAVE_BLOCKED_NS],
+            data_wait_ns=words[_WORD_DATA_WAIT_NS],
             recent=recent,
         )
 

@@ -13,6 +13,7 @@ import msgspec
 
 from ckpt_engine.settings import Config
 from flyball.checkpoint_flags import gather, read_nothing
+from flyball.client_tls import ClientTls
 from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.errors import UsageError
 from flyball.contracts.identity import check_name
@@ -54,6 +55,7 @@ class RunRequest(msgspec.Struct, frozen=True):
     checkpoint: CheckpointSpec = CheckpointSpec()
     engine_environment: Mapping[str, str] = {}  # variables that hand the checkpoint engine's settings on to its host
     supervisor: str = ""  # URL
+    tls: ClientTls = ClientTls()  # to it
     rendezvous: str = ""  # "host:port" at which one of the hosts brings the supervisor up
     node_rank: int | None = None
     local_addr: str = ""
@@ -168,6 +170,7 @@ def parse_run(
         checkpoint=checkpoint.spec,
         engine_environment=checkpoint.engine_environment,
         supervisor=supervisor,
+        tls=ClientTls(*(str(given.get(name, "")) for name in ("ca_file", "client_cert_file", "client_key_file"))),
         rendezvous=rendezvous,
         node_rank=given.get("node_rank"),
         local_addr=given.get("local_addr") or "",

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from flyball.contracts import wire
 from flyball.contracts.errors import ConfigurationError, FlyballError, UsageError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -67,13 +68,13 @@ def merge(
     return kind(**values)
 
 
-def _convert(name: str, value: object, type_: object, error_type: type[FlyballError], place: str) -> Any:  # noqa: ANN401 - of the field's type
+def _convert(name: str, value: object, type_: Any, error_type: type[FlyballError], place: str) -> Any:  # noqa: ANN401 - of the field's type
     try:
         if isinstance(value, str):
             if name.endswith(("_bytes", "_bytes_per_s")):
                 value = parse_size(value)
             elif type_ is bool:
                 value = _WORDS.get(value.lower(), value)
-        return msgspec.convert(value, type_, strict=not isinstance(value, str))
+        return wire.convert(value, type_, strict=not isinstance(value, str))
     except (ValueError, OverflowError, msgspec.ValidationError) as error:
         raise error_type(f"{place} has a value that is not usable: {error}.", hint="correct or remove it") from error

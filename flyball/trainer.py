@@ -18,29 +18,34 @@ from flyball.contracts import fault_points
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import RestoreFailed, UsageError
+from flyball.event_file import VARIABLE as EVENTS_VARIABLE
+from flyball.event_file import EventFile
 from flyball.worker_identity import WorkerIdentity, read_identity
 
 __all__ = ["Job", "SaveHandle", "attach"]
 
 
-def attach() -> Job:
+def attach(*, events: str | Path | None = None) -> Job:
     """Join the job that the environment describes; call it once, early, in every rank.
 
     Under `flyball run` the daemon's variables name the beacon and the slots. Without them (plain python, torchrun) the
     same script runs with rank and world size from torchrun's variables: `restore` returns 0 and `save` makes nothing.
+    `events`, or the environment variable FLYBALL_EVENTS, names a file, or a folder for a file per rank, to which this
+    rank then appends the events that `flyball goodput` reads (docs/goodput-importers.md).
     Raises ConfigurationError for a variable that makes no sense.
     """
     fault_points.rearm()  # a worker forked from a warm standby has a new environment
-    return Job(read_identity(os.environ))
+    return Job(read_identity(os.environ), events=str(events or os.environ.get(EVENTS_VARIABLE, "")))
 
 
 class Job:
     """One rank of a job. Not for more than one thread."""
 
-    def __init__(self, identity: WorkerIdentity) -> None:
+    def __init__(self, identity: WorkerIdentity, *, events: str = "") -> None:
         self._identity = identity
         self._beacon = BeaconWriter(identity.beacon or None)
         self._beacon.mark(Mark.ATTACHED)
+        self._events = EventFile(events, identity, self._beacon) if events else None
         self._engine = TrainerEngine(identity, self._beacon)
         self.loss: object = None
         """What was last given to `step`, as it was given: reading its value is up to whoever wants it."""
@@ -88,6 +93,8 @@ class Job:
             raise SystemExit(error.exit_code) from error
         self._beacon.mark(Mark.RESTORED)
         self._beacon.phase(Phase.STEP)
+        if self._events is not None and start > 0:
+            self._events.restored(start - 1, self._engine.restored_from)
         return start
 
     def save(self, step: int, state: Mapping[str, object]) -> SaveHandle:
@@ -101,12 +108,17 @@ class Job:
         MemoryTooSmall at the first save of a job, and, if the settings say `raise_on_failure`, CheckpointError for a
         save that failed before.
         """
-        return self._engine.save(step, state)
+        return self._told(self._engine.save(step, state))
 
     def on_step_boundary(self, step: int, state: Mapping[str, object]) -> SaveHandle:
         """For loops that call `save` now and then only: call this after every other step, so that an emergency
         checkpoint finds the rank at whatever step it names. At all others it does nothing."""
-        return self._engine.save(step, state, only_emergency=True)
+        return self._told(self._engine.save(step, state, only_emergency=True))
+
+    def _told(self, handle: SaveHandle) -> SaveHandle:
+        if self._events is not None:
+            self._events.saving(handle)
+        return handle
 
     def wait_captured(self, timeout_s: float = 60.0) -> bool:
         """Wait until the newest save is copied; False when the time is over. Call it before parameters, or what an
@@ -118,7 +130,8 @@ class Job:
         """Wait until the newest save of this rank is replicated, and the newest that a disk or persistent tier is to
         have by its interval in steps is durable; False when the time is over. A save that failed is finished (see
         `check_for_errors`), and so is one that a slow tier passed over, because it was still busy with an older one
-        (`SaveHandle.durable` tells)."""
+        (`SaveHandle.durable` tells). Until then the rank does not count as stalled, if the time has an end and the
+        engine of this host is there."""
         with self._in_phase(Phase.CHECKPOINT):
             return self._engine.wait_until_finished(timeout_s)
 
@@ -138,8 +151,16 @@ class Job:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Say that this rank does something other than steps: "eval", "data", "checkpoint", "other". Each phase has a
-        deadline of its own before its rank counts as stalled."""
+        """Say that this rank does something other than steps: "eval", "data", "checkpoint", "other", or "restore" for
+        a script that loads checkpoints of its own. Each phase has a deadline of its own before its rank counts as
+        stalled."""
+        if name == "restore":
+            self._beacon.mark(Mark.RESTORE_BEGAN)
+            self._beacon.phase(Phase.RESTORING)
+            yield
+            self._beacon.mark(Mark.RESTORED)
+            self._beacon.phase(Phase.STEP)
+            return
         try:
             phase = Phase[name.upper()]
         except KeyError:
@@ -169,6 +190,11 @@ class Job:
         return self._engine.failed_saves
 
     @property
+    def late_saves(self) -> int:
+        """Saves that training waited for, for a slot or for a copy, longer than a tenth of a second."""
+        return self._engine.late_saves
+
+    @property
     def skipped_saves(self) -> int:
         """How many due saves were skipped because every slot was needed, as the settings may say (`when_full`)."""
         return self._engine.skipped_saves
@@ -177,7 +203,11 @@ class Job:
         """The job is done. Waits for the last copy; what was saved stays until the supervisor records the end of the
         job."""
         self._beacon.phase(Phase.DONE)
+        if self._events is not None:
+            self._events.stop()
         self._engine.close()
+        if self._events is not None:
+            self._events.close()
         self._beacon.close()
 
     def __enter__(self) -> Job:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from flyball.contracts import worker_env
+from flyball.contracts import wire, worker_env
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry
 from flyball.contracts.errors import ConfigurationError
 
@@ -47,7 +47,7 @@ def read_identity(environment: Mapping[str, str]) -> WorkerIdentity:
         if not text:
             return default
         try:
-            return msgspec.json.decode(text, type=kind)
+            return wire.decoder_of(kind).decode(text)
         except msgspec.DecodeError as error:
             raise ConfigurationError(
                 f"The environment variable {name} has the value {text!r}: {error}.",

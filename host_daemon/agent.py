@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import uuid
 from collections.abc import Callable
@@ -17,22 +18,25 @@ from flyball.contracts.errors import FlyballError
 from flyball.contracts.segments import shm_prefix
 from flyball.contracts.signals import EngineRestarted, SignalBody, WorkerExited, WorkerStartFailed
 from host_daemon.beacons import Beacons
+from host_daemon.cluster_clock import ClusterClock
 from host_daemon.command_journal import CommandJournal
 from host_daemon.commands import CommandLoop, Progress
 from host_daemon.database import Database
 from host_daemon.engine_client import EngineClient
 from host_daemon.engine_process import EngineKeeper
+from host_daemon.failover import Endpoints
 from host_daemon.free_ports import FreePorts
 from host_daemon.generation_start import GenerationStarter
 from host_daemon.http_client import SupervisorClient
 from host_daemon.job_control import JobControl
+from host_daemon.leaving import Leaving, Left
 from host_daemon.outbox import Outbox
 from host_daemon.owed_releases import OwedReleases
 from host_daemon.probes.preemption import PreemptionProbe
 from host_daemon.processes import ExitStatus, become_subreaper
 from host_daemon.reaper import Reaper
 from host_daemon.reporting import RESTORES_FACT, Reporter
-from host_daemon.settings import DaemonSettings
+from host_daemon.settings import DaemonSettings, read_token_file
 from host_daemon.standby import Standbys
 from host_daemon.state_dir import StateDir
 from host_daemon.worker_errors import read_error
@@ -43,6 +47,7 @@ BEACON_INTERVAL_S = 0.05
 PREEMPTION_INTERVAL_S = 0.1
 LAST_REPORT_TIMEOUT_S = 2.0
 ENGINE_MEET_S = 30.0
+HASTY_GRACE_S = 5.0  # for workers, when the time to leave is over: whoever sent SIGTERM is about to send SIGKILL
 PREEMPTION_FACT = "preemption_notice_told"
 
 _log = structlog.get_logger(__name__)
@@ -51,8 +56,9 @@ _log = structlog.get_logger(__name__)
 class Agent:
     """One host's daemon. The state folder is open, and preflight has passed."""
 
-    def __init__(self, settings: DaemonSettings, state_dir: StateDir, clock: Clock) -> None:
+    def __init__(self, settings: DaemonSettings, state_dir: StateDir, host_clock: Clock) -> None:
         incarnation = uuid.uuid4().hex
+        clock = ClusterClock(host_clock)
         prefix = shm_prefix(str(state_dir.root), settings.shm_dir)
         self._state_dir = state_dir
         self._clock = clock
@@ -66,7 +72,12 @@ class Agent:
         self._standbys = Standbys(
             state_dir=state_dir.root, log_path=state_dir.spawner_log, reaper=self._reaper, clock=clock
         )
-        self._http = SupervisorClient(settings.supervisor_url, settings.token)
+        self._http = SupervisorClient(
+            Endpoints(settings.sensor_urls, settings.host_id, clock),
+            Endpoints(settings.actuator_urls, settings.host_id, clock),
+            lambda: read_token_file(settings.token_file, settings.host_id).token,
+            settings.tls,
+        )
         ports = FreePorts()
         engine_client = EngineClient(state_dir.engine_socket)
         self._engine = EngineKeeper(
@@ -116,15 +127,30 @@ class Agent:
             clock=clock,
             handler=self._carry_out,
         )
+        self._leaving = Leaving(
+            timeout_s=settings.leave_timeout_s,
+            clock=clock,
+            signal=self._signal,
+            ask=lambda: self._http.departure(settings.host_id),
+            has_ranks=lambda: bool(self._workers.live()),
+            facts=self._facts,
+        )
         self._incarnation = incarnation
         self._warm_nproc = settings.warm_nproc
 
     async def run(self) -> None:
-        """Until SIGTERM or SIGINT, which end the workers and the engine in order. If this process is killed or fails,
-        they live on, and the next daemon adopts them."""
-        told_to_end = asyncio.Event()
+        """Until SIGTERM, which gives notice and waits until the ranks train elsewhere, or SIGINT, or a second signal,
+        which do not wait; then workers and engine are ended in order. If this process is killed or fails, they live on,
+        and the next daemon adopts them."""
+        told_to_end, at_once = asyncio.Event(), asyncio.Event()
+
+        def note(number: signal.Signals) -> None:
+            if number is signal.SIGINT or told_to_end.is_set():
+                at_once.set()
+            told_to_end.set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, told_to_end.set)
+            asyncio.get_running_loop().add_signal_handler(number, note, number)
         become_subreaper()
         self._reaper.start()
         await self._take_over()
@@ -144,15 +170,29 @@ class Agent:
                 )
             ]
             await told_to_end.wait()
+            left = await self._leave(at_once)
             _log.info("daemon_ends")
             for task in (engine, *loops):
                 task.cancel()
-        await self._end()
+        await self._end(left)
 
-    async def _end(self) -> None:
+    async def _leave(self, at_once: asyncio.Event) -> Left:
+        if at_once.is_set():
+            return Left.UNHEARD
+        leaving, told_again = asyncio.create_task(self._leaving.run()), asyncio.create_task(at_once.wait())
+        await asyncio.wait((leaving, told_again), return_when=asyncio.FIRST_COMPLETED)
+        told_again.cancel()
+        leaving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            return await leaving
+        return Left.UNHEARD
+
+    async def _end(self, left: Left) -> None:
         await self._commands.close()
         try:
-            await self._control.stop_all()
+            await self._control.stop_all(
+                at_most_s=HASTY_GRACE_S if left is Left.OVERDUE else math.inf, flush=left is not Left.MOVED
+            )
         finally:  # also if workers remain, which is then what `run` raises
             await self._engine.stop()
             with contextlib.suppress(FlyballError, TimeoutError):
@@ -177,6 +217,7 @@ class Agent:
                 self._beacons.worker_ended(record.job, record.generation, record.rank)
             else:
                 self._workers.adopt(record, self._state_dir.error_file(record.job, record.generation, record.rank))
+        await self._leaving.withdraw()
         self._engine.restores_since = float(await self._facts.get(RESTORES_FACT) or 0.0)
         if workers or signals:
             _log.info("taken_over", workers=len(workers), jobs=len(jobs), spooled_signals=signals)
@@ -256,11 +297,8 @@ class Agent:
             notice = probe.check()
             if notice is not None:
                 _log.warning("preemption_notice", deadline_at=notice.deadline_at, source=notice.source)
-                await self._signal(notice)
-                try:
-                    await self._facts.set(PREEMPTION_FACT, probe.identity)
-                except FlyballError as error:  # a restarted daemon tells it again
-                    _log.warning("notice_not_noted", error=str(error))
+                await self._outbox.put(notice, also=self._facts.setting(PREEMPTION_FACT, probe.identity))
+                self._reporter.wake()
             await asyncio.sleep(PREEMPTION_INTERVAL_S)
 
     async def _every(self, interval_s: float, work: Callable[[], None]) -> None:

@@ -16,13 +16,14 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import Phase, RankStatus
 from flyball.contracts.decisions import RankPosition
 from flyball.contracts.errors import StateVersionMismatch
+from flyball.contracts.rank_columns import RankSteps
 from flyball.contracts.segments import beacon_path
-from flyball.contracts.signals import RankMarks, RankSteps
+from flyball.contracts.signals import RankMarks
 
 MAX_WAITING_STEPS = 10_000  # per rank, while no report gets through
 STEPS_PER_REPORT = 1_000  # per rank
 EAGER_STEPS = 3  # the first steps of a generation are reported at once: they end an incident
-SAVE_BLOCKED_EVERY_S = 5.0
+WAITS_EVERY_S = 5.0
 _SEEN_SUFFIX = ".seen"
 
 _log = structlog.get_logger(__name__)
@@ -226,19 +227,21 @@ def _marks(watched: _Watched, wall: Callable[[int], float]) -> RankMarks:
         restored_at=moment("restored_at", snapshot.restored_ns),
         first_step_at=moment("first_step_at", snapshot.first_step_ns),
         save_blocked_s=snapshot.save_blocked_ns / 1e9,
+        data_wait_s=snapshot.data_wait_ns / 1e9,
     )
 
 
 def _marks_are_due(watched: _Watched, now_s: float) -> bool:
-    """A new moment is due at once; the time that saves blocked grows with every save and is due now and then."""
+    """A new moment is due at once; what grows with every save or batch is due now and then."""
     marks, reported = watched.marks, watched.marks_reported
     if marks == reported:
         return False
     if marks is None or reported is None or not watched.live:
         return True
-    if msgspec.structs.replace(marks, save_blocked_s=reported.save_blocked_s) != reported:
+    waits = {"save_blocked_s": reported.save_blocked_s, "data_wait_s": reported.data_wait_s}
+    if msgspec.structs.replace(marks, **waits) != reported:
         return True
-    return now_s - watched.marks_reported_s >= SAVE_BLOCKED_EVERY_S
+    return now_s - watched.marks_reported_s >= WAITS_EVERY_S
 
 
 def _runs(watched: _Watched, steps: Iterable[tuple[int, float]]) -> list[RankSteps]:

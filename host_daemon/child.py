@@ -22,7 +22,7 @@ from typing import NoReturn
 
 import msgspec
 
-from flyball.contracts import fault_points
+from flyball.contracts import fault_points, wire
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import FlyballError
 from host_daemon.processes import INHERITED_DESCRIPTOR
@@ -170,7 +170,7 @@ def main() -> None:
     """A cold start: the order and the leave come over the inherited socket."""
     with socket.socket(fileno=INHERITED_DESCRIPTOR) as control:
         (length,) = HEADER.unpack(_receive(control, HEADER.size))
-        order = msgspec.json.decode(_receive(control, length), type=Order)
+        order = wire.decoder_of(Order).decode(_receive(control, length))
         if _receive(control, len(LEAVE)) != LEAVE:
             os._exit(NO_LEAVE_EXIT_CODE)
     carry_out(order)

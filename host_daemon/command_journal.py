@@ -7,6 +7,7 @@ from enum import Enum
 
 import msgspec
 
+from flyball.contracts import wire
 from flyball.contracts.decisions import Command, CommandUpdate, UpdateState
 from flyball.contracts.identity import Fence
 from host_daemon.database import Database
@@ -19,6 +20,16 @@ class Admission(Enum):
     RESUMED = "resumed"  # an earlier daemon began it and was killed before it could answer
     ANSWERED = "answered"  # send the stored answer again
     STALE = "stale"  # a newer fence was obeyed; refuse
+
+
+def admit(fence: Fence, highest: Fence | None, *, is_known: bool, answer: CommandUpdate | None) -> Admission:
+    """What to do about a command: `highest` is the newest fence obeyed for its job, `is_known` whether it was begun,
+    `answer` what was said to it last. Pure."""
+    if answer is not None and answer.state is not UpdateState.ACKNOWLEDGED:
+        return Admission.ANSWERED
+    if highest is not None and fence < highest:
+        return Admission.STALE
+    return Admission.RESUMED if is_known else Admission.NEW
 
 
 class CommandJournal:
@@ -38,19 +49,18 @@ class CommandJournal:
             row = connection.execute(
                 "SELECT answer FROM commands WHERE command_id = ?", (command.command_id,)
             ).fetchone()
-            answer = msgspec.json.decode(row[0], type=CommandUpdate) if row and row[0] else None
-            if answer is not None and answer.state is not UpdateState.ACKNOWLEDGED:
-                return Admission.ANSWERED, answer
+            answer = wire.decoder_of(CommandUpdate).decode(row[0]) if row and row[0] else None
             highest = connection.execute("SELECT epoch, generation FROM fences WHERE job = ?", (job,)).fetchone()
-            if highest is not None and fence < Fence(*highest):
-                return Admission.STALE, answer
+            admission = admit(fence, Fence(*highest) if highest else None, is_known=bool(row), answer=answer)
+            if admission in (Admission.ANSWERED, Admission.STALE):
+                return admission, answer
             connection.execute(
                 "INSERT INTO fences (job, epoch, generation) VALUES (?, ?, ?)"
                 " ON CONFLICT (job) DO UPDATE SET epoch = excluded.epoch, generation = excluded.generation",
                 (job, fence.epoch, fence.generation),
             )
-            if row:
-                return Admission.RESUMED, answer
+            if admission is Admission.RESUMED:
+                return admission, answer
             connection.execute("INSERT INTO commands (command_id, job) VALUES (?, ?)", (command.command_id, job))
             connection.execute(
                 "DELETE FROM commands WHERE number <= (SELECT max(number) FROM commands) - ?", (KEPT_ANSWERS,)

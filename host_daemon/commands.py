@@ -64,6 +64,22 @@ def job_of(body: CommandBody) -> str:
     return body.spec.job if isinstance(body, WarmUp | StartWorkers) else body.job
 
 
+def gives_way(other: Command, newer: Command) -> bool:
+    """Whether a command that is carried out ends for a newer one. What waits (for a save, for a standby) gives way
+    to a command that ends the workers it waits for, and a save to the command that gives it up or names a later step:
+    other hosts will not have the earlier one. Pure."""
+    if isinstance(newer.body, StopWorkers | StartWorkers | EndJob):
+        giving_way: tuple[type[CommandBody], ...] = (SaveEmergency, FlushState, WarmUp, StartWorkers)
+    elif isinstance(newer.body, FlushState | SaveEmergency):
+        giving_way = (SaveEmergency,)
+    else:
+        return False
+    older = other.command_id != newer.command_id and other.fence <= newer.fence
+    if isinstance(other.body, SaveEmergency) and isinstance(newer.body, SaveEmergency):
+        older = older and other.body.step < newer.body.step
+    return older and job_of(other.body) == job_of(newer.body) and isinstance(other.body, giving_way)
+
+
 class CommandLoop:
     """One long poll, and one task per command. Commands of a job are carried out one after the other."""
 
@@ -169,20 +185,8 @@ class CommandLoop:
             await self._answer(command, (UpdateState.SUCCEEDED, "", "", result))
 
     def _supersede(self, newer: Command) -> None:
-        """What waits (for a save, for a standby) gives way to a command that ends the workers it waits for, and a save
-        to the command that gives it up or names a later step: other hosts will not have the earlier one."""
-        if isinstance(newer.body, StopWorkers | StartWorkers | EndJob):
-            giving_way: tuple[type[CommandBody], ...] = (SaveEmergency, FlushState, WarmUp, StartWorkers)
-        elif isinstance(newer.body, FlushState | SaveEmergency):
-            giving_way = (SaveEmergency,)
-        else:
-            return
         for other, task in self._running.values():
-            same_job = job_of(other.body) == job_of(newer.body)
-            older = other.command_id != newer.command_id and other.fence <= newer.fence
-            if isinstance(other.body, SaveEmergency) and isinstance(newer.body, SaveEmergency):
-                older = older and other.body.step < newer.body.step
-            if same_job and older and isinstance(other.body, giving_way):
+            if gives_way(other, newer):
                 task.cancel()
 
     async def _answer(

@@ -11,15 +11,17 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.engine_wire import EngineReply, GetStatus
 from flyball.contracts.errors import FlyballError, Unreachable
 from flyball.contracts.signals import EngineRestarted
+from flyball.contracts.testimony import Testimony
 from host_daemon.engine_client import EngineClient
 from host_daemon.processes import launch, open_pidfd, open_pidfd_of, send_signal, signal_pidfd
-from host_daemon.settings import DaemonSettings
+from host_daemon.settings import DaemonSettings, read_token_file
 from host_daemon.state_dir import StateDir
 
 POLL_S = 0.2
@@ -52,12 +54,32 @@ class EngineKeeper:
         self._on_status = on_status
         self._pid = 0
         self._alive = asyncio.Event()
+        self._about: tuple[str, ...] = ()
+        self._ask_now = asyncio.Event()
+        self._in_touch_until_s = 0.0
+        self._noted_s = 0.0  # when `status` came
         self.restores_since = 0.0  # restores up to this wall time were seen; set it before `run` to go on there
         self.status = EngineReply(ok=False)  # the newest answer, also while the engine is away
 
     @property
     def alive(self) -> bool:
         return self._alive.is_set()
+
+    def ask_about(self, peers: tuple[str, ...]) -> None:
+        """Have the engine say from now on whether these peers live, and no others; at once if that is new."""
+        if peers != self._about:
+            self._about = peers
+            self._ask_now.set()
+
+    def in_touch(self, until_s: float) -> None:
+        """The supervisor answered: until then (monotonic) it cannot give this host up."""
+        self._in_touch_until_s = until_s
+
+    def testimonies(self) -> tuple[Testimony, ...]:
+        """Of the peers asked about that live, with their ages as of now."""
+        age_s = self._clock.monotonic_s() - self._noted_s
+        told = self.status.testimonies if self.alive else ()
+        return tuple(msgspec.structs.replace(t, engine_s=t.engine_s + age_s) for t in told)
 
     async def wait_alive(self, timeout_s: float) -> bool:
         """Whether the engine is there, or comes within the time."""
@@ -136,7 +158,8 @@ class EngineKeeper:
         settings = self._settings
         argv = [sys.executable, "-P", "-m", "ckpt_engine.server"]
         argv += ["--state-dir", str(self._state_dir.root), "--host-id", settings.host_id]
-        argv += ["--address", settings.address, "--token-file", str(settings.token_file)]
+        key_file = self._state_dir.keep_peer_key(read_token_file(settings.token_file, settings.host_id).peer_key)
+        argv += ["--address", settings.address, "--token-file", str(key_file)]
         self._pid = launch(argv, environment=dict(os.environ), log_path=self._state_dir.engine_log)
         pidfd = open_pidfd(self._pid)
         try:
@@ -161,17 +184,24 @@ class EngineKeeper:
     async def _watch(self) -> None:
         """Poll the engine until it ends; one that is silent for too long is killed."""
         ended = asyncio.Event()
+
+        def end() -> None:
+            ended.set()
+            self._ask_now.set()
+
         pid = self._pid
         pidfd = open_pidfd_of(pid, lambda: self._is_engine(pid))
         if pidfd is None:
             return
         loop = asyncio.get_running_loop()
-        loop.add_reader(pidfd, ended.set)
+        loop.add_reader(pidfd, end)
         answered = self._clock.monotonic_s()
         try:
             while not ended.is_set():
                 try:
-                    await self._note(await self._client.ask(GetStatus(restores_since=self.restores_since)))
+                    self._ask_now.clear()
+                    status = GetStatus(self.restores_since, self._about, self._in_touch_until_s)
+                    await self._note(await self._client.ask(status))
                     answered = self._clock.monotonic_s()
                 except FlyballError as error:
                     self._alive.clear()
@@ -179,7 +209,7 @@ class EngineKeeper:
                         _log.error("engine_hangs", pid=pid, error=str(error))
                         signal_pidfd(pidfd, signal.SIGKILL)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(ended.wait(), POLL_S)
+                    await asyncio.wait_for(self._ask_now.wait(), POLL_S)
         finally:
             loop.remove_reader(pidfd)
             os.close(pidfd)
@@ -187,6 +217,7 @@ class EngineKeeper:
     async def _note(self, reply: EngineReply) -> None:
         self._pid = reply.pid or self._pid
         self.status = reply
+        self._noted_s = self._clock.monotonic_s()
         self.restores_since = max([self.restores_since, *(r.at for r in reply.restores)])
         self._alive.set()
         await self._on_status(reply)

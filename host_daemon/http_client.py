@@ -2,93 +2,207 @@
 
 from __future__ import annotations
 
-import httpx
+from collections.abc import Callable, Mapping
 
+import httpx
+import msgspec
+
+from flyball.client_tls import ClientTls, tls_trouble
 from flyball.contracts import wire
 from flyball.contracts.decisions import CommandBatch, CommandUpdate
-from flyball.contracts.errors import FlyballError, InvalidMessage, NotFound, TooBusy, Unauthorized, Unreachable
+from flyball.contracts.drains import Departure
+from flyball.contracts.errors import (
+    ConfigurationError,
+    DaemonSuperseded,
+    FlyballError,
+    Forbidden,
+    InvalidMessage,
+    NotFound,
+    ReportOutOfOrder,
+    ReportReplayed,
+    TooBusy,
+    Unauthorized,
+    Unreachable,
+    WrongClock,
+)
 from flyball.contracts.signals import Report, ReportReply
+from host_daemon.failover import Endpoints
 
 CONNECT_TIMEOUT_S = 2.0
 ANSWER_TIMEOUT_S = 5.0
+# Where there is another server to ask, one that is stopped or cut off is given up sooner.
+ANSWER_TIMEOUT_OF_SEVERAL_S = 2.0
+MAX_POLL_OF_SEVERAL_S = 10.0
 DEFAULT_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 30.0
 
 
-class SupervisorClient:
-    """The supervisor's API, as far as a daemon needs it. Every call has a deadline.
+class _Request(msgspec.Struct, frozen=True):
+    method: str
+    path: str
+    content: bytes | None
+    params: Mapping[str, str] | None
+    timeout: httpx.Timeout
 
-    Raises Unreachable (no answer, or a 5xx), TooBusy (429), Unauthorized, NotFound, or InvalidMessage for any other
-    refusal, which repeating cannot cure.
+
+class SupervisorClient:
+    """The supervisor's API, as far as a daemon needs it. Every call has a deadline, and is made to each of several
+    servers at most once: reports to one of the sensors, everything else to one of the actuators.
+
+    Raises Unreachable (no answer, or a 5xx), TooBusy (429), Unauthorized, Forbidden, NotFound, what `Admission` refuses
+    reports with, or InvalidMessage for any other refusal, which repeating cannot cure.
     """
 
-    def __init__(self, url: str, token: str) -> None:
-        self._url = url
+    def __init__(
+        self,
+        sensors: Endpoints,
+        actuators: Endpoints,
+        read_token: Callable[[], str],
+        tls: ClientTls = ClientTls(),  # noqa: B008
+    ) -> None:
+        """`read_token` is asked again when the token is refused: it may have been renewed. Raises what it raises."""
+        self._sensors = sensors
+        self._actuators = actuators
+        self._read_token = read_token
+        self._token = read_token()
+        urls = (*sensors.in_order(), *actuators.in_order())
         self._http = httpx.AsyncClient(
-            base_url=url,
-            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
-            timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+            headers={"Content-Type": "application/json"},
+            verify=tls.context() if any(url.startswith("https:") for url in urls) else True,
             trust_env=False,  # a proxy of the user's environment is not for traffic inside the cluster
         )
 
     async def report(self, report: Report) -> ReportReply:
-        response = await self._send("POST", "/v1/reports", content=wire.encode(report))
+        response = await self._send(self._sensors, "POST", "/v1/reports", content=wire.encode(report))
         return wire.decode(response.content, ReportReply)
 
     async def commands(self, host_id: str, incarnation: str, *, wait_s: float) -> CommandBatch:
         """Long poll: answers as soon as there is a command, or with none after `wait_s`."""
+        if self._actuators.are_several:
+            wait_s = min(wait_s, MAX_POLL_OF_SEVERAL_S)
         response = await self._send(
+            self._actuators,
             "GET",
             f"/v1/hosts/{host_id}/commands",
             params={"incarnation": incarnation, "wait_s": str(wait_s)},
-            timeout=httpx.Timeout(wait_s + ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+            wait_s=wait_s,
         )
         return wire.decode(response.content, CommandBatch)
 
+    async def departure(self, host_id: str) -> Departure:
+        """Whether a host that gave notice is needed no more."""
+        response = await self._send(self._actuators, "GET", f"/v1/hosts/{host_id}/departure")
+        return wire.decode(response.content, Departure)
+
     async def update(self, update: CommandUpdate) -> None:
-        await self._send("POST", f"/v1/hosts/{update.host_id}/updates", content=wire.encode(update))
+        content = wire.encode(update)
+        await self._send(self._actuators, "POST", f"/v1/hosts/{update.host_id}/updates", content=content)
 
     async def close(self) -> None:
         await self._http.aclose()
 
     async def _send(
         self,
+        servers: Endpoints,
         method: str,
         path: str,
         *,
         content: bytes | None = None,
-        params: dict[str, str] | None = None,
-        timeout: httpx.Timeout | None = None,
+        params: Mapping[str, str] | None = None,
+        wait_s: float = 0.0,
     ) -> httpx.Response:
+        """`wait_s`: how long the server was told that it may wait before it answers."""
+        answer_s = wait_s + (ANSWER_TIMEOUT_OF_SEVERAL_S if servers.are_several else ANSWER_TIMEOUT_S)
+        request = _Request(method, path, content, params, httpx.Timeout(answer_s, connect=CONNECT_TIMEOUT_S))
+        failure: FlyballError | None = None
+        for url in servers.in_order():
+            try:
+                return await self._send_to(url, request)
+            except (Unreachable, TooBusy, NotFound) as error:  # others would be the same elsewhere
+                servers.failed(url)
+                failure = error
+        assert failure is not None, "there is at least one server"
+        raise failure
+
+    async def _send_to(self, url: str, request: _Request) -> httpx.Response:
         try:
-            response = await self._http.request(
-                method, path, content=content, params=params, timeout=timeout or httpx.USE_CLIENT_DEFAULT
-            )
+            response = await self._attempt(url, request)
+            if response.status_code == 401 and self._renew_token():
+                response = await self._attempt(url, request)
         except httpx.HTTPError as error:
+            hung_up = url.startswith("https:") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError)
+            if trouble := tls_trouble(error, hung_up=hung_up):
+                raise Unreachable(f"The supervisor at {url}: {trouble[0]}.", hint=trouble[1]) from error
             raise Unreachable(
-                f"The supervisor at {self._url} does not answer: {str(error) or type(error).__name__}.",
+                f"The supervisor at {url} does not answer: {str(error) or type(error).__name__}.",
                 hint="training goes on without it; check that `flyball up` runs there",
             ) from error
         if response.is_success:
             return response
-        raise _refusal(self._url, response)
+        raise _refusal(url, response)
+
+    async def _attempt(self, url: str, request: _Request) -> httpx.Response:
+        return await self._http.request(
+            request.method,
+            url + request.path,
+            content=request.content,
+            params=request.params,
+            headers={"Authorization": f"Bearer {self._token}"},
+            timeout=request.timeout,
+        )
+
+    def _renew_token(self) -> bool:
+        """Whether there is another one than that which was refused."""
+        try:
+            token = self._read_token()
+        except ConfigurationError:  # half written, or gone: the old one's refusal is told
+            return False
+        renewed, self._token = token != self._token, token
+        return renewed
+
+
+class _Problem(msgspec.Struct):
+    code: str = ""
+    detail: str = ""
+    hint: str = ""
+    server_time: float = 0.0
+
+
+_BY_CODE: dict[str, Callable[[_Problem], FlyballError]] = {
+    Forbidden.code: lambda p: Forbidden(p.detail, hint=p.hint),
+    ReportReplayed.code: lambda p: ReportReplayed(p.detail, hint=p.hint),
+    ReportOutOfOrder.code: lambda p: ReportOutOfOrder(p.detail, hint=p.hint),
+    DaemonSuperseded.code: lambda p: DaemonSuperseded(p.detail, hint=p.hint),
+    WrongClock.code: lambda p: WrongClock(p.detail, server_time=p.server_time, hint=p.hint),
+}
 
 
 def _refusal(url: str, response: httpx.Response) -> FlyballError:
     status = response.status_code
     detail = response.text[:500]
+    problem = _problem(response)
     if status == 429:
         retry_after_s = _retry_after_s(response)
         return TooBusy(f"The supervisor at {url} is busy.", retry_after_s=retry_after_s, hint="the daemon tries again")
-    if status in (401, 403):
+    if status == 401:
         return Unauthorized(
-            f"The supervisor at {url} refuses this daemon's token.", hint="compare --token-file with the supervisor's"
+            f"The supervisor at {url} refuses this daemon's token.",
+            hint="make a new one with `flyball token host HOST_ID` and write it to --token-file; it is read again",
         )
+    if problem.code in _BY_CODE:
+        return _BY_CODE[problem.code](problem)
     if status == 404:
         return NotFound(f"{url} answers 404: {detail}", hint="is this the address of a Flyball supervisor?")
     if status >= 500:
         return Unreachable(f"The supervisor at {url} failed with {status}: {detail}", hint="see its log")
     return InvalidMessage(f"The supervisor at {url} refused with {status}: {detail}", hint="run the same release")
+
+
+def _problem(response: httpx.Response) -> _Problem:
+    try:
+        return wire.decoder_of(_Problem).decode(response.content)
+    except wire.MALFORMED:  # not one of ours: a proxy's page, as a rule
+        return _Problem()
 
 
 def _retry_after_s(response: httpx.Response) -> float:

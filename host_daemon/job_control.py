@@ -116,13 +116,14 @@ class JobControl:
         except FlyballError as error:  # they stay owed
             _log.error("owed_releases_not_known", error=str(error))
 
-    async def stop_all(self) -> None:
-        """End every worker of this host, each with its job's grace; then bring the newest recovery points to the slow
-        tiers, since the machine may be about to go down."""
+    async def stop_all(self, *, at_most_s: float, flush: bool) -> None:
+        """End every worker of this host, each with its job's grace, but `at_most_s`; then, with `flush`, bring the
+        newest recovery points to the slow tiers, since the machine may be about to go down."""
         try:
-            await asyncio.gather(*(self._stop_job(job) for job in self._workers.jobs))
+            await asyncio.gather(*(self._stop_job(job, at_most_s) for job in self._workers.jobs))
         finally:  # also if a worker cannot be ended, which is then what is raised
-            await asyncio.gather(*(self._flush_last(record) for record in list(self._jobs.values())))
+            if flush:
+                await asyncio.gather(*(self._flush_last(record) for record in list(self._jobs.values())))
 
     async def _flush_last(self, record: JobRecord) -> None:
         if not record.spec.checkpoint.is_durable:
@@ -135,9 +136,9 @@ class JobControl:
         else:
             _log.info("last_flush", job=record.spec.job, flushed=dict(reply.flushed))
 
-    async def _stop_job(self, job: str) -> None:
+    async def _stop_job(self, job: str, at_most_s: float) -> None:
         record = self._jobs.get(job)
-        await self._workers.stop(self._workers.of(job), record.spec.stop_grace_s if record else 0.0)
+        await self._workers.stop(self._workers.of(job), min(record.spec.stop_grace_s, at_most_s) if record else 0.0)
 
     async def _warm_up(self, body: WarmUp) -> CommandResult:
         self._standbys.keep(body.spec.job, job_environment(self._environ, body.spec))

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 import msgspec
 import structlog
 
+from flyball.contracts import wire
 from flyball.contracts.clock import Clock
-from flyball.contracts.errors import FlyballError
+from flyball.contracts.errors import FlyballError, InvalidMessage
 from flyball.contracts.signals import Signal, SignalBody
 from host_daemon.database import Database
 
@@ -52,7 +53,7 @@ class Outbox:
             lambda c: c.execute("SELECT signal FROM signals ORDER BY rowid LIMIT ?", (MAX_SIGNALS,)).fetchall()
         )
         for (blob,) in rows:
-            signal = msgspec.json.decode(blob, type=Signal)
+            signal = wire.decoder_of(Signal).decode(blob)
             self._pending[signal.incarnation, signal.seq] = signal
         return len(rows)
 
@@ -66,6 +67,11 @@ class Outbox:
             _log.error("signal_refused", kind=type(body).__name__, refused=self._refused, why="the spool is full")
             return
         signal = Signal(self._source, self._incarnation, self._next_seq, self._clock.wall_s(), body)
+        try:
+            wire.decode(wire.encode(signal), Signal)
+        except InvalidMessage as error:  # it would be refused for ever, and all signals with it
+            _log.error("signal_refused", kind=type(body).__name__, why=str(error))
+            return
         self._next_seq += 1
         self._unstored.append((signal, also))
         async with self._lock:

@@ -7,6 +7,7 @@ import sqlite3
 
 import msgspec
 
+from flyball.contracts import wire
 from flyball.contracts.engine_wire import Release
 from host_daemon.database import Database
 
@@ -24,7 +25,7 @@ class OwedReleases:
 
         def work(connection: sqlite3.Connection) -> list[Release]:
             rows = connection.execute("SELECT value FROM facts WHERE substr(name, 1, ?) = ?", (len(_PREFIX), _PREFIX))
-            return [msgspec.json.decode(value, type=Release) for (value,) in rows]
+            return [wire.decoder_of(Release).decode(value) for (value,) in rows]
 
         return await self._database.run(work)
 

@@ -11,13 +11,23 @@ from collections import deque
 import structlog
 
 from flyball.contracts.checkpoints import RestoreReport
-from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import HostFacts
-from flyball.contracts.engine_wire import EngineReply, SaveFailure
-from flyball.contracts.errors import FlyballError, InvalidMessage, TooBusy, Unauthorized
-from flyball.contracts.signals import EngineStatus, Report, SaveFailed
+from flyball.contracts.engine_wire import EngineReply, LateSaves, SaveFailure
+from flyball.contracts.errors import (
+    DaemonSuperseded,
+    FlyballError,
+    Forbidden,
+    InvalidMessage,
+    ReportReplayed,
+    TooBusy,
+    Unauthorized,
+    WrongClock,
+)
+from flyball.contracts.rank_columns import in_columns, steps_together
+from flyball.contracts.signals import EngineStatus, Report, ReportReply, SaveFailed, SaveLate
 from flyball.contracts.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
 from host_daemon.beacons import BeaconReadings, Beacons
+from host_daemon.cluster_clock import ClusterClock, no_later
 from host_daemon.engine_process import EngineKeeper
 from host_daemon.free_ports import FreePorts, is_free
 from host_daemon.http_client import SupervisorClient
@@ -28,6 +38,7 @@ from host_daemon.worker_records import Facts
 MIN_INTERVAL_S = 0.005  # between two reports, also when much happens
 RETRY_S = 0.25  # after a report that did not arrive, doubled up to the maximum
 MAX_RETRY_S = 2.0
+TOUCH_INTERVALS = 2.0  # after a report was answered; no sensor calls a host silent before three are over
 MAX_RESTORES = 256
 MAX_SAVE_FAILURES = 256
 RESTORES_FACT = "restores_reported_at"
@@ -41,7 +52,7 @@ class Reporter:
     def __init__(
         self,
         settings: DaemonSettings,
-        clock: Clock,
+        clock: ClusterClock,
         *,
         incarnation: str,
         client: SupervisorClient,
@@ -60,10 +71,13 @@ class Reporter:
         self._engine = engine
         self._ports = ports
         self._facts = facts
+        self._seq = 0  # of the newest report
         self._urgent = asyncio.Event()
         self._restores: deque[RestoreReport] = deque(maxlen=MAX_RESTORES)
         self._save_failures: deque[SaveFailure] = deque(maxlen=MAX_SAVE_FAILURES)
+        self._late_saves: deque[LateSaves] = deque(maxlen=MAX_SAVE_FAILURES)
         self._unreachable: tuple[str, ...] = ()
+        self._answered: set[str] = set()  # peers that the sensor asked about, and the engine could tell of
         self._free_port = 0
         self._version = importlib.metadata.version("flyball")
         self._trouble = ""
@@ -83,9 +97,20 @@ class Reporter:
                     SaveFailed(failure.job, failure.generation, failure.rank, failure.step, failure.message[:4_000])
                 )
                 self.wake()
+        for late in status.late:
+            if late not in self._late_saves:
+                self._late_saves.append(late)
+                await self._outbox.put(
+                    SaveLate(late.job, late.generation, late.rank, late.step, late.waited_s, late.count)
+                )
+                self.wake()
         if status.unreachable_peers != self._unreachable:
             self._unreachable = status.unreachable_peers
             self.wake()
+        answered = {testimony.peer for testimony in status.testimonies}
+        if answered - self._answered:
+            self.wake()
+        self._answered = answered
         if status.restores:
             self.wake()
 
@@ -114,28 +139,43 @@ class Reporter:
                         await asyncio.wait_for(self._urgent.wait(), interval_s - MIN_INTERVAL_S)
 
     async def send_once(self) -> None:
-        """Send one report. What it carried is due again if it did not arrive. Raises FlyballError."""
+        """Send one report, and at once again if only its dates were wrong. What it carried is due again if it did not
+        arrive. Raises FlyballError."""
+        try:
+            await self._send()
+        except WrongClock as error:
+            self._clock.follow(error.server_time)
+            await self._send()
+
+    async def _send(self) -> None:
         readings = self._beacons.take()
+        workers, progress = in_columns(self._beacons.statuses())
         signals = self._outbox.due()
         restores = tuple(self._restores)
         lagged_s, self.lagged_s = self.lagged_s, 0.0
+        now, now_s = self._clock.wall_s(), self._clock.monotonic_s()
+        self._seq += 1
         report = Report(
             version=WIRE_VERSION,
             incarnation=self._incarnation,
-            sent_at=self._clock.wall_s(),
+            seq=self._seq,
+            sent_at=now,
             interval_s=self._settings.report_interval_s,
             facts=self._host_facts(),
             engine=self._engine_status(),
             signals=signals,
-            ranks=self._beacons.statuses(),
-            steps=readings.steps,
+            workers=workers,
+            progress=progress,
+            completed=steps_together(readings.steps),
             marks=readings.marks,
             restores=restores,
             copies=self._engine.status.copies if self._engine.alive else (),
             lagged_s=lagged_s,
         )
         try:
-            reply = await self._client.report(report)
+            reply = await self._client.report(no_later(report, now))
+        except ReportReplayed:  # something on the way sent it twice, and lost the reply to the first
+            reply = ReportReply({})
         except BaseException as error:
             self._outbox.not_sent(signals)
             if isinstance(error, InvalidMessage):
@@ -144,6 +184,8 @@ class Reporter:
             else:
                 self._beacons.put_back(readings)
             raise
+        self._engine.ask_about(reply.ask)
+        self._engine.in_touch(now_s + TOUCH_INTERVALS * self._settings.report_interval_s)
         await self._after(readings, restores)
         await self._outbox.committed(reply.committed)
 
@@ -171,7 +213,7 @@ class Reporter:
 
     def _engine_status(self) -> EngineStatus:
         status = self._engine.status
-        return EngineStatus(self._engine.alive, status.unreachable_peers, status.counters)
+        return EngineStatus(self._engine.alive, status.unreachable_peers, status.counters, self._engine.testimonies())
 
     def _say(self, error: FlyballError | None) -> None:
         """Log a change, not every repetition."""
@@ -181,7 +223,7 @@ class Reporter:
         self._trouble = trouble
         if error is None:
             _log.info("supervisor_answers")
-        elif isinstance(error, Unauthorized):
+        elif isinstance(error, Unauthorized | Forbidden | DaemonSuperseded):
             _log.error("supervisor_refuses", error=str(error))
         else:
             _log.warning("supervisor_away", error=str(error), note="workers run on, signals are kept")

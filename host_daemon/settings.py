@@ -12,9 +12,13 @@ from typing import NoReturn
 
 import msgspec
 
+from flyball.client_tls import ClientTls
+from flyball.contracts.credentials import HostCredential, read_credential
 from flyball.contracts.errors import ConfigurationError, UsageError
 from flyball.contracts.identity import check_name
 from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE
+
+MAX_DOMAIN_LENGTH = 128  # what a report may carry
 
 
 class DaemonSettings(msgspec.Struct, frozen=True):
@@ -22,17 +26,20 @@ class DaemonSettings(msgspec.Struct, frozen=True):
 
     state_dir: Path
     host_id: str
-    supervisor_url: str
+    sensor_urls: tuple[str, ...]
+    actuator_urls: tuple[str, ...]
     token_file: Path
-    token: str
+    credential: HostCredential
+    tls: ClientTls = ClientTls()
     address: str = "127.0.0.1"
     failure_domain: str = ""
     report_interval_s: float = 1.0
     shm_dir: str = DEFAULT_SHM_DIR
+    leave_timeout_s: float = 15.0  # after SIGTERM, for the ranks to be moved
     warm_nproc: int = 0  # have a warm standby for jobs of this many workers per host before one comes; 0: none
 
     def __repr__(self) -> str:
-        return f"DaemonSettings(host_id={self.host_id!r}, supervisor_url={self.supervisor_url!r})"  # never the token
+        return f"DaemonSettings(host_id={self.host_id!r}, sensor_urls={self.sensor_urls!r})"  # never the token
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,56 +53,95 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str] = os.env
     for name, about in (
         ("state-dir", "folder for what must survive a restart (0700)"),
         ("host-id", "stable name of this host"),
-        ("supervisor", "URL of the supervisor"),
-        ("token-file", "file with the token of the supervisor"),
+        ("token-file", "file with this host's token, or with the cluster's"),
+        ("ca-file", "PEM file of the authority that signed the supervisor's certificate"),
+        ("client-cert-file", "PEM file that this host shows to a supervisor that asks for it"),
+        ("client-key-file", "its key"),
         ("address", "IP address at which other hosts reach this one"),
         ("failure-domain", "rack or switch; hosts of one domain are expected to fail together"),
         ("report-interval-s", "seconds between reports when nothing happens"),
+        ("leave-timeout-s", "seconds that SIGTERM waits for the ranks here to train elsewhere; 0: it does not wait"),
         ("warm-nproc", "workers per host of the jobs that a warm standby is kept for before one comes; 0: none"),
     ):
         parser.add_argument(f"--{name}", default=environ.get(f"FLYBALL_{name.replace('-', '_').upper()}"), help=about)
+    for name, about in (
+        ("supervisor", "URL of the supervisor; several of one cluster with commas, or one by one"),
+        ("sensor-urls", "where to report, if not to the supervisor"),
+        ("actuator-urls", "where to ask for commands, if not the supervisor"),
+    ):
+        parser.add_argument(f"--{name}", action="append", help=about)
     given = parser.parse_args(list(arguments))
+    urls = {
+        name: _urls(name, getattr(given, name) or [environ.get(f"FLYBALL_{name.upper()}", "")])
+        for name in ("supervisor", "sensor_urls", "actuator_urls")
+    }
+    given.supervisor = urls["supervisor"] or (urls["sensor_urls"] and urls["actuator_urls"])
     for required in ("state_dir", "supervisor", "token_file"):
         if not getattr(given, required):
             flag = f"--{required.replace('_', '-')}"
             raise UsageError(f"{flag} is missing.", hint=f"give it, or set FLYBALL_{required.upper()}")
-    if not re.fullmatch(r"https?://[^/\s]+/?", given.supervisor):
-        raise UsageError(f"--supervisor {given.supervisor} is no URL.", hint="for example http://10.0.0.1:7370")
     token_file = Path(given.token_file).absolute()
+    host_id = check_name("The host", given.host_id or socket.gethostname().lower())
     return DaemonSettings(
         state_dir=Path(given.state_dir).resolve(),
-        host_id=check_name("The host", given.host_id or socket.gethostname().lower()),
-        supervisor_url=given.supervisor.rstrip("/"),
+        host_id=host_id,
+        sensor_urls=urls["sensor_urls"] or urls["supervisor"],
+        actuator_urls=urls["actuator_urls"] or urls["supervisor"],
         token_file=token_file,
-        token=_read_token(token_file),
+        credential=read_token_file(token_file, host_id),
+        tls=_tls(ClientTls(given.ca_file or "", given.client_cert_file or "", given.client_key_file or "")),
         address=given.address or "127.0.0.1",
-        failure_domain=given.failure_domain or "",
-        report_interval_s=_interval(given.report_interval_s or "1.0"),
+        failure_domain=_domain(given.failure_domain or ""),
+        report_interval_s=_seconds("report-interval-s", given.report_interval_s or "1.0", 0.05, 60.0),
+        leave_timeout_s=_seconds("leave-timeout-s", given.leave_timeout_s or "15.0", 0.0, 3600.0),
         shm_dir=environ.get(SHM_DIR_VARIABLE) or DEFAULT_SHM_DIR,
         warm_nproc=_count(given.warm_nproc or "0"),
     )
 
 
-def _read_token(path: Path) -> str:
+def _urls(name: str, values: Sequence[str]) -> tuple[str, ...]:
+    urls = [url.strip() for value in values for url in value.split(",") if url.strip()]
+    for url in urls:
+        if not re.fullmatch(r"https?://[^/\s]+/?", url):
+            raise UsageError(f"--{name.replace('_', '-')} {url} is no URL.", hint="for example http://10.0.0.1:7370")
+    return tuple(dict.fromkeys(url.rstrip("/") for url in urls))
+
+
+def _tls(tls: ClientTls) -> ClientTls:
+    tls.context()  # so that a file that cannot be used is told at the start
+    return tls
+
+
+def read_token_file(path: Path, host_id: str) -> HostCredential:
+    """What this host proves itself with. Raises ConfigurationError."""
     try:
-        token = path.read_text().strip()
-    except OSError as error:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
-            f"The token file {path} cannot be read: {error.strerror}.",
-            hint="copy the file `token` of the supervisor's state folder to this host",
+            f"The token file {path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}.",
+            hint=f"write one with `flyball token host {host_id}`, and copy it to this host",
         ) from error
-    if not token:
-        raise ConfigurationError(f"The token file {path} is empty.", hint="copy the supervisor's token into it")
-    return token
+    try:
+        return read_credential(text, host_id)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {error.message}", hint=error.hint) from error
 
 
-def _interval(text: str) -> float:
+def _domain(text: str) -> str:
+    if len(text) > MAX_DOMAIN_LENGTH:
+        raise UsageError(
+            f"--failure-domain has {len(text)} characters.", hint=f"at most {MAX_DOMAIN_LENGTH}: a rack or a switch"
+        )
+    return text
+
+
+def _seconds(flag: str, text: str, least: float, most: float) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        seconds = 0.0
-    if not 0.05 <= seconds <= 60.0:
-        raise UsageError(f"--report-interval-s {text} is not between 0.05 and 60.", hint="1.0 is the default")
+        seconds = -1.0
+    if not least <= seconds <= most:
+        raise UsageError(f"--{flag} {text} is not between {least:g} and {most:g}.", hint=f"leave --{flag} out")
     return seconds
 
 

@@ -17,8 +17,7 @@ import socket
 import sys
 from pathlib import Path
 
-import msgspec
-
+from flyball.contracts import wire
 from host_daemon.child import NO_LEAVE_EXIT_CODE, carry_out
 from host_daemon.processes import INHERITED_DESCRIPTOR
 from host_daemon.spawn_wire import (
@@ -134,7 +133,7 @@ class Spawner:
             end = HEADER.size + length
             if len(self._received) < end:
                 break
-            requests.append(msgspec.json.decode(self._received[HEADER.size : end], type=SpawnerRequest))
+            requests.append(wire.decoder_of(SpawnerRequest).decode(self._received[HEADER.size : end]))
             self._received = self._received[end:]
         return requests
 

@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import structlog
 
 from flyball.contracts.errors import FlyballError
-from flyball.contracts.wire import MALFORMED
+from flyball.contracts.wire import MALFORMED, decoder_of
 from host_daemon.processes import ExitStatus, launch, send_signal
 from host_daemon.reaper import Reaper
 from host_daemon.spawn_wire import (
@@ -150,7 +149,7 @@ class SpawnerProcess:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
                 if length > MAX_FRAME_BYTES:
                     break
-                self._hear(msgspec.json.decode(await reader.readexactly(length), type=SpawnerNotice))
+                self._hear(decoder_of(SpawnerNotice).decode(await reader.readexactly(length)))
         except (asyncio.IncompleteReadError, OSError, *MALFORMED) as error:
             _log.info("spawner_ended", pid=self.pid, why=type(error).__name__)
         finally:

@@ -40,6 +40,15 @@ class StateDir:
     def engine_log(self) -> Path:
         return self.root / "engine.log"
 
+    def keep_peer_key(self, key: str) -> Path:
+        """Write down, for the engine alone, the key that the engines of the cluster share."""
+        path = self.root / "engine.token"
+        with clear_errors(path):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(f"{key}\n")
+        return path
+
     @property
     def spawner_log(self) -> Path:
         return self.root / "spawner.log"

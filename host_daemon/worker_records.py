@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from flyball.contracts import wire
 from flyball.contracts.cluster import JobSpec, Placement
 from flyball.contracts.identity import Fence
 from host_daemon.database import Database
@@ -54,7 +55,7 @@ class WorkerRecords:
             ).fetchall()
             jobs = connection.execute("SELECT start FROM jobs").fetchall()
             workers = [(WorkerRecord(*row[:-1]), bool(row[-1])) for row in rows]
-            return workers, [msgspec.json.decode(j, type=JobRecord) for (j,) in jobs]
+            return workers, [wire.decoder_of(JobRecord).decode(j) for (j,) in jobs]
 
         return await self._database.run(work)
 
@@ -121,9 +122,12 @@ class Facts:
         return row[0] if row else None
 
     async def set(self, name: str, value: str) -> None:
-        await self._database.run(
-            lambda c: c.execute(
-                "INSERT INTO facts (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
-                (name, value),
-            )
+        await self._database.run(self.setting(name, value))
+
+    @staticmethod
+    def setting(name: str, value: str) -> Callable[[sqlite3.Connection], object]:
+        """`set`, for a transaction that also does something else."""
+        return lambda connection: connection.execute(
+            "INSERT INTO facts (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+            (name, value),
         )

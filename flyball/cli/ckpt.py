@@ -11,6 +11,7 @@ from flyball.cli import ckpt_pin, ckpt_plan, ckpt_rm, ckpt_verify
 from flyball.cli.ckpt_options import Folders, Generation, JobName, StateDir, StepName, look, looks, parse_step
 from flyball.cli.options import examples
 from flyball.cli.output import Format, OutputOption, print_json
+from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import RestoreFailed
 
 app = typer.Typer(
@@ -35,10 +36,11 @@ def ls(
     found = look(state_dir, folders, job)
     inventory = found.inventory
     steps = [step for step in inventory.steps if show_all or step.alive]
+    now = SystemClock().wall_s()
     if output is Format.JSON:
-        print_json(listing_json(inventory, steps, runs=found.runs))
+        print_json(listing_json(inventory, steps, runs=found.runs, now=now))
     else:
-        print_listing(inventory, steps, hidden=len(inventory.steps) - len(steps))
+        print_listing(inventory, steps, hidden=len(inventory.steps) - len(steps), now=now)
 
 
 @app.command("show", epilog=examples("flyball ckpt show 120", "flyball ckpt show latest --tensors --rank 0"))

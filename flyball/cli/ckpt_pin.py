@@ -46,10 +46,7 @@ def pin(
 ) -> None:
     """In every folder and store that has something of the step."""
     wanted, tiers = parse_step(step), storage_tiers(tier)
-    places = _StepPlaces(wanted, tiers, generation, look(state_dir, folders, job).inventory)
-    for place in places.found:
-        place.store.pin(places.generation, places.step)
-    places.tell(output, pinned=True)
+    _StepPlaces(wanted, tiers, generation, look(state_dir, folders, job).inventory).change(output, pinned=True)
 
 
 def unpin(
@@ -64,10 +61,7 @@ def unpin(
 ) -> None:
     """In every folder and store that has something of the step."""
     wanted, tiers = parse_step(step), storage_tiers(tier)
-    places = _StepPlaces(wanted, tiers, generation, look(state_dir, folders, job).inventory)
-    for place in places.found:
-        place.store.unpin(places.generation, places.step)
-    places.tell(output, pinned=False)
+    _StepPlaces(wanted, tiers, generation, look(state_dir, folders, job).inventory).change(output, pinned=False)
 
 
 class _StepPlaces:
@@ -89,8 +83,11 @@ class _StepPlaces:
                 hint="`flyball ckpt ls` shows the steps that are",
             )
 
-    def tell(self, output: Format, *, pinned: bool) -> None:
-        """What was done."""
+    def change(self, output: Format, *, pinned: bool) -> None:
+        """Pin or unpin the step in all of them, and say so."""
+        for place in self.found:
+            change = place.store.pin if pinned else place.store.unpin
+            change(self.generation, self.step)
         where = [place.where for place in self.found]
         if output is Format.TABLE:
             say(f"step {self.step} {'is pinned' if pinned else 'is not pinned any more'} in {', '.join(where)}")

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
 from flyball.cli.ckpt_options import Folders, Generation, JobName, StateDir, StepName, look, parse_step
 from flyball.cli.options import SupervisorOption, TokenFileOption, connect, examples
 from flyball.cli.output import Format, OutputOption, print_fields, print_json, print_table
+from flyball.contracts import wire
 from flyball.contracts.checkpoints import Lineage, ShardCopy
 from flyball.contracts.errors import NotFound, RestoreFailed, UsageError
 from flyball.contracts.recovery import NotUsable, Origin, complete_points
@@ -134,11 +134,11 @@ def _from_supervisor(job: str, supervisor: str, token_file: str) -> Known:
             job = names[0]
         placed = client.get(f"/v1/jobs/{job}")["ranks"]
         seen = client.get("/v1/checkpoints", job=job)
-    copies = [msgspec.convert({k: v for k, v in c.items() if k != "reachable"}, ShardCopy) for c in seen["copies"]]
+    copies = [wire.convert({k: v for k, v in c.items() if k != "reachable"}, ShardCopy) for c in seen["copies"]]
     return Known(
         job=job,
         copies=copies,
-        lineage=msgspec.convert(seen["lineage"], Lineage),
+        lineage=wire.convert(seen["lineage"], Lineage),
         world_size=int(seen["world_size"]),
         home={int(rank["rank"]): str(rank["host_id"]) for rank in placed},
         sealed=None,  # engines report no others

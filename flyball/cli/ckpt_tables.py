@@ -19,6 +19,7 @@ from flyball.contracts.checkpoints import Tier
 
 DIGEST_SHOWN = 12
 RANKS_SHOWN = 8
+_UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -30,7 +31,10 @@ def ranks_text(ranks: Sequence[int]) -> str:
 # --- ls ---
 
 
-def listing_json(inventory: Inventory, steps: Sequence[StepListing], *, runs: Sequence[str]) -> dict[str, Any]:
+def listing_json(
+    inventory: Inventory, steps: Sequence[StepListing], *, runs: Sequence[str], now: float
+) -> dict[str, Any]:
+    """`now` is the wall clock, seconds since the epoch."""
     point = inventory.recovery_point
     return {
         "job": inventory.job,
@@ -40,21 +44,35 @@ def listing_json(inventory: Inventory, steps: Sequence[StepListing], *, runs: Se
         "recovery_generation": point.generation if point else None,
         "lineage": inventory.lineage,
         "places": [{"tier": p.tier, "host_id": p.host_id, "where": p.where} for p in inventory.places],
-        "steps": steps,
+        "steps": [{**msgspec.to_builtins(step), "age_s": age_s(step, now)} for step in steps],
         "ignored": ignored_json(inventory.ignored),
     }
 
 
-def print_listing(inventory: Inventory, steps: Sequence[StepListing], *, hidden: int) -> None:
+def age_s(step: StepListing, now: float) -> float | None:
+    """Seconds since the step was committed, by this machine's clock and that of the host that hashed it; never less
+    than 0. None if no manifest says when."""
+    return None if step.committed_at is None else max(0.0, now - step.committed_at)
+
+
+def age_text(seconds: float | None) -> str | None:
+    """'8 s', '12 min', '3 h', '5 d': whole, and rounded down."""
+    if seconds is None:
+        return None
+    unit_s, name = next((unit for unit in _UNITS if seconds >= unit[0]), _UNITS[-1])
+    return f"{int(seconds // unit_s)} {name}"
+
+
+def print_listing(inventory: Inventory, steps: Sequence[StepListing], *, hidden: int, now: float) -> None:
     tiers = [tier for tier in Tier if any(share.tier is tier for step in steps for share in step.tiers)]
     print_table(
         f"Checkpoints of {inventory.job}" + (f", run {inventory.run}" if inventory.run else "") + ", ranks per tier",
-        ("step", "gen", *(str(tier) for tier in tiers), "size", "state"),
+        ("step", "gen", *(str(tier) for tier in tiers), "size", "age", "state"),
         (
             [
                 *(step.step, step.generation),
                 *(_share(step, tier) for tier in tiers),
-                *(readable_size(step.size_bytes), _state(step)),
+                *(readable_size(step.size_bytes), age_text(age_s(step, now)), _state(step)),
             ]
             for step in steps
         ),

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 import msgspec
 
+from flyball.client_tls import ClientTls, tls_trouble
 from flyball.contracts import errors
 from flyball.contracts.errors import FlyballError, TooBusy, Unauthorized, Unreachable
 from flyball.contracts.wire import MALFORMED
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 30.0
+PAGE = 500  # items asked for at once: the most that a page has
 
 _BY_CODE = {
     kind.code: kind
@@ -23,15 +27,18 @@ _BY_CODE = {
 
 
 class ApiClient:
-    """Raises Unreachable, Unauthorized, and the FlyballError that a problem answer names."""
+    """Raises Unreachable, Unauthorized, and the FlyballError that a problem answer names. Files for TLS come from
+    variables alone: most commands have no flags for them."""
 
     def __init__(self, url: str, token: str) -> None:
         self.url = url
+        tls = ClientTls.from_environ(os.environ)
         self._http = httpx.Client(
             base_url=url,
-            headers={"Authorization": f"Bearer {token}"} if token else {},
+            headers=_authorization(token),
             timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             trust_env=False,  # a proxy of the environment is not for addresses inside a cluster
+            verify=tls.context(has_flags=False) if url.startswith("https:") else True,
         )
 
     def __enter__(self) -> Self:
@@ -50,8 +57,24 @@ class ApiClient:
         return self._ask("GET", path, params={k: v for k, v in params.items() if v is not None})
 
     def items(self, path: str, **params: str | int | None) -> list[dict[str, Any]]:
-        """The `items` of a list answer."""
+        """The `items` of a list answer: where it has pages, those of the newest, oldest first."""
         return list(self.get(path, **params)["items"])
+
+    def everything(self, path: str, **params: str | int | None) -> list[dict[str, Any]]:
+        """All items, in as many pages as it takes."""
+        return self.newest(path, sys.maxsize, **params)
+
+    def newest(self, path: str, count: int, **params: str | int | None) -> list[dict[str, Any]]:
+        """Up to `count` of the newest items, oldest first, in as many pages as it takes."""
+        found: list[dict[str, Any]] = []
+        before: str | None = None
+        while len(found) < count:
+            page = self.get(path, limit=min(count - len(found), PAGE), before=before, **params)
+            found = [*page["items"], *found]
+            before = page.get("next_before")
+            if not before:
+                break
+        return found
 
     def post(self, path: str, body: object = None) -> Any:  # noqa: ANN401 - JSON
         """The JSON answer of a POST, None if it is empty. `body` is a contract type or plain JSON."""
@@ -67,17 +90,32 @@ class ApiClient:
                 hint="see that it runs (flyball up) and is not overloaded, then try again",
             ) from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
+            hung_up = self.url.startswith("https:") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError)
+            if trouble := tls_trouble(error, hung_up=hung_up, has_flags=False):
+                raise Unreachable(f"The supervisor at {self.url}: {trouble[0]}.", hint=trouble[1]) from error
             raise Unreachable(
-                f"The supervisor at {self.url} cannot be reached: {error}.",
-                hint="start one with `flyball up`, or give the right address with --supervisor URL",
+                f"The supervisor at {self.url} cannot be reached: {str(error).rstrip('.')}.",
+                hint="start one with `flyball up`, or give the right address with --supervisor URL, "
+                "https:// if it serves TLS",
             ) from error
         if response.is_success:
             return msgspec.json.decode(response.content) if response.content else None
         raise _as_error(self.url, response)
 
 
+def _authorization(token: str) -> dict[str, str]:
+    words = token.split()  # a host's token file has two
+    if not words:
+        return {}
+    if not words[0].isascii() or not words[0].isprintable():
+        raise Unauthorized(
+            "The token has characters that no token has.", hint="copy the file again: tokens are plain ASCII"
+        )
+    return {"Authorization": f"Bearer {words[0]}"}
+
+
 def _as_error(url: str, response: httpx.Response) -> FlyballError:
-    if response.status_code in (401, 403):
+    if response.status_code == 401:
         return Unauthorized(
             f"The supervisor at {url} refuses the token.",
             hint="give the token in its state folder: --token-file FILE, or export FLYBALL_TOKEN",

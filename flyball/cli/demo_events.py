@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
 from flyball.cli.client import ApiClient
+from flyball.contracts import wire
 from flyball.contracts.events import Event, EventKind
+from flyball.contracts.rank_events import per_rank
 
 PAGE = 1000
 
@@ -26,7 +26,8 @@ class EventFeed:
         new: list[Event] = []
         while True:
             page: dict[str, Any] = self._client.get("/v1/events", after=self._after, limit=PAGE)
-            new += [msgspec.convert(item["event"], Event) for item in page["items"]]
+            for item in page["items"]:
+                new += per_rank(wire.convert(item["event"], Event))
             self._after = page["next_after"]
             if len(page["items"]) < PAGE:
                 self.events += new
@@ -38,27 +39,32 @@ class EventFeed:
             if event.kind is kind and all(getattr(event, name) == value for name, value in fields.items()):
                 yield event
 
-    def completions(self) -> Iterator[tuple[int, int, int, float]]:
-        """(generation, rank, step, completed at) of every step that every rank completed."""
-        for event in self.of(EventKind.STEPS):
-            first, moments = event.data.get("first_step"), event.data.get("completed_at")
-            if isinstance(first, int) and isinstance(moments, list):
-                for offset, at in enumerate(moments):
-                    yield event.generation, event.rank, first + offset, float(at)
-
     def newest_world_step(self, world_size: int) -> int:
         """The newest step that every rank has completed in the newest generation, -1 before the first."""
-        newest: dict[int, dict[int, int]] = {}
-        for generation, rank, step, _ in self.completions():
-            ranks = newest.setdefault(generation, {})
-            ranks[rank] = max(step, ranks.get(rank, -1))
-        ranks = newest[max(newest)] if newest else {}
-        return min(ranks.values()) if len(ranks) == world_size else -1
+        newest = max((event.generation for event in self.of(EventKind.STEPS)), default=-1)
+        return max(self._slowest(newest, world_size), default=-1)
 
     def resumed_at(self, generation: int, beyond_step: int, world_size: int) -> float | None:
         """When the last rank completed its first step beyond `beyond_step` in `generation` or a later one."""
-        first: dict[int, float] = {}
-        for g, rank, step, at in self.completions():
-            if g >= generation and step > beyond_step:
-                first[rank] = min(at, first.get(rank, at))
-        return max(first.values()) if len(first) == world_size else None
+        for number in sorted(
+            {event.generation for event in self.of(EventKind.STEPS) if event.generation >= generation}
+        ):
+            if max(self._slowest(number, world_size), default=-1) <= beyond_step:
+                continue
+            latest: dict[int, float] = {}
+            for event in self.of(EventKind.STEPS, generation=number):
+                first, moments = event.data.get("first_step"), event.data.get("completed_at")
+                if isinstance(first, int) and isinstance(moments, list):
+                    for step, at in enumerate(moments, first):
+                        latest[step] = max(float(at), latest.get(step, 0.0))
+            beyond = [step for step in latest if step > beyond_step]
+            if beyond:
+                return latest[min(beyond)]
+        return None
+
+    def _slowest(self, generation: int, world_size: int) -> Iterator[int]:
+        """Steps that all ranks completed, as the demo's one sensor summed them up."""
+        for event in self.of(EventKind.STEPS, generation=generation):
+            step = event.data.get("slowest_step")
+            if event.data.get("ranks") == world_size and isinstance(step, int):
+                yield step

@@ -25,13 +25,15 @@ def start_supervisor(
     port: int = 0,
     database_url: str | None = None,
     token: str | None = None,
+    **settings: str | None,
 ) -> Supervisor:
-    """Bring one up; it answers when this returns. Raises PortInUse, StateVersionMismatch, ConfigurationError."""
+    """Bring one up, with these and other settings by name; it answers when this returns. Raises PortInUse,
+    StateVersionMismatch, ConfigurationError."""
     from services.main import Supervisor  # FastAPI, SQLAlchemy, ...: a second of imports that other commands save
     from services.runtime.settings import load_settings
 
     supervisor = Supervisor(
-        load_settings(state_dir=state_dir, host=host, port=port, database_url=database_url, token=token)
+        load_settings(state_dir=state_dir, host=host, port=port, database_url=database_url, token=token, **settings)
     )
     supervisor.start()
     return supervisor

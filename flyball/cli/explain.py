@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
 
 from flyball.cli.options import StateDirOption, SupervisorOption, TokenFileOption, connect, examples
-from flyball.cli.output import Format, OutputOption, print_fields, print_json, print_table
+from flyball.cli.output import Format, OutputOption, moment, print_fields, print_json, print_table
+from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import UsageError
 
 COMMAND: dict[str, Any] = {
@@ -46,7 +46,7 @@ def _show(found: dict[str, Any]) -> None:
         {
             "decision": found["decision_id"],
             "job": found.get("job"),
-            "at": _moment(found.get("at")),
+            "at": moment(found.get("at")),
             "kind": found.get("kind"),
             "reason": found.get("reason"),
             "rule": found.get("rule"),
@@ -62,7 +62,7 @@ def _show(found: dict[str, Any]) -> None:
     print_table(
         "Signals before it",
         ("at", "source", "kind", "what was observed"),
-        ([_moment(s.get("at")), s.get("source"), s.get("kind"), s.get("body")] for s in found.get("signals") or ()),
+        ([moment(s.get("at")), s.get("source"), s.get("kind"), _observed(s)] for s in found.get("signals") or ()),
     )
     commands = action.get("commands") or ()
     print_table(
@@ -72,5 +72,14 @@ def _show(found: dict[str, Any]) -> None:
     )
 
 
-def _moment(at: float | None) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] + " UTC" if at else "-"
+def _observed(signal: dict[str, Any]) -> dict[str, Any]:
+    """What a signal says, without what the columns beside it say, and without what is not known."""
+    said = {k: v for k, v in (signal.get("body") or {}).items() if k != "type" and v is not None}
+    return said | {k: _phase(said[k]) for k in ("phase", "last_phase") if k in said}
+
+
+def _phase(number: int) -> str:
+    try:
+        return Phase(number).name.lower()
+    except ValueError:  # of a newer release
+        return str(number)

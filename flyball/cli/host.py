@@ -11,13 +11,21 @@ import typer
 
 from ckpt_engine.settings import CONFIG_VARIABLE, check_variables, load_settings
 from flyball.cli import this_host
-from flyball.cli.options import SupervisorOption, TokenFileOption, examples
+from flyball.cli.options import (
+    CaFileOption,
+    ClientCertOption,
+    ClientKeyOption,
+    SupervisorOption,
+    TokenFileOption,
+    examples,
+)
 from flyball.cli.places import find_supervisor, keep_token, make_state_dir, state_root
+from flyball.client_tls import ClientTls
 from flyball.contracts.identity import check_name
 
 COMMAND: dict[str, Any] = {
     "help": "Run this machine's host daemon in the foreground; it starts and watches workers for a supervisor.",
-    "epilog": examples("flyball host --supervisor http://10.0.0.1:7370 --token-file token"),
+    "epilog": examples("flyball host --host-id node-7 --supervisor http://10.0.0.1:7370 --token-file node-7.token"),
 }
 
 
@@ -25,6 +33,9 @@ def command(
     *,
     supervisor: SupervisorOption = "",
     token_file: TokenFileOption = "",
+    ca_file: CaFileOption = "",
+    client_cert_file: ClientCertOption = "",
+    client_key_file: ClientKeyOption = "",
     state_dir: Annotated[str, typer.Option(help="where its state and the ranks' logs are kept")] = "",
     host_id: Annotated[str, typer.Option(help="stable name of this host (default: its host name)")] = "",
     address: Annotated[str, typer.Option(help="IP by which other hosts reach this one (default: found out)")] = "",
@@ -36,20 +47,25 @@ def command(
         ),
     ] = 0,
     ckpt_config: Annotated[
-        str, typer.Option(help="TOML file of checkpoint settings; its [engine] is for this host")
+        str, typer.Option(help="TOML file of checkpoint settings; its \\[engine] is for this host")
     ] = "",
+    leave_timeout_s: Annotated[
+        float,
+        typer.Option(min=0.0, max=3600.0, help="seconds that SIGTERM waits for the ranks here to train elsewhere"),
+    ] = 15.0,
     report_interval_s: Annotated[float, typer.Option(min=0.05, max=60.0, help="seconds between reports")] = 1.0,
 ) -> None:
     """Becomes the daemon: signals and the exit code are the daemon's own."""
     environment = _checkpoint_settings(dict(os.environ), ckpt_config)
+    environment |= ClientTls(ca_file, client_cert_file, client_key_file).environment()
     found = find_supervisor(os.environ, url=supervisor, token_file=token_file)
     name = check_name("The host", host_id or this_host.host_id())
     folder = make_state_dir(Path(state_dir) if state_dir else state_root(os.environ) / "hosts" / name)
     secret = found.token_file or keep_token(folder / "supervisor.token", found.token)
     arguments = [
-        *("--state-dir", str(folder), "--host-id", name, "--supervisor", found.url, "--token-file", str(secret)),
+        *("--state-dir", str(folder), "--host-id", name, "--supervisor", found.urls, "--token-file", str(secret)),
         *("--address", address or this_host.address_towards(found.url), "--report-interval-s", str(report_interval_s)),
-        *("--warm-nproc", str(warm_nproc)),
+        *("--leave-timeout-s", str(leave_timeout_s), "--warm-nproc", str(warm_nproc)),
         *(("--failure-domain", failure_domain) if failure_domain else ()),
     ]
     sys.stdout.flush()

@@ -80,11 +80,12 @@ class HostProcess:
         raise _daemon_error(self.host_id, self._process.returncode, self.log_file)
 
     def stop(self) -> None:
-        """SIGTERM, a deadline, then SIGKILL to each process of this host by its id, until none is left; then its
-        segments are removed."""
+        """SIGTERM and SIGINT, a deadline, then SIGKILL to each process of this host by its id, until none is left; then
+        its segments are removed."""
         processes = self.processes()
         if self._process and self._process.poll() is None:
-            self._process.terminate()
+            self._process.terminate()  # ends it also before it handles signals
+            self._process.send_signal(signal.SIGINT)  # and this at once: there is no host to move its ranks to
             try:
                 self._process.wait(DAEMON_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:

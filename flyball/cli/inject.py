@@ -10,7 +10,7 @@ import typer
 
 from flyball.cli.client import ApiClient
 from flyball.cli.options import SupervisorOption, TokenFileOption, connect, examples
-from flyball.cli.output import Format, OutputOption, print_fields, print_json
+from flyball.cli.output import Format, OutputOption, moment, print_fields, print_json
 from flyball.contracts.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -30,7 +30,11 @@ HostFolder = Annotated[
 ]
 
 
-@app.command("kill", help="Kill the process of one rank (SIGKILL).")
+@app.command(
+    "kill",
+    help="Kill the process of one rank (SIGKILL).",
+    epilog=examples("flyball inject kill --job llama --rank 1"),
+)
 def kill(
     *,
     job: JobName,
@@ -49,7 +53,11 @@ def kill(
     )
 
 
-@app.command("hang", help="Stop the process of one rank (SIGSTOP): it lives, and does nothing.")
+@app.command(
+    "hang",
+    help="Stop the process of one rank (SIGSTOP): it lives, and does nothing.",
+    epilog=examples("flyball inject hang --job llama --rank 1"),
+)
 def hang(
     *,
     job: JobName,
@@ -68,7 +76,11 @@ def hang(
     )
 
 
-@app.command("host-down", help="Lose a host: kill all its processes, remove its shared memory and its state folder.")
+@app.command(
+    "host-down",
+    help="Lose a host: kill all its processes, remove its shared memory and its state folder.",
+    epilog=examples("flyball inject host-down --host host-b"),
+)
 def host_down(
     *,
     host: HostName,
@@ -86,7 +98,11 @@ def host_down(
     )
 
 
-@app.command("preempt", help="Give a host notice that it will be taken away, as a cloud does.")
+@app.command(
+    "preempt",
+    help="Give a host notice that it will be taken away, as a cloud does.",
+    epilog=examples("flyball inject preempt --host host-b --deadline 30"),
+)
 def preempt(
     *,
     host: HostName,
@@ -115,7 +131,7 @@ def _carry_out(act: Callable[[ApiClient], Injection], client: ApiClient, output:
         {
             "fault": done.fault,
             "target": done.target,
-            "at": f"{done.at:.3f}",
+            "at": moment(done.at),
             "jobs": done.jobs,
             "processes": done.pids,
             "segments removed": done.removed_segments,

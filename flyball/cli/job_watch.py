@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flyball.cli.client import ApiClient
@@ -13,6 +13,7 @@ from flyball.cli.host_process import HostProcess
 from flyball.cli.output import say
 from flyball.cli.signals import EndSignals
 from flyball.contracts.cluster import JobSpec, JobState
+from flyball.contracts.decisions import ActionState
 from flyball.contracts.errors import FlyballError, NotFound, StateVersionMismatch, Unauthorized
 
 LOG_INTERVAL_S = 0.1
@@ -22,7 +23,8 @@ AWAY_LIMIT_S = 60.0  # how long a supervisor that ends with the job may be out o
 TRAINS_LOOK_INTERVAL_S = 5.0  # all processes are looked through
 MAX_DAEMON_RESTARTS = 3  # within DAEMON_RESTART_WINDOW_S
 DAEMON_RESTART_WINDOW_S = 600.0
-QUIET_DECISIONS = frozenset({"start_job", "complete_job", "stop_job", "hold"})
+QUIET_DECISIONS = frozenset({"start_job", "complete_job", "stop_job"})
+HOLD_TOLD_AFTER_S = 5.0  # a job may be held for a moment, until the cause is known; longer means it waits for somebody
 
 Job = Mapping[str, Any]
 
@@ -59,7 +61,10 @@ class JobWatch:
         self._look_whether_at = 0.0
         self._away_limit_s = away_limit_s
         self._daemon_ended_at: list[float] = []
+        self._is_acting = False  # something that was decided of the job is still being carried out
         self._told: set[str] = set()
+        self._settled: str | None = None  # the decision up to which all has been told and carried out
+        self._held_at: dict[str, float] = {}  # when a hold was first seen, by decision
         self._answered_at = time.monotonic()
 
     def wait(self) -> Job:
@@ -73,12 +78,18 @@ class JobWatch:
                 waits_s = self._spec.stop_grace_s + STOP_MARGIN_S if self._ask_to_stop() else 0.0
                 stop_by = time.monotonic() + waits_s
             if job and JobState(job["state"]).ended:
-                return job
+                if not self._saves_last_step(job):
+                    return job
+                stop_by = stop_by or time.monotonic() + self._spec.stop_grace_s + STOP_MARGIN_S
             if self._signals.count > 1 or (stop_by and time.monotonic() > stop_by):
                 return job or {"state": JobState.RUNNING.value, "message": "was ended before it could stop"}
             while time.monotonic() - shown_at < STATUS_INTERVAL_S:
                 self._pump()
                 time.sleep(LOG_INTERVAL_S)
+
+    def _saves_last_step(self, job: Job) -> bool:
+        """A job is stopped from the decision on; that its last step is saved before its workers end takes its time."""
+        return JobState(job["state"]) is JobState.STOPPED and self._is_acting
 
     def _ask_to_stop(self) -> bool:
         """Whether the supervisor will stop the job. One of this process ends with it anyway, and so do the workers."""
@@ -101,7 +112,7 @@ class JobWatch:
         """The job as the supervisor sees it, None while that is out of reach. Decisions are told as they come."""
         try:
             job: Job = self._client.get(f"/v1/jobs/{self._spec.job}")
-            decisions = self._client.items("/v1/decisions", job=self._spec.job)
+            decisions = self._client.items("/v1/decisions", job=self._spec.job, after=self._settled)
         except FlyballError as error:
             if isinstance(error, _FINAL_ANSWERS):
                 raise
@@ -113,12 +124,33 @@ class JobWatch:
             return None
         self._told.discard("away")
         self._answered_at = time.monotonic()
-        for decision in sorted(decisions, key=lambda d: d["at"]):
-            if decision["decision_id"] not in self._told:
-                self._told.add(decision["decision_id"])
-                if decision["kind"] not in QUIET_DECISIONS:
-                    say(f"{decision['decision_id']} {decision['kind']}: {decision['reason']}")
+        action_states = [d["action_state"] for d in decisions if d.get("action_state")]
+        self._is_acting = any(not ActionState(state).ended for state in action_states)
+        self._tell(sorted(decisions, key=lambda d: float(d["at"])))
+        self._settle(decisions)
         return job
+
+    def _settle(self, decisions: Sequence[Mapping[str, Any]]) -> None:
+        """Of what is over nothing is asked again. The last decision is: a hold may be the last word for a while."""
+        for decision in decisions[:-1]:
+            state = decision.get("action_state")
+            if state and not ActionState(state).ended:
+                return
+            self._settled = decision["decision_id"]
+
+    def _tell(self, decisions: Sequence[Mapping[str, Any]]) -> None:
+        """Each once; a hold only if it is the last word for a while."""
+        for decision in decisions:
+            name, kind = decision["decision_id"], decision["kind"]
+            if name in self._told:
+                continue
+            if kind == "hold":
+                held_at = self._held_at.setdefault(name, time.monotonic())
+                if decision is not decisions[-1] or time.monotonic() - held_at < HOLD_TOLD_AFTER_S:
+                    continue
+            self._told.add(name)
+            if kind not in QUIET_DECISIONS:
+                say(f"{name} {kind}: {decision['reason']}")
 
     def _goes_on(self) -> bool:
         """Whether workers live here without a supervisor. When the last has ended, that gets some time to come back."""

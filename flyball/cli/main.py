@@ -10,10 +10,26 @@ import traceback
 import typer
 
 from flyball import __version__
-from flyball.cli import ckpt, demo, explain, goodput, host, inject, run, status, up
 from flyball.cli.output import say_error
 from flyball.cli.own_packages import prefer_own_packages
 from flyball.contracts.errors import FlyballError, UsageError
+
+prefer_own_packages()  # before the commands: some import what users have packages of the same names as
+
+from flyball.cli import (  # noqa: E402 - see above
+    ckpt,
+    demo,
+    drain,
+    explain,
+    goodput,
+    host,
+    inject,
+    replay,
+    run,
+    status,
+    tokens,
+    up,
+)
 
 INTERRUPTED = 130
 BUG = 70  # EX_SOFTWARE of sysexits.h
@@ -34,11 +50,14 @@ app.command("run", **run.COMMAND)(run.command)
 app.command("demo", **demo.COMMAND)(demo.command)
 app.command("up", **up.COMMAND)(up.command)
 app.command("host", **host.COMMAND)(host.command)
+app.command("drain", **drain.COMMAND)(drain.command)
 app.command("status", **status.COMMAND)(status.command)
 app.command("explain", **explain.COMMAND)(explain.command)
-app.command("goodput", **goodput.COMMAND)(goodput.command)
+app.command("replay", **replay.COMMAND)(replay.command)
+app.add_typer(goodput.app, name="goodput")
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(inject.app, name="inject")
+app.add_typer(tokens.app, name="token")
 
 
 def _version(asked: bool) -> None:
@@ -56,7 +75,6 @@ def _top(
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    prefer_own_packages()
     sys.exit(run_cli(sys.argv[1:]))
 
 
@@ -80,6 +98,8 @@ def run_cli(arguments: list[str]) -> int:
 def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] == ["run"]:
         return run.run(arguments[1:])  # torchrun's grammar is argparse's: what follows the script is the script's
+    if arguments[:1] == ["goodput"]:
+        arguments = ["goodput", *goodput.in_full(arguments[1:])]
     try:
         result = app(arguments, prog_name="flyball", standalone_mode=False)
     except UsageProblem as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -15,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flyball.contracts.errors import FlyballError
+
+MIN_TEXT_WIDTH = 12  # of a column with sentences, beside columns that are kept whole
 
 
 class Format(StrEnum):
@@ -33,18 +36,29 @@ def print_json(value: Any) -> None:  # noqa: ANN401 - whatever the API answered
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """A table on stdout. Cells are plain text: nothing in a job name or an error message is markup."""
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    count = 0
-    for row in rows:
-        table.add_row(*(Text(cell(value)) for value in row))
-        count += 1
     console = Console(soft_wrap=False)
-    if count:
-        console.print(table)
-    else:
+    cells = [[cell(value) for value in row] for row in rows]
+    if not cells:
         console.print(Text(f"{title}: none"))
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    whole = _whole_columns(columns, cells, console.width)
+    for column, is_whole in zip(columns, whole, strict=True):
+        table.add_column(column, overflow="fold", no_wrap=is_whole)
+    for row in cells:
+        table.add_row(*map(Text, row))
+    console.print(Text(title, style="bold"))
+    console.print(table)
+
+
+def _whole_columns(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[bool]:
+    """Which columns are not to be narrowed: those of single words, such as ids, if the others have room beside them."""
+    words = [not any(" " in row[i] for row in cells) for i in range(len(columns))]
+    needed = sum(
+        2 + (max(len(column), *(len(row[i]) for row in cells)) if words[i] else MIN_TEXT_WIDTH)
+        for i, column in enumerate(columns)
+    )
+    return words if needed <= width else [False] * len(columns)
 
 
 def print_fields(fields: Mapping[str, object]) -> None:
@@ -68,6 +82,11 @@ def cell(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{k}={cell(v)}" for k, v in value.items()) or "-"
     return printable(str(value))
+
+
+def moment(at: float | None) -> str:
+    """A wall-clock time, for people: the date is today's as a rule, and JSON has all of it."""
+    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] + " UTC" if at else "-"
 
 
 def printable(text: str) -> str:

@@ -14,7 +14,7 @@ import psutil
 
 from flyball.contracts.errors import ConfigurationError, NotFound, Unauthorized, UsageError
 from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
-from flyball.contracts.wire import MALFORMED
+from flyball.contracts.wire import MALFORMED, decoder_of
 
 JOB_FOLDERS_KEPT = 20
 MAX_STATE_PATH = 90  # a Unix socket's path has room for 107 bytes, and sockets live inside
@@ -112,23 +112,30 @@ class Connection:
     url: str
     token: str
     token_file: Path | None  # for a host daemon; None if the token came from the environment
+    others: tuple[str, ...] = ()  # more supervisors of the same cluster, for a host daemon
+
+    @property
+    def urls(self) -> str:
+        """All of them, as a host daemon takes them."""
+        return ",".join((self.url, *self.others))
 
 
 def find_supervisor(
     environ: Mapping[str, str], *, url: str = "", token_file: str = "", state_dir: str = ""
 ) -> Connection:
-    """The supervisor that is named by flag or environment, else the one that runs on this machine.
+    """The supervisor that is named by flag or environment, else the one that runs on this machine. Several of one
+    cluster are named with commas between them.
 
     Raises NotFound if none runs, UsageError if several do, Unauthorized without a token.
     """
-    url = url or environ.get("FLYBALL_SUPERVISOR", "")
+    url, *others = (url or environ.get("FLYBALL_SUPERVISOR", "")).split(",")
     folder: Path | None = Path(state_dir) if state_dir else None
     if not url:
         found = _running(environ) if folder is None else [f for f in (folder, folder / "supervisor") if _live_record(f)]
         if not found:
             raise NotFound(
                 f"No supervisor runs {f'in {folder}' if folder else 'on this machine'}, and none was named.",
-                hint="start one with `flyball up`, or give --supervisor URL",
+                hint="start one with `flyball up`, or name one: --supervisor URL, or its state folder, --state-dir DIR",
             )
         if len(found) > 1:
             raise UsageError(
@@ -138,11 +145,12 @@ def find_supervisor(
         folder = found[0]
         record = _live_record(folder)
         url = record.url if record else ""
-    if not url.startswith(("http://", "https://")):
-        raise UsageError(f"{url} is not an address.", hint="for example --supervisor http://10.0.0.1:7370")
-    url = url.rstrip("/")
+    for one in (url, *others):
+        if not one.strip().startswith(("http://", "https://")):
+            raise UsageError(f"{one} is not an address.", hint="for example --supervisor http://10.0.0.1:7370")
+    url = url.strip().rstrip("/")
     token, file = _token(environ, token_file, folder or _folder_of(url, environ))
-    return Connection(url, token, file)
+    return Connection(url, token, file, tuple(one.strip() for one in others))
 
 
 def _folder_of(url: str, environ: Mapping[str, str]) -> Path:
@@ -172,7 +180,7 @@ class _Record(msgspec.Struct):
 def _live_record(folder: Path) -> _Record | None:
     """supervisor.json of a folder, if its process runs."""
     try:
-        record = msgspec.json.decode((folder / "supervisor.json").read_bytes(), type=_Record)
+        record = decoder_of(_Record).decode((folder / "supervisor.json").read_bytes())
     except (OSError, *MALFORMED):
         return None
     return record if _is_alive(record.pid) else None

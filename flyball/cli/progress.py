@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from ckpt_engine.memory_plan import readable_size
+
+COUNT_SHOWN_EVERY = 1000
+T = TypeVar("T")
 
 
 class _Speed(ProgressColumn):
@@ -34,3 +48,15 @@ def bytes_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total_bytes)
         yield lambda size_bytes: progress.advance(task, size_bytes)
+
+
+def counted(what: str, items: Iterable[T]) -> Iterator[T]:
+    """`items` as they are, with their number shown meanwhile: how many there will be nobody knows before the end."""
+    console = Console(file=sys.stderr)
+    columns = (SpinnerColumn(), TextColumn("{task.description} {task.completed:,.0f}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        for number, item in enumerate(items, 1):
+            if not number % COUNT_SHOWN_EVERY:
+                progress.update(task, completed=number)
+            yield item

@@ -25,7 +25,15 @@ from flyball.cli.output import print_json, say
 from flyball.cli.places import Connection, find_supervisor, keep_token, make_state_dir, new_job_dir, state_root
 from flyball.cli.signals import EndSignals
 from flyball.contracts.cluster import JobSpec, JobState
-from flyball.contracts.errors import ConfigurationError, Conflict, JobFailed, PortInUse, Unreachable, UsageError
+from flyball.contracts.errors import (
+    ConfigurationError,
+    Conflict,
+    JobFailed,
+    NotFound,
+    PortInUse,
+    Unreachable,
+    UsageError,
+)
 from flyball.launcher import RunRequest, build_parser, default_job_name, parse_run
 
 RENDEZVOUS_TIMEOUT_S = 300.0
@@ -54,6 +62,7 @@ def run(arguments: list[str]) -> int:
     for notice in request.notices:
         say(notice)
     _check_script(request)
+    os.environ.update(request.tls.environment())  # for every client of this process, and the daemon
     spec = _job_spec(request)
     with EndSignals(request.stop_signals) as signals, ExitStack() as stack:
         if request.supervisor:
@@ -138,8 +147,11 @@ def _join(request: RunRequest, spec: JobSpec, connection: Connection, stack: Exi
     """A cluster's supervisor; this host joins it unless it has."""
     name = request.host_id or this_host.host_id()
     with ApiClient(connection.url, connection.token) as client:
-        hosts = {host["host_id"]: host for host in client.items("/v1/hosts")}
-    if name in hosts and hosts[name]["state"] not in ("silent", "in_repair"):
+        try:
+            state = str(client.get(f"/v1/hosts/{name}")["state"])
+        except NotFound:
+            state = ""
+    if state not in ("", "silent", "in_repair"):
         say(f"host {name} has joined {connection.url} already")
         for variable in request.engine_environment:
             say(f"{variable}: not used: the engine of {name} has its settings from `flyball host`")
@@ -178,6 +190,8 @@ def _meet(request: RunRequest, spec: JobSpec, stack: ExitStack, signals: EndSign
         else:
             stack.callback(supervisor.stop)
             say(f"supervisor of job {request.job} at {url}")
+            if not this_host.is_here_only(host):
+                say("no TLS between the hosts: whoever listens on their network can read the token")
     if not here:
         _await_supervisor(connection, signals)
     session = _join(request, spec, connection, stack)
@@ -209,7 +223,7 @@ def _start_daemon(
     daemon = HostProcess(
         host_id=request.host_id or this_host.host_id(),
         state_dir=folder,
-        supervisor_url=connection.url,
+        supervisor_url=connection.urls,
         token_file=token_file,
         address=request.local_addr or this_host.address_towards(connection.url),
         report_interval_s=OWN_HOST_REPORT_INTERVAL_S,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from flyball.cli.client import ApiClient
 from flyball.cli.options import JobOption, StateDirOption, SupervisorOption, TokenFileOption, connect, examples
 from flyball.cli.output import Format, OutputOption, print_json, print_table
 
@@ -13,6 +16,8 @@ COMMAND: dict[str, Any] = {
 }
 
 DECISIONS_SHOWN = 10
+MAX_OPEN_JOBS = 10_000
+LimitOption = Annotated[int, typer.Option("--limit", min=1, help="newest jobs, incidents and decisions to ask for")]
 
 
 def command(
@@ -21,14 +26,15 @@ def command(
     supervisor: SupervisorOption = "",
     token_file: TokenFileOption = "",
     state_dir: StateDirOption = "",
+    limit: LimitOption = 50,
     output: OutputOption = Format.TABLE,
 ) -> None:
     """One look; nothing is changed."""
     with connect(supervisor, token_file, state_dir) as client:
-        jobs = [client.get(f"/v1/jobs/{job}")] if job else client.items("/v1/jobs")
-        hosts = client.items("/v1/hosts")
-        incidents = client.items("/v1/incidents", job=job or None)
-        decisions = client.items("/v1/decisions", job=job or None)
+        jobs = [client.get(f"/v1/jobs/{job}")] if job else _jobs(client, limit)
+        hosts = client.everything("/v1/hosts")
+        incidents = client.newest("/v1/incidents", limit, job=job or None)
+        decisions = client.newest("/v1/decisions", limit, job=job or None)
     if output is Format.JSON:
         print_json({"jobs": jobs, "hosts": hosts, "incidents": incidents, "decisions": decisions})
         return
@@ -51,6 +57,12 @@ def command(
     )
 
 
+def _jobs(client: ApiClient, limit: int) -> list[dict[str, Any]]:
+    """The newest, and all that have not ended, however old."""
+    found = [*client.newest("/v1/jobs", MAX_OPEN_JOBS, open="true"), *client.newest("/v1/jobs", limit)]
+    return sorted({j["job"]: j for j in found}.values(), key=lambda j: (float(j["submitted_at"]), str(j["job"])))
+
+
 def _job_row(job: dict[str, Any]) -> list[object]:
     hosts = sorted({r["host_id"] for r in job.get("ranks") or ()})
     columns = ("state", "newest_step", "generation", "restart_count")
@@ -63,7 +75,9 @@ def _name(job: dict[str, Any]) -> object:
 
 
 def _host_row(host: dict[str, Any]) -> list[object]:
-    return [host.get(k) for k in ("host_id", "state", "job", "address", "failure_domain", "reason")]
+    drain = (host.get("drain") or {}).get("state")
+    state = f"{host.get('state')}, drain {drain}" if drain and drain != "drained" else host.get("state")
+    return [host.get("host_id"), state, *(host.get(k) for k in ("job", "address", "failure_domain", "reason"))]
 
 
 def _known(value: object) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
@@ -42,6 +43,15 @@ def is_here(host: str) -> bool:
         return False
     mine = {a.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for a in addresses}
     return bool(wanted & mine)
+
+
+def is_here_only(host: str) -> bool:
+    """Whether what listens on this name or address can be reached from this machine only."""
+    try:
+        found = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address).is_loopback for address in found)
 
 
 def workers_per_host(text: str) -> int:

@@ -14,6 +14,7 @@ from flyball.cli.options import examples
 from flyball.cli.output import Format, OutputOption, print_fields, print_json, say
 from flyball.cli.places import make_state_dir, supervisor_dir
 from flyball.cli.signals import EndSignals
+from flyball.cli.this_host import is_here_only
 from flyball.contracts.errors import FlyballError
 
 DEFAULT_PORT = 7370
@@ -33,12 +34,30 @@ def command(
     port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")] = DEFAULT_PORT,
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     database_url: Annotated[str, typer.Option(help="SQLAlchemy URL (default: SQLite in the state folder)")] = "",
+    redis_url: Annotated[
+        str, typer.Option(help="redis://host:6379/0 for the signals, where several supervisors share a database")
+    ] = "",
+    tls_cert_file: Annotated[str, typer.Option(help="PEM with the certificate chain to serve with (https)")] = "",
+    tls_key_file: Annotated[str, typer.Option(help="PEM with its key, without a password")] = "",
+    tls_client_ca_file: Annotated[str, typer.Option(help="PEM: take only clients whose certificate it signed")] = "",
     output: OutputOption = Format.TABLE,
 ) -> int:
     """Until SIGTERM or Ctrl-C, which let running requests end and leave training alone."""
+    from services.runtime.lifecycle import allow_many_connections
+
+    allow_many_connections()
     folder = make_state_dir(Path(state_dir) if state_dir else supervisor_dir(os.environ))
     with EndSignals(("SIGTERM", "SIGINT", "SIGHUP")) as signals:
-        supervisor = start_supervisor(folder, host=host, port=port, database_url=database_url or None)
+        supervisor = start_supervisor(
+            folder,
+            host=host,
+            port=port,
+            database_url=database_url or None,
+            redis_url=redis_url or None,
+            tls_cert_file=tls_cert_file or None,
+            tls_key_file=tls_key_file or None,
+            tls_client_ca_file=tls_client_ca_file or None,
+        )
         try:
             facts = {
                 "url": supervisor.url,
@@ -50,7 +69,7 @@ def command(
                 print_json(facts)
             else:
                 print_fields(facts)
-                say(f"hosts join with: flyball host --supervisor {supervisor.url} --token-file {folder / 'token'}")
+                _say_next_steps(supervisor.url, host, folder)
             idle = threading.Event()
             while not signals.count:
                 idle.wait(LOOK_INTERVAL_S)
@@ -63,3 +82,21 @@ def command(
         finally:
             supervisor.stop()
     return 0
+
+
+def _say_next_steps(url: str, host: str, folder: Path) -> None:
+    if is_here_only(host):
+        is_found = folder == supervisor_dir(os.environ).resolve()
+        named = "" if is_found else f" --supervisor {url} --token-file {folder / 'token'}"
+        say(f"this machine joins with: flyball host{named}   (others cannot: see --host)")
+    else:
+        say(f"a host joins with its own token: flyball token host NAME --state-dir {folder} --out NAME.token")
+        say(f"then, there: flyball host --host-id NAME --supervisor {_from_afar(url)} --token-file NAME.token")
+        if url.startswith("https:"):
+            say("hosts need --ca-file FILE, unless one of the system's authorities signed the certificate")
+        else:
+            say("WARNING: no TLS: whoever listens on this network reads the tokens; see --tls-cert-file")
+
+
+def _from_afar(url: str) -> str:
+    return url.replace("//127.0.0.1:", "//THIS-MACHINE:").replace("//[::1]:", "//THIS-MACHINE:")

@@ -8,7 +8,17 @@ from typing import Annotated
 
 import msgspec
 
-from flyball.contracts.identity import JobName, Rank, Step
+from flyball.contracts.identity import (
+    Address,
+    Duration,
+    Generation,
+    JobName,
+    Moment,
+    Rank,
+    RepeatedJobName,
+    SizeBytes,
+    Step,
+)
 
 
 class Tier(StrEnum):
@@ -108,17 +118,17 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return TierPolicy()
 
 
-class ShardCopy(msgspec.Struct, frozen=True, order=True):
+class ShardCopy(msgspec.Struct, frozen=True, gc=False, order=True):
     """One verified copy of one rank's bytes of one step. `host_id` holds it ('' for the persistent tier)."""
 
     job: JobName
-    generation: int
+    generation: Generation
     step: Step
     rank: Rank
     tier: Tier
-    host_id: str
-    size_bytes: int
-    digest: str  # xxh3-128 of the manifest, hex
+    host_id: Address
+    size_bytes: SizeBytes
+    digest: Annotated[str, msgspec.Meta(max_length=64)]  # xxh3-128 of the manifest, hex
 
 
 class LineageEntry(msgspec.Struct, frozen=True):
@@ -166,16 +176,16 @@ class RestorePlan(msgspec.Struct, frozen=True):
     sources: Mapping[str, tuple[ShardSource, ...]]  # key: str(rank), as JSON wants it
 
 
-class RestoreReport(msgspec.Struct, frozen=True):
+class RestoreReport(msgspec.Struct, frozen=True, gc=False):
     """What an engine did to have a rank's bytes in local memory."""
 
-    job: JobName
-    generation: int
+    job: RepeatedJobName
+    generation: Generation
     rank: Rank
     step: Step
     source_tier: Tier
-    source_host: str  # '' for the persistent tier
-    size_bytes: int
-    socket_bytes: int  # payload bytes that came through a socket: 0 unless fetched from another engine
-    seconds: float
-    at: float  # wall clock, when the bytes were verified in local memory
+    source_host: Address  # '' for the persistent tier
+    size_bytes: SizeBytes
+    socket_bytes: SizeBytes  # payload bytes that came through a socket: 0 unless fetched from another engine
+    seconds: Duration
+    at: Moment  # wall clock, when the bytes were verified in local memory

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum, StrEnum
+from typing import Annotated
 
 import msgspec
 
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, RestorePlan
-from flyball.contracts.identity import HostId, JobName, Rank, RunId
+from flyball.contracts.identity import (
+    Address,
+    Duration,
+    Generation,
+    HostId,
+    JobName,
+    Pid,
+    Port,
+    Rank,
+    RepeatedJobName,
+    RunId,
+    SeenStep,
+)
 
 
 class JobState(StrEnum):
@@ -68,16 +81,16 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.nnodes * self.nproc_per_node
 
 
-class HostFacts(msgspec.Struct, frozen=True):
+class HostFacts(msgspec.Struct, frozen=True, gc=False):
     """What a daemon says of its host in every report."""
 
     host_id: HostId
-    address: str  # the IP that other hosts reach it by
-    failure_domain: str
-    engine_address: str  # "ip:port", '' while the engine is away
-    free_port: int  # a port for the next generation's MASTER_PORT, found free a moment ago
-    daemon_version: str
-    pid: int
+    address: Address  # the IP that other hosts reach it by
+    failure_domain: Address
+    engine_address: Address  # "ip:port", '' while the engine is away
+    free_port: Port  # a port for the next generation's MASTER_PORT, found free a moment ago
+    daemon_version: Annotated[str, msgspec.Meta(max_length=64)]
+    pid: Pid
 
 
 class HostRanks(msgspec.Struct, frozen=True):
@@ -95,7 +108,7 @@ class Placement(msgspec.Struct, frozen=True):
     job: JobName
     generation: int
     world_size: int
-    hosts: tuple[HostRanks, ...]  # node rank = position
+    hosts: tuple[HostRanks, ...]  # in the order of their ranks; a host's own part names those it has to do with
     master_address: str
     master_port: int
     peers: Mapping[str, tuple[HostId, ...]]  # host -> hosts that hold its replicas
@@ -117,13 +130,13 @@ class WorkerError(msgspec.Struct, frozen=True):
     traceback: str = ""
 
 
-class RankStatus(msgspec.Struct, frozen=True):
+class RankStatus(msgspec.Struct, frozen=True, gc=False):
     """One live worker as its beacon shows it."""
 
-    job: JobName
-    generation: int
+    job: RepeatedJobName
+    generation: Generation
     rank: Rank
-    pid: int
+    pid: Pid
     phase: Phase
-    step: int  # newest completed step, -1 before the first
-    beacon_age_s: float  # since the beacon last moved
+    step: SeenStep  # newest completed step, -1 before the first
+    beacon_age_s: Duration  # since the beacon last moved

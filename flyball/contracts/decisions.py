@@ -32,6 +32,7 @@ class DecisionKind(StrEnum):
     MIGRATE_TO_SPARE = "migrate_to_spare"
     EMERGENCY_CHECKPOINT = "emergency_checkpoint"
     CORDON = "cordon"
+    UNCORDON = "uncordon"
     SHRINK = "shrink"
     GROW = "grow"
     FAIL_JOB = "fail_job"

@@ -14,6 +14,7 @@ import msgspec
 from flyball.contracts.checkpoints import CheckpointSpec, RestoreReport, ShardCopy
 from flyball.contracts.cluster import Placement
 from flyball.contracts.identity import Fence, HostId, JobName, Rank
+from flyball.contracts.testimony import Asked, Testimonies
 
 HOST_STATE_VERSION = "1"  # of the state folder, which daemon and engine share; in its file VERSION
 ENGINE_SOCKET = "engine.sock"  # in the state folder, like the two that follow
@@ -73,9 +74,14 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag="status"):
-    """What the engine holds and how it fares. `restores_since`: only restore reports newer than this wall time."""
+    """What the engine holds and how it fares. `restores_since`: only restore reports newer than this wall time.
+    `about`: peers of whose life something is to be said. `in_touch_until_s`: until then, on this machine's monotonic
+    clock, the host cannot have been given up, by the last answer of the supervisor. A moment and not a time that is
+    left: a request may wait for an engine that was stopped, and would begin to count when it is read."""
 
     restores_since: float = 0.0
+    about: Asked = ()
+    in_touch_until_s: float = 0.0
 
 
 EngineRequest: TypeAlias = Configure | Flush | Arm | Disarm | AwaitSaved | Release | GetStatus
@@ -87,6 +93,18 @@ class SaveFailure(msgspec.Struct, frozen=True):
     rank: Rank
     step: int
     message: str
+    at: float
+
+
+class LateSaves(msgspec.Struct, frozen=True):
+    """Saves that training waited for: `count` of a rank since it was told last, the last one that of `step`."""
+
+    job: JobName
+    generation: int
+    rank: Rank
+    step: int
+    waited_s: float  # the longest of them
+    count: int
     at: float
 
 
@@ -102,8 +120,10 @@ class EngineReply(msgspec.Struct, frozen=True):
     positions: Mapping[str, int] = {}  # str(rank) -> newest step that the rank began to save or completed
     restores: tuple[RestoreReport, ...] = ()
     failures: tuple[SaveFailure, ...] = ()  # the newest few
+    late: tuple[LateSaves, ...] = ()  # the newest few
     flushed: Mapping[str, int] = {}  # by tier, the newest step that every local rank has there; for a durable Flush
     unreachable_peers: tuple[HostId, ...] = ()
+    testimonies: Testimonies = ()
     counters: Mapping[str, int] = {}
 
 

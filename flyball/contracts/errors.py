@@ -90,6 +90,14 @@ class Unauthorized(FlyballError):
     status = 401
 
 
+class Forbidden(FlyballError):
+    """The token is right, and not one that may do this."""
+
+    code = "forbidden"
+    exit_code = 17
+    status = 403
+
+
 class Unreachable(FlyballError):
     """A service did not answer within its deadline."""
 
@@ -148,6 +156,38 @@ class Conflict(FlyballError):
     code = "conflict"
     exit_code = 16
     status = 409
+
+
+class ReportReplayed(FlyballError):
+    """This very report was taken before; it changed nothing."""
+
+    code = "report_replayed"
+    status = 409
+
+
+class ReportOutOfOrder(FlyballError):
+    """A newer report of this daemon was taken before; this one changed nothing."""
+
+    code = "report_out_of_order"
+    status = 409
+
+
+class DaemonSuperseded(FlyballError):
+    """Another daemon, started later, reports for this host; the report of this one changed nothing."""
+
+    code = "daemon_superseded"
+    status = 409
+
+
+class WrongClock(FlyballError):
+    """A report is dated too far from the supervisor's time, which is `server_time`; it changed nothing."""
+
+    code = "wrong_clock"
+    status = 422
+
+    def __init__(self, message: str, *, server_time: float, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.server_time = server_time
 
 
 class CheckpointError(FlyballError):

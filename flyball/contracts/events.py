@@ -12,20 +12,33 @@ import msgspec
 
 
 class EventKind(StrEnum):
-    JOB_SUBMITTED = "job_submitted"
+    JOB_SUBMITTED = "job_submitted"  # data: world_size, save_every_steps (to the memory tier; 0: not by steps)
     JOB_ENDED = "job_ended"  # data: outcome
     GENERATION_GRANTED = "generation_granted"  # data: parent, hosts
     WORKERS_STOPPED = "workers_stopped"  # the quiesce phase of an action is over
-    GENERATION_STARTED = "generation_started"  # start commands written; data: restore_step (null: from scratch)
+    # start commands written, or the first process began; data: restore_step (null: from scratch; missing: not known),
+    # world_size, and, of a trainer's own file, launch and rollback (how often that launch went back to an earlier step)
+    GENERATION_STARTED = "generation_started"
+    # These two are of one rank; without a rank: of several of a host, whose report told of them together, with `ranks`
+    # and, of each value and of `at`, a list in their order (`rank_events` takes them apart)
     RANK_MARKS = (
-        "rank_marks"  # data: spawned_at, attached_at, restore_began_at, restored_at, first_step_at, save_blocked_s
+        "rank_marks"  # data: spawned_at, attached_at, restore_began_at, restored_at, first_step_at, save_blocked_s,
+        # data_wait_s
     )
-    PHASE = "phase"  # a rank entered a phase that takes long, or left it; data: phase ("eval", "step", ...)
-    STEPS = "steps"  # data: first_step, completed_at (list of wall times), of one rank
+    # a rank entered a phase, and left the one before it; data: phase ("init", "restore", "step", "data", "eval",
+    # "checkpoint", "parked", "done", "other"). The control plane tells of evaluations only, a trainer's own file of all
+    PHASE = "phase"
+    # data: first_step, completed_at (list of wall times), of one rank; without a rank: when the last of the ranks that
+    # `sensor` hears of completed each, with slowest_step, which all of them (`ranks`, their number) have completed, and
+    # save_blocked_s and data_wait_s of the ranks that waited longest so far
+    STEPS = "steps"
+    CHECKPOINT_SAVED = "checkpoint_saved"  # data: step, tier ('' where the log does not say)
     RESTORED = "restored"  # data: step, source_tier, source_host, size_bytes, socket_bytes, seconds
     FAULT_INJECTED = "fault_injected"  # data: fault, target; stamped by the injector before it acts
     SIGNAL = "signal"  # data: kind, source, observed_at
-    INCIDENT_OPENED = "incident_opened"  # data: cause
+    # data: cause; `inferred` (true) where nobody reported it, and only a restart tells that there was one: the time
+    # before it is then unknown, not detection
+    INCIDENT_OPENED = "incident_opened"
     INCIDENT_CLOSED = "incident_closed"  # data: state, lost_steps
     DECISION = "decision"  # data: decision_id, kind, rule
     ACTION_ENDED = "action_ended"  # data: action_id, state
@@ -44,4 +57,4 @@ class Event(msgspec.Struct, frozen=True):
     rank: int = -1
     host_id: str = ""
     incident_id: str = ""
-    data: Mapping[str, str | int | float | bool | list[float | str] | None] = {}
+    data: Mapping[str, str | int | float | bool | list[int | float | str] | None] = {}

@@ -17,11 +17,30 @@ RUN_PATTERN = r"^([0-9]{8}-[0-9]{6}-[0-9]{3})?$"
 _WHOLE_NAME = NAME_PATTERN.removesuffix("$") + r"\Z"  # `$` alone lets a newline follow
 JobName = Annotated[str, msgspec.Meta(pattern=_WHOLE_NAME)]
 HostId = Annotated[str, msgspec.Meta(pattern=_WHOLE_NAME)]
+# A job's name in what a report repeats for every rank: who takes the report checks each name once (services.sensor.
+# admission). Matching the pattern at every place would cost more than all else that decoding does.
+RepeatedJobName = Annotated[str, msgspec.Meta(min_length=1, max_length=63, extra_json_schema={"pattern": _WHOLE_NAME})]
 # One submission of a job; each counts its generations from 1. It names folders, and newer ones sort behind older ones;
 # '' gets none (docs/decisions/0006).
 RunId = Annotated[str, msgspec.Meta(pattern=RUN_PATTERN.removesuffix("$") + r"\Z")]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1_000_000)]
-Step = Annotated[int, msgspec.Meta(ge=0)]
+Step = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+# What a message may say. The bounds are those of the database's columns and of plain sense.
+SeenStep = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]  # -1: none yet
+Generation = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
+Pid = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]  # 0: none
+SizeBytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Seq = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Moment = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]  # wall clock, seconds since 1970; 0.0: not reached
+Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]  # seconds
+Incarnation = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Address = Annotated[str, msgspec.Meta(max_length=128)]
+
+
+def is_name(name: str) -> bool:
+    """Whether a job or a host can have this name."""
+    return re.fullmatch(_WHOLE_NAME, name) is not None
 
 
 def check_name(what: str, name: str) -> str:

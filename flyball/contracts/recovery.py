@@ -74,6 +74,10 @@ def complete_points(copies: Iterable[ShardCopy], lineage: Lineage, world_size: i
     """(step, generation) of which every rank has a copy, all from one generation and alive by lineage."""
     ranks_at: dict[tuple[Step, int], set[Rank]] = defaultdict(set)
     for copy in copies:
-        if copy.rank < world_size and is_alive(copy.generation, copy.step, lineage):
+        if copy.rank < world_size:
             ranks_at[copy.step, copy.generation].add(copy.rank)
-    return {point for point, ranks in ranks_at.items() if len(ranks) == world_size}
+    return {
+        (step, generation)
+        for (step, generation), ranks in ranks_at.items()
+        if len(ranks) == world_size and is_alive(generation, step, lineage)
+    }

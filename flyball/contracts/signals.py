@@ -12,10 +12,29 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from flyball.contracts.checkpoints import RestoreReport, ShardCopy
-from flyball.contracts.cluster import HostFacts, Phase, RankStatus, WorkerError
-from flyball.contracts.identity import HostId, JobName, Rank
+from flyball.contracts.cluster import HostFacts, Phase, WorkerError
+from flyball.contracts.identity import (
+    Duration,
+    Generation,
+    HostId,
+    Incarnation,
+    JobName,
+    Moment,
+    Pid,
+    Rank,
+    RepeatedJobName,
+    SeenStep,
+    Seq,
+)
+from flyball.contracts.rank_columns import CompletedSteps, Progress, Workers
+from flyball.contracts.testimony import Asked, Testimonies
 
 Text = Annotated[str, msgspec.Meta(max_length=16_384)]
+Counters = Annotated[
+    Mapping[Annotated[str, msgspec.Meta(max_length=64)], Annotated[int, msgspec.Meta(ge=-1, le=2**62)]],
+    msgspec.Meta(max_length=256),
+]
+ExitNumber = Annotated[int, msgspec.Meta(gt=-(2**31), lt=2**31)]
 
 
 class WorkerExited(msgspec.Struct, frozen=True, tag="worker_exited"):
@@ -23,12 +42,12 @@ class WorkerExited(msgspec.Struct, frozen=True, tag="worker_exited"):
     daemon adopted the worker and could not learn it."""
 
     job: JobName
-    generation: int
+    generation: Generation
     rank: Rank
-    pid: int
-    exit_code: int | None
-    signal_number: int | None
-    last_step: int  # newest step in its beacon, -1 if none
+    pid: Pid
+    exit_code: ExitNumber | None
+    signal_number: ExitNumber | None
+    last_step: SeenStep  # newest step in its beacon, -1 if none
     error: WorkerError | None = None
     expected: bool = False  # the daemon ended it on command
     last_phase: Phase | None = None  # in its beacon; None: not told
@@ -38,7 +57,7 @@ class WorkerStartFailed(msgspec.Struct, frozen=True, tag="worker_start_failed"):
     """A rank could not be started at all (script missing, no memory, port taken)."""
 
     job: JobName
-    generation: int
+    generation: Generation
     rank: Rank
     message: Text
 
@@ -47,7 +66,7 @@ class RankStalled(msgspec.Struct, frozen=True, tag="rank_stalled"):
     """Beacons of a generation stopped moving. `ranks` are those that are furthest behind: the likely cause."""
 
     job: JobName
-    generation: int
+    generation: Generation
     ranks: tuple[Rank, ...]
     phase: Phase
     step: int
@@ -62,10 +81,24 @@ class HostSilent(msgspec.Struct, frozen=True, tag="host_silent"):
     silent_s: float
     deadline_s: float
     witnesses: tuple[HostId, ...]
+    domain: str = ""  # the failure domain that it shares with all those that fell silent with it
+    together: int = 1  # hosts that fell silent with it, itself included
+    within_s: float = 0.0  # between the last report of the first and of the last of these
+    after_suspect: bool = False  # this sensor had called it suspect; what had spoken for it does not any more
+
+
+class HostSuspect(msgspec.Struct, frozen=True, tag="host_suspect"):
+    """No report within the adapted deadline, and it lives all the same: only its way to the sensor is cut."""
+
+    host_id: HostId
+    silent_s: float
+    deadline_s: float
+    heard_by: tuple[HostId, ...]  # hosts whose engines hear of its daemon
+    steps_advance: bool  # of its job, in which its ranks must have a part
 
 
 class HostReturned(msgspec.Struct, frozen=True, tag="host_returned"):
-    """A host that was reported silent reports again."""
+    """A host that was reported silent or suspect reports again."""
 
     host_id: HostId
     away_s: float
@@ -79,20 +112,32 @@ class PeerUnreachable(msgspec.Struct, frozen=True, tag="peer_unreachable"):
 
 
 class PreemptionNotice(msgspec.Struct, frozen=True, tag="preemption_notice"):
-    """The host will be taken away at `deadline_at` (wall clock)."""
+    """The host will be taken away at `deadline_at` (wall clock). 0.0: an earlier notice is taken back."""
 
-    deadline_at: float
-    source: str
+    deadline_at: Moment
+    source: Text
 
 
 class SaveFailed(msgspec.Struct, frozen=True, tag="save_failed"):
     """A rank's save was not captured, committed or replicated."""
 
     job: JobName
-    generation: int
+    generation: Generation
     rank: Rank
-    step: int
+    step: SeenStep
     message: Text
+
+
+class SaveLate(msgspec.Struct, frozen=True, tag="save_late"):
+    """Training waited for a save: for a slot, or for a copy. Told now and then, never for each: `count` of this rank
+    since it was told last, `waited_s` the longest of them."""
+
+    job: JobName
+    generation: Generation
+    rank: Rank
+    step: SeenStep
+    waited_s: Duration
+    count: Seq
 
 
 class EngineRestarted(msgspec.Struct, frozen=True, tag="engine_restarted"):
@@ -101,16 +146,27 @@ class EngineRestarted(msgspec.Struct, frozen=True, tag="engine_restarted"):
     message: Text
 
 
+class SignalUnreadable(msgspec.Struct, frozen=True, tag="signal_unreadable"):
+    """Stands, on record, for a signal that the supervisor cannot read or store. Nobody sends it."""
+
+    kind: Text  # as its sender calls it; '' if that is not known
+    reason: Text
+    document: Text  # its beginning
+
+
 SignalBody: TypeAlias = (
     WorkerExited
     | WorkerStartFailed
     | RankStalled
     | HostSilent
+    | HostSuspect
     | HostReturned
     | PeerUnreachable
     | PreemptionNotice
     | SaveFailed
+    | SaveLate
     | EngineRestarted
+    | SignalUnreadable
 )
 
 
@@ -118,63 +174,63 @@ class Signal(msgspec.Struct, frozen=True):
     """One observation. (source, incarnation, seq) is unique for ever; `source` is a host_id or 'sensor.<id>'."""
 
     source: str
-    incarnation: str
-    seq: int
-    at: float  # wall clock of the observer, when it was observed
+    incarnation: Incarnation
+    seq: Seq
+    at: Moment  # wall clock of the observer, when it was observed
     body: SignalBody
 
 
-class RankSteps(msgspec.Struct, frozen=True):
-    """Steps that a rank completed since the last report: completed_at[i] is the wall time of first_step + i."""
-
-    job: JobName
-    generation: int
-    rank: Rank
-    first_step: int
-    completed_at: tuple[float, ...]
-
-
-class RankMarks(msgspec.Struct, frozen=True):
+class RankMarks(msgspec.Struct, frozen=True, gc=False):
     """Moments of a worker's life, wall clock, 0.0 when not reached; sent when one of them is new."""
 
-    job: JobName
-    generation: int
+    job: RepeatedJobName
+    generation: Generation
     rank: Rank
-    spawned_at: float
-    attached_at: float
-    restore_began_at: float
-    restored_at: float
-    first_step_at: float
-    save_blocked_s: float  # total so far
+    spawned_at: Moment
+    attached_at: Moment
+    restore_began_at: Moment
+    restored_at: Moment
+    first_step_at: Moment
+    save_blocked_s: Duration  # total so far
+    data_wait_s: Duration = 0.0  # total so far, in the phase DATA
 
 
-class EngineStatus(msgspec.Struct, frozen=True):
+class EngineStatus(msgspec.Struct, frozen=True, gc=False):
     """The co-located engine as the daemon sees it."""
 
     alive: bool
     unreachable_peers: tuple[HostId, ...] = ()
-    counters: Mapping[str, int] = {}  # e.g. peer_bytes_sent, peer_bytes_received, disk_bytes_written
+    counters: Counters = {}  # e.g. peer_bytes_sent, peer_bytes_received, disk_bytes_written
+    testimonies: Testimonies = ()  # of the peers that its sensor asked about
 
 
-class Report(msgspec.Struct, frozen=True):
-    """One message of one daemon. Everything but `signals` is state: the newest wins, a lost one does not matter."""
+class Report(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """One message of one daemon. Everything but `signals` is state: the newest wins, a lost one does not matter.
+
+    What seldom changes comes first, in the bytes too: a sensor compares it with what the host said before, and decodes
+    the rest (services.sensor.report_decoding). The order on the wire is no rule: any is read.
+    """
 
     version: int
-    incarnation: str
-    sent_at: float
-    interval_s: float
+    incarnation: Incarnation
+    interval_s: Duration
     facts: HostFacts
     engine: EngineStatus
+    workers: tuple[Workers, ...] = ()
+    copies: tuple[ShardCopy, ...] = ()
+    sent_at: Moment  # from here on all of it changes with every report, or is told once
+    seq: Seq = 0  # grows with every report of an incarnation, sent or not; 0: not told, `sent_at` is the order
+    progress: tuple[Progress, ...] = ()  # of `workers`, in their order
+    completed: tuple[CompletedSteps, ...] = ()
+    lagged_s: Duration = 0.0  # how late the daemon's own loop ran
     signals: tuple[Signal, ...] = ()
-    ranks: tuple[RankStatus, ...] = ()
-    steps: tuple[RankSteps, ...] = ()
     marks: tuple[RankMarks, ...] = ()
     restores: tuple[RestoreReport, ...] = ()
-    copies: tuple[ShardCopy, ...] = ()
-    lagged_s: float = 0.0  # how late the daemon's own loop ran
 
 
-class ReportReply(msgspec.Struct, frozen=True):
-    """`committed[incarnation]`: every signal up to this seq is committed, and may leave the spool."""
+class ReportReply(msgspec.Struct, frozen=True, gc=False):
+    """`committed[incarnation]`: every signal up to this seq is committed, and may leave the spool. `ask`: the sensor
+    hears nothing of these hosts; the next reports are to say what the engine hears of them."""
 
     committed: Mapping[str, int]
+    ask: Asked = ()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import threading
+from typing import Any, TypeVar, overload
 
 import msgspec
 
 from flyball.contracts.errors import InvalidMessage
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_MESSAGE_BYTES = 4 << 20
 
 # What msgspec raises for bytes that are no such JSON; the last for what is nested without end.
@@ -16,7 +17,14 @@ MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 T = TypeVar("T")
 
+
+class OtherVersion(InvalidMessage):
+    """The sender speaks another wire version; outside it is the same error."""
+
+
 _encoder = msgspec.json.Encoder()
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+_making = threading.Lock()
 
 
 def encode(message: object) -> bytes:
@@ -31,16 +39,46 @@ def decode(data: bytes | memoryview | str, kind: type[T], *, max_bytes: int = MA
             f"A message of {len(data)} bytes exceeds the limit of {max_bytes}.", hint="send less at once"
         )
     try:
-        return msgspec.json.decode(data, type=kind)
+        return decoder_of(kind).decode(data)
     except MALFORMED as error:
         name = getattr(kind, "__name__", str(kind))  # a union has none
         raise InvalidMessage(f"Not a valid {name}: {error}.", hint="check the sender's version") from error
 
 
+@overload
+def decoder_of(kind: type[T]) -> msgspec.json.Decoder[T]: ...
+@overload
+def decoder_of(kind: Any) -> msgspec.json.Decoder[Any]: ...  # noqa: ANN401 - a union is no type
+def decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
+    """For JSON of our own writing; what comes from elsewhere is for `decode`.
+
+    The only place where one is made, and by one thread at a time: msgspec lets others see what it knows of a type
+    before that is complete, and whoever decodes such a type at that moment crashes the process. A test looks for
+    other places.
+    """
+    if kind not in _decoders:
+        with _making:
+            if kind not in _decoders:
+                _decoders[kind] = msgspec.json.Decoder(kind)
+    return _decoders[kind]
+
+
+def convert(value: object, kind: type[T], *, strict: bool = True) -> T:
+    """A value of this type from dicts, lists and numbers; raises msgspec.ValidationError."""
+    decoder_of(kind)  # msgspec knows the type now
+    return msgspec.convert(value, kind, strict=strict)
+
+
+def unpack(data: bytes, kind: type[T]) -> T:
+    """A value of this type from MessagePack; raises msgspec.MsgspecError."""
+    decoder_of(kind)
+    return msgspec.msgpack.decode(data, type=kind)
+
+
 def check_version(version: int) -> None:
-    """Raise InvalidMessage unless the sender speaks this wire version."""
+    """Raise OtherVersion unless the sender speaks this wire version."""
     if version != WIRE_VERSION:
-        raise InvalidMessage(
+        raise OtherVersion(
             f"The sender speaks wire version {version}, this process speaks {WIRE_VERSION}.",
             hint="run the same release of Flyball on both sides",
         )

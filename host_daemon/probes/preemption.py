@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from flyball.contracts.signals import PreemptionNotice
-from flyball.contracts.wire import MALFORMED
+from flyball.contracts.wire import MALFORMED, decoder_of
 
 MAX_NOTICE_BYTES = 4_096
 
@@ -53,7 +53,7 @@ class PreemptionProbe:
             return None
         self._identity = identity
         try:
-            notice = msgspec.json.decode(data, type=NoticeFile)
+            notice = decoder_of(NoticeFile).decode(data)
         except MALFORMED as error:
             _log.error("preemption_notice_malformed", path=str(self._path), error=str(error))
             return None

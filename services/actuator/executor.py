@@ -18,6 +18,8 @@ from services.runtime.outages import FIRST_PAUSE_S, LONGEST_PAUSE_S, OUTAGES, Ou
 POLL_S = 0.05  # how often to look for what other processes wrote; within the process a wake-up comes first
 AGAIN_S = 0.005  # after a move: the next one may follow from it without any answer
 AWAY_AFTER_S = 5.0  # without a look at the actions: what hosts answer meanwhile comes late
+LONG_LOOK_S = 0.1  # after a longer one, at actions of very many hosts, the other threads have twice its time
+LONGEST_REST_S = 1.0  # a look may also have waited for a lock
 MAX_FAULTS = 5  # of one action, before it is ended as failed
 
 log = structlog.get_logger(__name__)
@@ -45,11 +47,16 @@ class Executor:
         """Until stopped. An outage of the database is waited out."""
         outage = Outage("executor", self._clock)
         while not stop.is_set():
+            began_s = self._clock.monotonic_s()
             try:
                 wait_s = self.run_once()
                 outage.ended()
             except OUTAGES as error:
                 wait_s = outage.pause_s(error)
+            else:
+                took_s = self._clock.monotonic_s() - began_s
+                if took_s > LONG_LOOK_S:  # every host that answers wakes it
+                    stop.wait(min(2.0 * took_s, LONGEST_REST_S))
             self._wakeup.wait("actions", wait_s)
 
     def run_once(self) -> float:
@@ -120,7 +127,7 @@ class Executor:
             message=step.message,
         )
         if step.commands:
-            self._wakeup.notify("commands")
+            self._wakeup.notify("commands", {draft.host_id for draft in step.commands})
         if step.state.ended:
             self._wakeup.notify("signals")  # the controller's turn
         self._wakeup.notify("events")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from flyball.contracts.decisions import ActionState, CommandBody, EndJob, SaveEmergency, StopWorkers, WarmUp
@@ -13,12 +14,24 @@ DEFAULT_FLUSH_S = 10.0  # for what was captured to be committed; counted in the 
 _STOP_TIMEOUT_S = 15.0  # beyond the grace
 
 
-def draft(progress: ActionProgress, phase: str, host: str, body: CommandBody, now: float) -> CommandDraft:
-    count = 1 + sum(
-        1
+def drafts(
+    progress: ActionProgress, phase: str, bodies: Iterable[tuple[str, CommandBody]], now: float
+) -> list[CommandDraft]:
+    """A command for each of these hosts, named by how often it was asked in this phase."""
+    asked = Counter(
+        record.command.host_id
         for record in progress.commands
-        if record.phase == phase and record.command.host_id == host and not isinstance(record.command.body, WarmUp)
+        if record.phase == phase and not isinstance(record.command.body, WarmUp)
     )
+    return [
+        CommandDraft(
+            f"{progress.action_id}.{phase}.{host}.{asked[host] + 1}", host, body, _limit_s(progress, body, now)
+        )
+        for host, body in bodies
+    ]
+
+
+def _limit_s(progress: ActionProgress, body: CommandBody, now: float) -> float:
     remaining_s = progress.remaining_s(now)
     match body:
         case StopWorkers():
@@ -29,7 +42,7 @@ def draft(progress: ActionProgress, phase: str, host: str, body: CommandBody, no
             limit_s = emergency.save_limit_s(body, remaining_s)
         case _:
             limit_s = remaining_s
-    return CommandDraft(f"{progress.action_id}.{phase}.{host}.{count}", host, body, min(limit_s, remaining_s))
+    return min(limit_s, remaining_s)
 
 
 def number(command_id: str) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 
 class Subscribable(Protocol):
-    def subscribe(self, topic: str, listener: Callable[[], None]) -> Callable[[], None]: ...
+    def subscribe(self, topic: str, listener: Callable[[Collection[str]], None]) -> Callable[[], None]: ...
 
 
 class AsyncWakeup:
@@ -47,7 +47,7 @@ class AsyncWakeup:
         """Stop listening; who still waits does so until its timeout."""
         self._unsubscribe()
 
-    def _notified(self) -> None:
+    def _notified(self, _hosts: Collection[str]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._ring)
 

@@ -7,6 +7,7 @@ follows from its place, so that a move made twice is the same move.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
@@ -28,7 +29,8 @@ from flyball.contracts.decisions import (
     WarmUp,
 )
 from services.actuator import emergency
-from services.actuator.moves import DEFAULT_FLUSH_S, draft, end, move, names, number
+from services.actuator.host_parts import host_parts
+from services.actuator.moves import DEFAULT_FLUSH_S, drafts, end, move, names, number
 from services.actuator.ports import ActionProgress, CommandDraft, CommandRecord, PlaybookStep
 from services.controller.incident_states import ACTION, ActionEvent
 from services.controller.recovery_point import plan_restore
@@ -86,6 +88,16 @@ def advance(progress: ActionProgress, now: float) -> PlaybookStep:
     )
 
 
+def may_start(progress: ActionProgress) -> bool:
+    """Whether the next move may start a generation: for that it must be known where engines and copies are."""
+    if progress.plan.next is None or progress.phase not in ("", STOP):
+        return False
+    asked = _asked(progress, STOP)
+    return not progress.phase or all(
+        asked[host] and asked[host][-1].state is UpdateState.SUCCEEDED for host in progress.plan.stop_hosts
+    )
+
+
 def _at_deadline(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep | None:
     """What was done is done, also if no actuator was there to see it."""
     is_last = not _following(progress)
@@ -101,10 +113,10 @@ def _asked_again(progress: ActionProgress, answers: _Answers, now: float) -> Pla
         return _rename(progress, answers, now)
     if not answers.again:
         return None
-    drafts = tuple(draft(progress, progress.phase, host, _body(progress, host), now) for host in answers.again)
-    return move(
-        progress, progress.phase, progress.state, drafts, message=f"asking {names(answers.again)} again", now=now
-    )
+    sent = _sent(progress, progress.phase)  # a start names the same placement again, whatever is known by now
+    again = drafts(progress, progress.phase, [(host, sent[host][-1].command.body) for host in answers.again], now)
+    message = f"asking {names(answers.again)} again"
+    return move(progress, progress.phase, progress.state, tuple(again), message=message, now=now)
 
 
 def _given_up(progress: ActionProgress, answers: _Answers, now: float) -> PlaybookStep | None:
@@ -176,9 +188,9 @@ def _enter(progress: ActionProgress, phase: str, now: float) -> PlaybookStep:
         END: (lambda: _end_body(plan), f"ending job {plan.job}"),
     }
     make, doing = bodies[phase]
-    drafts = [draft(progress, phase, host, make(), now) for host in plan.stop_hosts]
-    drafts += _warm_ups(progress, now)
-    if not drafts:  # every host of it is lost: there is nobody to wait for
+    asking = drafts(progress, phase, [(host, make()) for host in plan.stop_hosts], now)
+    asking += _warm_ups(progress, now)
+    if not asking:  # every host of it is lost: there is nobody to wait for
         following = (*PHASES[plan.kind], "")[PHASES[plan.kind].index(phase) + 1]
         if following and plan.kind is not DecisionKind.EMERGENCY_CHECKPOINT:
             return _enter(progress, following, now)
@@ -186,7 +198,7 @@ def _enter(progress: ActionProgress, phase: str, now: float) -> PlaybookStep:
     message = f"{doing} on {names(plan.stop_hosts)}"
     if phase == FLUSH and (failure := emergency.save_failure(progress)):
         message = f"{failure}: {message}"
-    return move(progress, phase, _begun(progress), tuple(drafts), message=message, now=now)
+    return move(progress, phase, _begun(progress), tuple(asking), message=message, now=now)
 
 
 def _begun(progress: ActionProgress) -> ActionState:
@@ -204,15 +216,13 @@ def _start(progress: ActionProgress, now: float) -> PlaybookStep:
     found = placement.restore.step if placement.restore else -1
     if found < following.known_step:
         return _ask_for_copies(progress, following.known_step, now)
-    drafts = [
-        draft(progress, START, host.host_id, StartWorkers(spec=plan.spec, placement=placement), now)
-        for host in placement.hosts
-    ]
-    drafts += _warm_ups(progress, now)
+    parts = host_parts(placement).items()
+    bodies = [(host_id, StartWorkers(spec=plan.spec, placement=part)) for host_id, part in parts]
+    asking = drafts(progress, START, bodies, now) + _warm_ups(progress, now)
     whence = f"from step {placement.restore.step}" if placement.restore else "from scratch"
     hosts = names(host.host_id for host in placement.hosts)
     message = f"starting generation {following.generation} {whence} on {hosts}"
-    step = move(progress, START, _begun(progress), tuple(drafts), message=message, now=now)
+    step = move(progress, START, _begun(progress), tuple(asking), message=message, now=now)
     return msgspec.structs.replace(step, placement=placement, restore=placement.restore)
 
 
@@ -220,12 +230,13 @@ def _ask_for_copies(progress: ActionProgress, known_step: int, now: float) -> Pl
     """Step `known_step` was reported complete, and is not in the answers: an engine was away, or is telling less. Going
     on from an older one would lose what is there, so the hosts are asked again before that is believed."""
     hosts = progress.plan.stop_hosts
-    tries = max((len(_asked(progress, STOP, host)) for host in hosts), default=_ATTEMPTS[STOP])
+    asked = _asked(progress, STOP)
+    tries = max((len(asked[host]) for host in hosts), default=_ATTEMPTS[STOP])
     if tries >= _ATTEMPTS[STOP]:
         return end(progress, ActionEvent.FAILED, f"Step {known_step} was complete, and no host tells of it any more.")
-    drafts = tuple(draft(progress, STOP, host, _stop_body(progress.plan), now) for host in hosts)
+    again = drafts(progress, STOP, [(host, _stop_body(progress.plan)) for host in hosts], now)
     message = f"step {known_step} is not in the inventories: asking {names(hosts)} again"
-    return move(progress, STOP, progress.state, drafts, message=message, now=now)
+    return move(progress, STOP, progress.state, tuple(again), message=message, now=now)
 
 
 def _placement(progress: ActionProgress, following: GenerationPlan, results: Mapping[str, CommandResult]) -> Placement:
@@ -273,16 +284,16 @@ def _rename(progress: ActionProgress, answers: _Answers, now: float) -> Playbook
     if progress.attempt >= _MAX_NAMES:
         return _enter(progress, STOP if progress.plan.kind is DecisionKind.STOP_JOB else FLUSH, now)
     body = emergency.save_body(progress, step, now)
-    drafts = tuple(draft(progress, SAVE, host, body, now) for host in progress.plan.stop_hosts)
+    renamed = tuple(drafts(progress, SAVE, [(host, body) for host in progress.plan.stop_hosts], now))
     message = f"{names(r.command.host_id for r in answers.late)} had passed step {named}: saving step {step} instead"
-    moved = move(progress, SAVE, progress.state, drafts, message=message, now=now)
+    moved = move(progress, SAVE, progress.state, renamed, message=message, now=now)
     return msgspec.structs.replace(moved, attempt=progress.attempt + 1)
 
 
 def _answers(progress: ActionProgress, now: float) -> _Answers:
-    answers = _Answers()
+    answers, asked_of = _Answers(), _asked(progress, progress.phase)
     for host in _targets(progress):
-        asked = _asked(progress, progress.phase, host)  # never empty: a phase is entered with its commands
+        asked = asked_of[host]  # never empty: a phase is entered with its commands
         record = asked[-1]
         failures = sum(1 for r in asked if r.state is UpdateState.FAILED)
         refusals = sum(1 for r in asked if r.state is UpdateState.REFUSED)
@@ -322,17 +333,25 @@ def _targets(progress: ActionProgress) -> tuple[str, ...]:
     return progress.plan.stop_hosts
 
 
-def _asked(progress: ActionProgress, phase: str, host: str) -> list[CommandRecord]:
-    """The commands of a phase to one host, oldest first; of an emergency save only those of the step named last."""
-    asked = [
-        record
-        for record in progress.commands
-        if record.phase == phase and record.command.host_id == host and not isinstance(record.command.body, WarmUp)
-    ]
+def _asked(progress: ActionProgress, phase: str) -> dict[str, list[CommandRecord]]:
+    """Of each host the commands of a phase, oldest first; of an emergency save only those of the step named last."""
+    asked = _sent(progress, phase)
     if phase == SAVE:
-        newest = max((b.step for r in asked if isinstance(b := r.command.body, SaveEmergency)), default=-1)
-        asked = [r for r in asked if isinstance(b := r.command.body, SaveEmergency) and b.step == newest]
-    return sorted(asked, key=lambda record: number(record.command.command_id))
+        for host, records in asked.items():
+            newest = max((b.step for r in records if isinstance(b := r.command.body, SaveEmergency)), default=-1)
+            asked[host] = [r for r in records if isinstance(b := r.command.body, SaveEmergency) and b.step == newest]
+    return asked
+
+
+def _sent(progress: ActionProgress, phase: str) -> dict[str, list[CommandRecord]]:
+    """Of each host the commands of a phase, oldest first. There may be many thousand hosts: one pass for all."""
+    sent: defaultdict[str, list[CommandRecord]] = defaultdict(list)
+    for record in progress.commands:
+        if record.phase == phase and not isinstance(record.command.body, WarmUp):
+            sent[record.command.host_id].append(record)
+    for records in sent.values():
+        records.sort(key=lambda record: number(record.command.command_id))
+    return sent
 
 
 def _stopped(commands: Iterable[CommandRecord]) -> dict[str, CommandResult]:
@@ -342,17 +361,6 @@ def _stopped(commands: Iterable[CommandRecord]) -> dict[str, CommandResult]:
         for record in commands
         if isinstance(record.command.body, StopWorkers) and record.update and record.state is UpdateState.SUCCEEDED
     }
-
-
-def _body(progress: ActionProgress, host: str) -> CommandBody:
-    """What the host was asked before, to the letter: a start names the same placement, whatever is known by now."""
-    same_phase = [
-        record.command
-        for record in progress.commands
-        if record.phase == progress.phase and not isinstance(record.command.body, WarmUp)
-    ]
-    mine = [command for command in same_phase if command.host_id == host]
-    return max(mine or same_phase, key=lambda command: number(command.command_id)).body
 
 
 def _stop_body(plan: ActionPlan) -> StopWorkers:

@@ -93,7 +93,7 @@ class PlaybookStep(msgspec.Struct, frozen=True):
 
 
 class ActionStore(Protocol):
-    """The actuator's side of the database. Any number of actuators share it."""
+    """The executor's side of the database. Any number of actuators share it."""
 
     def open_actions(self) -> list[ActionProgress]: ...
 
@@ -104,6 +104,22 @@ class ActionStore(Protocol):
 
     def commands_for(self, host_id: str, now: float) -> Sequence[Command]:
         """Unanswered commands of open actions for a host, oldest first; marks them dispatched."""
+        ...
+
+    def record(self, update: CommandUpdate) -> None:
+        """Keep a host's answer; idempotent, and never backwards (succeeded stays succeeded)."""
+        ...
+
+
+class Outbox(Protocol):
+    """The commands, as those see them who hand them out. Any number of actuators share it."""
+
+    def unanswered(self) -> dict[str, tuple[int, int]]:
+        """Each host with unanswered commands of open actions -> a pair that is another whenever they changed."""
+        ...
+
+    def commands_for_hosts(self, host_ids: Sequence[str], now: float) -> dict[str, list[Command]]:
+        """As `ActionStore.commands_for`, for several hosts at once; those without any are left out."""
         ...
 
     def record(self, update: CommandUpdate) -> None:

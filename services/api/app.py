@@ -13,13 +13,14 @@ from flyball.contracts.clock import Clock
 from services.actuator.backends.host_daemons import HostDaemons
 from services.api import openapi, problems
 from services.api.access import AccessLog
-from services.api.auth import Authenticator, RequireToken
+from services.api.auth import Guard, allowed_roles
 from services.api.goodput import GoodputReports
 from services.api.lifespan import Background, running
-from services.api.ports import EventLog, JobStore, ReadModels
-from services.api.routes import events, health, host_commands, jobs, observations, reports
+from services.api.ports import Departures, DrainStore, EventLog, JobStore, ReadModels
+from services.api.routes import drains, events, health, host_commands, host_tokens, jobs, observations, reports
 from services.api.stream import EventStreams
 from services.dashboard import pages
+from services.runtime.auth import Authenticator
 from services.runtime.health import Health
 from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import LocalWakeup
@@ -31,6 +32,7 @@ class ApiPart:
     """What the routes for people need."""
 
     jobs: JobStore
+    drains: DrainStore
     reads: ReadModels
     events: EventLog
     streams: EventStreams
@@ -41,7 +43,7 @@ class ApiPart:
 class Dependencies:
     """What the application is made of; a part that is None is not served."""
 
-    token: str
+    authenticator: Authenticator
     tls: bool
     health: Health
     metrics: Metrics
@@ -49,13 +51,13 @@ class Dependencies:
     wakeup: LocalWakeup
     sensor: Ingest | None = None
     actuator: HostDaemons | None = None
+    departures: Departures | None = None  # with the actuator
     api: ApiPart | None = None
     background: Mapping[str, Background] = field(default_factory=dict)
 
 
 def create_app(deps: Dependencies) -> FastAPI:
-    """The application. Everything but health, metrics and the page's own door needs the token."""
-    authenticator = Authenticator(deps.token)
+    """The application. Everything but health, metrics and the page's own door needs a token."""
     app = FastAPI(
         title="Flyball",
         version=__version__,
@@ -67,27 +69,27 @@ def create_app(deps: Dependencies) -> FastAPI:
     app.include_router(health.router(deps.health, deps.metrics))
     if deps.sensor:
         app.include_router(reports.router(deps.sensor))
-    if deps.actuator:
-        app.include_router(host_commands.router(deps.actuator))
+    if deps.actuator and deps.departures:
+        app.include_router(host_commands.router(deps.actuator, deps.departures))
     if deps.api:
         part = deps.api
         app.include_router(jobs.router(part.jobs, part.reads, deps.wakeup, deps.clock))
+        app.include_router(drains.router(part.drains, part.reads, deps.wakeup, deps.clock))
         app.include_router(observations.router(part.reads, part.goodput))
+        app.include_router(host_tokens.router(deps.authenticator))
         app.include_router(events.router(part.events, part.streams, deps.wakeup))
-        app.include_router(pages.router(authenticator, secure=deps.tls))
+        app.include_router(pages.router(deps.authenticator, secure=deps.tls))
         app.mount("/static", pages.static_files(), name="static")
-    app.add_middleware(RequireToken, authenticator=authenticator)
+    app.add_middleware(Guard, authenticator=deps.authenticator)
     app.add_middleware(AccessLog, metrics=deps.metrics, clock=deps.clock)  # added last: the outermost
-    _describe_contract_types(app)
+    _complete_description(app)
     return app
 
 
-def _describe_contract_types(app: FastAPI) -> None:
+def _complete_description(app: FastAPI) -> None:
     generate = app.openapi
 
-    def with_contract_types() -> dict[str, Any]:
-        schema = generate()
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(openapi.components())
-        return schema
+    def complete() -> dict[str, Any]:
+        return openapi.finish(generate(), allowed_roles)
 
-    app.openapi = with_contract_types  # type: ignore[method-assign]  # FastAPI's documented way to extend it
+    app.openapi = complete  # type: ignore[method-assign]  # FastAPI's documented way to extend it

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -11,7 +12,7 @@ from starlette.responses import Response
 
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.wire import decode, encode
-from services.api.problems import BodyTooLarge, BodyTooSlow
+from services.runtime.problem_details import BodyTooLarge, BodyTooSlow
 
 BODY_TIMEOUT_S = 15.0
 
@@ -42,6 +43,11 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
 async def read_message(request: Request, kind: type[T], *, max_bytes: int) -> T:
     """The body as a contract type. Raises InvalidMessage."""
     return decode(await read_body(request, max_bytes=max_bytes), kind, max_bytes=max_bytes)
+
+
+def page_response(items: Sequence[Mapping[str, Any]], key: str, limit: int) -> Response:
+    """A page, oldest item first, and the name to give as `before` for the one before it; null when there is none."""
+    return json_response({"items": items, "next_before": items[0][key] if len(items) == limit else None})
 
 
 def json_response(content: object, status_code: int = 200) -> Response:

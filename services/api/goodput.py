@@ -1,4 +1,8 @@
-"""Goodput as the API gives it: calculated from the event log, at most once per moment and job."""
+"""Goodput as the API gives it: calculated from the event log, at most once per moment, job and way of asking.
+
+Bounded in what it takes from others: the threads that calculate or wait for it, the time spent on each job and way of
+asking, and what is kept between requests.
+"""
 
 from __future__ import annotations
 
@@ -8,51 +12,136 @@ from collections import OrderedDict
 import msgspec
 
 from flyball.contracts.clock import Clock
-from flyball.contracts.errors import NotFound
+from flyball.contracts.errors import NotFound, TooBusy
 from flyball.contracts.events import Event
-from goodput.calculator import calculate
+from goodput.calculator import analysis_of
+from goodput.facts import History
+from goodput.history import HistoryBuilder
+from goodput.options import Options
 from goodput.report import to_json
+from goodput.timeline_bins import binned
 from services.api.ports import EventLog, Json, ReadModels
 
 FRESH_S = 2.0
+FRESH_SHARE = 3.0  # and for so many times as long as it took
 PAGE = 5000
+MAX_AT_ONCE = 4  # requests, of which one calculates; the threads that they hold are those of all routes
+RETRY_AFTER_S = 2.0
+MAX_REPORTS_KEPT = 64  # jobs and ways of asking
 MAX_JOBS_KEPT = 16
+MAX_VALUES_KEPT = 1_000_000  # of all these jobs: steps and ranks that events tell of, 100 to 350 bytes each
 
 
-class _Kept(msgspec.Struct):
-    events: list[Event]
-    after: int
-    report: Json
-    at_s: float
+class ReportsBusy(TooBusy):
+    """As many ask for goodput as may."""
+
+    status = 503
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """How a report is asked for."""
+
+    options: Options = Options()
+    timeline_bins: int = 0  # slices of the run's time to give with it
+
+
+class _Report(msgspec.Struct, frozen=True):
+    content: Json
+    fresh_until_s: float
+
+
+class _JobLog(msgspec.Struct):
+    """The events of a job as far as they were read."""
+
+    history: HistoryBuilder
+    newest: int = 0
+    n_values: int = 0
 
 
 class GoodputReports:
-    """Thread-safe. The newest jobs' events are kept, so that only what is new is read."""
+    """Thread-safe, one calculation at a time. What the events of the jobs last asked for come to is kept, so that only
+    those that are new are read; of a job of which that is too much, all are read each time."""
 
     def __init__(self, *, events: EventLog, reads: ReadModels, clock: Clock) -> None:
         self._events = events
         self._reads = reads
         self._clock = clock
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._places = threading.Semaphore(MAX_AT_ONCE)
+        self._calculating = threading.Lock()
+        self._logs: OrderedDict[str, _JobLog] = OrderedDict()
+        self._keeping = threading.Lock()  # held for moments only: who asks for what is there waits for nobody
+        self._reports: OrderedDict[tuple[str, Asked], _Report] = OrderedDict()
 
-    def report(self, job: str) -> Json:
-        """The goodput report of a job up to now, or to its end. Raises NotFound."""
+    def report(self, job: str, asked: Asked | None = None) -> Json:
+        """The goodput report of a job up to now, or to its end. Raises NotFound, UsageError, ReportsBusy."""
+        asked = asked or Asked()
         ended_at = self._reads.job(job).get("ended_at") or None
-        with self._lock:
-            kept = self._kept.setdefault(job, _Kept(events=[], after=0, report={}, at_s=float("-inf")))
-            self._kept.move_to_end(job)
-            if len(self._kept) > MAX_JOBS_KEPT:
-                self._kept.popitem(last=False)
-            if self._clock.monotonic_s() - kept.at_s > FRESH_S:
-                self._read_on(job, kept)
-                if not kept.events:
-                    raise NotFound(f"Job {job!r} has no events yet.", hint="ask again once it has started")
-                kept.report = to_json(calculate(kept.events, now=ended_at or self._clock.wall_s(), job=job))
-                kept.at_s = self._clock.monotonic_s()
-            return kept.report
+        if fresh := self._fresh(job, asked):
+            return fresh
+        if not self._places.acquire(blocking=False):
+            raise ReportsBusy(
+                f"{MAX_AT_ONCE} requests for goodput are being answered, which is the limit.",
+                retry_after_s=RETRY_AFTER_S,
+                hint="ask again in a few seconds",
+            )
+        try:
+            with self._calculating:
+                return self._fresh(job, asked) or self._calculated(job, asked, ended_at)
+        finally:
+            self._places.release()
 
-    def _read_on(self, job: str, kept: _Kept) -> None:
-        while page := self._events.read(job, kept.after, PAGE):
-            kept.events.extend(event for _, event in page)
-            kept.after = page[-1][0]
+    def _fresh(self, job: str, asked: Asked) -> Json | None:
+        with self._keeping:
+            known = self._reports.get((job, asked))
+        return known.content if known and self._clock.monotonic_s() <= known.fresh_until_s else None
+
+    def _calculated(self, job: str, asked: Asked, ended_at: float | None) -> Json:
+        began_s = self._clock.monotonic_s()
+        history = self._read(job).history(ended_at or self._clock.wall_s())
+        self._drop_logs()
+        content = _content(history, asked)
+        done_s = self._clock.monotonic_s()
+        with self._keeping:
+            fresh_s = max(FRESH_S, FRESH_SHARE * (done_s - began_s))
+            self._reports[job, asked] = _Report(content, done_s + fresh_s)
+            self._reports.move_to_end((job, asked))
+            if len(self._reports) > MAX_REPORTS_KEPT:
+                self._reports.popitem(last=False)
+        return content
+
+    def _read(self, job: str) -> HistoryBuilder:
+        log = self._logs.setdefault(job, _JobLog(HistoryBuilder(job)))
+        self._logs.move_to_end(job)
+        while page := self._events.read(job, log.newest, PAGE):
+            log.history.take(event for _, event in page)
+            log.newest = page[-1][0]
+            log.n_values += sum(values_in(event) for _, event in page)
+        if not log.n_values:
+            raise NotFound(f"Job {job!r} has no events yet.", hint="ask again once it has started")
+        return log.history
+
+    def _drop_logs(self) -> None:
+        """As many as are too many: the one just asked for if it is that by itself, else those that nobody asked for
+        lately."""
+        newest = next(reversed(self._logs))
+        if self._logs[newest].n_values > MAX_VALUES_KEPT:
+            del self._logs[newest]
+        kept = sum(log.n_values for log in self._logs.values())
+        while len(self._logs) > MAX_JOBS_KEPT or kept > MAX_VALUES_KEPT:
+            _, dropped = self._logs.popitem(last=False)
+            kept -= dropped.n_values
+
+
+def values_in(event: Event) -> int:
+    """How much it tells of; each takes its room."""
+    told = (event.data.get(name) for name in ("completed_at", "ranks"))
+    return max([1, *(len(values) for values in told if isinstance(values, list))])
+
+
+def _content(history: History, asked: Asked) -> Json:
+    analysis = analysis_of(history, asked.options)
+    report = analysis.report
+    if not asked.timeline_bins:
+        return to_json(report)
+    slices = binned(analysis.timeline.intervals, report.started_at, report.ended_at, asked.timeline_bins)
+    return to_json(report) | {"timeline": msgspec.to_builtins(slices)}

@@ -1,4 +1,4 @@
-"""What lives as long as the event loop that serves the requests: bells to wait on, and background coroutines."""
+"""What lives as long as the event loop that serves the requests: a bell to wait on, and background coroutines."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ log = structlog.get_logger()
 
 
 class Bells(msgspec.Struct, frozen=True):
-    """Rung by the threads of this process when there is something new."""
+    """Rung by the threads of this process, and by other processes, when there is something new."""
 
-    commands: AsyncWakeup
     events: AsyncWakeup
 
 
@@ -41,7 +40,7 @@ async def running(
     on_given_up: Callable[[str], None],
 ) -> AsyncIterator[None]:
     """The application's lifespan. `on_given_up` is told the name of a task that keeps crashing."""
-    bells = Bells(commands=AsyncWakeup(wakeup, "commands"), events=AsyncWakeup(wakeup, "events"))
+    bells = Bells(events=AsyncWakeup(wakeup, "events"))
     app.state.bells = bells
     tasks = [
         asyncio.create_task(_kept_running(name, body, bells, clock, on_given_up), name=name)
@@ -53,7 +52,6 @@ async def running(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        bells.commands.close()
         bells.events.close()
 
 

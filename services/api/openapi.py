@@ -1,18 +1,22 @@
-"""Contract types in the OpenAPI description, which FastAPI would only know of pydantic models."""
+"""The OpenAPI description as it is: contract types, of which FastAPI knows nothing, problems as the answer to every
+error, and which token a route wants."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, cast
 
 import msgspec
 
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.decisions import CommandBatch, CommandUpdate
+from flyball.contracts.drains import Departure, DrainRequest
 from flyball.contracts.events import Event
 from flyball.contracts.signals import Report, ReportReply
+from services.runtime.problem_details import MEDIA_TYPE
 
 _REF_TEMPLATE = "#/components/schemas/{name}"
-_TYPES = (Report, ReportReply, CommandBatch, CommandUpdate, JobSpec, Event)
+_TYPES = (Report, ReportReply, CommandBatch, CommandUpdate, Departure, DrainRequest, JobSpec, Event)
 
 
 def body_of(kind: object) -> dict[str, Any]:
@@ -25,10 +29,62 @@ def reply_of(kind: object) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": "Success", "content": {"application/json": {"schema": _schema(kind)}}}}
 
 
+def media_of(media_type: str, *statuses: int) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that answers these with this media type."""
+    return {status: {"description": "Success", "content": {media_type: {}}} for status in statuses}
+
+
 def components() -> dict[str, Any]:
     """All contract types that routes speak of, for `components.schemas`."""
     _, schemas = msgspec.json.schema_components(_TYPES, ref_template=_REF_TEMPLATE)
     return schemas
+
+
+def finish(description: dict[str, Any], roles: Callable[[str, str], Collection[str]]) -> dict[str, Any]:
+    """Complete what FastAPI made. `roles` gives those that may use a (method, path template); none: it is public."""
+    schemas = description.setdefault("components", {}).setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):  # of answers that we do not give
+        schemas.pop(name, None)
+    schemas |= {**components(), "Problem": _PROBLEM}
+    description["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    for path, operations in description["paths"].items():
+        for method, operation in operations.items():
+            operation["responses"].pop("422", None)
+            operation["responses"]["default"] = {
+                "description": "The cause and the next step",
+                "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+            }
+            allowed = sorted(roles(method.upper(), path))
+            operation["security"] = [{"token": []}] if allowed else []
+            operation["x-flyball-roles"] = allowed
+    return cast("dict[str, Any]", _portable(description))
+
+
+_PROBLEM = {
+    "title": "Problem",
+    "description": "RFC 9457.",
+    "type": "object",
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+        "code": {"type": "string"},
+        "hint": {"type": "string"},
+        "server_time": {"type": "number", "description": "with wrong_clock: the supervisor's, in seconds since 1970"},
+    },
+    "required": ["type", "title", "status", "detail", "code", "hint"],
+}
+
+
+def _portable(node: Any) -> Any:  # noqa: ANN401 - JSON
+    """Patterns in the dialect of JSON Schema, whose `$` is the end of the text as Python's `\\Z` is."""
+    if isinstance(node, dict):
+        return {
+            key: value.replace(r"\Z", "$") if key == "pattern" and isinstance(value, str) else _portable(value)
+            for key, value in node.items()
+        }
+    return [_portable(item) for item in node] if isinstance(node, list) else node
 
 
 def _schema(kind: object) -> dict[str, Any]:

@@ -6,8 +6,10 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from flyball.contracts.cluster import JobSpec
+from flyball.contracts.drains import Departure, DrainRequest
 from flyball.contracts.events import Event, EventKind
 from services.runtime.log_cursor import EventLogReader
+from services.runtime.paging import Page
 
 Json = dict[str, Any]
 
@@ -22,6 +24,22 @@ class JobStore(Protocol):
         ...
 
 
+class DrainStore(Protocol):
+    def drain(self, host_id: str, request: DrainRequest, now: float) -> None:
+        """Idempotent; raises NotFound or Conflict."""
+        ...
+
+    def undrain(self, host_id: str, now: float) -> None:
+        """Idempotent; raises NotFound."""
+        ...
+
+
+class Departures(Protocol):
+    def departure(self, host_id: str) -> Departure:
+        """What a host that gave notice still has to wait for."""
+        ...
+
+
 class EventLog(EventLogReader, Protocol):
     def append(self, events: Sequence[Event]) -> None: ...
 
@@ -33,15 +51,17 @@ class EventLog(EventLogReader, Protocol):
 class ReadModels(Protocol):
     """What people look at, ready for JSON. Raises NotFound."""
 
-    def jobs(self) -> list[Json]: ...
+    def jobs(self, page: Page, *, open_only: bool) -> list[Json]: ...
 
     def job(self, name: str) -> Json: ...
 
-    def hosts(self) -> list[Json]: ...
+    def host(self, host_id: str) -> Json: ...
 
-    def incidents(self, job: str | None) -> list[Json]: ...
+    def hosts(self, page: Page) -> list[Json]: ...
 
-    def decisions(self, job: str | None) -> list[Json]: ...
+    def incidents(self, job: str | None, page: Page) -> list[Json]: ...
+
+    def decisions(self, job: str | None, page: Page) -> list[Json]: ...
 
     def decision(self, decision_id: str) -> Json: ...
 

@@ -1,8 +1,7 @@
-"""Errors as RFC 9457 problem details: cause and next step, never a traceback."""
+"""Every error response of the FastAPI application as a problem."""
 
 from __future__ import annotations
 
-import math
 from http import HTTPStatus
 
 import structlog
@@ -11,12 +10,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from flyball.contracts.errors import ConfigurationError, FlyballError, InvalidMessage, TooBusy
-from flyball.contracts.wire import encode
+from flyball.contracts.errors import FlyballError
+from services.runtime.problem_details import MEDIA_TYPE, Problem, details, details_of
 
 log = structlog.get_logger()
-
-MEDIA_TYPE = "application/problem+json"
 
 _HINTS = {
     404: "see /openapi.json for what there is",
@@ -24,43 +21,13 @@ _HINTS = {
 }
 
 
-class BodyTooLarge(InvalidMessage):
-    """A request body exceeds the limit of its route."""
-
-    code = "body_too_large"
-    status = 413
-
-
-class BodyTooSlow(InvalidMessage):
-    """A request body did not arrive in time."""
-
-    code = "body_too_slow"
-    status = 408
-
-
-def problem(status: int, *, code: str, detail: str, hint: str = "", headers: dict[str, str] | None = None) -> Response:
-    """A problem response."""
-    body = {
-        "type": f"urn:flyball:error:{code}",
-        "title": HTTPStatus(status).phrase,
-        "status": status,
-        "detail": detail,
-        "code": code,
-        "hint": hint,
-    }
-    return Response(encode(body), status_code=status, media_type=MEDIA_TYPE, headers=headers)
-
-
 def problem_of(error: FlyballError) -> Response:
     """The response for an error raised on purpose."""
-    headers: dict[str, str] = {}
-    if isinstance(error, TooBusy):
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
-    if error.status == HTTPStatus.UNAUTHORIZED:
-        headers["WWW-Authenticate"] = 'Bearer realm="flyball"'
-    # No request can be at fault for the settings of a service; its sender is to come back.
-    status = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, ConfigurationError) else error.status
-    return problem(status, code=error.code, detail=error.message, hint=error.hint, headers=headers)
+    return _response(details_of(error))
+
+
+def _response(problem: Problem) -> Response:
+    return Response(problem.body, status_code=problem.status, media_type=MEDIA_TYPE, headers=problem.headers)
 
 
 def install(app: FastAPI) -> None:
@@ -74,26 +41,32 @@ def install(app: FastAPI) -> None:
 
     async def on_http_error(_request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return problem(
-            error.status_code,
-            code=HTTPStatus(error.status_code).name.lower(),
-            detail=f"{error.detail}.",
-            hint=_HINTS.get(error.status_code, ""),
-            headers=dict(error.headers or {}),
+        return _response(
+            details(
+                error.status_code,
+                code=HTTPStatus(error.status_code).name.lower(),
+                detail=f"{error.detail}.",
+                hint=_HINTS.get(error.status_code, ""),
+                headers=dict(error.headers or {}),
+            )
         )
 
     async def on_invalid_request(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        return problem(422, code="invalid_request", detail=f"{wrong}.", hint="see /openapi.json for the parameters")
+        return _response(
+            details(422, code="invalid_request", detail=f"{wrong}.", hint="see /openapi.json for the parameters")
+        )
 
     async def on_unexpected(request: Request, error: Exception) -> Response:
         log.error("a request met an unexpected error", path=request.url.path, exc_info=error)
-        return problem(
-            500,
-            code="internal",
-            detail="An unexpected error; the supervisor's log has the details.",
-            hint="report it with the log's entry; the request changed nothing that is not shown",
+        return _response(
+            details(
+                500,
+                code="internal",
+                detail="An unexpected error; the supervisor's log has the details.",
+                hint="report it with the log's entry; the request changed nothing that is not shown",
+            )
         )
 
     app.add_exception_handler(FlyballError, on_flyball_error)

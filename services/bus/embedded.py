@@ -11,8 +11,9 @@ from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from flyball.contracts.errors import InvalidMessage, TooBusy
 from flyball.contracts.signals import Signal
-from flyball.contracts.wire import decode, encode
+from flyball.contracts.wire import encode
 from services.controller.ports import Cursor, Delivered
+from services.controller.unreadable import read_signal
 from services.store.database import Database
 from services.store.tables import bus_messages, bus_streams
 from services.store.upsert import upsert
@@ -70,6 +71,12 @@ class EmbeddedBus:
 
         self._db.transact(work, durable=False)
 
+    def length(self) -> int:
+        """How many signals are in the stream."""
+        with self._db.read() as connection:
+            head = connection.execute(select(bus_streams).where(bus_streams.c.name == STREAM)).first()
+        return int(head.head - head.tail) if head is not None else 0
+
     def _publish(self, connection: Connection, signals: Sequence[Signal]) -> None:
         mine = bus_streams.c.name == STREAM
         moved = connection.execute(update(bus_streams).where(mine).values(head=bus_streams.c.head + len(signals)))
@@ -95,7 +102,7 @@ class EmbeddedBus:
 
 def _delivered(stream: str, row: Row[Any]) -> Delivered | None:
     try:
-        return Delivered(Cursor(stream, row.position), decode(row.document, Signal))
-    except InvalidMessage as error:  # of another release: to stop here would stop all that follow, for ever
-        _log.error("signal_skipped", position=row.position, error=str(error))
+        return Delivered(Cursor(stream, row.position), read_signal(row.document))
+    except InvalidMessage as error:  # to stop here would stop all that follow, for ever; its sender still has it
+        _log.error("entry_skipped", position=row.position, error=str(error))
         return None

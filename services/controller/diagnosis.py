@@ -15,6 +15,7 @@ from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import RestoreFailed
 from flyball.contracts.signals import RankStalled, WorkerExited, WorkerStartFailed
 from services.controller.view import GenerationView, HostView, PastFailure, RankView
+from services.controller.wording import kept, listed, ranks_by_host, ranks_kept, ranks_of
 
 HOST_SILENT = "host_silent"
 RESTORE_FAILED = "restore_failed"
@@ -24,8 +25,10 @@ WORKER_EXCEPTION = "worker_exception"
 RANK_STALLED = "rank_stalled"
 CONNECTION_LOST = "connection_lost"
 PREEMPTION_NOTICE = "preemption_notice"
+DRAIN_REQUESTED = "drain_requested"
 SUPERSEDED_WORKERS = "superseded_workers"
 START_OVERDUE = "start_overdue"
+DEPARTURES = frozenset({PREEMPTION_NOTICE, DRAIN_REQUESTED})  # a host is to be left while it is well
 
 # A cause explains those behind it. A kill comes before an exception, because the exceptions that a kill causes
 # elsewhere are not all known by their message.
@@ -130,7 +133,10 @@ def exit_failure(rank: RankView, generation: GenerationView) -> Failure | None:
         return None
     step = newest_step_of(rank, generation)
     who = f"Rank {rank.rank} on {rank.host_id} (pid {ended.pid})"
-    when = "before its first step" if step < 0 else f"after step {step}"
+    is_step_known = step >= 0 or rank.phase is not Phase.STARTING
+    # A script that does not attach may have trained for days.
+    before = "before its first step" if is_step_known else "before it told of any step"
+    when = before if step < 0 else f"after step {step}"
     kind, text = _error_of(ended)
     cause = _exit_cause(ended, was_restoring=_was_restoring(rank, generation))
     said = f"{kind}: {_shortened(text)}" if text else kind
@@ -155,7 +161,7 @@ def exit_failure(rank: RankView, generation: GenerationView) -> Failure | None:
         step=step,
         error_kind=kind,
         error_message=text,
-        is_step_known=step >= 0 or rank.phase is not Phase.STARTING,
+        is_step_known=is_step_known,
         evidence={
             "rank": rank.rank,
             "host": rank.host_id,
@@ -187,17 +193,11 @@ def start_failure(body: WorkerStartFailed, host_id: str, at: float) -> Failure:
 def stall_failure(body: RankStalled, ranks: Iterable[RankView], at: float) -> Failure:
     """Ranks that stopped moving; `ranks` says where they are."""
     hosts = {rank.rank: rank.host_id for rank in ranks}
-    shown = body.ranks[:16]
-    beside: dict[str, list[int]] = {}
-    for rank in shown:
-        beside.setdefault(hosts.get(rank, "an unknown host"), []).append(rank)
-    where = " and ".join(f"{', '.join(map(str, on_host))} on {name}" for name, on_host in beside.items())
-    more = f" and {len(body.ranks) - len(shown)} more" if len(body.ranks) > len(shown) else ""
     one = len(body.ranks) == 1
     return Failure(
         cause=RANK_STALLED,
         message=(
-            f"Rank{'' if one else 's'} {where}{more} {'has' if one else 'have'} not moved for {body.silent_s:.1f} s in "
+            f"{ranks_by_host(body.ranks, hosts)} {'has' if one else 'have'} not moved for {body.silent_s:.1f} s in "
             f"phase {body.phase.name.lower()} after step {body.step}; at most {body.deadline_s:.1f} s were expected."
         ),
         generation=body.generation,
@@ -207,7 +207,7 @@ def stall_failure(body: RankStalled, ranks: Iterable[RankView], at: float) -> Fa
         step=body.step,
         is_step_known=True,
         evidence={
-            "ranks": ",".join(map(str, body.ranks)),
+            "ranks": ranks_kept(body.ranks),
             "phase": body.phase.name.lower(),
             "step": body.step,
             "silent_s": round(body.silent_s, 3),
@@ -223,16 +223,15 @@ def silence_failure(hosts: Iterable[HostView], generation: GenerationView) -> Fa
         return None
     lost = {host.host_id for host in silent}
     ranks = [rank for part in generation.hosts if part.host_id in lost for rank in part.ranks]
-    named = ", ".join(host.host_id for host in silent)
-    listed = f"{', '.join(map(str, ranks[:16]))}{', ...' if len(ranks) > 16 else ''}"
+    named = listed([host.host_id for host in silent])
     return Failure(
         cause=HOST_SILENT,
-        message=f"{named} fell silent with rank{'' if len(ranks) == 1 else 's'} {listed}: {silent[0].reason}",
+        message=f"{named} fell silent with {ranks_of(ranks)}: {silent[0].reason}",
         generation=generation.generation,
         at=silent[0].since,
         rank=ranks[0] if ranks else -1,
         host_id=silent[0].host_id,
-        evidence={"hosts": ",".join(host.host_id for host in silent), "ranks": ",".join(map(str, ranks))},
+        evidence={"hosts": kept([host.host_id for host in silent]), "ranks": ranks_kept(ranks)},
     )
 
 

@@ -9,6 +9,7 @@ from services.controller.diagnosis import crash_after_done, is_done
 from services.controller.round import Case, Round, Verdict
 from services.controller.step_ahead import is_stepping, step_ahead
 from services.controller.view import JobView
+from services.controller.wording import kept, listed
 
 _ASK_AGAIN_S = 1.0
 
@@ -51,10 +52,13 @@ def complete_when_all_ranks_are_done(case: Case) -> Verdict | None:
     evidence: dict[str, str | int] = {"generation": generation.generation, "newest_step": job.newest_step}
     if crashed:
         evidence["crashed_after_done"] = "; ".join(crashed[:16])
+    one = job.spec.world_size == 1
+    done = "The only rank" if one else f"All {job.spec.world_size} ranks"
+    crash = "was done; it crashed" if one else f"were done; {len(crashed)} crashed"
     return Verdict(
         DecisionKind.COMPLETE_JOB,
-        f"All {job.spec.world_size} ranks of generation {generation.generation} "
-        + (f"were done; {len(crashed)} crashed on the way out." if crashed else "ended with exit code 0."),
+        f"{done} of generation {generation.generation} "
+        + (f"{crash} on the way out." if crashed else "ended with exit code 0."),
         plan=plans.end_plan(case, DecisionKind.COMPLETE_JOB, job.spec.stop_grace_s),
         evidence=evidence,
         job_state=JobState.SUCCEEDED,
@@ -69,21 +73,21 @@ def start_when_hosts_suffice(case: Case) -> Verdict | None:
     hosts = spare_choice.place(job.spec, case.round.free_hosts(job.spec))
     if hosts is None:
         return None
-    names = ", ".join(part.host_id for part in hosts)
+    names = [part.host_id for part in hosts]
     return Verdict(
         DecisionKind.START_JOB,
-        f"Job {job.spec.job} needs {_hosts(job.spec.nnodes)}, and {names} {'is' if len(hosts) == 1 else 'are'} free: "
-        f"{job.spec.world_size} rank{'' if job.spec.world_size == 1 else 's'} start there.",
+        f"Job {job.spec.job} needs {_hosts(job.spec.nnodes)}, and {listed(names)} {'is' if len(hosts) == 1 else 'are'} "
+        f"free: {job.spec.world_size} rank{'' if job.spec.world_size == 1 else 's'} start there.",
         plan=plans.start_plan(case, hosts),
-        evidence={"nnodes": job.spec.nnodes, "nproc_per_node": job.spec.nproc_per_node, "hosts": names},
+        evidence={"nnodes": job.spec.nnodes, "nproc_per_node": job.spec.nproc_per_node, "hosts": kept(names)},
     )
 
 
 def say_what_is_missing(round_: Round, job: JobView) -> None:
     """A job that waits says what for."""
     free = [host.host_id for host in round_.free_hosts(job.spec)]
-    among = f" of {', '.join(job.spec.hosts)}" if job.spec.hosts else ""
-    message = f"waits for hosts: it needs {_hosts(job.spec.nnodes)}{among}, free: {', '.join(free) or 'none'}"
+    among = f" of {listed(job.spec.hosts)}" if job.spec.hosts else ""
+    message = f"waits for hosts: it needs {_hosts(job.spec.nnodes)}{among}, free: {listed(free) or 'none'}"
     if message != job.message:
         round_.change_job(job.spec.job, job.state, message)
 

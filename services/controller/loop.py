@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from math import inf
 
 import structlog
 
@@ -17,16 +18,18 @@ from flyball.contracts.errors import StaleEpoch
 from flyball.contracts.fault_points import reach
 from services.actuator.playbook import advance
 from services.actuator.ports import ActionProgress, PlaybookStep
+from services.controller.lease_hold import LeaseHold
 from services.controller.policy import decide
 from services.controller.ports import Cursor, DecisionStore, Delivered, LeaseGrant, SignalBus, Wakeup
+from services.controller.replay import RoundInputs
+from services.controller.round_keeper import LONGEST_END_S, RoundKeeper
+from services.controller.turns import AGAIN_S, Turns
 from services.controller.view import Outcome, PolicySettings, View
+from services.runtime.lifecycle import LoopThread
 from services.runtime.outages import OUTAGES, Outage
 
 BATCH = 256  # signals per round
 POLL_S = 0.05  # how often to look for what other processes wrote; within the process a wake-up comes first
-AGAIN_S = 0.01  # after a round that changed something: the next one sees what followed from it
-DECIDE_AT_LEAST_EVERY_S = 1.0  # also when nothing changed, should a rule wait for a time that it did not name
-RENEWALS_PER_TTL = 3
 
 log = structlog.get_logger(__name__)
 
@@ -53,106 +56,118 @@ class ControllerLoop:
         self._wakeup = wakeup
         self._clock = clock
         self._settings = settings
-        self._holder = holder
-        self._lease_ttl_s = lease_ttl_s
-        self._grant: LeaseGrant | None = None
-        self._renew_at_s = 0.0
+        self._lease = LeaseHold(store=store, clock=clock, holder=holder, ttl_s=lease_ttl_s)
+        self._rounds = RoundKeeper(store, clock)
+        self._epoch: int | None = None  # of which what is cached here is
         self._cursor: Cursor | None = None
-        self._revision = -1  # that the last view showed
-        self._decide_by_s = 0.0
-        self._wake_at = 0.0
+        self._untrimmed: Cursor | None = None  # what the bus still has to be told to forget
+        self._bus_outage = Outage("controller-bus", clock)
+        self._read_bus_at_s = 0.0
+        self._turns = Turns()
         self._poll_s = POLL_S
 
     def run(self, stop: threading.Event) -> None:
         """Until stopped; then the lease is given back. An outage of the database or the bus is waited out."""
         outage = Outage("controller", self._clock)
-        while not stop.is_set():
-            try:
-                wait_s = self.run_once()
-                outage.ended()
-            except OUTAGES as error:
-                wait_s = outage.pause_s(error)
-            self._wakeup.wait("signals", wait_s)
-        if self._grant is not None:
-            self._step_down("stopped")
-            try:
-                self._store.release_lease(self._holder)
-            except OUTAGES as error:
-                log.warning("lease_not_released", error=str(error), until=f"it ends by itself in {self._lease_ttl_s} s")
+        lease_keeper = LoopThread("lease-keeper", self._lease.keep, self._clock)
+        round_keeper = LoopThread("round-keeper", self._rounds.run, self._clock)
+        lease_keeper.start()
+        round_keeper.start()
+        try:
+            while not stop.is_set():
+                try:
+                    wait_s = self.run_once()
+                    outage.ended()
+                except OUTAGES as error:
+                    wait_s = outage.pause_s(error)
+                if self._wakeup.wait("signals", wait_s):  # also by an actuator that came to an end of something
+                    self._turns.call()
+        finally:
+            round_keeper.request_stop()
+            self._rounds.wake()
+            if not round_keeper.join(LONGEST_END_S):
+                log.warning("rounds_not_kept", why="the database is slow or away")
+            lease_keeper.request_stop()
+        self._lease.release()
 
     def run_once(self) -> float:
         """One round; how long to wait for the next, in seconds, unless woken."""
-        grant = self._lead()
+        grant = self._lease.take()
         if grant is None:
-            return self._lease_ttl_s / RENEWALS_PER_TTL
+            self._epoch = None
+            return self._lease.renewal_s
+        if grant.epoch != self._epoch:
+            self._cursor = self._untrimmed = self._store.cursor()
+            self._turns = Turns()
+            self._epoch = grant.epoch
         try:
             return self._round(grant)
         except StaleEpoch as error:
-            self._step_down(str(error))
-            return POLL_S
+            return self._step_down(str(error))
 
-    def _lead(self) -> LeaseGrant | None:
-        now_s = self._clock.monotonic_s()
-        if self._grant is None or now_s >= self._renew_at_s:
-            grant = self._store.acquire_lease(self._holder, self._lease_ttl_s)
-            if grant is None:
-                self._step_down("another controller holds the lease")
-                return None
-            self._renew_at_s = now_s + self._lease_ttl_s / RENEWALS_PER_TTL
-            if self._grant is None or self._grant.epoch != grant.epoch:
-                log.info("leading", epoch=grant.epoch, holder=self._holder)
-                self._cursor = self._store.cursor()
-                self._revision = -1
-            self._grant = grant
-        if self._clock.monotonic_s() >= self._grant.valid_until_monotonic_s:
-            self._step_down("the lease ran out before it was renewed")
-        return self._grant
-
-    def _step_down(self, why: str) -> None:
-        if self._grant is not None:
-            log.warning("not_leading_any_more", epoch=self._grant.epoch, why=why)
-        self._grant = None
+    def _step_down(self, why: str) -> float:
+        self._lease.drop(why)
+        self._epoch = None
+        return POLL_S
 
     def _round(self, grant: LeaseGrant) -> float:
         revision = self._store.revision()  # before the view: what changes in between is looked at again
-        delivered = self._bus.read(self._cursor, limit=BATCH)
-        if not delivered and not self._is_due(revision):
-            return self._wait_s(self._poll_s)
+        delivered = self._read_bus()
+        began_s = self._clock.monotonic_s()
+        if not delivered and not self._turns.is_due(revision, began_s):
+            return self._turns.wait_s(self._poll_s, began_s)
         if delivered:
             reach("controller.after_consume")
         signals = self._store.unseen([d.signal for d in delivered]) if delivered else []
-        view = self._store.load_view()
+        focus = self._turns.focus(self._store.running_jobs(), signals, revision, began_s, is_news=bool(delivered))
+        view = self._store.load_view(focus)
         now = self._clock.wall_s()
         outcome = decide(view, signals, self._settings, now)
         if delivered or not outcome.empty:
             steps = _first_steps(view, outcome, now)
-            if self._clock.monotonic_s() >= grant.valid_until_monotonic_s:
-                self._step_down("the lease ran out during a round; nothing of it was stored")
-                return POLL_S
+            confirmed = self._lease.confirm(grant)
+            if confirmed is None:
+                return self._step_down("the lease was lost during a round; nothing of it was stored")
             cursor = delivered[-1].cursor if delivered else None
             reach("controller.before_commit")
+            inputs = RoundInputs(view, self._settings) if signals or not outcome.empty else None
+            kept_later = inputs if inputs is not None and self._rounds.takes(inputs) else None
             self._store.commit(
-                epoch=grant.epoch, now=now, signals=signals, cursor=cursor, outcome=outcome, first_steps=steps
+                epoch=confirmed.epoch,
+                now=now,
+                signals=signals,
+                cursor=cursor,
+                outcome=outcome,
+                first_steps=steps,
+                inputs=inputs if kept_later is None else None,
             )
             reach("controller.after_commit")
             self._announce(outcome, steps)
+            if kept_later is not None:
+                self._rounds.keep(kept_later, signals, epoch=confirmed.epoch, now=now)
             self._forget(delivered)
-        self._revision = revision
-        self._wake_at = outcome.wake_at
-        self._decide_by_s = self._clock.monotonic_s() + DECIDE_AT_LEAST_EVERY_S
-        return self._wait_s(AGAIN_S if not outcome.empty or len(delivered) == BATCH else self._poll_s)
+        goes_on = not outcome.empty or len(delivered) == BATCH
+        ended_s = self._clock.monotonic_s()
+        wake_s = ended_s + (outcome.wake_at - self._clock.wall_s()) if outcome.wake_at else inf
+        self._turns.looked(focus, took_s=ended_s - began_s, now_s=ended_s, wake_s=wake_s, goes_on=goes_on)
+        return self._turns.wait_s(AGAIN_S if goes_on else self._poll_s, ended_s)
 
-    def _is_due(self, revision: int) -> bool:
-        return (
-            revision != self._revision
-            or 0.0 < self._wake_at <= self._clock.wall_s()
-            or self._clock.monotonic_s() >= self._decide_by_s
-        )
-
-    def _wait_s(self, at_most_s: float) -> float:
-        if self._wake_at <= 0.0:
-            return at_most_s
-        return min(at_most_s, max(AGAIN_S, self._wake_at - self._clock.wall_s()))
+    def _read_bus(self) -> list[Delivered]:
+        """The next signals. While the bus is away there are none, and what needs none goes on: the bus keeps nothing
+        that its senders do not have."""
+        now_s = self._clock.monotonic_s()
+        if now_s < self._read_bus_at_s:
+            return []
+        try:
+            if self._untrimmed is not None:  # else a full bus that was read to its end would stay full
+                self._bus.trim(self._untrimmed)
+                self._untrimmed = None
+            delivered = self._bus.read(self._cursor, limit=BATCH)
+        except OUTAGES as error:
+            self._read_bus_at_s = self._clock.monotonic_s() + self._bus_outage.pause_s(error)
+            return []
+        self._bus_outage.ended()
+        return delivered
 
     def _announce(self, outcome: Outcome, steps: Mapping[str, PlaybookStep]) -> None:
         for decision in outcome.decisions:
@@ -165,16 +180,20 @@ class ControllerLoop:
                 rule=decision.rule,
                 reason=decision.reason,
             )
-        if any(step.commands for step in steps.values()):
-            self._wakeup.notify("commands")
+        if hosts := {draft.host_id for step in steps.values() for draft in step.commands}:
+            self._wakeup.notify("commands", hosts)
         if outcome.decisions or outcome.superseded_actions:
             self._wakeup.notify("actions")
         self._wakeup.notify("events")
 
     def _forget(self, delivered: Sequence[Delivered]) -> None:
         if delivered:
-            self._cursor = delivered[-1].cursor
-            self._bus.trim(self._cursor)
+            self._cursor = self._untrimmed = delivered[-1].cursor
+            try:
+                self._bus.trim(self._cursor)
+                self._untrimmed = None
+            except OUTAGES as error:  # the round is stored; the next look at the bus makes up for it
+                log.warning("stream_not_trimmed", error=str(error))
 
 
 def _first_steps(view: View, outcome: Outcome, now: float) -> dict[str, PlaybookStep]:

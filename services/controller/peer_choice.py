@@ -202,11 +202,16 @@ def _groups_of(kept: Mapping[str, Sequence[str]] | None, domains: Domains, degre
 def _spread(groups: list[list[str]], domains: Domains) -> list[list[str]]:
     """Exchange hosts between groups while that leaves fewer of one failure domain together."""
     counts = [Counter(domains[host_id] for host_id in group) for group in groups]
+    fewest: dict[str, int] = {}  # domain -> how many of it are in the group with the fewest, until an exchange
     for here, group in enumerate(groups):
         for place, host_id in enumerate(group):
-            if counts[here][domains[host_id]] > 1:
+            own = domains[host_id]
+            if counts[here][own] > 1 and own not in fewest:
+                fewest[own] = min(count[own] for count in counts)
+            if counts[here][own] > 1 and counts[here][own] - 1 > fewest[own]:
                 found = _exchange(here, host_id, groups, counts, domains)
                 if found is not None:
+                    fewest.clear()
                     there, other_place = found
                     other_id = groups[there][other_place]
                     group[place], groups[there][other_place] = other_id, host_id

@@ -143,12 +143,13 @@ def _involved(
             names += plan.stop_hosts
             names += plan.unreachable_hosts
     unique = tuple(dict.fromkeys(names))
-    silent = tuple(host_id for host_id in unique if case.round.is_silent(host_id))
-    return tuple(host_id for host_id in unique if host_id not in silent), silent
+    silent = {host_id: case.round.is_silent(host_id) for host_id in unique}
+    return tuple(h for h, is_silent in silent.items() if not is_silent), tuple(h for h in unique if silent[h])
 
 
 def _known_step(case: Case, lineage: Lineage, asked: Collection[str]) -> int:
     """The recovery point that the hosts which are asked have reported, -1 if none."""
+    asked = frozenset(asked)
     copies = [
         copy
         for copy in case.round.view.copies

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import IncidentState
 from flyball.contracts.signals import Signal
-from services.controller import intake, job_rules, preemption_rules, recovery_rules, tracking
-from services.controller.diagnosis import PREEMPTION_NOTICE, SUPERSEDED_WORKERS
+from services.controller import drain_rules, intake, job_rules, preemption_rules, recovery_rules, tracking
+from services.controller.diagnosis import DRAIN_REQUESTED, PREEMPTION_NOTICE, SUPERSEDED_WORKERS
 from services.controller.round import Case, Round, Verdict
 from services.controller.view import Outcome, PolicySettings, View
 
@@ -30,6 +30,7 @@ FAILURE_RULES: tuple[Rule, ...] = (
     recovery_rules.fail_on_identical_exception,
     recovery_rules.back_off_after_a_failed_action,
     recovery_rules.wait_for_the_root_cause,
+    recovery_rules.wait_for_the_others_that_fell,
     recovery_rules.watch_returned_hosts,
     recovery_rules.fail_when_restarts_are_used_up,
     recovery_rules.restart_from_an_older_recovery_point,
@@ -48,13 +49,28 @@ PREEMPTION_RULES: tuple[Rule, ...] = (
     recovery_rules.restart_in_place,
 )
 
+DRAIN_RULES: tuple[Rule, ...] = (
+    drain_rules.refuse_what_took_too_long,
+    preemption_rules.let_the_other_incident_go_first,
+    recovery_rules.back_off_after_a_failed_action,
+    drain_rules.wait_until_all_ranks_step,
+    drain_rules.save_before_the_host_is_left,
+    recovery_rules.migrate_to_spare,
+    drain_rules.wait_for_a_spare,
+    recovery_rules.restart_in_place,
+)
+
 STALE_WORKER_RULES: tuple[Rule, ...] = (
     preemption_rules.give_up_after_too_many_decisions,
     recovery_rules.back_off_after_a_failed_action,
     job_rules.stop_superseded_workers,
 )
 
-_RULES_OF = {PREEMPTION_NOTICE: PREEMPTION_RULES, SUPERSEDED_WORKERS: STALE_WORKER_RULES}
+_RULES_OF = {
+    PREEMPTION_NOTICE: PREEMPTION_RULES,
+    DRAIN_REQUESTED: DRAIN_RULES,
+    SUPERSEDED_WORKERS: STALE_WORKER_RULES,
+}
 
 
 def decide(view: View, signals: Sequence[Signal], settings: PolicySettings, now: float) -> Outcome:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from flyball.contracts.signals import Signal
 from services.actuator.ports import PlaybookStep
+from services.controller.focus import Focus
+from services.controller.replay import RoundInputs
 from services.controller.view import Outcome, View
 
 
@@ -45,7 +47,9 @@ class SignalBus(Protocol):
 class Wakeup(Protocol):
     """Tells sleeping loops that there may be work. A hint only: every loop also looks by itself."""
 
-    def notify(self, topic: str) -> None: ...
+    def notify(self, topic: str, hosts: Collection[str] = ()) -> None:
+        """`hosts`: whom alone it concerns; none: anybody."""
+        ...
 
     def wait(self, topic: str, timeout_s: float) -> bool:
         """Block until notified or timed out; True if notified since the last wait."""
@@ -72,7 +76,13 @@ class DecisionStore(Protocol):
         """A number that changes whenever `load_view` might answer differently than before."""
         ...
 
-    def load_view(self) -> View: ...
+    def load_view(self, focus: Focus | None = None) -> View:
+        """All that the policy looks at, in one consistent read; with a focus what `focused` makes of that."""
+        ...
+
+    def running_jobs(self) -> Sequence[tuple[str, int]]:
+        """Jobs that have ranks, each with its size in ranks, as the last view knew them."""
+        ...
 
     def unseen(self, signals: Sequence[Signal]) -> list[Signal]:
         """Those whose (source, incarnation, seq) is not yet committed."""
@@ -87,9 +97,15 @@ class DecisionStore(Protocol):
         cursor: Cursor | None,
         outcome: Outcome,
         first_steps: Mapping[str, PlaybookStep],
+        inputs: RoundInputs | None = None,
     ) -> None:
         """One transaction: signals, position, incidents, decisions, actions, generations, outbox, events.
         `first_steps[action_id]` is the playbook's first move of each new action (action_id = "act-" + the number of its
-        decision), so that a decision and its first outbox rows are stored together.
+        decision), so that a decision and its first outbox rows are stored together. `inputs` are kept for replays.
         Raises StaleEpoch, and stores nothing, if `epoch` is not the lease's present one."""
+        ...
+
+    def keep_round(self, inputs: RoundInputs, signals: Sequence[Signal], *, epoch: int, now: float) -> None:
+        """Keep the inputs of a round that is stored already, in a transaction of its own: those of a large job take
+        longer to write than its decision may."""
         ...

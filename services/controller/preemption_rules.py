@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState
 from services.controller import plans, tracking
-from services.controller.diagnosis import PREEMPTION_NOTICE
+from services.controller.diagnosis import DEPARTURES
 from services.controller.round import Case, Verdict
 from services.controller.step_ahead import is_stepping, step_ahead
+from services.controller.view import HostView
 
 _ASK_AGAIN_S = 1.0
 
@@ -27,15 +30,16 @@ def give_up_after_too_many_decisions(case: Case) -> Verdict | None:
 
 def let_the_other_incident_go_first(case: Case) -> Verdict | None:
     """One incident at a time changes the generation. A failure goes first, and leaves the preempted host too."""
-    job = case.job.spec.job
+    if case.incident is None:
+        return None
+    failure = tracking.failure_of(case.round, case.job.spec.job)
     others = [
         other
-        for other in case.round.open_incidents(job)
-        if case.incident is not None
-        and other.incident_id != case.incident.incident_id
-        and (other == tracking.failure_of(case.round, job) or _acts_on_a_notice(other.cause, other.state))
+        for other in case.round.open_incidents(case.job.spec.job)
+        if other.incident_id != case.incident.incident_id
+        and (other is failure or _acts_on_a_notice(other.cause, other.state))
     ]
-    if not others or case.incident is None:
+    if not others:
         return None
     return Verdict(
         DecisionKind.HOLD,
@@ -62,8 +66,15 @@ def save_before_the_host_goes(case: Case) -> Verdict | None:
         return None
     if not spares and remaining_s > 2.0 * reserve_s:
         return None
+    return save_and_park(case, remaining_s, deadline_s=remaining_s - reserve_s, spares=spares)
+
+
+def save_and_park(case: Case, remaining_s: float, *, deadline_s: float, spares: Sequence[HostView]) -> Verdict:
+    """An emergency checkpoint at a step ahead of all ranks, `deadline_s` for it and for the slow tiers."""
+    incident, generation = case.incident, case.job.generation
+    assert incident is not None and generation is not None, "the rule that calls this has looked"
     step = step_ahead(case, generation)
-    deadline_s = min(case.settings.action_deadline_s, remaining_s - reserve_s)
+    deadline_s = min(case.settings.action_deadline_s, deadline_s)
     return Verdict(
         DecisionKind.EMERGENCY_CHECKPOINT,
         f"{incident.message} {remaining_s:.1f} s are left: every rank saves step {step} and parks, "
@@ -102,4 +113,4 @@ def _remaining_s(case: Case) -> float:
 
 
 def _acts_on_a_notice(cause: str, state: IncidentState) -> bool:
-    return cause == PREEMPTION_NOTICE and state in (IncidentState.ACTING, IncidentState.VERIFYING)
+    return cause in DEPARTURES and state in (IncidentState.ACTING, IncidentState.VERIFYING)

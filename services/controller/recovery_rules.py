@@ -8,6 +8,7 @@ from flyball.contracts.decisions import ActionState, DecisionKind, Incident
 from services.controller import guardrails, plans, recovery_point, spare_choice
 from services.controller.diagnosis import (
     CONNECTION_LOST,
+    DEPARTURES,
     HOST_SILENT,
     RESTORE_FAILED,
     WORKER_EXCEPTION,
@@ -15,6 +16,7 @@ from services.controller.diagnosis import (
 )
 from services.controller.round import Case, Evidence, Verdict
 from services.controller.view import ActionView, GenerationView
+from services.controller.wording import NAMED, kept, listed, ranks_of
 
 _UNHEARD_WINDOWS = 5  # root-cause windows that a host's own word is waited for
 _ASK_AGAIN_S = 1.0
@@ -80,13 +82,46 @@ def wait_for_the_root_cause(case: Case) -> Verdict | None:
         until = incident.since + _UNHEARD_WINDOWS * window_s
     if case.now >= until:
         return None
-    awaited = f"word of {', '.join(unheard)}" if case.now >= incident.since + window_s else "the root cause"
+    awaited = f"word of {listed(unheard)}" if case.now >= incident.since + window_s else "the root cause"
     return Verdict(
         DecisionKind.HOLD,
         f"{incident.message} That follows from another failure, which has not been reported yet: "
         f"{awaited} is awaited for up to {until - case.now:.1f} s.",
-        evidence={"unheard": ",".join(unheard), "window_s": window_s},
+        evidence={"unheard": kept(unheard), "window_s": window_s},
         holding_for=awaited,
+        hold_until=until,
+    )
+
+
+def wait_for_the_others_that_fell(case: Case) -> Verdict | None:
+    """Where several hosts of a domain fell silent, others may have too, and report to other sensors: one decision for
+    all of them."""
+    incident, generation = _incident(case), _generation(case)
+    if incident.cause != HOST_SILENT or incident.generation != generation.generation or _is_retry(case):
+        return None
+    hosts = [case.round.hosts[part.host_id] for part in generation.hosts if part.host_id in case.round.hosts]
+    silent = [host for host in hosts if host.state is HostState.SILENT]
+    fell: dict[str, list[float]] = {}
+    for host in silent:
+        fell.setdefault(host.failure_domain, []).append(host.last_report_at)
+    until = max((host.since for host in silent), default=0.0) + case.settings.root_cause_window_s
+    unheard = [
+        host.host_id
+        for host in hosts
+        if host.failure_domain
+        and len(heard_at := fell.get(host.failure_domain, [])) > 1
+        and not case.round.is_silent(host.host_id)
+        and host.last_report_at - max(heard_at) < 0.5 * (case.now - max(heard_at))
+    ]
+    if not unheard or case.now >= until:
+        return None
+    named = listed(unheard)
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{incident.message} Nothing was heard since of {named}: "
+        f"for {until - case.now:.1f} s it is seen whether more hosts are lost.",
+        evidence={"unheard": kept(unheard)},
+        holding_for=f"word of {named}",
         hold_until=until,
     )
 
@@ -159,8 +194,8 @@ def wait_for_a_spare(case: Case) -> Verdict | None:
     return Verdict(
         DecisionKind.HOLD,
         f"{_incident(case).message} No spare: {len(lost)} host{'' if len(lost) == 1 else 's'} must be replaced "
-        f"({', '.join(lost)}), and {len(free) or 'none'} {'is' if len(free) <= 1 else 'are'} free: waiting for a host.",
-        evidence={"lost": ",".join(lost), "free": ",".join(host.host_id for host in free)},
+        f"({listed(lost)}), and {len(free) or 'none'} {'is' if len(free) <= 1 else 'are'} free: waiting for a host.",
+        evidence={"lost": kept(lost), "free": kept([host.host_id for host in free])},
         holding_for="a spare host",
         hold_until=case.now + _ASK_AGAIN_S,
     )
@@ -212,31 +247,33 @@ def _migrate(case: Case, *, lineage: Lineage | None = None) -> Verdict | None:
         plan=plan,
         evidence={
             **_evidence(case, generation),
-            "from": ",".join(moving),
-            "to": ",".join(
-                part.host_id for part in hosts if part not in generation.hosts and part.host_id not in moving
-            ),
+            "from": kept(moving),
+            "to": kept([new.host_id for _, new in _moved(generation.hosts, hosts)]),
         },
     )
 
 
 def _moves(before: tuple[HostRanks, ...], after: tuple[HostRanks, ...]) -> str:
-    moved = [(old, new) for old, new in zip(before, after, strict=True) if old.host_id != new.host_id]
-    return " ".join(f"{new.host_id} takes {_ranks(new.ranks)} of {old.host_id}." for old, new in moved)
+    moved = _moved(before, after)
+    more = f" So it is with {len(moved) - NAMED} more." if len(moved) > NAMED else ""
+    return " ".join(f"{new.host_id} takes {ranks_of(new.ranks)} of {old.host_id}." for old, new in moved[:NAMED]) + more
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+def _moved(before: tuple[HostRanks, ...], after: tuple[HostRanks, ...]) -> list[tuple[HostRanks, HostRanks]]:
+    return [(old, new) for old, new in zip(before, after, strict=True) if old.host_id != new.host_id]
 
 
 def _lost_and_leaving(case: Case) -> tuple[list[str], list[str]]:
     """Hosts of the present generation that cannot be asked, and those that should be left while they can."""
     lost, leaving = [], []
+    incident = _incident(case)
+    # Ranks were parked for it, or the move was begun: it is finished also if the notice or the drain was taken back.
+    parked_for = incident.host_id if incident.cause in DEPARTURES and incident.action_id else ""
     for part in _generation(case).hosts:
         host = case.round.hosts.get(part.host_id)
-        if host is None or host.state is HostState.SILENT:
+        if host is None or case.round.is_silent(part.host_id):
             lost.append(part.host_id)
-        elif host.preempt_deadline_at > 0.0 or host.state in _LEAVING:
+        elif host.is_leaving or host.state in _LEAVING or part.host_id == parked_for:
             leaving.append(part.host_id)
     return lost, leaving
 

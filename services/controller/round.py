@@ -23,6 +23,7 @@ from services.controller.view import (
     PolicySettings,
     View,
 )
+from services.controller.wording import listed
 
 Evidence = Mapping[str, str | int | float | bool | None]
 
@@ -39,6 +40,7 @@ class Verdict(msgspec.Struct, frozen=True):
     job_state: JobState | None = None  # that the job gets with this decision
     gives_up: bool = False  # the incident escalates
     cordons: str = ""  # a host that gets no work until an operator has looked at it
+    refuses_drain_of: str = ""  # a host that an operator wanted to be left
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -113,7 +115,7 @@ class Round:
     def is_silent(self, host_id: str) -> bool:
         """Whether a host cannot be asked anything; one that nobody knows cannot either."""
         host = self.hosts.get(host_id)
-        return host is None or host.state is HostState.SILENT
+        return host is None or host.state in (HostState.SILENT, HostState.SUSPECT)
 
     # --- changing ----------------------------------------------------------------------------------------------------
 
@@ -122,16 +124,26 @@ class Round:
         self._wake_at = at if self._wake_at == 0.0 else min(self._wake_at, at)
 
     def change_host(
-        self, host_id: str, event: HostEvent | None, reason: str, *, preempt_deadline_at: float | None = None
+        self,
+        host_id: str,
+        event: HostEvent | None,
+        reason: str,
+        *,
+        preempt_deadline_at: float | None = None,
+        ends_drain: bool = False,
     ) -> None:
-        """Move a host on (event None: only its notice changes)."""
+        """Move a host on (event None: only what is wanted of it changes). `ends_drain`: the operator's wish about it is
+        answered."""
         host = self.hosts[host_id]
         state = host.state if event is None else HOST.advance(host.state, event)
         earlier = self._host_changes.get(host_id)
         if preempt_deadline_at is None and earlier is not None:
             preempt_deadline_at = earlier.preempt_deadline_at
-        self._host_changes[host_id] = HostChange(host_id, state, reason, preempt_deadline_at)
+        ended = host.drain if ends_drain else earlier.ended_drain if earlier is not None else None
+        self._host_changes[host_id] = HostChange(host_id, state, reason, preempt_deadline_at, ended)
         changes: dict[str, Any] = {"state": state, "reason": reason}
+        if ends_drain:
+            changes["drain"] = None
         if state is not host.state:
             changes["since"] = self.now
         if preempt_deadline_at is not None:
@@ -194,11 +206,17 @@ class Round:
         cordoned = self.hosts.get(verdict.cordons)
         if cordoned is not None and cordoned.state not in (HostState.CORDONED, HostState.SILENT):
             self.change_host(verdict.cordons, HostEvent.CORDONED, verdict.reason)
+        if verdict.refuses_drain_of in self.hosts:
+            self.change_host(verdict.refuses_drain_of, None, verdict.reason, ends_drain=True)
         if verdict.job_state is not None:
             name = case.job.spec.job
             self.change_job(name, verdict.job_state, verdict.reason)
             for incident in self.open_incidents(name) if verdict.job_state.ended else ():
                 self.advance(incident, IncidentEvent.CLEARED)
+
+    def decide_host(self, host_id: str, kind: DecisionKind, rule: str, reason: str) -> None:
+        """Put on record what is done with a host on which no job depends."""
+        self._record(Decision(self._decision_id(), "", "", kind, reason, rule, self.now, {"host": host_id}))
 
     def outcome(self) -> Outcome:
         """Everything that this round changed."""
@@ -223,7 +241,7 @@ class Round:
 
     def _decide(self, case: Case, rule: str, verdict: Verdict) -> Decision:
         decision = Decision(
-            decision_id=f"dec-{self._next_decision}",
+            decision_id=self._decision_id(),
             incident_id=case.incident.incident_id if case.incident else "",
             job=case.job.spec.job,
             kind=verdict.kind,
@@ -233,9 +251,15 @@ class Round:
             evidence=verdict.evidence,
             action=verdict.plan,
         )
+        self._record(decision)
+        return decision
+
+    def _decision_id(self) -> str:
+        return f"dec-{self._next_decision}"
+
+    def _record(self, decision: Decision) -> None:
         self._next_decision += 1
         self._decisions.append(decision)
-        return decision
 
     def _supersede(self, plan: ActionPlan) -> None:
         if plan.kind is DecisionKind.CORDON:
@@ -248,7 +272,7 @@ class Round:
         """What follows from a granted generation: its hosts are taken, and the job says where it runs."""
         if plan.next is None:
             return
-        where = f"running on {', '.join(part.host_id for part in plan.next.hosts)}"
+        where = f"running on {listed([part.host_id for part in plan.next.hosts])}"
         view = self.jobs[plan.job]
         if (view.state, view.message) != (JobState.RUNNING, where):
             self.change_job(plan.job, JobState.RUNNING, where)

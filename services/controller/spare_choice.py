@@ -15,7 +15,7 @@ _ENGINE_WAIT_S = 10.0  # a host that has just joined reports before its engine i
 def free_hosts(
     hosts: Iterable[HostView], spec: JobSpec, *, taken: Collection[str], now: float, fresh_s: float
 ) -> list[HostView]:
-    """Hosts that may take ranks of the job: fit, without a job or a preemption notice, not `taken`, heard of within
+    """Hosts that may take ranks of the job: fit, without a job, not about to be left, not `taken`, heard of within
     `fresh_s`, with an engine unless it has long been without one. In the order of `spec.hosts` where the user named
     hosts, else by host_id."""
     named = {host_id: position for position, host_id in enumerate(spec.hosts)}
@@ -25,7 +25,7 @@ def free_hosts(
         if host.state in _FIT
         and not host.job
         and not host.stale_jobs
-        and host.preempt_deadline_at == 0.0
+        and not host.is_leaving
         and host.host_id not in taken
         and now - host.last_report_at <= fresh_s
         and (host.engine_address or now - host.since > _ENGINE_WAIT_S)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from flyball.contracts.cluster import HostState, JobState, Phase
 from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
 from services.controller import diagnosis
 from services.controller.diagnosis import (
+    DEPARTURES,
+    DRAIN_REQUESTED,
     HOST_SILENT,
     PREEMPTION_NOTICE,
     START_OVERDUE,
@@ -17,12 +20,13 @@ from services.controller.diagnosis import (
 from services.controller.incident_states import IncidentEvent
 from services.controller.round import Round
 from services.controller.view import ActionView, GenerationView, HostView, JobView, PastFailure, RankView
+from services.controller.wording import ranks_kept, ranks_of
 
 _STALE_AFTER_S = 2.0  # a report this much newer than the generation's start still shows older workers: they run on
 _CLEAN_WITHIN_S = 15.0
 _ASK_AGAIN_S = 1.0
 _ENDED_AFTER_S = 20.0  # as above, for a job that ended: by then its hosts have been told, with their workers' grace
-_NOT_OF_THE_GENERATION = frozenset({PREEMPTION_NOTICE, SUPERSEDED_WORKERS})
+_NOT_OF_THE_GENERATION = frozenset({*DEPARTURES, SUPERSEDED_WORKERS})
 
 
 def failure_of(round_: Round, job: str) -> Incident | None:
@@ -53,6 +57,7 @@ def diagnose(round_: Round, job: JobView) -> None:
         round_.diagnoses[job.spec.job] = failure
         _record(round_, job, generation, failure)
     _find_notices(round_, job, generation)
+    _find_drains(round_, job, generation)
     _find_stale_workers(round_, job, generation)
 
 
@@ -136,10 +141,10 @@ def _verify(round_: Round, job: JobView, incident: Incident) -> None:
 
 
 def _is_known_since(round_: Round, generation: GenerationView, at: float) -> bool:
-    """Whether `at` is over and every host of the generation has reported since: after an outage of the control plane
-    its workers may long be well."""
+    """Whether `at` is over and what every host of the generation reported since is known: after an outage of the
+    control plane, or of the database, its workers may long be well."""
     hosts = (round_.hosts.get(part.host_id) for part in generation.hosts)
-    return round_.now >= at and all(host is None or host.last_report_at > at for host in hosts)
+    return round_.now >= at and all(host is None or host.known_at > at for host in hosts)
 
 
 def _shows_no_steps(rank: RankView) -> bool:
@@ -160,10 +165,11 @@ def _clear(round_: Round, job: JobView, incident: Incident) -> None:
     generation = job.generation
     if generation is None:
         return
-    if incident.cause == PREEMPTION_NOTICE:
+    if incident.cause in DEPARTURES:
         action = round_.actions.get(incident.action_id)
         migrates = action is not None and action.plan.next is not None  # then it sees to its own end
-        if not migrates and all(part.host_id != incident.host_id for part in generation.hosts):
+        is_left = all(part.host_id != incident.host_id for part in generation.hosts)
+        if (not migrates and is_left) or (not incident.action_id and not _is_wanted(round_, incident)):
             round_.advance(incident, IncidentEvent.CLEARED)
     elif incident.cause == HOST_SILENT and incident.generation == generation.generation:
         ranks = generation.ranks
@@ -173,6 +179,14 @@ def _clear(round_: Round, job: JobView, incident: Incident) -> None:
         )
         if advanced and not _silent_hosts(round_, generation):
             round_.advance(incident, IncidentEvent.CLEARED, lost_steps=0)
+
+
+def _is_wanted(round_: Round, incident: Incident) -> bool:
+    """Whether the host is still to be left. Once ranks were parked for it, the move is finished in any case."""
+    host = round_.hosts.get(incident.host_id)
+    if host is None:
+        return False
+    return host.is_drained if incident.cause == DRAIN_REQUESTED else host.preempt_deadline_at > 0.0
 
 
 def _follow_stale_workers(round_: Round, incident: Incident) -> None:
@@ -217,14 +231,13 @@ def _never_started(round_: Round, job: JobView, generation: GenerationView) -> F
         if missing:
             round_.wake(max(due, round_.now + _ASK_AGAIN_S))
         return None
-    listed = ", ".join(map(str, missing[:16]))
     return Failure(
         cause=START_OVERDUE,
-        message=f"Generation {generation.generation} did not start: nothing is heard of rank {listed}.",
+        message=f"Generation {generation.generation} did not start: nothing is heard of {ranks_of(missing)}.",
         generation=generation.generation,
         at=round_.now,
         rank=missing[0] if missing else -1,
-        evidence={"ranks": ",".join(map(str, missing))},
+        evidence={"ranks": ranks_kept(missing)},
     )
 
 
@@ -256,6 +269,7 @@ def _record(round_: Round, job: JobView, generation: GenerationView, failure: Fa
 
 def _find_notices(round_: Round, job: JobView, generation: GenerationView) -> None:
     known = {i.host_id for i in round_.open_incidents(job.spec.job) if i.cause == PREEMPTION_NOTICE}
+    common = functools.cache(lambda: newest_common_step(generation))  # of a world of ranks, for many hosts at once
     for part in generation.hosts:
         host = round_.hosts.get(part.host_id)
         if host is None or host.preempt_deadline_at == 0.0 or host.host_id in known:
@@ -268,8 +282,29 @@ def _find_notices(round_: Round, job: JobView, generation: GenerationView) -> No
             cause=PREEMPTION_NOTICE,
             message=f"{host.host_id} will be taken away: {host.reason}",
             generation=generation.generation,
-            failed_step=newest_common_step(generation),
+            failed_step=common(),
             observed_at=round_.noticed.get(host.host_id, round_.now),
+        )
+
+
+def _find_drains(round_: Round, job: JobView, generation: GenerationView) -> None:
+    known = {i.host_id for i in round_.open_incidents(job.spec.job) if i.cause in DEPARTURES}
+    common = functools.cache(lambda: newest_common_step(generation))  # of a world of ranks, for many hosts at once
+    for part in generation.hosts:
+        host = round_.hosts.get(part.host_id)
+        if host is None or host.drain is None or not host.is_drained or host.host_id in known:
+            continue
+        if host.state is HostState.SILENT:
+            continue  # lost already
+        why = f" ({host.drain.reason})" if host.drain.reason else ""
+        round_.open_incident(
+            job=job.spec.job,
+            host_id=host.host_id,
+            cause=DRAIN_REQUESTED,
+            message=f"An operator drains {host.host_id}{why}.",
+            generation=generation.generation,
+            failed_step=common(),
+            observed_at=host.drain.requested_at,
         )
 
 
@@ -285,7 +320,7 @@ def _find_stale_workers(round_: Round, job: JobView, generation: GenerationView)
             continue
         if host.state in (HostState.SILENT, HostState.CORDONED):
             continue
-        if host.last_report_at <= since + (_ENDED_AFTER_S if has_ended else _STALE_AFTER_S):
+        if host.known_at <= since + (_ENDED_AFTER_S if has_ended else _STALE_AFTER_S):
             continue  # that report may be older than the stop
         stale = host.stale_jobs[name]
         why = f"which has {job.state.value}" if has_ended else f"superseded by {generation.generation}"

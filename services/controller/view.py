@@ -13,6 +13,7 @@ import msgspec
 from flyball.contracts.checkpoints import Lineage, ShardCopy
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
 from flyball.contracts.decisions import ActionPlan, ActionState, Decision, Incident
+from flyball.contracts.drains import DrainState
 from flyball.contracts.events import Event
 from flyball.contracts.signals import WorkerExited
 
@@ -31,6 +32,15 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spare_fresh_s: float = 15.0  # a host without a report for this long is not given work
 
 
+class DrainView(msgspec.Struct, frozen=True):
+    """An operator's newest wish about a host. Moments are wall clock, of the API that took it."""
+
+    state: DrainState
+    requested_at: float
+    deadline_at: float  # ranks that are still there then stay
+    reason: str = ""
+
+
 class HostView(msgspec.Struct, frozen=True):
     host_id: str
     state: HostState
@@ -39,11 +49,28 @@ class HostView(msgspec.Struct, frozen=True):
     failure_domain: str
     engine_address: str
     free_port: int
-    last_report_at: float  # wall clock of the store
+    last_report_at: float  # wall clock of the sensor that heard of it
     preempt_deadline_at: float = 0.0  # 0.0: no notice
     job: str = ""  # the job that has ranks on it
     reason: str = ""
     stale_jobs: Mapping[str, int] = {}  # job -> generation of workers in its newest report that were superseded since
+    drain: DrainView | None = None
+    stored_report_at: float = 0.0  # of the newest report that was stored, if that is not the last one
+
+    @property
+    def known_at(self) -> float:
+        """As of when its workers and its ranks' positions are known: of many hosts reports are stored in turns."""
+        return self.stored_report_at or self.last_report_at
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether an operator wants no rank on it."""
+        return self.drain is not None and self.drain.state is DrainState.REQUESTED
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether its ranks are to go elsewhere while they can."""
+        return self.preempt_deadline_at > 0.0 or self.is_drained
 
 
 class RankView(msgspec.Struct, frozen=True):
@@ -123,6 +150,7 @@ class HostChange(msgspec.Struct, frozen=True):
     state: HostState
     reason: str
     preempt_deadline_at: float | None = None  # None: as it was
+    ended_drain: DrainView | None = None  # the wish that is answered: refused if it was requested, else forgotten
 
 
 class JobChange(msgspec.Struct, frozen=True):

@@ -11,11 +11,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from fastapi.staticfiles import StaticFiles
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from flyball import __version__
-from services.api.auth import Authenticator
+from services.runtime.auth import Authenticator, Role
 
 CONTENT_SECURITY_POLICY = "; ".join(
     (
@@ -29,6 +28,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "frame-ancestors 'none'",
     )
 )
+_MAY_LOOK = (Role.READER, Role.OPERATOR)
 _HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "Referrer-Policy": "no-referrer",
@@ -57,7 +57,8 @@ def router(authenticator: Authenticator, *, secure: bool) -> APIRouter:
     @routes.get("/")
     async def index(request: Request, token: Annotated[str | None, Query(max_length=512)] = None) -> Response:
         if token is not None:
-            if not authenticator.is_token(token):
+            principal = authenticator.principal_of(token.encode())
+            if principal is None or principal.role not in _MAY_LOOK:
                 return HTMLResponse(closed["wrong"], status_code=401, headers=_HEADERS)
             answer = RedirectResponse("/", status_code=303, headers=_HEADERS)
             answer.set_cookie(
@@ -69,8 +70,8 @@ def router(authenticator: Authenticator, *, secure: bool) -> APIRouter:
                 path="/",
             )
             return answer
-        headers = Headers(scope=request.scope)
-        if authenticator.has_cookie(headers) or authenticator.has_bearer(headers):
+        principal = authenticator.principal(request.scope["headers"])
+        if principal is not None and principal.role in _MAY_LOOK:
             return HTMLResponse(page, headers=_HEADERS)
         return HTMLResponse(closed["missing"], status_code=401, headers=_HEADERS)
 

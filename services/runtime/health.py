@@ -25,13 +25,17 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Health:
-    """Thread-safe. Checks may block; the answer of the last fraction of a second is given again."""
+    """Thread-safe. Checks may block, in a thread of their own; the answer of the last fraction of a second is given
+    again."""
 
     def __init__(self, *, loops: Sequence[LoopThread], checks: Mapping[str, Check], clock: Clock) -> None:
         self._loops = loops
         self._checks = checks
         self._clock = clock
-        self._lock = threading.Lock()
+        self._looked = threading.Condition()
+        self._looks = 0  # how often the checks have been gone through
+        self._is_looking = False
+        self._checking = ""  # what is being looked at, or was last
         self._last: Verdict | None = None
         self._last_at_s = 0.0
         self._given_up: dict[str, str] = {}
@@ -45,17 +49,32 @@ class Health:
         return _verdict({loop.name: _GIVEN_UP if loop.failed else "" for loop in self._loops} | self._given_up)
 
     def ready(self) -> Verdict:
-        """Whether everything that the process needs is there."""
-        if not self._lock.acquire(timeout=PATIENCE_S):
-            return _verdict({"checks": f"not answered for {PATIENCE_S:.0f} s"})
-        try:
-            now_s = self._clock.monotonic_s()
-            if self._last is None or now_s - self._last_at_s > FRESH_S:
-                self._last = _verdict({name: _result(check) for name, check in self._checks.items()})
-                self._last_at_s = self._clock.monotonic_s()
+        """Whether everything that the process needs is there; within `PATIENCE_S`, whatever does not answer."""
+        with self._looked:
+            fresh_s = self._clock.monotonic_s() - FRESH_S
+            if self._last is not None and self._last_at_s >= fresh_s:
+                return self._last
+            looks = self._looks
+            if not self._is_looking:
+                self._is_looking = True
+                threading.Thread(target=self._look, name="readyz", daemon=True).start()
+            if not self._looked.wait_for(lambda: self._looks > looks, PATIENCE_S) or self._last is None:
+                return _verdict({self._checking: f"no answer for {PATIENCE_S:.0f} s"})
             return self._last
+
+    def _look(self) -> None:
+        results = {}
+        try:
+            for name, check in self._checks.items():
+                self._checking = name
+                results[name] = _result(check)
         finally:
-            self._lock.release()
+            with self._looked:
+                self._last = _verdict(results) if len(results) == len(self._checks) else None
+                self._last_at_s = self._clock.monotonic_s()
+                self._is_looking = False
+                self._looks += 1
+                self._looked.notify_all()
 
 
 def _result(check: Check) -> str:

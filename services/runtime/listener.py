@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 
 from flyball.contracts.errors import ConfigurationError, PortInUse
@@ -36,6 +37,11 @@ def bind_listener(host: str, port: int) -> socket.socket:
             hint="give an address of this machine and a port that you may use with --host and --port",
         ) from error
     return listener
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Whether only this machine can connect."""
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def url_of(listener: socket.socket, *, tls: bool) -> str:

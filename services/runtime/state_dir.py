@@ -58,6 +58,15 @@ class StateDir:
         with _clear_errors(path):
             if not path.exists():
                 _create_once(path, secrets.token_urlsafe(32))
+        return self._secret(path)
+
+    def former_token(self) -> str:
+        """The one before it, which `flyball token rotate` left; '' if there is none."""
+        path = self.path / "token.former"
+        return self._secret(path) if path.exists() else ""
+
+    def _secret(self, path: Path) -> str:
+        with _clear_errors(path):
             if path.stat().st_mode & 0o077:
                 raise ConfigurationError(
                     f"The token file {path} can be read by others.",
@@ -66,7 +75,7 @@ class StateDir:
             token = path.read_text().strip()
         if not token:
             raise ConfigurationError(
-                f"The token file {path} is empty.", hint="delete it; a new one is made at the start"
+                f"The token file {path} is empty.", hint="delete it; a new token is made at the start"
             )
         return token
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flyball.contracts.clock import Clock
 from services.actuator.notify import AsyncWakeup
@@ -43,15 +43,20 @@ class CommittedPositions:
         while True:
             wait_s = LOOK_AGAIN_S
             seen = changed.count
-            if self._newest:
+            if outstanding := self.outstanding():
                 try:
-                    self._update(await asyncio.to_thread(self._read, list(self._newest)))
+                    self.update(await asyncio.to_thread(self._read, outstanding))
                     outage.ended()
                 except OUTAGES as error:
                     wait_s = outage.pause_s(error)
             await changed.wait(seen, wait_s)
 
-    def _update(self, fresh: dict[str, int]) -> None:
+    def outstanding(self) -> list[str]:
+        """Incarnations of which a signal is not committed."""
+        return list(self._newest)
+
+    def update(self, fresh: Mapping[str, int]) -> None:
+        """Take in what the database says of them."""
         for incarnation, seq in fresh.items():
             self._committed[incarnation] = seq
             self._committed.move_to_end(incarnation)

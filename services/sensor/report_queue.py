@@ -1,16 +1,23 @@
-"""The bounded queue between the event loop, which takes reports, and the thread that stores them."""
+"""What waits between the event loop, which takes reports, and the thread that stores them."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
+from itertools import chain, islice
+from operator import attrgetter
+from typing import Any
 
 import msgspec
 
 from flyball.contracts.signals import Report, Signal
+from services.sensor.step_log import StepSummary
+
+_KEY: Any = attrgetter("source", "incarnation", "seq")
 
 
-class Received(msgspec.Struct, frozen=True):
+class Received(msgspec.Struct, frozen=True, gc=False):
     """What waits to be stored: a report, or (report None) signals that the sensor raised itself."""
 
     report: Report | None
@@ -20,36 +27,121 @@ class Received(msgspec.Struct, frozen=True):
     at_monotonic_s: float
 
 
+class Batch(msgspec.Struct, frozen=True):
+    """What was taken at once."""
+
+    signals: tuple[Received, ...] = ()
+    reports: tuple[Received, ...] = ()
+    steps: tuple[StepSummary, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.signals or self.reports or self.steps)
+
+
 class ReportQueue:
-    """First in, first out; bounded by number and by bytes. Thread-safe."""
+    """Signals wait first in, first out, each of them once: while they wait their hosts send them again. Of a host's
+    state only the newest waits, with the older reports that tell what is told once (moments of workers, restores); of
+    hosts that tell such things, or send signals, it goes before the others': somebody waits for what they do next.
+    Bounded by the number of what is kept for its own sake, and by bytes in all. Thread-safe."""
 
     def __init__(self, *, max_items: int, max_size_bytes: int) -> None:
         self._max_items = max_items
         self._max_size_bytes = max_size_bytes
-        self._items: deque[Received] = deque()
-        self._size_bytes = 0
-        self._changed = threading.Condition()
+        self._signals: deque[Received] = deque()
+        self._waiting: set[tuple[str, str, int]] = set()  # the signals in it
+        self._newest: dict[str, Received] = {}  # by host, the one that waits for longest first
+        self._older: dict[str, list[Received]] = {}
+        self._urgent: dict[str, None] = {}  # hosts in `_newest` that go first
+        self._kept = 0  # in `_older`
+        self._steps: list[StepSummary] = []
+        self._size_bytes = 0  # of reports
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        # Apart: who waits for signals is not to wake up for every report.
+        self._signals_came = threading.Condition(self._lock)
 
     def offer(self, item: Received) -> bool:
-        """Append unless full. The sensor's own signals are always taken: there is one per host or generation in
+        """Take it unless full. The sensor's own signals are always taken: there is one per host or generation in
         trouble, and nobody would send them again."""
-        with self._changed:
-            full = len(self._items) >= self._max_items or self._size_bytes + item.size_bytes > self._max_size_bytes
-            if full and item.report is not None:
+        report = item.report
+        with self._lock:
+            if item.signals and not self._waiting.isdisjoint(map(_KEY, item.signals)):
+                new = tuple(signal for signal in item.signals if _KEY(signal) not in self._waiting)
+                item = msgspec.structs.replace(item, signals=new)
+            if report is None:
+                if item.signals:
+                    self._add_signals(item)
+                return True
+            host_id = report.facts.host_id
+            before = self._newest.get(host_id)
+            tells_once = before is not None and before.report is not None and _told_once(before.report)
+            freed_bytes = 0 if before is None or tells_once else before.size_bytes
+            kept = len(self._signals) + self._kept
+            if (kept >= self._max_items and (item.signals or tells_once)) or (
+                self._size_bytes + item.size_bytes - freed_bytes > self._max_size_bytes
+            ):
                 return False
-            self._items.append(item)
-            self._size_bytes += item.size_bytes
-            self._changed.notify()
+            if before is not None and tells_once:
+                self._older.setdefault(host_id, []).append(before)
+                self._kept += 1
+            self._newest[host_id] = item  # in the place of the one before
+            if report.signals or _told_once(report):
+                self._urgent[host_id] = None
+            self._size_bytes += item.size_bytes - freed_bytes
+            if item.signals:
+                self._add_signals(item)
+            elif before is None:
+                self._changed.notify()
             return True
 
-    def take(self, *, max_items: int, timeout_s: float) -> list[Received]:
-        """The oldest items; waits up to `timeout_s` for the first."""
+    def _add_signals(self, item: Received) -> None:
+        self._signals.append(item)
+        self._waiting.update(map(_KEY, item.signals))
+        self._signals_came.notify()
+        self._changed.notify()
+
+    def offer_steps(self, steps: Sequence[StepSummary]) -> None:
+        """For who has seen that there is room."""
         with self._changed:
-            if not self._items and timeout_s > 0.0:
-                self._changed.wait(timeout_s)
-            taken = [self._items.popleft() for _ in range(min(max_items, len(self._items)))]
-            self._size_bytes -= sum(item.size_bytes for item in taken)
-            return taken
+            self._steps.extend(steps)
+            self._changed.notify()
+
+    @property
+    def has_room_for_steps(self) -> bool:
+        return len(self._steps) < self._max_items
+
+    def take(self, *, max_hosts: int, timeout_s: float, with_signals: bool = True) -> Batch:
+        """All signals, unless they are to go on waiting, and the state of up to `max_hosts` hosts; waits up to
+        `timeout_s` for the first of what is asked for."""
+        with self._changed:
+            if timeout_s > 0.0:
+                changed = self._changed if max_hosts > 0 else self._signals_came
+                changed.wait_for(
+                    lambda: (with_signals and self._signals) or (max_hosts > 0 and (self._newest or self._steps)),
+                    timeout_s,
+                )
+            signals: tuple[Received, ...] = ()
+            if with_signals:
+                signals, self._signals = tuple(self._signals), deque()
+                self._waiting.clear()
+            if max_hosts <= 0:
+                return Batch(signals)
+            reports: list[Received] = []
+            # At most half of them: were all urgent again before they are stored, nobody else's state ever would be.
+            first = dict.fromkeys(islice(self._urgent, (max_hosts + 1) // 2))
+            others = (host_id for host_id in self._newest if host_id not in first)
+            for host_id in list(islice(chain(first, others), max_hosts)):
+                self._urgent.pop(host_id, None)
+                reports += self._older.pop(host_id, ())
+                reports.append(self._newest.pop(host_id))
+            self._kept = sum(map(len, self._older.values())) if self._older else 0
+            self._size_bytes -= sum(item.size_bytes for item in reports)
+            steps, self._steps = tuple(self._steps), []
+            return Batch(signals, tuple(reports), steps)
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._signals) + len(self._newest)
+
+
+def _told_once(report: Report) -> bool:
+    return bool(report.marks or report.restores)

@@ -15,6 +15,8 @@ class PeerRules:
     def observe(self, report: Report) -> list[SignalBody]:
         """Signals for peers that this report is the first to name; nothing for those that its daemon names itself."""
         host_id = report.facts.host_id
+        if not report.engine.unreachable_peers and host_id not in self._unreachable:
+            return []  # as nearly always
         now = frozenset(report.engine.unreachable_peers) - {host_id}
         before = self._unreachable.get(host_id, frozenset())
         said = {signal.body.peer for signal in report.signals if isinstance(signal.body, PeerUnreachable)}

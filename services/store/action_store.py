@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import structlog
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, Update, func, select
 from sqlalchemy import update as sql_update
 
 from flyball.contracts.clock import Clock
-from flyball.contracts.decisions import ActionPlan, ActionState, Command, CommandUpdate, UpdateState
-from services.actuator.ports import ActionProgress, CommandRecord, PlaybookStep
+from flyball.contracts.decisions import ActionState, Command, CommandUpdate, UpdateState
+from services.actuator.playbook import may_start
+from services.actuator.ports import ActionProgress, PlaybookStep
 from services.store import events, lease, step_writer
+from services.store.action_cache import COLUMNS, ActionCache, CachedAction
 from services.store.codec import dump, load, number_of
 from services.store.database import Database
+from services.store.persistent_steps import PersistentCopies, Wanted
 from services.store.step_writer import Position
-from services.store.tables import actions, commands, hosts
-from services.store.view_loader import load_persistent_copies
+from services.store.tables import actions, commands, hosts, log_head
 
 ACKNOWLEDGED = 1
 ANSWERED = 2
@@ -32,38 +36,43 @@ class SqlActionStore:
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
         self._clock = clock
+        self._one_looks = threading.Lock()
+        self._known = ActionCache()
+        self._copies = PersistentCopies()
 
     def open_actions(self) -> list[ActionProgress]:
-        """Every action that has not ended, with all its commands, oldest first."""
-        with self._db.read() as connection:
-            rows = connection.execute(
-                select(actions).where(actions.c.ended.is_(False)).order_by(actions.c.number)
-            ).all()
+        """Every action that has not ended, with all its commands, oldest first. Where engines and persistent copies are
+        is told of those whose next move may need it."""
+        with self._one_looks, self._db.read() as connection:
+            query = select(*COLUMNS).where(~actions.c.ended).order_by(actions.c.number)
+            rows = connection.execute(query).all()
             if not rows:
                 return []
-            records = _records(connection, [row.number for row in rows])
+            known = self._known.read(connection, rows)
+            found = [_progress(row, known[row.number]) for row in rows]
+            starting = {
+                progress.plan.job: Wanted.of(progress.plan.spec, progress.plan.next.parent_lineage)
+                for progress in found
+                if progress.plan.next is not None and may_start(progress)
+            }
+            self._copies.forget_others(starting)
+            if not starting:
+                return found
             addresses = {
                 row.host_id: row.engine_address
                 for row in connection.execute(select(hosts.c.host_id, hosts.c.engine_address))
                 if row.engine_address
             }
-            copies = load_persistent_copies(connection, [row.job for row in rows])
+            copies = self._copies.read(connection, starting)
         return [
-            ActionProgress(
-                action_id=f"act-{row.number}",
-                decision_id=f"dec-{row.number}",
-                incident_id=_incident_id(row),
-                plan=load(row.plan, ActionPlan),
-                state=ActionState(row.state),
-                phase=row.phase,
-                version=row.version,
-                started_at=row.started_at,
-                commands=tuple(records[row.number]),
-                persistent_copies=tuple(copy for copy in copies if copy.job == row.job),
+            msgspec.structs.replace(
+                progress,
+                persistent_copies=tuple(copy for copy in copies if copy.job == progress.plan.job),
                 engine_addresses=addresses,
-                attempt=row.attempt,
             )
-            for row in rows
+            if progress.plan.job in starting
+            else progress
+            for progress in found
         ]
 
     def apply(self, progress: ActionProgress, step: PlaybookStep, now: float) -> bool:
@@ -73,13 +82,12 @@ class SqlActionStore:
         def work(connection: Connection) -> bool:
             number = number_of(progress.action_id)
             epoch = lease.current_epoch(connection)  # its lock comes before the action's, as in the controller's commit
-            moved = connection.execute(
-                sql_update(actions)
-                .where(actions.c.number == number, actions.c.version == progress.version, actions.c.ended.is_(False))
-                .values(step_writer.values_of(step, now))
-            )
-            if moved.rowcount == 0:
+            unmoved = (actions.c.number == number, actions.c.version == progress.version, ~actions.c.ended)
+            # Who is being moved by another one is left to it, without waiting; SQLite has one writer at a time.
+            claim = select(actions.c.number).where(*unmoved).with_for_update(skip_locked=True)
+            if connection.execute(claim).first() is None:
                 return False
+            connection.execute(sql_update(actions).where(*unmoved).values(step_writer.values_of(step, now)))
             position = Position(
                 action_id=progress.action_id,
                 incident_id=progress.incident_id,
@@ -96,9 +104,23 @@ class SqlActionStore:
     def commands_for(self, host_id: str, now: float) -> Sequence[Command]:
         """The host's commands of open actions that it has not finally answered, oldest first. Notes the first time at
         which each is handed out."""
+        return self.commands_for_hosts([host_id], now).get(host_id, [])
+
+    def unanswered(self) -> dict[str, tuple[int, int]]:
+        """Each host with open commands -> (the newest one's number, how many); read from an index alone."""
         query = (
-            select(commands.c.number, commands.c.document, commands.c.dispatched_at)
-            .where(commands.c.host_id == host_id, commands.c.is_open.is_(True))
+            select(commands.c.host_id, func.max(commands.c.number), func.count())
+            .where(commands.c.is_open)
+            .group_by(commands.c.host_id)
+        )
+        with self._db.read() as connection:
+            return {host_id: (newest, count) for host_id, newest, count in connection.execute(query)}
+
+    def commands_for_hosts(self, host_ids: Sequence[str], now: float) -> dict[str, list[Command]]:
+        """As `commands_for`, for several hosts at once; those without any are left out."""
+        query = (
+            select(commands.c.number, commands.c.host_id, commands.c.document, commands.c.dispatched_at)
+            .where(commands.c.is_open, commands.c.host_id.in_(host_ids))
             .order_by(commands.c.number)
         )
         with self._db.read() as connection:
@@ -109,11 +131,14 @@ class SqlActionStore:
             with self._db.write(durable=False) as connection:
                 connection.execute(
                     sql_update(commands)
-                    .where(commands.c.number.in_(fresh), commands.c.is_open.is_(True))
+                    .where(commands.c.number.in_(fresh), commands.c.is_open)
                     .values(dispatched_at=now)
                 )
                 rows = connection.execute(query).all()
-        return [load(row.document, Command) for row in rows]
+        found: defaultdict[str, list[Command]] = defaultdict(list)
+        for row in rows:
+            found[row.host_id].append(load(row.document, Command))
+        return dict(found)
 
     def record(self, update: CommandUpdate) -> None:
         """Keep a host's answer. It may come twice, late, or out of order: the first final answer stands, and a command
@@ -132,6 +157,7 @@ class SqlActionStore:
             moved = connection.execute(sql_update(commands).where(*mine, commands.c.progress < progress).values(values))
             if moved.rowcount:
                 events.append(connection, [])
+                connection.execute(_stamp().where(*mine))
                 return True
             return connection.execute(select(commands.c.number).where(*mine)).first() is not None
 
@@ -139,19 +165,24 @@ class SqlActionStore:
             _log.warning("answer_ignored", command_id=update.command_id, host_id=update.host_id, why="never asked")
 
 
-def _records(connection: Connection, numbers: Sequence[int]) -> defaultdict[int, list[CommandRecord]]:
-    records: defaultdict[int, list[CommandRecord]] = defaultdict(list)
-    query = select(commands).where(commands.c.action.in_(numbers)).order_by(commands.c.number)
-    for row in connection.execute(query):
-        records[row.action].append(
-            CommandRecord(
-                command=load(row.document, Command),
-                phase=row.phase,
-                created_at=row.created_at,
-                update=load(row.answer, CommandUpdate) if row.answer else None,
-            )
-        )
-    return records
+def _progress(row: Row[Any], known: CachedAction) -> ActionProgress:
+    return ActionProgress(
+        action_id=f"act-{row.number}",
+        decision_id=f"dec-{row.number}",
+        incident_id=_incident_id(row),
+        plan=known.plan,
+        state=ActionState(row.state),
+        phase=row.phase,
+        version=row.version,
+        started_at=row.started_at,
+        commands=tuple(known.records.values()),
+        attempt=row.attempt,
+    )
+
+
+def _stamp() -> Update:
+    """After the log's head was moved on: no other transaction has this revision, and later ones have later ones."""
+    return sql_update(commands).values(answer_revision=select(log_head.c.revision).scalar_subquery())
 
 
 def _incident_id(row: Row[Any]) -> str:

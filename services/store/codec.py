@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from flyball.contracts import wire
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.errors import NotFound
 from flyball.contracts.signals import Signal
@@ -18,7 +19,7 @@ def dump(value: object) -> str:
 
 def load(document: str, kind: Any) -> Any:  # noqa: ANN401 - a generic alias such as dict[str, int] has no common type
     """The contract value of a document that this store wrote."""
-    return msgspec.json.decode(document, type=kind)
+    return wire.decoder_of(kind).decode(document)
 
 
 def shown(spec: JobSpec) -> JobSpec:

@@ -9,20 +9,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from flyball.contracts.errors import ConfigurationError, InvalidMessage, Unreachable
+from flyball.contracts.errors import ConfigurationError, InvalidMessage, NotFound, Unreachable
 from services.store.failures import is_deadlock, is_not_primary, translate
+from services.store.sqlite_turns import begin_immediate
 
 T = TypeVar("T")
 
 BUSY_TIMEOUT_S = 10.0  # the longest that a transaction waits for another one's lock
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 20.0  # the longest wait for one answer of a MySQL server; longer than a lock wait
+MIGRATION_ANSWER_TIMEOUT_S = 86_400.0  # as ANSWER_TIMEOUT_S: altering a large table copies it, which may take hours
 MAX_ATTEMPTS = 5  # of a transaction that the server gave up in a deadlock
 
 _DURABLE = "flyball_durable"  # an execution option of a connection
@@ -40,7 +43,7 @@ class Database:
         self.url = _parse(url)
         self.name = self.url.render_as_string(hide_password=True)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
-        # SQLite's own lock is a poll with growing pauses; within a process a mutex hands over at once.
+        # SQLite's own lock is a poll; within a process a mutex hands over at once.
         self._writers = threading.Lock() if self.is_sqlite else None
         if self.is_sqlite:
             self._reader, self._writer = _sqlite_engines(self.url)
@@ -90,6 +93,20 @@ class Database:
                     raise
         raise AssertionError("the loop returns or raises")
 
+    @contextmanager
+    def migration(self) -> Iterator[Connection]:
+        """As `write`, for statements that take long: to give up on one would not end it in the server."""
+        if self.is_sqlite:
+            with self.write() as connection:
+                yield connection
+            return
+        engine = _mysql_engine(self.url, isolation_level="READ COMMITTED", answer_timeout_s=MIGRATION_ANSWER_TIMEOUT_S)
+        try:
+            with self._translated(), engine.begin() as connection:
+                yield connection
+        finally:
+            engine.dispose()
+
     def close(self) -> None:
         """Give all connections back."""
         self._reader.dispose()
@@ -112,6 +129,18 @@ class Database:
             raise Unreachable(
                 f"All connections to {self.name} are in use.", hint="the database is slow or overloaded; look at it"
             ) from error
+
+
+def open_existing(url: str) -> Database:
+    """A database that is only to be looked at. Raises NotFound for an SQLite file that is not there: connecting would
+    make it."""
+    db = Database(url)
+    if db.is_sqlite and not Path(db.url.database or "").is_file():
+        raise NotFound(
+            f"There is no database file {db.url.database}.",
+            hint="a supervisor's is flyball.sqlite in its state folder; an absolute path takes four slashes",
+        )
+    return db
 
 
 def migrate(db: Database) -> None:
@@ -159,7 +188,7 @@ def _sqlite_engines(url: URL) -> tuple[Engine, Engine]:
         # action number, twice.
         durable = connection.get_execution_options().get(_DURABLE, True)
         connection.exec_driver_sql(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        begin_immediate(connection, url.database or "", timeout_s=BUSY_TIMEOUT_S)
 
     common = (f"busy_timeout={int(BUSY_TIMEOUT_S * 1000)}", "foreign_keys=ON")
     # Parameters stay out of errors, and so out of logs: a job's specification may carry secrets in its environment.
@@ -172,7 +201,9 @@ def _sqlite_engines(url: URL) -> tuple[Engine, Engine]:
     return reader, writer
 
 
-def _mysql_engine(url: URL, *, isolation_level: str) -> Engine:
+def _mysql_engine(url: URL, *, isolation_level: str, answer_timeout_s: float | None = None) -> Engine:
+    timeout_s = answer_timeout_s or ANSWER_TIMEOUT_S
+
     def failed(context: ExceptionContext) -> None:
         if is_not_primary(context.original_exception):
             context.is_disconnect = True  # the pool's connections would go on to lead to that server
@@ -189,8 +220,8 @@ def _mysql_engine(url: URL, *, isolation_level: str) -> Engine:
         connect_args={
             "charset": "utf8mb4",
             "connect_timeout": int(CONNECT_TIMEOUT_S),
-            "read_timeout": ANSWER_TIMEOUT_S,
-            "write_timeout": ANSWER_TIMEOUT_S,
+            "read_timeout": timeout_s,
+            "write_timeout": timeout_s,
             "init_command": "SET SESSION sql_mode='STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION', "
             f"innodb_lock_wait_timeout={int(BUSY_TIMEOUT_S)}",
         },

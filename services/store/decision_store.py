@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 
 import structlog
@@ -9,17 +10,19 @@ from sqlalchemy import Connection, select
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.signals import Signal
+from flyball.contracts.signals import Signal, SignalUnreadable
 from services.actuator.ports import PlaybookStep
+from services.controller.focus import Focus
 from services.controller.ports import Cursor, LeaseGrant
+from services.controller.replay import RoundInputs
 from services.controller.view import Outcome, View
-from services.store import events, lease, outcome_writer, signal_writer
+from services.store import events, lease, outcome_writer, rounds, signal_writer
 from services.store.database import Database
 from services.store.lease import CONTROLLER, ControllerLease
 from services.store.signal_writer import SignalKey
 from services.store.tables import cursors
 from services.store.upsert import upsert
-from services.store.view_loader import load_view
+from services.store.view_loader import ViewLoader
 
 _log = structlog.get_logger(__name__)
 
@@ -31,6 +34,8 @@ class SqlDecisionStore:
         self._db = db
         self._clock = clock
         self._lease = ControllerLease(clock)
+        self._views = ViewLoader(clock)
+        self._is_elected = threading.Event()  # since the last view; a thread of its own may renew the lease
 
     def acquire_lease(self, holder: str, ttl_s: float) -> LeaseGrant | None:
         """Take or renew the lease; None while another holds it. `holder`: "name#incarnation", see `ControllerLease`."""
@@ -40,6 +45,7 @@ class SqlDecisionStore:
             if acquired is None:
                 return None
             if acquired.is_new:
+                self._is_elected.set()
                 elected = Event(
                     at=self._clock.wall_s(),
                     kind=EventKind.CONTROLLER_ELECTED,
@@ -65,25 +71,33 @@ class SqlDecisionStore:
         with self._db.read() as connection:
             return events.revision(connection)
 
-    def load_view(self) -> View:
-        """One consistent read of all that the policy looks at."""
+    def load_view(self, focus: Focus | None = None) -> View:
+        """One consistent read of all that the policy looks at, or of what a round is about; of more than a thousand
+        hosts, see `HostCache`."""
+        if self._is_elected.is_set():
+            self._is_elected.clear()
+            self._views.expire_all_hosts()
         with self._db.read() as connection:
-            return load_view(connection)
+            return self._views.load(connection, focus)
+
+    def running_jobs(self) -> list[tuple[str, int]]:
+        """Jobs that have ranks, each with its size in ranks, as the last view knew them."""
+        return self._views.running_jobs()
 
     def unseen(self, signals: Sequence[Signal]) -> list[Signal]:
-        """Those that are not stored yet, each once, in their order. What no column can hold is passed over: one such
+        """Those that are not stored yet, each once, in their order; what no column can hold has a stand-in: one such
         signal must not hold up all that follow."""
         first: dict[SignalKey, Signal] = {}
-        for signal in signals:
-            if signal_writer.is_storable(signal):
-                first.setdefault(signal_writer.key_of(signal), signal)
-            else:
-                _log.error(
-                    "signal_dropped", source=signal.source[:64], kind=type(signal.body).__name__, why="too large"
-                )
+        for signal in signal_writer.storable(signals):
+            first.setdefault(signal_writer.key_of(signal), signal)
         with self._db.read() as connection:
             known = signal_writer.known_keys(connection, list(first.values()))
-        return [signal for key, signal in first.items() if key not in known]
+        fresh = [signal for key, signal in first.items() if key not in known]
+        for signal in fresh:
+            if isinstance(signal.body, SignalUnreadable):
+                of = {"source": signal.source, "incarnation": signal.incarnation, "seq": signal.seq}
+                _log.error("signal_unreadable", kind=signal.body.kind, why=signal.body.reason, **of)
+        return fresh
 
     def commit(
         self,
@@ -94,9 +108,12 @@ class SqlDecisionStore:
         cursor: Cursor | None,
         outcome: Outcome,
         first_steps: Mapping[str, PlaybookStep],
+        inputs: RoundInputs | None = None,
     ) -> None:
         """Store a round of the policy in one transaction, or nothing of it. Raises StaleEpoch if a newer controller has
-        taken the lease. `signals` are unseen ones; `cursor` is behind the last that was read, seen or not."""
+        taken the lease. `signals` are unseen ones; `cursor` is behind the last that was read, seen or not. `inputs`, if
+        given, are kept for replays."""
+        packed = rounds.pack(inputs) if inputs is not None else None
 
         def work(connection: Connection) -> None:
             lease.check_epoch(connection, epoch)
@@ -104,7 +121,6 @@ class SqlDecisionStore:
             news += outcome_writer.store_hosts(connection, outcome.hosts, now)
             news += signal_writer.store(connection, signals, now)
             signal_writer.store_exits(connection, signals)
-            signal_writer.raise_newest_steps(connection, signals)
             if cursor is not None:
                 row = {"name": CONTROLLER, "stream": cursor.stream, "position": cursor.position}
                 upsert(connection, cursors, [row], replace=("stream", "position"))
@@ -113,6 +129,20 @@ class SqlDecisionStore:
             news += outcome_writer.store_decisions(connection, outcome.decisions, epoch)
             news += outcome_writer.store_actions(connection, outcome.decisions, first_steps, epoch=epoch, now=now)
             news += outcome_writer.store_jobs(connection, outcome.jobs, now)
+            if packed is not None:
+                rounds.store(connection, packed, signals, epoch=epoch, now=now)
             events.append(connection, [*news, *outcome.events])
+
+        self._views.expire_hosts(change.host_id for change in outcome.hosts)
+        self._db.transact(work)
+
+    def keep_round(self, inputs: RoundInputs, signals: Sequence[Signal], *, epoch: int, now: float) -> None:
+        """Keep the inputs of a round that is stored already. Raises StaleEpoch if a newer controller leads: its rounds
+        come behind this one, and their order is that of their numbers."""
+        packed = rounds.pack(inputs)
+
+        def work(connection: Connection) -> None:
+            lease.check_epoch(connection, epoch)
+            rounds.store(connection, packed, signals, epoch=epoch, now=now)
 
         self._db.transact(work)

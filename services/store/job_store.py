@@ -45,7 +45,8 @@ class SqlJobStore:
                         f"A job {spec.job!r} with another specification exists.", hint="give this one another name"
                     ) from None
                 return False
-            submitted = Event(at=now, kind=EventKind.JOB_SUBMITTED, job=spec.job, data={"world_size": spec.world_size})
+            data = {"world_size": spec.world_size, "save_every_steps": spec.checkpoint.every_steps}
+            submitted = Event(at=now, kind=EventKind.JOB_SUBMITTED, job=spec.job, data=data)
             events.append(connection, [submitted])
             return True
 

@@ -28,6 +28,23 @@ class Acquired(msgspec.Struct, frozen=True):
     is_new: bool  # a new epoch began
 
 
+class Held(msgspec.Struct, frozen=True):
+    """The lease row."""
+
+    holder: str = ""
+    epoch: int = 0
+    expires_at: float = 0.0
+
+
+def epoch_for(holder: str, held: Held, now: float, *, has_held: bool) -> int | None:
+    """The epoch under which `holder` may lead from now on, None if it may not. Pure. `has_held`: this process led
+    before, see `ControllerLease`."""
+    if held.holder == holder and held.expires_at > now:
+        return held.epoch
+    is_successor = not has_held and _name(held.holder) == _name(holder)
+    return held.epoch + 1 if is_successor or held.expires_at <= now else None
+
+
 class ControllerLease:
     """One process's hold on the lease.
 
@@ -45,16 +62,15 @@ class ControllerLease:
         began_s = self._clock.monotonic_s()  # before the request, so that a slow answer shortens our time, not theirs
         row = connection.execute(select(lease).where(lease.c.name == CONTROLLER).with_for_update()).one()
         now = database_now(connection)
-        is_ours = row.holder == holder and row.expires_at > now
-        is_successor = not self._has_held and _name(row.holder) == _name(holder)
-        if not (is_ours or is_successor or row.expires_at <= now):
+        held = Held(row.holder, row.epoch, row.expires_at)
+        epoch = epoch_for(holder, held, now, has_held=self._has_held)
+        if epoch is None:
             return None
-        epoch = row.epoch if is_ours else row.epoch + 1
         connection.execute(
             update(lease).where(lease.c.name == CONTROLLER).values(holder=holder, epoch=epoch, expires_at=now + ttl_s)
         )
         self._has_held = True
-        return Acquired(LeaseGrant(epoch, began_s + ttl_s * (1.0 - MARGIN)), is_new=not is_ours)
+        return Acquired(LeaseGrant(epoch, began_s + ttl_s * (1.0 - MARGIN)), is_new=epoch != row.epoch)
 
 
 def release(connection: Connection, holder: str) -> None:

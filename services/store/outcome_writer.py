@@ -8,11 +8,11 @@ from typing import Any
 from sqlalchemy import Connection, insert, select, update
 
 from flyball.contracts.cluster import HostState, JobState
-from flyball.contracts.decisions import ActionPlan, ActionState, Decision, Incident
-from flyball.contracts.events import Event, EventKind
+from flyball.contracts.decisions import ActionPlan, ActionState, Decision, GenerationPlan, Incident
+from flyball.contracts.events import Event
 from services.actuator.ports import PlaybookStep
 from services.controller.view import HostChange, JobChange
-from services.store import step_writer
+from services.store import drain_store, outcome_events, step_writer
 from services.store.codec import dump, load, number_of
 from services.store.step_writer import Position
 from services.store.tables import (
@@ -26,8 +26,7 @@ from services.store.tables import (
     job_failures,
     jobs,
 )
-
-_GONE = {HostState.SILENT.value, HostState.IN_REPAIR.value}
+from services.store.versions import new_version
 
 
 def store_hosts(connection: Connection, changes: Sequence[HostChange], now: float) -> list[Event]:
@@ -38,15 +37,14 @@ def store_hosts(connection: Connection, changes: Sequence[HostChange], now: floa
         before = connection.scalar(select(hosts.c.state).where(mine).with_for_update())
         if before is None:
             continue
-        values: dict[str, Any] = {"state": change.state.value, "reason": change.reason}
+        values: dict[str, Any] = {"state": change.state.value, "reason": change.reason, "version": new_version()}
         if before != change.state.value:
             values["since"] = now
         if change.preempt_deadline_at is not None:
             values["preempt_deadline_at"] = change.preempt_deadline_at
         connection.execute(update(hosts).where(mine).values(values))
-        if (change.state.value in _GONE) != (before in _GONE):
-            kind = EventKind.HOST_LEFT if change.state.value in _GONE else EventKind.HOST_JOINED
-            events.append(Event(at=now, kind=kind, host_id=change.host_id, data={"reason": change.reason}))
+        drain_store.answer(connection, change)
+        events += outcome_events.of_host(change, HostState(before), now)
     return events
 
 
@@ -66,14 +64,9 @@ def store_incidents(connection: Connection, changed: Sequence[Incident], decided
         }
         if before is None:
             connection.execute(insert(incidents).values(number=number, decided_at=0.0, **values))
-            events.append(_incident_event(incident, EventKind.INCIDENT_OPENED, incident.opened_at))
         else:
             connection.execute(update(incidents).where(incidents.c.number == number).values(values))
-        if before is None or (before.state, before.cause, before.message) != (
-            incident.state,
-            incident.cause,
-            incident.message,
-        ):
+        if outcome_events.is_told_apart(before, incident):
             connection.execute(
                 insert(incident_changes).values(
                     incident=number,
@@ -83,8 +76,7 @@ def store_incidents(connection: Connection, changed: Sequence[Incident], decided
                     message=incident.message,
                 )
             )
-        if incident.state.closed and not (before is not None and before.state.closed):
-            events.append(_incident_event(incident, EventKind.INCIDENT_CLOSED, incident.resolved_at or incident.since))
+        events += outcome_events.of_incident(before, incident)
     for incident_id, at in acted.items():
         if incident_id:
             connection.execute(
@@ -110,23 +102,9 @@ def store_decisions(connection: Connection, decided: Sequence[Decision], epoch: 
                 document=dump(decision),
             )
         )
-        events.append(
-            Event(
-                at=decision.at,
-                kind=EventKind.DECISION,
-                job=decision.job,
-                generation=decision.action.generation if decision.action else -1,
-                incident_id=decision.incident_id,
-                data={
-                    "decision_id": decision.decision_id,
-                    "kind": decision.kind.value,
-                    "rule": decision.rule,
-                    "reason": decision.reason,
-                },
-            )
-        )
         if decision.action is not None and decision.action.next is not None:
-            events.append(_grant(connection, decision, decision.action))
+            _grant(connection, decision, decision.action.next)
+        events += outcome_events.of_decision(decision)
     return events
 
 
@@ -188,7 +166,7 @@ def supersede(connection: Connection, action_ids: Sequence[str], now: float) -> 
     for action_id in action_ids:
         number = number_of(action_id)
         mine = actions.c.number == number
-        row = connection.execute(select(actions).where(mine, actions.c.ended.is_(False)).with_for_update()).first()
+        row = connection.execute(select(actions).where(mine, ~actions.c.ended).with_for_update()).first()
         if row is None:
             continue
         state = ActionState.SUPERSEDED
@@ -225,8 +203,7 @@ def store_jobs(connection: Connection, changes: Sequence[JobChange], now: float)
         values: dict[str, Any] = {"state": change.state.value, "message": change.message}
         if change.state.ended and not JobState(before).ended:
             values["ended_at"] = now
-            data = {"outcome": change.state.value, "message": change.message}
-            events.append(Event(at=now, kind=EventKind.JOB_ENDED, job=change.job, data=data))
+        events += outcome_events.of_job(change, JobState(before), now)
         connection.execute(update(jobs).where(mine).values(values))
         if change.failure is not None:
             failure = change.failure
@@ -243,9 +220,7 @@ def store_jobs(connection: Connection, changes: Sequence[JobChange], now: float)
     return events
 
 
-def _grant(connection: Connection, decision: Decision, action: ActionPlan) -> Event:
-    plan = action.next
-    assert plan is not None
+def _grant(connection: Connection, decision: Decision, plan: GenerationPlan) -> None:
     connection.execute(
         insert(generations).values(
             job=plan.job,
@@ -263,27 +238,4 @@ def _grant(connection: Connection, decision: Decision, action: ActionPlan) -> Ev
         update(jobs)
         .where(jobs.c.job == plan.job, jobs.c.generation < plan.generation)
         .values(generation=plan.generation)
-    )
-    return Event(
-        at=decision.at,
-        kind=EventKind.GENERATION_GRANTED,
-        job=plan.job,
-        generation=plan.generation,
-        incident_id=decision.incident_id,
-        data={"parent": plan.parent, "hosts": [host.host_id for host in plan.hosts]},
-    )
-
-
-def _incident_event(incident: Incident, kind: EventKind, at: float) -> Event:
-    opened = kind is EventKind.INCIDENT_OPENED
-    return Event(
-        at=at,
-        kind=kind,
-        job=incident.job,
-        generation=incident.generation,
-        host_id=incident.host_id,
-        incident_id=incident.incident_id,
-        data={"cause": incident.cause}
-        if opened
-        else {"cause": incident.cause, "state": incident.state.value, "lost_steps": incident.lost_steps},
     )

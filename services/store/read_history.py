@@ -7,31 +7,33 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, Table, or_, select
+from sqlalchemy import Column, Connection, Row, Select, Table, or_, select
 
 from flyball.contracts.checkpoints import RestoreReport
 from flyball.contracts.decisions import ActionPlan, Command, CommandUpdate, Decision, DecisionKind, Incident
 from flyball.contracts.signals import Signal
+from services.runtime.paging import Page
 from services.store import tables
-from services.store.codec import load, plain, shown
+from services.store.codec import load, number_of, plain, shown
 from services.store.read_state import moment
 
 Json = dict[str, Any]
 
-MAX_INCIDENTS = 200
-MAX_DECISIONS = 500
+_FIRST = Page()
 MAX_SIGNALS = 2000
 BEFORE_S = 5.0  # clocks of observers differ: a signal may look that much older than the first of its incident
 
 
-def incidents(connection: Connection, job: str | None, numbers: Sequence[int] | None = None) -> list[Json]:
-    """The newest incidents of a job or of all, or those of these numbers; oldest first."""
+def incidents(
+    connection: Connection, job: str | None, numbers: Sequence[int] | None = None, page: Page = _FIRST
+) -> list[Json]:
+    """A page of the incidents of a job or of all, or those of these numbers; oldest first."""
     query = select(tables.incidents)
     if job is not None:
         query = query.where(tables.incidents.c.job == job)
     if numbers is not None:
         query = query.where(tables.incidents.c.number.in_(numbers))
-    rows = connection.execute(query.order_by(tables.incidents.c.number.desc()).limit(MAX_INCIDENTS)).all()[::-1]
+    rows = _page(connection, query, tables.incidents.c.number, page)
     if not rows:
         return []
     found = {row.number: load(row.document, Incident) for row in rows}
@@ -50,6 +52,14 @@ def incidents(connection: Connection, job: str | None, numbers: Sequence[int] | 
         )
         for row in rows
     ]
+
+
+def _page(connection: Connection, query: Select[Any], number: Column[int], page: Page) -> list[Row[Any]]:
+    if page.before:
+        query = query.where(number < number_of(page.before))
+    if page.after:
+        query = query.where(number > number_of(page.after))
+    return list(connection.execute(query.order_by(number.desc()).limit(page.limit)).all()[::-1])
 
 
 def _incident(
@@ -87,14 +97,14 @@ def _telling(cause: str, kinds: Sequence[str]) -> str:
     return told_by if told_by in kinds else next(iter(kinds), "")
 
 
-def decisions(connection: Connection, job: str | None) -> list[Json]:
-    """The newest decisions of a job or of all, oldest first, each with the state of its action."""
+def decisions(connection: Connection, job: str | None, page: Page = _FIRST) -> list[Json]:
+    """A page of the decisions of a job or of all, oldest first, each with the state of its action."""
     query = select(tables.decisions.c.document, tables.actions.c.state, tables.actions.c.phase).join(
         tables.actions, tables.actions.c.number == tables.decisions.c.number, isouter=True
     )
     if job is not None:
         query = query.where(tables.decisions.c.job == job)
-    rows = connection.execute(query.order_by(tables.decisions.c.number.desc()).limit(MAX_DECISIONS)).all()[::-1]
+    rows = _page(connection, query, tables.decisions.c.number, page)
     return [
         _decision(load(row.document, Decision)) | {"action_state": row.state, "action_phase": row.phase} for row in rows
     ]

@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection
 
 from flyball.contracts.errors import NotFound
+from services.runtime.paging import Page
 from services.store import read_history, read_state
 from services.store.codec import number_of
 from services.store.database import Database
 
 Json = dict[str, Any]
 T = TypeVar("T")
+_FIRST = Page()
 
 
 class ReadModels:
@@ -23,17 +25,23 @@ class ReadModels:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    def jobs(self) -> list[Json]:
-        """All jobs, oldest first."""
-        return self._read(read_state.jobs)
+    def jobs(self, page: Page = _FIRST, *, open_only: bool = False) -> list[Json]:
+        """A page of all jobs, or of those that have not ended, oldest first."""
+        return self._read(lambda c: read_state.jobs(c, page=page, open_only=open_only))
 
     def job(self, name: str) -> Json:
         """One job: spec, state, generation, and every rank with its host, step and phase. Raises NotFound."""
         return _only(self._read(lambda c: read_state.jobs(c, name)), f"job {name!r}", "`flyball status` lists the jobs")
 
-    def hosts(self) -> list[Json]:
-        """All hosts that ever reported, by name."""
-        return self._read(read_state.hosts)
+    def hosts(self, page: Page = _FIRST) -> list[Json]:
+        """A page of all hosts that ever reported, by name: the last of them on the first page."""
+        return self._read(lambda c: read_state.hosts(c, page=page))
+
+    def host(self, host_id: str) -> Json:
+        """One host. Raises NotFound."""
+        return _only(
+            self._read(lambda c: read_state.hosts(c, host_id)), f"host {host_id!r}", "`flyball status` lists the hosts"
+        )
 
     def checkpoints(self, job: str) -> Json:
         """Verified copies by tier, and the recovery point that they make. Raises NotFound."""
@@ -41,14 +49,14 @@ class ReadModels:
             self._read(lambda c: read_state.checkpoints(c, job)), f"job {job!r}", "`flyball status` lists the jobs"
         )
 
-    def incidents(self, job: str | None) -> list[Json]:
-        """The newest incidents, oldest first: cause, moments, signals, decisions, lost steps, what was restored from
+    def incidents(self, job: str | None, page: Page = _FIRST) -> list[Json]:
+        """A page of incidents, oldest first: cause, moments, signals, decisions, lost steps, what was restored from
         where, and the timeline."""
-        return self._read(lambda c: read_history.incidents(c, job))
+        return self._read(lambda c: read_history.incidents(c, job, page=page))
 
-    def decisions(self, job: str | None) -> list[Json]:
-        """The newest decisions with their reasons, oldest first."""
-        return self._read(lambda c: read_history.decisions(c, job))
+    def decisions(self, job: str | None, page: Page = _FIRST) -> list[Json]:
+        """A page of decisions with their reasons, oldest first."""
+        return self._read(lambda c: read_history.decisions(c, job, page))
 
     def decision(self, decision_id: str) -> Json:
         """All about one decision: the incident, the signals before it, its action with phases, commands and answers.

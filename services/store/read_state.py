@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from sqlalchemy import Connection, Row, select
 
 from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
-from flyball.contracts.cluster import HostState, JobSpec, JobState, Phase
-from flyball.contracts.decisions import GenerationPlan
-from flyball.contracts.signals import EngineStatus, WorkerExited
+from flyball.contracts.cluster import HostState, JobSpec, JobState
+from flyball.contracts.decisions import GenerationPlan, Incident
+from flyball.contracts.drains import DrainState
+from flyball.contracts.signals import EngineStatus
 from services.controller.recovery_point import newest_step
-from services.store import tables
+from services.runtime.paging import Page
+from services.store import persistent_steps, tables, vouching
 from services.store.codec import load, plain, shown
-from services.store.view_loader import load_persistent_copies
+from services.store.rank_rows import KnownRank, known_ranks
 
 Json = dict[str, Any]
+_OF = tables.drains.c.host_id == tables.hosts.c.host_id
+_FIRST = Page()
 _LOST = {HostState.SILENT.value, HostState.IN_REPAIR.value}
 
 
@@ -25,42 +29,38 @@ def moment(at: float) -> float | None:
     return at or None
 
 
-def jobs(connection: Connection, name: str | None = None) -> list[Json]:
-    """All jobs or the one of that name, with the newest generation that was granted."""
-    query = select(tables.jobs).order_by(tables.jobs.c.submitted_at, tables.jobs.c.job)
+def jobs(
+    connection: Connection, name: str | None = None, page: Page = _FIRST, *, open_only: bool = False
+) -> list[Json]:
+    """A page of all jobs (or of those that have not ended), oldest first, or the one of that name, with the newest
+    generation that was granted."""
+    columns = tables.jobs.c
+    query = select(tables.jobs).order_by(columns.submitted_at.desc(), columns.job.desc()).limit(page.limit)
     if name is not None:
-        query = query.where(tables.jobs.c.job == name)
-    rows = connection.execute(query).all()
-    plans = _plans(connection, name)
-    rank_rows = _rank_rows(connection, name)
-    return [_job(row, plans.get(row.job), rank_rows.get(row.job, {})) for row in rows]
+        query = query.where(columns.job == name)
+    if open_only:
+        query = query.where(columns.state.in_([state.value for state in JobState if not state.ended]))
+    if page.before:
+        at = select(columns.submitted_at).where(columns.job == page.before).scalar_subquery()
+        query = query.where((columns.submitted_at < at) | ((columns.submitted_at == at) & (columns.job < page.before)))
+    rows = connection.execute(query).all()[::-1]
+    plans = _plans(connection, [row.job for row in rows])
+    newest = {row.job: row.generation for row in rows}
+    given = {job: {host.host_id: host.ranks for host in plan.hosts} for job, plan in plans.items()}
+    known = known_ranks(connection, newest, given)
+    return [_job(row, plans.get(row.job), known.get(row.job, {})) for row in rows]
 
 
-def _plans(connection: Connection, name: str | None) -> dict[str, GenerationPlan]:
-    query = select(tables.generations.c.plan).join(
-        tables.jobs,
-        (tables.jobs.c.job == tables.generations.c.job) & (tables.jobs.c.generation == tables.generations.c.generation),
+def _plans(connection: Connection, names: Collection[str]) -> dict[str, GenerationPlan]:
+    of_jobs = (tables.jobs.c.job == tables.generations.c.job) & (
+        tables.jobs.c.generation == tables.generations.c.generation
     )
-    if name is not None:
-        query = query.where(tables.jobs.c.job == name)
+    query = select(tables.generations.c.plan).join(tables.jobs, of_jobs).where(tables.jobs.c.job.in_(sorted(names)))
     plans: list[GenerationPlan] = [load(document, GenerationPlan) for document in connection.scalars(query)]
     return {plan.job: plan for plan in plans}
 
 
-def _rank_rows(connection: Connection, name: str | None) -> dict[str, dict[int, Row[Any]]]:
-    query = select(tables.ranks).join(
-        tables.jobs,
-        (tables.jobs.c.job == tables.ranks.c.job) & (tables.jobs.c.generation == tables.ranks.c.generation),
-    )
-    if name is not None:
-        query = query.where(tables.jobs.c.job == name)
-    found: defaultdict[str, dict[int, Row[Any]]] = defaultdict(dict)
-    for row in connection.execute(query):
-        found[row.job][row.rank] = row
-    return found
-
-
-def _job(row: Row[Any], plan: GenerationPlan | None, rank_rows: dict[int, Row[Any]]) -> Json:
+def _job(row: Row[Any], plan: GenerationPlan | None, known: Mapping[int, KnownRank]) -> Json:
     spec: JobSpec = load(row.spec, JobSpec)
     placed = [(rank, host.host_id) for host in plan.hosts for rank in host.ranks] if plan else []
     return {
@@ -75,21 +75,21 @@ def _job(row: Row[Any], plan: GenerationPlan | None, rank_rows: dict[int, Row[An
         "submitted_at": row.submitted_at,
         "ended_at": moment(row.ended_at),
         "stop_requested": bool(row.stop_requested),
-        "ranks": [_rank(rank, host_id, rank_rows.get(rank)) for rank, host_id in sorted(placed)],
+        "ranks": [_rank(rank, host_id, known.get(rank)) for rank, host_id in sorted(placed)],
     }
 
 
-def _rank(rank: int, host_id: str, row: Row[Any] | None) -> Json:
-    if row is None:
+def _rank(rank: int, host_id: str, known: KnownRank | None) -> Json:
+    if known is None:
         return {"rank": rank, "host_id": host_id, "pid": None, "step": -1, "phase": "waiting"} | _NOTHING
-    exited: WorkerExited | None = load(row.exited, WorkerExited) if row.exited else None
+    exited = known.exited
     return {
         "rank": rank,
         "host_id": host_id,
-        "pid": row.pid or None,
-        "step": row.step,
-        "phase": "exited" if exited else Phase(row.phase).name.lower(),
-        "reported_at": moment(row.reported_at),
+        "pid": known.pid or None,
+        "step": known.step,
+        "phase": "exited" if exited else known.phase.name.lower(),
+        "reported_at": moment(known.reported_at),
         "exit_code": exited.exit_code if exited else None,
         "signal_number": exited.signal_number if exited else None,
     }
@@ -98,25 +98,57 @@ def _rank(rank: int, host_id: str, row: Row[Any] | None) -> Json:
 _NOTHING: Json = {"reported_at": None, "exit_code": None, "signal_number": None}
 
 
-def hosts(connection: Connection) -> list[Json]:
-    """All hosts, with the job that has ranks on each."""
+def hosts(connection: Connection, host_id: str | None = None, page: Page = _FIRST) -> list[Json]:
+    """A page of all hosts, by name, or the one of that name, with the job that has ranks on each."""
     running = select(tables.jobs.c.job).where(
         tables.jobs.c.state.in_([state.value for state in JobState if not state.ended])
     )
     names = set(connection.scalars(running))
     placed = {
-        host.host_id: (plan.job, list(host.ranks))
-        for plan in _plans(connection, None).values()
-        if plan.job in names
-        for host in plan.hosts
+        host.host_id: (plan.job, list(host.ranks)) for plan in _plans(connection, names).values() for host in plan.hosts
     }
+    query = (
+        select(tables.hosts, tables.host_reports.c.received_at)
+        .join(tables.host_reports, tables.host_reports.c.host_id == tables.hosts.c.host_id)
+        .order_by(tables.hosts.c.host_id.desc())
+        .limit(page.limit)
+    )
+    heard_at = vouching.heard_at(connection)
+    if host_id is not None:
+        query = query.where(tables.hosts.c.host_id == host_id)
+    if page.before:
+        query = query.where(tables.hosts.c.host_id < page.before)
+    drains = _drains(connection)
     return [
-        _host(row, *placed.get(row.host_id, ("", [])))
-        for row in connection.execute(select(tables.hosts).order_by(tables.hosts.c.host_id))
+        _host(row, *placed.get(row.host_id, ("", [])), heard_at.get(row.host_id, 0.0))
+        | {"drain": drains.get(row.host_id)}
+        for row in connection.execute(query).all()[::-1]
     ]
 
 
-def _host(row: Row[Any], job: str, ranks: list[int]) -> Json:
+def _drains(connection: Connection) -> dict[str, Json]:
+    """What operators want of hosts, and whether it is so: drained is a host whose ranks train elsewhere."""
+    drains, host_state = tables.drains, tables.hosts.c.state.label("host_state")
+    rows = connection.execute(select(drains, host_state).join(tables.hosts, _OF)).all()
+    if not rows:
+        return {}
+    query = select(tables.incidents.c.document).where(~tables.incidents.c.closed)
+    moving = {incident.host_id for incident in (load(d, Incident) for d in connection.scalars(query))}
+    return {
+        row.host_id: {
+            "state": "drained"
+            if row.state == DrainState.REQUESTED and row.host_state == HostState.CORDONED and row.host_id not in moving
+            else row.state,
+            "requested_at": row.requested_at,
+            "deadline_at": row.deadline_at,
+            "reason": row.reason,
+            "message": row.message,
+        }
+        for row in rows
+    }
+
+
+def _host(row: Row[Any], job: str, ranks: list[int], heard_at: float) -> Json:
     engine: EngineStatus = load(row.engine, EngineStatus)
     copies: list[ShardCopy] = load(row.copies, list[ShardCopy])
     return {
@@ -131,7 +163,7 @@ def _host(row: Row[Any], job: str, ranks: list[int]) -> Json:
         "daemon_version": row.daemon_version,
         "daemon_pid": row.pid,
         "joined_at": row.joined_at,
-        "last_report_at": row.last_report_at,
+        "last_report_at": max(row.received_at, heard_at),
         "report_interval_s": row.interval_s,
         "preempt_deadline_at": moment(row.preempt_deadline_at),
         "engine_address": row.engine_address,
@@ -150,7 +182,7 @@ def checkpoints(connection: Connection, job: str) -> list[Json]:
         return []
     spec: JobSpec = load(row.spec, JobSpec)
     lost: set[str] = set()
-    copies: list[ShardCopy] = list(load_persistent_copies(connection, [job]))
+    copies: list[ShardCopy] = list(persistent_steps.read(connection, [job]))
     for host in connection.execute(select(tables.hosts).order_by(tables.hosts.c.host_id)):
         copies += [copy for copy in load(host.copies, list[ShardCopy]) if copy.job == job]
         if host.state in _LOST:

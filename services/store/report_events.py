@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -10,11 +11,19 @@ import msgspec
 from flyball.contracts.checkpoints import RestoreReport, ShardCopy
 from flyball.contracts.cluster import Phase, RankStatus
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.signals import RankMarks, RankSteps, Report
+from flyball.contracts.rank_columns import CompletedSteps, Workers, statuses_in
+from flyball.contracts.rank_events import summed_up
+from flyball.contracts.signals import RankMarks, Report
+from services.sensor.step_log import StepSummary
 from services.store.codec import dump, load
 
 RankKey = tuple[str, int, int]  # job, generation, rank
-EventData: TypeAlias = Mapping[str, str | int | float | bool | list[float | str] | None]
+EventData: TypeAlias = Mapping[str, str | int | float | bool | list[int | float | str] | None]
+
+
+LATE_S = 30.0  # a report that much older than the newest came late; older still, and the host's clock was set back
+
+Received: TypeAlias = tuple[Report, float]  # with the wall clock of its receipt
 
 
 class RankRow(msgspec.Struct):
@@ -30,16 +39,48 @@ class RankRow(msgspec.Struct):
     restored: str | None = None
 
 
+def sift(
+    reports: Sequence[Received], known: Mapping[str, tuple[str, float]]
+) -> tuple[list[Received], dict[str, Received]]:
+    """Those that did not come before, and by host the one whose facts count: the newest, unless all came late.
+    `known`: host -> (incarnation, sent_at) of its newest report."""
+    newest = dict(known)
+    fresh: list[Received] = []
+    current: dict[str, Received] = {}
+    for report, received_at in reports:
+        host_id = report.facts.host_id
+        incarnation, sent_at = newest.get(host_id, ("", 0.0))
+        if report.incarnation == incarnation and report.sent_at == sent_at:
+            continue
+        fresh.append((report, received_at))
+        is_late = report.incarnation == incarnation and 0.0 < sent_at - report.sent_at < LATE_S
+        if not is_late:
+            current[host_id] = (report, received_at)
+            newest[host_id] = (report.incarnation, report.sent_at)
+    return fresh, current
+
+
+def workers_of(report: Report) -> dict[str, int]:
+    """Job -> newest generation of the live workers that a report shows."""
+    generations_of: dict[str, int] = {}
+    for workers in report.workers:
+        generations_of[workers.job] = max(workers.generation, generations_of.get(workers.job, -1))
+    return generations_of
+
+
 def parts_of(
     report: Report,
-) -> tuple[Sequence[RankStatus | RankSteps | RankMarks | RestoreReport | ShardCopy], ...]:
+) -> tuple[Sequence[Workers | CompletedSteps | RankMarks | RestoreReport | ShardCopy], ...]:
     """Everything in a report that names a job."""
-    return report.ranks, report.steps, report.marks, report.restores, report.copies
+    return report.workers, report.completed, report.marks, report.restores, report.copies
 
 
 def ranks_of(report: Report) -> set[RankKey]:
     """The ranks of which a report says something new, copies apart: those lie on hosts that do not run the rank."""
-    return {(part.job, part.generation, part.rank) for parts in parts_of(report)[:-1] for part in parts}
+    columns: tuple[Workers | CompletedSteps, ...] = (*report.workers, *report.completed)
+    parts: tuple[RankMarks | RestoreReport, ...] = (*report.marks, *report.restores)
+    keys = {(part.job, part.generation, rank) for part in columns for rank in part.ranks}
+    return keys | {(part.job, part.generation, part.rank) for part in parts}
 
 
 def merge(
@@ -50,26 +91,48 @@ def merge(
     granted: Collection[tuple[str, int]],
     is_current: bool,
 ) -> Iterator[Event]:
-    """Bring `rows` up to date and yield the events that this takes. Of a report that came late (not `is_current`) the
-    status of the ranks is old and does not count; steps, marks and restores always do."""
+    """Bring `rows` up to date and yield the events that this takes, those of steps apart (`event_of_steps`). Of a
+    report that came late (not `is_current`) the status of the ranks is old and does not count; all else does."""
     host_id = report.facts.host_id
     if is_current:
-        for status in report.ranks:
+        for status in statuses_in(report.workers, report.progress):
             if (status.job, status.generation) in granted:
                 yield from _status(rows[status.job, status.generation, status.rank], status, report, received_at)
-    for steps in report.steps:
-        if (steps.job, steps.generation) in granted and steps.completed_at:
-            row = rows[steps.job, steps.generation, steps.rank]
+    for steps in report.completed:
+        for rank in steps.ranks if (steps.job, steps.generation) in granted else ():
+            row = rows[steps.job, steps.generation, rank]
             row.host_id = row.host_id or host_id
-            row.step = max(row.step, steps.first_step + len(steps.completed_at) - 1)
-            data: EventData = {"first_step": steps.first_step, "completed_at": list(steps.completed_at)}
-            yield _event(steps, EventKind.STEPS, steps.completed_at[-1], host_id, data)
+            row.step = max(row.step, steps.last_step)
+    told: defaultdict[tuple[EventKind, str, int], list[Event]] = defaultdict(list)
     for marks in report.marks:
         if (marks.job, marks.generation) in granted:
-            yield from _marks(rows[marks.job, marks.generation, marks.rank], marks, report)
+            for event in _marks(rows[marks.job, marks.generation, marks.rank], marks, report):
+                told[event.kind, event.job, event.generation].append(event)
     for restored in report.restores:
         if (restored.job, restored.generation) in granted:
-            yield from _restored(rows[restored.job, restored.generation, restored.rank], restored, host_id)
+            for event in _restored(rows[restored.job, restored.generation, restored.rank], restored, host_id):
+                told[event.kind, event.job, event.generation].append(event)
+    yield from map(summed_up, told.values())
+
+
+def event_of_steps(summary: StepSummary) -> Event:
+    """What a summary tells the log."""
+    data: EventData = {
+        "first_step": summary.first_step,
+        "completed_at": list(summary.completed_at),
+        "slowest_step": summary.slowest_step,
+        "ranks": summary.ranks,
+        "sensor": summary.sensor,
+        "save_blocked_s": summary.save_blocked_s,
+        "data_wait_s": summary.data_wait_s,
+    }
+    return Event(
+        at=summary.at,
+        kind=EventKind.STEPS,
+        job=summary.job,
+        generation=summary.generation,
+        data=data,
+    )
 
 
 def _status(row: RankRow, status: RankStatus, report: Report, received_at: float) -> Iterator[Event]:
@@ -99,13 +162,14 @@ def _marks(row: RankRow, marks: RankMarks, report: Report) -> Iterator[Event]:
         "restored_at": marks.restored_at,
         "first_step_at": marks.first_step_at,
         "save_blocked_s": marks.save_blocked_s,
+        "data_wait_s": marks.data_wait_s,
     }
     yield _event(marks, EventKind.RANK_MARKS, report.sent_at, report.facts.host_id, data)
 
 
 def _reached(marks: RankMarks) -> tuple[int, float]:
     moments = (marks.spawned_at, marks.attached_at, marks.restore_began_at, marks.restored_at, marks.first_step_at)
-    return sum(moment > 0.0 for moment in moments), marks.save_blocked_s
+    return sum(moment > 0.0 for moment in moments), marks.save_blocked_s + marks.data_wait_s
 
 
 def _restored(row: RankRow, restored: RestoreReport, host_id: str) -> Iterator[Event]:
@@ -126,7 +190,7 @@ def _restored(row: RankRow, restored: RestoreReport, host_id: str) -> Iterator[E
 
 
 def _event(
-    part: RankStatus | RankSteps | RankMarks | RestoreReport,
+    part: RankStatus | RankMarks | RestoreReport,
     kind: EventKind,
     at: float,
     host_id: str,

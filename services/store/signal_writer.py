@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from sqlalchemy import Connection, and_, insert, or_, select
+import structlog
+from sqlalchemy import Connection, and_, insert, or_, select, tuple_
 
-from flyball.contracts.cluster import Phase
+from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.signals import Signal, WorkerExited
-from services.store.codec import dump, subject_of
+from services.controller.unreadable import unstorable
+from services.store.codec import dump, load, subject_of
 from services.store.status_store import raise_newest_step
 from services.store.tables import generations, ranks, signals, watermarks
 from services.store.upsert import upsert
@@ -19,6 +21,8 @@ MAX_NAME_LENGTH = 64
 MAX_GAP = 20_000  # seqs that may wait behind a missing one; more than a daemon spools
 
 SignalKey = tuple[str, str, int]
+
+_log = structlog.get_logger(__name__)
 
 
 def key_of(signal: Signal) -> SignalKey:
@@ -36,6 +40,17 @@ def is_storable(signal: Signal) -> bool:
         and all(-(2**31) <= number < 2**31 for number in numbers)
         and all(-(2**63) <= step < 2**63 for step in steps)
     )
+
+
+def storable(signals: Iterable[Signal]) -> Iterator[Signal]:
+    """What is to be stored of these, in their order: themselves, or what stands for those that no column can hold."""
+    for signal in signals:
+        if is_storable(signal):
+            yield signal
+        elif is_storable(stand_in := unstorable(signal, "a value does not fit its column")):
+            yield stand_in
+        else:  # whoever this is, it is no daemon and no sensor of ours
+            _log.error("signal_dropped", source=signal.source[:64], kind=type(signal.body).__name__)
 
 
 def known_keys(connection: Connection, wanted: Sequence[Signal]) -> set[SignalKey]:
@@ -80,32 +95,32 @@ def store(connection: Connection, fresh: Sequence[Signal], now: float) -> list[E
         ],
     )
     _raise_watermarks(connection, fresh)
-    return [
-        Event(
-            at=now,
-            kind=EventKind.SIGNAL,
-            job=subject.job,
-            generation=subject.generation,
-            rank=getattr(signal.body, "rank", -1),
-            host_id=subject.host_id,
-            data={"kind": subject.kind, "source": signal.source, "observed_at": signal.at},
-        )
-        for signal, subject in zip(fresh, subjects, strict=True)
-    ]
+    return [event_of(signal, now) for signal in fresh]
+
+
+def event_of(signal: Signal, now: float) -> Event:
+    """What a signal that is stored tells the log. Pure."""
+    subject = subject_of(signal)
+    return Event(
+        at=now,
+        kind=EventKind.SIGNAL,
+        job=subject.job,
+        generation=subject.generation,
+        rank=getattr(signal.body, "rank", -1),
+        host_id=subject.host_id,
+        data={"kind": subject.kind, "source": signal.source, "observed_at": signal.at},
+    )
 
 
 def store_exits(connection: Connection, fresh: Sequence[Signal]) -> None:
-    """Note on the ranks that their workers ended. The first word on a worker stands."""
-    exits = [(signal, signal.body) for signal in fresh if isinstance(signal.body, WorkerExited)]
+    """Note on the ranks that their workers ended, as their own hosts say, and let their last steps count for their
+    jobs. The first word on a worker stands."""
+    told = [(signal, signal.body) for signal in fresh if isinstance(signal.body, WorkerExited)]
+    host_of = _hosts_of_ranks(connection, {(body.job, body.generation) for _, body in told}) if told else {}
+    exits = [(s, body) for s, body in told if host_of.get((body.job, body.generation, body.rank)) == s.source]
     if not exits:
         return
     names = sorted({body.job for _, body in exits})
-    granted = {
-        (row.job, row.generation)
-        for row in connection.execute(
-            select(generations.c.job, generations.c.generation).where(generations.c.job.in_(names))
-        )
-    }
     known = {
         (row.job, row.generation, row.rank)
         for row in connection.execute(
@@ -120,33 +135,33 @@ def store_exits(connection: Connection, fresh: Sequence[Signal]) -> None:
     rows = {}
     for signal, body in exits:
         key = (body.job, body.generation, body.rank)
-        if key[:2] in granted and key not in known and key not in rows:
+        if key not in known and key not in rows:
             rows[key] = {
                 "job": body.job,
                 "generation": body.generation,
                 "rank": body.rank,
                 "host_id": signal.source,
-                "pid": body.pid,
-                "step": body.last_step,
-                "phase": Phase.STARTING.value,
-                "reported_at": signal.at,
                 "exited_at": signal.at,
                 "exited": dump(body),
                 "marks": None,
                 "restored_at": 0.0,
                 "restored": None,
             }
-    upsert(connection, ranks, [rows[key] for key in sorted(rows)], replace=("exited_at", "exited"), maximum=("step",))
-
-
-def raise_newest_steps(connection: Connection, fresh: Sequence[Signal]) -> None:
-    """Let the last steps of ended workers count for their jobs."""
+    upsert(connection, ranks, [rows[key] for key in sorted(rows)], replace=("exited_at", "exited"))
     newest: dict[str, int] = {}
-    for signal in fresh:
-        if isinstance(signal.body, WorkerExited):
-            newest[signal.body.job] = max(signal.body.last_step, newest.get(signal.body.job, -1))
+    for _, body in exits:
+        newest[body.job] = max(body.last_step, newest.get(body.job, -1))
     for job, step in sorted(newest.items()):
         raise_newest_step(connection, job, step)
+
+
+def _hosts_of_ranks(connection: Connection, wanted: set[tuple[str, int]]) -> dict[tuple[str, int, int], str]:
+    """(job, generation, rank) -> the host that was given the rank; nothing of generations that were never granted."""
+    query = select(generations.c.plan).where(tuple_(generations.c.job, generations.c.generation).in_(sorted(wanted)))
+    plans: list[GenerationPlan] = [load(document, GenerationPlan) for document in connection.scalars(query)]
+    return {
+        (plan.job, plan.generation, rank): host.host_id for plan in plans for host in plan.hosts for rank in host.ranks
+    }
 
 
 def _raise_watermarks(connection: Connection, fresh: Sequence[Signal]) -> None:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import msgspec
+import xxhash
 from sqlalchemy import Connection, select, update
 
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.cluster import HostState, JobState
-from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.signals import Report
-from services.store import events, report_events
-from services.store.codec import dump, load
+from flyball.contracts.wire import encode
+from services.sensor.step_log import StepSummary
+from services.store import events, persistent_steps, report_events, vouching
+from services.store.codec import dump
 from services.store.database import Database
-from services.store.report_events import RankKey, RankRow
-from services.store.tables import generations, hosts, jobs, persistent_copies, ranks, watermarks
+from services.store.positions import document_of, read_positions, rows_of
+from services.store.report_events import RankKey, RankRow, Received
+from services.store.running_plans import GivenPlans, RunningPlans, hosts_of
+from services.store.tables import generations, host_reports, hosts, jobs, ranks, watermarks
 from services.store.upsert import upsert
+from services.store.versions import new_version
 
-LATE_S = 30.0  # a report that much older than the newest came late; older still, and the host's clock was set back
+FEW_HOSTS = 500
 
 _FACTS = (
     "address",
@@ -27,14 +34,29 @@ _FACTS = (
     "free_port",
     "daemon_version",
     "pid",
-    "incarnation",
-    "sent_at",
-    "last_report_at",
     "interval_s",
     "engine",
-    "workers",
     "copies",
+    "version",
 )
+
+
+class _Known(msgspec.Struct, frozen=True):
+    """What is stored of a host's newest report."""
+
+    incarnation: str = ""
+    sent_at: float = 0.0
+    received_at: float = 0.0
+    digest: str = ""
+    workers: str = "{}"
+    rows: Mapping[RankKey, RankRow] = {}
+
+
+class _Jobs(msgspec.Struct, frozen=True):
+    """Of the jobs that a batch speaks of, and those of which its hosts had ranks and that have not ended."""
+
+    granted: frozenset[tuple[str, int]]  # of the generations that it speaks of
+    newest: Mapping[str, int]
 
 
 class SqlStatusStore:
@@ -42,16 +64,25 @@ class SqlStatusStore:
 
     def __init__(self, db: Database) -> None:
         self._db = db
+        self._placed = RunningPlans(hosts_of)
+        self._plans = GivenPlans()
 
-    def record_reports(self, reports: Sequence[tuple[Report, float]]) -> None:
-        """Store what (report, received_at) pairs say, in one transaction: the newest facts of each host, the newest
-        status of each rank, and an event for every step, mark and restore that is new.
+    def record_reports(self, reports: Sequence[Received], steps: Sequence[StepSummary] = ()) -> None:
+        """Store what (report, received_at) pairs say, in one transaction: of each host the newest facts, where changed,
+        and positions of its ranks, and an event for every mark and restore that is new and every summary of steps.
 
         A report that comes twice changes nothing; one that comes late adds its steps and leaves newer facts alone.
-        What it says of jobs and generations that were never granted is ignored.
+        What is said of jobs and generations that were never granted is ignored.
         """
-        if reports:
-            self._db.transact(lambda connection: _record(connection, reports), durable=False)
+        if reports or steps:
+            self._db.transact(lambda connection: _record(connection, reports, steps, self._plans), durable=False)
+
+    def vouch(self, *, sensor: str, at: float, ages_ms: Sequence[int], hosts: Sequence[str] | None) -> None:
+        """Store how long before `at` (wall clock) a sensor heard of each host; `hosts` None: those of the last time."""
+        self._db.transact(
+            lambda connection: vouching.write(connection, sensor=sensor, at=at, ages_ms=ages_ms, hosts=hosts),
+            durable=False,
+        )
 
     def committed(self, incarnations: Iterable[str]) -> dict[str, int]:
         """For each incarnation that is known: every signal up to this seq is committed."""
@@ -64,58 +95,105 @@ class SqlStatusStore:
 
     def hosts_with_placement(self) -> dict[str, float]:
         """The hosts on which workers of running jobs should be -> when any sensor last heard of each (wall clock)."""
-        query = (
-            select(generations.c.plan)
-            .join(jobs, (jobs.c.job == generations.c.job) & (jobs.c.generation == generations.c.generation))
-            .where(jobs.c.state == JobState.RUNNING.value)
-        )
         with self._db.read() as connection:
-            plans: list[GenerationPlan] = [load(document, GenerationPlan) for document in connection.scalars(query)]
-            heard_at = {
-                row.host_id: row.last_report_at
-                for row in connection.execute(select(hosts.c.host_id, hosts.c.last_report_at))
-            }
-        named = sorted({host.host_id for plan in plans for host in plan.hosts})
-        return {host_id: heard_at.get(host_id, 0.0) for host_id in named}
+            named = frozenset().union(*self._placed.read(connection).values())
+            heard_at = vouching.heard_at(connection)
+            # Of few hosts the newest reports are stored as they come, and are newer than what is vouched for.
+            wanted = named if len(named) <= FEW_HOSTS else named - heard_at.keys()
+            query = select(host_reports.c.host_id, host_reports.c.received_at)
+            for row in connection.execute(query.where(host_reports.c.host_id.in_(sorted(wanted)))):
+                heard_at[row.host_id] = max(row.received_at, heard_at.get(row.host_id, 0.0))
+        return {host_id: heard_at.get(host_id, 0.0) for host_id in sorted(named)}
 
 
-def _record(connection: Connection, reports: Sequence[tuple[Report, float]]) -> None:
-    known_hosts = _known_hosts(connection, reports)
-    current: dict[str, tuple[Report, float]] = {}
-    fresh: list[tuple[Report, float]] = []
-    for report, received_at in reports:
+def _record(
+    connection: Connection, reports: Sequence[Received], steps: Sequence[StepSummary], plans: GivenPlans
+) -> None:
+    known = _known_reports(connection, sorted({report.facts.host_id for report, _ in reports}))
+    newest = {host_id: (row.incarnation, row.sent_at) for host_id, row in known.items()}
+    fresh, current = report_events.sift(reports, newest)
+    spoken_of = _jobs(connection, [report for report, _ in fresh], steps, known)
+    granted = spoken_of.granted
+    digests = {host_id: _digest(report) for host_id, (report, _) in current.items()}
+    news = _store_hosts(connection, known, current, digests)
+    rows: dict[str, dict[RankKey, RankRow]] = {}  # by host
+    told: dict[RankKey, RankRow] = {}  # those of which marks or restores are new
+    for report, _ in fresh:
         host_id = report.facts.host_id
-        incarnation, sent_at = known_hosts.get(host_id, ("", 0.0))
-        if report.incarnation == incarnation and report.sent_at == sent_at:
-            continue
-        fresh.append((report, received_at))
-        is_late = report.incarnation == incarnation and 0.0 < sent_at - report.sent_at < LATE_S
-        if not is_late:
-            current[host_id] = (report, received_at)
-            known_hosts[host_id] = (report.incarnation, report.sent_at)
-    joined = _store_hosts(connection, current)
-    granted = _granted(connection, [report for report, _ in fresh])
-    rows = _known_ranks(connection, [report for report, _ in fresh], granted)
-    news = joined
+        if host_id not in rows:
+            rows[host_id] = dict(known[host_id].rows) if host_id in known else {}
+        of_host = rows[host_id]
+        for key in report_events.ranks_of(report):
+            if key[:2] in granted and key not in of_host:
+                of_host[key] = RankRow()
+        told |= {key: of_host[key] for key in _told_keys(report) if key in of_host}
+    _load_told(connection, told)
     for report, received_at in fresh:
         is_current = current.get(report.facts.host_id, (None,))[0] is report
-        news.extend(report_events.merge(rows, report, received_at, granted=granted, is_current=is_current))
-    _store_ranks(connection, rows)
-    _store_persistent_copies(connection, [report for report, _ in fresh], granted)
+        of_host = rows[report.facts.host_id]
+        news.extend(report_events.merge(of_host, report, received_at, granted=granted, is_current=is_current))
+    positions = [(host_id, document_of(of_host, spoken_of.newest)) for host_id, of_host in rows.items()]
+    _store_reports(connection, known, current, digests, positions)
+    _store_told(connection, told)
+    _raise_newest_steps(connection, rows, granted, plans)
+    copies = [copy for report, _ in fresh for copy in report.copies if copy.tier is Tier.PERSISTENT]
+    persistent_steps.store(connection, (copy for copy in copies if (copy.job, copy.generation) in granted))
+    news.extend(report_events.event_of_steps(part) for part in steps if (part.job, part.generation) in granted)
     events.append(connection, news)
 
 
-def _known_hosts(connection: Connection, reports: Sequence[tuple[Report, float]]) -> dict[str, tuple[str, float]]:
-    wanted = sorted({report.facts.host_id for report, _ in reports})
-    query = select(hosts.c.host_id, hosts.c.incarnation, hosts.c.sent_at).where(hosts.c.host_id.in_(wanted))
-    return {row.host_id: (row.incarnation, row.sent_at) for row in connection.execute(query)}
+def _known_reports(connection: Connection, host_ids: Sequence[str]) -> dict[str, _Known]:
+    query = select(host_reports).where(host_reports.c.host_id.in_(host_ids))
+    return {
+        row.host_id: _Known(
+            row.incarnation,
+            row.sent_at,
+            row.received_at,
+            row.digest,
+            row.workers,
+            rows_of(read_positions(row.positions), row.host_id),
+        )
+        for row in (connection.execute(query) if host_ids else ())
+    }
 
 
-def _store_hosts(connection: Connection, current: dict[str, tuple[Report, float]]) -> list[Event]:
-    known = set(connection.scalars(select(hosts.c.host_id).where(hosts.c.host_id.in_(sorted(current)))))
-    rows = []
+def _jobs(
+    connection: Connection, reports: Sequence[Report], steps: Sequence[StepSummary], known: Mapping[str, _Known]
+) -> _Jobs:
+    named = {(part.job, part.generation) for part in steps}
+    for report in reports:
+        named.update((part.job, part.generation) for parts in report_events.parts_of(report) for part in parts)
+    live = {job for job, _ in named}
+    stored = {job for row in known.values() for job, _, _ in row.rows}
+    if not live and not stored:
+        return _Jobs(frozenset(), {})
+    granted = connection.execute(
+        select(generations.c.job, generations.c.generation).where(
+            generations.c.job.in_(sorted(live)),
+            generations.c.generation.in_(sorted({generation for _, generation in named})),
+        )
+    )
+    newest = connection.execute(
+        select(jobs.c.job, jobs.c.generation, jobs.c.state).where(jobs.c.job.in_(sorted(live | stored)))
+    )
+    return _Jobs(
+        granted=frozenset((row.job, row.generation) for row in granted),
+        newest={row.job: row.generation for row in newest if row.job in live or not JobState(row.state).ended},
+    )
+
+
+def _store_hosts(
+    connection: Connection,
+    known: Mapping[str, _Known],
+    current: Mapping[str, Received],
+    digests: Mapping[str, str],
+) -> list[Event]:
+    """Write the facts of hosts for which they have changed."""
+    rows: list[dict[str, Any]] = []
     for host_id in sorted(current):  # in one order, so that two sensors do not wait for each other
         report, received_at = current[host_id]
+        if host_id in known and known[host_id].digest == digests[host_id]:
+            continue
         facts = report.facts
         rows.append(
             {
@@ -131,13 +209,10 @@ def _store_hosts(connection: Connection, current: dict[str, tuple[Report, float]
                 "free_port": facts.free_port,
                 "daemon_version": facts.daemon_version,
                 "pid": facts.pid,
-                "incarnation": report.incarnation,
-                "sent_at": report.sent_at,
-                "last_report_at": received_at,
                 "interval_s": report.interval_s,
                 "engine": dump(report.engine),
-                "workers": dump(_workers(report)),
                 "copies": dump([copy for copy in report.copies if copy.tier is not Tier.PERSISTENT]),
+                "version": new_version(),
             }
         )
     upsert(connection, hosts, rows, replace=_FACTS)
@@ -148,76 +223,91 @@ def _store_hosts(connection: Connection, current: dict[str, tuple[Report, float]
     ]
 
 
-def _workers(report: Report) -> dict[str, int]:
-    generations_of: dict[str, int] = {}
-    for status in report.ranks:
-        generations_of[status.job] = max(status.generation, generations_of.get(status.job, -1))
-    return generations_of
+def _digest(report: Report) -> str:
+    return xxhash.xxh3_128_hexdigest(encode((report.facts, report.interval_s, report.engine, report.copies)))
 
 
-def _granted(connection: Connection, reports: Sequence[Report]) -> set[tuple[str, int]]:
-    named = {part.job for report in reports for parts in report_events.parts_of(report) for part in parts}
-    if not named:
-        return set()
-    query = select(generations.c.job, generations.c.generation).where(generations.c.job.in_(sorted(named)))
-    return {(row.job, row.generation) for row in connection.execute(query)}
-
-
-def _known_ranks(
-    connection: Connection, reports: Sequence[Report], granted: set[tuple[str, int]]
-) -> dict[RankKey, RankRow]:
-    keys = sorted({key for report in reports for key in report_events.ranks_of(report) if key[:2] in granted})
-    rows = {key: RankRow() for key in keys}
-    if keys:
-        named = [sorted(set(column)) for column in zip(*keys, strict=True)]
-        query = select(ranks).where(
-            ranks.c.job.in_(named[0]), ranks.c.generation.in_(named[1]), ranks.c.rank.in_(named[2])
+def _store_reports(
+    connection: Connection,
+    known: Mapping[str, _Known],
+    current: Mapping[str, Received],
+    digests: Mapping[str, str],
+    positions: Sequence[tuple[str, str]],
+) -> None:
+    values = []
+    for host_id, document in sorted(positions):
+        before = known.get(host_id, _Known())
+        report, received_at = current.get(host_id, (None, 0.0))
+        values.append(
+            {
+                "host_id": host_id,
+                "incarnation": report.incarnation if report else before.incarnation,
+                "sent_at": report.sent_at if report else before.sent_at,
+                "received_at": received_at if report else before.received_at,
+                "digest": digests.get(host_id, before.digest),
+                "workers": dump(report_events.workers_of(report)) if report else before.workers,
+                "positions": document,
+                "version": new_version(),
+            }
         )
-        for row in connection.execute(query):
-            if (row.job, row.generation, row.rank) not in rows:
-                continue  # another combination of the same names
-            rows[row.job, row.generation, row.rank] = RankRow(
-                host_id=row.host_id,
-                pid=row.pid,
-                step=row.step,
-                phase=row.phase,
-                reported_at=row.reported_at,
-                marks=row.marks,
-                restored_at=row.restored_at,
-                restored=row.restored,
-            )
-    return rows
+    upsert(
+        connection,
+        host_reports,
+        values,
+        replace=("incarnation", "sent_at", "received_at", "digest", "workers", "positions", "version"),
+    )
 
 
-def _store_ranks(connection: Connection, rows: dict[RankKey, RankRow]) -> None:
+def _told_keys(report: Report) -> set[RankKey]:
+    return {(part.job, part.generation, part.rank) for parts in (report.marks, report.restores) for part in parts}
+
+
+def _load_told(connection: Connection, told: Mapping[RankKey, RankRow]) -> None:
+    """Bring in what was told of these ranks before."""
+    if not told:
+        return
+    names, numbers, members = (sorted(set(column)) for column in zip(*told, strict=True))
+    query = select(ranks).where(ranks.c.job.in_(names), ranks.c.generation.in_(numbers), ranks.c.rank.in_(members))
+    for row in connection.execute(query):
+        known = told.get((row.job, row.generation, row.rank))
+        if known is not None:  # else another combination of the same names
+            known.marks, known.restored_at, known.restored = row.marks, row.restored_at, row.restored
+
+
+def _store_told(connection: Connection, told: Mapping[RankKey, RankRow]) -> None:
     values = [
         {
             "job": job,
             "generation": generation,
             "rank": rank,
             "host_id": row.host_id,
-            "pid": row.pid,
-            "step": row.step,
-            "phase": row.phase,
-            "reported_at": row.reported_at,
             "exited_at": 0.0,
             "exited": None,
             "marks": row.marks,
             "restored_at": row.restored_at,
             "restored": row.restored,
         }
-        for (job, generation, rank), row in sorted(rows.items())
+        for (job, generation, rank), row in sorted(told.items())
     ]
-    upsert(
-        connection,
-        ranks,
-        values,
-        replace=("host_id", "pid", "phase", "reported_at", "marks", "restored_at", "restored"),
-        maximum=("step",),
-    )
+    upsert(connection, ranks, values, replace=("host_id", "marks", "restored_at", "restored"))
+
+
+def _raise_newest_steps(
+    connection: Connection,
+    rows: Mapping[str, Mapping[RankKey, RankRow]],
+    granted: frozenset[tuple[str, int]],
+    plans: GivenPlans,
+) -> None:
     newest: dict[str, int] = {}
-    for (job, _, _), row in rows.items():
-        newest[job] = max(row.step, newest.get(job, -1))
+    for host_id, of_host in rows.items():
+        for key, row in of_host.items():
+            job, generation, rank = key
+            if (
+                row.step > newest.get(job, -1)
+                and (job, generation) in granted
+                and rank in plans.read(connection, job, generation).get(host_id, ())
+            ):
+                newest[job] = row.step
     for job, step in sorted(newest.items()):
         raise_newest_step(connection, job, step)
 
@@ -225,20 +315,3 @@ def _store_ranks(connection: Connection, rows: dict[RankKey, RankRow]) -> None:
 def raise_newest_step(connection: Connection, job: str, step: int) -> None:
     """Note that a rank completed `step`, unless a newer one is known."""
     connection.execute(update(jobs).where(jobs.c.job == job, jobs.c.newest_step < step).values(newest_step=step))
-
-
-def _store_persistent_copies(connection: Connection, reports: Sequence[Report], granted: set[tuple[str, int]]) -> None:
-    found = {
-        (copy.job, copy.generation, copy.step, copy.rank): {
-            "job": copy.job,
-            "generation": copy.generation,
-            "step": copy.step,
-            "rank": copy.rank,
-            "size_bytes": copy.size_bytes,
-            "digest": copy.digest,
-        }
-        for report in reports
-        for copy in report.copies
-        if copy.tier is Tier.PERSISTENT and (copy.job, copy.generation) in granted
-    }
-    upsert(connection, persistent_copies, [found[key] for key in sorted(found)], replace=("size_bytes", "digest"))

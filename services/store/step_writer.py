@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from sqlalchemy import Connection, insert, select, update
 
+from flyball.contracts.cluster import Placement
 from flyball.contracts.decisions import ActionPlan, ActionState, Command, StartWorkers
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.identity import Fence
@@ -39,20 +41,34 @@ def store(connection: Connection, position: Position, step: PlaybookStep, *, epo
     if step.commands:
         granted = connection.scalar(select(jobs.c.generation).where(jobs.c.job == position.plan.job))
         rows = [
-            _row(position, step, draft, Fence(epoch, _fence_generation(position.plan, draft, granted)), now)
+            _row(position, step, draft, Fence(epoch, fence_generation(position.plan, draft, granted)), now)
             for draft in step.commands
         ]
         _withdraw(connection, position.number, step)
         connection.execute(insert(commands), rows)
+    if step.placement is not None:
+        _start_generation(connection, step.placement, now)
+    if step.state.ended:
+        close_commands(connection, position.number)
+    return events_of(position, step, now)
+
+
+def events_of(position: Position, step: PlaybookStep, now: float) -> list[Event]:
+    """What a step tells the log. Pure."""
     events = list(step.events)
     if position.phase == STOP_PHASE != step.phase or (step.phase == STOP_PHASE and step.state is ActionState.SUCCEEDED):
         events.append(_event(position, EventKind.WORKERS_STOPPED, position.plan.generation, now))
     if step.placement is not None:
-        events.append(_start_generation(connection, position, step, now))
+        data = {"restore_step": restore_step_of(step.placement), "world_size": step.placement.world_size}
+        events.append(_event(position, EventKind.GENERATION_STARTED, step.placement.generation, now, data))
     if step.state.ended:
-        close_commands(connection, position.number)
         events.append(ended_event(position, step.state, now))
     return events
+
+
+def restore_step_of(placement: Placement) -> int | None:
+    """None: from scratch."""
+    return placement.restore.step if placement.restore is not None else None
 
 
 def values_of(step: PlaybookStep, now: float) -> dict[str, Any]:
@@ -70,9 +86,7 @@ def values_of(step: PlaybookStep, now: float) -> dict[str, Any]:
 
 def close_commands(connection: Connection, number: int) -> None:
     """No host is given commands of this action any more."""
-    connection.execute(
-        update(commands).where(commands.c.action == number, commands.c.is_open.is_(True)).values(is_open=False)
-    )
+    connection.execute(update(commands).where(commands.c.action == number, commands.c.is_open).values(is_open=False))
 
 
 def ended_event(position: Position, state: ActionState, now: float) -> Event:
@@ -85,9 +99,10 @@ def ended_event(position: Position, state: ActionState, now: float) -> Event:
     )
 
 
-def _fence_generation(plan: ActionPlan, draft: CommandDraft, granted: int | None) -> int:
+def fence_generation(plan: ActionPlan, draft: CommandDraft, granted: int | None) -> int:
     """Only a start carries the new generation. All else carries the one before it, be it running or itself only
-    granted: so the stop passes before the start, and is refused after it."""
+    granted: so the stop passes before the start, and is refused after it. `granted`: the job's newest. Pure.
+    """
     if isinstance(draft.body, StartWorkers):
         return draft.body.placement.generation
     if plan.next is not None:
@@ -122,16 +137,17 @@ def _withdraw(connection: Connection, number: int, step: PlaybookStep) -> None:
     )
 
 
-def _start_generation(connection: Connection, position: Position, step: PlaybookStep, now: float) -> Event:
-    placement = step.placement
-    assert placement is not None
-    restore_step = placement.restore.step if placement.restore is not None else None
+def _start_generation(connection: Connection, placement: Placement, now: float) -> None:
     connection.execute(
         update(generations)
         .where(generations.c.job == placement.job, generations.c.generation == placement.generation)
-        .values(started_at=now, restore_step=restore_step, lineage=dump(placement.lineage), placement=dump(placement))
+        .values(
+            started_at=now,
+            restore_step=restore_step_of(placement),
+            lineage=dump(placement.lineage),
+            placement=dump(placement),
+        )
     )
-    return _event(position, EventKind.GENERATION_STARTED, placement.generation, now, {"restore_step": restore_step})
 
 
 def _event(
@@ -139,7 +155,7 @@ def _event(
     kind: EventKind,
     generation: int,
     now: float,
-    data: dict[str, str | int | float | bool | list[float | str] | None] | None = None,
+    data: Mapping[str, str | int | float | bool | list[int | float | str] | None] | None = None,
 ) -> Event:
     return Event(
         at=now,

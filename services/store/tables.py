@@ -15,13 +15,14 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
     Text,
     UniqueConstraint,
 )
-from sqlalchemy.dialects.mysql import LONGTEXT
+from sqlalchemy.dialects.mysql import LONGBLOB, LONGTEXT
 from sqlalchemy.schema import SchemaItem
 
 metadata = MetaData(
@@ -43,6 +44,7 @@ Name = String(64)  # a job, a host, an incarnation
 Word = String(32)  # a member of one of our enums
 Number = BigInteger().with_variant(Integer(), "sqlite")  # SQLite counts up, and needs no second index, for INTEGER
 Seconds: Double[float] = Double()  # wall clock
+Blob = LargeBinary().with_variant(LONGBLOB(), "mysql", "mariadb")
 Document = Text().with_variant(LONGTEXT(), "mysql", "mariadb")  # JSON of a contract type, or words of any length
 
 
@@ -111,25 +113,48 @@ hosts = _table(
     Column("free_port", Integer, nullable=False),
     Column("daemon_version", Name, nullable=False),
     Column("pid", Integer, nullable=False),
-    Column("incarnation", Name, nullable=False),
-    Column("sent_at", Seconds, nullable=False),  # of the newest report, on the host's clock
-    Column("last_report_at", Seconds, nullable=False),  # on the supervisor's
     Column("interval_s", Seconds, nullable=False),
     Column("engine", Document, nullable=False),
-    Column("workers", Document, nullable=False),  # job -> generation of the live workers in the newest report
     Column("copies", Document, nullable=False),  # every verified copy on it
+    Column("version", BigInteger, nullable=False),  # another one with every write, see `versions`
+)
+
+host_reports = _table(
+    "host_reports",  # what changes with every report; of many in a short time only the newest is stored
+    Column("host_id", Name, primary_key=True),
+    Column("incarnation", Name, nullable=False),
+    Column("sent_at", Seconds, nullable=False),  # on the host's clock
+    Column("received_at", Seconds, nullable=False),  # on the supervisor's
+    Column("digest", Word, nullable=False),  # of what is in `hosts` of it
+    Column("workers", Document, nullable=False),  # job -> generation of the live workers
+    Column("positions", Document, nullable=False),
+    Column("version", BigInteger, nullable=False),
+)
+
+vouches = _table(
+    "vouches",  # of which hosts a sensor has heard, and how long before `at`
+    Column("sensor", String(128), primary_key=True),
+    Column("at", Seconds, nullable=False),
+    Column("hosts", Document, nullable=False),
+    Column("ages_ms", Document, nullable=False),  # in the order of `hosts`
+)
+
+drains = _table(
+    "drains",  # what operators want of hosts; a wish that was granted and taken back has no row
+    Column("host_id", Name, primary_key=True),
+    Column("state", Word, nullable=False),
+    Column("requested_at", Seconds, nullable=False),
+    Column("deadline_at", Seconds, nullable=False),
+    Column("reason", Document, nullable=False),
+    Column("message", Document, nullable=False),  # why it was refused
 )
 
 ranks = _table(
-    "ranks",
+    "ranks",  # what is told once of a rank; where it is stands in `host_reports`
     Column("job", Name, primary_key=True),
     Column("generation", Integer, primary_key=True, autoincrement=False),
     Column("rank", Integer, primary_key=True, autoincrement=False),
     Column("host_id", Name, nullable=False),
-    Column("pid", Integer, nullable=False),
-    Column("step", BigInteger, nullable=False),
-    Column("phase", Integer, nullable=False),
-    Column("reported_at", Seconds, nullable=False),
     Column("exited_at", Seconds, nullable=False),
     Column("exited", Document),
     Column("marks", Document),
@@ -145,6 +170,14 @@ persistent_copies = _table(
     Column("rank", Integer, primary_key=True, autoincrement=False),
     Column("size_bytes", BigInteger, nullable=False),
     Column("digest", Name, nullable=False),
+)
+
+persistent_steps = _table(
+    "persistent_steps",  # those of which there are persistent copies
+    Column("job", Name, primary_key=True),
+    Column("generation", Integer, primary_key=True, autoincrement=False),
+    Column("step", BigInteger, primary_key=True, autoincrement=False),
+    Column("version", BigInteger, nullable=False),  # another one with every copy of it that is written
 )
 
 # --- what was asked for and decided -----------------------------------------------------------------------------------
@@ -219,6 +252,24 @@ decisions = _table(
     Index(None, "job"),
 )
 
+rounds = _table(
+    "rounds",  # what the policy decided from, newest last; for replays, and bounded
+    Column("number", Number, primary_key=True, autoincrement=False),
+    Column("at", Seconds, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("version", Name, nullable=False),  # of the release that decided
+    Column("signals", Document, nullable=False),  # their keys, in the order in which they were read
+    Column("inputs", Blob, nullable=False),  # view and settings, compressed; of large ones the beginning
+    Column("total_bytes", BigInteger, nullable=False, index=True),  # of this row and all there ever were before it
+)
+
+round_pieces = _table(
+    "round_pieces",  # what of a round's inputs comes after those in its row
+    Column("round", BigInteger, primary_key=True, autoincrement=False),
+    Column("piece", Integer, primary_key=True, autoincrement=False),
+    Column("data", Blob, nullable=False),
+)
+
 # --- how it is carried out --------------------------------------------------------------------------------------------
 
 actions = _table(
@@ -261,8 +312,10 @@ commands = _table(
     Column("progress", Integer, nullable=False),  # 0 nothing, 1 acknowledged, 2 finally answered
     Column("answered_at", Seconds, nullable=False),
     Column("answer", Document),
+    Column("answer_revision", BigInteger, nullable=False, server_default="0"),  # the log's, when it was answered last
     UniqueConstraint("command_id"),
-    Index(None, "host_id", "is_open"),
+    Index(None, "action", "answer_revision"),
+    Index(None, "is_open", "host_id"),
 )
 
 # --- the logs ---------------------------------------------------------------------------------------------------------

@@ -1,136 +1,227 @@
-"""Builds the policy's view from the tables: one snapshot, a fixed number of queries."""
+"""Builds the policy's view from the tables: one snapshot, hosts by the thousand apart (`HostCache`), and only what
+changed is read and decoded again; of very many hosts, only what a round is about (`services.controller.focus`)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
+import msgspec
 from sqlalchemy import Connection, Row, func, or_, select
 
-from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
-from flyball.contracts.cluster import HostState, JobSpec, JobState, Phase
-from flyball.contracts.decisions import ActionPlan, ActionState, CommandUpdate, GenerationPlan, Incident
-from flyball.contracts.signals import WorkerExited
+from flyball.contracts.checkpoints import Lineage
+from flyball.contracts.clock import Clock
+from flyball.contracts.cluster import JobSpec, JobState, Phase
+from flyball.contracts.decisions import ActionPlan, ActionState, GenerationPlan, Incident
+from services.controller.focus import Focus, asks, named_hosts, named_jobs, open_hosts, open_jobs, placed_hosts
 from services.controller.view import (
     ActionView,
     GenerationView,
-    HostView,
     JobView,
     PastFailure,
     RankView,
     View,
 )
+from services.store import vouching
+from services.store.action_cache import COLUMNS, PositionCache, load_plans
 from services.store.codec import load, number_of
-from services.store.tables import (
-    actions,
-    commands,
-    decisions,
-    generations,
-    hosts,
-    incidents,
-    job_failures,
-    jobs,
-    persistent_copies,
-    ranks,
-)
+from services.store.drain_store import load_drains
+from services.store.host_cache import CachedHost, HostCache, newest_ranks
+from services.store.host_views import Newest, OtherHosts, host_views
+from services.store.persistent_steps import PersistentCopies, Wanted
+from services.store.rank_rows import ToldRank, told_ranks
+from services.store.tables import actions, decisions, generations, incidents, job_failures, jobs
 
+TURN_PAGES = 2  # of hosts, looked at with jobs whose turn it is: all hosts are before all jobs
+HOST_RANKS = 8  # a host counts for, at least, in the size of a job
+
+_HOST_ID: Any = attrgetter("host_id")
 _ENDED = [state.value for state in JobState if state.ended]
+_FAILED = (ActionState.FAILED, ActionState.TIMED_OUT)
 _Rows = Mapping[Any, Sequence[Row[Any]]]
 
 
-def load_view(connection: Connection) -> View:
-    """Jobs that have not ended, or still have something open or workers somewhere; all hosts, open incidents, and their
-    actions."""
-    open_incidents = tuple(
-        load(document, Incident)
-        for document in connection.scalars(
-            select(incidents.c.document).where(incidents.c.closed.is_(False)).order_by(incidents.c.number)
-        )
-    )
-    action_views = _actions(connection, open_incidents)
-    named = {incident.job for incident in open_incidents} | {action.plan.job for action in action_views}
-    host_rows = connection.execute(select(hosts).order_by(hosts.c.host_id)).all()
-    workers: dict[str, dict[str, int]] = {row.host_id: load(row.workers, dict[str, int]) for row in host_rows}
-    job_views = _jobs(connection, named.union(*workers.values()))
-    copies = [copy for row in host_rows for copy in load(row.copies, list[ShardCopy])]
-    return View(
-        jobs=job_views,
-        hosts=_hosts(host_rows, workers, job_views),
-        incidents=open_incidents,
-        actions=action_views,
-        copies=(*copies, *load_persistent_copies(connection, [view.spec.job for view in job_views])),
-        next_incident=_next(connection, incidents),
-        next_decision=_next(connection, decisions),
-    )
+class _Plan(msgspec.Struct, frozen=True):
+    plan: GenerationPlan
+    given: Mapping[str, frozenset[int]]  # host -> its ranks
+
+    @property
+    def ranks(self) -> int:
+        return sum(map(len, self.given.values()))
 
 
-def load_persistent_copies(connection: Connection, names: Sequence[str]) -> tuple[ShardCopy, ...]:
-    """The copies of these jobs that no host owns."""
-    if not names:
-        return ()
-    return tuple(
-        ShardCopy(
-            job=row.job,
-            generation=row.generation,
-            step=row.step,
-            rank=row.rank,
-            tier=Tier.PERSISTENT,
-            host_id="",
-            size_bytes=row.size_bytes,
-            digest=row.digest,
+class ViewLoader:
+    """Keeps what it has decoded: plans, which never change, and hosts as long as they do not. Belongs to one thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._hosts = HostCache(clock)
+        self._plans: dict[tuple[str, int], _Plan] = {}
+        self._actions: dict[int, ActionPlan] = {}
+        self._positions = PositionCache()
+        self._copies = PersistentCopies()
+        self._failed: set[str] = set()  # actions, as of the last view
+        self._heard = vouching.Heard()
+        self._others = OtherHosts()
+
+    def expire_hosts(self, host_ids: Iterable[str]) -> None:
+        """These hosts have changed."""
+        self._hosts.expire(host_ids)
+
+    def expire_all_hosts(self) -> None:
+        """Another controller may have changed any of them."""
+        self._hosts.expire_all()
+
+    def running_jobs(self) -> list[tuple[str, int]]:
+        """Jobs that have ranks, each with its size in ranks, as of the last view."""
+        return [(job, max(known.ranks, HOST_RANKS * len(known.given))) for (job, _), known in self._plans.items()]
+
+    def load(self, connection: Connection, focus: Focus | None = None) -> View:
+        """Jobs that have not ended, or still have something open or workers somewhere; all hosts, open incidents, and
+        their actions. With a focus what `focused` makes of that, without looking at all hosts for it."""
+        open_incidents = tuple(
+            load(document, Incident)
+            for document in connection.scalars(
+                select(incidents.c.document).where(~incidents.c.closed).order_by(incidents.c.number)
+            )
         )
-        for row in connection.execute(select(persistent_copies).where(persistent_copies.c.job.in_(sorted(names))))
-    )
+        self._hosts.expire(incident.host_id for incident in open_incidents if incident.host_id)
+        if focus is not None:
+            self._hosts.expire(named_hosts(focus.signals))
+        action_rows = _action_rows(connection, open_incidents)
+        numbers = {row.number for row in action_rows}
+        self._actions = {number: plan for number, plan in self._actions.items() if number in numbers}
+        self._actions.update(load_plans(connection, numbers - self._actions.keys()))
+        positions = self._positions.read(connection, numbers)
+        action_views = _actions(connection, action_rows, self._actions, positions)
+        failed = {action.action_id: action.plan.stop_hosts for action in action_views if action.state in _FAILED}
+        for action_id in failed.keys() - self._failed:  # perhaps for a step that its hosts do not have any more
+            self._hosts.expire(failed[action_id])
+        self._failed = set(failed)
+        cached = self._hosts.read(connection, pages=None if focus is None else TURN_PAGES if focus.jobs else 0)
+        named = open_jobs(open_incidents, action_views)
+        rows = _job_rows(connection, named.union(*(host.workers for host in cached.values())))
+        running = self._generations(connection, [row.job for row in rows])
+        placed, newest = self._placed(rows, running)
+        drains = load_drains(connection)
+        shown = list(cached.values())
+        self._others.note(cached, self._hosts.changed(), placed, newest)
+        told = named_hosts(focus.signals) if focus is not None else set()
+        if focus is not None:
+            named |= focus.jobs | named_jobs(focus.signals)
+            named.update(row.job for row in rows if asks(JobState(row.state), stop_requested=bool(row.stop_requested)))
+            named.update(placed[name] for name in (*told, *drains) if name in cached and name in placed)
+            rows = [row for row in rows if row.job in named]
+        job_views = self._jobs(connection, rows, running, cached)
+        if focus is not None:
+            involved = {*told, *drains, *open_hosts(open_incidents, action_views), *placed_hosts(job_views)}
+            involved.update(self._others.of(named))
+            shown = [cached[name] for name in involved if name in cached]
+        shown.sort(key=_HOST_ID)
+        heard = self._heard.read(connection)
+        self._copies.forget_others(newest)
+        return View(
+            jobs=job_views,
+            hosts=host_views(shown, placed, newest, drains, heard.at),
+            incidents=open_incidents,
+            actions=action_views,
+            copies=(
+                *(copy for host in shown for copy in host.copies if focus is None or copy.job in named),
+                *self._copies.read(connection, _wanted(job_views)),
+            ),
+            next_incident=_next(connection, incidents),
+            next_decision=_next(connection, decisions),
+        )
+
+    def _placed(self, rows: Sequence[Row[Any]], running: Mapping[str, Any]) -> tuple[Mapping[str, str], Newest]:
+        """Host -> the job that has ranks on it, and what is newest of each job."""
+        placed: dict[str, str] = {}
+        newest: dict[str, tuple[int, bool]] = {}
+        for row in rows:
+            has_ended = JobState(row.state).ended
+            newest[row.job] = (row.generation if row.job in running else -1, has_ended)
+            if row.job in running and not has_ended:
+                placed.update(dict.fromkeys(self._plans[row.job, row.generation].given, row.job))
+        return placed, newest
+
+    def _jobs(
+        self,
+        connection: Connection,
+        rows: Sequence[Row[Any]],
+        running: Mapping[str, Any],
+        cached: Mapping[str, CachedHost],
+    ) -> tuple[JobView, ...]:
+        names = [row.job for row in rows]
+        if not names:
+            return ()
+        seen = {
+            row.job: newest_ranks(cached, row.job, row.generation, self._plans[row.job, row.generation].given)
+            for row in rows
+            if row.job in running
+        }
+        # Of a rank whose position is known only its end is news: else there is a row of each of very many.
+        whole = {
+            row.job
+            for row in rows
+            if row.job in seen and len(seen[row.job]) == self._plans[row.job, row.generation].ranks
+        }
+        for told in chain(
+            told_ranks(connection, {name for name in names if name not in whole}),
+            told_ranks(connection, whole, only_ended=True),
+        ):
+            of_job = seen.setdefault(told.job, {})
+            of_job[told.rank] = _with_exit(of_job.get(told.rank), told)
+        failures = _grouped(
+            connection.execute(
+                select(job_failures).where(job_failures.c.job.in_(names)).order_by(job_failures.c.number)
+            ).all()
+        )
+        return tuple(
+            JobView(
+                spec=load(row.spec, JobSpec),
+                state=JobState(row.state),
+                submitted_at=row.submitted_at,
+                stop_requested=bool(row.stop_requested),
+                generation=_generation(running[row.job], self._plans[row.job, row.generation].plan, seen[row.job])
+                if row.job in running
+                else None,
+                failures=tuple(
+                    PastFailure(f.generation, f.cause, f.error_kind, f.error_message, f.step) for f in failures[row.job]
+                ),
+                newest_step=row.newest_step,
+                message=row.message,
+                ended_at=row.ended_at,
+            )
+            for row in rows
+        )
+
+    def _generations(self, connection: Connection, names: Sequence[str]) -> Mapping[str, Any]:
+        """The newest generation of each job; its plan, which may be long, is read once."""
+        if not names:
+            return {}
+        columns = generations.c
+        of_jobs = (
+            select(columns.job, columns.generation, columns.started_at, columns.restore_step, columns.lineage)
+            .join(jobs, (jobs.c.job == columns.job) & (jobs.c.generation == columns.generation))
+            .where(columns.job.in_(names))
+        )
+        running = {row.job: row for row in connection.execute(of_jobs)}
+        present = {(row.job, row.generation) for row in running.values()}
+        self._plans = {key: plan for key, plan in self._plans.items() if key in present}
+        for job, generation in sorted(present - self._plans.keys()):
+            mine = (columns.job == job, columns.generation == generation)
+            plan: GenerationPlan = load(
+                connection.execute(select(columns.plan).where(*mine)).scalar_one(), GenerationPlan
+            )
+            given = {host.host_id: frozenset(host.ranks) for host in plan.hosts}
+            self._plans[job, generation] = _Plan(plan, given)
+        return running
 
 
 def _next(connection: Connection, table: Any) -> int:  # noqa: ANN401 - a table's columns have no static type
     return int(connection.scalar(select(func.coalesce(func.max(table.c.number), 0))) or 0) + 1
-
-
-def _jobs(connection: Connection, named: set[str]) -> tuple[JobView, ...]:
-    wanted = or_(jobs.c.state.not_in(_ENDED), jobs.c.job.in_(sorted(named)))
-    rows = connection.execute(select(jobs).where(wanted).order_by(jobs.c.submitted_at, jobs.c.job)).all()
-    names = [row.job for row in rows]
-    if not names:
-        return ()
-    running = {
-        row.job: row
-        for row in connection.execute(
-            select(generations)
-            .join(jobs, (jobs.c.job == generations.c.job) & (jobs.c.generation == generations.c.generation))
-            .where(generations.c.job.in_(names))
-        )
-    }
-    rank_rows = _grouped(
-        connection.execute(
-            select(ranks)
-            .join(jobs, (jobs.c.job == ranks.c.job) & (jobs.c.generation == ranks.c.generation))
-            .where(ranks.c.job.in_(names))
-            .order_by(ranks.c.job, ranks.c.rank)
-        ).all()
-    )
-    failures = _grouped(
-        connection.execute(
-            select(job_failures).where(job_failures.c.job.in_(names)).order_by(job_failures.c.number)
-        ).all()
-    )
-    return tuple(
-        JobView(
-            spec=load(row.spec, JobSpec),
-            state=JobState(row.state),
-            submitted_at=row.submitted_at,
-            stop_requested=bool(row.stop_requested),
-            generation=_generation(running[row.job], rank_rows[row.job]) if row.job in running else None,
-            failures=tuple(
-                PastFailure(f.generation, f.cause, f.error_kind, f.error_message, f.step) for f in failures[row.job]
-            ),
-            newest_step=row.newest_step,
-            message=row.message,
-            ended_at=row.ended_at,
-        )
-        for row in rows
-    )
 
 
 def _grouped(rows: Sequence[Row[Any]]) -> _Rows:
@@ -140,8 +231,20 @@ def _grouped(rows: Sequence[Row[Any]]) -> _Rows:
     return by_job
 
 
-def _generation(row: Row[Any], rank_rows: Sequence[Row[Any]]) -> GenerationView:
-    plan: GenerationPlan = load(row.plan, GenerationPlan)
+def _with_exit(seen: RankView | None, told: ToldRank) -> RankView:
+    rank = seen or RankView(told.rank, told.host_id, -1, Phase.STARTING, 0.0)
+    if told.exited is None:
+        return rank
+    return msgspec.structs.replace(
+        rank,
+        step=max(rank.step, told.exited.last_step),
+        reported_at=rank.reported_at or told.exited_at,
+        exited=told.exited,
+        exited_at=told.exited_at,
+    )
+
+
+def _generation(row: Any, plan: GenerationPlan, seen: Mapping[int, RankView]) -> GenerationView:  # noqa: ANN401
     return GenerationView(
         generation=plan.generation,
         parent=plan.parent,
@@ -151,65 +254,37 @@ def _generation(row: Row[Any], rank_rows: Sequence[Row[Any]]) -> GenerationView:
         started_at=row.started_at,
         restore_step=row.restore_step,
         restart_count=plan.restart_count,
-        ranks=tuple(
-            RankView(
-                rank=rank.rank,
-                host_id=rank.host_id,
-                step=rank.step,
-                phase=Phase(rank.phase),
-                reported_at=rank.reported_at,
-                exited=load(rank.exited, WorkerExited) if rank.exited else None,
-                exited_at=rank.exited_at,
-            )
-            for rank in rank_rows
-        ),
+        ranks=tuple(seen[number] for number in sorted(seen)),
     )
 
 
-def _hosts(
-    rows: Sequence[Row[Any]], workers: Mapping[str, Mapping[str, int]], job_views: Sequence[JobView]
-) -> tuple[HostView, ...]:
-    placed = {
-        host.host_id: view.spec.job
+def _wanted(job_views: Sequence[JobView]) -> dict[str, Wanted]:
+    return {
+        view.spec.job: Wanted.of(view.spec, view.generation.lineage)
         for view in job_views
-        if view.generation is not None and not view.state.ended
-        for host in view.generation.hosts
+        if view.generation is not None
     }
-    newest = {
-        view.spec.job: (view.generation.generation if view.generation else -1, view.state.ended) for view in job_views
-    }
-    return tuple(
-        HostView(
-            host_id=row.host_id,
-            state=HostState(row.state),
-            since=row.since,
-            address=row.address,
-            failure_domain=row.failure_domain,
-            engine_address=row.engine_address,
-            free_port=row.free_port,
-            last_report_at=row.last_report_at,
-            preempt_deadline_at=row.preempt_deadline_at,
-            job=placed.get(row.host_id, ""),
-            reason=row.reason,
-            stale_jobs={
-                job: generation
-                for job, generation in workers[row.host_id].items()
-                if job in newest and (newest[job][1] or generation < newest[job][0])
-            },
-        )
-        for row in rows
-    )
 
 
-def _actions(connection: Connection, open_incidents: Sequence[Incident]) -> tuple[ActionView, ...]:
+def _job_rows(connection: Connection, named: Collection[str]) -> Sequence[Row[Any]]:
+    wanted = or_(jobs.c.state.not_in(_ENDED), jobs.c.job.in_(sorted(named)))
+    return connection.execute(select(jobs).where(wanted).order_by(jobs.c.submitted_at, jobs.c.job)).all()
+
+
+def _action_rows(connection: Connection, open_incidents: Sequence[Incident]) -> Sequence[Row[Any]]:
     newest = [number_of(incident.action_id) for incident in open_incidents if incident.action_id]
-    rows = connection.execute(
-        select(actions).where(or_(actions.c.ended.is_(False), actions.c.number.in_(newest))).order_by(actions.c.number)
-    ).all()
+    query = select(*COLUMNS).where(or_(~actions.c.ended, actions.c.number.in_(newest))).order_by(actions.c.number)
+    return connection.execute(query).all()
+
+
+def _actions(
+    connection: Connection,
+    rows: Sequence[Row[Any]],
+    plans: Mapping[int, ActionPlan],
+    positions: Mapping[int, Mapping[str, int]],
+) -> tuple[ActionView, ...]:
     if not rows:
         return ()
-    plans: dict[int, ActionPlan] = {row.number: load(row.plan, ActionPlan) for row in rows}
-    positions = _positions(connection, list(plans))
     fixed = {
         row.decision: row.restore_step
         for row in connection.execute(
@@ -228,22 +303,9 @@ def _actions(connection: Connection, open_incidents: Sequence[Incident]) -> tupl
             phase=row.phase,
             started_at=row.started_at,
             message=row.message,
-            positions=positions.get(row.number, {}),
+            positions=positions[row.number],
             restore_step=fixed.get(row.number),
             restore_fixed=row.number in fixed,
         )
         for row in rows
     )
-
-
-def _positions(connection: Connection, numbers: Sequence[int]) -> dict[int, dict[str, int]]:
-    """Per action: str(rank) -> newest completed step that any host's answer names."""
-    positions: defaultdict[int, dict[str, int]] = defaultdict(dict)
-    query = select(commands.c.action, commands.c.answer).where(
-        commands.c.action.in_(numbers), commands.c.answer.is_not(None)
-    )
-    for row in connection.execute(query):
-        known = positions[row.action]
-        for position in load(row.answer, CommandUpdate).result.positions:
-            known[str(position.rank)] = max(position.step, known.get(str(position.rank), position.step))
-    return positions

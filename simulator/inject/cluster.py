@@ -48,12 +48,10 @@ def files_of(api: Api, host_id: str, state_dir: Path | None = None) -> HostFiles
 
     Raises NotFound if the supervisor does not know the host, or if its daemon does not run here.
     """
-    hosts = {str(host["host_id"]): host for host in api.get("/v1/hosts")["items"]}
-    if host_id not in hosts:
-        raise NotFound(f"There is no host {host_id}.", hint=f"hosts: {', '.join(sorted(hosts)) or 'none'}")
+    host = api.get(f"/v1/hosts/{host_id}")
     if state_dir is not None:
         return HostFiles(state_dir)
-    pid = int(hosts[host_id]["daemon_pid"] or 0)
+    pid = int(host["daemon_pid"] or 0)
     daemon = look_at(pid) if pid else None
     folder = state_dir_of(daemon) if daemon is not None and is_daemon(daemon) else None
     if folder is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,20 @@ def test_import_contracts_hold() -> None:
 def test_init_files_are_empty(package: str) -> None:
     full = [str(p.relative_to(ROOT)) for p in (ROOT / package).rglob("__init__.py") if p.read_text().strip()]
     assert full == (["flyball/__init__.py"] if package == "flyball" else [])
+
+
+def test_one_place_has_msgspec_look_at_a_type() -> None:
+    """Elsewhere two threads may do so at once: see flyball.contracts.wire.decoder_of."""
+    elsewhere = []
+    for path in (path for folder in (*PACKAGES, "benchmarks") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                is_typed = name.endswith(".decode") and any(k.arg == "type" for k in node.keywords)
+                if is_typed or name.endswith(".Decoder") or name == "msgspec.convert":
+                    elsewhere.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert all(line.startswith("flyball/contracts/wire.py:") for line in elsewhere), elsewhere
+    assert len(elsewhere) == 3, "the test looks for what there is"
 
 
 def test_importing_flyball_is_cheap() -> None:

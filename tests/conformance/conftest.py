@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import pymysql
 import pytest
+from sqlalchemy import insert, update
 
 from flyball.contracts.checkpoints import LineageEntry, RestorePlan, branch
-from flyball.contracts.cluster import HostFacts, HostRanks, JobSpec, JobState, Placement
+from flyball.contracts.clock import SystemClock
+from flyball.contracts.cluster import HostFacts, HostRanks, JobSpec, JobState, Placement, RankStatus
 from flyball.contracts.decisions import (
     ActionPlan,
     ActionState,
@@ -26,35 +30,65 @@ from flyball.contracts.decisions import (
     UpdateState,
 )
 from flyball.contracts.events import EventKind
+from flyball.contracts.rank_columns import RankSteps, in_columns, steps_together
 from flyball.contracts.signals import EngineStatus, Report, Signal, SignalBody, WorkerExited
-from services.actuator.ports import CommandDraft, PlaybookStep
-from services.controller.ports import Cursor
+from flyball.contracts.wire import WIRE_VERSION
+from services.actuator.ports import ActionStore, CommandDraft, PlaybookStep
+from services.bus import redis_client
+from services.controller.ports import Cursor, DecisionStore
 from services.controller.view import JobChange, Outcome
+from services.store import database as database_module
+from services.store import tables
 from services.store.action_store import SqlActionStore
+from services.store.codec import dump
 from services.store.database import Database, migrate
 from services.store.decision_store import SqlDecisionStore
 from services.store.events import SqlEventLog
 from services.store.job_store import SqlJobStore
 from services.store.status_store import SqlStatusStore
+from simulator.ports.action_store import MemoryActionStore
+from simulator.ports.bus import MemoryEventLog
+from simulator.ports.decision_store import MemoryDecisionStore
+from simulator.ports.memory import Memory
+from simulator.ports.status_store import MemoryJobStore, MemoryStatusStore
 
-SERVER = {"host": "127.0.0.1", "port": 3306, "user": "root", "password": "", "connect_timeout": 3}
+SERVER = {"host": "127.0.0.1", "port": 3306, "user": "root", "password": "", "connect_timeout": 60}
+
+
+@pytest.fixture(autouse=True)
+def patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that a busy machine holds up for seconds is not away. Tests of what clients do then set their own."""
+    monkeypatch.setattr(redis_client, "TIMEOUT_S", 60.0)
+    monkeypatch.setattr(database_module, "CONNECT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(database_module, "BUSY_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(database_module, "ANSWER_TIMEOUT_S", 120.0)
+
+
+@pytest.fixture
+def new_database_url(tmp_path: Path) -> Iterator[Callable[[str], str]]:
+    """Makes an empty database of a kind, "sqlite" or "mariadb", at every call; its URL."""
+    with ExitStack() as stack:
+
+        def new(kind: str) -> str:
+            name = f"flyball_test_{uuid.uuid4().hex[:12]}"
+            if kind == "sqlite":
+                return f"sqlite:///{tmp_path / name}.sqlite"
+            try:
+                server = pymysql.connect(**SERVER)
+            except pymysql.err.OperationalError as error:
+                pytest.skip(f"no MySQL or MariaDB server at 127.0.0.1:3306 ({error})")
+            cursor = stack.enter_context(stack.enter_context(server).cursor())
+            cursor.execute(f"CREATE DATABASE {name} CHARACTER SET utf8mb4")
+            stack.callback(cursor.execute, f"DROP DATABASE {name}")
+            return f"mysql://root@127.0.0.1:3306/{name}"
+
+        yield new
 
 
 @pytest.fixture(params=["sqlite", "mariadb"])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def database_url(request: pytest.FixtureRequest, new_database_url: Callable[[str], str]) -> str:
     """The URL of an empty database."""
-    if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path / 'flyball.sqlite'}"
-        return
-    try:
-        server = pymysql.connect(**SERVER)
-    except pymysql.err.OperationalError as error:
-        pytest.skip(f"no MySQL or MariaDB server at 127.0.0.1:3306 ({error})")
-    name = f"flyball_test_{uuid.uuid4().hex[:12]}"
-    with server, server.cursor() as cursor:
-        cursor.execute(f"CREATE DATABASE {name} CHARACTER SET utf8mb4")
-        yield f"mysql://root@127.0.0.1:3306/{name}"
-        cursor.execute(f"DROP DATABASE {name}")
+    return new_database_url(request.param)
 
 
 @pytest.fixture
@@ -112,14 +146,26 @@ class Make:
     def facts(self, host_id: str = "host-a") -> HostFacts:
         return HostFacts(host_id, "10.0.0.1", "rack-1", f"{host_id}:7000", 29500, "0.1.0", 42)
 
-    def report(self, host_id: str = "host-a", *, sent_at: float = T, **changes: object) -> Report:
+    def report(
+        self,
+        host_id: str = "host-a",
+        *,
+        sent_at: float = T,
+        ranks: Sequence[RankStatus] = (),
+        steps: Sequence[RankSteps] = (),
+        **changes: object,
+    ) -> Report:
+        workers, progress = in_columns(ranks)
         fields = {
-            "version": 1,
+            "version": WIRE_VERSION,
             "incarnation": f"daemon-{host_id}",
             "sent_at": sent_at,
             "interval_s": 1.0,
             "facts": self.facts(host_id),
             "engine": EngineStatus(alive=True),
+            "workers": workers,
+            "progress": progress,
+            "completed": steps_together(steps),
         }
         return Report(**(fields | changes))
 
@@ -240,15 +286,23 @@ class Stores:
 
     def __init__(self, db: Database, clock: ManualClock, make: Make) -> None:
         self.db, self.clock, self.make = db, clock, make
-        self.decisions = SqlDecisionStore(db, clock)
-        self.actions = SqlActionStore(db, clock)
+        self.decisions: DecisionStore = self.other_decisions()
+        self.actions: ActionStore = self.other_actions()
         self.status = SqlStatusStore(db)
         self.jobs = SqlJobStore(db)
         self.log = SqlEventLog(db)
         self.epoch = 0
 
+    def other_decisions(self) -> DecisionStore:
+        """As another controller has it."""
+        return SqlDecisionStore(self.db, self.clock)
+
+    def other_actions(self) -> ActionStore:
+        """As another actuator has it."""
+        return SqlActionStore(self.db, self.clock)
+
     def lead(self, holder: str = "controller#1") -> int:
-        grant = self.decisions.acquire_lease(holder, 10.0)
+        grant = self.decisions.acquire_lease(holder, 1000.0)
         assert grant is not None
         self.epoch = grant.epoch
         return self.epoch
@@ -287,6 +341,31 @@ class Stores:
         (action,) = self.actions.open_actions()
         assert self.actions.apply(action, PlaybookStep("start", ActionState.SUCCEEDED), make.T)
 
+    def place(self, job: str, generation: int, *hosts: str) -> None:
+        """A generation of a job runs on these hosts; its first one is submitted here."""
+        if generation == 1:
+            self.jobs.submit(self.make.spec(job=job), self.make.T + 1.0)
+        plan = msgspec.structs.replace(self.make.grant(generation, *hosts), job=job)
+        with self.db.write() as connection:
+            connection.execute(
+                update(tables.jobs)
+                .where(tables.jobs.c.job == job)
+                .values(state=JobState.RUNNING.value, generation=generation)
+            )
+            connection.execute(
+                insert(tables.generations).values(
+                    job=job,
+                    generation=generation,
+                    decision=0,
+                    plan=dump(plan),
+                    granted_at=self.make.T,
+                    started_at=self.make.T,
+                    restore_step=None,
+                    lineage=dump((*plan.parent_lineage, LineageEntry(generation))),
+                    placement=None,
+                )
+            )
+
     def begin_restart(self) -> Decision:
         """Rank 0 was killed; a restart has sent its stop commands."""
         make = self.make
@@ -303,9 +382,49 @@ class Stores:
         return [event.kind for _, event in self.log.read(None, 0, 1000)]
 
 
+class MemoryStores(Stores):
+    """The same of the simulator's memory."""
+
+    def __init__(self, clock: ManualClock, make: Make) -> None:
+        self.clock, self.make = clock, make
+        self.memory = Memory(SystemClock())  # a lease runs out by the database's clock, not by the controller's
+        self.decisions = self.other_decisions()
+        self.actions = self.other_actions()
+        self.status = MemoryStatusStore(self.memory)
+        self.jobs = MemoryJobStore(self.memory)
+        self.log = MemoryEventLog(self.memory)
+        self.epoch = 0
+
+    def other_decisions(self) -> DecisionStore:
+        return MemoryDecisionStore(self.memory, self.clock)
+
+    def other_actions(self) -> ActionStore:
+        return MemoryActionStore(self.memory)
+
+
 @pytest.fixture
-def stores(db: Database, clock: ManualClock, make: Make) -> Stores:
+def sql_stores(db: Database, clock: ManualClock, make: Make) -> Stores:
     return Stores(db, clock, make)
+
+
+@pytest.fixture
+def stores(sql_stores: Stores) -> Stores:
+    """A suite of the ports takes `port_stores` instead."""
+    return sql_stores
+
+
+@pytest.fixture(params=["sqlite", "mariadb", "memory"])
+def port_stores(
+    request: pytest.FixtureRequest, new_database_url: Callable[[str], str], clock: ManualClock, make: Make
+) -> Iterator[Stores]:
+    """Of every implementation of the ports."""
+    if request.param == "memory":
+        yield MemoryStores(clock, make)
+        return
+    database = Database(new_database_url(request.param))
+    migrate(database)
+    yield Stores(database, clock, make)
+    database.close()
 
 
 @pytest.fixture

@@ -1,29 +1,49 @@
-"""What every `SignalBus` must do. A new implementation adds a factory to `BUSES`."""
+"""What every `SignalBus` must do: the embedded one on each database, the one in Redis, the simulator's."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import pytest
 from sqlalchemy import delete, insert, select
 
 from flyball.contracts.errors import TooBusy
 from services.bus.embedded import EmbeddedBus
+from services.bus.redis_client import RedisServer
+from services.bus.redis_streams import RedisBus
 from services.controller.ports import Cursor, SignalBus
-from services.store.database import Database
+from services.store.database import Database, migrate
 from services.store.tables import bus_messages, bus_streams
+from simulator.ports.bus import MemoryBus
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 LENGTH = 40
 
 Connect = Callable[[], SignalBus]  # to one and the same stream, of at most LENGTH signals
 
 
-@pytest.fixture(params=["embedded"])
-def connect(request: pytest.FixtureRequest, db: Database) -> Connect:
-    assert request.param == "embedded"
-    return lambda: EmbeddedBus(db, max_length=LENGTH)
+@pytest.fixture(params=["sqlite", "mariadb", "redis", "memory"])
+def connect(request: pytest.FixtureRequest, new_database_url: Callable[[str], str]) -> Iterator[Connect]:
+    with ExitStack() as stack:
+        if request.param == "memory":
+            bus = MemoryBus(max_length=LENGTH)
+            yield lambda: bus
+        elif request.param == "redis":
+            yield _in_redis(request.getfixturevalue("own_redis")().url, stack)
+        else:
+            db = Database(new_database_url(request.param))
+            stack.callback(db.close)
+            migrate(db)
+            yield lambda: EmbeddedBus(db, max_length=LENGTH)
+
+
+def _in_redis(url: str, stack: ExitStack) -> Connect:
+    def connect() -> SignalBus:
+        return RedisBus(stack.enter_context(closing(RedisServer(url))), prefix="t", max_length=LENGTH)
+
+    return connect
 
 
 @pytest.fixture

@@ -5,18 +5,40 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, insert, inspect, select, text, update
 
+from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import StateVersionMismatch, Unreachable
+from services.store import database
 from services.store.database import Database, migrate
-from services.store.tables import bus_streams, log_head, metadata
+from services.store.host_cache import HostCache
+from services.store.migrations import runner
+from services.store.tables import bus_streams, log_head, metadata, ranks
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 MIGRATE = "import sys; from services.store.database import Database, migrate; migrate(Database(sys.argv[1]))"
+
+
+WRITE_ON_AND_ON = """
+import sys, time
+from sqlalchemy import text
+from services.store.database import Database
+db = Database(sys.argv[1])
+print("begun", flush=True)
+while True:
+    with db.write(durable=False) as connection:
+        connection.execute(text("UPDATE log_head SET revision = revision + 1"))
+        time.sleep(0.01)  # work that takes so long
+"""
 
 
 def test_the_migrated_schema_is_the_one_that_the_code_uses(db: Database) -> None:
@@ -54,6 +76,75 @@ def test_an_upgrade_that_was_killed_half_way_is_finished(database_url: str) -> N
     with db.read() as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
     db.close()
+
+
+OLD_HOST = """
+INSERT INTO hosts (host_id, state, since, reason, preempt_deadline_at, joined_at, address, failure_domain,
+    engine_address, free_port, daemon_version, pid, incarnation, sent_at, last_report_at, interval_s, engine, workers,
+    copies)
+VALUES ('h', 'healthy', 1.0, '', 0.0, 1.0, '10.0.0.1', 'rack', '10.0.0.1:7', 1, '0', 1, 'i', 5.0, 6.0, 1.0, '{}',
+    '{"job": 1}', '[]')
+"""
+OLD_RANK = """
+INSERT INTO ranks (job, generation, rank, host_id, pid, step, phase, reported_at, exited_at, restored_at)
+VALUES ('job', 1, 0, 'h', 7, 9, 2, 6.0, 0.0, 0.0)
+"""
+
+
+@pytest.mark.parametrize("stopped_at", ["", "0003", "half of 0004", "0005"])
+def test_a_database_of_the_first_schema_keeps_its_hosts(database_url: str, stopped_at: str) -> None:
+    db = Database(database_url)
+
+    def upgrade(connection: Connection, revision: str) -> None:
+        config = Config()
+        config.set_main_option("script_location", str(Path(runner.__file__).parent).replace("%", "%%"))
+        config.set_main_option("path_separator", "os")
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
+
+    with db.write() as connection:
+        upgrade(connection, "0001")
+        connection.execute(text(OLD_HOST))
+        connection.execute(text(OLD_RANK))
+    if stopped_at:  # and killed there; within a revision only MySQL has committed anything
+        with db.write() as connection:
+            upgrade(connection, "0004" if stopped_at.startswith("half") else stopped_at)
+            if stopped_at.startswith("half"):
+                connection.execute(text("ALTER TABLE ranks ADD COLUMN reported_at DOUBLE"))
+                connection.execute(text("UPDATE alembic_version SET version_num = '0003'"))
+    migrate(db)
+    with db.read() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        (host,) = HostCache(SystemClock()).read(connection).values()
+        assert connection.execute(select(ranks.c.job, ranks.c.rank, ranks.c.host_id)).all() == [("job", 0, "h")]
+    assert (host.host_id, host.address, host.last_report_at, host.workers) == ("h", "10.0.0.1", 6.0, {"job": 1})
+    db.close()
+
+
+def test_a_migration_may_take_longer_than_an_answer(
+    new_database_url: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits here for another one's; to alter a large table is one answer too."""
+    monkeypatch.setattr(database, "ANSWER_TIMEOUT_S", 3.0)
+    url = new_database_url("mariadb")
+    db, other = Database(url), Database(url)
+    lock = {"name": f"flyball.migrate.{db.url.database}"}
+    with other.read() as connection:
+        assert connection.scalar(text("SELECT GET_LOCK(:name, 0)"), lock) == 1
+        migration = threading.Thread(target=migrate, args=(db,))
+        migration.start()
+        processes = "information_schema.processlist"
+        waiting = text(f"SELECT MAX(time_ms) FROM {processes} WHERE info LIKE '%GET_LOCK%' AND state = 'User lock'")
+        deadline_s = time.monotonic() + DEADLINE_S
+        while migration.is_alive() and float(connection.scalar(waiting) or 0.0) < 3_500.0:
+            assert time.monotonic() < deadline_s
+            threading.Event().wait(0.05)
+        connection.execute(text("DO RELEASE_LOCK(:name)"), lock)
+    migration.join(DEADLINE_S)
+    with other.read() as connection:
+        assert connection.scalars(select(log_head.c.id)).all() == [1]
+    db.close()
+    other.close()
 
 
 def test_a_newer_schema_is_refused_with_the_next_step(db: Database) -> None:
@@ -102,6 +193,23 @@ def test_writers_in_threads_wait_for_each_other(db: Database) -> None:
         thread.join(DEADLINE_S)
     with db.read() as connection:
         assert connection.scalar(select(log_head.c.revision)) == 80
+
+
+def test_a_process_that_writes_without_a_pause_leaves_others_their_turn(database_url: str) -> None:
+    db = Database(database_url)
+    migrate(db)
+    command = [sys.executable, "-P", "-c", WRITE_ON_AND_ON, database_url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as busy:
+        try:
+            assert busy.stdout is not None and busy.stdout.readline() == "begun\n"
+            for position in range(20):  # none of which fails because the other one never let it begin
+                with db.write(durable=False) as connection:
+                    connection.execute(text("INSERT INTO bus_messages VALUES (:n, '')"), {"n": position})
+        finally:
+            busy.kill()
+    with db.read() as connection:
+        assert connection.scalar(text("SELECT COUNT(*) FROM bus_messages")) == 20
+    db.close()
 
 
 def test_a_transaction_that_lost_a_deadlock_is_run_again(db: Database) -> None:

@@ -12,45 +12,50 @@ from flyball.contracts.cluster import HostState, JobState, Phase, RankStatus
 from flyball.contracts.decisions import ActionState, CommandResult, IncidentState, RankPosition
 from flyball.contracts.errors import Conflict, NotFound, StaleEpoch
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.signals import HostSilent, PreemptionNotice, WorkerExited
+from flyball.contracts.signals import HostSilent, PreemptionNotice, SignalUnreadable, WorkerExited
 from services.actuator.ports import PlaybookStep
 from services.controller.ports import Cursor
 from services.controller.view import HostChange, JobChange, PastFailure
 from services.store import tables
-from services.store.decision_store import SqlDecisionStore
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
+
+
+@pytest.fixture
+def stores(port_stores):
+    return port_stores
+
 
 # --- the lease --------------------------------------------------------------------------------------------------------
 
 
 def test_one_controller_leads_and_renews_under_the_same_epoch(stores, clock) -> None:
-    first = stores.decisions.acquire_lease("one#1", 10.0)
+    first = stores.decisions.acquire_lease("one#1", 1000.0)
     assert first is not None
-    assert clock.now_s < first.valid_until_monotonic_s < clock.now_s + 10.0  # it stops before the lease ends
-    assert SqlDecisionStore(stores.db, clock).acquire_lease("two#1", 10.0) is None
+    assert clock.now_s < first.valid_until_monotonic_s < clock.now_s + 1000.0  # it stops before the lease ends
+    assert stores.other_decisions().acquire_lease("two#1", 1000.0) is None
     clock.now_s += 3.0
-    again = stores.decisions.acquire_lease("one#1", 10.0)
+    again = stores.decisions.acquire_lease("one#1", 1000.0)
     assert again is not None
     assert again.epoch == first.epoch
     assert again.valid_until_monotonic_s == pytest.approx(first.valid_until_monotonic_s + 3.0)
 
 
 def test_the_epoch_grows_when_the_lease_ran_out_or_was_given_back(stores, clock) -> None:
-    other = SqlDecisionStore(stores.db, clock)
+    other = stores.other_decisions()
     epochs = [stores.decisions.acquire_lease("one#1", 0.0).epoch]  # it ran out already
-    epochs.append(other.acquire_lease("two#1", 10.0).epoch)
+    epochs.append(other.acquire_lease("two#1", 1000.0).epoch)
     other.release_lease("two#1")
-    epochs.append(stores.decisions.acquire_lease("one#1", 10.0).epoch)
+    epochs.append(stores.decisions.acquire_lease("one#1", 1000.0).epoch)
     assert epochs == sorted(set(epochs))
     other.release_lease("two#1")  # it has it no more
-    assert other.acquire_lease("two#1", 10.0) is None
+    assert other.acquire_lease("two#1", 1000.0) is None
     assert stores.kinds() == [EventKind.CONTROLLER_ELECTED] * 3
 
 
 def test_a_restarted_controller_replaces_its_predecessor_at_once(stores, clock) -> None:
     before = stores.decisions.acquire_lease("one#1", 1000.0)
-    after = SqlDecisionStore(stores.db, clock).acquire_lease("one#2", 1000.0)
+    after = stores.other_decisions().acquire_lease("one#2", 1000.0)
     assert after.epoch == before.epoch + 1
     # ... and should the predecessor live, it does not take it back: the two would never end.
     assert stores.decisions.acquire_lease("one#1", 1000.0) is None
@@ -60,7 +65,7 @@ def test_of_many_that_try_at_once_one_leads(stores, clock) -> None:
     grants = []
 
     def acquire(number: int) -> None:
-        grants.append(SqlDecisionStore(stores.db, clock).acquire_lease(f"c{number}#1", 60.0))
+        grants.append(stores.other_decisions().acquire_lease(f"c{number}#1", 60.0))
 
     threads = [threading.Thread(target=acquire, args=(n,)) for n in range(6)]
     for thread in threads:
@@ -74,7 +79,7 @@ def test_of_many_that_try_at_once_one_leads(stores, clock) -> None:
 def test_a_stale_leader_stores_nothing(stores, clock, make) -> None:
     stores.run_job()
     stale = stores.epoch
-    assert SqlDecisionStore(stores.db, clock).acquire_lease("controller#2", 10.0).epoch == stale + 1
+    assert stores.other_decisions().acquire_lease("controller#2", 1000.0).epoch == stale + 1
     before = stores.decisions.load_view(), stores.kinds()
     restart = make.restart()
     with pytest.raises(StaleEpoch):
@@ -154,7 +159,12 @@ def test_a_signal_that_fits_no_column_does_not_hold_up_the_others(stores, make) 
         make.signal(2, make.exited(generation=2**40)),
         make.signal(3, make.exited(last_step=2**70)),
     ]
-    assert stores.decisions.unseen([*bad, good]) == [good]
+    unseen = stores.decisions.unseen([*bad, good])
+    assert [(signal.seq, type(signal.body)) for signal in unseen] == [
+        (2, SignalUnreadable),  # it counts as told, so that those behind it are committed
+        (3, SignalUnreadable),
+        (1, WorkerExited),
+    ]
 
 
 def test_the_end_of_a_worker_is_seen_on_its_rank_and_the_first_word_stands(stores, make) -> None:
@@ -402,6 +412,11 @@ def test_text_of_any_script_is_kept_as_it_is(stores, make) -> None:
     message = "Schüssel 🚂 \x00 'quoted\" \\ 列"
     stores.commit(incidents=(make.incident(message=message.replace("\x00", "")),))
     assert stores.decisions.load_view().incidents[0].message == message.replace("\x00", "")
-    with stores.db.read() as connection:
-        assert connection.scalar(select(tables.incident_changes.c.message)) == message.replace("\x00", "")
     assert stores.decisions.load_view().incidents[0].state is IncidentState.ACTING
+
+
+def test_the_history_of_an_incident_keeps_text_of_any_script(sql_stores, make) -> None:
+    message = "Schüssel 🚂 'quoted\" \\ 列"
+    sql_stores.commit(incidents=(make.incident(message=message),))
+    with sql_stores.db.read() as connection:
+        assert connection.scalar(select(tables.incident_changes.c.message)) == message

@@ -31,12 +31,15 @@ from flyball.contracts.errors import Unreachable
 from services.actuator.executor import Executor
 from services.bus.embedded import EmbeddedBus
 from services.controller.loop import ControllerLoop
+from services.controller.ports import Cursor, Delivered
 from services.controller.view import PolicySettings
 from services.runtime.wakeup import LocalWakeup
 from services.store.decision_store import SqlDecisionStore
 from services.store.read_models import ReadModels
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
+LEASE_S = 3600.0  # it is not to run out between two steps of a test, nor in the middle of one
+SETTINGS = PolicySettings(spare_fresh_s=3600.0)  # hosts report once here, and stay there
 
 # One process of the control plane, as `services.main` composes it, without HTTP.
 PROCESS = """
@@ -45,6 +48,7 @@ from flyball.contracts.clock import SystemClock
 from services.actuator.executor import Executor
 from services.bus.embedded import EmbeddedBus
 from services.controller.loop import ControllerLoop
+from services.controller.ports import Cursor, Delivered
 from services.controller.view import PolicySettings
 from services.runtime.wakeup import LocalWakeup
 from services.store.action_store import SqlActionStore
@@ -55,7 +59,7 @@ url, incarnation = sys.argv[1:]
 db, clock, wakeup, stop = Database(url), SystemClock(), LocalWakeup(), threading.Event()
 loop = ControllerLoop(
     store=SqlDecisionStore(db, clock), bus=EmbeddedBus(db), wakeup=wakeup, clock=clock,
-    settings=PolicySettings(), holder="controller#" + incarnation,
+    settings=PolicySettings(spare_fresh_s=3600.0), holder="controller#" + incarnation,
 )
 threading.Thread(target=Executor(store=SqlActionStore(db, clock), wakeup=wakeup, clock=clock).run, args=(stop,)).start()
 threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
@@ -152,8 +156,9 @@ def controller(stores, holder: str = "controller#1", wakeup: LocalWakeup | None 
         bus=EmbeddedBus(stores.db),
         wakeup=wakeup or LocalWakeup(),
         clock=clock,
-        settings=PolicySettings(),
+        settings=SETTINGS,
         holder=holder,
+        lease_ttl_s=LEASE_S,
     )
 
 
@@ -250,7 +255,7 @@ def test_an_outage_is_waited_out(running, cluster: Cluster, stores, monkeypatch:
         bus=EmbeddedBus(stores.db),
         wakeup=wakeup,
         clock=SystemClock(),
-        settings=PolicySettings(),
+        settings=SETTINGS,
         holder="controller#2",
     )
     away.set()
@@ -263,6 +268,60 @@ def test_an_outage_is_waited_out(running, cluster: Cluster, stores, monkeypatch:
     stop.set()
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
+
+
+class BusAtTimes(EmbeddedBus):
+    """Away when told, as one in another server can be while the database is there."""
+
+    away: tuple[str, ...] = ()
+
+    def read(self, after: Cursor | None, *, limit: int) -> list[Delivered]:
+        self._check("read")
+        return super().read(after, limit=limit)
+
+    def trim(self, upto: Cursor) -> None:
+        self._check("trim")
+        super().trim(upto)
+
+    def _check(self, what: str) -> None:
+        if what in self.away:
+            raise Unreachable("The bus does not answer.")
+
+
+def with_bus(stores, bus: BusAtTimes) -> ControllerLoop:
+    return ControllerLoop(
+        store=SqlDecisionStore(stores.db, SystemClock()),
+        bus=bus,
+        wakeup=LocalWakeup(),
+        clock=SystemClock(),
+        settings=SETTINGS,
+        holder="controller#2",
+        lease_ttl_s=LEASE_S,
+    )
+
+
+def test_without_the_bus_what_needs_none_is_decided_and_signals_wait(running, cluster: Cluster, stores) -> None:
+    bus = BusAtTimes(stores.db)
+    bus.away = ("read", "trim")
+    loop = with_bus(stores, bus)
+    cluster.kill()
+    stores.jobs.request_stop("job", cluster.clock.wall_s())
+    eventually(lambda: (loop.run_once(), DecisionKind.STOP_JOB.value in cluster.decisions())[1], "the stop was decided")
+    assert stores.status.committed(["inc-a"]) == {}
+    bus.away = ()
+    eventually(lambda: (loop.run_once(), stores.status.committed(["inc-a"]))[1], "the signal was committed")
+
+
+def test_what_could_not_be_trimmed_is_trimmed_later_by_whoever_leads(running, cluster: Cluster, stores) -> None:
+    bus = BusAtTimes(stores.db)
+    bus.away = ("trim",)
+    cluster.kill()
+    while not stores.status.committed(["inc-a"]):
+        with_bus(stores, bus).run_once()
+    assert len(bus.read(None, limit=10)) == 1
+    bus.away = ()
+    with_bus(stores, bus).run_once()
+    assert bus.read(None, limit=10) == []
 
 
 @pytest.mark.parametrize("point", ["controller.after_consume", "controller.after_commit"])

@@ -14,6 +14,8 @@ from flyball.contracts.errors import NotFound
 from flyball.contracts.events import Event, EventKind
 from services.actuator.ports import PlaybookStep
 from services.controller.view import HostChange
+from services.runtime.paging import Page
+from services.store import tables
 from services.store.read_models import ReadModels
 
 
@@ -65,6 +67,49 @@ def test_a_job_with_its_ranks(recovered, reads, make) -> None:
     assert (reads.jobs()[0]["ranks"][0]["phase"], reads.jobs()[0]["ranks"][0]["signal_number"]) == ("exited", 9)
 
 
+def test_a_host_does_not_end_the_ranks_of_another(recovered, reads, make) -> None:
+    recovered.commit(
+        signals=(
+            make.signal(9, make.exited(2, generation=2)),  # by host-a, of a rank of host-b
+            make.signal(1, make.exited(3, generation=2), source="host-b", incarnation="inc-b"),
+        )
+    )
+    assert [rank["phase"] for rank in reads.job("job")["ranks"]] == ["step", "waiting", "waiting", "exited"]
+
+
+def pages(read, key: str, limit: int) -> list[list[str]]:  # type: ignore[no-untyped-def]
+    """The keys of page after page, from the newest on."""
+    found: list[list[str]] = []
+    before = ""
+    while page := [item[key] for item in read(Page(limit, before))]:
+        found.append(page)
+        before = page[0]
+    return found
+
+
+def test_jobs_come_in_pages_and_those_that_run_however_old_they_are(stores, reads, make) -> None:
+    stores.run_job()
+    names = [f"job-{number}" for number in range(5)]
+    for name in reversed(names):  # at one moment, so that the name is the order
+        stores.jobs.submit(make.spec(job=name), 2000.0)
+    assert pages(reads.jobs, "job", 2) == [["job-3", "job-4"], ["job-1", "job-2"], ["job", "job-0"]]
+    assert [j["job"] for j in reads.jobs(Page(2, "job-2"))] == ["job-0", "job-1"]
+    assert reads.jobs(Page(2, "no-such-job")) == []
+    stores.jobs.request_stop("job-4", 2001.0)
+    with stores.db.write() as connection:
+        connection.execute(tables.jobs.update().where(tables.jobs.c.job == "job-4").values(state="stopped"))
+    assert [j["job"] for j in reads.jobs(open_only=True)] == ["job", *names[:4]]
+    assert [len(j["ranks"]) for j in reads.jobs()] == [4, 0, 0, 0, 0, 0]
+
+
+def test_decisions_and_incidents_come_in_pages(recovered, reads) -> None:
+    assert pages(lambda page: reads.decisions(None, page), "decision_id", 1) == [["dec-2"], ["dec-1"]]
+    assert pages(lambda page: reads.decisions("job", page), "decision_id", 5) == [["dec-1", "dec-2"]]
+    assert [d["decision_id"] for d in reads.decisions("job", Page(after="dec-1"))] == ["dec-2"]
+    assert reads.decisions("job", Page(after="dec-2")) == []
+    assert pages(lambda page: reads.incidents("job", page), "incident_id", 1) == [["inc-1"]]
+
+
 def test_values_of_an_environment_are_for_the_workers_alone(stores, reads, make) -> None:
     spec = make.spec(env={"HF_TOKEN": "hf_secret"})
     stores.jobs.submit(spec, 1000.0)
@@ -90,6 +135,13 @@ def test_hosts_with_their_job(recovered, reads, make) -> None:
         ("host-b", "healthy", "job", [2, 3]),
         ("host-c", "healthy", "", []),
     ]
+
+
+def test_hosts_come_in_pages_by_name(stores, reads, make) -> None:
+    stores.status.record_reports([(make.report(f"host-{n}", sent_at=1003.0), 1003.0) for n in range(5)])
+    pages = [reads.hosts(Page(2)), reads.hosts(Page(2, "host-3")), reads.hosts(Page(2, "host-1"))]
+    named = [[h["host_id"] for h in page] for page in pages]
+    assert named == [["host-3", "host-4"], ["host-1", "host-2"], ["host-0"]]
 
 
 def test_an_incident_with_all_that_a_report_needs(recovered, reads) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 
 import pytest
-from sqlalchemy import select
 
 from flyball.contracts.checkpoints import RestoreReport, Tier
 from flyball.contracts.cluster import HostState, JobState, Phase, RankStatus
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.signals import EngineStatus, RankMarks, RankSteps
+from flyball.contracts.rank_columns import RankSteps
+from flyball.contracts.signals import EngineStatus, RankMarks
 from services.controller.view import HostChange, JobChange
-from services.store import tables
+from services.sensor.step_log import StepSummary
+from services.store.placements import SqlPlacements
+from services.store.read_models import ReadModels
 
 
 def status(rank: int = 0, step: int = 5, phase: Phase = Phase.STEP, **changes: object) -> RankStatus:
@@ -32,6 +34,11 @@ def marks(rank: int = 0, **moments: float) -> RankMarks:
 
 def restored(at: float, rank: int = 0) -> RestoreReport:
     return RestoreReport("job", 1, rank, 4, Tier.PEER, "host-b", 1000, 1000, 0.2, at)
+
+
+@pytest.fixture
+def stores(port_stores):
+    return port_stores
 
 
 @pytest.fixture
@@ -76,27 +83,57 @@ def test_the_newest_status_of_a_rank_wins_and_its_step_never_falls(running, make
 
 
 def test_a_report_that_comes_twice_changes_nothing(running, make) -> None:
-    report = make.report("host-a", sent_at=1010.0, ranks=(status(),), steps=(steps(4, 1009.0, 1009.5),))
+    report = make.report("host-a", sent_at=1010.0, ranks=(status(),), marks=(marks(spawned_at=1.0),))
     running.status.record_reports([(report, 1010.0), (report, 1010.1)])
     running.status.record_reports([(report, 1010.2)])
+    assert len(new_events(running, EventKind.RANK_MARKS)) == 1
+
+
+def test_steps_are_told_as_they_were_summed_up(running) -> None:
+    summary = StepSummary("job", 1, 1009.5, 4, (1009.0, 1009.5), slowest_step=4, ranks=2, sensor="s")
+    unknown = StepSummary("job", 9, 1009.0, 4, (1009.0,), slowest_step=4, ranks=2, sensor="s")
+    running.status.record_reports([], [summary, unknown])
     (event,) = new_events(running, EventKind.STEPS)
-    assert (event.rank, event.host_id, event.at) == (0, "host-a", 1009.5)
-    assert event.data == {"first_step": 4, "completed_at": [1009.0, 1009.5]}
+    assert (event.job, event.generation, event.rank, event.at) == ("job", 1, -1, 1009.5)
+    assert event.data == {
+        "first_step": 4,
+        "completed_at": [1009.0, 1009.5],
+        "slowest_step": 4,
+        "ranks": 2,
+        "sensor": "s",
+        "save_blocked_s": 0.0,
+        "data_wait_s": 0.0,
+    }
+
+
+def test_a_host_that_a_sensor_vouches_for_was_heard_of_then(running, make) -> None:
+    vouch = running.status.vouch
+    vouch(sensor="s", at=make.T + 20.0, hosts=("host-a", "host-b"), ages_ms=(500, 12_000))
+    vouch(sensor="t", at=make.T + 15.0, hosts=("host-a",), ages_ms=(0,))
+    assert running.status.hosts_with_placement() == {"host-a": make.T + 19.5, "host-b": make.T + 8.0}
+    vouch(sensor="s", at=make.T + 30.0, hosts=None, ages_ms=(500, 22_000))
+    heard = {host.host_id: host.last_report_at for host in running.decisions.load_view().hosts}
+    assert heard == {"host-a": make.T + 29.5, "host-b": make.T + 8.0}
+
+
+def test_a_rank_whose_worker_is_gone_stays_where_it_was_seen(running, make) -> None:
+    running.status.record_reports([(make.report("host-a", sent_at=1010.0, ranks=(status(0, 5), status(1, 5))), 1010.0)])
+    running.status.record_reports([(make.report("host-a", sent_at=1011.0), 1011.0)])
+    assert ranks_of(running) == {0: ("host-a", 5, Phase.STEP), 1: ("host-a", 5, Phase.STEP)}
 
 
 def test_a_report_that_comes_late_adds_its_steps_and_leaves_newer_facts(running, make) -> None:
-    newer = make.report("host-a", sent_at=1011.0, ranks=(status(0, 7),), steps=(steps(6, 1010.0, 1010.5),))
+    newer = make.report("host-a", sent_at=1011.0, ranks=(status(0, 7),))
     older = make.report(
         "host-a",
         sent_at=1010.0,
         ranks=(status(0, 5, Phase.CHECKPOINT),),
-        steps=(steps(4, 1008.0, 1009.0),),
+        steps=(steps(7, 1008.0, 1009.0),),
         engine=EngineStatus(alive=False),
     )
     running.status.record_reports([(newer, 1011.0)])
     running.status.record_reports([(older, 1011.5)])
-    assert ranks_of(running) == {0: ("host-a", 7, Phase.STEP)}
-    assert [event.data["first_step"] for event in new_events(running, EventKind.STEPS)] == [6, 4]
+    assert ranks_of(running) == {0: ("host-a", 8, Phase.STEP)}
 
 
 def test_a_host_whose_clock_was_set_back_is_not_ignored(running, make) -> None:
@@ -167,7 +204,51 @@ def test_hosts_with_a_placement_are_those_of_running_jobs(running, make) -> None
     assert running.status.hosts_with_placement() == {}
 
 
-def test_a_value_that_fits_no_column_is_refused_whole(running, make) -> None:
+def test_the_newest_step_of_a_job_is_told_by_those_who_have_its_ranks(sql_stores, make) -> None:
+    sql_stores.run_job()
+
+    def newest() -> int:
+        return int(sql_stores.decisions.load_view().jobs[0].newest_step)
+
+    def step_of(rank: int, step: int) -> tuple[RankStatus, ...]:
+        return (RankStatus("job", 1, rank, 200, Phase.STEP, step, 0.1),)
+
+    liar = make.report("host-c", sent_at=1001.0, ranks=step_of(0, 10**6))
+    wrong = make.report("host-b", sent_at=1001.0, ranks=step_of(0, 10**6))  # it has ranks, and not this one
+    sql_stores.status.record_reports([(liar, 1001.0), (wrong, 1001.0)])
+    sql_stores.commit(signals=(make.signal(1, make.exited(0, last_step=10**6), source="host-c", incarnation="inc-c"),))
+    assert newest() == -1
+    sql_stores.status.record_reports([(make.report("host-a", sent_at=1001.0, ranks=step_of(0, 7)), 1001.0)])
+    assert newest() == 7
+    sql_stores.commit(signals=(make.signal(1, make.exited(1, last_step=8)),))
+    assert newest() == 8
+
+
+def test_of_each_running_job_the_generation_before_is_known_too(sql_stores, db, make) -> None:
+    placements = SqlPlacements(db)
+    sql_stores.run_job()
+    placements.read()
+    sql_stores.begin_restart()
+    for generation in range(4):
+        report = make.report("host-a", ranks=(status(generation=generation),))
+        heard, _ = placements.read().placed.split(report)
+        assert bool(heard.workers) is (generation in (1, 2)), generation
+
+
+def test_neighbours_are_those_of_the_placements_of_running_jobs(sql_stores, db) -> None:
+    placements = SqlPlacements(db)
+    assert placements.read().neighbours == {}
+    sql_stores.run_job()
+    found = placements.read()
+    assert found.neighbours == {"host-a": ("host-b",), "host-b": ("host-a",)}
+    assert placements.read() is found, "read once"
+    sql_stores.commit(jobs=(JobChange("job", JobState.SUCCEEDED, "done"),))
+    assert placements.read().neighbours == {}
+
+
+def test_a_value_that_fits_no_column_is_refused_whole(sql_stores, make) -> None:
+    running = sql_stores
+    running.run_job()
     report = make.report("host-a", sent_at=1010.0, ranks=(status(0, 5),), incarnation="i" * 70)
     if running.db.is_sqlite:  # it does not bound text, but integers
         report = make.report("host-a", sent_at=1010.0, ranks=(status(0, 2**70),))
@@ -177,14 +258,26 @@ def test_a_value_that_fits_no_column_is_refused_whole(running, make) -> None:
 
 
 def test_a_batch_of_many_hosts_in_any_order(running, make) -> None:
+    ranks_on = {"host-a": (0, 1), "host-b": (2, 3)}
     reports = [
-        (make.report(f"host-{letter}", sent_at=1010.0 + n, ranks=(status(rank, n),)), 1010.0 + n)
-        for rank, letter in enumerate("abcdef")
+        (
+            make.report(name, sent_at=1010.0 + n, ranks=tuple(status(rank, n) for rank in ranks_on.get(name, ()))),
+            1010.0 + n,
+        )
+        for name in (f"host-{letter}" for letter in "abcdef")
         for n in range(5)
     ]
     random.Random(7).shuffle(reports)
     running.status.record_reports(reports)
-    with running.db.read() as connection:
-        rows = connection.execute(select(tables.ranks.c.rank, tables.ranks.c.step).order_by(tables.ranks.c.rank)).all()
-    assert [tuple(row) for row in rows] == [(rank, 4) for rank in range(6)]
+    assert {rank: step for rank, (_, step, _) in ranks_of(running).items()} == dict.fromkeys(range(4), 4)
     assert len(running.decisions.load_view().hosts) == 6
+
+
+def test_the_controller_hears_a_host_of_the_ranks_that_it_was_given(sql_stores, make) -> None:
+    sql_stores.run_job()
+    sql_stores.status.record_reports([(make.report("host-a", sent_at=1010.0, ranks=(status(0, 5),)), 1010.0)])
+    liar = make.report("host-b", sent_at=1011.0, ranks=(status(0, 9_000), status(2, 6)))
+    sql_stores.status.record_reports([(liar, 1011.0)])
+    assert ranks_of(sql_stores) == {0: ("host-a", 5, Phase.STEP), 2: ("host-b", 6, Phase.STEP)}
+    shown = ReadModels(sql_stores.db).job("job")["ranks"]
+    assert [rank["step"] for rank in shown] == [5, -1, 6, -1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from own_servers import free_port
 
 TOKEN = "a-token-for-this-test-only"
 SCRIPT = """
@@ -50,7 +50,7 @@ def finish(*processes: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
     ended = []
     try:
         for process in processes:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=300)
             ended.append((process.returncode, out, err))
     finally:
         for process in processes:
@@ -79,7 +79,7 @@ def supervisor(place: Path) -> Iterator[str]:
         yield json.loads("".join(lines))["url"]
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert process.returncode == 0
 
 
@@ -98,9 +98,7 @@ def test_two_hosts_join_a_supervisor_and_submit_one_job(place: Path, supervisor:
 
 def test_two_hosts_meet_at_an_address(place: Path) -> None:
     (place / "train.py").write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     line = ["run", "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", "pair"]
     ended = finish(*(start(place, *line, "--host-id", host, "train.py") for host in ("h1", "h2")))
     for code, _out, err in ended:

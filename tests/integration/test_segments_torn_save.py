@@ -27,7 +27,7 @@ for step in range(start, 6):
     state["step"] = step
     job.step(step)
     handle = job.save(step, state)
-    if not handle.replicated.wait(30):
+    if not handle.replicated.wait(120):
         sys.exit(f"step {step}: {handle.error or 'not committed'}")
 """
 
@@ -45,7 +45,7 @@ def run_trainer(
         fault_points.VARIABLE: fault,
     }
     return subprocess.run(
-        [sys.executable, "-c", TRAINER], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", TRAINER], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
 
 

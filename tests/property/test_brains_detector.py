@@ -7,15 +7,23 @@ from hypothesis import strategies as st
 
 from flyball.contracts.cluster import HostFacts
 from flyball.contracts.signals import EngineStatus, HostReturned, HostSilent, Report
+from flyball.contracts.wire import WIRE_VERSION
 from services.sensor.fault_detector import DetectorSettings, FaultDetector
-from services.sensor.host_silence import SilenceSettings
+from services.sensor.heard_hosts import SilenceSettings
 
 TICK_S = 0.1
 
 
 def report(host: str, now: float, interval_s: float, unreachable: tuple[str, ...] = ()) -> Report:
     facts = HostFacts(host, "ip", "rack", "ip:1", 1, "1", 1)
-    return Report(1, "i1", now, interval_s, facts, EngineStatus(alive=True, unreachable_peers=unreachable))
+    return Report(
+        version=WIRE_VERSION,
+        incarnation="i1",
+        sent_at=now,
+        interval_s=interval_s,
+        facts=facts,
+        engine=EngineStatus(alive=True, unreachable_peers=unreachable),
+    )
 
 
 intervals = st.sampled_from([0.1, 0.2, 0.5, 1.0, 2.0, 5.0])
@@ -78,4 +86,4 @@ def test_memory_is_bounded_whoever_reports_what(reports: list[tuple[int, set[int
         detector.tick(now)
         assert len(detector._silence) <= 20
         assert len(detector._peers) <= 20
-        assert sum(len(accusers) for accusers in detector._silence._accusers.values()) <= 60
+        assert len(detector._silence._witnesses) <= 60

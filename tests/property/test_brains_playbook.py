@@ -21,7 +21,8 @@ from flyball.contracts.decisions import (
     UpdateState,
 )
 from flyball.contracts.identity import Fence
-from services.actuator.playbook import PHASES, advance
+from services.actuator.host_parts import host_parts
+from services.actuator.playbook import PHASES, START, advance, may_start
 from services.actuator.ports import ActionProgress, CommandRecord
 
 SPEC = JobSpec(job="job", argv=("t.py",), workdir="/", nnodes=2, nproc_per_node=1)
@@ -78,6 +79,8 @@ def test_one_start_and_always_an_end(
         for _ in range(10):
             step = advance(progress, now)
             assert step == advance(progress, now)
+            if step.phase == START != progress.phase:
+                assert may_start(progress)  # else it would not have known where copies are
             known = {r.command.command_id for r in progress.commands}
             assert not known & {d.command_id for d in step.commands}
             assert len({d.command_id for d in step.commands}) == len(step.commands)
@@ -133,10 +136,10 @@ def test_one_start_and_always_an_end(
     assert progress.state.ended
     assert len(placements) <= 1
     assert phases == [phase for phase in PHASES[kind] if phase in phases]
-    bodies = {
-        msgspec.json.encode(r.command.body) for r in progress.commands if isinstance(r.command.body, StartWorkers)
-    }
-    assert len(bodies) == len(placements)
+    starts = {r.command.host_id: r.command.body for r in progress.commands if isinstance(r.command.body, StartWorkers)}
+    assert bool(starts) == bool(placements)
+    if placements:
+        assert {host: body.placement for host, body in starts.items()} == host_parts(placements[0])
     if progress.state is ActionState.SUCCEEDED and kind in STARTS:
         assert len(placements) == 1
     assert len(progress.commands) <= 40

@@ -19,6 +19,7 @@ from flyball.contracts.decisions import (
     Incident,
     IncidentState,
 )
+from flyball.contracts.drains import DrainState
 from flyball.contracts.signals import (
     HostReturned,
     HostSilent,
@@ -31,6 +32,7 @@ from flyball.contracts.signals import (
 from services.controller.policy import decide
 from services.controller.view import (
     ActionView,
+    DrainView,
     GenerationView,
     HostView,
     JobView,
@@ -43,6 +45,13 @@ NOW = 10_000.0
 HOSTS = ("a", "b", "c", "d")
 SPEC = JobSpec(job="job", argv=("t.py",), workdir="/", nnodes=2, nproc_per_node=1, max_restarts=3)
 SETTINGS = PolicySettings()
+
+DRAINS = (
+    DrainView(DrainState.REQUESTED, NOW - 10, NOW + 290, "new fans"),
+    DrainView(DrainState.REQUESTED, NOW - 300, NOW - 1),
+    DrainView(DrainState.REFUSED, NOW - 300, NOW - 1),
+    DrainView(DrainState.CANCELLED, NOW - 1, NOW - 1),
+)
 
 ages = st.sampled_from([0.1, 1.0, 5.0, 100.0, 1000.0])
 hosts_of = st.tuples(
@@ -60,6 +69,7 @@ hosts_of = st.tuples(
             preempt_deadline_at=st.sampled_from([0.0, 0.0, 0.0, NOW - 5, NOW + 3, NOW + 30]),
             job=st.just("job" if name in "ab" else ""),
             stale_jobs=st.sampled_from([{}, {}, {"job": 1}]),
+            drain=st.sampled_from([None, None, None, *DRAINS]),
         )
         for name in HOSTS
     )
@@ -124,7 +134,7 @@ signals_of = st.lists(
             exits,
             st.builds(HostSilent, st.sampled_from(HOSTS), st.just(3.0), st.just(2.0), st.just(())),
             st.builds(HostReturned, st.sampled_from(HOSTS), st.just(3.0)),
-            st.builds(PreemptionNotice, st.sampled_from([NOW + 30, NOW + 4, NOW - 1]), st.just("t")),
+            st.builds(PreemptionNotice, st.sampled_from([NOW + 30, NOW + 4, NOW - 1, 0.0]), st.just("t")),
             st.builds(
                 RankStalled,
                 st.just("job"),

@@ -99,7 +99,7 @@ class _Local(TcpConnection):
     def __init__(self, sock: socket.socket) -> None:
         self.bytes_received = 0
         self._sock = sock
-        self._settings = EngineSettings(io_timeout_s=5)
+        self._settings = EngineSettings(io_timeout_s=60)
         self._total = ByteCounters()
         sock.settimeout(None)
 

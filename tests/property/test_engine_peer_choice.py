@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyball.contracts.checkpoints import Replication
+from services.controller import peer_choice
 from services.controller.peer_choice import PeerMap, choose_peers
 
 RING, CLIQUE = Replication.RING, Replication.CLIQUE
@@ -182,3 +184,13 @@ def test_a_smaller_or_larger_job_keeps_the_rules(
 def test_a_thousand_hosts(racks: int, mode: Replication) -> None:
     domains = {f"host-{number:04}": f"rack-{number % racks}" for number in range(1000)}
     check_sound(choose_peers(domains, 2, mode), domains, 2)
+
+
+def test_where_nothing_can_be_gained_no_exchange_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(*_: object) -> None:
+        raise AssertionError("each look goes through all groups")
+
+    monkeypatch.setattr(peer_choice, "_exchange", look)
+    unknown = {f"h{number}": "" for number in range(50)}
+    chosen = choose_peers(unknown, 1, CLIQUE)
+    assert all(len(holders) == 1 for holders in chosen.values())

@@ -5,7 +5,7 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine.rate_limit import BURST_S, RateLimit, TokenBucket
+from ckpt_engine.rate_limit import BURST_S, RateLimit, Throttle, TokenBucket
 
 RATES = st.integers(1, 10**10)
 TAKES = st.lists(st.tuples(st.floats(0, 100), st.integers(0, 10**9)), max_size=40)  # pause before it, bytes
@@ -77,3 +77,26 @@ def test_no_limit_never_waits() -> None:
     for _ in range(3):
         limit.wait(10**12, time.sleep)
     assert time.slept == []
+
+
+def test_who_waits_for_a_limit_is_woken_when_it_is_lifted_and_others_keep_it() -> None:
+    time = _Time()
+    limit = RateLimit(1, monotonic_s=time.monotonic_s)  # a byte per second
+    throttle = Throttle(limit)
+    waiter = threading.Thread(target=throttle.wait, args=(10**6,), daemon=True)
+    waiter.start()
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    with throttle.lifted(), throttle.lifted():
+        waiter.join(60.0)
+        assert not waiter.is_alive()
+        throttle.wait(10**6)
+    limit.wait(1, time.sleep)
+    assert [round(seconds) for seconds in time.slept] == [10**6 + 1]  # what went meanwhile was not counted
+    again = threading.Thread(target=throttle.wait, args=(10**6,), daemon=True)
+    again.start()
+    again.join(0.05)
+    assert again.is_alive()
+    throttle.lift()
+    again.join(60.0)
+    assert not again.is_alive()

@@ -135,13 +135,6 @@ def test_what_a_newer_generation_wrote_is_never_removed() -> None:
 
 def test_the_newest_steps_of_the_history_that_counts_are_told() -> None:
     lineage = (LineageEntry(1, 4), LineageEntry(2))
-    copies = [
-        ShardCopy("job", generation, step, rank, Tier.DISK, "", 1, "")
-        for generation, steps in ((1, range(10)), (2, range(6, 9)))
-        for step in steps
-        for rank in range(2)
-    ]
-    told = newest_alive(copies, lineage=lineage, count=4)
-    assert {(copy.generation, copy.step) for copy in told} == {(1, 4), (2, 6), (2, 7), (2, 8)}
-    assert len(told) == 8
-    assert newest_alive([], lineage=lineage, count=4) == []
+    steps = [(generation, step) for generation, steps in ((1, range(10)), (2, range(6, 9))) for step in steps]
+    assert newest_alive(steps, lineage=lineage, count=4) == {(1, 4), (2, 6), (2, 7), (2, 8)}
+    assert newest_alive([], lineage=lineage, count=4) == frozenset()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -190,6 +191,53 @@ def test_a_disk_slower_than_a_step_makes_all_ranks_skip_the_same_steps() -> None
     assert len(set.intersection(*disks)) >= 2
 
 
+def test_a_due_step_that_finds_the_tier_busy_is_owed_and_the_next_one_is_taken_in_its_place() -> None:
+    schedule = TierSchedule(Tier.DISK, policy=TierPolicy(10, keep_latest=1), world_size=1, restore_step=-1)
+    schedule.report(0, TierReport(Tier.DISK, -1, -1))
+    named = []
+    for step in range(52):
+        schedule.offer([step], 0.0)
+        named.append(schedule.named)
+        busy = schedule.named == 10 and step < 23
+        schedule.report(0, TierReport(Tier.DISK, schedule.named, 0 if busy else schedule.named))
+    assert sorted(set(named)) == [0, 10, 24, 30, 40, 50]
+    schedule.offer([60, 61], 0.0)  # complete at one moment: the multiple itself, as long as it can be had
+    assert schedule.named == 60
+
+
+@pytest.mark.parametrize(("first", "named"), [(0, 1), (1, 10), (7, 10), (10, 11)])
+def test_only_a_step_that_was_saved_is_owed(first: int, named: int) -> None:
+    schedule = TierSchedule(Tier.DISK, policy=TierPolicy(10, keep_latest=1), world_size=1, restore_step=-1)
+    schedule.offer([first], 0.0)  # before the disk was looked at
+    schedule.report(0, TierReport(Tier.DISK, -1, -1))
+    for step in range(first + 1, 12):
+        if schedule.named < 0:
+            schedule.offer([step], 0.0)
+    assert schedule.named == named
+
+
+def test_a_coordinator_that_is_started_again_knows_that_a_step_is_owed() -> None:
+    schedule = TierSchedule(Tier.DISK, policy=TierPolicy(10, keep_latest=1), world_size=1, restore_step=7)
+    schedule.report(0, TierReport(Tier.DISK, 12, 12, (12,)))
+    schedule.offer([19], 0.0)
+    assert schedule.named == 12
+    schedule.offer([21], 0.0)
+    assert schedule.named == 21
+
+
+def test_the_last_due_step_of_a_job_reaches_the_disk_or_a_newer_one_does() -> None:
+    world = World()
+    for round_ in range(30):
+        for event in ("train", "report", "hear") + (("write",) if round_ % 7 == 0 else ()):
+            for rank in world.ranks if event != "train" else world.ranks[:1]:
+                world.do(event, rank)
+    last_due = max(step for step in world.ranks[0].saved if step % EVERY == 0)
+    for event in ("write", "report", "hear") * 3:  # nothing is trained any more
+        for rank in world.ranks:
+            world.do(event, rank)
+    assert world.best >= last_due
+
+
 def test_a_world_that_runs_well_writes_every_due_step() -> None:
     world = World()
     written = []
@@ -236,6 +284,28 @@ def test_nothing_is_named_and_nothing_removed_before_every_rank_has_said_what_it
     schedule.report(1, TierReport(Tier.DISK, 7, 7, (5,)))
     schedule.offer([8], 0.0)
     assert schedule.naming == TierNaming(Tier.DISK, 8, (5,))
+
+
+def test_a_step_that_cannot_be_read_is_neither_removed_nor_counted() -> None:
+    schedule = TierSchedule(Tier.DISK, policy=TierPolicy(1, keep_latest=1), world_size=2, restore_step=-1)
+    schedule.report(0, TierReport(Tier.DISK, 30, 30, (10, 20, 30)))
+    schedule.report(1, TierReport(Tier.DISK, 30, 30, (10, 20), (30,)))
+    assert schedule.naming == TierNaming(Tier.DISK, 30, (20, 30))
+    schedule.report(1, TierReport(Tier.DISK, 30, 30, (10, 20)))  # it was read, and was bad
+    assert schedule.naming == TierNaming(Tier.DISK, 30, (20,))
+    schedule.report(1, TierReport(Tier.DISK, 30, 30, (10, 20, 30)))  # it was read, and was good
+    assert schedule.naming == TierNaming(Tier.DISK, 30, (30,))
+
+
+def test_a_step_whose_world_manifest_cannot_be_read_is_neither_removed_nor_counted_nor_sealed_again() -> None:
+    tier = Tier.PERSISTENT
+    schedule = TierSchedule(tier, policy=TierPolicy(1, keep_latest=1), world_size=1, restore_step=-1, sealed=True)
+    schedule.report(0, TierReport(tier, 30, 30, (10, 20, 30)))
+    schedule.seal_report(TierReport(tier, 30, 30, (10, 20), (30,)))
+    assert schedule.naming == TierNaming(tier, 30, (20, 30))
+    assert schedule.to_seal is None
+    schedule.report(0, TierReport(tier, 31, 31, (10, 20, 30), (31,)))  # whoever seals it looks for himself
+    assert schedule.to_seal == 31
 
 
 def test_a_step_is_sealed_when_all_have_written_it_and_counts_when_it_is_sealed() -> None:

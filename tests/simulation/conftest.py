@@ -37,15 +37,16 @@ from flyball.contracts.decisions import (
     WarmUp,
 )
 from flyball.contracts.identity import Fence
+from flyball.contracts.rank_columns import RankSteps, in_columns, statuses_in, steps_together
 from flyball.contracts.signals import (
     EngineStatus,
     PreemptionNotice,
-    RankSteps,
     Report,
     Signal,
     SignalBody,
     WorkerExited,
 )
+from flyball.contracts.wire import WIRE_VERSION
 from services.actuator.playbook import advance
 from services.actuator.ports import ActionProgress, CommandRecord, PlaybookStep
 from services.controller.incident_states import ACTION, ActionEvent
@@ -100,9 +101,9 @@ class Store:
             preempt_deadline_at=known.preempt_deadline_at if known else 0.0,
             reason=known.reason if known else "",
         )
-        self.workers[host_id] = {status.job: status.generation for status in report.ranks}
+        self.workers[host_id] = {workers.job: workers.generation for workers in report.workers}
         self.copies[host_id] = report.copies
-        for status in report.ranks:
+        for status in statuses_in(report.workers, report.progress):
             key = (status.job, status.generation, status.rank)
             before = self.ranks.get(key)
             self.ranks[key] = RankView(
@@ -445,27 +446,29 @@ class World:
                 if not self.hosts[peer].alive or self.hosts[peer].cut_off
             )
         )
+        workers, progress = in_columns(
+            RankStatus(
+                w.placement.job,
+                w.placement.generation,
+                w.rank,
+                w.pid,
+                w.phase,
+                w.step,
+                self.now - w.moved_at,
+            )
+            for w in live
+        )
         report = Report(
-            version=1,
+            version=WIRE_VERSION,
             incarnation=host.incarnation,
             sent_at=self.now,
             interval_s=REPORT_S,
             facts=HostFacts(host.name, "127.0.0.1", host.domain, f"{host.name}:7000", 29_500, "1", 1),
             engine=EngineStatus(alive=True, unreachable_peers=unreachable),
             signals=tuple(host.signals),
-            ranks=tuple(
-                RankStatus(
-                    w.placement.job,
-                    w.placement.generation,
-                    w.rank,
-                    w.pid,
-                    w.phase,
-                    w.step,
-                    self.now - w.moved_at,
-                )
-                for w in live
-            ),
-            steps=tuple(
+            workers=workers,
+            progress=progress,
+            completed=steps_together(
                 RankSteps(w.placement.job, w.placement.generation, w.rank, w.done[0][0], tuple(t for _, t in w.done))
                 for w in live
                 if w.done

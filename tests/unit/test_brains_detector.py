@@ -6,18 +6,19 @@ import msgspec
 import pytest
 
 from flyball.contracts.cluster import HostFacts, Phase, RankStatus
+from flyball.contracts.rank_columns import RankSteps, in_columns, steps_together
 from flyball.contracts.signals import (
     EngineStatus,
     HostReturned,
     HostSilent,
     PeerUnreachable,
     RankStalled,
-    RankSteps,
     Report,
     SignalBody,
 )
+from flyball.contracts.wire import WIRE_VERSION
 from services.sensor.fault_detector import DetectorSettings, FaultDetector
-from services.sensor.host_silence import SilenceSettings
+from services.sensor.heard_hosts import SilenceSettings
 
 TICK_S = 0.1
 
@@ -32,15 +33,17 @@ def report(
     steps: tuple[RankSteps, ...] = (),
     lagged_s: float = 0.0,
 ) -> Report:
+    workers, progress = in_columns(ranks)
     return Report(
-        version=1,
+        version=WIRE_VERSION,
         incarnation="i1",
         sent_at=now,
         interval_s=interval_s,
         facts=HostFacts(host, "10.0.0.1", "rack", "10.0.0.1:7", 1, "1", 1),
         engine=EngineStatus(alive=True, unreachable_peers=unreachable),
-        ranks=ranks,
-        steps=steps,
+        workers=workers,
+        progress=progress,
+        completed=steps_together(steps),
         lagged_s=lagged_s,
     )
 
@@ -183,7 +186,7 @@ def test_memory_is_bounded() -> None:
         now = 100.0 + number * 0.05
         detector.observe(report(f"host-{number}", now, unreachable=("x", f"host-{number + 1}")), now)
     assert len(detector._silence) == 50
-    assert len(detector._silence._accusers) <= 51
+    assert len(detector._silence._witnesses) <= 100
 
 
 def test_a_repeated_report_is_a_sign_of_life_and_nothing_more() -> None:
@@ -342,6 +345,35 @@ def test_the_first_step_may_take_long_and_the_next_start_knows_it(job: Job) -> N
     job.wait(60)
     (stall,) = job.stalls
     assert stall.generation == 2 and stall.deadline_s == 30.0
+
+
+def test_the_second_step_after_a_restart_may_take_longer_than_a_step_did_before(job: Job) -> None:
+    """The machine is busier than it was, and the second iteration rebuilds what the first has measured."""
+    job.generation, job.step, job.phase = 2, [-1] * 4, [Phase.STEP] * 4
+    job.moved = [job.now] * 4
+    job.wait(3)
+    job.train(1)
+    job.wait(20)
+    assert job.stalls == []
+    job.wait(10)
+    assert [stall.deadline_s for stall in job.stalls] == [pytest.approx(8 * 3.1)]
+
+
+def test_a_restarted_job_that_is_warm_has_no_more_patience_than_before(job: Job) -> None:
+    job.generation, job.step, job.phase = 2, [-1] * 4, [Phase.STEP] * 4
+    job.moved = [job.now] * 4
+    job.wait(3)
+    job.train(5)
+    job.wait(3)
+    assert [stall.deadline_s for stall in job.stalls] == [2.0]
+
+
+def test_the_first_step_of_a_script_that_never_restores_is_known_too() -> None:
+    job = Job()
+    job.wait(3)
+    job.train(1)
+    job.wait(20)
+    assert job.stalls == []
 
 
 def test_a_lone_rank_far_behind_is_stalled_though_the_others_go_on(job: Job) -> None:

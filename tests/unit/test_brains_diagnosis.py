@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from flyball.contracts.cluster import HostRanks, Phase, WorkerError
+from flyball.contracts.cluster import HostRanks, HostState, Phase, WorkerError
 from flyball.contracts.signals import RankStalled, WorkerExited
 from services.controller import diagnosis
-from services.controller.diagnosis import exit_failure, is_done, root_cause, stall_failure
-from services.controller.view import GenerationView, RankView
+from services.controller.diagnosis import exit_failure, is_done, root_cause, silence_failure, stall_failure
+from services.controller.view import GenerationView, HostView, RankView
 
 GENERATION = GenerationView(
     generation=3,
@@ -86,6 +87,17 @@ def test_the_message_names_what_an_engineer_needs() -> None:
 
 
 @pytest.mark.parametrize(
+    ("phase", "when"), [(Phase.STARTING, "before it told of any step"), (Phase.RESTORING, "before its first step")]
+)
+def test_a_script_that_does_not_attach_is_not_said_to_have_made_no_step(phase: Phase, when: str) -> None:
+    body = WorkerExited("job", 1, 0, 4242, 1, None, -1, WorkerError("ValueError", "no labels"))
+    first = msgspec.structs.replace(GENERATION, generation=1, parent=None, restore_step=None)
+    failure = exit_failure(RankView(0, "host-a", -1, phase, 199.0, body, 200.0), first)
+    assert failure is not None
+    assert failure.message == f"Rank 0 on host-a (pid 4242) failed {when} with ValueError: no labels."
+
+
+@pytest.mark.parametrize(
     "view",
     [
         exited(exit_code=0),
@@ -132,3 +144,25 @@ def test_a_stall_names_ranks_and_hosts() -> None:
         "Ranks 0 on host-a and 1 on an unknown host and 2 on host-b have not moved for 2.2 s in phase step "
         "after step 5; at most 2.0 s were expected."
     )
+
+
+def test_a_stall_of_a_whole_world_is_told_in_ranges() -> None:
+    ranks = [RankView(number, f"host-{number // 8}", 5, Phase.STEP, 1.0) for number in range(80_000)]
+    body = RankStalled("job", 3, tuple(range(80_000)), Phase.STEP, 5, 2.25, 2.0)
+    failure = stall_failure(body, ranks, 9.0)
+    assert failure.message.startswith("Ranks 0-79999 on 10000 hosts have not moved for 2.2 s")
+    assert failure.evidence["ranks"] == "0-79999"
+    two_hosts = stall_failure(msgspec.structs.replace(body, ranks=tuple(range(12))), ranks, 9.0)
+    assert two_hosts.evidence["ranks"] == "0,1,2,3,4,5,6,7,8,9,10,11"  # few are named each, for programs
+    assert two_hosts.message.startswith("Ranks 0-7 on host-0 and 8-11 on host-1 have not moved")
+
+
+def test_hosts_that_fell_silent_together_are_told_as_many_as_a_person_reads() -> None:
+    names = [f"h{number:04}" for number in range(1_000)]
+    plan = msgspec.structs.replace(GENERATION, hosts=tuple(HostRanks(n, "", "", (2 * i,)) for i, n in enumerate(names)))
+    failure = silence_failure([HostView(n, HostState.SILENT, 9.0, "", "", "", 0, 8.0) for n in names], plan)
+    assert failure is not None
+    assert "h0007 and 992 more fell silent with ranks 0, 2, 4," in failure.message
+    assert len(failure.message) < 500
+    assert str(failure.evidence["hosts"]).split(",")[-2:] == ["h0063", "and 936 more"]
+    assert len(str(failure.evidence["ranks"])) < 100

@@ -27,7 +27,7 @@ from flyball.contracts.decisions import (
     WarmUp,
 )
 from flyball.contracts.identity import Fence
-from services.actuator.playbook import advance
+from services.actuator.playbook import advance, may_start
 from services.actuator.ports import ActionProgress, CommandRecord, PlaybookStep
 
 NOW = 1000.0
@@ -417,3 +417,31 @@ def test_a_decision_without_a_playbook_fails_clearly() -> None:
     plan = msgspec.structs.replace(MIGRATE, kind=DecisionKind.SHRINK)
     step = advance(begun(plan), NOW)
     assert step.state is ActionState.FAILED and "no playbook for shrink" in step.message
+
+
+class Passes(tuple):
+    """Commands, and how often they were gone through."""
+
+    count = 0
+
+    def __iter__(self):
+        Passes.count += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("state", [UpdateState.ACKNOWLEDGED, UpdateState.REFUSED, UpdateState.SUCCEEDED])
+def test_of_many_hosts_the_answers_are_gone_through_a_few_times_and_not_once_per_host(state: UpdateState) -> None:
+    hosts = tuple(HostRanks(f"host-{n}", "10.0.0.1", f"host-{n}:7", (n,)) for n in range(100))
+    names = tuple(host.host_id for host in hosts)
+    spec = msgspec.structs.replace(SPEC, nnodes=100)
+    restart = msgspec.structs.replace(
+        MIGRATE, spec=spec, stop_hosts=names, next=msgspec.structs.replace(NEXT, hosts=hosts, peers={}), warm_hosts=()
+    )
+    progress = apply(begun(restart), advance(begun(restart), NOW))
+    assert len(progress.commands) == 100
+    progress = answer(progress, state, dict.fromkeys(names, CommandResult()))
+    progress = msgspec.structs.replace(progress, commands=Passes(progress.commands))
+    Passes.count = 0
+    assert bool(advance(progress, NOW).commands) is (state is not UpdateState.ACKNOWLEDGED)
+    assert may_start(progress) is (state is UpdateState.SUCCEEDED)
+    assert Passes.count < 10

@@ -94,8 +94,9 @@ def view(
     return View((job,), tuple(hosts), tuple(incidents), tuple(actions), tuple(copies), 7, 70)
 
 
-def say(body: SignalBody, *, source: str = "a", at: float = NOW, seq: int = 1) -> Signal:
-    return Signal(source, "i1", seq, at, body)
+def say(body: SignalBody, *, source: str = "", at: float = NOW, seq: int = 1) -> Signal:
+    """Said by the host that has the rank, unless another is named."""
+    return Signal(source or ("b" if getattr(body, "rank", 0) == 1 else "a"), "i1", seq, at, body)
 
 
 def exited(
@@ -250,6 +251,18 @@ def test_a_job_is_done_when_all_ranks_are() -> None:
     outcome = decide(view(), ends, SETTINGS, NOW)
     assert decided(outcome).kind is DecisionKind.COMPLETE_JOB
     assert outcome.jobs[-1].state is JobState.SUCCEEDED and not outcome.incidents
+    assert decided(outcome).reason == "All 2 ranks of generation 2 ended with exit code 0."
+
+
+def test_a_job_of_one_rank_is_told_of_as_one() -> None:
+    alone = msgspec.structs.replace(GENERATION, hosts=GENERATION.hosts[:1], ranks=GENERATION.ranks[:1])
+    spec = msgspec.structs.replace(SPEC, nnodes=1)
+    job = msgspec.structs.replace(JOB, spec=spec, generation=alone)
+    ended = decide(view(job=job), [say(exited(0, exit_code=0, error=""))], SETTINGS, NOW)
+    assert decided(ended).reason == "The only rank of generation 2 ended with exit code 0."
+    crash = msgspec.structs.replace(exited(0, exit_code=None, signal=6, error=""), last_phase=Phase.DONE)
+    crashed = decide(view(job=job), [say(crash)], SETTINGS, NOW)
+    assert decided(crashed).reason == "The only rank of generation 2 was done; it crashed on the way out."
 
 
 def test_a_crash_after_the_end_is_on_record_and_no_failure() -> None:
@@ -407,7 +420,8 @@ def test_without_a_spare_it_holds_and_looks_again() -> None:
     outcome = decide(view(hosts=HOSTS[:2]), [silent], SETTINGS, NOW)
     assert decided(outcome).rule == "wait_for_a_spare" and "No spare" in decided(outcome).reason
     assert outcome.wake_at == NOW + 1.0
-    after = view(hosts=(HOSTS[0], host("b", state=HostState.SILENT, job="job", since=NOW)), incidents=outcome.incidents)
+    heard = host("a", job="job", last_report_at=NOW + 0.9)
+    after = view(hosts=(heard, host("b", state=HostState.SILENT, job="job", since=NOW)), incidents=outcome.incidents)
     assert not decide(after, [], SETTINGS, NOW + 1).decisions
     came = msgspec.structs.replace(after, hosts=(*after.hosts, host("d")))
     assert decided(decide(came, [], SETTINGS, NOW + 1)).kind is DecisionKind.MIGRATE_TO_SPARE
@@ -426,6 +440,15 @@ def test_a_host_that_returns_while_a_spare_is_awaited_may_go_on() -> None:
     assert closed.state is IncidentState.RESOLVED and closed.lost_steps == 0
     stuck = decide(view(hosts=well, incidents=returned.incidents), [], SETTINGS, NOW + 2)
     assert decided(stuck).kind is DecisionKind.RESTART_IN_PLACE
+
+
+def test_a_host_is_not_heard_of_the_ranks_of_others() -> None:
+    start_failed = WorkerStartFailed("job", 2, 1, "no memory")
+    for source in ("a", "c"):
+        for body in (KILLED, exited(exit_code=0, error=""), start_failed):
+            outcome = decide(view(), [say(body, source=source)], SETTINGS, NOW)
+            assert not outcome.decisions and not outcome.incidents, (source, body)
+    assert decide(view(), [say(start_failed)], SETTINGS, NOW).decisions
 
 
 def test_an_identical_exception_fails_the_job() -> None:
@@ -526,6 +549,8 @@ def test_ranks_that_no_report_could_tell_of_yet_are_not_missing() -> None:
     away = tuple(host(name, job="job", last_report_at=NOW - 595) for name in "ab")
     back = decide(view(job=job, hosts=away), [], SETTINGS, NOW)
     assert not back.incidents and back.wake_at == NOW + 1
+    behind = tuple(host(name, job="job", stored_report_at=NOW - 595) for name in "ab")  # heard of, and not yet stored
+    assert not decide(view(job=job, hosts=behind), [], SETTINGS, NOW).incidents
     assert decide(view(job=job), [], SETTINGS, NOW).incidents[0].cause == "start_overdue"
 
 
@@ -658,6 +683,16 @@ def test_superseded_workers_are_stopped_before_a_host_is_a_spare() -> None:
     after = decide(view(hosts=(*HOSTS[:2], clean), incidents=outcome.incidents, actions=[done]), [], SETTINGS, NOW)
     assert after.hosts[0].state is HostState.SPARE
     assert after.incidents[0].state is IncidentState.RESOLVED
+
+
+def test_workers_that_are_superseded_in_an_old_report_only_may_be_gone() -> None:
+    since = NOW - 1.0
+    job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, started_at=since))
+    left = host("c", last_report_at=NOW + 4, stored_report_at=since + 1, stale_jobs={"job": 1})
+    assert not decide(view(job=job, hosts=(*HOSTS[:2], left)), [], SETTINGS, NOW + 4).incidents
+    stored = msgspec.structs.replace(left, stored_report_at=NOW + 4)
+    (found,) = decide(view(job=job, hosts=(*HOSTS[:2], stored)), [], SETTINGS, NOW + 4).incidents
+    assert found.cause == "superseded_workers"
 
 
 def test_workers_of_a_job_that_ended_are_stopped_and_its_slots_freed() -> None:

@@ -23,31 +23,18 @@ from ckpt_engine.background import Background
 from ckpt_engine.engine import NOT_DUE
 from ckpt_engine.slots import ParkState, RankSegments, SlotState
 from flyball.contracts import fault_points, worker_env
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier, branch
+from flyball.contracts.checkpoints import CheckpointSpec, Tier, branch
 from flyball.contracts.errors import CheckpointError, RestoreFailed
 from flyball.contracts.segments import rank_segment
 from flyball.trainer import Job
 from flyball.worker_identity import WorkerIdentity
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture
-def identity(tmp_path: Path) -> WorkerIdentity:
-    """A lone rank that commits for itself."""
-    return WorkerIdentity(
-        job="job",
-        generation=1,
-        rank=0,
-        world_size=1,
-        local_world_size=1,
-        beacon="",
-        shm_prefix=str(tmp_path / "flyball-test"),
-        engine_notify="",
-        restore_step=None,
-        checkpoint=CheckpointSpec(save_timeout_s=5.0),
-        lineage=(LineageEntry(1),),
-    )
+def identity(lone_rank: WorkerIdentity) -> WorkerIdentity:
+    return replace(lone_rank, checkpoint=CheckpointSpec(save_timeout_s=DEADLINE_S))
 
 
 def state(value: float) -> dict[str, Any]:
@@ -104,11 +91,36 @@ def test_finished_means_durable_where_a_slow_tier_is_to_have_the_step(identity: 
             assert not job.wait_until_finished(0.05)
             if step == 0:  # the other write fails
                 segments.control.note_durable(step)
-            segments.control.let_go(Tier.DISK, step)
+            segments.control.let_go(Tier.DISK, step, settled=True)
             assert job.wait_until_finished(DEADLINE_S)
-        job.save(4, state(4.0))
-        job.save(5, state(5.0))  # nobody holds 4: the tier was busy when it was due
-        assert job.wait_until_finished(DEADLINE_S) and not job._engine._newest_durable.durable
+        handle = job.save(4, state(4.0))
+        job.save(5, state(5.0))
+        assert not handle.durable.wait(0.05) and not handle.durable.skipped  # the tier was busy: it takes 5 for it
+        assert not job.wait_until_finished(0.05)
+        segments.control.note_durable(5)
+        segments.control.let_go(Tier.DISK, 5, settled=True)
+        assert handle.durable and job.wait_until_finished(DEADLINE_S)
+
+
+def test_who_waits_for_a_disk_that_failed_is_told_at_once(identity: WorkerIdentity, tmp_path: Path) -> None:
+    spec = CheckpointSpec(
+        disk_dir=str(tmp_path / "a"), disk_every_steps=2, persistent_dir=str(tmp_path / "b"), persistent_every_steps=4
+    )
+    with Job(replace(identity, checkpoint=spec)) as job:
+        segments = job._engine._segments
+        assert segments is not None
+        handles = {step: job.save(step, state(0.0)) for step in (2, 3)}
+        segments.control.let_go(Tier.DISK, 2, settled=True)
+        assert not handles[2].durable.wait(DEADLINE_S)
+        assert "step 2 could not be written to the disk tier" in handles[2].durable.skipped
+        assert not handles[3].durable.skipped  # no tier was to have it: it becomes durable with the next
+        last = job.save(4, state(0.0))
+        segments.control.let_go(Tier.PERSISTENT, 4, settled=True)
+        assert not last.durable.skipped  # the disk may yet have it
+        segments.control.let_go(Tier.DISK, 4, settled=True)
+        assert "disk and persistent" in last.durable.skipped
+        segments.control.note_durable(6)
+        assert last.durable and handles[2].durable and not last.durable.skipped
 
 
 def test_a_failed_save_is_finished_and_told_once(identity: WorkerIdentity) -> None:
@@ -189,7 +201,7 @@ def test_torch_copies_with_its_own_threads_if_it_has_some(
     with Job(identity) as job:
         threads = set(threading.enumerate())
         handle = job.save(0, saved)
-        assert handle.staged and set(threading.enumerate()) == threads, "no other thread was needed"
+        assert handle.staged and set(threading.enumerate()) <= threads, "no other thread was needed"
         segments = job._engine._segments
         assert segments is not None
         found = load_with_the_library(bytes(segments.payload(0)))
@@ -292,6 +304,28 @@ def test_work_that_cannot_have_a_thread_is_done_at_once(monkeypatch: pytest.Monk
     background.close()
 
 
+LEAVES_TORCH_LATE = """
+import sys, threading, time, torch
+from ckpt_engine.background import Background
+begun, one, other = threading.Event(), torch.zeros(1 << 20), torch.zeros(1 << 20)
+def work():
+    begun.set()
+    until_s = time.monotonic() + 0.5
+    while time.monotonic() < until_s:
+        one.copy_(other)
+background = Background("flyball-test")
+background.submit(work)
+begun.wait()
+background.close()
+"""
+
+
+def test_no_thread_is_in_torch_when_the_interpreter_ends() -> None:
+    """It would be unwound through a destructor of C++, and the process aborted: a job that is done had failed."""
+    ended = subprocess.run([sys.executable, "-c", LEAVES_TORCH_LATE], check=False, timeout=120, capture_output=True)
+    assert ended.returncode == 0, ended.stderr
+
+
 TRAINER = """
 import os, signal, threading, torch, flyball
 from ckpt_engine import copying
@@ -317,23 +351,23 @@ ENDS = {
     "an exception": "begun.set(); raise RuntimeError('a bug in the script')",
     "a fork": """
 if os.fork() == 0:
-    signal.alarm(60)
+    signal.alarm(100)
     step(2.0)  # writes to the child's own memory, and has nobody to wait for
     os._exit(0)
 assert os.wait()[1] == 0 and not handle.staged
 begun.set()
-assert handle.replicated.wait(30)
+assert handle.replicated.wait(60)
 """,
     "a fork that exits as a process of its own": """
 import sys
 reading, writing = os.pipe()
 if os.fork() == 0:
-    signal.alarm(60)
+    signal.alarm(100)
     step(2.0)
     os.read(reading, 1)  # until the parent has copied
     sys.exit(0)
 begun.set()
-assert handle.replicated.wait(30)
+assert handle.replicated.wait(60)
 os.write(writing, b"!")
 os.wait()
 """,
@@ -351,9 +385,9 @@ def environment(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS.keys())
 def test_a_copy_under_way_survives(tmp_path: Path, end: str) -> None:
-    subprocess.run(
-        [sys.executable, "-c", TRAINER + end], env=environment(tmp_path), check=False, timeout=120, capture_output=True
-    )
+    script = [sys.executable, "-c", TRAINER + end]
+    ended = subprocess.run(script, env=environment(tmp_path), check=False, timeout=120, capture_output=True)
+    assert ended.returncode == (1 if end == ENDS["an exception"] else 0), ended.stderr
     segments = RankSegments.open(rank_segment(str(tmp_path / "flyball-test"), "job", 0))
     (view,) = (slot for slot in segments.slots() if slot.state is not SlotState.EMPTY)
     assert view.state in (SlotState.CAPTURED, SlotState.COMMITTED)

@@ -17,17 +17,20 @@ from safetensors.torch import load as load_with_the_library
 from torch import nn
 
 from ckpt_engine import copying, optimizer_watch
+from ckpt_engine.capture import Capture
+from ckpt_engine.running_capture import RunningCapture
 from ckpt_engine.save_handle import SaveHandle
 from ckpt_engine.slots import RankSegments
 from ckpt_engine.state_tree import flatten
 from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec, LineageEntry, WhenFull
+from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import CheckpointError
 from flyball.contracts.segments import rank_segment
 from flyball.trainer import Job
 from flyball.worker_identity import WorkerIdentity
 
 WIDTH = 96  # a matrix has 36 KiB: more than what is copied at once, and several of the test's pieces
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 class Race:
@@ -366,6 +369,57 @@ def test_state_that_is_replaced_and_not_written_is_the_old_one(job: Job, race: R
     assert_same(slot_contents(job, handle), expected)
 
 
+class Wrapper(torch.Tensor):
+    """A tensor that has no memory of its own, as those of quantized optimizers."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, *_: Any) -> Any:  # noqa: ANN401 - torch's
+        raise NotImplementedError(operation)
+
+
+def test_a_step_of_an_optimizer_with_tensors_that_wrap_others_goes_on(job: Job, race: Race) -> None:
+    optimizer_watch.watch()
+    weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    optimizer.state[weight]["quantized"] = Wrapper(torch.ones(WIDTH, WIDTH))
+    for number in range(2):
+        race.close()
+        expected = contents({"w": weight})
+        handle = job.save(number, {"w": weight})
+        assert not handle.staged
+        race.is_stepping = True
+        optimizer.step()
+        race.is_stepping = False
+        assert_same(slot_contents(job, handle), expected)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1 << 20])
+def test_memory_that_was_given_back_before_it_was_copied_is_not_read(size_bytes: int) -> None:
+    optimizer_watch.watch()
+    weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    prepared = Capture().prepare({"w": weight})
+    copies = prepared.begin(0, memoryview(bytearray(prepared.payload_bytes)), lazy=optimizer_watch.guarded_extents())
+    assert [copy.name for copy in copies.lazy] == ["w"]
+    ends: list[tuple[str, bool]] = []
+    running = RunningCapture(copies, lambda error, was_written: ends.append((error, was_written)), lambda _: None)
+    running.start()
+    weight.untyped_storage().resize_(size_bytes)
+    running.run()
+    ((error, was_written),) = ends
+    assert error.startswith("'w' was written")
+    assert was_written
+
+
 @pytest.mark.parametrize(
     ("capture", "group", "is_lazy"),
     [(CaptureMode.LAZY, {}, True), (CaptureMode.BLOCKING, {}, False), (CaptureMode.LAZY, {"capturable": True}, False)],
@@ -456,6 +510,25 @@ def test_wait_captured_lets_parameters_be_written_by_hand(job: Job, race: Race) 
         for parameter in state["model"].parameters():
             parameter.fill_(7.0)
     assert_same(slot_contents(job, handle), expected)
+
+
+def test_a_wait_for_a_slow_copy_does_not_look_stalled(job: Job, race: Race) -> None:
+    state, step = trained_by(torch.optim.AdamW)()
+    optimizer_watch.watch()
+    step()
+    race.close()
+    stamped: list[tuple[int, Phase]] = []
+
+    def stamp(at_ns: int, phase: Phase) -> None:
+        stamped.append((at_ns, phase))
+        if len(stamped) > 3:
+            race.begin()
+
+    handle = job.save(0, state)
+    assert race.is_holding.wait(DEADLINE_S)
+    job._beacon.on_phase = stamp
+    assert job.wait_captured(DEADLINE_S) and handle.staged
+    assert {phase for _, phase in stamped[:4]} == {Phase.CHECKPOINT}
 
 
 def test_the_next_save_waits_for_the_one_before(job: Job, race: Race) -> None:

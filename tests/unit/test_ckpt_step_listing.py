@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckpt_engine.step_listing import infer_lineage, list_steps
+from flyball.cli.ckpt_tables import age_s, age_text
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier, is_alive
 
 
@@ -59,3 +60,20 @@ def test_the_world_may_change_its_size_between_generations() -> None:
     copies = [copy(3, rank) for rank in range(4)] + [copy(5, rank, generation=2) for rank in range(2)]
     steps = list_steps(copies, lineage=(LineageEntry(1, 3), LineageEntry(2)), world_sizes={(1, 3): 4, (2, 5): 2})
     assert [(s.step, s.world_size, s.complete) for s in steps] == [(5, 2, True), (3, 4, True)]
+
+
+def test_the_age_of_a_step_is_that_of_a_manifest_and_never_in_the_future() -> None:
+    copies = [copy(step, 0) for step in (3, 4, 5)]
+    steps = list_steps(
+        copies,
+        lineage=(LineageEntry(1),),
+        world_sizes={(1, step): 1 for step in (3, 4, 5)},
+        committed_at={(1, 3): 900.0, (1, 4): 1_050.0, (1, 5): 0.0},  # of another clock; of a manifest without a time
+    )
+    assert [(s.step, s.committed_at, age_s(s, 1_000.0)) for s in steps] == [
+        (5, None, None),
+        (4, 1_050.0, 0.0),
+        (3, 900.0, 100.0),
+    ]
+    texts = [age_text(seconds) for seconds in (0.4, 59.9, 60.0, 3_599.0, 7_200.0, 200_000.0, None)]
+    assert texts == ["0 s", "59 s", "1 min", "59 min", "2 h", "2 d", None]

@@ -5,12 +5,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 from flyball.cli.client import ApiClient
 from flyball.contracts.cluster import JobSpec
-from flyball.contracts.errors import Conflict, FlyballError, NotFound, TooBusy, Unauthorized, Unreachable
+from flyball.contracts.errors import Conflict, FlyballError, Forbidden, NotFound, TooBusy, Unauthorized, Unreachable
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -24,7 +25,13 @@ class Handler(BaseHTTPRequestHandler):
             "/busy": (429, {"detail": "Full.", "code": "too_busy", "hint": "wait"}),
             "/odd": (500, {"detail": "Odd.", "code": "no-such-code"}),
             "/token": (401, {"detail": "No.", "code": "unauthorized"}),
+            "/role": (403, {"detail": "This needs the operator's token.", "code": "forbidden"}),
         }
+        if self.path.startswith("/pages"):
+            query = parse_qs(urlsplit(self.path).query)
+            end, limit = int(query.get("before", ["7"])[0]), int(query["limit"][0])
+            numbers = list(range(max(0, end - limit), end))
+            answers["/pages"] = (200, {"items": numbers, "next_before": numbers[0] if numbers[0] else None})
         status, body = answers.get(self.path.partition("?")[0], (502, None))
         data = b"<html>bad gateway</html>" if body is None else json.dumps(body).encode()
         self._answer(status, data)
@@ -55,11 +62,17 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-def test_answers_and_bodies(url: str) -> None:
+def test_answers_and_bodies(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with ApiClient(url, "tok") as client:
         assert client.items("/ok", job=None, after=3) == [1, 2]
         assert client.get("/ok", job=None, after=3)["path"] == "/ok?after=3"
         posted = client.post("/any", JobSpec(job="j", argv=("t.py",), workdir="/"))
+        assert client.newest("/pages", 3) == [4, 5, 6]
+        monkeypatch.setattr("flyball.cli.client.PAGE", 3)
+        assert client.everything("/pages") == list(range(7))
+        monkeypatch.setattr("flyball.cli.client.PAGE", 2)
+        assert client.newest("/pages", 5) == [2, 3, 4, 5, 6]
+        assert client.newest("/pages", 100) == [0, 1, 2, 3, 4, 5, 6]
     assert posted["token"] == "Bearer tok"
     assert posted["body"]["argv"] == ["t.py"]
 
@@ -72,6 +85,7 @@ def test_answers_and_bodies(url: str) -> None:
         ("/busy", TooBusy, "Full."),
         ("/odd", FlyballError, "Odd."),
         ("/token", Unauthorized, "token"),
+        ("/role", Forbidden, "operator"),
         ("/html", Unreachable, "not as a supervisor does"),
     ],
 )

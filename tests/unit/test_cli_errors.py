@@ -139,3 +139,23 @@ def test_what_others_named_gives_no_orders_to_the_terminal(capsys: pytest.Captur
         assert "\x1b" not in line and "\r" not in line
     assert err.count("a\\x1b[2Jb\\r\\udcffé") == 3
     assert out.count("a\\x1b[2Jb\\r\\udcffé") == 3
+
+
+def test_short_words_are_not_broken_where_the_sentences_beside_them_can_give_way(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    print_table("Incidents", ("cause", "what happened"), [["preemption_notice", "host-a will be taken away. " * 4]])
+    shown = capsys.readouterr().out
+    assert "preemption_notice" in shown
+    assert max(map(len, shown.splitlines())) <= 50
+    monkeypatch.setenv("COLUMNS", "12")  # no room: then they are, rather than cut off
+    print_table("Incidents", ("cause",), [["preemption_notice"]])
+    assert "".join(capsys.readouterr().out.split()).endswith("preemption_notice")
+
+
+def test_a_database_file_that_is_not_there_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "flyball.sqlite"
+    assert run_cli(["replay", "--from-db", f"sqlite:///{file}"]) == 8
+    assert str(file) in capsys.readouterr().err
+    assert not file.exists()

@@ -144,3 +144,93 @@ def test_a_daemon_that_keeps_dying_is_given_up_and_a_rare_death_is_not(time: Tim
     patient = Daemon(10)
     assert watch(time, time.now_s + 12 * time.stride_s, daemon=patient, away_limit_s=math.inf).wait()
     assert patient.starts == 10
+
+
+class Deciding:
+    """A supervisor whose job is held twice: the first time for a moment, the second time until `end_s`."""
+
+    def __init__(self, time: Time, end_s: float) -> None:
+        self._time = time
+        self._end_s = end_s
+
+    def get(self, _path: str) -> dict[str, Any]:
+        return {"state": "succeeded" if self._time.now_s >= self._end_s else "running"}
+
+    def items(self, _path: str, **_params: object) -> list[dict[str, Any]]:
+        made = [("dec-1", "start_job", 0.0), ("dec-2", "hold", 2.0), ("dec-3", "restart_in_place", 4.0)]
+        made.append(("dec-4", "hold", 20.0))
+        return [
+            {"decision_id": name, "kind": kind, "at": at, "reason": "why"}
+            for name, kind, at in made
+            if at <= self._time.now_s
+        ]
+
+
+def test_a_hold_is_told_when_it_lasts(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
+    JobWatch(Deciding(time, 60.0), SPEC, SimpleNamespace(count=0)).wait()
+    assert capsys.readouterr().err.splitlines() == [
+        "flyball: dec-3 restart_in_place: why",
+        "flyball: dec-4 hold: why",
+    ]
+
+
+class Restarting:
+    """A supervisor whose job is restarted twice, and ends at 30 s. It gives the decisions that it is asked for."""
+
+    made = ((1, "start_job", 0.0, 2.0), (2, "restart_in_place", 5.0, 9.0), (3, "restart_in_place", 15.0, 19.0))
+
+    def __init__(self, time: Time) -> None:
+        self._time = time
+        self.given: list[list[str]] = []
+
+    def get(self, _path: str) -> dict[str, Any]:
+        return {"state": "succeeded" if self._time.now_s >= 30.0 else "running"}
+
+    def items(self, _path: str, *, job: str, after: str | None) -> list[dict[str, Any]]:
+        first = int(after.removeprefix("dec-")) if after else 0
+        found = [
+            {
+                "decision_id": f"dec-{number}",
+                "kind": kind,
+                "at": at,
+                "reason": job,
+                "action_state": "succeeded" if self._time.now_s >= done_at else "dispatched",
+            }
+            for number, kind, at, done_at in self.made
+            if number > first and at <= self._time.now_s
+        ]
+        self.given.append([decision["decision_id"] for decision in found])
+        return found
+
+
+def test_what_was_told_and_is_over_is_not_asked_for_again(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
+    supervisor = Restarting(time)
+    JobWatch(supervisor, SPEC, SimpleNamespace(count=0)).wait()
+    told = capsys.readouterr().err.splitlines()
+    assert told == ["flyball: dec-2 restart_in_place: job", "flyball: dec-3 restart_in_place: job"]
+    assert max(map(len, supervisor.given)) == 2
+    assert supervisor.given[-1] == ["dec-3"]
+
+
+class Stopping:
+    """A supervisor whose job is stopped from the decision on, and whose last step is saved at `saved_s`."""
+
+    def __init__(self, time: Time, saved_s: float) -> None:
+        self._time = time
+        self._saved_s = saved_s
+
+    def get(self, _path: str) -> dict[str, Any]:
+        return {"state": "stopped"}
+
+    def items(self, _path: str, **_params: object) -> list[dict[str, Any]]:
+        state = "succeeded" if self._time.now_s >= self._saved_s else "acknowledged"
+        return [{"decision_id": "dec-1", "kind": "stop_job", "at": 0.0, "reason": "why", "action_state": state}]
+
+
+def test_a_stopped_job_is_over_when_its_last_step_is_saved_but_not_awaited_for_ever(time: Time) -> None:
+    assert JobWatch(Stopping(time, 12.0), SPEC, SimpleNamespace(count=0)).wait()["state"] == "stopped"
+    assert 12.0 <= time.now_s < 14.0
+    began_s = time.now_s
+    assert JobWatch(Stopping(time, 10_000.0), SPEC, SimpleNamespace(count=0)).wait()["state"] == "stopped"
+    limit_s = SPEC.stop_grace_s + job_watch.STOP_MARGIN_S
+    assert limit_s <= time.now_s - began_s < limit_s + 3.0

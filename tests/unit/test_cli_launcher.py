@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flyball.cli.this_host import is_here_only
+from flyball.client_tls import ClientTls
 from flyball.contracts.errors import UsageError
 from flyball.launch_flags import ALL_FLAGS
 from flyball.launcher import build_parser, default_job_name, parse_run
@@ -101,6 +104,22 @@ def test_the_run_id_names_the_job() -> None:
     assert parse("--rdzv-id Run/7 train.py").job == "run-7"
     assert parse("--rdzv-id none train.py").job == ""
     assert parse("--rdzv-id x --job y train.py").job == "y"
+
+
+def test_tls_to_the_supervisor_is_handed_on_with_whole_paths() -> None:
+    request = parse("--ca-file ca.pem --client-cert-file /me.crt --client-key-file /me.key train.py")
+    assert request.tls == ClientTls("ca.pem", "/me.crt", "/me.key")
+    assert request.tls.environment() == {
+        "FLYBALL_CA_FILE": str(Path("ca.pem").absolute()),
+        "FLYBALL_CLIENT_CERT_FILE": "/me.crt",
+        "FLYBALL_CLIENT_KEY_FILE": "/me.key",
+    }
+    assert parse("train.py").tls.environment() == {}
+
+
+@pytest.mark.parametrize(("host", "alone"), [("127.0.0.1", True), ("::1", True), ("0.0.0.0", False), ("::", False)])
+def test_an_address_that_only_this_machine_reaches(host: str, alone: bool) -> None:
+    assert is_here_only(host) is alone
 
 
 def test_min_and_max_hosts_make_spares() -> None:

@@ -58,6 +58,10 @@ def test_the_named_supervisor_wins(tmp_path: Path) -> None:
     assert find_supervisor(environ).url == "http://a:1"
     named = find_supervisor(environ, url="http://b:2/")
     assert (named.url, named.token, named.token_file) == ("http://b:2", "t", None)
+    several = find_supervisor(environ, url="http://b:2/, http://c:3")
+    assert (several.url, several.urls) == ("http://b:2", "http://b:2,http://c:3")
+    with pytest.raises(UsageError, match="c:3 is not an address"):
+        find_supervisor(environ, url="http://b:2,c:3")
 
 
 def test_the_one_that_runs_here_is_found(tmp_path: Path) -> None:

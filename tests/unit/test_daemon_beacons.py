@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,15 @@ def steps(readings) -> list[int]:
 
 def test_every_step_is_taken_once_and_consecutive_ones_share_a_record(prefix):
     beacons, writer = watched(prefix)
+    before = SystemClock().wall_s()
     for step in (0, 1, 2):
         writer.step(step)
+    after = SystemClock().wall_s()
     assert beacons.sample()
     taken = beacons.take()
     assert [(r.first_step, len(r.completed_at)) for r in taken.steps] == [(0, 3)]
     assert list(taken.steps[0].completed_at) == sorted(taken.steps[0].completed_at)
-    assert abs(taken.steps[0].completed_at[-1] - SystemClock().wall_s()) < 5.0
+    assert before - 1.0 < taken.steps[0].completed_at[-1] < after + 1.0  # one clock is made of another
     for step in (10, 11, 13):
         writer.step(step)
     assert not beacons.sample()  # not among the first of its life any more
@@ -117,7 +120,7 @@ def test_status_shows_phase_step_and_how_long_nothing_moved(prefix):
     beacons.sample()
     (status,) = beacons.statuses()
     assert (status.step, status.phase) == (4, Phase.EVAL)
-    assert 0.0 <= status.beacon_age_s < 5.0
+    assert 0.0 <= status.beacon_age_s < 60.0
 
 
 def test_moments_are_reported_when_new_and_do_not_move(prefix):
@@ -134,11 +137,15 @@ def test_moments_are_reported_when_new_and_do_not_move(prefix):
     (second,) = beacons.take().marks
     assert second.attached_at == first.attached_at and second.first_step_at >= first.attached_at
     writer.add_save_blocked(2_000_000)
+    writer.phase(Phase.DATA)
+    time.sleep(0.002)
+    writer.phase(Phase.STEP)
     beacons.sample()
     assert beacons.take().marks == ()  # grows with every save; not worth a record each time
     beacons.worker_ended("job", 1, 0)
     (last,) = beacons.take().marks
     assert last.save_blocked_s == pytest.approx(0.002)
+    assert last.data_wait_s >= 0.002
 
 
 def test_removed_beacons_leave_no_file_and_lose_no_step(prefix, tmp_path):

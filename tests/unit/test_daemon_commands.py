@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def with_loop(
             handler=handler,
         )
         polling = asyncio.create_task(loop.run())
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             await scenario(loop, supervisor, journal)
         polling.cancel()
         database.close()
@@ -157,6 +158,38 @@ def test_a_restarted_daemon_asks_its_engine_only_for_what_it_has_not_reported() 
 
     asyncio.run(scenario())
     assert asked == [GetStatus(restores_since=12.5)]
+
+
+def test_an_engine_is_told_until_when_and_not_for_how_long_its_host_is_in_touch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[EngineRequest] = []
+    process = subprocess.Popen(["sleep", "600"])  # in the place of the engine
+
+    class Engine:
+        async def ask(self, request: EngineRequest, *, timeout_s: float = 1.0) -> EngineReply:
+            asked.append(request)
+            process.kill()
+            return EngineReply(ok=True, pid=process.pid)
+
+    async def ignore(_: object) -> None:
+        """Nobody listens."""
+
+    async def scenario() -> None:
+        parts: Any = None
+        client: Any = Engine()
+        keeper = EngineKeeper(parts, parts, client, SystemClock(), on_restart=ignore, on_status=ignore)
+        keeper._pid = process.pid
+        monkeypatch.setattr(keeper, "_is_engine", lambda pid: True)
+        keeper.in_touch(4711.5)
+        await asyncio.wait_for(keeper._watch(), 60.0)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        process.kill()
+        process.wait()
+    assert asked[0] == GetStatus(in_touch_until_s=4711.5)
 
 
 class Keeper:

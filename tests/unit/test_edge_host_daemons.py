@@ -9,12 +9,11 @@ import pytest
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.decisions import Command, CommandUpdate, StopWorkers, UpdateState
-from flyball.contracts.errors import TooBusy
+from flyball.contracts.errors import TooBusy, Unreachable
 from flyball.contracts.identity import Fence
 from services.actuator.backends import host_daemons
 from services.actuator.backends.host_daemons import HostDaemons
 from services.actuator.notify import AsyncWakeup
-from services.actuator.ports import ActionProgress, PlaybookStep
 from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import LocalWakeup
 
@@ -37,27 +36,41 @@ class Outbox:
         self.open: list[Command] = []
         self.updates: list[CommandUpdate] = []
         self.looked = 0
+        self.looked_at_all = 0
+        self.looked_for: list[str] = []
+        self.away = False
 
-    def commands_for(self, host_id: str, now: float) -> Sequence[Command]:
+    def unanswered(self) -> dict[str, tuple[int, int]]:
+        self.looked_at_all += 1
+        if self.away:
+            raise Unreachable("The database does not answer.")
+        ids = {c.host_id: [int(o.action_id[4:]) for o in self.open if o.host_id == c.host_id] for c in self.open}
+        return {host_id: (max(numbers), len(numbers)) for host_id, numbers in ids.items()}
+
+    def commands_for_hosts(self, host_ids: Sequence[str], now: float) -> dict[str, list[Command]]:
         self.looked += 1
-        return [c for c in self.open if c.host_id == host_id]
+        self.looked_for.extend(host_ids)
+        if self.away:
+            raise Unreachable("The database does not answer.")
+        return {h: found for h in host_ids if (found := [c for c in self.open if c.host_id == h])}
 
     def record(self, update: CommandUpdate) -> None:
         self.updates.append(update)
         self.open = [c for c in self.open if c.command_id != update.command_id]
 
-    def open_actions(self) -> list[ActionProgress]:
-        raise AssertionError("for the executor only")
 
-    def apply(self, progress: ActionProgress, step: PlaybookStep, now: float) -> bool:
-        raise AssertionError("for the executor only")
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that a busy machine holds up is awaited, and no command is so old that it is due again."""
+    monkeypatch.setattr(host_daemons, "FIRST_LOOK_S", 60.0)
+    monkeypatch.setattr(host_daemons, "HAND_OUT_AGAIN_S", 3600.0)
 
 
 class Rig:
     def __init__(self, max_waiting: int = 10, poll_interval_s: float = 30.0) -> None:
         self.outbox = Outbox()
         self.wakeup = LocalWakeup()
-        self.bell = AsyncWakeup(self.wakeup, "commands")
+        self.runs: asyncio.Task[None] | None = None
         self.daemons = HostDaemons(
             store=self.outbox,
             wakeup=self.wakeup,
@@ -73,7 +86,9 @@ class Rig:
         async def gone() -> bool:
             return is_gone
 
-        batch = await self.daemons.next_commands(host_id, incarnation, wait_s=wait_s, bell=self.bell, is_gone=gone)
+        if not self.runs:
+            self.runs = asyncio.create_task(self.daemons.run())
+        batch = await self.daemons.next_commands(host_id, incarnation, wait_s=wait_s, is_gone=gone)
         return [c.action_id for c in batch.commands]
 
     async def until_looked(self, times: int) -> None:
@@ -83,7 +98,7 @@ class Rig:
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await scenario()
 
     asyncio.run(bounded())
@@ -191,7 +206,92 @@ def test_an_answer_is_stored_and_wakes_the_executor() -> None:
         rig.outbox.open.append(command(1))
         await rig.daemons.take_update(update)
         assert rig.outbox.updates == [update]
-        assert await woken.wait(0, 10) == 1
+        assert await woken.wait(0, 60.0) == 1
         assert await rig.ids(wait_s=0.0) == []
+
+    run(scenario)
+
+
+def test_a_wake_up_looks_for_the_hosts_that_it_names_and_for_no_other() -> None:
+    async def scenario() -> None:
+        rig = Rig()
+        names = [f"host-{number}" for number in range(8)]
+        waiting = {name: asyncio.create_task(rig.ids(name)) for name in names}
+        while len(rig.outbox.looked_for) < len(names):
+            await asyncio.sleep(0)
+        rig.outbox.looked_for.clear()
+        rig.outbox.open.append(command(1, "host-3"))
+        rig.wakeup.notify("commands", ["host-3", "host-elsewhere"])
+        assert await waiting["host-3"] == ["act-1"]
+        assert rig.outbox.looked_for == ["host-3"]
+        rig.daemons.stop()
+        rig.wakeup.notify("commands")
+        assert await waiting["host-4"] == []
+
+    run(scenario)
+
+
+def test_all_waiting_hosts_cost_one_unwoken_look() -> None:
+    async def scenario() -> None:
+        rig = Rig(max_waiting=500, poll_interval_s=0.01)
+        waiting = [asyncio.create_task(rig.ids(f"host-{number}")) for number in range(300)]
+        while len(rig.outbox.looked_for) < 300:
+            await asyncio.sleep(0)
+        at_all, for_some = rig.outbox.looked_at_all, rig.outbox.looked
+        while rig.outbox.looked_at_all < at_all + 5:
+            await asyncio.sleep(0.001)
+        assert rig.outbox.looked == for_some
+        rig.outbox.open.append(command(1, "host-299"))
+        assert await waiting[299] == ["act-1"]
+        assert rig.outbox.looked == for_some + 1
+        for task in waiting:
+            task.cancel()
+
+    run(scenario)
+
+
+def test_an_unanswered_command_is_handed_out_again_to_the_next_poll_that_waits(monkeypatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(host_daemons, "HAND_OUT_AGAIN_S", 0.05)
+        rig = Rig(poll_interval_s=0.01)
+        rig.outbox.open.append(command(1))
+        assert await rig.ids() == ["act-1"]
+        looked = rig.outbox.looked
+        assert await rig.ids() == ["act-1"]
+        assert rig.outbox.looked <= looked + 2  # when it came, and when it was due
+
+    run(scenario)
+
+
+def test_who_waits_is_told_when_the_store_is_away() -> None:
+    async def scenario() -> None:
+        rig = Rig(poll_interval_s=0.01)
+        waiting = [asyncio.create_task(rig.ids(f"host-{number}")) for number in range(3)]
+        await rig.until_looked(1)
+        rig.outbox.away = True
+        for one in waiting:
+            with pytest.raises(Unreachable):
+                await one
+        with pytest.raises(Unreachable):
+            await rig.ids()
+        rig.outbox.away = False
+        rig.outbox.open.append(command(1))
+        while True:
+            try:
+                assert await rig.ids() == ["act-1"]
+                break
+            except Unreachable:
+                continue
+
+    run(scenario)
+
+
+def test_a_poll_that_nobody_looks_for_is_given_up(monkeypatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(host_daemons, "FIRST_LOOK_S", 0.01)
+        rig = Rig()
+        rig.runs = asyncio.create_task(asyncio.sleep(0))
+        with pytest.raises(Unreachable):
+            await rig.ids(wait_s=0.0)
 
     run(scenario)

@@ -7,20 +7,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostFacts
 from flyball.contracts.errors import Unreachable
-from flyball.contracts.signals import EngineStatus, PreemptionNotice, Report, Signal
+from flyball.contracts.signals import EngineStatus, PreemptionNotice, RankMarks, Report, Signal
 from flyball.contracts.wire import WIRE_VERSION
 from services.actuator.notify import AsyncWakeup
 from services.controller.ports import Cursor, Delivered
 from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import LocalWakeup
+from services.sensor import report_writer
 from services.sensor.committed import CommittedPositions
 from services.sensor.report_queue import Received, ReportQueue
 from services.sensor.report_writer import ReportWriter
+from services.sensor.step_log import StepSummary
 
 
 def report(host_id: str, signals: tuple[Signal, ...] = ()) -> Report:
@@ -59,7 +62,7 @@ def own_signal() -> Received:
     return Received(report=None, signals=(signal("sensor.x"),), size_bytes=0, at=0.0, at_monotonic_s=0.0)
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
@@ -92,13 +95,23 @@ class Bus:
 
 
 class Status:
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self) -> None:
         self.hosts: list[str] = []
-        self._bus = bus
-        self.published_before: list[int] = []
+        self.begun = 0
+        self.refuses = ""  # a job, whose steps are indigestible
+        self.steps: list[str] = []
+        self.may_store = threading.Event()
+        self.may_store.set()
 
-    def record_reports(self, reports: Sequence[tuple[Report, float]]) -> None:
-        self.published_before.append(len(self._bus.published))
+    def vouch(self, *, sensor: str, at: float, ages_ms: Sequence[int], hosts: Sequence[str] | None) -> None:
+        raise AssertionError("the writer does not vouch")
+
+    def record_reports(self, reports: Sequence[tuple[Report, float]], steps: Sequence[StepSummary] = ()) -> None:
+        self.begun += 1
+        assert self.may_store.wait(60.0)
+        if any(summary.job == self.refuses for summary in steps):
+            raise ValueError("indigestible")
+        self.steps.extend(summary.job for summary in steps)
         self.hosts.extend(r.facts.host_id for r, _ in reports)
 
     def committed(self, incarnations: Sequence[str]) -> dict[str, int]:
@@ -112,7 +125,7 @@ class Rig:
     def __init__(self, queue: ReportQueue) -> None:
         self.queue = queue
         self.bus = Bus()
-        self.status = Status(self.bus)
+        self.status = Status()
         self.metrics = Metrics()
         self.writer = ReportWriter(
             queue=queue,
@@ -127,7 +140,7 @@ class Rig:
 
     def end(self) -> None:
         self.stop.set()
-        self.thread.join(10)
+        self.thread.join(60.0)
         assert not self.thread.is_alive()
 
 
@@ -136,36 +149,99 @@ def rig() -> Rig:
     return Rig(ReportQueue(max_items=8, max_size_bytes=1000))
 
 
+def take(queue: ReportQueue) -> tuple[list[str], list[str]]:
+    """Whose signals, and of whom reports."""
+    batch = queue.take(max_hosts=9, timeout_s=0.0)
+    return [i.signals[0].source for i in batch.signals], [i.report.facts.host_id for i in batch.reports if i.report]
+
+
 def test_the_queue_is_bounded_by_number_and_bytes() -> None:
     queue = ReportQueue(max_items=2, max_size_bytes=100)
     assert queue.offer(received("a", size_bytes=60))
     assert not queue.offer(received("b", size_bytes=60))
-    assert queue.offer(received("b", size_bytes=40))
-    assert not queue.offer(received("c", size_bytes=0))
+    assert queue.offer(received("b", size_bytes=40, n_signals=1))
+    assert queue.offer(received("b", size_bytes=40, n_signals=2))
+    assert not queue.offer(received("b", size_bytes=40, n_signals=3)), "signals are not given up for newer ones"
     assert queue.offer(own_signal()), "the sensor's own signals are never refused"
-    assert [i.report.facts.host_id if i.report else "" for i in queue.take(max_items=9, timeout_s=0)] == ["a", "b", ""]
+    assert take(queue) == (["b", "b", "sensor.x"], ["b", "a"])
     assert queue.offer(received("d", size_bytes=100)), "what was taken makes room"
 
 
-def test_signals_reach_the_bus_before_the_state_is_stored(rig: Rig) -> None:
+def test_of_a_hosts_state_the_newest_waits_and_what_is_told_once_stays() -> None:
+    queue = ReportQueue(max_items=2, max_size_bytes=100)
+    mark = RankMarks("job", 1, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    for number in range(9):
+        item = received("a", size_bytes=30)
+        assert item.report is not None
+        told = (mark,) if number in (3, 5) else ()
+        changed = msgspec.structs.replace(item.report, sent_at=float(number), marks=told)
+        assert queue.offer(msgspec.structs.replace(item, report=changed))
+        assert queue.offer(received("b", size_bytes=10))
+    assert not queue.take(max_hosts=0, timeout_s=0.0)
+    first = queue.take(max_hosts=1, timeout_s=0.0)
+    assert [item.report.sent_at for item in first.reports if item.report] == [3.0, 5.0, 8.0]
+    assert take(queue) == ([], ["b"])
+    assert not queue.take(max_hosts=9, timeout_s=0.0)
+
+
+def test_the_state_of_hosts_that_tell_more_than_their_state_goes_first() -> None:
+    queue = ReportQueue(max_items=9, max_size_bytes=1000)
+    mark = RankMarks("job", 1, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    for host in "abcd":
+        item = received(host)
+        assert item.report is not None
+        changed = msgspec.structs.replace(item.report, marks=(mark,) if host == "c" else ())
+        assert queue.offer(msgspec.structs.replace(item, report=changed))
+    first = queue.take(max_hosts=2, timeout_s=0.0)
+    assert [item.report.facts.host_id for item in first.reports if item.report] == ["c", "a"]
+    assert take(queue) == ([], ["b", "d"])
+    queue.offer(received("c"))
+    queue.offer(received("a"))
+    assert take(queue) == ([], ["c", "a"]), "once"
+    for host in ("quiet", "x", "y", "z"):
+        queue.offer(received(host, n_signals=0 if host == "quiet" else 1))
+    first = queue.take(max_hosts=2, timeout_s=0.0)
+    assert [item.report.facts.host_id for item in first.reports if item.report] == ["x", "quiet"], "nobody starves"
+
+
+def test_signals_wait_for_no_state_that_is_being_stored(rig: Rig) -> None:
+    rig.status.may_store.clear()
     rig.thread.start()
+    rig.queue.offer(received("slow"))
+    until(lambda: rig.status.begun == 1)
     rig.queue.offer(received("a", n_signals=2))
-    until(lambda: rig.status.hosts == ["a"])
-    assert rig.status.published_before == [2]
+    until(lambda: len(rig.bus.published) == 2)
+    assert rig.status.hosts == []
+    rig.status.may_store.set()
+    until(lambda: rig.status.hosts == ["slow", "a"])
     rig.end()
 
 
-def test_an_absent_bus_delays_and_loses_nothing(rig: Rig) -> None:
+def test_an_absent_bus_delays_signals_loses_none_and_holds_no_state_up(rig: Rig) -> None:
     rig.bus.away = True
     rig.thread.start()
     rig.queue.offer(received("a", n_signals=1))
-    rig.queue.offer(received("b"))
     until(lambda: rig.bus.attempts >= 2)
-    assert not rig.status.hosts
+    for _ in range(5):
+        rig.queue.offer(received("b", n_signals=2))
+    until(lambda: set(rig.status.hosts) == {"a", "b"})
+    attempts = rig.bus.attempts
+    until(lambda: rig.bus.attempts > attempts)
+    assert not rig.bus.published
     rig.bus.away = False
-    until(lambda: rig.status.hosts == ["a", "b"])
-    assert len(rig.bus.published) == 1
+    until(lambda: len(rig.bus.published) == 3)
+    assert [s.source for s in rig.bus.published] == ["a", "b", "b"]
     rig.end()
+
+
+def test_signals_that_are_sent_again_while_they_wait_wait_once() -> None:
+    queue = ReportQueue(max_items=2, max_size_bytes=1000)
+    for _ in range(50):  # its daemon sends them again every second
+        assert queue.offer(received("a", n_signals=3))
+        assert queue.offer(own_signal())
+    assert sum(len(item.signals) for item in queue.take(max_hosts=0, timeout_s=0.0).signals) == 4
+    assert queue.offer(received("a", n_signals=3)), "what was taken may be lost, and comes again"
+    assert len(queue.take(max_hosts=9, timeout_s=0.0).signals) == 1
 
 
 def test_a_report_that_cannot_be_stored_does_not_hold_up_the_others(rig: Rig) -> None:
@@ -174,7 +250,19 @@ def test_a_report_that_cannot_be_stored_does_not_hold_up_the_others(rig: Rig) ->
         rig.queue.offer(received(host_id, n_signals=1))
     rig.thread.start()
     until(lambda: len(rig.status.hosts) == 3)
-    assert [s.source for s in rig.bus.published] == ["a", "c"]
+    until(lambda: [s.source for s in rig.bus.published] == ["a", "c"])
+    assert rig.metrics.registry.get_sample_value("flyball_reports_dropped_total") == 1.0
+    rig.end()
+
+
+def test_steps_that_cannot_be_stored_hold_up_neither_others_nor_the_reports(rig: Rig) -> None:
+    rig.status.refuses = "bad"
+    jobs = ("a", "bad", "c")
+    rig.queue.offer_steps([StepSummary(job, 1, 1.0, 0, (1.0,), 0, 1, "s") for job in jobs])
+    rig.queue.offer(received("host"))
+    rig.thread.start()
+    until(lambda: rig.status.hosts == ["host"])
+    assert rig.status.steps == ["a", "c"]
     assert rig.metrics.registry.get_sample_value("flyball_reports_dropped_total") == 1.0
     rig.end()
 
@@ -199,6 +287,23 @@ def test_stopping_stores_what_was_received(rig: Rig) -> None:
     assert len(rig.status.hosts) == 5
 
 
+def test_stopping_stores_no_state_beside_the_thread_that_still_does(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_writer, "LONGEST_END_S", 0.01)
+    rig.status.may_store.clear()
+    rig.queue.offer(received("slow"))
+    rig.thread.start()
+    until(lambda: rig.status.begun == 1)
+    rig.bus.away = True
+    rig.queue.offer(received("a", n_signals=1))
+    until(lambda: rig.bus.attempts >= 1)
+    rig.bus.away = False
+    rig.end()
+    assert [s.source for s in rig.bus.published] == ["a"]
+    assert rig.status.begun == 1
+    rig.status.may_store.set()
+    until(lambda: rig.status.hosts == ["slow"])
+
+
 def test_stopping_does_not_wait_for_an_absent_database(rig: Rig) -> None:
     rig.bus.away = True
     rig.queue.offer(received("a", n_signals=1))
@@ -221,13 +326,13 @@ def test_committed_positions_are_asked_for_only_while_something_is_outstanding()
         positions = CommittedPositions(read, SystemClock())
         task = asyncio.create_task(positions.run(bell))
         positions.expect("i1", 3)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not positions.is_committed("i1", 2):
                 await asyncio.sleep(0)
         assert not positions.is_committed("i1", 3)
         committed["i1"] = 3
         wakeup.notify("events")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not positions.is_committed("i1", 3):
                 await asyncio.sleep(0)
         assert positions.known(["i1", "i2"]) == {"i1": 3}
@@ -235,7 +340,7 @@ def test_committed_positions_are_asked_for_only_while_something_is_outstanding()
         positions.expect("i1", 3)  # a repeat of what is committed
         positions.expect("i9", 1)
         wakeup.notify("events")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(asked) == n_asked:
                 await asyncio.sleep(0)
         assert all(question == ["i9"] for question in asked[n_asked:])

@@ -69,3 +69,21 @@ def test_two_supervisors_in_one_process_count_apart() -> None:
     first.reports_received.inc()
     assert first.registry.get_sample_value("flyball_reports_received_total") == 1.0
     assert second.registry.get_sample_value("flyball_reports_received_total") == 0.0
+
+
+def test_which_token_of_a_host_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings().host_token_epochs == {}
+    monkeypatch.setenv("FLYBALL_HOST_TOKEN_EPOCHS", '{"node-7": 2}')
+    assert load_settings().host_token_epochs == {"node-7": 2}
+    for wrong in ('{"no/name": 1}', '{"node-7": -1}', '{"node-7": "x"}', "node-7=1"):
+        monkeypatch.setenv("FLYBALL_HOST_TOKEN_EPOCHS", wrong)
+        with pytest.raises(ConfigurationError, match="host_token_epochs"):
+            load_settings()
+
+
+def test_what_is_tallied_is_counted_once_when_the_metrics_are_read() -> None:
+    metrics = Metrics()
+    tally = metrics.tally(metrics.reports_received)
+    for more, in_all in ((2, 2.0), (1, 3.0), (0, 3.0)):
+        tally.count += more
+        assert metrics.registry.get_sample_value("flyball_reports_received_total") == in_all

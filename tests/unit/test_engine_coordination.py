@@ -10,12 +10,16 @@ from typing import Any
 from ckpt_engine.coordination import Coordination
 from ckpt_engine.counters import Counters
 from ckpt_engine.generation import Generation
+from ckpt_engine.links import PeerLinks
 from ckpt_engine.peer_wire import RankSteps
+from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.memory import MemoryTier
+from ckpt_engine.transport.port import Connection
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.engine_wire import Configure
+from flyball.contracts.errors import Unreachable
 from flyball.contracts.identity import Fence
 
 PLACEMENT = Placement(
@@ -38,26 +42,29 @@ class SlowLinks:
         self.messages: list[RankSteps] = []
         self.meanwhile: Callable[[], None] = lambda: None
 
-    def post(self, host_id: str, key: object, message: RankSteps) -> None:
+    def post(self, host_id: str, key: object, message: RankSteps, *, unless: Callable[[], bool]) -> None:
         meanwhile, self.meanwhile = self.meanwhile, lambda: None
         meanwhile()
         self.messages.append(message)
 
 
-def test_a_wish_to_flush_is_not_lost_to_a_report_that_was_made_before_it(tmp_path: Path) -> None:
-    links = SlowLinks()
-    given: Any = links
-    memory = MemoryTier(str(tmp_path / "flyball-test"), "job", "b")
-    coordination = Coordination(
+def coordinate(links: Any, memory: MemoryTier) -> Coordination:  # noqa: ANN401 - PeerLinks, or what stands for them
+    return Coordination(
         Generation(Configure(Fence(1, 3), "b", PLACEMENT, CheckpointSpec()), "b"),
         memory=memory,
-        links=given,
+        links=links,
         counters=Counters(),
         clock=SystemClock(),
         on_advance=lambda: None,
         on_naming=lambda namings: None,
         on_written=lambda tier, step: None,
     )
+
+
+def test_a_wish_to_flush_is_not_lost_to_a_report_that_was_made_before_it(tmp_path: Path) -> None:
+    links = SlowLinks()
+    memory = MemoryTier(str(tmp_path / "flyball-test"), "job", "b")
+    coordination = coordinate(links, memory)
     flush = threading.Thread(target=coordination.want_flush, args=(5,))
 
     def flush_meanwhile() -> None:
@@ -66,6 +73,38 @@ def test_a_wish_to_flush_is_not_lost_to_a_report_that_was_made_before_it(tmp_pat
 
     links.meanwhile = flush_meanwhile
     coordination.report(1, (4, 5), ())
-    flush.join(10)
+    flush.join(60.0)
     assert (links.messages[-1].saved, links.messages[-1].flush) == ((4, 5), 5)
     memory.release()
+
+
+def test_what_a_thread_posts_while_the_job_is_released_is_not_queued_for_ever(tmp_path: Path) -> None:
+    def nobody(host_id: str, address: str) -> Connection:
+        raise Unreachable(f"{host_id} is away.")
+
+    links = PeerLinks(dial=nobody, on_up=lambda *_: None, on_lost=lambda host_id: None, settings=EngineSettings())
+    links.set_targets(frozenset({"a"}))
+    memory = MemoryTier(str(tmp_path / "flyball-test"), "job", "b")
+    coordination = coordinate(links, memory)
+    releases: list[threading.Thread] = []
+
+    class EndsNow:
+        """Asked whether the generation ended, it has not; and right after, the job is released."""
+
+        def is_set(self) -> bool:
+            releases.append(threading.Thread(target=links.forget, args=("job",)))
+            releases[-1].start()
+            releases[-1].join(0.3)
+            return False
+
+    ended: Any = EndsNow()
+    coordination._generation.ended = ended
+    coordination.report(1, (4, 5), ())
+    for release in releases:
+        release.join(60.0)
+    try:
+        assert len(releases) == 1
+        assert links._links["a"]._waiting == {}
+    finally:
+        links.close()
+        memory.release()

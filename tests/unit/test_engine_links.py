@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from ckpt_engine.links import PeerLink
+from ckpt_engine.links import PeerLink, PeerLinks
 from ckpt_engine.peer_server import PeerServer
 from ckpt_engine.peer_wire import Ping, RankSteps, Reply, Verdict
 from ckpt_engine.settings import EngineSettings
@@ -16,7 +17,20 @@ from ckpt_engine.transport.port import ByteCounters, Connection, Identity
 from ckpt_engine.transport.tcp import TcpListener, connect_tcp
 
 TOKEN = b"the token"
-SETTINGS = EngineSettings(ping_interval_s=600, ping_timeout_s=10)  # a ping never comes to the rescue
+SETTINGS = EngineSettings(  # a ping never comes to the rescue, and nobody is given up
+    ping_interval_s=600, ping_timeout_s=60, handshake_timeout_s=60, io_timeout_s=60
+)
+
+
+def never() -> bool:
+    return False
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
 
 
 class Host:
@@ -39,13 +53,13 @@ class Host:
 
     def dial(self, host_id: str, address: str) -> Connection:
         connection = connect_tcp(f"127.0.0.1:{self._listener.port}", settings=SETTINGS, total=ByteCounters())
-        introduce(connection, identity=Identity("caller", "", "1"), token=TOKEN, timeout_s=5)
+        introduce(connection, identity=Identity("caller", "", "1"), token=TOKEN, timeout_s=60)
         return connection
 
     def _answer(self, connection: Connection, request: object) -> None:
         self.heard.append(request)
         self._busy -= 1
-        connection.send(Reply(Verdict.BUSY if self._busy >= 0 else Verdict.OK), timeout_s=5)
+        connection.send(Reply(Verdict.BUSY if self._busy >= 0 else Verdict.OK), timeout_s=60)
         if self._busy < 0:
             self.done.set()
 
@@ -65,7 +79,7 @@ def link_to(request: pytest.FixtureRequest) -> Iterator[tuple[Host, PeerLink]]:
     )
     yield host, link
     link.stop()
-    link.join(10)
+    link.join(60.0)
     host.close()
 
 
@@ -73,21 +87,59 @@ def link_to(request: pytest.FixtureRequest) -> Iterator[tuple[Host, PeerLink]]:
 def test_a_busy_peer_is_asked_again_without_waiting_for_the_next_ping(link_to: tuple[Host, PeerLink]) -> None:
     host, link = link_to
     message = RankSteps("job", 1, 0, (3,))
-    link.post("key", message)
-    assert host.done.wait(10)
+    link.post(("job", 0), message, unless=never)
+    assert host.done.wait(60.0)
     assert [request for request in host.heard if not isinstance(request, Ping)].count(message) == len(host.heard)
 
 
 @pytest.mark.parametrize("link_to", [3], indirect=True)
 def test_a_newer_message_takes_the_place_of_one_that_waits(link_to: tuple[Host, PeerLink]) -> None:
     host, link = link_to
-    link.post("key", RankSteps("job", 1, 0, (3,)))
-    link.post("key", RankSteps("job", 1, 0, (3, 4)))
-    link.post("other", RankSteps("job", 1, 1, (3,)))
-    assert host.done.wait(10)
-    deadline = threading.Event()
-    for _ in range(1000):
-        if RankSteps("job", 1, 0, (3, 4)) in host.heard and RankSteps("job", 1, 1, (3,)) in host.heard:
-            return
-        deadline.wait(0.01)
-    raise AssertionError(host.heard)
+    link.post(("job", 0), RankSteps("job", 1, 0, (3,)), unless=never)
+    link.post(("job", 0), RankSteps("job", 1, 0, (3, 4)), unless=never)
+    link.post(("job", 1), RankSteps("job", 1, 1, (3,)), unless=never)
+    assert host.done.wait(60.0)
+    wait_for(lambda: RankSteps("job", 1, 0, (3, 4)) in host.heard and RankSteps("job", 1, 1, (3,)) in host.heard)
+
+
+@pytest.mark.parametrize("link_to", [1_000_000], indirect=True)
+def test_what_a_peer_does_not_take_is_forgotten_with_its_job(link_to: tuple[Host, PeerLink]) -> None:
+    host, _ = link_to
+    links = PeerLinks(
+        dial=host.dial,
+        on_up=lambda host_id, incarnation: None,
+        on_lost=lambda host_id: None,
+        settings=SETTINGS,
+    )
+    links.set_targets(frozenset({"host"}))
+    try:
+        for job in ("ended", "ended-too", "runs"):
+            links.post("host", (job, 0), RankSteps(job, 1, 0, (3,)), unless=never)
+        wait_for(lambda: {request.job for request in list(host.heard) if isinstance(request, RankSteps)} >= {"ended"})
+        for job in ("ended", "ended-too"):
+            links.forget(job)
+        (link,) = links._links.values()
+        assert list(link._waiting) == [("runs", 0)]
+        host.heard.clear()
+        wait_for(lambda: len(host.heard) > 3)
+        assert {request.job for request in host.heard[2:] if isinstance(request, RankSteps)} == {"runs"}
+    finally:
+        links.close()
+
+
+@pytest.mark.parametrize("link_to", [0], indirect=True)
+def test_a_link_goes_on_after_an_address_that_is_none(link_to: tuple[Host, PeerLink]) -> None:
+    host, _ = link_to
+    addresses = iter(["127.0.0.1:70000"])  # announced first, and then the right one
+    up = threading.Event()
+
+    def dial(host_id: str, address: str) -> Connection:
+        wrong = next(addresses, "")
+        return connect_tcp(wrong, settings=SETTINGS, total=ByteCounters()) if wrong else host.dial(host_id, address)
+
+    link = PeerLink("host", dial=dial, on_up=lambda *_: up.set(), on_lost=lambda host_id: None, settings=SETTINGS)
+    try:
+        assert up.wait(60.0)
+    finally:
+        link.stop()
+        link.join(60.0)

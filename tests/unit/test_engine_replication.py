@@ -28,7 +28,7 @@ from flyball.contracts.engine_wire import Configure
 from flyball.contracts.errors import FlyballError, InvalidMessage, Unreachable
 from flyball.contracts.identity import Fence
 
-SETTINGS = EngineSettings(io_timeout_s=5)
+SETTINGS = EngineSettings(io_timeout_s=60)
 PLACEMENT = Placement(
     job="job",
     generation=3,
@@ -69,7 +69,7 @@ class Receiver:
     def put(self, offered: PutShard, sent: bytes, *, end: bool = False) -> Reply | FlyballError:
         """Offer, and send these bytes if they are asked for; the answer, or what ended the connection over there."""
         outcome: list[Reply | FlyballError] = []
-        with socket.create_connection(self._listener.getsockname(), timeout=30) as ours:
+        with socket.create_connection(self._listener.getsockname(), timeout=60) as ours:
             theirs = TcpConnection(self._listener.accept()[0], SETTINGS, ByteCounters())
             arguments = {"tier": self.tier, "generation": self.generation, "world": self.world, "settings": SETTINGS}
 
@@ -84,7 +84,7 @@ class Receiver:
             ours.sendall(sent)
             if end:
                 ours.shutdown(socket.SHUT_WR)
-            thread.join(30)
+            thread.join(60)
             theirs.close()
         return outcome[0]
 

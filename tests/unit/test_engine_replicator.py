@@ -10,11 +10,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from ckpt_engine import manifest as manifests
 from ckpt_engine.counters import Counters
 from ckpt_engine.generation import Generation, WorldView
+from ckpt_engine.peer_patience import Patience
 from ckpt_engine.peer_wire import Reply, Verdict, WorldStep
 from ckpt_engine.pipeline import RankPipeline
 from ckpt_engine.replication import Offer
@@ -23,6 +26,7 @@ from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots import SlotView
 from ckpt_engine.tiers.memory import MemoryTier
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
+from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.engine_wire import Configure
 from flyball.contracts.identity import Fence
@@ -41,7 +45,7 @@ PLACEMENT = Placement(
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20.0
+    deadline_s = time.monotonic() + 60.0
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.002)
@@ -96,12 +100,67 @@ def test_a_peer_is_given_up_that_does_not_know_the_job_and_not_one_that_awaits_t
     )
     replicator.start()
     try:
-        assert settled.wait(20.0)
+        assert settled.wait(60.0)
     finally:
         generation.ended.set()
-        replicator.join(10.0)
+        replicator.join(60.0)
     ((view, outcome),) = outcomes[:1]
     assert (view.step, outcome.there) == (4, there)
+
+
+@given(st.floats(0.001, 3600))
+def test_all_steps_together_wait_for_a_peer_that_takes_nothing_no_longer_than_twice_the_first(full_s: float) -> None:
+    patience = Patience(full_s)
+    waited_s = 0.0
+    for _ in range(100):
+        waited_s += patience.left_s
+        patience.in_vain()
+    assert waited_s < 2 * full_s and patience.left_s == 0.0
+    patience.refill()
+    assert patience.is_full
+
+
+def test_a_peer_that_is_busy_for_good_is_asked_once_for_each_step_until_it_takes_one(memory: MemoryTier) -> None:
+    settled = threading.Semaphore(0)
+    outcomes: list[Outcome] = []
+    asked = [Reply(Verdict.BUSY, "It is not ready."), Reply(Verdict.OK)]
+    counters = Counters()
+
+    def on_settled(peer: str, view: SlotView, outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        settled.release()
+
+    generation = Generation(Configure(Fence(1, 1), "a", PLACEMENT, CheckpointSpec()), "a")
+    replicator = Replicator(
+        0,
+        "b",
+        generation,
+        memory=memory,
+        world=WorldView(WorldStep("job", 1, 3)),
+        put_replica=lambda peer, offer: asked.pop(0),
+        peer_down_s=lambda peer: 0.0,
+        wanted=lambda entry: entry.segments.slots()[:1],
+        on_settled=on_settled,
+        on_bad=lambda entry, view, reason: None,
+        counters=counters,
+        settings=EngineSettings(replicate_timeout_s=3600.0),  # the first step would wait for that long
+    )
+    for _ in range(20):
+        replicator._patience.in_vain()
+    replicator.start()
+    try:
+        assert settled.acquire(timeout=60.0)
+        assert "not ready" in outcomes[0].reason
+        assert counters.snapshot()["peer_backoffs"] == 1
+        with replicator._lock:
+            replicator._settled.clear()  # as if it were the next step
+        replicator.kick()
+        assert settled.acquire(timeout=60.0)
+    finally:
+        generation.ended.set()
+        replicator.join(60.0)
+    assert [outcome.there for outcome in outcomes] == [False, True]
+    assert replicator._patience.is_full
 
 
 class Pipeline:
@@ -128,18 +187,19 @@ class Pipeline:
             on_failure=lambda rank, step, message: self.failures.append(step),
             counters=self.counters,
             settings=EngineSettings(scan_interval_s=0.01),
+            clock=SystemClock(),
             code_version="test",
         )
         self.pipeline.start()
 
     def _put_replica(self, peer: str, offer: Offer) -> Reply:
         self.asked[peer].release()
-        assert self.may_answer[peer].wait(20.0)
+        assert self.may_answer[peer].wait(60.0)
         return Reply(self.answers[peer])
 
     def end(self) -> None:
         self.generation.ended.set()
-        self.pipeline.join(10.0)
+        self.pipeline.join(60.0)
 
 
 @pytest.fixture
@@ -176,7 +236,7 @@ def test_a_step_is_not_saved_by_a_replica_on_a_host_that_died_meanwhile(
     host = make_pipeline("b", "c")
     host.may_answer["b"].set()
     wait_for(lambda: host.counters.snapshot().get("replicas_sent") == 1)
-    assert host.asked["c"].acquire(timeout=20.0)
+    assert host.asked["c"].acquire(timeout=60.0)
     host.down_s["b"] = 60.0
     host.answers["c"] = Verdict.ERROR
     host.may_answer["c"].set()

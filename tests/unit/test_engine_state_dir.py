@@ -123,7 +123,7 @@ def test_two_threads_that_write_one_path_do_not_write_into_one_file(tmp_path: Pa
         yield first_half
         other = threading.Thread(target=write_and_give_up)
         other.start()
-        other.join(20.0)
+        other.join(60.0)
         assert ended.is_set()
         yield rest
 

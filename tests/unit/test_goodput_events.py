@@ -71,5 +71,8 @@ def test_several_files_are_one_log(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no event log"):
         read_logs([tmp_path / "absent.jsonl"])
+    with pytest.raises(NotFound, match="has no event log"):
+        read_logs([tmp_path])
+    (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(ConfigurationError, match="Cannot open"):
         read_logs([tmp_path])

@@ -73,7 +73,7 @@ def source_of(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[memor
         slot = SlotSource(os.open(path, os.O_RDWR))
         request.addfinalizer(slot.close)
         if request.param == "slot mapped ahead":
-            slot._thread.join(10.0)
+            slot._thread.join(60.0)
             assert slot._mapped_bytes == len(payload)
         return slot
 

@@ -6,12 +6,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
+from ckpt_engine.manifest import describe, encode
 from ckpt_engine.memory_plan import MemoryPlan
 from ckpt_engine.slots import RankSegments
 from ckpt_engine.tiers.memory import MemoryTier
-from flyball.contracts.errors import MemoryTooSmall
+from flyball.contracts.errors import MemoryTooSmall, StateVersionMismatch
 from flyball.contracts.segments import rank_segment, shm_prefix
 
 ANOTHER_USER = 65534
@@ -44,6 +47,27 @@ def test_another_users_control_segment_hides_no_copies(prefix: str, segments: Ra
     assert tier.ranks() == [0]
     assert tier.copies() == []
     tier.release()
+    assert not Path(segments.base + ".ctl").exists()
+
+
+def test_segments_of_another_release_hide_no_copies_and_are_in_the_way_of_their_own_rank_only(
+    prefix: str, segments: RankSegments
+) -> None:
+    payload = save({"w": np.zeros(3)})
+    segments.begin_write(0, 1, 5, len(payload))[:] = payload
+    segments.mark_captured(0)
+    manifest = describe(segments.payload(0), job="job", generation=1, step=5, rank=0, world_size=2, code_version="")
+    assert segments.commit(segments.control.slot(0), encode(manifest))
+    older = Path(rank_segment(prefix, "job", 1) + ".ctl")
+    older.write_bytes(b"FLYBSLOT"[::-1] + (3).to_bytes(8, "little") + bytes(8192))
+    tier = MemoryTier(prefix, "job", "host")
+    assert tier.ranks() == [0, 1]
+    assert [(copy.rank, copy.step) for copy in tier.copies()] == [(0, 5)]
+    with pytest.raises(StateVersionMismatch), tier.using(1, create=True):
+        pass
+    assert not tier.remove(1)
+    tier.release()
+    assert older.exists()  # of what it holds nothing is known: removed by command
     assert not Path(segments.base + ".ctl").exists()
 
 

@@ -106,9 +106,8 @@ def test_a_tensor_that_is_named_twice_is_refused() -> None:
 
 def sharded(block: str) -> memoryview:
     """A shard with rows 4..6 of a matrix, as `block` says."""
-    header = shard_format.encode_header(
-        {shard_format.SHARDING_KEY: block}, {"w": shard_format.TensorHeader("U8", (2, 3), (0, 6))}
-    )
+    tensors = {"w": shard_format.TensorHeader("U8", (2, 3), (0, 6))}
+    header = shard_format.join_header({shard_format.SHARDING_KEY: block}, shard_format.encode_tensors(tensors))
     payload = memoryview(bytearray(8 + len(header) + 6))
     shard_format.write_header(payload, header, len(header))
     return payload
@@ -174,7 +173,7 @@ def test_tensors_must_fill_the_file_exactly(offsets: tuple[tuple[int, int], ...]
     tensors = {
         f"t{i}": shard_format.TensorHeader("U8", (abs(pair[1] - pair[0]),), pair) for i, pair in enumerate(offsets)
     }
-    header = shard_format.encode_header({}, tensors)
+    header = shard_format.join_header({}, shard_format.encode_tensors(tensors))
     payload = memoryview(bytearray(8 + len(header) + 16))
     shard_format.write_header(payload, header, len(header))
     with pytest.raises(CorruptShard, match=message):

@@ -31,7 +31,9 @@ HEADER_CAPACITY = 4096 - 8
 def fill(payload: memoryview, byte: int) -> None:
     """A shard with one tensor of `byte`s."""
     size = len(payload) - 4096
-    header = shard_format.encode_header({}, {"t": shard_format.TensorHeader("U8", (size,), (0, size))})
+    header = shard_format.join_header(
+        {}, shard_format.encode_tensors({"t": shard_format.TensorHeader("U8", (size,), (0, size))})
+    )
     shard_format.write_header(payload, header, HEADER_CAPACITY)
     payload[4096:] = bytes([byte]) * size
 
@@ -213,7 +215,7 @@ def test_the_tightest_cgroup_of_either_version_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\0" * CONTROL_BYTES, b"FLYBSLOT".ljust(CONTROL_BYTES, b"\7")])
 def test_a_control_segment_of_another_version_is_refused(base: str, content: bytes) -> None:
     Path(base + CONTROL_SUFFIX).write_bytes(content)
-    with pytest.raises(StateVersionMismatch, match="layout version 3"):
+    with pytest.raises(StateVersionMismatch, match="layout version 4"):
         RankSegments.open(base, create=True)
 
 

@@ -42,22 +42,14 @@ from flyball.worker_identity import WorkerIdentity, read_identity
 
 
 @pytest.fixture
-def identity(tmp_path: Path) -> WorkerIdentity:
+def identity(lone_rank: WorkerIdentity, tmp_path: Path) -> WorkerIdentity:
     """A lone supervised rank with slots and no engine."""
     beacon = str(tmp_path / "beacon")
     create_beacon(beacon)
-    return WorkerIdentity(
-        job="job",
-        generation=1,
-        rank=0,
-        world_size=1,
-        local_world_size=1,
+    return replace(
+        lone_rank,
         beacon=beacon,
-        shm_prefix=str(tmp_path / "flyball-test"),
-        engine_notify="",
-        restore_step=None,
-        checkpoint=CheckpointSpec(save_timeout_s=5.0, restore_timeout_s=5.0),
-        lineage=(LineageEntry(1),),
+        checkpoint=CheckpointSpec(save_timeout_s=60.0, restore_timeout_s=60.0),
         error_file=str(tmp_path / "error.json"),
     )
 
@@ -69,7 +61,7 @@ class Engine:
         self.segments = RankSegments.open(rank_segment(identity.shm_prefix, identity.job, identity.rank), create=True)
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(identity.engine_notify)
-        self.socket.settimeout(10.0)
+        self.socket.settimeout(60.0)
         self.segments.control.begin_world(1, -1)
 
     def notice(self) -> Captured | SaveAborted:
@@ -109,7 +101,7 @@ def state(value: float) -> dict[str, Any]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10.0
+    deadline_s = time.monotonic() + 60.0
     while not condition():
         assert time.monotonic() < deadline_s, "it did not come to pass"
         time.sleep(0.001)
@@ -149,7 +141,7 @@ def test_slots_that_cannot_be_opened_do_not_stop_training(
         job.step(0)
         handle = job.save(0, state(0.0))
         assert "could not be opened" in handle.error
-        assert not handle.staged.wait(10.0)
+        assert not handle.staged.wait(60.0)
         assert isinstance(notice := engine.notice(), SaveAborted)
         assert notice.step == 0
         assert job.save(1, state(0.0)).skipped == NOT_DUE
@@ -173,7 +165,7 @@ def test_without_a_supervisor_a_script_runs_and_nothing_is_kept(monkeypatch: pyt
         assert job.loss is loss
         handle = job.save(0, state(1.0))
         assert handle.skipped == NO_SUPERVISOR
-        assert not handle.staged and not handle.durable.wait(10.0)
+        assert not handle.staged and not handle.durable.wait(60.0)
         assert (job.recovery_point, job.failed_saves) == (-1, 0)
         handle.check()
 
@@ -235,7 +227,7 @@ def test_a_lone_rank_commits_for_itself_and_restores(identity: WorkerIdentity) -
         job.step(step)
         handle = job.save(step, state(float(step)))
         assert handle.staged and not handle.error
-    assert handle.replicated.wait(10.0)
+    assert handle.replicated.wait(60.0)
     wait_for(lambda: job.recovery_point == 4)
     assert not handle.durable
     job.close()
@@ -380,10 +372,10 @@ def test_a_save_waits_for_the_world_and_goes_on_as_soon_as_it_may(with_engine: W
     job.save(1, state(1.0))
     engine.commit(0)
     timer = threading.Timer(0.1, engine.commit, args=(1,))
-    timer.start()
     began_s = time.monotonic()
+    timer.start()
     handle = job.save(2, state(2.0))
-    assert handle.staged and 0.05 < time.monotonic() - began_s < 4.0
+    assert handle.staged and time.monotonic() - began_s > 0.05
     assert [view.step for view in engine.segments.slots()] == [2, 1]
     timer.join()
 
@@ -405,9 +397,9 @@ def test_a_dead_engine_costs_a_moment_and_no_exception(with_engine: WorkerIdenti
     assert job.save(0, state(0.0)).staged and job.save(1, state(1.0)).staged
     began_s = time.monotonic()
     handle = job.save(2, state(2.0))
-    assert time.monotonic() - began_s < 5.0
+    assert time.monotonic() - began_s < 50.0, "nobody waits for it until the save has no time left"
     assert "is not running" in handle.error and job.failed_saves == 1
-    assert not handle.staged.wait(10.0)
+    assert not handle.staged.wait(60.0)
     with pytest.raises(CheckpointError, match="is not running"):
         handle.check()
     assert "is not running" not in job.save(3, state(3.0)).error  # it is not asked again until the world moves
@@ -426,6 +418,30 @@ def test_a_stuck_engine_is_waited_for_once(with_engine: WorkerIdentity, engine: 
     engine.commit(0)
     engine.commit(1)
     assert job.save(20, state(3.0)).staged
+
+
+def test_a_save_that_waits_for_a_slot_does_not_look_stalled(with_engine: WorkerIdentity, engine: Engine) -> None:
+    beacon = BeaconReader(with_engine.beacon)
+    with Job(replace(with_engine, checkpoint=CheckpointSpec(save_timeout_s=60.0))) as job:
+        job.save(0, state(0.0))
+        job.save(1, state(1.0))
+        saving = threading.Thread(target=job.save, args=(2, state(2.0)))
+        saving.start()
+        moved_ns = set()
+
+        def moved_thrice() -> bool:
+            seen = beacon.snapshot()
+            if seen.phase is Phase.CHECKPOINT:
+                moved_ns.add(seen.moved_ns)
+            return len(moved_ns) > 2
+
+        wait_for(moved_thrice)
+        engine.commit(0)
+        engine.commit(1)
+        saving.join(60.0)
+        assert not saving.is_alive() and job.failed_saves == 0
+        assert beacon.snapshot().phase is not Phase.CHECKPOINT
+    beacon.close()
 
 
 def test_a_long_reason_still_fits_into_a_notice(with_engine: WorkerIdentity, engine: Engine) -> None:
@@ -485,7 +501,7 @@ def test_at_the_emergency_step_a_rank_saves_and_parks_until_released(
     engine.commit(0)
     assert thread.is_alive()
     engine.segments.control.disarm()
-    thread.join(timeout=10.0)
+    thread.join(timeout=60.0)
     assert handles[0].staged and handles[0].replicated
     assert reader.snapshot().phase is Phase.STEP
     assert job.save(3, state(3.0)).skipped == NOT_DUE
@@ -528,7 +544,7 @@ def test_a_shard_that_the_engine_fetches_is_waited_for(with_engine: WorkerIdenti
     assert thread.is_alive()
     engine.commit(1)
     engine.segments.control.write_restore(RestoreWords(2, RestoreState.READY, 6, 1, Tier.PEER, len(source), ""))
-    thread.join(timeout=10.0)
+    thread.join(timeout=60.0)
     assert found[0][0] == 7 and found[0][1]["n"] == {"value": 6.5}
 
 
@@ -568,5 +584,7 @@ def test_a_shard_of_another_run_is_not_restored_from_slot_or_file(
         assert target["n"] == {"value": 0.0}
     engine.segments.drop(0)
     engine.segments.control.write_restore(replace(offer, generation=3))
-    next_one = replace(this, generation=3, lineage=(LineageEntry(1, 6), LineageEntry(3)))
+    next_one = replace(
+        this, generation=3, lineage=(LineageEntry(1, 6), LineageEntry(3)), checkpoint=with_engine.checkpoint
+    )
     assert Job(next_one).restore(target) == 7 and target["n"] == {"value": 6.0}  # of its own run it takes the file

@@ -104,7 +104,7 @@ def test_another_thread_that_keeps_the_database_locked(db: Database, monkeypatch
     with db.write():
         thread = threading.Thread(target=write)
         thread.start()
-        thread.join(30.0)
+        thread.join(60.0)
     assert outcome == [Unreachable]
 
 

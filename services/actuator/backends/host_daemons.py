@@ -3,54 +3,82 @@
 A daemon asks for its commands and is answered when there are some, or after `wait_s` with none. No state of a host is
 kept beyond its connection: any actuator can answer any daemon, and what was handed out and not answered is handed out
 again. Daemons obey each command_id once.
+
+However many hosts wait here, one task looks into the store for all of them: for those that came or were named by a
+wake-up at once, and every `poll_interval_s` for whose commands have changed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Protocol
 
 import msgspec
 import structlog
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.decisions import Command, CommandBatch, CommandUpdate
-from flyball.contracts.errors import TooBusy
+from flyball.contracts.errors import FlyballError, TooBusy, Unreachable
 from flyball.contracts.fault_points import reach
-from services.actuator.notify import AsyncWakeup
-from services.actuator.ports import ActionStore
+from services.actuator.notify import Subscribable
+from services.actuator.ports import Outbox
 from services.controller.ports import Wakeup
+from services.runtime.outages import OUTAGES, Outage
 from services.runtime.telemetry import Metrics
 
 log = structlog.get_logger()
 
 MAX_WAIT_S = 60.0
+FIRST_LOOK_S = 5.0  # the longest that a poll waits to be looked for at all, whatever its own limit
 HAND_OUT_AGAIN_S = 1.0  # a command that was handed out and not answered; the first answer may have been lost
-LOOK_FOR_GONE_S = 1.0  # how often a waiting connection is checked for having been left
+MAX_HOSTS_AT_ONCE = 500  # in one query
+REST = 9.0  # after a look at all hosts, times as long as it took: with very many open commands it takes a while
+LONGEST_REST_S = 1.0  # a look may also have waited for a lock or a busy machine, and the next would not
 
 IsGone = Callable[[], Awaitable[bool]]
 
 
-class _Poll(msgspec.Struct, eq=False):
-    """One waiting connection; `replaced` when the same host opened a newer one."""
+class Bells(Wakeup, Subscribable, Protocol):
+    """What wakes threads, and calls listeners."""
 
-    replaced: bool = False
+
+class _Poll(msgspec.Struct, eq=False):
+    """One waiting connection. `found` is set to its commands, or to none when it is to end."""
+
+    incarnation: str
+    deadline_s: float
+    found: asyncio.Future[list[Command]]
+    looked: bool = False
+    failure: FlyballError | None = None  # why nothing could be found
+
+    def end(self, commands: Sequence[Command] = ()) -> None:
+        if not self.found.done():
+            self.found.set_result(list(commands))
+
+
+class _HandedOut(msgspec.Struct):
+    """What a daemon was given and has not answered."""
+
+    incarnation: str
+    times: dict[str, float]  # command_id -> when
 
 
 class HostDaemons:
-    """Lives in one event loop; its database calls run in threads."""
+    """Lives in one event loop, in which `run` must run; its database calls run in threads."""
 
     def __init__(
         self,
         *,
-        store: ActionStore,
-        wakeup: Wakeup,
+        store: Outbox,
+        wakeup: Bells,
         clock: Clock,
         metrics: Metrics,
         max_waiting: int,
         poll_interval_s: float,
     ) -> None:
-        """`poll_interval_s`: how often a waiting connection looks at the store unwoken."""
+        """`poll_interval_s`: how often the store is looked at unwoken."""
         self._store = store
         self._wakeup = wakeup
         self._clock = clock
@@ -58,33 +86,25 @@ class HostDaemons:
         self._max_waiting = max_waiting
         self._poll_interval_s = poll_interval_s
         self._polls: dict[str, _Poll] = {}
-        self._handed_out: dict[str, tuple[str, dict[str, float]]] = {}  # host -> (incarnation, command_id -> when)
+        self._handed_out: dict[str, _HandedOut] = {}
+        self._ring = asyncio.Event()
+        self._called: set[str] = set()  # hosts to look for at once
+        self._look_at_all = False
+        self._marks: dict[str, tuple[int, int]] = {}  # what the last look at all hosts saw
         self._stopping = False
 
-    async def next_commands(
-        self, host_id: str, incarnation: str, *, wait_s: float, bell: AsyncWakeup, is_gone: IsGone
-    ) -> CommandBatch:
+    async def next_commands(self, host_id: str, incarnation: str, *, wait_s: float, is_gone: IsGone) -> CommandBatch:
         """The host's commands as soon as there are some. A newer poll of the same host ends this one, with none.
-        Raises TooBusy when too many hosts wait already."""
-        poll = self._enter(host_id)
-        try:
-            deadline_s = self._clock.monotonic_s() + min(max(wait_s, 0.0), MAX_WAIT_S)
-            look_for_gone_at_s = self._clock.monotonic_s() + LOOK_FOR_GONE_S
-            while not (poll.replaced or self._stopping):
-                seen = bell.count
-                commands = await self._look(host_id, incarnation)
-                now_s = self._clock.monotonic_s()
-                if commands or now_s >= look_for_gone_at_s:
-                    # Commands for a daemon that left would wait for its next poll to be handed out again.
-                    if await is_gone():
-                        break
-                    look_for_gone_at_s = now_s + LOOK_FOR_GONE_S
-                if commands and not poll.replaced:
-                    return self._hand_out(host_id, incarnation, commands, now_s)
-                if now_s >= deadline_s:
-                    break
-                await bell.wait(seen, min(self._poll_interval_s, deadline_s - now_s))
+        Raises TooBusy when too many hosts wait already, and Unreachable when the store cannot be looked at."""
+        if self._stopping:
             return CommandBatch()
+        poll = self._enter(host_id, incarnation, min(max(wait_s, 0.0), MAX_WAIT_S))
+        try:
+            commands = await self._found(poll)
+            # Commands for a daemon that left would wait for its next poll to be handed out again.
+            if not commands or await is_gone() or self._polls.get(host_id) is not poll:
+                return CommandBatch()
+            return self._hand_out(host_id, incarnation, commands)
         finally:
             if self._polls.get(host_id) is poll:
                 del self._polls[host_id]
@@ -105,37 +125,145 @@ class HostDaemons:
         )
         self._wakeup.notify("actions")
 
+    async def run(self) -> None:
+        """Look for commands until cancelled. While the store is away, who waits is told so, and may ask elsewhere."""
+        loop = asyncio.get_running_loop()
+
+        def called(hosts: Collection[str]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+                loop.call_soon_threadsafe(self._call, tuple(hosts))
+
+        leave = self._wakeup.subscribe("commands", called)
+        outage = Outage("commands", self._clock)
+        look_at_all_s = 0.0
+        try:
+            while True:
+                try:
+                    look_at_all_s = await self._look(look_at_all_s)
+                    outage.ended()
+                except OUTAGES as error:
+                    self._fail_all(error)
+                    await asyncio.sleep(outage.pause_s(error))
+                    continue
+                wait_s = look_at_all_s - self._clock.monotonic_s()
+                if wait_s > 0.0 and not self._ring.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._ring.wait(), wait_s)
+        finally:
+            leave()
+
     def stop(self) -> None:
-        """Answer those who wait with no commands, at their next wake-up."""
+        """Answer those who wait with no commands, at the next wake-up."""
         self._stopping = True
 
-    def _enter(self, host_id: str) -> _Poll:
+    def _call(self, hosts: Collection[str]) -> None:
+        if hosts:
+            self._called.update(host_id for host_id in hosts if host_id in self._polls)
+        else:
+            self._look_at_all = True
+        self._ring.set()
+
+    def _enter(self, host_id: str, incarnation: str, wait_s: float) -> _Poll:
         older = self._polls.get(host_id)
         if older:
-            older.replaced = True
+            older.end()
         elif len(self._polls) >= self._max_waiting:
             raise TooBusy("Too many hosts wait for commands here.", retry_after_s=2.0, hint="try another actuator")
-        poll = self._polls[host_id] = _Poll()
+        poll = _Poll(incarnation, self._clock.monotonic_s() + wait_s, asyncio.get_running_loop().create_future())
+        self._polls[host_id] = poll
         self._metrics.waiting_polls.set(len(self._polls))
+        self._call((host_id,))
         return poll
 
-    async def _look(self, host_id: str, incarnation: str) -> list[Command]:
+    async def _found(self, poll: _Poll) -> list[Command]:
+        give_up_s = max(poll.deadline_s, self._clock.monotonic_s() + FIRST_LOOK_S)
+        while True:
+            now_s = self._clock.monotonic_s()
+            until_s = poll.deadline_s if now_s < poll.deadline_s else give_up_s
+            done, _ = await asyncio.wait({poll.found}, timeout=until_s - now_s)
+            if poll.failure is not None:
+                raise Unreachable(poll.failure.message, hint="try another actuator") from poll.failure
+            if done:
+                return poll.found.result()
+            now_s = self._clock.monotonic_s()
+            if poll.looked and now_s >= poll.deadline_s:
+                return []
+            if now_s >= give_up_s:
+                raise Unreachable("The commands were not looked for in time.", hint="see the actuator's log")
+
+    async def _look(self, look_at_all_s: float) -> float:
+        """One look for those who need one; when the next look at all hosts is due."""
+        self._ring.clear()
+        called, self._called = self._called, set()
+        if self._stopping:
+            for poll in self._polls.values():
+                poll.end()
+        if self._look_at_all or self._clock.monotonic_s() >= look_at_all_s:
+            self._look_at_all = False
+            began_s = self._clock.monotonic_s()
+            called |= await self._with_news()
+            now_s = self._clock.monotonic_s()
+            rest_s = min(REST * (now_s - began_s), LONGEST_REST_S)
+            look_at_all_s = now_s + max(self._poll_interval_s, rest_s)
+        hosts = [host_id for host_id in called if host_id in self._polls]
+        for first in range(0, len(hosts), MAX_HOSTS_AT_ONCE):
+            await self._look_for(hosts[first : first + MAX_HOSTS_AT_ONCE])
+        return look_at_all_s
+
+    async def _with_news(self) -> set[str]:
+        """Waiting hosts whose commands changed since the last time, or are to be handed out again."""
+        if not self._polls:
+            self._marks = {}
+            return set()
+        marks = await asyncio.to_thread(self._store.unanswered)
+        old, self._marks = self._marks, marks
+        now_s = self._clock.monotonic_s()
+        return {
+            host_id
+            for host_id, mark in marks.items()
+            if host_id in self._polls and (mark != old.get(host_id) or self._is_due_again(host_id, now_s))
+        }
+
+    def _is_due_again(self, host_id: str, now_s: float) -> bool:
+        handed_out = self._handed_out.get(host_id)
+        return handed_out is not None and any(now_s - at_s >= HAND_OUT_AGAIN_S for at_s in handed_out.times.values())
+
+    async def _look_for(self, host_ids: Sequence[str]) -> None:
+        polls = {host_id: self._polls[host_id] for host_id in host_ids if host_id in self._polls}
+        found = await asyncio.to_thread(self._store.commands_for_hosts, list(polls), self._clock.wall_s())
+        now_s = self._clock.monotonic_s()
+        for host_id, poll in polls.items():
+            poll.looked = True
+            commands = self._not_recent(host_id, poll.incarnation, found.get(host_id, []), now_s)
+            if commands or now_s >= poll.deadline_s:
+                poll.end(commands)
+
+    def _not_recent(
+        self, host_id: str, incarnation: str, open_commands: Sequence[Command], now_s: float
+    ) -> list[Command]:
         """The host's open commands, without those that this very incarnation was given a moment ago."""
-        open_commands = await asyncio.to_thread(self._store.commands_for, host_id, self._clock.wall_s())
-        recent = self._recent(host_id, incarnation, self._clock.monotonic_s())
+        handed_out = self._handed_out.get(host_id)
+        if handed_out is None or not open_commands or handed_out.incarnation != incarnation:
+            self._handed_out.pop(host_id, None)
+            return list(open_commands)
+        open_ids = {command.command_id for command in open_commands}
+        handed_out.times = {one: at_s for one, at_s in handed_out.times.items() if one in open_ids}
+        recent = {one for one, at_s in handed_out.times.items() if now_s - at_s < HAND_OUT_AGAIN_S}
         return [command for command in open_commands if command.command_id not in recent]
 
-    def _recent(self, host_id: str, incarnation: str, now_s: float) -> dict[str, float]:
-        holder, times = self._handed_out.get(host_id, ("", {}))
-        if holder != incarnation:
-            return {}
-        return {command_id: at_s for command_id, at_s in times.items() if now_s - at_s < HAND_OUT_AGAIN_S}
-
-    def _hand_out(self, host_id: str, incarnation: str, commands: list[Command], now_s: float) -> CommandBatch:
-        given = dict.fromkeys((command.command_id for command in commands), now_s)
-        self._handed_out[host_id] = (incarnation, self._recent(host_id, incarnation, now_s) | given)
+    def _hand_out(self, host_id: str, incarnation: str, commands: Sequence[Command]) -> CommandBatch:
+        now_s = self._clock.monotonic_s()
+        handed_out = self._handed_out.get(host_id)
+        if handed_out is None or handed_out.incarnation != incarnation:
+            handed_out = self._handed_out[host_id] = _HandedOut(incarnation, {})
+        handed_out.times |= dict.fromkeys((command.command_id for command in commands), now_s)
         self._metrics.commands_handed_out.inc(len(commands))
         for command in commands:
             log.info("command handed out", command_id=command.command_id, host_id=host_id, action_id=command.action_id)
         reach("actuator.after_dispatch")
         return CommandBatch(tuple(commands))
+
+    def _fail_all(self, error: FlyballError) -> None:
+        for poll in self._polls.values():
+            poll.failure = error
+            poll.end()

@@ -13,7 +13,7 @@ from flyball.contracts.events import Event, EventKind
 from flyball.contracts.identity import NAME_PATTERN
 from services.api.exchange import json_response, read_message
 from services.api.lifespan import bells_of
-from services.api.openapi import body_of
+from services.api.openapi import body_of, media_of
 from services.api.ports import EventLog
 from services.api.stream import EventStreams
 from services.controller.ports import Wakeup
@@ -69,7 +69,7 @@ def router(events: EventLog, streams: EventStreams, wakeup: Wakeup) -> APIRouter
             wakeup.notify("events")
         return Response(status_code=204)
 
-    @routes.get("/v1/stream", response_class=StreamingResponse)
+    @routes.get("/v1/stream", response_class=StreamingResponse, responses=media_of("text/event-stream", 200))
     async def stream_events(
         request: Request,
         job: JobQuery = None,

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
 from flyball.contracts.decisions import CommandBatch, CommandUpdate
+from flyball.contracts.drains import Departure
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.identity import NAME_PATTERN
 from flyball.contracts.wire import MAX_MESSAGE_BYTES
 from services.actuator.backends.host_daemons import MAX_WAIT_S, HostDaemons
 from services.api.exchange import json_response, read_message
-from services.api.lifespan import bells_of
 from services.api.openapi import body_of, reply_of
+from services.api.ports import Departures
 
 HostIdPath = Annotated[str, Path(pattern=NAME_PATTERN)]
 
 
-def router(daemons: HostDaemons) -> APIRouter:
+def router(daemons: HostDaemons, departures: Departures) -> APIRouter:
     routes = APIRouter(tags=["actuator"])
 
     @routes.get("/v1/hosts/{host_id}/commands", responses=reply_of(CommandBatch))
@@ -30,9 +32,7 @@ def router(daemons: HostDaemons) -> APIRouter:
         wait_s: Annotated[float, Query(ge=0.0, le=MAX_WAIT_S)] = 20.0,
     ) -> Response:
         """Wait for the host's commands; returns at once when there are some, and empty after `wait_s`."""
-        batch = await daemons.next_commands(
-            host_id, incarnation, wait_s=wait_s, bell=bells_of(request).commands, is_gone=request.is_disconnected
-        )
+        batch = await daemons.next_commands(host_id, incarnation, wait_s=wait_s, is_gone=request.is_disconnected)
         return json_response(batch)
 
     @routes.post("/v1/hosts/{host_id}/updates", status_code=204, openapi_extra=body_of(CommandUpdate))
@@ -45,5 +45,10 @@ def router(daemons: HostDaemons) -> APIRouter:
             )
         await daemons.take_update(update)
         return Response(status_code=204)
+
+    @routes.get("/v1/hosts/{host_id}/departure", responses=reply_of(Departure))
+    async def get_departure(host_id: HostIdPath) -> Response:
+        """Whether a host that gave notice is needed no more. Its daemon waits with its end until then."""
+        return json_response(await asyncio.to_thread(departures.departure, host_id))
 
     return routes

@@ -5,28 +5,32 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.identity import NAME_PATTERN
-from services.api.exchange import json_response, read_message
-from services.api.openapi import body_of
+from services.api.exchange import json_response, page_response, read_message
+from services.api.openapi import body_of, media_of
 from services.api.ports import JobStore, ReadModels
 from services.controller.ports import Wakeup
+from services.runtime.paging import DEFAULT_LIMIT, MAX_LIMIT, Page
 
 MAX_SPEC_BYTES = 1 << 20
 MAX_WORLD_SIZE = 100_000
 
+Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT)]
 JobPath = Annotated[str, Path(pattern=NAME_PATTERN)]
 
 
 def router(jobs: JobStore, reads: ReadModels, wakeup: Wakeup, clock: Clock) -> APIRouter:
     routes = APIRouter(tags=["jobs"])
 
-    @routes.post("/v1/jobs", status_code=201, openapi_extra=body_of(JobSpec))
+    @routes.post(
+        "/v1/jobs", status_code=201, responses=media_of("application/json", 200), openapi_extra=body_of(JobSpec)
+    )
     async def submit_job(request: Request) -> Response:
         """Submit a job: 201 if it is new, 200 if the very same is there, 409 if another has its name."""
         spec = await read_message(request, JobSpec, max_bytes=MAX_SPEC_BYTES)
@@ -36,8 +40,15 @@ def router(jobs: JobStore, reads: ReadModels, wakeup: Wakeup, clock: Clock) -> A
         return json_response(await asyncio.to_thread(reads.job, spec.job), 201 if is_new else 200)
 
     @routes.get("/v1/jobs")
-    async def list_jobs() -> Response:
-        return json_response({"items": await asyncio.to_thread(reads.jobs)})
+    async def list_jobs(
+        limit: Limit = DEFAULT_LIMIT,
+        before: Annotated[str, Query(pattern=f"^$|{NAME_PATTERN}")] = "",
+        open_only: Annotated[bool, Query(alias="open")] = False,
+    ) -> Response:
+        """The newest jobs (those submitted last), oldest first; `open`: those that have not ended. Pass `next_before`
+        as `before` for older ones."""
+        found = await asyncio.to_thread(reads.jobs, Page(limit, before), open_only=open_only)
+        return page_response(found, "job", limit)
 
     @routes.get("/v1/jobs/{job}")
     async def get_job(job: JobPath) -> Response:

@@ -9,29 +9,53 @@ from fastapi import APIRouter, Path, Query
 from starlette.responses import Response
 
 from flyball.contracts.identity import NAME_PATTERN
-from services.api.exchange import json_response
-from services.api.goodput import GoodputReports
+from goodput.options import Options
+from goodput.timeline_bins import MAX_BINS
+from services.api.exchange import json_response, page_response
+from services.api.goodput import Asked, GoodputReports
 from services.api.ports import ReadModels
+from services.api.routes.host_commands import HostIdPath
+from services.runtime.paging import DEFAULT_LIMIT, MAX_LIMIT, Page
 
 JobQuery = Annotated[str | None, Query(pattern=NAME_PATTERN)]
 JobRequired = Annotated[str, Query(pattern=NAME_PATTERN)]
+Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT)]
+BeforeHost = Annotated[str, Query(pattern=f"^$|{NAME_PATTERN}")]
+BeforeIncident = Annotated[str, Query(pattern=r"^$|^inc-[0-9]{1,18}$")]
+ADecision = Annotated[str, Query(pattern=r"^$|^dec-[0-9]{1,18}$")]
 DecisionPath = Annotated[str, Path(pattern=r"^dec-[0-9]{1,18}$")]
+MomentQuery = Annotated[float | None, Query(ge=0.0, le=1e11)]
+WindowQuery = Annotated[float, Query(ge=1.0, le=1e9)]
 
 
 def router(reads: ReadModels, goodput: GoodputReports) -> APIRouter:
     routes = APIRouter(tags=["observations"])
 
     @routes.get("/v1/hosts")
-    async def list_hosts() -> Response:
-        return json_response({"items": await asyncio.to_thread(reads.hosts)})
+    async def list_hosts(limit: Limit = DEFAULT_LIMIT, before: BeforeHost = "") -> Response:
+        """The last hosts by name. Pass `next_before` as `before` for those before them."""
+        return page_response(await asyncio.to_thread(reads.hosts, Page(limit, before)), "host_id", limit)
+
+    @routes.get("/v1/hosts/{host_id}")
+    async def get_host(host_id: HostIdPath) -> Response:
+        return json_response(await asyncio.to_thread(reads.host, host_id))
 
     @routes.get("/v1/incidents")
-    async def list_incidents(job: JobQuery = None) -> Response:
-        return json_response({"items": await asyncio.to_thread(reads.incidents, job)})
+    async def list_incidents(
+        job: JobQuery = None, limit: Limit = DEFAULT_LIMIT, before: BeforeIncident = ""
+    ) -> Response:
+        """The newest incidents, oldest first. Pass `next_before` as `before` for older ones."""
+        found = await asyncio.to_thread(reads.incidents, job, Page(limit, before))
+        return page_response(found, "incident_id", limit)
 
     @routes.get("/v1/decisions")
-    async def list_decisions(job: JobQuery = None) -> Response:
-        return json_response({"items": await asyncio.to_thread(reads.decisions, job)})
+    async def list_decisions(
+        job: JobQuery = None, limit: Limit = DEFAULT_LIMIT, before: ADecision = "", after: ADecision = ""
+    ) -> Response:
+        """The newest decisions, oldest first. Pass `next_before` as `before` for older ones; `after` leaves out those
+        up to the one that it names."""
+        found = await asyncio.to_thread(reads.decisions, job, Page(limit, before, after))
+        return page_response(found, "decision_id", limit)
 
     @routes.get("/v1/decisions/{decision_id}")
     async def get_decision(decision_id: DecisionPath) -> Response:
@@ -44,8 +68,37 @@ def router(reads: ReadModels, goodput: GoodputReports) -> APIRouter:
         return json_response(await asyncio.to_thread(reads.checkpoints, job))
 
     @routes.get("/v1/goodput")
-    async def get_goodput(job: JobRequired) -> Response:
-        """How much of the elapsed time became training, and where the rest went; at most a few seconds old."""
-        return json_response(await asyncio.to_thread(goodput.report, job))
+    async def get_goodput(
+        job: JobRequired,
+        *,
+        from_at: MomentQuery = None,
+        to_at: MomentQuery = None,
+        window_s: WindowQuery = 3600.0,
+        gpu_hour_price: Annotated[float | None, Query(ge=0.0, le=1e6)] = None,
+        gpus: Annotated[int | None, Query(ge=1, le=10_000_000)] = None,
+        reference_step_s: Annotated[float | None, Query(gt=0.0, le=1e9)] = None,
+        model_flops_per_step: Annotated[float | None, Query(gt=0.0, le=1e40)] = None,
+        peak_flops_per_gpu: Annotated[float | None, Query(gt=0.0, le=1e40)] = None,
+        timeline_bins: Annotated[int, Query(ge=0, le=MAX_BINS)] = 0,
+    ) -> Response:
+        """How much of the elapsed time became training, and where the rest went; at most a few seconds old.
+
+        `from_at` and `to_at` (wall clock, seconds) clip the time that is reported on, `window_s` is that of the rolling
+        measures. With a price per GPU and hour the losses have their cost. With `timeline_bins` the time in as many
+        slices, each with its seconds by category, comes with it as `timeline`."""
+        asked = Asked(
+            Options(
+                gpu_hour_price=gpu_hour_price,
+                window_s=window_s,
+                from_at=from_at,
+                to_at=to_at,
+                model_flops_per_step=model_flops_per_step,
+                peak_flops_per_gpu=peak_flops_per_gpu,
+                gpus=gpus,
+                reference_step_s=reference_step_s,
+            ),
+            timeline_bins,
+        )
+        return json_response(await asyncio.to_thread(goodput.report, job, asked))
 
     return routes

@@ -6,10 +6,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from flyball.contracts.signals import Report, ReportReply
-from flyball.contracts.wire import MAX_MESSAGE_BYTES, decode
+from flyball.contracts.wire import MAX_MESSAGE_BYTES, OtherVersion
+from services.api.auth import principal_in
 from services.api.exchange import json_response, read_body
 from services.api.openapi import body_of, reply_of
 from services.sensor.ingest import Ingest
+from services.sensor.report_decoding import decode_report
 
 
 def router(ingest: Ingest) -> APIRouter:
@@ -19,6 +21,12 @@ def router(ingest: Ingest) -> APIRouter:
     async def post_report(request: Request) -> Response:
         """Take a daemon's report. The reply says which signals are committed, and may leave the daemon's spool."""
         body = await read_body(request, max_bytes=MAX_MESSAGE_BYTES)
-        return json_response(ingest.accept(decode(body, Report), size_bytes=len(body)))
+        host_id = principal_in(request.scope).host_id
+        try:
+            reply = ingest.accept(decode_report(body), host_id=host_id, size_bytes=len(body))
+        except OtherVersion:
+            ingest.hear(host_id)
+            raise
+        return json_response(reply)
 
     return routes

@@ -102,22 +102,63 @@ async function get(path, query = {}) {
   const answer = await fetch(`/v1/${path}?${parameters}`, { headers: { Accept: "application/json" } });
   if (answer.status === 401) throw new Error("token refused: open the link with the token again");
   if (answer.status === 404) return null;
-  if (!answer.ok) throw new Error(`the supervisor answered ${answer.status}`);
+  if (!answer.ok) throw Object.assign(new Error(`the supervisor answered ${answer.status}`), { status: answer.status });
   return answer.json();
 }
 
-function connection(isLive, text) {
-  byId("link").classList.toggle("away", !isLive);
+/** All items of a list, in as many pages as it takes. */
+async function getAll(path) {
+  const items = [];
+  let before = "";
+  do {
+    const answer = await get(path, { limit: 500, before });
+    items.unshift(...answer.items);
+    before = answer.next_before;
+  } while (before);
+  return items;
+}
+
+/** The report, or the one before it while too many ask: the next look has it. */
+async function getGoodput(about) {
+  try {
+    return await get("goodput", about);
+  } catch (error) {
+    if (error.status === 503) return page.goodput;
+    throw error;
+  }
+}
+
+const link = { stream: "connecting", troubles: new Map() }; // what failed the last time it was tried -> why
+
+function showLink() {
+  const text = [...link.troubles.values()][0] ?? link.stream;
+  byId("link").classList.toggle("away", text !== "live");
   if (byId("link-text").textContent !== text) byId("link-text").textContent = text;
 }
 
+function streamIs(state) {
+  link.stream = state;
+  showLink();
+}
+
+/** Says in the header why `work` failed, until it is tried again and does not. */
+async function tell(name, work) {
+  try {
+    await work();
+    link.troubles.delete(name);
+  } catch (error) {
+    link.troubles.set(name, error.message);
+  }
+  showLink();
+}
+
 /** Calls `work` soon, never twice at once, and not more often than every `pauseMs`. */
-function paced(work, pauseMs) {
+function paced(name, work, pauseMs) {
   let timer = null, running = false, again = false;
   const run = async () => {
     timer = null;
     running = true;
-    try { await work(); } catch (error) { connection(false, error.message); }
+    await tell(name, work);
     running = false;
     if (again) { again = false; soon(); }
   };
@@ -128,26 +169,27 @@ function paced(work, pauseMs) {
   return soon;
 }
 
-const refresh = paced(async () => {
+const refresh = paced("refresh", async () => {
   const jobs = (await get("jobs")).items;
   showPicker(jobs);
   const running = jobs.filter((job) => !job.ended_at);
   const job = jobs.find((one) => one.job === page.chosen) ?? running.at(-1) ?? jobs.at(-1) ?? null;
   if (job?.job !== page.job?.job) startOver(job);
+  else if (link.troubles.has("follow")) tell("follow", () => follow(job));
   page.job = job;
   const about = job ? { job: job.job } : {};
-  const [hosts, incidents, decisions] = await Promise.all([get("hosts"), get("incidents", about), get("decisions", about)]);
+  const [hosts, incidents, decisions] = await Promise.all([getAll("hosts"), get("incidents", about), get("decisions", about)]);
   if (job?.job !== page.job?.job) return; // another job was chosen meanwhile
   page.incidents = incidents.items;
-  page.hosts = hosts.items;
+  page.hosts = hosts;
   showJob(job);
-  showHosts(hosts.items, job);
+  showHosts(hosts, job);
   showIncidents(incidents.items, decisions.items);
   show("decisions", decisions.items.slice(-TIMELINE_LENGTH).reverse(), drawDecisions);
   drawProgress(incidents.items);
 }, REFRESH_MS);
 
-const refreshSteps = paced(async () => {
+const refreshSteps = paced("refreshSteps", async () => {
   const job = page.job && await get(`jobs/${encodeURIComponent(page.job.job)}`);
   if (!job || job.job !== page.job?.job) return;
   page.job = job;
@@ -156,10 +198,11 @@ const refreshSteps = paced(async () => {
   drawProgress(page.incidents ?? []);
 }, STEPS_REFRESH_MS);
 
-const refreshSlowly = paced(async () => {
+const refreshSlowly = paced("refreshSlowly", async () => {
   if (!page.job) return;
   const about = { job: page.job.job };
-  const [goodput, checkpoints] = await Promise.all([get("goodput", about), get("checkpoints", about)]);
+  const [goodput, checkpoints] = await Promise.all([getGoodput(about), get("checkpoints", about)]);
+  if (about.job !== page.job?.job) return; // another job was chosen meanwhile
   page.goodput = goodput;
   if (goodput) show("goodput", goodput, drawGoodput);
   if (checkpoints) show("checkpoints", checkpoints, drawCheckpoints);
@@ -173,7 +216,7 @@ function startOver(job) {
   page.incidents = [];
   page.job = job;
   for (const id of ["goodput", "checkpoints", "timeline", "progress"]) { byId(id).replaceChildren(); page.shown.delete(id); }
-  follow(job).catch((error) => connection(false, error.message));
+  tell("follow", () => follow(job));
   refreshSlowly();
 }
 
@@ -189,8 +232,8 @@ async function follow(job) {
   const parameters = new URLSearchParams({ ...about, after: past.next_after }); // steps were read later: see below
   for (const kind of [...TIMELINE_KINDS, "steps"]) parameters.append("kind", kind);
   page.stream = new EventSource(`/v1/stream?${parameters}`);
-  page.stream.onopen = () => connection(true, "live");
-  page.stream.onerror = () => connection(false, "reconnecting");
+  page.stream.onopen = () => streamIs("live");
+  page.stream.onerror = () => streamIs("reconnecting");
   for (const kind of TIMELINE_KINDS) page.stream.addEventListener(kind, (message) => {
     page.timeline = [...page.timeline, JSON.parse(message.data)].slice(-TIMELINE_LENGTH);
     show("timeline", page.timeline, drawTimeline);
@@ -331,9 +374,9 @@ function sources(restored) {
 
 // --- progress -----------------------------------------------------------------------------------------------------
 
-/** Keep the steps of one rank: in data-parallel training all ranks go together. */
+/** Keep the steps of all ranks together or, in older logs, of one: in data-parallel training all go together. */
 function addPoints(event) {
-  if (event.rank !== 0) return;
+  if (event.rank > 0) return;
   event.data.completed_at.forEach((at, i) => page.points.push({ at, step: event.data.first_step + i, generation: event.generation }));
   if (page.points.length > MAX_POINTS) {
     const old = page.points.length / 2; // the older half with half the detail
@@ -419,13 +462,22 @@ function drawDecisions(decisions) {
     element("p", "quiet", [decision.decision_id, decision.incident_id, `rule ${words(decision.rule)}`].filter(Boolean).join(" · ")))));
 }
 
+/* Of one rank, or of several of a host: then each value is a list. */
+function restoredWords({ rank, data }) {
+  const all = (values) => [...new Set([values].flat())].filter((value) => value !== "").join(", ");
+  const who = data.ranks ? `ranks ${all(data.ranks)} have` : `rank ${rank} has`;
+  const hosts = all(data.source_host ?? "");
+  const longest = Math.max(...[data.seconds].flat());
+  return `${who} step ${all(data.step)} from ${all(data.source_tier)}${hosts ? ` of ${hosts}` : ""} in ${seconds(longest)}`;
+}
+
 const TELL = {
   job_submitted: (e) => `job ${e.job} submitted`,
   job_ended: (e) => `job ${e.job} ended: ${e.data.outcome}`,
   generation_granted: (e) => `generation ${e.generation} granted`,
   generation_started: (e) => `generation ${e.generation} starts ${e.data.restore_step === null || e.data.restore_step === undefined ? "from the beginning" : `from step ${e.data.restore_step}`}`,
   workers_stopped: (e) => `workers of generation ${e.generation} stopped`,
-  restored: (e) => `rank ${e.rank} has step ${e.data.step} from ${e.data.source_tier}${e.data.source_host ? ` of ${e.data.source_host}` : ""} in ${seconds(e.data.seconds)}`,
+  restored: (e) => restoredWords(e),
   fault_injected: (e) => `fault injected: ${words(e.data.fault)} ${e.data.target ?? ""}`,
   signal: (e) => `signal: ${words(e.data.kind)} from ${e.data.source}`,
   incident_opened: (e) => `${e.incident_id} opened: ${words(e.data.cause)}`,

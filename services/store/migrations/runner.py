@@ -24,7 +24,7 @@ def upgrade(db: Database) -> None:
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     script = ScriptDirectory.from_config(config)
-    with db.write() as connection, _alone(db, connection):
+    with db.migration() as connection, _alone(db, connection):
         found = MigrationContext.configure(connection).get_current_revision()
         if found == script.get_current_head():
             return

@@ -22,6 +22,7 @@ import pytest
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import LineageEntry
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
+from flyball.contracts.credentials import host_credential
 from flyball.contracts.decisions import (
     Command,
     CommandBatch,
@@ -33,11 +34,13 @@ from flyball.contracts.decisions import (
     UpdateState,
     WarmUp,
 )
+from flyball.contracts.drains import Departure
 from flyball.contracts.identity import Fence
 from flyball.contracts.signals import Report, ReportReply, Signal, WorkerExited
 
 TOKEN = "a-token-for-tests"
-DEADLINE_S = 60.0  # on a busy machine; nothing waits that long otherwise
+HOST_TOKEN = host_credential(TOKEN, "host-a").token
+DEADLINE_S = 120.0  # on a busy machine; nothing waits that long otherwise
 
 T = TypeVar("T")
 
@@ -67,6 +70,7 @@ class Supervisor:
         self.commits = True  # False: signals are taken and never said to be committed
         self.refusal: tuple[int, dict[str, str]] | None = None
         self.refused = 0
+        self.departure = Departure(may_leave=False, waits_for="the test")
         supervisor = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -154,6 +158,9 @@ class Supervisor:
     def _poll(self, request: BaseHTTPRequestHandler) -> None:
         if not self._admitted(request):
             return
+        if request.path.endswith("/departure"):
+            self._reply(request, 200, wire.encode(self.departure))
+            return
         with self.lock:
             self.lock.wait_for(self._due, timeout=1.0)
             due = self._due()
@@ -166,7 +173,7 @@ class Supervisor:
         return [c for c in self.open if now - self.handed_out.get(c.command_id, -1.0) > 1.0]
 
     def _admitted(self, request: BaseHTTPRequestHandler) -> bool:
-        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+        if request.headers.get("Authorization") != f"Bearer {HOST_TOKEN}":
             self.refused += 1
             self._reply(request, 401, b"{}")
             return False
@@ -240,12 +247,12 @@ class Daemon:
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(DEADLINE_S)
 
     def stop(self) -> int:
         assert self.process is not None
-        self.process.terminate()
-        return self.process.wait(30)
+        self.process.send_signal(signal.SIGINT)  # SIGTERM would give notice, and wait
+        return self.process.wait(DEADLINE_S)
 
     def owned(self) -> dict[int, str]:
         """Live processes that name this state folder on their command line: daemon, engine, spawner, workers."""
@@ -283,7 +290,7 @@ class Daemon:
     def clean_up(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(DEADLINE_S)
         until("an end of what this test started", self._all_killed)
         shutil.rmtree(self.shm_dir)
 
@@ -356,7 +363,7 @@ class Job:
         )
 
     def command(
-        self, body: CommandBody, *, generation: int, epoch: int = 1, command_id: str = "", deadline_s: float = 60.0
+        self, body: CommandBody, *, generation: int, epoch: int = 1, command_id: str = "", deadline_s: float = 110.0
     ) -> Command:
         self._number += 1
         return Command(

@@ -6,9 +6,10 @@ import os
 import signal
 from pathlib import Path
 
-from flyball.contracts.cluster import Phase
+from flyball.contracts.cluster import Phase, RankStatus
 from flyball.contracts.decisions import StartWorkers, StopWorkers, UpdateState
-from flyball.contracts.signals import EngineRestarted, PreemptionNotice
+from flyball.contracts.rank_columns import statuses_in, steps_in
+from flyball.contracts.signals import EngineRestarted, PreemptionNotice, Report
 
 WAIT = """
 import signal
@@ -26,6 +27,7 @@ def advance(*_):
     global step
     beacon.step(step)
     step += 1
+    print("done", step, flush=True)
 signal.signal(signal.SIGUSR1, advance)
 print("up", flush=True)
 while True:
@@ -48,13 +50,20 @@ def advance(daemon, supervisor, pid: int, upto: int) -> None:
             daemon.until(f"step {step}", lambda step=step: step in steps_of(supervisor))
 
 
+def ranks_in(report: Report) -> list[RankStatus]:
+    return list(statuses_in(report.workers, report.progress))
+
+
 def steps_of(supervisor) -> list[int]:
-    return [
-        run.first_step + i
-        for report in supervisor.reports
-        for run in report.steps
-        for i in range(len(run.completed_at))
+    """In the order in which they were told. A report that was not answered in time is sent again: the same moments of
+    the same steps count once."""
+    told = [
+        (run.first_step + i, at)
+        for report in list(supervisor.reports)
+        for run in steps_in(report.completed)
+        for i, at in enumerate(run.completed_at)
     ]
+    return [step for step, _ in dict.fromkeys(told)]
 
 
 def test_a_restarted_daemon_adopts_its_workers(daemon, supervisor, make_job):
@@ -70,7 +79,7 @@ def test_a_restarted_daemon_adopts_its_workers(daemon, supervisor, make_job):
     assert alive(pid)
     os.kill(pid, signal.SIGUSR1)  # a step that no daemon is there to see
     daemon.start()
-    daemon.until("the worker in a report", lambda: supervisor.newest.ranks and supervisor.newest.ranks[0].pid == pid)
+    daemon.until("the worker in a report", lambda: [r for r in ranks_in(supervisor.newest) if r.pid == pid])
     daemon.until("the step of the meantime", lambda: 3 in steps_of(supervisor))
     advance(daemon, supervisor, pid, 4)
     assert steps_of(supervisor) == [0, 1, 2, 3, 4]
@@ -188,8 +197,9 @@ def test_workers_run_on_while_the_supervisor_is_away(daemon, supervisor, make_jo
     job.wait_up()
     supervisor.refusal = (503, {})
     refused = supervisor.refused
-    for _ in range(3):
+    for count in (1, 2, 3):
         os.kill(pid, signal.SIGUSR1)
+        daemon.until("the step", lambda count=count: f"done {count}\n" in job.log())  # two signals at once would be one
         daemon.until("an attempt", lambda r=refused: supervisor.refused > r)
         refused = supervisor.refused
     supervisor.refusal = None
@@ -274,7 +284,7 @@ def test_a_newer_command_takes_the_place_of_one_that_waits(daemon, supervisor, m
     supervisor.send(stop)
     assert supervisor.answer(start).code == "superseded"
     assert supervisor.answer(stop).state is UpdateState.SUCCEEDED
-    assert supervisor.newest.ranks == ()
+    assert supervisor.newest.workers == supervisor.newest.progress == ()
 
 
 def test_beacons_show_phase_and_age(daemon, supervisor, make_job):
@@ -283,9 +293,9 @@ def test_beacons_show_phase_and_age(daemon, supervisor, make_job):
     pid = job.start().result.pids["0"]
     job.wait_up()
     advance(daemon, supervisor, pid, 1)
-    status = daemon.until("step 1", lambda: [r for r in supervisor.newest.ranks if r.step == 1])[0]
+    status = daemon.until("step 1", lambda: [r for r in ranks_in(supervisor.newest) if r.step == 1])[0]
     assert (status.rank, status.generation, status.pid, status.phase) == (0, 1, pid, Phase.STEP)
-    older = daemon.until("an age", lambda: [r for r in supervisor.newest.ranks if r.beacon_age_s > 0.3])[0]
+    older = daemon.until("an age", lambda: [r for r in ranks_in(supervisor.newest) if r.beacon_age_s > 0.3])[0]
     assert older.step == 1
     marks = [m for report in supervisor.reports for m in report.marks]
     assert marks[-1].first_step_at > marks[-1].spawned_at > 0

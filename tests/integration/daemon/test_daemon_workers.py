@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -129,7 +130,8 @@ while True:
     job = make_shared_job(script)
     worker = job.start().result.pids["0"]
     shared.until("both children", lambda: job.log(1, 0).split().count("child") == 2)
-    children = [int(p) for p in job.log(1, 0).partition("pids")[2].split()[:2]]
+    said = shared.until("their pids", lambda: re.search(r"pids (\d+) (\d+)\n", job.log(1, 0)))  # which may come last
+    children = [int(pid) for pid in said.groups()]
     update = job.stop()
     assert update.state is UpdateState.SUCCEEDED
     assert not any(alive(pid) for pid in (worker, *children))
@@ -153,25 +155,26 @@ raise RuntimeError("gone, and the child stays")
 
 
 def test_grace_lets_a_worker_finish_and_its_end_is_final(shared, make_shared_job):
-    script = """
-import os, signal, sys
-rank = os.environ["RANK"]
+    finishes = """
+import signal, sys
 def finish(*_):
     print("finished", flush=True)
     sys.exit(0)
-signal.signal(signal.SIGTERM, finish if rank == "0" else signal.SIG_IGN)
+signal.signal(signal.SIGTERM, finish)
 print("up", flush=True)
 while True:
     signal.pause()
 """
-    job = make_shared_job(script, nproc=2)
-    job.start()
-    job.wait_up(rank=0)
-    job.wait_up(rank=1)
-    assert job.stop(grace_s=0.5).state is UpdateState.SUCCEEDED
-    assert "finished" in job.log(1, 0)
-    assert job.exit_of(0).exit_code == 0
-    assert job.exit_of(1).signal_number == signal.SIGKILL
+    stays = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\n"
+    willing, stubborn = make_shared_job(finishes), make_shared_job(stays + "while True:\n    signal.pause()\n")
+    for job in (willing, stubborn):
+        job.start()
+        job.wait_up()
+    assert willing.stop(grace_s=60.0).state is UpdateState.SUCCEEDED
+    assert "finished" in willing.log()
+    assert willing.exit_of(0).exit_code == 0
+    assert stubborn.stop(grace_s=0.1).state is UpdateState.SUCCEEDED
+    assert stubborn.exit_of(0).signal_number == signal.SIGKILL
 
 
 def test_a_stopped_process_can_be_stopped(shared, make_shared_job):
@@ -265,10 +268,13 @@ def test_a_missing_script_is_a_clear_failure(shared, make_shared_job):
     update = shared.supervisor.answer(command)
     assert (update.state, update.code) == (UpdateState.FAILED, "not_found")
     assert "absent.py does not exist" in update.message
-    failed = shared.until(
-        "the signal", lambda: [s.body for s in shared.supervisor.signals() if isinstance(s.body, WorkerStartFailed)]
-    )
-    assert "absent.py" in failed[0].message
+
+    def failures() -> list[str]:
+        bodies = [s.body for s in shared.supervisor.signals() if isinstance(s.body, WorkerStartFailed)]
+        return [body.message for body in bodies if body.job == job.spec.job]
+
+    (failed,) = shared.until("the signal", failures)
+    assert "absent.py" in failed
 
 
 def test_warm_up_has_a_standby_before_there_is_a_worker(daemon, supervisor, make_job):
@@ -313,4 +319,4 @@ def test_end_of_a_job_and_of_the_daemon_leaves_nothing(daemon, supervisor, make_
     assert ended.end().state is UpdateState.SUCCEEDED
     assert not [p.name for p in daemon.shm_dir.iterdir() if ".ended." in p.name]
     assert daemon.stop() == 0
-    assert daemon.owned() == {}
+    daemon.until("an end of all its processes", lambda: not daemon.owned())

@@ -16,11 +16,13 @@ from flyball.contracts.cluster import JobSpec
 from flyball.contracts.segments import SHM_DIR_VARIABLE
 
 sys.path.append(str(Path(__file__).parent))  # tests are no packages: the modules beside this one are found by path
-pytest.register_assert_rewrite("recovery_jobs", "recovery_processes")
+pytest.register_assert_rewrite("recovery_jobs", "recovery_namespaces", "recovery_processes")
 
 from recovery_jobs import QUIET, SMALL, Job, Reference  # noqa: E402 - found by the path above
+from recovery_namespaces import Network  # noqa: E402 - found by the path above
 from recovery_processes import (  # noqa: E402 - found by the path above
     DEADLINE_S,
+    Forwarder,
     Host,
     Part,
     clean_environment,
@@ -44,11 +46,12 @@ class Stack:
         self.hosts: dict[str, Host] = {}
         self.lost: set[str] = set()
         self.parts: dict[str, Part] = {}
+        self.forwarders: list[Forwarder] = []
         self.daemons_url = ""
         self._api: ApiClient | None = None
 
-    def start_supervisor(self) -> None:
-        self.parts["all"] = supervisor = Part(self.root, "all", self.environment)
+    def start_supervisor(self, address: str = "127.0.0.1") -> None:
+        self.parts["all"] = supervisor = Part(self.root, "all", self.environment, address=address)
         self.daemons_url = supervisor.url
         supervisor.start()
 
@@ -63,12 +66,22 @@ class Stack:
             self._api = ApiClient(part.url, part.token)
         return self._api
 
-    def add_hosts(self, *host_ids: str) -> None:
+    def add_hosts(self, *host_ids: str, behind: Forwarder | None = None, network: Network | None = None) -> None:
+        """`behind`: what stands between their daemons and the supervisor. `network`: in which they are."""
         for host_id in host_ids:
             token_file = self.root / "supervisor" / "token"
-            self.hosts[host_id] = Host(self.root, host_id, self.daemons_url, token_file, self.environment)
+            url = behind.url if behind is not None else self.daemons_url
+            place: dict[str, Any] = {}
+            if network is not None:
+                place = {"address": network.address[host_id], "inside": network.inside(host_id)}
+            self.hosts[host_id] = Host(self.root, host_id, url, token_file, self.environment, **place)
             self.hosts[host_id].start()
         until(f"reports of {', '.join(host_ids)}", lambda: set(host_ids) <= set(self.host_states()))
+
+    def forwarder(self) -> Forwarder:
+        """A way to the supervisor that can be cut."""
+        self.forwarders.append(Forwarder(self.daemons_url))
+        return self.forwarders[-1]
 
     def host_states(self) -> dict[str, str]:
         self.check()
@@ -105,6 +118,8 @@ class Stack:
         if self._api is not None:
             self._api.close()
 
+        for forwarder in self.forwarders:
+            forwarder.cut()
         kill_all_with(f"{SHM_DIR_VARIABLE}={self.shm_dir}")
         for started in (*self.hosts.values(), *self.parts.values()):
             if started.process is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from recovery_processes import DEADLINE_S, clean_environment, kill_all_with, processes_with, until
+from recovery_processes import DEADLINE_S, clean_environment, kill_all_with, processes_with, until, whole_lines
 
 from flyball.contracts.errors import Unreachable
 
@@ -30,10 +30,14 @@ Losses = Mapping[tuple[int, int], set[str]]  # (rank, step) -> every loss that w
 def read_losses(folder: Path) -> Losses:
     losses: dict[tuple[int, int], set[str]] = defaultdict(set)
     for file in folder.glob("rank*.txt"):
-        for line in file.read_text().splitlines():
+        for line in whole_lines(file):
             step, loss, _ = line.split()
             losses[int(file.stem.removeprefix("rank")), int(step)].add(loss)
     return losses
+
+
+def is_closed(incident: Mapping[str, Any]) -> bool:
+    return incident["state"] in ("resolved", "escalated")
 
 
 class Reference:
@@ -108,15 +112,15 @@ class Job:
 
     def spawns(self) -> list[tuple[int, int, int]]:
         """(generation, rank, pid) of every process that was started for the job, in order."""
-        text = (self.folder / "spawns.txt").read_text()
-        return [(int(g), int(r), int(p)) for g, r, p in (line.split() for line in text.splitlines())]
+        lines = whole_lines(self.folder / "spawns.txt")
+        return [(int(g), int(r), int(p)) for g, r, p in (line.split() for line in lines)]
 
     def executed(self) -> list[int]:
         """The step that each rank executed last."""
         newest = []
         for rank in range(self.world_size):
             file = self.losses_dir / f"rank{rank}.txt"
-            lines = file.read_text().splitlines() if file.exists() else []
+            lines = whole_lines(file) if file.exists() else []
             newest.append(int(lines[-1].split()[0]) if lines else -1)
         return newest
 
@@ -135,7 +139,9 @@ class Job:
 
     @contextmanager
     def next_incident(self) -> Iterator[dict[str, Any]]:
-        """Meets a fault inside the block; at its end the incident that followed is closed, and in the dictionary."""
+        """Meets a fault inside the block; at its end the incident that followed is closed, and in the dictionary, with
+        what each rank restored: that is told after the steps that close it, as a rule."""
+        self.stack.until(f"no open incident of {self.name}", lambda: all(map(is_closed, self.incidents())))
         known = {incident["incident_id"] for incident in self.incidents()}
         incident: dict[str, Any] = {}
         yield incident
@@ -146,9 +152,12 @@ class Job:
             except Unreachable:
                 return None  # it is being started again
             assert len(new) <= 1, new
-            return new[0] if new and new[0]["state"] in ("resolved", "escalated") else None
+            return new[0] if new and is_closed(new[0]) and self._has_told_restores(new[0]) else None
 
         incident.update(until(f"the end of an incident of {self.name}", closed))
+
+    def _has_told_restores(self, incident: Mapping[str, Any]) -> bool:
+        return incident["restored_step"] < 0 or len(incident["restored_from"]) == self.world_size
 
     def decisions(self, incident: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Those of an incident that were acted on."""

@@ -10,17 +10,31 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from own_servers import free_port
+
+from flyball.contracts.cluster import Phase
 from simulator.inject.processes import own_processes
 
-DEADLINE_S = 90.0  # of every wait: generous, since nothing is won by an early end
+DEADLINE_S = 300.0  # of every wait: generous, since nothing is won by an early end
 REPORT_INTERVAL_S = "0.2"
 
 T = TypeVar("T")
+
+
+def detector(*, stalled_s: float, silent_s: float = 0.6) -> dict[str, str]:
+    """A setting for stacks: at least so long ranks may stay in a step, and hosts say nothing when nobody vouches for
+    them. Both happens on a busy machine without a fault, and would be further incidents, and right."""
+    steps = {"unknown_s": 600.0, "floor_s": stalled_s, "factor": 8.0}
+    settings = {"silence": {"min_deadline_s": silent_s}, "stalls": {"phases": {Phase.STEP.value: steps}}}
+    return {"FLYBALL_DETECTOR": json.dumps(settings)}
+
+
+PATIENT = detector(stalled_s=120.0, silent_s=20.0)  # of a stack with which neither is tried
 
 
 def until(what: str, condition: Callable[[], T | None], timeout_s: float = DEADLINE_S) -> T:
@@ -33,23 +47,6 @@ def until(what: str, condition: Callable[[], T | None], timeout_s: float = DEADL
             return found
         assert time.monotonic() < deadline_s, f"not within {timeout_s:.0f} s: {what}"
         pause.wait(0.02)
-
-
-def free_port() -> int:
-    """Outside the range that outgoing connections take theirs from: it stays free while its owner is away."""
-    for port in range(20_000 + os.getpid() % 7_000, 32_000):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            if port not in _given:
-                _given.add(port)
-                return port
-    raise AssertionError("no free port")
-
-
-_given: set[int] = set()
 
 
 def clean_environment() -> dict[str, str]:
@@ -71,6 +68,14 @@ def processes_with(entry: str) -> list[int]:
     return found
 
 
+def is_running(pid: int) -> bool:
+    """Not if it has ended and only its parent has not looked yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def kill_all_with(entry: str) -> None:
     """End them, and those that they start meanwhile, by their pids."""
 
@@ -84,11 +89,16 @@ def kill_all_with(entry: str) -> None:
     until(f"the end of all that has {entry}", all_gone)
 
 
+def whole_lines(path: Path) -> list[str]:
+    """Without the one that is being written: across the end of a page it can be seen by halves."""
+    return path.read_text().rpartition("\n")[0].splitlines()
+
+
 def read_log(path: Path, event: str) -> list[dict[str, Any]]:
-    """The lines of a JSON log that tell of an event; a line that is being written does not count yet."""
+    """The lines of a JSON log that tell of an event."""
     found = []
-    for line in path.read_text().splitlines():
-        if f'"{event}"' in line and line.endswith("}"):
+    for line in whole_lines(path):
+        if f'"{event}"' in line:
             record = json.loads(line)
             if record.get("event") == event:
                 found.append(record)
@@ -98,20 +108,28 @@ def read_log(path: Path, event: str) -> list[dict[str, Any]]:
 class Part:
     """The supervisor, or one part of it, as a process that can be killed and started again at the same address."""
 
-    def __init__(self, root: Path, name: str, environment: Mapping[str, str], *, folder: str = "supervisor") -> None:
+    def __init__(
+        self,
+        root: Path,
+        name: str,
+        environment: Mapping[str, str],
+        *,
+        folder: str = "supervisor",
+        address: str = "127.0.0.1",
+    ) -> None:
         self.name = name
         self.state_dir = root / folder
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{address}:{self.port}"
         self.log_path = root / f"{folder}-{name}.log"
-        self._database_url = f"sqlite:///{root / 'flyball.sqlite'}"
-        self._environment = dict(environment)
+        database_url = environment.get("FLYBALL_DATABASE_URL", f"sqlite:///{root / 'flyball.sqlite'}")
+        self._environment = dict(environment) | {"FLYBALL_HOST": address, "FLYBALL_DATABASE_URL": database_url}
         self.process: subprocess.Popen[bytes] | None = None
 
     def launch(self, fault_point: str = "") -> None:
         """Start it, without waiting; `fault_point` has it die there."""
         assert self.process is None or self.process.poll() is not None, f"{self.name} still runs"
-        options = ("--state-dir", str(self.state_dir), "--port", str(self.port), "--database-url", self._database_url)
+        options = ("--state-dir", str(self.state_dir), "--port", str(self.port))
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "services.main", self.name, *options],
@@ -142,6 +160,10 @@ class Part:
         self.process.kill()
         self.process.wait(DEADLINE_S)
 
+    def send(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
     @property
     def token(self) -> str:
         return (self.state_dir / "token").read_text().strip()
@@ -150,10 +172,81 @@ class Part:
         return read_log(self.log_path, event)
 
 
+class Forwarder:
+    """A TCP port in front of another one of this machine: a network between a daemon and the supervisor that can be cut
+    while all processes go on."""
+
+    def __init__(self, url: str) -> None:
+        self._target = ("127.0.0.1", int(url.rpartition(":")[2]))
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._lock = threading.Lock()
+        self._listener: socket.socket | None = None
+        self._open: set[socket.socket] = set()
+        self.heal()
+
+    def heal(self) -> None:
+        listener = socket.create_server(("127.0.0.1", self._port))
+        with self._lock:
+            self._listener = listener
+        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+
+    def cut(self) -> None:
+        """End what goes through it, and let nothing new through."""
+        with self._lock:
+            ended = [*self._open, *([self._listener] if self._listener else [])]
+            self._listener = None
+            self._open.clear()
+        for sock in ended:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):  # cut
+            while True:
+                near, _ = listener.accept()
+                far = socket.create_connection(self._target)
+                with self._lock:
+                    self._open |= {near, far}
+                    is_cut = self._listener is not listener
+                if is_cut:
+                    self.cut_off(near, far)
+                    return
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65_536):
+                sink.sendall(data)
+        self.cut_off(source, sink)
+
+    def cut_off(self, *pair: socket.socket) -> None:
+        """End one connection."""
+        with self._lock:
+            self._open -= set(pair)
+        for sock in pair:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+
 class Host:
     """One host: its daemon, and through it engine, spawner and workers."""
 
-    def __init__(self, root: Path, host_id: str, url: str, token_file: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        host_id: str,
+        url: str,
+        token_file: Path,
+        environment: Mapping[str, str],
+        *,
+        address: str = "127.0.0.1",
+        inside: Sequence[str] = (),
+    ) -> None:
+        """`inside`: words before its command, which have it run in a network of its own."""
         self.host_id = host_id
         self.state_dir = root / host_id
         self.log_path = root / f"{host_id}.log"
@@ -161,14 +254,15 @@ class Host:
         self._arguments = [
             *("--state-dir", str(self.state_dir), "--host-id", host_id, "--supervisor", url),
             *("--token-file", str(token_file), "--failure-domain", f"rack-of-{host_id}"),
-            *("--report-interval-s", REPORT_INTERVAL_S),
+            *("--report-interval-s", REPORT_INTERVAL_S, "--address", address),
         ]
+        self._inside = inside
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "host_daemon", *self._arguments],
+                [*self._inside, sys.executable, "-P", "-m", "host_daemon", *self._arguments],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -6,25 +6,28 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from recovery_processes import detector
 
 from flyball.contracts.clock import SystemClock
 from simulator.inject import faults
 
 CLOCK = SystemClock()
 JOB = "four-faults"
+# Training stands still for seconds, and daemons say nothing, on a busy machine too: that is to be none of these faults.
+SLOWER = detector(stalled_s=6.0, silent_s=1.5)
 
 
 @pytest.fixture(scope="module")
 def job(make_stack):
-    stack = make_stack()
+    stack = make_stack(**SLOWER)
     stack.start_supervisor()
     stack.add_hosts("host-a", "host-b", "host-c")
     return stack.train(JOB, nnodes=2, nproc_per_node=2)
 
 
 @pytest.fixture
-def spare(job) -> str:
-    """A healthy host without ranks and without notice; a new one if there is none."""
+def spare(job) -> None:
+    """There is a healthy host without ranks and without notice; a new one if there was none."""
     stack = job.stack
 
     def free() -> list[str]:
@@ -35,7 +38,6 @@ def spare(job) -> str:
     if not free():
         stack.add_hosts(f"host-{'abcdefgh'[len(stack.hosts)]}")
         stack.until("a spare", free)
-    return free()[0]
 
 
 def check_restored(job, incident: dict[str, Any], tiers: dict[int, str]) -> None:
@@ -105,7 +107,8 @@ def test_a_rank_that_never_enters_the_all_reduce_is_found_by_the_beacons(job, re
     check_stall(job, reference, incident, 1)
 
 
-def test_a_lost_host_is_replaced_from_its_peers_memory(job, reference, spare) -> None:
+@pytest.mark.usefixtures("spare")
+def test_a_lost_host_is_replaced_from_its_peers_memory(job, reference) -> None:
     stack = job.stack
     lost, kept = job.host_of(3), job.host_of(0)
     assert lost != kept
@@ -118,9 +121,10 @@ def test_a_lost_host_is_replaced_from_its_peers_memory(job, reference, spare) ->
     assert (incident["cause"], incident["signal"]) == ("host_silent", "host_silent")
     check_recovered(job, reference, incident, ["migrate_to_spare"], ["migrate_to_spare"])
     check_restored(job, incident, IN_MEMORY | dict.fromkeys(moved, "peer"))
-    assert {job.host_of(rank) for rank in moved} == {spare}
+    (taken,) = {job.host_of(rank) for rank in moved}
+    assert taken not in (lost, kept), "all to one that was free"
     check_served(stack, incident, before)
-    assert incident["lost_steps"] <= 1
+    assert incident["lost_steps"] <= 2, "one that was done, and one that was on its way to the peer"
 
 
 def check_served(stack, incident: dict[str, Any], before: dict[str, dict[str, int]]) -> None:
@@ -129,13 +133,18 @@ def check_served(stack, incident: dict[str, Any], before: dict[str, dict[str, in
     servers = {r["source_host"] for r in fetched}
     assert servers and servers <= set(before)
     for server in servers:
-        after = stack.counters(server)
-        grown = {k: after[k] - before[server].get(k, 0) for k in ("restore_bytes_sent", "peer_bytes_sent")}
-        assert grown["restore_bytes_sent"] >= sum(r["size_bytes"] for r in fetched if r["source_host"] == server)
-        assert grown["peer_bytes_sent"] >= grown["restore_bytes_sent"]
+        sent = sum(r["size_bytes"] for r in fetched if r["source_host"] == server)
+
+        def has_told(server: str = server, sent: int = sent) -> bool:
+            now, then = stack.counters(server), before[server]
+            names = ("restore_bytes_sent", "peer_bytes_sent")
+            return all(now.get(name, 0) - then.get(name, 0) >= sent for name in names)
+
+        stack.until(f"{server} tells of {sent} bytes", has_told)
 
 
-def test_a_preempted_host_is_left_without_losing_a_step(job, reference, spare) -> None:
+@pytest.mark.usefixtures("spare")
+def test_a_preempted_host_is_left_without_losing_a_step(job, reference) -> None:
     stack = job.stack
     leaving, kept = job.host_of(0), job.host_of(3)
     assert leaving != kept
@@ -152,7 +161,8 @@ def test_a_preempted_host_is_left_without_losing_a_step(job, reference, spare) -
         ["save_before_the_host_goes", "migrate_to_spare"],
     )
     check_restored(job, incident, IN_MEMORY | dict.fromkeys(moved, "peer"))
-    assert {job.host_of(rank) for rank in moved} == {spare}
+    (taken,) = {job.host_of(rank) for rank in moved}
+    assert taken not in (leaving, kept), "all to one that was free"
     check_served(stack, incident, before)
     assert incident["lost_steps"] == 0
     named = job.decisions(incident)[0]["evidence"]["step"]

@@ -6,6 +6,7 @@ import os
 import signal
 
 import pytest
+from recovery_processes import PATIENT, whole_lines
 
 from flyball.contracts.clock import SystemClock
 from simulator.inject import faults
@@ -15,7 +16,7 @@ CLOCK = SystemClock()
 
 @pytest.fixture(scope="module")
 def job(make_stack):
-    stack = make_stack()
+    stack = make_stack(**PATIENT)
     stack.start_supervisor()
     stack.add_hosts("host-a", "host-b")
     return stack.train("watched", nnodes=2, nproc_per_node=1)
@@ -87,7 +88,7 @@ def test_a_save_torn_by_a_kill_leaves_the_step_before_it(job, reference) -> None
     with job.next_incident() as incident:
         job.arm("torn", 1)
     generation = incident["generation"]
-    lines = [line.split() for line in (job.losses_dir / "rank1.txt").read_text().splitlines()]
+    lines = [line.split() for line in whole_lines(job.losses_dir / "rank1.txt")]
     torn = max(int(step) for step, _, g in lines if int(g) == generation)
     assert incident["restored_step"] == torn - 1, "for all ranks, also those whose save was whole"
     assert {r["step"] for r in incident["restored_from"]} == {torn - 1}

@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from recovery_processes import DEADLINE_S, PATIENT, until
 
 PASSED_ON = ("Authorization", "Content-Type", "Retry-After")
 TIMEOUT_S = 60.0  # longer than a long poll
@@ -71,6 +73,11 @@ def part_of(path: str) -> str:
     return "actuator" if path.startswith("/v1/hosts/") else "api"
 
 
+def reading(path: Path) -> sqlite3.Connection:
+    """A database that others write to, and may be held up in the middle of it."""
+    return sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=DEADLINE_S)
+
+
 class Ledger:
     """Reads the supervisor's database, and the hosts' own records, from outside."""
 
@@ -79,7 +86,7 @@ class Ledger:
         self._path = job.stack.root / "flyball.sqlite"
 
     def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
-        with closing(sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, timeout=10.0)) as connection:
+        with closing(reading(self._path)) as connection:
             return connection.execute(query, values).fetchall()
 
     def count(self, query: str, *values: object) -> int:
@@ -118,6 +125,8 @@ class Ledger:
         assert self._events("incident_opened") == self._events("incident_closed") == len(incidents)
 
     def _check_commands(self) -> None:
+        # A warm standby is waited for by nobody: on a slow machine its command ends long after its action.
+        until("every command is answered", lambda: not self.count("SELECT count(*) FROM commands WHERE progress < 2"))
         written = self.rows("SELECT command_id, host_id, progress, answer FROM commands")
         for command_id, _, progress, answer in written:
             assert progress == 2, f"{command_id} has no final answer"
@@ -125,10 +134,13 @@ class Ledger:
             assert command_id.endswith(".1"), f"{command_id} repeats another command"
         for host in self.job.stack.hosts.values():
             asked = sorted(command_id for command_id, host_id, *_ in written if host_id == host.host_id)
+            until(
+                "it knows that it has answered", lambda host=host, asked=asked: len(host.logged("answer")) >= len(asked)
+            )
             assert sorted(line["id"] for line in host.logged("command")) == asked, "each is obeyed once"
             assert {line["state"] for line in host.logged("command")} == {"new"}
             assert sorted(line["id"] for line in host.logged("answer")) == asked, "each is answered once"
-            with closing(sqlite3.connect(f"file:{host.state_dir / 'daemon.sqlite'}?mode=ro", uri=True)) as journal:
+            with closing(reading(host.state_dir / "daemon.sqlite")) as journal:
                 kept = journal.execute("SELECT command_id, answer FROM commands ORDER BY command_id").fetchall()
             assert [command_id for command_id, _ in kept] == asked
             assert {msgspec.json.decode(answer)["state"] for _, answer in kept} == {"succeeded"}
@@ -149,7 +161,7 @@ class Ledger:
 
         def spools_are_empty() -> bool:
             for host in hosts:
-                with closing(sqlite3.connect(f"file:{host.state_dir / 'daemon.sqlite'}?mode=ro", uri=True)) as spool:
+                with closing(reading(host.state_dir / "daemon.sqlite")) as spool:
                     if spool.execute("SELECT count(*) FROM signals").fetchone()[0]:
                         return False
             return True
@@ -169,7 +181,7 @@ class Ledger:
 @pytest.fixture(scope="module")
 def job(make_stack, make_part) -> Iterator[Any]:
     """Two ranks on two hosts, supervised by four processes."""
-    stack = make_stack(FLYBALL_LEASE_TTL_S="2.0")
+    stack = make_stack(FLYBALL_LEASE_TTL_S="2.0", **PATIENT)
     for name in ("api", "sensor", "controller", "actuator"):
         stack.parts[name] = make_part(stack, name)
     ingress = Ingress(lambda name: int(stack.parts[name].port))

@@ -3,17 +3,19 @@ again, it finishes the incident, nothing is lost, and nothing is done twice."""
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from recovery_processes import DEADLINE_S
 
 from flyball.contracts.clock import SystemClock
 from simulator.inject import faults
 
 CLOCK = SystemClock()
-DEADLINE_S = 90.0
+ATTEMPTS = 5
 
 
 def newest_commands(ledger) -> list[tuple[float, int]]:
@@ -47,6 +49,20 @@ def answered_and_not_stored(ledger, decisions: int, signals: int) -> bool:
     return decided(ledger, decisions, signals) and all(done == 0 for _, done in commands)
 
 
+def arm(job, part, point: str) -> None:  # type: ignore[no-untyped-def]
+    """Have a part die at `point`, from now on. What a busy machine has to tell (a save that was late) leads there too:
+    then it is let through, and the part armed anew."""
+    for _ in range(ATTEMPTS):
+        part.kill()
+        part.start(fault_point=point)
+        job.train_on()
+        if part.process.poll() is None:
+            return
+        part.start()
+        job.train_on()
+    raise AssertionError(f"something led to {point} {ATTEMPTS} times, without a fault")
+
+
 @pytest.mark.parametrize(
     ("point", "died_there"),
     [
@@ -62,10 +78,7 @@ def test_a_part_killed_in_the_middle_of_an_incident(
 ) -> None:
     stack = job.stack
     part = stack.parts[point.partition(".")[0]]
-    part.kill()
-    part.start(fault_point=point)
-    job.train_on()
-    assert part.process.poll() is None, "nothing has led there yet"
+    arm(job, part, point)
     before = (ledger.decisions, ledger.signals)
 
     with job.next_incident() as incident:
@@ -91,25 +104,28 @@ def test_a_leader_that_slept_through_its_lease_changes_nothing(job, ledger, refe
     first.start(fault_point="controller.before_commit:1:SIGSTOP")  # its lease was checked, its commit not begun
     second = stack.parts["second"] = make_part(stack, "controller", folder="second")
     job.train_on()
-    slept = ledger.epoch
 
     with job.next_incident() as incident:
         faults.kill(stack.api, job=job.name, rank=0, clock=CLOCK)
         stack.until("the first leader's sleep", lambda: state_of(first.process.pid) == "T")
+        slept = ledger.epoch
         second.start()
-    stored = (ledger.decisions, ledger.signals)
+    stored = ledger.decisions
     first.process.send_signal(signal.SIGCONT)
     refused = stack.until(
         "the refusal of what it wanted to store",
-        lambda: [line for line in first.logged("not_leading_any_more") if line["epoch"] == slept],
+        lambda: [line for line in first.logged("not_leading_any_more") if f"epoch is {slept}, but" in line["why"]],
     )
 
-    assert f"epoch is {slept}, but {slept + 1} has begun" in refused[0]["why"]
-    assert ledger.rows("SELECT DISTINCT epoch FROM decisions WHERE epoch >= ?", slept) == [(slept + 1,)]
+    # The second one was elected, more than once if the machine was busy.
+    begun = re.search(r"but (\d+) has begun", refused[0]["why"])
+    assert begun is not None and int(begun[1]) > slept, refused
+    assert ledger.count("SELECT count(*) FROM decisions WHERE epoch > ?", slept) > 0
+    assert ledger.count("SELECT count(*) FROM decisions WHERE epoch = ?", slept) == 0
     assert (incident["state"], incident["cause"]) == ("resolved", "worker_killed")
     assert incident["lost_steps"] <= 1
     job.train_on()
-    assert (ledger.decisions, ledger.signals) == stored
+    assert ledger.decisions == stored
     job.check_losses(reference)
     ledger.check_nothing_was_lost_or_done_twice()
     second.kill()

@@ -1,4 +1,4 @@
-"""What holds for any log, and known truths: logs written from a schedule of outages, which must come out again."""
+"""Known truths: logs written from a schedule of outages, which must come out again."""
 
 from __future__ import annotations
 
@@ -10,81 +10,6 @@ from hypothesis import strategies as st
 
 from flyball.contracts.events import Event, EventKind
 from goodput.calculator import calculate
-from goodput.history import build
-from goodput.intervals import timeline
-
-moments = st.one_of(st.floats(0, 1000), st.integers(0, 20).map(float))
-values = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 30), moments, st.text(max_size=3), st.lists(moments, max_size=5)
-)
-data = st.fixed_dictionaries(
-    {},
-    optional={
-        "first_step": st.one_of(st.integers(0, 8), values),
-        "completed_at": st.one_of(st.lists(moments, max_size=5), values),
-        "restore_step": st.one_of(st.none(), st.integers(-1, 8), values),
-        "step": values,
-        "spawned_at": values,
-        "attached_at": values,
-        "restore_began_at": values,
-        "restored_at": values,
-        "save_blocked_s": values,
-        "observed_at": values,
-        "cause": values,
-        "state": values,
-        "lost_steps": values,
-        "outcome": st.sampled_from(["succeeded", "failed", ""]),
-        "phase": st.sampled_from(["eval", "step"]),
-        "kind": st.sampled_from(
-            ["hold", "restart_in_place", "emergency_checkpoint", "migrate_to_spare", "fail_job", "complete_job", "x"]
-        ),
-    },
-)
-events = st.lists(
-    st.builds(
-        Event,
-        at=moments,
-        kind=st.sampled_from(EventKind),
-        job=st.just("j"),
-        generation=st.integers(-1, 4),
-        rank=st.integers(-1, 2),
-        incident_id=st.sampled_from(["", "i1", "i2"]),
-        data=data,
-    ),
-    min_size=1,
-    max_size=40,
-)
-
-
-@given(events, st.one_of(st.none(), moments))
-@settings(max_examples=400, deadline=None)
-def test_intervals_partition_the_elapsed_time(log: list[Event], now: float | None) -> None:
-    history = build(log, now=now)
-    intervals = timeline(history).intervals
-
-    assert history.start <= history.end
-    edges = [history.start, *(i.end for i in intervals)]
-    assert [i.start for i in intervals] == edges[:-1]  # each begins where the one before it ends
-    assert edges[-1] == history.end
-    assert all(i.start < i.end for i in intervals)
-    report = calculate(log, now=now)
-    assert sum(report.seconds_by_category.values()) == pytest.approx(report.elapsed_s, rel=1e-6, abs=1e-9)
-    useful = report.seconds_by_category["useful"]
-    assert useful + sum(report.badput_s.values()) == pytest.approx(report.elapsed_s, rel=1e-6, abs=1e-9)
-    assert report.goodput is None or 0.0 <= report.goodput <= 1.0 + 1e-9
-    assert report.goodput is None or report.ettr is None or report.goodput <= report.ettr + 1e-9
-
-
-@given(events, st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
-def test_neither_order_nor_repetition_changes_anything(log: list[Event], chance: random.Random) -> None:
-    repeated = log + chance.choices(log, k=len(log) // 2)
-    chance.shuffle(repeated)
-
-    assert calculate(repeated) == calculate(log)
-
-
-# --- known truths ----------------------------------------------------------------------------------------------------
 
 outages = st.lists(
     st.fixed_dictionaries(

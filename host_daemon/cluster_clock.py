@@ -1,0 +1,60 @@
+"""The host's clock, set right by the supervisor's where it is plainly wrong."""
+
+from __future__ import annotations
+
+import msgspec
+import structlog
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.signals import Report
+
+_log = structlog.get_logger(__name__)
+
+
+class ClusterClock:
+    """Wall time as the cluster has it: that of this host, plus a correction when the supervisor refused its dates."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._offset_s = 0.0
+
+    def wall_s(self) -> float:
+        return self._clock.wall_s() + self._offset_s
+
+    def monotonic_s(self) -> float:
+        return self._clock.monotonic_s()
+
+    def follow(self, server_time: float) -> None:
+        """From now on, go by the supervisor's time, which is this."""
+        self._offset_s = server_time - self._clock.wall_s()
+        _log.error(
+            "clock_corrected",
+            offset_s=round(self._offset_s, 3),
+            note="this host's clock differs from the supervisor's; let both keep time with NTP",
+        )
+
+
+def no_later(report: Report, now: float) -> Report:
+    """The report without moments after `now`: what was dated by a clock that was ahead happened at the latest now."""
+    return msgspec.structs.replace(
+        report,
+        completed=tuple(
+            msgspec.structs.replace(
+                steps, completed_at=tuple(tuple(min(at, now) for at in times) for times in steps.completed_at)
+            )
+            for steps in report.completed
+        ),
+        signals=tuple(s if s.at <= now else msgspec.structs.replace(s, at=now) for s in report.signals),
+        restores=tuple(r if r.at <= now else msgspec.structs.replace(r, at=now) for r in report.restores),
+        marks=tuple(
+            msgspec.structs.replace(
+                marks,
+                spawned_at=min(marks.spawned_at, now),
+                attached_at=min(marks.attached_at, now),
+                restore_began_at=min(marks.restore_began_at, now),
+                restored_at=min(marks.restored_at, now),
+                first_step_at=min(marks.first_step_at, now),
+            )
+            for marks in report.marks
+        ),
+    )

@@ -1,0 +1,121 @@
+"""SIGTERM: this host is about to go. It gives notice, and waits until its ranks train elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+from typing import Final, Protocol
+
+import structlog
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.drains import Departure
+from flyball.contracts.errors import FlyballError
+from flyball.contracts.signals import PreemptionNotice, SignalBody
+
+SOURCE: Final = "sigterm"
+REACH_S: Final = 2.0  # without an answer for that long, there is no supervisor to wait for
+ASK_EVERY_S: Final = 0.1
+FACT: Final = "leaving"  # set while a notice of ours stands
+
+_log = structlog.get_logger(__name__)
+
+
+class Left(StrEnum):
+    """How it ended."""
+
+    IDLE = "idle"  # there were no ranks
+    MOVED = "moved"  # they train elsewhere, and nothing here is needed any more
+    UNHEARD = "unheard"  # nobody is there who could move them, or nobody is to be asked
+    OVERDUE = "overdue"
+
+
+class FactStore(Protocol):
+    async def get(self, name: str) -> str | None: ...
+
+    async def set(self, name: str, value: str) -> None: ...
+
+
+class Leaving:
+    """From the notice to the moment at which the host is needed no more."""
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        clock: Clock,
+        signal: Callable[[SignalBody], Awaitable[None]],
+        ask: Callable[[], Awaitable[Departure]],
+        has_ranks: Callable[[], bool],
+        facts: FactStore,
+    ) -> None:
+        """`ask` says what the supervisor thinks; it raises FlyballError. `timeout_s` 0.0: do not wait."""
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._signal = signal
+        self._ask = ask
+        self._has_ranks = has_ranks
+        self._facts = facts
+
+    async def run(self) -> Left:
+        """Give notice if there are ranks, and wait until the host is needed no more, or the time is over."""
+        if not self._has_ranks():
+            return Left.IDLE
+        if self._timeout_s <= 0.0:
+            return Left.UNHEARD
+        if not await self._is_in_reach():
+            _log.warning("leaving_unheard", why="no supervisor is in reach")
+            return Left.UNHEARD
+        until_s = self._clock.monotonic_s() + self._timeout_s
+        await self._give_notice()
+        return await self._wait_until(until_s)
+
+    async def withdraw(self) -> None:
+        """A daemon that runs again takes back what the one before it said."""
+        try:
+            if await self._facts.get(FACT):
+                await self._signal(PreemptionNotice(deadline_at=0.0, source=SOURCE))
+                await self._facts.set(FACT, "")
+        except FlyballError as error:  # the host gets work again some time after the deadline
+            _log.warning("notice_not_taken_back", error=str(error))
+
+    async def _is_in_reach(self) -> bool:
+        until_s = self._clock.monotonic_s() + min(REACH_S, self._timeout_s)
+        while True:
+            try:
+                async with asyncio.timeout(max(until_s - self._clock.monotonic_s(), 0.01)):
+                    await self._ask()
+            except (FlyballError, TimeoutError):
+                if self._clock.monotonic_s() >= until_s:
+                    return False
+                await asyncio.sleep(ASK_EVERY_S)
+            else:
+                return True
+
+    async def _give_notice(self) -> None:
+        _log.warning("leaving", timeout_s=self._timeout_s)
+        try:
+            await self._facts.set(FACT, SOURCE)
+        except FlyballError as error:
+            _log.warning("notice_not_noted", error=str(error))
+        await self._signal(PreemptionNotice(deadline_at=self._clock.wall_s() + self._timeout_s, source=SOURCE))
+
+    async def _wait_until(self, until_s: float) -> Left:
+        """The workers may be gone long before their state was fetched from here, so the supervisor is asked."""
+        waits_for = ""
+        while self._clock.monotonic_s() < until_s:
+            try:
+                async with asyncio.timeout(until_s - self._clock.monotonic_s()):
+                    said = await self._ask()
+            except (FlyballError, TimeoutError) as error:
+                said = Departure(may_leave=False, waits_for=f"the supervisor ({type(error).__name__})")
+            if said.may_leave and not self._has_ranks():
+                _log.info("left")
+                return Left.MOVED
+            if said.waits_for != waits_for:
+                waits_for = said.waits_for
+                _log.info("leaving_waits", waits_for=waits_for)
+            await asyncio.sleep(ASK_EVERY_S)
+        _log.error("leaving_overdue", timeout_s=self._timeout_s, waits_for=waits_for)
+        return Left.OVERDUE

@@ -1,0 +1,233 @@
+"""The objects of one supervisor, wired together."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from flyball.contracts.clock import Clock
+from services.actuator.backends.host_daemons import HostDaemons
+from services.actuator.executor import Executor
+from services.api.app import ApiPart, Dependencies
+from services.api.goodput import GoodputReports
+from services.api.lifespan import Background
+from services.api.stream import EventStreams
+from services.bus.messaging import Messaging
+from services.controller.loop import ControllerLoop
+from services.runtime.auth import Authenticator
+from services.runtime.event_metrics import EventMetrics
+from services.runtime.health import Check, Health
+from services.runtime.http_protocol import BoundedProtocol
+from services.runtime.lifecycle import Loop, LoopThread
+from services.runtime.settings import Settings
+from services.runtime.telemetry import Metrics
+from services.sensor.committed import CommittedPositions
+from services.sensor.fault_detector import FaultDetector
+from services.sensor.hot_path import ReportDesk, ReportProtocol
+from services.sensor.ingest import Ingest
+from services.sensor.report_queue import ReportQueue
+from services.sensor.report_writer import ReportWriter
+from services.store.action_store import SqlActionStore
+from services.store.database import Database
+from services.store.decision_store import SqlDecisionStore
+from services.store.departures import SqlDepartures
+from services.store.drain_store import SqlDrainStore
+from services.store.events import SqlEventLog
+from services.store.job_store import SqlJobStore
+from services.store.lease import leader
+from services.store.placements import SqlPlacements
+from services.store.read_models import ReadModels
+from services.store.shared_clock import SharedClock
+from services.store.status_store import SqlStatusStore
+
+PARTS = ("sensor", "controller", "actuator", "api")
+IDLE_POLL_S = 0.5  # where every change of the database is made, and announced, in this process
+
+
+class Assembly:
+    """The objects of one supervisor, wired together."""
+
+    def __init__(self, settings: Settings, parts: frozenset[str], clock: Clock) -> None:
+        self.db = Database(settings.resolved_database_url)
+        self.loops: list[LoopThread] = []
+        self.checks: dict[str, Check] = {}
+        self._settings = settings
+        self._parts = parts
+        self._clock = SharedClock(clock, self.db)
+        self._metrics = Metrics()
+        self.messaging = Messaging(
+            redis_url=settings.redis_url,
+            prefix=settings.redis_prefix,
+            parts=parts,
+            db=self.db,
+            metrics=self._metrics,
+            clock=self._clock,
+        )
+        self._wakeup = self.messaging.wakeup
+        self._incarnation = secrets.token_hex(8)
+        self._instance = _instance_name(settings.state_dir)
+        embedded = parts.issuperset(PARTS) and self.db.is_sqlite and not settings.redis_url
+        self._poll_interval_s = IDLE_POLL_S if embedded else settings.poll_interval_s
+        self._events = SqlEventLog(self.db)
+        self._background: dict[str, Background] = {}
+        self._sensor: Ingest | None = None
+        self._actuator: HostDaemons | None = None
+        self._api: ApiPart | None = None
+
+    def build(self) -> None:
+        """Make the parts. Reads the database: its schema must be there."""
+        self._clock.measure()
+        if not self.db.is_sqlite:
+            self._add_loop("shared-clock", self._clock.run)
+        self.checks |= {"database": self._database_problem, **self.messaging.checks}
+        for name, body in self.messaging.loops.items():
+            self._add_loop(name, body)
+        if not self._parts.isdisjoint(("sensor", "controller")):
+            self._background["bus-length"] = lambda _: self.messaging.bus.measure()
+        if "sensor" in self._parts:
+            self._sensor = self._build_sensor()
+        if "controller" in self._parts:
+            self._build_controller()
+        if "actuator" in self._parts:
+            self._actuator = self._build_actuator()
+        if "api" in self._parts:
+            self._api = self._build_api()
+
+    def close(self) -> None:
+        self.db.close()
+        self.messaging.close()
+
+    def dependencies(self, authenticator: Authenticator, health: Health) -> Dependencies:
+        return Dependencies(
+            authenticator=authenticator,
+            tls=self._settings.tls_cert_file is not None,
+            health=health,
+            metrics=self._metrics,
+            clock=self._clock,
+            wakeup=self._wakeup,
+            sensor=self._sensor,
+            actuator=self._actuator,
+            departures=SqlDepartures(self.db) if self._actuator else None,
+            api=self._api,
+            background=self._background,
+        )
+
+    def protocol(self, authenticator: Authenticator) -> Callable[..., asyncio.Protocol]:
+        """What speaks HTTP: a sensor takes its reports in front of the application."""
+        if self._sensor is None:
+            return BoundedProtocol
+        return partial(ReportProtocol, desk=ReportDesk(self._sensor, authenticator, self._metrics))
+
+    def release_waiting(self) -> None:
+        """Let those go who wait for commands or events, so that the server can end."""
+        if self._actuator:
+            self._actuator.stop()
+        if self._api:
+            self._api.streams.stop()
+        for topic in ("commands", "events"):
+            self._wakeup.notify(topic)
+
+    def _build_sensor(self) -> Ingest:
+        settings, status = self._settings, SqlStatusStore(self.db)
+        queue = ReportQueue(max_items=settings.report_queue_size, max_size_bytes=settings.report_queue_size_bytes)
+        committed = CommittedPositions(status.committed, self._clock)
+        ingest = Ingest(
+            sensor_id=self._instance,
+            incarnation=self._incarnation,
+            detector=FaultDetector(settings.detector_settings),
+            queue=queue,
+            committed=committed,
+            clock=self._clock,
+            metrics=self._metrics,
+        )
+        writer = ReportWriter(
+            queue=queue,
+            bus=self.messaging.bus,
+            status=status,
+            wakeup=self._wakeup,
+            clock=self._clock,
+            metrics=self._metrics,
+        )
+        self._add_loop("report-writer", writer.run)
+        self._background["expectations"] = lambda _: ingest.run_expectations(status.hosts_with_placement)
+        self._background["placements"] = lambda _: ingest.run_placements(SqlPlacements(self.db).read)
+        self._background["vouches"] = lambda _: ingest.run_vouches(status.vouch)
+        self._background["detector"] = lambda _: ingest.run_detector(settings.detector_tick_s)
+        self._background["committed"] = lambda bells: committed.run(bells.events)
+        return ingest
+
+    def _build_controller(self) -> None:
+        self.checks["leader"] = self._leader_problem
+        loop = ControllerLoop(
+            store=SqlDecisionStore(self.db, self._clock),
+            bus=self.messaging.bus,
+            wakeup=self._wakeup,
+            clock=self._clock,
+            settings=self._settings.policy_settings,
+            holder=f"{self._instance}#{self._incarnation}",
+            lease_ttl_s=self._settings.lease_ttl_s,
+        )
+        self._add_loop("controller", loop.run)
+
+    def _build_actuator(self) -> HostDaemons:
+        store = SqlActionStore(self.db, self._clock)
+        self._add_loop("executor", Executor(store=store, wakeup=self._wakeup, clock=self._clock).run)
+        daemons = HostDaemons(
+            store=store,
+            wakeup=self._wakeup,
+            clock=self._clock,
+            metrics=self._metrics,
+            max_waiting=self._settings.max_waiting_polls,
+            poll_interval_s=self._poll_interval_s,
+        )
+        self._background["commands"] = lambda _: daemons.run()
+        return daemons
+
+    def _build_api(self) -> ApiPart:
+        self.checks["leader"] = self._leader_problem
+        reads = ReadModels(self.db)
+        event_metrics = EventMetrics(self._events, self._metrics, self._clock)
+        self._background["event-metrics"] = lambda _: event_metrics.run()
+        return ApiPart(
+            jobs=SqlJobStore(self.db),
+            drains=SqlDrainStore(self.db),
+            reads=reads,
+            events=self._events,
+            streams=EventStreams(
+                log=self._events,
+                metrics=self._metrics,
+                clock=self._clock,
+                max_streams=self._settings.max_streams,
+                poll_interval_s=self._poll_interval_s,
+            ),
+            goodput=GoodputReports(events=self._events, reads=reads, clock=self._clock),
+        )
+
+    def _add_loop(self, name: str, body: Loop) -> None:
+        self.loops.append(
+            LoopThread(
+                name,
+                body,
+                self._clock,
+                on_restart=lambda loop: self._metrics.loop_restarts.labels(loop=loop).inc(),
+            )
+        )
+
+    def _database_problem(self) -> str:
+        self._events.last()
+        return ""
+
+    def _leader_problem(self) -> str:
+        with self.db.read() as connection:
+            return "" if leader(connection) else "no controller leads"
+
+
+def _instance_name(state_dir: Path) -> str:
+    """The same for every start in this folder on this machine: who takes over knows its own predecessor."""
+    folder = hashlib.sha256(str(state_dir.resolve()).encode()).hexdigest()[:8]
+    return f"{socket.gethostname()[:40]}-{folder}"

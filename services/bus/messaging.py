@@ -1,0 +1,117 @@
+"""The signal stream and the wake-ups of one process: through Redis, or through database and memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+import structlog
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.errors import Unreachable
+from flyball.contracts.signals import Signal, SignalUnreadable
+from services.bus.embedded import EmbeddedBus
+from services.bus.redis_client import RedisServer
+from services.bus.redis_streams import RedisBus
+from services.bus.redis_wakeup import RedisWakeup
+from services.controller.ports import Cursor, Delivered
+from services.runtime.health import Check
+from services.runtime.lifecycle import Loop
+from services.runtime.outages import OUTAGES, Outage
+from services.runtime.telemetry import Metrics
+from services.runtime.wakeup import LocalWakeup
+from services.store.database import Database
+
+MEASURE_EVERY_S = 5.0
+
+# What the parts have to hear of, besides what happens in their own process.
+TOPICS_OF = {
+    "sensor": ("events",),
+    "controller": ("signals",),
+    "actuator": ("actions", "commands"),
+    "api": ("events",),
+}
+
+_log = structlog.get_logger(__name__)
+
+
+class MeasuredBus:
+    """A `SignalBus` that says how long it is and how long publications take."""
+
+    def __init__(self, bus: EmbeddedBus | RedisBus, metrics: Metrics, clock: Clock) -> None:
+        self._bus = bus
+        self._metrics = metrics
+        self._clock = clock
+
+    def publish(self, signals: Sequence[Signal]) -> None:
+        """As the bus does it; what fails counts too."""
+        with self._metrics.bus_publish_seconds.time():
+            self._bus.publish(signals)
+
+    def read(self, after: Cursor | None, *, limit: int) -> list[Delivered]:
+        """As the bus does it; what cannot be read is counted."""
+        delivered = self._bus.read(after, limit=limit)
+        self._metrics.signals_unreadable.inc(sum(isinstance(d.signal.body, SignalUnreadable) for d in delivered))
+        return delivered
+
+    def trim(self, upto: Cursor) -> None:
+        """As the bus does it."""
+        self._bus.trim(upto)
+
+    async def measure(self) -> None:
+        """Keep the metric of the length fresh, until cancelled."""
+        outage = Outage("bus-length", self._clock)
+        while True:
+            wait_s = MEASURE_EVERY_S
+            try:
+                self._metrics.bus_length.set(await asyncio.to_thread(self._bus.length))
+                outage.ended()
+            except OUTAGES as error:
+                self._metrics.bus_length.set(float("nan"))
+                wait_s = max(wait_s, outage.pause_s(error))
+            await asyncio.sleep(wait_s)
+
+
+class Messaging:
+    """Made from the settings. `loops` must run, and `checks` tell what is wrong."""
+
+    bus: MeasuredBus
+    wakeup: LocalWakeup
+
+    def __init__(
+        self, *, redis_url: str, prefix: str, parts: Iterable[str], db: Database, metrics: Metrics, clock: Clock
+    ) -> None:
+        """An empty `redis_url`: the stream is in the database, and other processes are not woken. Raises
+        ConfigurationError for a URL that means no Redis."""
+        self.loops: dict[str, Loop] = {}
+        self.checks: dict[str, Check] = {}
+        self._redis: RedisServer | None = None
+        if not redis_url:
+            self.bus = MeasuredBus(EmbeddedBus(db), metrics, clock)
+            self.wakeup = LocalWakeup()
+            return
+        redis = self._redis = RedisServer(redis_url)
+        topics = sorted({topic for part in parts for topic in TOPICS_OF[part]})
+        wakeup = self.wakeup = RedisWakeup(redis, prefix=prefix, topics=topics, clock=clock)
+        self.bus = MeasuredBus(RedisBus(redis, prefix=prefix), metrics, clock)
+        self.loops = {"wakeup-sender": wakeup.run_sender, "wakeup-listener": wakeup.run_listener}
+        self.checks = {"redis": self._redis_problem}
+
+    def open(self) -> None:
+        """Raise ConfigurationError if Redis is none that may be used. One that is away is waited for later: training,
+        and what needs no signals, go on without it."""
+        try:
+            for check in self.checks.values():
+                check()
+        except Unreachable as error:
+            _log.warning("redis_away_at_start", error=str(error))
+
+    def close(self) -> None:
+        """Give the connections back."""
+        if self._redis:
+            self._redis.close()
+
+    def _redis_problem(self) -> str:
+        if self._redis:
+            self._redis.check()
+        return ""

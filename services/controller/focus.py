@@ -1,0 +1,85 @@
+"""A view of some jobs only: of very many hosts, all cannot be looked at while a failed job waits. Pure.
+
+Whatever asks for something is always in it: jobs with an open incident or action, jobs that wait to be started or to
+be stopped, and those that the round's signals are about. So is all that a rule may ask about these: their hosts, hosts
+without a job, and hosts that have something of theirs. Jobs that are left out are well, as far as is known, and have
+their turn in later rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from flyball.contracts.cluster import JobState
+from flyball.contracts.decisions import Incident
+from flyball.contracts.signals import Signal
+from services.controller.view import ActionView, JobView, View
+
+
+class Focus(msgspec.Struct, frozen=True):
+    """What a round is about, besides all that is open: `jobs` whose turn it is, and signals that came."""
+
+    jobs: frozenset[str] = frozenset()
+    signals: Sequence[Signal] = ()
+
+
+def named_jobs(signals: Iterable[Signal]) -> set[str]:
+    """Jobs that signals name."""
+    return {signal.body.job for signal in signals if hasattr(signal.body, "job")}
+
+
+def named_hosts(signals: Iterable[Signal]) -> set[str]:
+    """Hosts that sent signals, or that signals name."""
+    found = {signal.source for signal in signals}
+    for signal in signals:
+        found.update(getattr(signal.body, name) for name in ("host_id", "peer") if hasattr(signal.body, name))
+    return found
+
+
+def asks(state: JobState, *, stop_requested: bool) -> bool:
+    """Whether a job is to be looked at in every round for its own sake."""
+    return state is JobState.SUBMITTED or (stop_requested and not state.ended)
+
+
+def open_jobs(incidents: Iterable[Incident], actions: Iterable[ActionView]) -> set[str]:
+    """Jobs that have an open incident, or an action that has not ended or belongs to one."""
+    return {incident.job for incident in incidents} | {action.plan.job for action in actions}
+
+
+def open_hosts(incidents: Iterable[Incident], actions: Iterable[ActionView]) -> Iterator[str]:
+    """Hosts that these are about, whatever job they have now."""
+    for incident in incidents:
+        yield incident.host_id
+    for action in actions:
+        yield from action.plan.stop_hosts
+        yield from action.plan.unreachable_hosts
+        yield from action.plan.warm_hosts
+        if action.plan.next is not None:
+            yield from (part.host_id for part in action.plan.next.hosts)
+
+
+def placed_hosts(jobs: Iterable[JobView]) -> Iterator[str]:
+    """Hosts that the newest generations of jobs have ranks on."""
+    for job in jobs:
+        if job.generation is not None:
+            yield from (part.host_id for part in job.generation.hosts)
+
+
+def focused(view: View, focus: Focus) -> View:
+    """What a view of everything says of what a round is about."""
+    hosts_named = named_hosts(focus.signals)
+    wanted = {*focus.jobs, *named_jobs(focus.signals), *open_jobs(view.incidents, view.actions)}
+    wanted.update(job.spec.job for job in view.jobs if asks(job.state, stop_requested=job.stop_requested))
+    wanted.update(host.job for host in view.hosts if host.host_id in hosts_named or host.drain is not None)
+    jobs = tuple(job for job in view.jobs if job.spec.job in wanted)
+    copies = tuple(copy for copy in view.copies if copy.job in wanted)
+    involved = {*hosts_named, *open_hosts(view.incidents, view.actions), *placed_hosts(jobs)}
+    involved.update(copy.host_id for copy in copies)
+    hosts = tuple(
+        host
+        for host in view.hosts
+        if not host.job or host.host_id in involved or host.job in wanted or host.stale_jobs or host.drain is not None
+    )
+    return msgspec.structs.replace(view, jobs=jobs, hosts=hosts, copies=copies)

@@ -1,0 +1,142 @@
+"""Runs stored rounds through the policy again. Pure.
+
+What a round decided from is kept with it: the view, the signals, the settings and the time. Of the view a replay takes
+what was observed and reported; what the policy itself had made of it (open incidents, the record of failures, the
+numbers of decisions) it takes from its own run so far, so that a difference shows in all that follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+import msgspec
+
+from flyball.contracts.decisions import Decision, Incident
+from flyball.contracts.signals import Signal
+from services.controller.policy import decide
+from services.controller.view import Outcome, PastFailure, PolicySettings, View
+
+LARGE_PARTS = 20_000  # hosts, ranks and copies: writing down a view of more than that takes longer than a decision may
+
+
+class RoundInputs(msgspec.Struct, frozen=True):
+    """What a round decided from, its signals and its time apart."""
+
+    view: View
+    settings: PolicySettings
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is to be kept after the decision was announced, and not before."""
+        ranks = sum(len(job.generation.ranks) for job in self.view.jobs if job.generation is not None)
+        return len(self.view.hosts) + ranks + len(self.view.copies) > LARGE_PARTS
+
+
+class StoredRound(msgspec.Struct, frozen=True):
+    number: int
+    at: float
+    epoch: int
+    version: str  # of the release that decided
+    signals: tuple[Signal, ...]
+    inputs: RoundInputs
+
+
+class Replay:
+    """One run over the rounds, oldest first. The first one's incidents are taken as they are."""
+
+    def __init__(self) -> None:
+        self.incidents: dict[str, Incident] = {}  # all that this run knows, closed ones too
+        self.missing: list[tuple[int, int]] = []  # first and last number of decisions whose rounds are not kept
+        self.differences: list[str] = []
+        self._failures: dict[str, tuple[PastFailure, ...]] = {}
+        self._next_incident = 0  # 0: nothing was replayed yet
+        self._next_decision = 0
+
+    def run(self, stored: StoredRound) -> Outcome:
+        """What the policy decides this time."""
+        view = stored.inputs.view
+        if self._next_decision != view.next_decision or self._next_incident != view.next_incident:
+            self._resume(view)
+        else:
+            self._compare(stored)
+            view = self._own(view)
+        outcome = decide(view, stored.signals, stored.inputs.settings, stored.at)
+        self._take(view, outcome)
+        return outcome
+
+    def _resume(self, view: View) -> None:
+        """Begin, or go on behind rounds that are not kept, or behind a run that went another way."""
+        if self._next_decision and view.next_decision > self._next_decision:
+            self.missing.append((self._next_decision, view.next_decision - 1))
+        elif self._next_decision and view.next_decision < self._next_decision:
+            self.differences.append(f"dec-{view.next_decision} is decided here, and was not before")
+        self._next_decision, self._next_incident = view.next_decision, view.next_incident
+        self.incidents |= {incident.incident_id: incident for incident in view.incidents}
+        self._failures = {job.spec.job: job.failures for job in view.jobs}
+
+    def _own(self, view: View) -> View:
+        """The view, with what this run made in place of what was made then."""
+        open_now = tuple(incident for incident in self.incidents.values() if not incident.state.closed)
+        jobs = tuple(
+            msgspec.structs.replace(job, failures=self._failures.get(job.spec.job, job.failures)) for job in view.jobs
+        )
+        return msgspec.structs.replace(view, incidents=open_now, jobs=jobs)
+
+    def _compare(self, stored: StoredRound) -> None:
+        """What was made then must be what this run made."""
+        view = stored.inputs.view
+        then = {incident.incident_id: incident for incident in view.incidents}
+        now = {name: incident for name, incident in self.incidents.items() if not incident.state.closed}
+        for name in sorted(then.keys() | now.keys()):
+            if name not in now or name not in then:
+                where = "open here, and was closed" if name in now else "closed here, and was open"
+                self.differences.append(f"before round {stored.number} {name} is {where}")
+            else:
+                self.differences += differences(f"{name} before round {stored.number}", then[name], now[name])
+        for job in view.jobs:
+            known = self._failures.setdefault(job.spec.job, job.failures)
+            if known != job.failures:
+                self.differences.append(f"before round {stored.number} job {job.spec.job} has another record")
+
+    def _take(self, view: View, outcome: Outcome) -> None:
+        for incident in outcome.incidents:
+            self._next_incident += incident.incident_id not in self.incidents
+            self.incidents[incident.incident_id] = incident
+        self._next_decision += len(outcome.decisions)
+        known = {job.spec.job: job.failures for job in view.jobs}
+        for change in outcome.jobs:
+            if change.failure is not None:
+                known[change.job] = (*known.get(change.job, ()), change.failure)
+        self._failures |= known
+
+
+def differences(name: str, then: Incident | Decision, now: Incident | Decision) -> list[str]:
+    """In words, field by field."""
+    return [
+        f"{name}: {field} was {_said(getattr(then, field))}, and is {_said(getattr(now, field))} here"
+        for field in then.__struct_fields__
+        if getattr(then, field) != getattr(now, field)
+    ]
+
+
+def _said(value: object) -> str:
+    return value.value if isinstance(value, StrEnum) else repr(value)
+
+
+def compared(then: Iterable[Decision], now: Iterable[Decision]) -> tuple[int, list[str]]:
+    """How many decisions are the same to the letter, and what the others differ in. Both in the order of their
+    numbers, over the same range."""
+    before = {decision.decision_id: decision for decision in then}
+    after = {decision.decision_id: decision for decision in now}
+    same, found = 0, []
+    for name in (*before, *(name for name in after if name not in before)):
+        if name not in after:
+            found.append(f"{name} ({before[name].kind.value}, {before[name].rule}) is not decided here")
+        elif name not in before:
+            found.append(f"{name} ({after[name].kind.value}, {after[name].rule}) is decided here, and was not before")
+        elif before[name] == after[name]:
+            same += 1
+        else:
+            found += differences(name, before[name], after[name])
+    return same, found

@@ -1,0 +1,69 @@
+"""Lists of hosts and ranks in sentences and in evidence: as long as a person reads, however large a world is. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+NAMED = 8  # names that a sentence has
+RANGES_NAMED = 16  # ranges of ranks
+KEPT = 64  # names, or ranks, that evidence has
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more}"
+
+
+def kept(names: Sequence[str]) -> str:
+    """Names as evidence: separated by commas alone, with how many more there are as the last."""
+    more = [f"and {len(names) - KEPT} more"] if len(names) > KEPT else []
+    return ",".join([*names[:KEPT], *more])
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Ranks in order, three or more that follow each other as one range: "0-7, 9, 10"."""
+    parts: list[str] = []
+    left_out = 0
+    for first, last in _runs(sorted(set(ranks))):
+        if len(parts) >= RANGES_NAMED:
+            left_out += last - first + 1
+        elif last - first >= 2:
+            parts.append(f"{first}-{last}")
+        else:
+            parts += [str(rank) for rank in range(first, last + 1)]
+    more = f" and {left_out} more" if left_out else ""
+    return f"{', '.join(parts)}{more}"
+
+
+def ranks_kept(ranks: Iterable[int]) -> str:
+    """Ranks as evidence: separated by commas alone, as ranges where they are many."""
+    ordered = sorted(set(ranks))
+    return ",".join(map(str, ordered)) if len(ordered) <= KEPT else ranges(ordered).replace(", ", ",")
+
+
+def ranks_of(ranks: Iterable[int]) -> str:
+    """ "rank 3", "ranks 0-7"."""
+    numbers = set(ranks)
+    return f"rank{'' if len(numbers) == 1 else 's'} {ranges(numbers)}"
+
+
+def ranks_by_host(ranks: Iterable[int], host_of: Mapping[int, str]) -> str:
+    """ "Rank 0 on a", "Ranks 0-7 on a and 8-15 on b"; of many hosts only how many they are."""
+    on: dict[str, list[int]] = {}
+    for rank in sorted(set(ranks)):
+        on.setdefault(host_of.get(rank, "an unknown host"), []).append(rank)
+    numbers = [rank for of_host in on.values() for rank in of_host]
+    noun = "Rank" if len(numbers) == 1 else "Ranks"
+    if len(on) > NAMED:
+        return f"{noun} {ranges(numbers)} on {len(on)} hosts"
+    return f"{noun} {' and '.join(f'{ranges(of_host)} on {name}' for name, of_host in on.items())}"
+
+
+def _runs(ordered: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The first and the last of numbers that follow each other."""
+    start = 0
+    for position in range(1, len(ordered) + 1):
+        if position == len(ordered) or ordered[position] != ordered[position - 1] + 1:
+            yield ordered[start], ordered[position - 1]
+            start = position

@@ -1,0 +1,124 @@
+"""Who asks. Nothing here knows FastAPI: the sensor's hot path uses it too."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from http.cookies import CookieError, SimpleCookie
+from types import MappingProxyType
+
+import msgspec
+
+from flyball.contracts.credentials import (
+    HOST_PREFIX,
+    MAX_TOKEN_LENGTH,
+    HostCredential,
+    host_credential,
+    host_mac,
+    mac,
+    reader_token,
+)
+
+_HOST_PREFIX = HOST_PREFIX.encode()
+_MAX_HOST_ID_LENGTH = 63
+
+RawHeaders = Iterable[tuple[bytes, bytes]]  # as ASGI has them: names in lower case
+
+
+class Role(StrEnum):
+    READER = "reader"  # sees everything, changes nothing
+    OPERATOR = "operator"  # and submits, stops, hands out tokens
+    DAEMON = "daemon"  # speaks for its own host, and nothing else
+
+
+class Principal(msgspec.Struct, frozen=True):
+    """Whom a token stands for; `host_id` is a daemon's."""
+
+    role: Role
+    host_id: str = ""
+
+
+_OPERATOR = Principal(Role.OPERATOR)
+_READER = Principal(Role.READER)
+
+
+class _Secret:
+    """One secret, and what follows from it."""
+
+    def __init__(self, secret: str) -> None:
+        self.key = secret.encode()
+        self.reader = reader_token(secret).encode()
+        # Cookies go to every port of a host, and what another program there may see is good for reading only.
+        self.cookie = mac(self.key, b"flyball page cookie v1").decode()
+
+
+class Authenticator:
+    """Compares in constant time, and keeps no table of hosts: a host's token is computed anew from its name.
+
+    `former` secrets are taken too, while a new one is being handed out. `host_epochs`: of hosts whose first token was
+    withdrawn, the one that counts.
+    """
+
+    def __init__(
+        self, secret: str, former: Iterable[str] = (), host_epochs: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        self._host_epochs = {host_id.encode(): epoch for host_id, epoch in host_epochs.items()}
+        self._secrets = [_Secret(text) for text in (secret, *former)]
+        self.reader_token = reader_token(secret)
+        self.cookie_value = self._secrets[0].cookie
+        # Two supervisors on one host must not overwrite each other's cookie.
+        self.cookie_name = f"flyball-{hashlib.sha256(self.cookie_value.encode()).hexdigest()[:8]}"
+
+    def host_credential(self, host_id: str) -> HostCredential:
+        """What this host needs to prove itself."""
+        return host_credential(self._secrets[0].key.decode(), host_id, self.host_epoch(host_id))
+
+    def host_epoch(self, host_id: str) -> int:
+        """Which of its tokens counts; 0: its first."""
+        return self._host_epochs.get(host_id.encode(), 0)
+
+    def principal(self, headers: RawHeaders) -> Principal | None:
+        """Whom the Authorization header stands for or, without one, the page's cookie; None for nobody."""
+        bearer: bytes | None = None
+        cookies: list[bytes] = []
+        for name, value in headers:
+            if name == b"authorization":
+                if bearer is not None:
+                    return None  # a proxy may have looked at the other one
+                bearer = value
+            elif name == b"cookie":
+                cookies.append(value)
+        if bearer is not None:
+            scheme, _, token = bearer.partition(b" ")
+            return self.principal_of(token.strip()) if scheme.lower() == b"bearer" else None
+        return _READER if any(map(self._is_cookie, cookies)) else None
+
+    def principal_of(self, token: bytes) -> Principal | None:
+        """Whom a token stands for."""
+        if len(token) > MAX_TOKEN_LENGTH:
+            return None
+        if token.startswith(_HOST_PREFIX):
+            host_id, _, given = token[len(_HOST_PREFIX) :].rpartition(b".")
+            if 0 < len(host_id) <= _MAX_HOST_ID_LENGTH and host_id.isascii():
+                epoch = self._host_epochs.get(host_id, 0)
+                for secret in self._secrets:
+                    if hmac.compare_digest(host_mac(secret.key, host_id, epoch), given):
+                        return Principal(Role.DAEMON, host_id.decode())
+            return None
+        for secret in self._secrets:
+            if hmac.compare_digest(secret.key, token):
+                return _OPERATOR
+            if hmac.compare_digest(secret.reader, token):
+                return _READER
+        return None
+
+    def _is_cookie(self, header: bytes) -> bool:
+        try:
+            cookie = SimpleCookie(header.decode("latin-1")).get(self.cookie_name)
+        except CookieError:
+            return False
+        return cookie is not None and any(
+            hmac.compare_digest(secret.cookie.encode(), cookie.value.encode()) for secret in self._secrets
+        )

@@ -1,0 +1,174 @@
+"""For which ranks a host may speak: those that it was given. Pure.
+
+A daemon could claim any generation, and the watch would leave the true one for it; or any step. So of ranks of other
+hosts, and of generations that were never handed out, nothing is heard.
+
+A sensor learns of a new placement a moment after the first host may speak of it. Where a rank is will be said again;
+what is told once (steps, moments, restores) passes meanwhile, of one such generation per report: to the store, which
+knows what was granted. What is summed up here waits until it is known whose it is (`early_steps`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from flyball.contracts.decisions import GenerationPlan
+from flyball.contracts.rank_columns import CompletedSteps, Progress, Workers, phases_of
+from flyball.contracts.signals import Report
+
+Generation = tuple[str, int]  # job, generation
+GivenRanks = Mapping[str, Collection[int]]  # of one generation: host -> its ranks
+
+
+class OfGeneration(Protocol):
+    """A part of a report that names a generation."""
+
+    @property
+    def job(self) -> str: ...
+
+    @property
+    def generation(self) -> int: ...
+
+
+class OfRank(OfGeneration, Protocol):
+    """A part of a report that is about one rank."""
+
+    @property
+    def rank(self) -> int: ...
+
+
+P = TypeVar("P", bound=OfRank)
+V = TypeVar("V")
+
+
+def given_in(plan: GenerationPlan) -> GivenRanks:
+    """The ranks of each host of a generation."""
+    return {host.host_id: _collected(host.ranks) for host in plan.hosts}
+
+
+class Placed:
+    """As of one moment: the newest generations of running jobs, and those before them, whose workers may still live."""
+
+    def __init__(self, given: Mapping[Generation, GivenRanks]) -> None:
+        self._given = given
+        self._newest: dict[str, int] = {}
+        for job, generation in given:
+            self._newest[job] = max(generation, self._newest.get(job, -1))
+        self._own_workers: dict[str, tuple[Workers, ...]] = {}  # by host, as last told: all of them are its own
+
+    def split(self, report: Report) -> tuple[Report, Report]:
+        """What of a report the detector hears, and what of it is stored: both are the report itself, as nearly always,
+        if its host may say all of it. Of workers that should not be there any more the store is to know."""
+        host_id, workers, completed = report.facts.host_id, report.workers, report.completed
+        has_own = self._own_workers.get(host_id) is workers or self._has_own(host_id, workers)
+        is_plain = not (report.marks or report.restores or (completed and not self._completed_own(host_id, report)))
+        if has_own and is_plain:
+            return report, report
+        own_steps = self.own_steps(host_id, completed)
+        mine = [self._places(host_id, of) for of in workers]
+        heard = msgspec.structs.replace(
+            report,
+            workers=tuple(_workers_at(of, at) for of, at in zip(workers, mine, strict=True) if at),
+            progress=tuple(_progress_at(of, at) for of, at in zip(report.progress, mine, strict=True) if at),
+            completed=own_steps,
+        )
+        if is_plain:
+            return heard, report
+        news = self._first_unknown((*completed, *report.marks, *report.restores))
+        stored = msgspec.structs.replace(
+            report,
+            completed=(*own_steps, *(steps for steps in completed if (steps.job, steps.generation) == news)),
+            marks=self._those_of(host_id, report.marks, news),
+            restores=self._those_of(host_id, report.restores, news),
+        )
+        return heard, stored
+
+    def own_steps(self, host_id: str, completed: Iterable[CompletedSteps]) -> tuple[CompletedSteps, ...]:
+        """Of these steps what ranks of the host completed."""
+        places = ((steps, self._places(host_id, steps)) for steps in completed)
+        return tuple(_steps_at(steps, at) for steps, at in places if at)
+
+    def early_steps(self, completed: Iterable[CompletedSteps]) -> tuple[CompletedSteps, ...]:
+        """Of these steps those of generations that are newer than what is known here."""
+        return tuple(steps for steps in completed if self.is_early(steps))
+
+    def is_early(self, part: OfGeneration) -> bool:
+        """Whether its generation is newer than what is known here: it may just have been granted."""
+        return part.generation > self._newest.get(part.job, -1)
+
+    def unknown(self, report: Report) -> Generation | None:
+        """A generation of which a host has workers, and that is newer than what is known here."""
+        return self._first_unknown(report.workers)
+
+    def _has_own(self, host_id: str, workers: tuple[Workers, ...]) -> bool:
+        has_own = all(self._is_own(host_id, of) for of in workers)
+        if has_own:
+            self._own_workers[host_id] = workers
+        return has_own
+
+    def _completed_own(self, host_id: str, report: Report) -> bool:
+        workers = report.workers[0] if report.workers else None
+        for steps in report.completed:
+            are_of_workers = (
+                workers is not None
+                and steps.ranks == workers.ranks
+                and steps.generation == workers.generation
+                and steps.job == workers.job
+                and self._own_workers.get(host_id) is report.workers
+            )
+            if not are_of_workers and not self._is_own(host_id, steps):
+                return False
+        return True
+
+    def _given_to(self, host_id: str, part: OfGeneration) -> Collection[int]:
+        of_generation = self._given.get((part.job, part.generation))
+        return of_generation.get(host_id, ()) if of_generation is not None else ()
+
+    def _is_own(self, host_id: str, columns: Workers | CompletedSteps) -> bool:
+        given = self._given_to(host_id, columns)
+        return all(rank in given for rank in columns.ranks)
+
+    def _places(self, host_id: str, columns: Workers | CompletedSteps) -> list[int]:
+        """Where in these columns the host's own ranks are."""
+        given = self._given_to(host_id, columns)
+        return [place for place, rank in enumerate(columns.ranks) if rank in given]
+
+    def _those_of(self, host_id: str, parts: Sequence[P], news: Generation | None) -> tuple[P, ...]:
+        return tuple(
+            part for part in parts if (part.job, part.generation) == news or part.rank in self._given_to(host_id, part)
+        )
+
+    def _first_unknown(self, parts: Iterable[OfGeneration]) -> Generation | None:
+        return next(((part.job, part.generation) for part in parts if self.is_early(part)), None)
+
+
+def _collected(ranks: Sequence[int]) -> Collection[int]:
+    """Those that follow each other, as nearly always, take a fifteenth of a set's memory."""
+    span = range(min(ranks, default=0), max(ranks, default=-1) + 1)
+    return span if len(span) == len(set(ranks)) else frozenset(ranks)
+
+
+def _workers_at(of: Workers, places: Sequence[int]) -> Workers:
+    if len(places) == len(of.ranks):
+        return of
+    return msgspec.structs.replace(of, ranks=_at(of.ranks, places), pids=_at(of.pids, places))
+
+
+def _progress_at(of: Progress, places: Sequence[int]) -> Progress:
+    if len(places) == len(of.steps):
+        return of
+    return Progress(_at(phases_of(of), places), _at(of.steps, places), _at(of.beacon_ages_s, places))
+
+
+def _steps_at(steps: CompletedSteps, places: Sequence[int]) -> CompletedSteps:
+    if len(places) == len(steps.ranks):
+        return steps
+    times = tuple(_at(row, places) for row in steps.completed_at)
+    return msgspec.structs.replace(steps, ranks=_at(steps.ranks, places), completed_at=times)
+
+
+def _at(column: Sequence[V], places: Sequence[int]) -> tuple[V, ...]:
+    return tuple(column[place] for place in places)

@@ -1,0 +1,137 @@
+"""Where the ranks that a sensor watches are: each by itself, and those of a host together while all is well. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flyball.contracts.cluster import RankStatus
+from flyball.contracts.rank_columns import Progress, Workers
+from services.sensor.job_pace import JobPace
+
+
+class Rank:
+    __slots__ = (
+        "done_at",
+        "done_step",
+        "entered_s",
+        "first_seen_step",
+        "forgiven_s",
+        "has_stepped",
+        "host_id",
+        "idle_s",
+        "moved_s",
+        "number",
+        "pauses",
+        "phase",
+        "seen_s",
+        "step",
+    )
+
+    def __init__(self, host_id: str, status: RankStatus, moved_s: float) -> None:
+        self.host_id = host_id
+        self.number = status.rank
+        self.phase = status.phase
+        self.step = self.first_seen_step = status.step
+        self.moved_s = self.entered_s = moved_s
+        self.idle_s = 0.0
+        self.forgiven_s = 0.0
+        self.has_stepped = False
+        self.seen_s = moved_s + status.beacon_age_s
+        self.pauses = 0  # of the job, at this rank's last step
+        self.done_step = -1
+        self.done_at = 0.0
+
+
+class WatchedJob:
+    """The ranks of a job's newest generation, and its pace."""
+
+    def __init__(self, pace: JobPace) -> None:
+        self.pace = pace
+        self.generation = -1
+        self.ranks: dict[int, Rank] = {}
+        self.changes = 0  # ranks that were dropped, or came to another host
+        self.waiting: set[int] = set()  # those that can stall at all in their phase
+        self.overdue: set[int] = set()
+        self.newest_step = -1
+        self.is_stalled = False
+
+    def begin(self, generation: int) -> None:
+        """A new generation starts afresh, with what was learnt of the job."""
+        self.pace.begin(self.newest_step if self.is_stalled else None)
+        self.generation = generation
+        self.changes += 1
+        self.ranks.clear()
+        self.waiting.clear()
+        self.overdue.clear()
+        self.newest_step = -1
+        self.is_stalled = False
+
+    def advance(self, step: int, moved_s: float) -> None:
+        """A rank has completed this step."""
+        if step > self.newest_step:
+            self.newest_step = step
+            self.pace.advance(step, moved_s)
+
+    def drop(self, number: int, host_id: str) -> None:
+        """A host does not speak for a rank any more; another may do by now."""
+        rank = self.ranks.get(number)
+        if rank is None or rank.host_id != host_id:
+            return
+        self.changes += 1
+        del self.ranks[number]
+        self.waiting.discard(number)
+        self.overdue.discard(number)
+
+    def is_on(self, host_id: str, numbers: Sequence[int]) -> bool:
+        """Whether one of these ranks is on this host."""
+        found = map(self.ranks.get, numbers)
+        return any(rank is not None and rank.host_id == host_id for rank in found)
+
+
+class RanksInSteps:
+    """The ranks of a host while all are in their steps. What its reports say of them is kept as the columns that came;
+    `settle` tells it to each rank, when somebody is about to look at one of them."""
+
+    __slots__ = ("ages_s", "changes", "is_settled", "job", "moved_s", "now_s", "ranks", "steps", "workers")
+
+    def __init__(self, job: WatchedJob, workers: Workers, ranks: Sequence[Rank]) -> None:
+        self.job = job
+        self.workers = workers
+        self.ranks = ranks  # in the order of `workers`
+        self.changes = job.changes
+        self.steps = tuple(rank.step for rank in ranks)
+        self.ages_s = tuple(rank.idle_s for rank in ranks)
+        self.moved_s: list[float] | None = [rank.moved_s for rank in ranks]  # None: `ages_s` before `now_s`
+        self.now_s = 0.0
+        self.is_settled = True
+
+    def follow(self, progress: Progress, now_s: float) -> None:
+        """They went on, or rest."""
+        steps, ages_s = progress.steps, progress.beacon_ages_s
+        if steps == self.steps:
+            self.moved_s = [
+                before_s if age_s >= age_before_s and now_s - age_s >= before_s else now_s - age_s
+                for before_s, age_before_s, age_s in zip(self._moved_s(), self.ages_s, ages_s, strict=True)
+            ]
+        elif min(steps) > max(self.steps):  # each completed one
+            self.moved_s = None
+        else:
+            columns = (self._moved_s(), self.steps, self.ages_s, steps, ages_s, [now_s - age_s for age_s in ages_s])
+            self.moved_s = [
+                at_s if at_s < before_s or step != step_before or age_s < age_before_s else before_s
+                for before_s, step_before, age_before_s, step, age_s, at_s in zip(*columns, strict=True)
+            ]
+        self.steps, self.ages_s, self.now_s = steps, ages_s, now_s
+        self.is_settled = False
+
+    def settle(self) -> None:
+        """Bring each rank up to date."""
+        if self.is_settled:
+            return
+        for rank, step, age_s, at_s in zip(self.ranks, self.steps, self.ages_s, self._moved_s(), strict=True):
+            rank.step, rank.idle_s, rank.moved_s, rank.seen_s = step, age_s, at_s, self.now_s
+        self.is_settled = True
+
+    def _moved_s(self) -> list[float]:
+        """When each last moved."""
+        return self.moved_s if self.moved_s is not None else [self.now_s - age_s for age_s in self.ages_s]

@@ -1,0 +1,264 @@
+"""Sums up what ranks go on reporting: one summary per job and interval, however many ranks it has. Pure.
+
+A summary says when each step was completed by the last of the ranks that this sensor hears of, and which step all of
+them have completed. A step that slower ranks complete later comes again, with the later time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from flyball.contracts.rank_columns import CompletedSteps
+from flyball.contracts.signals import RankMarks
+
+INTERVAL_S = 1.0  # at the latest so long after a step; at once when all ranks have completed it
+MAX_STEPS = 10_000  # per generation, that wait to be stored: the oldest are let go
+MAX_GENERATIONS = 2_000  # the one not heard of for longest makes room
+
+
+class StepSummary(msgspec.Struct, frozen=True):
+    """Steps of one generation: completed_at[i] is when the last rank so far completed first_step + i. Without steps it
+    tells of the waits alone."""
+
+    job: str
+    generation: int
+    at: float  # wall clock, of the newest that it tells of
+    first_step: int
+    completed_at: tuple[float, ...]
+    slowest_step: int  # completed by all ranks that this sensor heard steps of
+    ranks: int  # how many those are
+    sensor: str
+    save_blocked_s: float = 0.0  # in all, of the rank that waited longest inside save
+    data_wait_s: float = 0.0  # the same, for data
+
+
+class _HostSteps:
+    """The newest step of each rank of a generation on one host. Ranks that go on together have one in common."""
+
+    __slots__ = ("last", "newest", "ranks")
+
+    def __init__(self, ranks: tuple[int, ...], last: int) -> None:
+        self.ranks = ranks  # all that are known, while `newest` is None
+        self.last = last
+        self.newest: dict[int, int] | None = None  # rank -> newest step, while they differ
+
+    def apart(self) -> dict[int, int]:
+        """rank -> newest step."""
+        if self.newest is None:
+            self.newest = dict.fromkeys(self.ranks, self.last)
+        return self.newest
+
+    def join(self, ranks: tuple[int, ...], last: int) -> None:
+        """These ranks completed `last`; if they are all, and none is further, they go on together from here."""
+        newest = self.apart()
+        if len(newest) == len(ranks) and all(step == last for step in newest.values()):
+            self.ranks, self.last, self.newest = ranks, last, None
+
+    def slowest(self) -> int:
+        """The step that all of them have completed."""
+        return self.last if self.newest is None else min(self.newest.values())
+
+    def count(self, step: int | None = None) -> int:
+        """How many they are: all, or those whose newest step this is."""
+        if self.newest is None:
+            return len(self.ranks) if step in (None, self.last) else 0
+        return len(self.newest) if step is None else sum(newest == step for newest in self.newest.values())
+
+
+class _Generation:
+    __slots__ = (
+        "at",
+        "at_front",
+        "blocked_s",
+        "data_wait_s",
+        "front",
+        "hosts",
+        "key",
+        "moments",
+        "ranks",
+        "times",
+        "waiting_since_s",
+    )
+
+    def __init__(self, key: tuple[str, int]) -> None:
+        self.key = key
+        self.hosts: dict[str, _HostSteps] = {}
+        self.ranks = 0  # how many there are on these hosts
+        self.front = -1  # the newest step of any rank
+        self.at_front = 0  # ranks that completed it
+        self.times: dict[int, float] = {}  # step -> when the last rank completed it, since the last summary
+        self.moments: dict[int, int] = {}  # rank -> how many moments of its life are known
+        self.blocked_s = 0.0
+        self.data_wait_s = 0.0
+        self.at = 0.0
+        self.waiting_since_s: float | None = None
+
+    def advance(self, step: int, ranks: int) -> None:
+        """So many ranks have `step` as their newest now."""
+        if step > self.front:
+            self.front, self.at_front = step, ranks
+        elif step == self.front:
+            self.at_front += ranks
+
+
+class StepLog:
+    """`now_s` is a monotonic clock. Not thread-safe."""
+
+    def __init__(self, sensor: str, interval_s: float = INTERVAL_S) -> None:
+        self._sensor = sensor
+        self._interval_s = interval_s
+        self._generations: OrderedDict[tuple[str, int], _Generation] = OrderedDict()
+        self._waiting: set[tuple[str, int]] = set()
+        self._on_host: dict[str, tuple[tuple[str, int], ...]] = {}  # generations with steps that came from a host
+
+    def observe(self, host_id: str, completed: Sequence[CompletedSteps], now_s: float) -> None:
+        """Take in steps that ranks of a host completed."""
+        for steps in completed:
+            generation = self._generation((steps.job, steps.generation))
+            self._add(generation, host_id, steps)
+            if generation.waiting_since_s is None:
+                self._wait(generation, now_s)
+
+    def has_heard(self, host_id: str, job: str, generation: int) -> bool:
+        """Whether ranks of this generation on this host told of steps."""
+        return (job, generation) in self._on_host.get(host_id, ())
+
+    def has_heard_ranks(self, host_id: str, steps: CompletedSteps) -> bool:
+        """Whether all of these ranks, on this host, told of steps before."""
+        if not self.has_heard(host_id, steps.job, steps.generation):
+            return False
+        known = self._generations[steps.job, steps.generation].hosts[host_id]
+        return set(steps.ranks).issubset(known.ranks if known.newest is None else known.newest)
+
+    def new_marks(self, marks: Sequence[RankMarks], told_at: float, now_s: float) -> tuple[RankMarks, ...]:
+        """The marks that tell of a moment that is new. Of the others only the time counts that saves blocked, and that
+        is summed up. `told_at`: the wall clock of the report that has them."""
+        new = []
+        for mark in marks:
+            generation = self._generation((mark.job, mark.generation))
+            moments = sum(
+                at > 0.0
+                for at in (
+                    mark.spawned_at,
+                    mark.attached_at,
+                    mark.restore_began_at,
+                    mark.restored_at,
+                    mark.first_step_at,
+                )
+            )
+            if moments > generation.moments.get(mark.rank, -1):
+                generation.moments[mark.rank] = moments
+                new.append(mark)
+            if mark.save_blocked_s > generation.blocked_s or mark.data_wait_s > generation.data_wait_s:
+                generation.blocked_s = max(generation.blocked_s, mark.save_blocked_s)
+                generation.data_wait_s = max(generation.data_wait_s, mark.data_wait_s)
+                generation.at = max(generation.at, told_at)
+                self._wait(generation, now_s)
+        return tuple(new)
+
+    def forget_marks(self, marks: Sequence[RankMarks]) -> None:
+        """They could not be handed on, and will come again."""
+        for mark in marks:
+            if (generation := self._generations.get((mark.job, mark.generation))) is not None:
+                generation.moments.pop(mark.rank, None)
+
+    def take(self, now_s: float, *, everything: bool = False) -> list[StepSummary]:
+        """What is due to be stored, and is then forgotten here."""
+        summaries: list[StepSummary] = []
+        for key in sorted(self._waiting):
+            generation = self._generations[key]
+            complete = bool(generation.times) and generation.at_front == generation.ranks
+            since_s = generation.waiting_since_s
+            if complete or everything or since_s is None or now_s - since_s >= self._interval_s:
+                summaries += self._summaries(generation)
+                self._waiting.discard(key)
+        return summaries
+
+    def forget(self, host_id: str) -> None:
+        """Another sensor hears of this host's ranks from now on."""
+        for key in self._on_host.pop(host_id, ()):
+            generation = self._generations[key]
+            gone = generation.hosts.pop(host_id)
+            generation.ranks -= gone.count()
+            generation.at_front -= gone.count(generation.front)
+
+    def _wait(self, generation: _Generation, now_s: float) -> None:
+        if generation.waiting_since_s is None:
+            generation.waiting_since_s = now_s
+            self._waiting.add(generation.key)
+
+    def _generation(self, key: tuple[str, int]) -> _Generation:
+        found = self._generations.get(key)
+        if found is None:
+            found = self._generations[key] = _Generation(key)
+            if len(self._generations) > MAX_GENERATIONS:
+                key, oldest = self._generations.popitem(last=False)
+                self._waiting.discard(key)
+                for host_id in oldest.hosts:
+                    others = tuple(other for other in self._on_host.pop(host_id) if other != key)
+                    if others:
+                        self._on_host[host_id] = others
+        else:
+            self._generations.move_to_end(key)
+        return found
+
+    def _add(self, generation: _Generation, host_id: str, steps: CompletedSteps) -> None:
+        times, step, at = generation.times, steps.first_step, 0.0
+        for row in steps.completed_at:
+            at = max(row)
+            if at > times.get(step, 0.0):
+                times[step] = at
+            step += 1
+        last = step - 1
+        generation.at = max(generation.at, at)
+        if len(times) > MAX_STEPS:
+            for oldest in sorted(times)[:-MAX_STEPS]:
+                del times[oldest]
+        host, ranks = generation.hosts.get(host_id), steps.ranks
+        if host is None:
+            generation.hosts[host_id] = _HostSteps(ranks, last)
+            generation.ranks += len(ranks)
+            generation.advance(last, len(ranks))
+            self._on_host[host_id] = (*self._on_host.get(host_id, ()), generation.key)
+        elif host.newest is None and host.ranks == ranks:
+            if last > host.last:  # else told before, or late
+                host.last = last
+                generation.advance(last, len(ranks))
+        else:
+            newest = host.apart()
+            for rank in ranks:
+                before = newest.get(rank)
+                if before is None or last > before:
+                    newest[rank] = last
+                    generation.advance(last, 1)
+                    generation.ranks += before is None
+            host.join(ranks, last)
+
+    def _summaries(self, generation: _Generation) -> list[StepSummary]:
+        runs: list[tuple[int, list[float]]] = []
+        for step in sorted(generation.times):
+            if runs and step == runs[-1][0] + len(runs[-1][1]):
+                runs[-1][1].append(generation.times[step])
+            else:
+                runs.append((step, [generation.times[step]]))
+        generation.times = {}
+        generation.waiting_since_s = None
+        slowest = min((host.slowest() for host in generation.hosts.values()), default=-1)
+        return [
+            StepSummary(
+                job=generation.key[0],
+                generation=generation.key[1],
+                at=generation.at,
+                first_step=first,
+                completed_at=tuple(times),
+                slowest_step=slowest,
+                ranks=generation.ranks,
+                sensor=self._sensor,
+                save_blocked_s=generation.blocked_s,
+                data_wait_s=generation.data_wait_s,
+            )
+            for first, times in runs or [(-1, [])]
+        ]

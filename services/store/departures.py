@@ -1,0 +1,60 @@
+"""Whether a host that is about to leave is still needed: for its ranks, or for the state that they restore from it."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, select
+
+from flyball.contracts.decisions import ActionPlan, Incident
+from flyball.contracts.drains import Departure
+from services.store.codec import load, number_of
+from services.store.database import Database
+from services.store.running_plans import RunningPlans, hosts_of
+from services.store.tables import actions, hosts, incidents
+
+
+class SqlDepartures:
+    """Thread-safe. Hosts that leave ask several times a second, a rack of them all at once."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._placed = RunningPlans(hosts_of)
+        self._stopped: dict[int, frozenset[str]] = {}  # by the newest actions of open incidents -> hosts
+
+    def departure(self, host_id: str) -> Departure:
+        """What a host that gave notice still has to wait for."""
+        with self._db.read() as connection:
+            waits_for = self._waits_for(connection, host_id)
+        return Departure(may_leave=not waits_for, waits_for=waits_for)
+
+    def _waits_for(self, connection: Connection, host_id: str) -> str:
+        deadline_at = connection.scalar(select(hosts.c.preempt_deadline_at).where(hosts.c.host_id == host_id))
+        if not deadline_at:
+            return "the controller to hear of the notice"
+        for (job, _), placed in self._placed.read(connection).items():
+            if host_id in placed:
+                return f"the ranks of job {job} to be moved"
+        found = _open_incidents(connection)
+        stopped = self._stopped_for(connection, found)
+        for incident in found:
+            if incident.host_id == host_id or host_id in stopped.get(incident.action_id, ()):
+                return f"{incident.incident_id} ({incident.cause}) to be over"
+        return ""
+
+    def _stopped_for(self, connection: Connection, found: list[Incident]) -> dict[str, frozenset[str]]:
+        """The hosts whose workers the newest action of each incident stopped: a restore may need what they hold. What
+        an action is to do never changes."""
+        numbers = {number_of(i.action_id): i.action_id for i in found if i.action_id}
+        stopped = {number: known for number, known in self._stopped.items() if number in numbers}
+        missing = numbers.keys() - stopped.keys()
+        if missing:
+            query = select(actions.c.number, actions.c.plan).where(actions.c.number.in_(sorted(missing)))
+            for row in connection.execute(query):
+                plan: ActionPlan = load(row.plan, ActionPlan)
+                stopped[row.number] = frozenset(plan.stop_hosts)
+        self._stopped = stopped
+        return {action_id: stopped[number] for number, action_id in numbers.items() if number in stopped}
+
+
+def _open_incidents(connection: Connection) -> list[Incident]:
+    query = select(incidents.c.document).where(~incidents.c.closed).order_by(incidents.c.number)
+    return [load(document, Incident) for document in connection.scalars(query)]

@@ -1,0 +1,103 @@
+"""Hosts as the policy sees them: what their rows say, with the newest generation of every job. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from services.controller.view import DrainView, HostView, JobView
+from services.store.host_cache import CachedHost
+
+Newest: TypeAlias = Mapping[str, tuple[int, bool]]  # job -> its newest generation (-1: none), and whether it has ended
+
+
+def placement_of(job_views: Sequence[JobView]) -> tuple[Mapping[str, str], Newest]:
+    """Host -> the job that has ranks on it, and job -> its newest generation (-1: none) and whether it has ended."""
+    placed = {
+        host.host_id: view.spec.job
+        for view in job_views
+        if view.generation is not None and not view.state.ended
+        for host in view.generation.hosts
+    }
+    newest = {
+        view.spec.job: (view.generation.generation if view.generation else -1, view.state.ended) for view in job_views
+    }
+    return placed, newest
+
+
+def host_views(
+    rows: Iterable[Any],
+    placed: Mapping[str, str],
+    newest: Newest,
+    drains: Mapping[str, DrainView] = MappingProxyType({}),
+    heard_at: Callable[[str], float] = lambda _: 0.0,
+) -> tuple[HostView, ...]:
+    """From rows with the columns of `hosts` and `workers` (job -> generation of its live workers), what `placement_of`
+    says of all jobs, and what operators want of hosts. Pure."""
+    return tuple(
+        HostView(
+            host_id=row.host_id,
+            state=row.state,
+            since=row.since,
+            address=row.address,
+            failure_domain=row.failure_domain,
+            engine_address=row.engine_address,
+            free_port=row.free_port,
+            last_report_at=max(row.last_report_at, heard_at(row.host_id)),
+            preempt_deadline_at=row.preempt_deadline_at,
+            job=placed.get(row.host_id, ""),
+            reason=row.reason,
+            stale_jobs=_stale_jobs(row.workers, newest),
+            drain=drains.get(row.host_id),
+            stored_report_at=row.last_report_at,
+        )
+        for row in rows
+    )
+
+
+def _stale_jobs(workers: Mapping[str, int], newest: Newest) -> Mapping[str, int]:
+    if all(newest.get(job) == (generation, False) for job, generation in workers.items()):  # as nearly always
+        return {}
+    return {
+        job: generation
+        for job, generation in workers.items()
+        if job in newest and (newest[job][1] or generation < newest[job][0])
+    }
+
+
+class OtherHosts:
+    """Hosts of which a job may want to know that has no rank on them."""
+
+    def __init__(self) -> None:
+        self._cached: Mapping[str, CachedHost] = {}
+        self._placed: Mapping[str, str] = {}
+        self._newest: Newest = {}
+        self._found: set[str] = set()
+
+    def note(
+        self, cached: Mapping[str, CachedHost], changed: Iterable[str], placed: Mapping[str, str], newest: Newest
+    ) -> None:
+        """What all hosts are now. Of very many, only those that changed are looked at, unless jobs have."""
+        if (placed, newest) != (self._placed, self._newest):
+            self._found = set()
+            changed = cached
+        self._cached, self._placed, self._newest = cached, placed, newest
+        self._found.difference_update(changed)
+        self._found.update(name for name in changed if name in cached and self._is_other(cached[name]))
+        self._found.intersection_update(cached)
+
+    def of(self, jobs: Collection[str]) -> Iterator[str]:
+        """Those of which one of these jobs may want to know, as `focused` chooses hosts."""
+        for name in self._found:
+            host = self._cached[name]
+            if (
+                name not in self._placed
+                or not host.copies_of.isdisjoint(jobs)
+                or _stale_jobs(host.workers, self._newest)
+            ):
+                yield name
+
+    def _is_other(self, host: CachedHost) -> bool:
+        job = self._placed.get(host.host_id)
+        return job is None or not host.copies_of <= {job} or bool(_stale_jobs(host.workers, self._newest))

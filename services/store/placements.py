@@ -1,0 +1,67 @@
+"""The placements of running jobs, as sensors need them: which hosts are neighbours, and who has which ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from flyball.contracts.decisions import GenerationPlan
+from services.sensor.placed import GivenRanks, Placed, given_in
+from services.sensor.witnesses import neighbours
+from services.store.database import Database
+from services.store.running_plans import RunningPlans
+
+Neighbours = Mapping[str, tuple[str, ...]]
+_Generation = tuple[str, int]
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """What is kept of a plan."""
+
+    neighbours: Neighbours
+    given: GivenRanks
+
+
+class Placements(msgspec.Struct, frozen=True):
+    """`neighbours`: host -> those whose engines have a link with its engine, nearest first."""
+
+    neighbours: Neighbours
+    placed: Placed
+
+
+class SqlPlacements:
+    """Belongs to one thread at a time."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._plans = RunningPlans(_part_of)
+        self._seen: Mapping[_Generation, _Part] = {}
+        self._before: dict[_Generation, GivenRanks] = {}  # of each job the generation before the one in `_seen`
+        self._all = Placements({}, Placed({}))
+
+    def read(self) -> Placements:
+        """Of all running jobs; the same value while nothing changed."""
+        with self._db.read() as connection:
+            known = self._plans.read(connection)
+        if known is not self._seen:
+            self._before = _before(known, self._seen, self._before)
+            self._seen = known
+            near = {host_id: names for key in sorted(known) for host_id, names in known[key].neighbours.items()}
+            given = {key: part.given for key, part in known.items()}
+            self._all = Placements(near, Placed(self._before | given))
+        return self._all
+
+
+def _part_of(plan: GenerationPlan) -> _Part:
+    return _Part(neighbours(plan.hosts, plan.peers), given_in(plan))
+
+
+def _before(
+    known: Mapping[_Generation, _Part], seen: Mapping[_Generation, _Part], older: Mapping[_Generation, GivenRanks]
+) -> dict[_Generation, GivenRanks]:
+    """Of each job in `known` the newest generation that was seen before its present one."""
+    earlier = {**older, **{key: part.given for key, part in seen.items()}}
+    present = dict(known.keys())  # job -> generation: there is one of each
+    newest = {job: generation for job, generation in sorted(earlier) if job in present and generation < present[job]}
+    return {key: earlier[key] for key in newest.items()}

@@ -1,0 +1,287 @@
+"""What must hold whatever happened. Pure functions: over what a database says, of a simulation or a real one, and over
+what truly happened in a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState, StartWorkers
+from flyball.contracts.identity import Fence
+from services.controller.diagnosis import PREEMPTION_NOTICE, SUPERSEDED_WORKERS
+from services.controller.replay import Replay, StoredRound, compared, differences
+from simulator.history import NO_SOURCE, Condemned, CoreFault, Fact, Obeyed, Restored, Saved, WorkerBegan, WorkerWent
+from simulator.record import ActionRecord, DecisionRecord, GenerationRecord, IncidentRecord, Record
+
+_BESIDE = frozenset({PREEMPTION_NOTICE, SUPERSEDED_WORKERS})  # causes that may stand beside a failure of the generation
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """`invariant` is a stable word, `what` a sentence with the names in it."""
+
+    invariant: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.invariant}: {self.what}"
+
+
+def check_record(record: Record, *, now: float, bound_s: float) -> list[Violation]:
+    """Everything that a database alone can show. An incident that is older than `bound_s` at `now` must be closed."""
+    return [
+        *_numbers(record),
+        *_one_action_per_job(record.actions),
+        *_one_failure_per_job(record.incidents),
+        *_decided_once(record),
+        *_carried_out(record),
+        *_generations_grow(record.generations),
+        *_lineage_holds(record.generations),
+        *_fences_fit(record),
+        *_closed_in_time(record.incidents, now, bound_s),
+    ]
+
+
+def check_history(facts: Sequence[Fact], record: Record) -> list[Violation]:
+    """Everything that only who knows the truth can check."""
+    return [
+        *_fences_grow(facts),
+        *_obeyed_once(facts),
+        *_no_older_rank_beside_a_newer(facts),
+        *_restored_whole_steps(facts, record),
+        *_nobody_heard_is_condemned(facts),
+        *(Violation("core_fault", f"{f.event} {f.detail}") for f in facts if isinstance(f, CoreFault)),
+    ]
+
+
+def check_replay(rounds: Iterable[StoredRound], record: Record) -> list[Violation]:
+    """The stored rounds, run through the policy again, decide the same to the letter."""
+    replay = Replay()
+    decided = [decision for stored in rounds for decision in replay.run(stored).decisions]
+    same, found = compared((d.decision for d in record.decisions), decided)
+    found += replay.differences + [f"dec-{first} to dec-{last} are not kept" for first, last in replay.missing]
+    for known in record.incidents:
+        now = replay.incidents.get(known.incident.incident_id)
+        found += differences(known.incident.incident_id, known.incident, now) if now else ["an incident is missing"]
+    if same != len(record.decisions) and not found:
+        found = [f"{same} of {len(record.decisions)} decisions are the same"]
+    return [Violation("replay_differs", what) for what in found]
+
+
+# --- the database ----------------------------------------------------------------------------------------------------
+
+
+def _numbers(record: Record) -> Iterator[Violation]:
+    """Decisions are counted without gaps, under epochs that only grow."""
+    for position, decided in enumerate(record.decisions, 1):
+        if decided.number != position:
+            yield Violation("decision_lost", f"dec-{position} is missing, dec-{decided.number} is there")
+            return
+    for before, after in pairwise(record.decisions):
+        if after.epoch < before.epoch:
+            yield Violation(
+                "stale_decision", f"dec-{after.number} was stored under epoch {after.epoch} < {before.epoch}"
+            )
+
+
+def _one_action_per_job(actions: Sequence[ActionRecord]) -> Iterator[Violation]:
+    """An action that moves a job's generation begins after the one before ended."""
+    by_job: dict[str, ActionRecord] = {}
+    for action in actions:
+        if action.plan.kind is DecisionKind.CORDON:
+            continue
+        before = by_job.get(action.plan.job)
+        if before is not None and not 0 <= before.ended < action.began:
+            what = f"act-{action.number} of {action.plan.job} began while act-{before.number} was open"
+            yield Violation("two_open_actions", what)
+        by_job[action.plan.job] = action
+
+
+def _one_failure_per_job(incidents: Sequence[IncidentRecord]) -> Iterator[Violation]:
+    """One failure of a job is one incident: a second opens only when the first is closed."""
+    by_job: dict[str, IncidentRecord] = {}
+    for found in incidents:
+        if found.incident.cause in _BESIDE or not found.states:
+            continue
+        before = by_job.get(found.incident.job)
+        if before is not None:
+            closed = [place for place, state in before.states if state.closed]
+            if not closed or closed[0] > found.states[0][0]:
+                what = f"{found.incident.incident_id} was opened while {before.incident.incident_id} was open"
+                yield Violation("two_open_incidents", what)
+        by_job[found.incident.job] = found
+
+
+def _decided_once(record: Record) -> Iterator[Violation]:
+    """Of two actions of one incident the second follows only on the end of the first, and on its success only if a
+    newer generation failed, or the first was the save before a move."""
+    actions = {action.number: action for action in record.actions}
+    acted: dict[str, DecisionRecord] = {}
+    for decided in record.decisions:
+        decision = decided.decision
+        if decision.action is None or not decision.incident_id:
+            continue
+        before = acted.get(decision.incident_id)
+        acted[decision.incident_id] = decided
+        if before is None or before.decision.action is None:
+            continue
+        ended = actions[before.number]
+        names = f"dec-{before.number} and dec-{decided.number} of {decision.incident_id}"
+        if not 0 <= ended.ended < actions[decided.number].began:
+            yield Violation("decided_twice", f"{names}: the first was still being carried out")
+        elif (
+            ended.state is ActionState.SUCCEEDED
+            and ended.plan.kind is not DecisionKind.EMERGENCY_CHECKPOINT
+            and ended.plan.next is not None
+            and decision.action.generation < ended.plan.next.generation
+        ):
+            yield Violation(
+                "decided_twice", f"{names} are about generation {decision.action.generation}, which is over"
+            )
+
+
+def _carried_out(record: Record) -> Iterator[Violation]:
+    """What was decided was begun: the first commands are stored with the decision."""
+    actions = {action.number for action in record.actions}
+    commanded = {command.action for command in record.commands}
+    granted = {generation.decision for generation in record.generations}
+    known = {found.incident.incident_id for found in record.incidents}
+    for decided in record.decisions:
+        plan, name = decided.decision.action, f"dec-{decided.number}"
+        if decided.decision.incident_id and decided.decision.incident_id not in known:
+            yield Violation("decision_without_incident", f"{name} names {decided.decision.incident_id}")
+        if plan is None:
+            continue
+        if decided.number not in actions:
+            yield Violation("decision_lost", f"{name} has no action")
+        elif decided.number not in commanded and (plan.stop_hosts or plan.next is not None):
+            yield Violation("decision_lost", f"{name} has no command")
+        if plan.next is not None and decided.number not in granted:
+            yield Violation("decision_lost", f"{name} granted generation {plan.next.generation}, which is not there")
+
+
+def _generations_grow(generations: Sequence[GenerationRecord]) -> Iterator[Violation]:
+    for before, after in pairwise(generations):
+        if before.plan.job != after.plan.job:
+            continue
+        step = f"generation {after.plan.generation} of {after.plan.job}"
+        if after.plan.generation != before.plan.generation + 1:
+            yield Violation("generation_skipped", f"{step} follows {before.plan.generation}")
+        if after.decision <= before.decision:
+            yield Violation("generation_went_back", f"{step} was granted before its predecessor")
+        if after.plan.parent is not None and after.plan.parent >= after.plan.generation:
+            yield Violation("generation_went_back", f"{step} has parent {after.plan.parent}")
+
+
+def _lineage_holds(generations: Sequence[GenerationRecord]) -> Iterator[Violation]:
+    """A generation's history is that of those before it, cut where it went on."""
+    for found in generations:
+        if found.lineage is None:
+            continue
+        name = f"generation {found.plan.generation} of {found.plan.job}"
+        numbers = [entry.generation for entry in found.lineage]
+        if numbers != sorted(set(numbers)) or numbers[-1] != found.plan.generation:
+            yield Violation("lineage_broken", f"{name} has the history {numbers}")
+        if found.lineage[-1].upto_step is not None:
+            yield Violation("lineage_broken", f"{name} ends before it began")
+        for entry in found.lineage[:-1]:
+            if found.restore_step is None or entry.upto_step is None or entry.upto_step > found.restore_step:
+                yield Violation("lineage_broken", f"{name} keeps {entry} and went on from {found.restore_step}")
+
+
+def _fences_fit(record: Record) -> Iterator[Violation]:
+    """No command carries an epoch older than that of its decision; a start carries its own generation."""
+    epochs = {decided.number: decided.epoch for decided in record.decisions}
+    for found in record.commands:
+        command, body = found.command, found.command.body
+        if not epochs.get(found.action, 0) <= command.fence.epoch <= record.epoch:
+            yield Violation("stale_command", f"{command.command_id} carries epoch {command.fence.epoch}")
+        if isinstance(body, StartWorkers) and command.fence.generation != body.placement.generation:
+            yield Violation("stale_command", f"{command.command_id} carries generation {command.fence.generation}")
+
+
+def _closed_in_time(incidents: Sequence[IncidentRecord], now: float, bound_s: float) -> Iterator[Violation]:
+    for found in incidents:
+        incident = found.incident
+        if not incident.state.closed and now - incident.opened_at > bound_s:
+            yield Violation("incident_left_open", f"{incident.incident_id} for {now - incident.opened_at:.0f} s")
+        if incident.state is IncidentState.RESOLVED and incident.lost_steps > max(0, incident.failed_step + 1):
+            what = f"{incident.incident_id} lost {incident.lost_steps} of {incident.failed_step + 1} steps"
+            yield Violation("lost_more_than_there_was", what)
+
+
+# --- the truth -------------------------------------------------------------------------------------------------------
+
+
+def _fences_grow(facts: Iterable[Fact]) -> Iterator[Violation]:
+    """A host obeys nothing older than what it obeyed before."""
+    highest: dict[tuple[str, str], Fence] = {}
+    for fact in facts:
+        if not isinstance(fact, Obeyed):
+            continue
+        before = highest.get((fact.host_id, fact.job))
+        if before is not None and fact.fence < before:
+            yield Violation(
+                "stale_command_obeyed", f"{fact.host_id} obeyed {fact.command_id} at {fact.fence} after {before}"
+            )
+        highest[fact.host_id, fact.job] = fact.fence
+
+
+def _obeyed_once(facts: Iterable[Fact]) -> Iterator[Violation]:
+    seen: set[tuple[str, str]] = set()
+    for fact in facts:
+        if isinstance(fact, Obeyed) and not fact.resumed:
+            if (fact.host_id, fact.command_id) in seen:
+                yield Violation("command_obeyed_twice", f"{fact.command_id} on {fact.host_id}")
+            seen.add((fact.host_id, fact.command_id))
+
+
+def _no_older_rank_beside_a_newer(facts: Iterable[Fact]) -> Iterator[Violation]:
+    alive: dict[tuple[str, str], set[tuple[int, int]]] = {}
+    for fact in facts:
+        if isinstance(fact, WorkerBegan):
+            here = alive.setdefault((fact.host_id, fact.job), set())
+            for generation, rank in sorted(here):
+                if generation < fact.generation or (generation, rank) == (fact.generation, fact.rank):
+                    what = f"rank {rank} of {generation} lived on {fact.host_id} when {fact.generation} began"
+                    yield Violation("older_rank_alive", what)
+            here.add((fact.generation, fact.rank))
+        elif isinstance(fact, WorkerWent):
+            alive.get((fact.host_id, fact.job), set()).discard((fact.generation, fact.rank))
+
+
+def _restored_whole_steps(facts: Iterable[Fact], record: Record) -> Iterator[Violation]:
+    """What is restored was saved by all ranks, belongs to the history that counts, and is no older than need be."""
+    saved: set[tuple[int, int]] = set()
+    upto: dict[int, float] = {}  # the history, kept without any of the core's code
+    has_failed_restore = False
+    for fact in facts:
+        match fact:
+            case Saved():
+                saved.add((fact.generation, fact.step))
+            case WorkerWent() if fact.why == NO_SOURCE:
+                has_failed_restore = True
+            case Restored():
+                name = f"generation {fact.generation} restored step {fact.step} of {fact.source_generation}"
+                if fact.generation <= max(upto, default=0):
+                    yield Violation("generation_went_back", f"{name} after generation {max(upto)}")
+                if not fact.is_one_step:
+                    yield Violation("restored_mixed_steps", f"{name}, and not all ranks did")
+                if fact.step >= 0 and (fact.source_generation, fact.step) not in saved:
+                    yield Violation("restored_torn_step", f"{name}, which not all ranks had saved")
+                if fact.step > upto.get(fact.source_generation, -1):
+                    yield Violation("restored_dead_branch", f"{name}, beyond the branch of its history")
+                if fact.step < fact.held and not has_failed_restore:
+                    yield Violation("lost_steps", f"{name}, where step {fact.held} was there")
+                upto = {g: min(step, fact.step) for g, step in upto.items() if g <= fact.source_generation}
+                upto[fact.generation] = float("inf")
+                has_failed_restore = False
+            case _:
+                pass
+
+
+def _nobody_heard_is_condemned(facts: Iterable[Fact]) -> Iterator[Violation]:
+    for fact in facts:
+        if isinstance(fact, Condemned) and fact.is_up and fact.witness:
+            yield Violation("healthy_host_condemned", f"{fact.host_id}, which {fact.witness} heard all the time")

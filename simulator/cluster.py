@@ -1,0 +1,103 @@
+"""Puts a simulated cluster together: hosts with spares, two of each service, one job."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+
+from flyball.contracts.cluster import JobSpec
+from services.runtime.telemetry import Metrics
+from simulator.events import MachineClock, Timeline
+from simulator.host import Host
+from simulator.ports.bus import MemoryBus
+from simulator.ports.memory import Memory
+from simulator.ports.status_store import MemoryJobStore
+from simulator.processes import Shared, SimulatedWakeup
+from simulator.sensors import Sensor
+from simulator.services import Actuator, Controller, Gateway
+from simulator.world import World
+
+JOB = "job"
+
+
+class Scenario(msgspec.Struct, frozen=True):
+    """How large a cluster is, and how much happens to it."""
+
+    nodes: int
+    ranks_per_node: int
+    spares: int
+    racks: int
+    step_s: float
+    faults: int
+    within_s: float = 120.0  # in which the faults begin
+
+
+def draw_scenario(rng: Random) -> Scenario:
+    """Small clusters, all different."""
+    nodes = rng.randint(2, 4)
+    return Scenario(
+        nodes=nodes,
+        ranks_per_node=rng.randint(1, 2),
+        spares=rng.randint(1, 2),
+        racks=rng.randint(1, 3),
+        step_s=rng.uniform(0.8, 2.0),
+        faults=rng.randint(2, 7),
+    )
+
+
+class Cluster:
+    def __init__(self, scenario: Scenario, rng: Random) -> None:
+        self.timeline = Timeline()
+        self.world = world = World(self.timeline, rng, step_s=scenario.step_s)
+        self.memory = Memory(MachineClock(self.timeline))
+        self.bus = MemoryBus()
+        self.wakeup = wakeup = SimulatedWakeup(world)
+
+        def clock() -> MachineClock:
+            return MachineClock(self.timeline)
+
+        shared = Shared(self.memory, self.bus, wakeup, Metrics())
+        self.sensors = [Sensor(world, f"s{n}", clock(), shared) for n in range(2)]
+        by_name = {sensor.name: sensor for sensor in self.sensors}
+        self.controllers = [Controller(world, f"c{n}", clock(), shared, by_name) for n in range(2)]
+        self.actuators = [Actuator(world, f"a{n}", clock(), shared) for n in range(2)]
+        gateway = Gateway(world, self.sensors, self.actuators)
+        for number in range(scenario.nodes + scenario.spares):
+            name = f"host-{number}"
+            world.hosts[name] = Host(world, gateway, name, f"rack-{number % scenario.racks}", clock())
+        for process in (*self.sensors, *self.controllers, *self.actuators):
+            process.start()
+        wakeup.listeners.setdefault("commands", []).append(self._deliver)
+        self._gateway = gateway
+        self.spec = JobSpec(
+            job=JOB,
+            argv=("train.py",),
+            workdir="/",
+            nnodes=scenario.nodes,
+            nproc_per_node=scenario.ranks_per_node,
+            max_restarts=1000,
+        )
+        world.after(1.0, self._submit)
+
+    def leader(self) -> Controller:
+        """The controller that holds the lease, or the first."""
+        name = self.memory.held.holder.partition("#")[0]
+        return next((c for c in self.controllers if c.name == name), self.controllers[0])
+
+    def set_bus_away(self, is_away: bool) -> None:
+        """Streams and wake-ups go over the same server."""
+        self.bus.is_away = self.wakeup.is_away = is_away
+
+    def _submit(self) -> None:
+        if self.memory.is_away:
+            self.world.after(1.0, self._submit)
+            return
+        MemoryJobStore(self.memory).submit(self.spec, self.world.now)
+
+    def _deliver(self) -> None:
+        """Answer the polls that wait."""
+        for name, commands in list(self.memory.open_commands.items()):
+            host = self.world.hosts[name]
+            if commands and host.is_daemon_up:
+                self._gateway.poll(host)

@@ -1,0 +1,194 @@
+"""How a simulated daemon obeys: what it does about a command is decided by the daemon's own rules, carrying it out is
+simulated. Journal and fences are on its disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from flyball.contracts.decisions import (
+    Command,
+    CommandResult,
+    CommandUpdate,
+    EndJob,
+    FlushState,
+    RankPosition,
+    SaveEmergency,
+    StartWorkers,
+    StopWorkers,
+    UpdateState,
+)
+from flyball.contracts.identity import Fence
+from host_daemon.command_journal import Admission, admit
+from host_daemon.commands import gives_way, job_of
+from simulator.history import Obeyed
+from simulator.training import SIGKILL, Group
+
+if TYPE_CHECKING:
+    from simulator.host import Host
+
+
+class _Running(msgspec.Struct, eq=False):
+    command: Command
+    began_at: float
+    step: int = -1  # that an emergency save waits for
+
+
+class Commands:
+    """Of one host."""
+
+    def __init__(self, host: Host) -> None:
+        self._host, self._world = host, host.world
+        self._pids = 1000
+        # on disk
+        self._answers: dict[str, CommandUpdate | None] = {}  # by command that was begun
+        self._fences: dict[str, Fence] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Another daemon begins."""
+        self._running: dict[str, _Running] = {}
+        self.outgoing: dict[str, CommandUpdate] = {}  # not known to have arrived
+
+    def delivered(self, update: CommandUpdate) -> None:
+        """An answer was taken."""
+        if self.outgoing.get(update.command_id) is update:
+            del self.outgoing[update.command_id]
+
+    def obey(self, command: Command) -> None:
+        """Take a command that an actuator handed out, perhaps again."""
+        if not self._host.is_daemon_up or command.command_id in self._running:
+            return
+        job = job_of(command.body)
+        answer = self._answers.get(command.command_id)
+        is_known = command.command_id in self._answers
+        admission = admit(command.fence, self._fences.get(job), is_known=is_known, answer=answer)
+        if admission is Admission.ANSWERED and answer is not None:
+            self._send(answer)
+            return
+        if admission is Admission.STALE:
+            self._answer(command, UpdateState.REFUSED, code="stale_command")
+            return
+        self._fences[job] = command.fence
+        self._answers.setdefault(command.command_id, None)
+        kind, resumed = type(command.body).__name__, admission is Admission.RESUMED
+        self._world.note(
+            Obeyed(self._world.now, self._host.host_id, job, command.command_id, kind, command.fence, resumed)
+        )
+        for other in [r for r in self._running.values() if gives_way(r.command, command)]:
+            self._answer(other.command, UpdateState.FAILED, code="superseded", message="A newer one came.")
+        running = self._running[command.command_id] = _Running(command, self._world.now)
+        self._begin(running)
+
+    def _begin(self, running: _Running) -> None:
+        """Commands of a job are carried out one after the other."""
+        command = running.command
+        if self._running.get(command.command_id) is not running:
+            return
+        if self._world.now - running.began_at > command.deadline_s:
+            self._answer(command, UpdateState.FAILED, code="timed_out", message="Not done in time.")
+            return
+        earlier = next(r for r in self._running.values() if job_of(r.command.body) == job_of(command.body))
+        if earlier is not running:
+            self._world.after(0.05, self._host.while_alive(lambda: self._begin(running)))
+            return
+        body, uniform = command.body, self._world.rng.uniform
+        match body:
+            case StopWorkers() | EndJob():
+                self._end_workers(body.generation)
+                self._finish_after(uniform(0.05, 0.8), running, lambda: self._inventory(body.generation))
+            case StartWorkers():
+                self._end_workers(body.placement.generation - 1)
+                self._finish_after(uniform(0.05, 0.5), running, lambda: self._start(body))
+            case SaveEmergency():
+                self._arm(running, body)
+            case FlushState():
+                if body.disarm:
+                    for group in list(self._world.groups.values()):
+                        group.release(self._host.host_id)
+                self._finish_after(uniform(0.05, 0.5), running, CommandResult)
+            case _:
+                self._finish_after(uniform(0.05, 0.5), running, CommandResult)
+
+    def _finish_after(self, delay_s: float, running: _Running, work: Callable[[], CommandResult]) -> None:
+        def finish() -> None:
+            if self._running.get(running.command.command_id) is running:
+                self._answer(running.command, UpdateState.SUCCEEDED, result=work())
+
+        self._world.after(delay_s, self._host.while_alive(finish))
+
+    def _end_workers(self, upto_generation: int) -> None:
+        """Kill this host's ranks of these generations; their positions are kept in their beacons."""
+        for group, worker in list(self._host.workers.values()):
+            if group.generation <= upto_generation:
+                self._world.exit(group, worker, signal_number=SIGKILL, is_expected=True)
+
+    def _inventory(self, generation: int) -> CommandResult:
+        group = self._world.groups.get(generation)
+        beacons = group.beacons.get(self._host.host_id, {}) if group is not None else {}
+        return CommandResult(
+            positions=tuple(RankPosition(rank, step) for rank, step in sorted(beacons.items())),
+            copies=self._host.told_copies(),
+            free_port=29501,
+        )
+
+    def _start(self, body: StartWorkers) -> CommandResult:
+        part = body.placement.host(self._host.host_id)
+        pids = {}
+        for rank in part.ranks if part is not None else ():
+            if (body.placement.generation, rank) in self._host.workers:
+                continue  # an earlier daemon had begun
+            self._pids += 1
+            pids[str(rank)] = self._pids
+            worker = self._world.begin(body.placement, self._host.host_id, rank, self._pids)
+            self._host.workers[body.placement.generation, rank] = (
+                self._world.groups[body.placement.generation],
+                worker,
+            )
+        return CommandResult(pids=pids)
+
+    def _arm(self, running: _Running, body: SaveEmergency) -> None:
+        group = self._world.groups.get(body.generation)
+        positions = tuple(RankPosition(w.rank, w.step) for g, w in self._host.workers.values() if g is group)
+        if group is None or not positions:
+            self._answer(running.command, UpdateState.FAILED, code="no_workers", message="No rank is here.")
+        elif group.park(self._host.host_id, body.step):
+            self._answer(running.command, UpdateState.ACKNOWLEDGED)
+            self._watch_save(running, group, body)
+        else:
+            result = CommandResult(positions=positions)
+            self._answer(running.command, UpdateState.FAILED, code="too_late", result=result)
+
+    def _watch_save(self, running: _Running, group: Group, body: SaveEmergency) -> None:
+        if self._running.get(running.command.command_id) is not running:
+            return
+        if group.has_saved(body.step):
+            self._answer(running.command, UpdateState.SUCCEEDED)
+        elif self._world.now - running.began_at > body.deadline_s:
+            self._answer(running.command, UpdateState.FAILED, code="timed_out", message="The step was not saved.")
+        else:
+            self._world.after(0.2, self._host.while_alive(lambda: self._watch_save(running, group, body)))
+
+    def _answer(
+        self,
+        command: Command,
+        state: UpdateState,
+        *,
+        code: str = "",
+        message: str = "",
+        result: CommandResult = CommandResult(),  # noqa: B008 - frozen
+    ) -> None:
+        at = self._host.clock.wall_s()
+        update = CommandUpdate(
+            command.command_id, self._host.host_id, self._host.incarnation, state, at, message, code, result
+        )
+        self._answers[command.command_id] = update
+        if state is not UpdateState.ACKNOWLEDGED:
+            self._running.pop(command.command_id, None)
+        self._send(update)
+
+    def _send(self, update: CommandUpdate) -> None:
+        self.outgoing[update.command_id] = update
+        self._host.control.answer(self._host, update)

@@ -1,0 +1,143 @@
+"""Runs one seed: a cluster, its faults, and what the checkers find. The same seed gives the same run, to the letter.
+
+The detector, the policy, the loop, the executor and the playbook are the services' own; time, chance, network, hosts
+and storage are simulated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import msgspec
+import structlog
+
+from flyball.contracts.cluster import JobState
+from services.controller.replay import StoredRound
+from simulator import checkers
+from simulator.checkers import Violation
+from simulator.cluster import JOB, Cluster, Scenario, draw_scenario
+from simulator.events import BEGAN_AT
+from simulator.faults import Fault, draw
+from simulator.history import CoreFault, Fact, fingerprint
+from simulator.injection import Injector
+from simulator.ports.records import of_memory
+from simulator.record import Record
+
+FIRST_FAULT_AFTER_S = 20.0
+RECOVER_WITHIN_S = 400.0  # after the last fault is over; several actions may have to time out first
+LOOK_EVERY_S = 1.0
+STEPS_TO_SEE = 3
+
+
+class Run(msgspec.Struct, frozen=True):
+    """What became of one seed."""
+
+    seed: int
+    scenario: Scenario
+    faults: tuple[Fault, ...]
+    simulated_s: float
+    facts: list[Fact]
+    record: Record
+    rounds: tuple[StoredRound, ...]
+    violations: list[Violation]
+    fingerprint: str
+    steps: int
+    generations: int
+
+
+def run(seed: int, *, scenario: Scenario | None = None, faults: tuple[Fault, ...] | None = None) -> Run:
+    """Simulate one seed; `scenario` and `faults` in place of those that the seed draws."""
+    rng = Random(seed)
+    scenario = scenario or draw_scenario(rng)
+    drawn = draw(rng, count=scenario.faults, first_after_s=FIRST_FAULT_AFTER_S, within_s=scenario.within_s)
+    faults = drawn if faults is None else faults
+    cluster = Cluster(scenario, rng)
+    with _core_faults(cluster):
+        injector = Injector(cluster)
+        for fault in faults:
+            injector.plan(fault)
+        _simulate(cluster, injector)
+    record = of_memory(cluster.memory)
+    now = cluster.world.now
+    violations = [
+        *checkers.check_record(record, now=now, bound_s=RECOVER_WITHIN_S),
+        *checkers.check_history(cluster.world.facts, record),
+        *_left_undone(cluster),
+        *checkers.check_replay(cluster.memory.rounds, record),
+    ]
+    return Run(
+        seed=seed,
+        scenario=scenario,
+        faults=faults,
+        simulated_s=now - BEGAN_AT,
+        facts=cluster.world.facts,
+        record=record,
+        rounds=tuple(cluster.memory.rounds),
+        violations=violations,
+        fingerprint=fingerprint(cluster.world.facts, record),
+        steps=cluster.world.truth.newest,
+        generations=len(cluster.memory.generations),
+    )
+
+
+def _simulate(cluster: Cluster, injector: Injector) -> None:
+    """Until all faults are over and training has gone on for a while, or for as long as that may take at most."""
+    timeline, truth = cluster.timeline, cluster.world.truth
+    while injector.running:
+        timeline.run_until(timeline.now + LOOK_EVERY_S)
+    over_at, seen = timeline.now, -1
+    while timeline.now < over_at + RECOVER_WITHIN_S:
+        timeline.run_until(timeline.now + LOOK_EVERY_S)
+        if not _is_well(cluster):
+            seen = -1
+        elif seen < 0:
+            seen = truth.newest
+        elif truth.newest >= seen + STEPS_TO_SEE:
+            return
+
+
+def _is_well(cluster: Cluster) -> bool:
+    memory = cluster.memory
+    return (
+        all(incident.state.closed for incident in memory.incidents.values())
+        and all(action.state.ended for action in memory.actions.values())
+        and memory.jobs.keys() == {JOB}
+        and memory.jobs[JOB].state is JobState.RUNNING
+    )
+
+
+def _left_undone(cluster: Cluster) -> Iterator[Violation]:
+    memory, world = cluster.memory, cluster.world
+    for incident in memory.incidents.values():
+        if not incident.state.closed:
+            what = f"{incident.incident_id} ({incident.cause}) is still {incident.state.value}: {incident.message}"
+            yield Violation("incident_left_open", what)
+    if not _is_well(cluster):
+        job = memory.jobs.get(JOB)
+        state = f"{job.state.value}: {job.message}" if job is not None else "not there"
+        yield Violation("training_not_back", f"the job is {state}, at step {world.truth.newest}")
+    waiting = [name for name, host in world.hosts.items() if host.has_uncommitted and host.is_daemon_up]
+    if waiting:
+        yield Violation("signal_not_committed", f"the spool of {', '.join(waiting)} is not empty")
+
+
+@contextmanager
+def _core_faults(cluster: Cluster) -> Iterator[None]:
+    """Errors that the core logs become facts; what it logs below that is dropped, for it is most of the time."""
+
+    def keep(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        text = str(event.pop("event"))
+        event.pop("exc_info", None)
+        cluster.world.note(CoreFault(cluster.world.now, text, str(dict(sorted(event.items())))))
+        raise structlog.DropEvent
+
+    before = structlog.get_config()
+    structlog.configure(processors=[keep], wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)

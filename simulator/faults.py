@@ -1,0 +1,101 @@
+"""What goes wrong in a simulated cluster, drawn from a seed. Pure."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from random import Random
+
+import msgspec
+
+
+class FaultKind(StrEnum):
+    WORKER_KILLED = "worker_killed"
+    WORKER_FAILED = "worker_failed"  # with an exception
+    WORKER_HANGS = "worker_hangs"
+    DAEMON_KILLED = "daemon_killed"  # and started again
+    ENGINE_AWAY = "engine_away"  # its slots stay; nobody can be told of them
+    HOST_DOWN = "host_down"  # and up again, with nothing in memory
+    HOST_CUT_OFF = "host_cut_off"  # from everybody
+    HOST_CUT_FROM_SENSORS = "host_cut_from_sensors"  # in one direction
+    HOST_CUT_FROM_ACTUATORS = "host_cut_from_actuators"
+    HOSTS_CUT_FROM_EACH_OTHER = "hosts_cut_from_each_other"
+    PREEMPTED = "preempted"  # a notice; then the host goes, and comes back much later
+    LOSSY_NETWORK = "lossy_network"
+    SLOW_NETWORK = "slow_network"
+    SENSOR_KILLED = "sensor_killed"
+    CONTROLLER_KILLED = "controller_killed"
+    ACTUATOR_KILLED = "actuator_killed"
+    SENSOR_STOPPED = "sensor_stopped"  # SIGSTOP, SIGCONT
+    CONTROLLER_STOPPED = "controller_stopped"
+    CONTROLLER_STOPPED_AT_COMMIT = "controller_stopped_at_commit"  # longer than its lease: then there are two
+    ACTUATOR_STOPPED = "actuator_stopped"
+    BUS_FLUSHED = "bus_flushed"
+    BUS_AWAY = "bus_away"
+    DATABASE_AWAY = "database_away"
+    HOST_CLOCK_JUMPS = "host_clock_jumps"
+    CONTROLLER_CLOCK_JUMPS = "controller_clock_jumps"
+    WORKERS_KILLED_TOGETHER = "workers_killed_together"  # on two hosts
+
+
+_LASTS_S = {
+    FaultKind.DAEMON_KILLED: (0.5, 20.0),
+    FaultKind.ENGINE_AWAY: (0.5, 8.0),
+    FaultKind.HOST_DOWN: (20.0, 90.0),
+    FaultKind.HOST_CUT_OFF: (2.0, 60.0),
+    FaultKind.HOST_CUT_FROM_SENSORS: (2.0, 60.0),
+    FaultKind.HOST_CUT_FROM_ACTUATORS: (2.0, 40.0),
+    FaultKind.HOSTS_CUT_FROM_EACH_OTHER: (2.0, 40.0),
+    FaultKind.PREEMPTED: (15.0, 60.0),  # from the notice to the end
+    FaultKind.LOSSY_NETWORK: (10.0, 60.0),
+    FaultKind.SLOW_NETWORK: (10.0, 60.0),
+    FaultKind.SENSOR_KILLED: (0.5, 15.0),
+    FaultKind.CONTROLLER_KILLED: (0.5, 15.0),
+    FaultKind.ACTUATOR_KILLED: (0.5, 15.0),
+    FaultKind.SENSOR_STOPPED: (1.0, 20.0),
+    FaultKind.CONTROLLER_STOPPED: (1.0, 20.0),
+    FaultKind.CONTROLLER_STOPPED_AT_COMMIT: (3.5, 12.0),
+    FaultKind.ACTUATOR_STOPPED: (1.0, 20.0),
+    FaultKind.BUS_AWAY: (1.0, 30.0),
+    FaultKind.DATABASE_AWAY: (1.0, 60.0),
+    FaultKind.HOST_CLOCK_JUMPS: (5.0, 40.0),
+    FaultKind.CONTROLLER_CLOCK_JUMPS: (5.0, 40.0),
+}
+# What makes the others interesting: there is always one of them.
+_FAILURES = (
+    FaultKind.WORKER_KILLED,
+    FaultKind.WORKER_FAILED,
+    FaultKind.WORKER_HANGS,
+    FaultKind.HOST_DOWN,
+    FaultKind.HOST_CUT_OFF,
+    FaultKind.PREEMPTED,
+    FaultKind.WORKERS_KILLED_TOGETHER,
+)
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """`pick` and `size` are numbers from 0 to 1, with which the target and the extent are chosen when it begins."""
+
+    kind: FaultKind
+    after_s: float  # from the beginning
+    lasts_s: float  # 0.0: a moment
+    pick: float
+    size: float
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} for {self.lasts_s:.1f} s" if self.lasts_s else self.kind.value
+
+
+def draw(rng: Random, *, count: int, first_after_s: float, within_s: float) -> tuple[Fault, ...]:
+    """`count` faults, in order, some of them at once: half of the others begin while the one before lasts, or just
+    after it, for it is a second fault during a recovery that finds mistakes."""
+    kinds = [rng.choice(_FAILURES), *(rng.choice(tuple(FaultKind)) for _ in range(count - 1))]
+    rng.shuffle(kinds)
+    faults: list[Fault] = []
+    for kind in kinds:
+        shortest_s, longest_s = _LASTS_S.get(kind, (0.0, 0.0))
+        after_s = first_after_s + rng.uniform(0.0, within_s)
+        if faults and rng.random() < 0.6:
+            after_s = faults[-1].after_s + rng.uniform(0.0, 12.0)
+        lasts_s = rng.uniform(shortest_s, longest_s)
+        faults.append(Fault(kind, round(after_s, 3), round(lasts_s, 3), rng.random(), rng.random()))
+    return tuple(sorted(faults, key=lambda fault: fault.after_s))

@@ -1,0 +1,181 @@
+"""Makes faults happen in a simulated cluster, and ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from simulator.faults import Fault, FaultKind
+from simulator.history import FaultBegan, FaultEnded
+from simulator.host import ACTUATOR, SENSOR
+from simulator.training import SIGKILL
+
+if TYPE_CHECKING:
+    from simulator.cluster import Cluster
+    from simulator.host import Host
+    from simulator.processes import Process
+
+_AWAY_AFTER_PREEMPTION_S = 60.0
+
+
+class Injector:
+    """`running` counts the faults that have not ended."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._world = cluster.world
+        self.running = 0
+
+    def plan(self, fault: Fault) -> None:
+        """Have a fault happen in its time."""
+        self.running += 1
+        self._world.after(fault.after_s, lambda: self._begin(fault))
+
+    def _begin(self, fault: Fault) -> None:
+        target, end, lasts_s = self._apply(fault)
+        what = f"{fault} on {target}" if target else str(fault)
+        self._world.note(FaultBegan(self._world.now, what))
+
+        def over() -> None:
+            end()
+            self.running -= 1
+            self._world.note(FaultEnded(self._world.now, what))
+
+        self._world.after(lasts_s, over)
+
+    def _apply(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
+        """Do it; the target's name, what ends it, and when."""
+        name = fault.kind.value
+        if name.startswith(("worker", "daemon")):
+            return self._on_worker(fault)
+        if name.startswith(("host", "preempted", "engine")):
+            return self._on_host(fault)
+        if name.startswith(("sensor", "controller", "actuator")):
+            return self._on_process(fault)
+        return self._on_shared(fault)
+
+    def _on_worker(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
+        world = self._world
+        alive = [pair for host in world.hosts.values() for pair in host.workers.values()]
+        if fault.kind is FaultKind.DAEMON_KILLED:
+            host = self._host(fault)
+            host.kill_daemon()
+            return host.host_id, host.start_daemon, fault.lasts_s
+        if not alive:
+            return "nobody", _nothing, 0.0
+        group, worker = alive[int(fault.pick * len(alive))]
+        target = f"rank {worker.rank} of generation {group.generation} on {worker.host_id}"
+        match fault.kind:
+            case FaultKind.WORKER_HANGS:
+                worker.is_hung = True
+            case FaultKind.WORKER_FAILED:
+                world.exit(group, worker, exit_code=1, message=f"ValueError at {world.now:.3f}")
+            case FaultKind.WORKERS_KILLED_TOGETHER:
+                other = next((w for w in group.workers.values() if w.host_id != worker.host_id), worker)
+                for victim in {worker.rank: worker, other.rank: other}.values():
+                    world.exit(group, victim, signal_number=SIGKILL)
+            case _:
+                world.exit(group, worker, signal_number=SIGKILL)
+        return target, _nothing, 0.0
+
+    def _on_host(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
+        world, host, lasts_s = self._world, self._host(fault), fault.lasts_s
+        name = host.host_id
+        others = [other for other in world.hosts if other != name]
+        target, end = name, _nothing
+        match fault.kind:
+            case FaultKind.HOST_DOWN:
+                world.take_down(name)
+                end = partial(world.bring_up, name)
+            case FaultKind.ENGINE_AWAY:
+                host.stop_engine()
+                end = host.start_engine
+            case FaultKind.PREEMPTED:
+                host.notice(lasts_s)
+                world.after(lasts_s, partial(world.take_down, name))
+                end, lasts_s = partial(world.bring_up, name), lasts_s + _AWAY_AFTER_PREEMPTION_S
+            case FaultKind.HOST_CLOCK_JUMPS:
+                host.clock.error_s = (fault.size - 0.5) * 50.0
+                end = partial(setattr, host.clock, "error_s", 0.0)
+            case FaultKind.HOST_CUT_OFF:
+                end = self._cut([(name, far) for far in (*others, SENSOR, ACTUATOR)])
+            case FaultKind.HOSTS_CUT_FROM_EACH_OTHER:
+                other = others[int(fault.size * len(others))]
+                target, end = f"{name} and {other}", self._cut([(name, other)])
+            case FaultKind.HOST_CUT_FROM_SENSORS:
+                end = self._cut([(name, SENSOR)], both_ways=fault.size < 0.5)
+            case _:
+                end = self._cut([(name, ACTUATOR)])
+        return target, end, lasts_s
+
+    def _cut(self, links: list[tuple[str, str]], *, both_ways: bool = True) -> Callable[[], None]:
+        pairs = links + [(target, source) for source, target in links if both_ways]
+        for source, target in pairs:
+            self._world.network.cut(source, target)
+
+        def heal() -> None:
+            for source, target in pairs:
+                self._world.network.heal(source, target)
+
+        return heal
+
+    def _on_process(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
+        kind, _, what = fault.kind.value.partition("_")
+        cluster = self._cluster
+        if kind == "controller":
+            process = cluster.leader()
+            if what == "stopped_at_commit":
+                process.stop_at_commit_for(fault.lasts_s)
+                return process.name, _nothing, 0.0
+            if what == "clock_jumps":
+                process.clock.error_s = (fault.size - 0.5) * 20.0
+                return process.name, lambda: setattr(process.clock, "error_s", 0.0), fault.lasts_s
+            return self._kill_or_stop(process, what, fault.lasts_s)
+        processes: Sequence[Process] = cluster.sensors if kind == "sensor" else cluster.actuators
+        return self._kill_or_stop(processes[int(fault.pick * len(processes))], what, fault.lasts_s)
+
+    def _kill_or_stop(self, process: Process, what: str, lasts_s: float) -> tuple[str, Callable[[], None], float]:
+        if what == "stopped":
+            process.stop_for(lasts_s)
+            return process.name, _nothing, lasts_s
+        process.kill()
+
+        def restart() -> None:
+            if not process.is_running:
+                process.start()
+
+        return process.name, restart, lasts_s
+
+    def _on_shared(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
+        cluster, network = self._cluster, self._world.network
+        match fault.kind:
+            case FaultKind.BUS_FLUSHED:
+                cluster.bus.flush()
+                return "", _nothing, 0.0
+            case FaultKind.BUS_AWAY:
+                cluster.set_bus_away(True)
+                return "", lambda: cluster.set_bus_away(False), fault.lasts_s
+            case FaultKind.DATABASE_AWAY:
+                cluster.memory.is_away = True
+                return "", lambda: setattr(cluster.memory, "is_away", False), fault.lasts_s
+            case FaultKind.LOSSY_NETWORK:
+                network.loss = 0.05 + 0.35 * fault.size
+                return "", lambda: setattr(network, "loss", 0.0), fault.lasts_s
+            case _:
+                network.slow_fraction, network.delay_s = 0.2, 0.02
+                return "", self._fast_again, fault.lasts_s
+
+    def _fast_again(self) -> None:
+        self._world.network.slow_fraction, self._world.network.delay_s = 0.01, 0.004
+
+    def _host(self, fault: Fault) -> Host:
+        """A host that trains, mostly."""
+        hosts = list(self._world.hosts.values())
+        busy = [host for host in hosts if host.workers]
+        chosen = busy if busy and fault.size < 0.85 else hosts
+        return chosen[int(fault.pick * len(chosen))]
+
+
+def _nothing() -> None:
+    pass

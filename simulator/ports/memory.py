@@ -1,0 +1,170 @@
+"""The database of a simulation: the tables as plain values, one lock as its transaction.
+
+What is a rule (who may lead, which report counts, what a command's fence is, what is told to the log) is not written
+again here: it is the code of `services.store`. What is here is keeping and finding.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from flyball.contracts.checkpoints import Lineage, ShardCopy
+from flyball.contracts.clock import Clock
+from flyball.contracts.cluster import HostState, JobSpec, JobState
+from flyball.contracts.decisions import (
+    ActionPlan,
+    ActionState,
+    Command,
+    CommandUpdate,
+    Decision,
+    GenerationPlan,
+    Incident,
+    IncidentState,
+)
+from flyball.contracts.errors import Unreachable
+from flyball.contracts.events import Event
+from flyball.contracts.signals import Signal, WorkerExited
+from services.controller.ports import Cursor
+from services.controller.replay import StoredRound
+from services.controller.view import PastFailure
+from services.store.lease import Held
+from services.store.report_events import RankKey, RankRow
+from services.store.signal_writer import SignalKey
+
+
+class HostRow(msgspec.Struct):
+    """The columns of `hosts` that a view or a rule looks at."""
+
+    host_id: str
+    state: HostState
+    since: float
+    reason: str
+    address: str
+    failure_domain: str
+    engine_address: str
+    free_port: int
+    incarnation: str
+    sent_at: float
+    last_report_at: float
+    workers: dict[str, int]
+    copies: tuple[ShardCopy, ...]
+    preempt_deadline_at: float = 0.0
+
+
+class ExitRow(msgspec.Struct, frozen=True):
+    """How a rank's worker ended, and when."""
+
+    body: WorkerExited
+    at: float
+
+
+class JobRow(msgspec.Struct):
+    spec: JobSpec
+    submitted_at: float
+    state: JobState = JobState.SUBMITTED
+    message: str = "waits for hosts"
+    ended_at: float = 0.0
+    stop_requested: bool = False
+    newest_step: int = -1
+    generation: int = -1
+    failures: tuple[PastFailure, ...] = ()
+
+
+class GenerationRow(msgspec.Struct):
+    plan: GenerationPlan
+    decision: int
+    started_at: float = 0.0
+    restore_step: int | None = None
+    lineage: Lineage | None = None
+
+
+class CommandRow(msgspec.Struct):
+    command: Command
+    action: int
+    phase: str
+    created_at: float
+    dispatched_at: float = 0.0
+    is_open: bool = True
+    progress: int = 0
+    update: CommandUpdate | None = None
+
+
+class ActionRow(msgspec.Struct):
+    number: int
+    incident_id: str
+    plan: ActionPlan
+    started_at: float
+    state: ActionState = ActionState.QUEUED
+    phase: str = ""
+    attempt: int = 1
+    version: int = 0
+    message: str = ""
+    ended_at: float = 0.0
+    commands: list[CommandRow] = msgspec.field(default_factory=list)
+
+
+class StateChange(msgspec.Struct, frozen=True):
+    """One line of the history of an incident or an action."""
+
+    number: int  # of the incident or action
+    at: float
+    state: IncidentState | ActionState
+    text: str = ""  # an incident's message, an action's phase
+
+
+class Memory:
+    """One database. `clock` is the machine's that it runs on: the time of leases."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.is_away = False  # then every transaction fails, as with a server that does not answer
+        self.lock = threading.RLock()
+        self.revision = 0
+        self.held = Held()
+        self.cursor: Cursor | None = None
+        self.signals: dict[SignalKey, Signal] = {}  # in the order in which they were stored
+        self.watermarks: dict[str, int] = {}
+        self.hosts: dict[str, HostRow] = {}
+        self.ranks: defaultdict[tuple[str, int], dict[int, RankRow]] = defaultdict(dict)
+        self.exits: dict[RankKey, ExitRow] = {}
+        self.persistent_copies: dict[tuple[str, int, int, int], ShardCopy] = {}
+        self.jobs: dict[str, JobRow] = {}
+        self.generations: dict[tuple[str, int], GenerationRow] = {}
+        self.incidents: dict[int, Incident] = {}
+        self.incident_changes: list[StateChange] = []
+        self.decisions: dict[int, tuple[Decision, int]] = {}  # with the epoch
+        self.rounds: list[StoredRound] = []
+        self.actions: dict[int, ActionRow] = {}
+        self.action_changes: list[StateChange] = []
+        self.commands: dict[str, CommandRow] = {}
+        self.open_commands: defaultdict[str, dict[str, CommandRow]] = defaultdict(dict)  # by host
+        self.events: list[Event] = []
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Raises Unreachable while the database is away."""
+        if self.is_away:
+            raise Unreachable("The simulated database does not answer.", hint="wait until the fault is over")
+        with self.lock:
+            yield
+
+    def changed(self, news: Sequence[Event] = ()) -> None:
+        """The end of a transaction that wrote."""
+        self.revision += 1
+        self.events += news
+
+    def raise_newest_step(self, job: str, step: int) -> None:
+        """Note that a rank completed `step`, unless a newer one is known."""
+        row = self.jobs.get(job)
+        if row is not None:
+            row.newest_step = max(row.newest_step, step)
+
+    def close_command(self, row: CommandRow) -> None:
+        """Hand it out no more."""
+        row.is_open = False
+        self.open_commands[row.command.host_id].pop(row.command.command_id, None)

@@ -1,0 +1,136 @@
+"""A `StatusStore` in memory, and what users ask for: jobs submitted and stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from flyball.contracts.checkpoints import Tier
+from flyball.contracts.cluster import HostState, JobSpec, JobState
+from flyball.contracts.errors import Conflict, NotFound
+from flyball.contracts.events import Event, EventKind
+from flyball.contracts.signals import Report
+from services.sensor.step_log import StepSummary
+from services.store import report_events
+from services.store.report_events import RankRow
+from simulator.ports.memory import HostRow, JobRow, Memory
+
+
+class MemoryStatusStore:
+    """Any number of sensors may share the memory."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._rosters: dict[str, Sequence[str]] = {}
+
+    def record_reports(self, reports: Sequence[tuple[Report, float]], steps: Sequence[StepSummary] = ()) -> None:
+        """Store what (report, received_at) pairs say; a report that comes twice changes nothing."""
+        memory = self._memory
+        if not reports and not steps:
+            return
+        with memory.transaction():
+            named = {report.facts.host_id for report, _ in reports}
+            known = {
+                name: (memory.hosts[name].incarnation, memory.hosts[name].sent_at) for name in named & set(memory.hosts)
+            }
+            fresh, current = report_events.sift(reports, known)
+            news: list[Event] = []
+            for host_id in sorted(current):
+                news += self._store_host(*current[host_id])
+            for report, received_at in fresh:
+                is_current = current.get(report.facts.host_id, (None,))[0] is report
+                keys = {key for key in report_events.ranks_of(report) if key[:2] in memory.generations}
+                rows = {key: memory.ranks[key[:2]].get(key[2]) or RankRow() for key in sorted(keys)}
+                news += report_events.merge(
+                    rows, report, received_at, granted=memory.generations.keys(), is_current=is_current
+                )
+                for (job, generation, rank), row in rows.items():
+                    memory.ranks[job, generation][rank] = row
+                    memory.raise_newest_step(job, row.step)
+                for copy in report.copies:
+                    if copy.tier is Tier.PERSISTENT and (copy.job, copy.generation) in memory.generations:
+                        memory.persistent_copies[copy.job, copy.generation, copy.step, copy.rank] = copy
+            news += [
+                report_events.event_of_steps(part)
+                for part in steps
+                if (part.job, part.generation) in memory.generations
+            ]
+            memory.changed(news)
+
+    def vouch(self, *, sensor: str, at: float, ages_ms: Sequence[int], hosts: Sequence[str] | None) -> None:
+        """Note how long before `at` a sensor heard of each host; `hosts` None: those of the last time."""
+        if hosts is not None:
+            self._rosters[sensor] = hosts
+        with self._memory.transaction():
+            for host_id, age_ms in zip(self._rosters.get(sensor, ()), ages_ms, strict=False):
+                if (row := self._memory.hosts.get(host_id)) is not None:
+                    row.last_report_at = max(row.last_report_at, at - age_ms / 1000.0)
+            self._memory.changed()
+
+    def committed(self, incarnations: Iterable[str]) -> dict[str, int]:
+        """For each incarnation that is known: every signal up to this seq is committed."""
+        with self._memory.transaction():
+            marks = self._memory.watermarks
+            return {name: marks[name] for name in incarnations if name in marks}
+
+    def hosts_with_placement(self) -> dict[str, float]:
+        """The hosts on which workers of running jobs should be -> when any sensor last heard of each."""
+        memory = self._memory
+        with memory.transaction():
+            named = sorted(
+                {
+                    part.host_id
+                    for name, job in memory.jobs.items()
+                    if job.state is JobState.RUNNING and (name, job.generation) in memory.generations
+                    for part in memory.generations[name, job.generation].plan.hosts
+                }
+            )
+            return {name: memory.hosts[name].last_report_at if name in memory.hosts else 0.0 for name in named}
+
+    def _store_host(self, report: Report, received_at: float) -> list[Event]:
+        facts, known = report.facts, self._memory.hosts.get(report.facts.host_id)
+        self._memory.hosts[facts.host_id] = HostRow(
+            host_id=facts.host_id,
+            state=known.state if known else HostState.HEALTHY,
+            since=known.since if known else received_at,
+            reason=known.reason if known else "it reported for the first time",
+            address=facts.address,
+            failure_domain=facts.failure_domain,
+            engine_address=facts.engine_address,
+            free_port=facts.free_port,
+            incarnation=report.incarnation,
+            sent_at=report.sent_at,
+            last_report_at=received_at,
+            workers=report_events.workers_of(report),
+            copies=tuple(copy for copy in report.copies if copy.tier is not Tier.PERSISTENT),
+            preempt_deadline_at=known.preempt_deadline_at if known else 0.0,
+        )
+        return [] if known else [Event(at=received_at, kind=EventKind.HOST_JOINED, host_id=facts.host_id)]
+
+
+class MemoryJobStore:
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def submit(self, spec: JobSpec, now: float) -> bool:
+        """Record a job; False if the very same one is there. Raises Conflict if another one has its name."""
+        memory = self._memory
+        with memory.transaction():
+            known = memory.jobs.get(spec.job)
+            if known is not None and known.spec != spec:
+                raise Conflict(f"A job {spec.job!r} with another specification exists.", hint="choose another name")
+            if known is not None:
+                return False
+            memory.jobs[spec.job] = JobRow(spec, now)
+            data = {"world_size": spec.world_size}
+            memory.changed([Event(at=now, kind=EventKind.JOB_SUBMITTED, job=spec.job, data=data)])
+            return True
+
+    def request_stop(self, job: str, now: float) -> None:
+        """Have the controller stop a job. Raises NotFound."""
+        with self._memory.transaction():
+            row = self._memory.jobs.get(job)
+            if row is None:
+                raise NotFound(f"There is no job {job!r}.", hint="submit it first")
+            if not row.stop_requested:
+                row.stop_requested = True
+                self._memory.changed()

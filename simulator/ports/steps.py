@@ -1,0 +1,67 @@
+"""Stores one move of a playbook in the simulated database: the first with its decision, and every later one."""
+
+from __future__ import annotations
+
+from flyball.contracts.decisions import Command
+from flyball.contracts.events import Event
+from flyball.contracts.identity import Fence
+from services.actuator.ports import CommandDraft, PlaybookStep
+from services.store import step_writer
+from services.store.step_writer import Position
+from simulator.ports.memory import ActionRow, CommandRow, Memory, StateChange
+
+
+def position_of(row: ActionRow) -> Position:
+    """Where an action stands."""
+    return Position(
+        action_id=f"act-{row.number}",
+        incident_id=row.incident_id,
+        number=row.number,
+        plan=row.plan,
+        phase=row.phase,
+        state=row.state,
+    )
+
+
+def store(memory: Memory, row: ActionRow, step: PlaybookStep, now: float) -> list[Event]:
+    """Move the action on; returns what the log is to be told."""
+    before = position_of(row)
+    if step.message or (step.phase, step.state) != (row.phase, row.state):
+        memory.action_changes.append(StateChange(row.number, now, step.state, step.phase))
+    row.phase, row.state, row.attempt, row.message = step.phase, step.state, step.attempt, step.message
+    row.version += 1
+    row.ended_at = now if step.state.ended else 0.0
+    _issue(memory, row, step, now)
+    if step.placement is not None:
+        generation = memory.generations[step.placement.job, step.placement.generation]
+        generation.started_at = now
+        generation.restore_step = step_writer.restore_step_of(step.placement)
+        generation.lineage = step.placement.lineage
+    if step.state.ended:
+        close_commands(memory, row)
+    return step_writer.events_of(before, step, now)
+
+
+def close_commands(memory: Memory, row: ActionRow) -> None:
+    """No host is given commands of this action any more."""
+    for command in row.commands:
+        memory.close_command(command)
+
+
+def _issue(memory: Memory, row: ActionRow, step: PlaybookStep, now: float) -> None:
+    asked = {draft.host_id for draft in step.commands}
+    for command in row.commands:
+        if command.phase == step.phase and command.command.host_id in asked:
+            memory.close_command(command)
+    for draft in step.commands:
+        command = CommandRow(_command(memory, row, draft), row.number, step.phase, now)
+        row.commands.append(command)
+        memory.commands[draft.command_id] = command
+        memory.open_commands[draft.host_id][draft.command_id] = command
+
+
+def _command(memory: Memory, row: ActionRow, draft: CommandDraft) -> Command:
+    job = memory.jobs.get(row.plan.job)
+    generation = step_writer.fence_generation(row.plan, draft, job.generation if job is not None else None)
+    fence = Fence(memory.held.epoch, generation)
+    return Command(draft.command_id, f"act-{row.number}", draft.host_id, fence, draft.body, draft.deadline_s)

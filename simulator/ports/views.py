@@ -1,0 +1,108 @@
+"""Builds the policy's view from the simulated database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flyball.contracts.cluster import Phase
+from flyball.contracts.decisions import Incident
+from services.controller.view import ActionView, GenerationView, JobView, RankView, View
+from services.store.action_cache import newest_steps
+from services.store.codec import number_of
+from services.store.host_views import host_views, placement_of
+from simulator.ports.memory import ActionRow, JobRow, Memory
+
+
+def load_view(memory: Memory) -> View:
+    """Jobs that have not ended, or still have something open or workers somewhere; all hosts, open incidents, and their
+    actions."""
+    incidents = tuple(i for _, i in sorted(memory.incidents.items()) if not i.state.closed)
+    actions = tuple(_action(memory, row) for row in _wanted(memory, incidents))
+    named = {incident.job for incident in incidents} | {action.plan.job for action in actions}
+    rows = [memory.hosts[name] for name in sorted(memory.hosts)]
+    named.update(*(row.workers for row in rows))
+    jobs = tuple(
+        _job(memory, row)
+        for name, row in sorted(memory.jobs.items(), key=lambda item: (item[1].submitted_at, item[0]))
+        if not row.state.ended or name in named
+    )
+    shown = {job.spec.job for job in jobs}
+    persistent = (copy for copy in memory.persistent_copies.values() if copy.job in shown)
+    return View(
+        jobs=jobs,
+        hosts=host_views(rows, *placement_of(jobs)),
+        incidents=incidents,
+        actions=actions,
+        copies=(*(copy for row in rows for copy in row.copies), *persistent),
+        next_incident=max(memory.incidents, default=0) + 1,
+        next_decision=max(memory.decisions, default=0) + 1,
+    )
+
+
+def _job(memory: Memory, row: JobRow) -> JobView:
+    return JobView(
+        spec=row.spec,
+        state=row.state,
+        submitted_at=row.submitted_at,
+        stop_requested=row.stop_requested,
+        generation=_generation(memory, row),
+        failures=row.failures,
+        newest_step=row.newest_step,
+        message=row.message,
+        ended_at=row.ended_at,
+    )
+
+
+def _generation(memory: Memory, job: JobRow) -> GenerationView | None:
+    key = (job.spec.job, job.generation)
+    row = memory.generations.get(key)
+    if row is None:
+        return None
+    exits = {rank: memory.exits.get((*key, rank)) for rank in memory.ranks[key]}
+    return GenerationView(
+        generation=row.plan.generation,
+        parent=row.plan.parent,
+        lineage=row.plan.parent_lineage if row.lineage is None else row.lineage,
+        hosts=row.plan.hosts,
+        peers=row.plan.peers,
+        started_at=row.started_at,
+        restore_step=row.restore_step,
+        restart_count=row.plan.restart_count,
+        ranks=tuple(
+            RankView(
+                rank=number,
+                host_id=rank.host_id,
+                step=rank.step,
+                phase=Phase(rank.phase),
+                reported_at=rank.reported_at,
+                exited=ended.body if (ended := exits[number]) is not None else None,
+                exited_at=ended.at if ended is not None else 0.0,
+            )
+            for number, rank in sorted(memory.ranks[key].items())
+        ),
+    )
+
+
+def _wanted(memory: Memory, incidents: Iterable[Incident]) -> list[ActionRow]:
+    newest = {number_of(incident.action_id) for incident in incidents if incident.action_id}
+    return [row for number, row in memory.actions.items() if number in newest or not row.state.ended]
+
+
+def _action(memory: Memory, row: ActionRow) -> ActionView:
+    positions = newest_steps(
+        [command.update.result.positions for command in row.commands if command.update is not None]
+    )
+    fixed = next((g for g in memory.generations.values() if g.decision == row.number and g.started_at > 0.0), None)
+    return ActionView(
+        action_id=f"act-{row.number}",
+        decision_id=f"dec-{row.number}",
+        incident_id=row.incident_id,
+        plan=row.plan,
+        state=row.state,
+        phase=row.phase,
+        started_at=row.started_at,
+        message=row.message,
+        positions=positions,
+        restore_step=fixed.restore_step if fixed is not None else None,
+        restore_fixed=fixed is not None,
+    )

@@ -1,0 +1,61 @@
+"""What a database says happened, in one form for the SQL stores and the simulator's memory. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from flyball.contracts.checkpoints import Lineage
+from flyball.contracts.decisions import (
+    ActionPlan,
+    ActionState,
+    Command,
+    Decision,
+    GenerationPlan,
+    Incident,
+    IncidentState,
+    UpdateState,
+)
+
+
+class IncidentRecord(msgspec.Struct, frozen=True):
+    incident: Incident
+    states: tuple[tuple[int, IncidentState], ...]  # with their places among all changes of incidents
+
+
+class DecisionRecord(msgspec.Struct, frozen=True):
+    number: int
+    epoch: int
+    decision: Decision
+
+
+class ActionRecord(msgspec.Struct, frozen=True):
+    number: int
+    plan: ActionPlan
+    incident_id: str
+    state: ActionState
+    began: int  # place among all changes of actions
+    ended: int  # as above; -1: it has not ended
+
+
+class CommandRecord(msgspec.Struct, frozen=True):
+    command: Command
+    action: int
+    phase: str
+    state: UpdateState | None
+
+
+class GenerationRecord(msgspec.Struct, frozen=True):
+    plan: GenerationPlan
+    decision: int
+    started_at: float
+    restore_step: int | None
+    lineage: Lineage | None
+
+
+class Record(msgspec.Struct, frozen=True):
+    epoch: int
+    incidents: tuple[IncidentRecord, ...]  # by number, and so all that follow
+    decisions: tuple[DecisionRecord, ...]
+    actions: tuple[ActionRecord, ...]
+    commands: tuple[CommandRecord, ...]
+    generations: tuple[GenerationRecord, ...]

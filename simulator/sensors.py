@@ -1,0 +1,102 @@
+"""The simulated sensors: around the real admission, detector and queue only what writes to bus and database."""
+
+from __future__ import annotations
+
+from flyball.contracts.errors import FlyballError
+from flyball.contracts.signals import Report, ReportReply, Signal
+from services.runtime.outages import OUTAGES, Outage
+from services.sensor.committed import CommittedPositions
+from services.sensor.fault_detector import DetectorSettings, FaultDetector
+from services.sensor.ingest import BACKLOG_S, EXPECT_EVERY_S, Ingest
+from services.sensor.report_queue import ReportQueue
+from services.sensor.report_writer import MAX_HOSTS
+from services.sensor.step_log import StepSummary
+from services.sensor.witnesses import neighbours
+from simulator.events import MachineClock
+from simulator.ports.status_store import MemoryStatusStore
+from simulator.processes import TICK_S, WRITE_EVERY_S, Process, Shared
+from simulator.world import World
+
+
+class Sensor(Process):
+    """One sensor around the real admission, fault detector and queue."""
+
+    def __init__(self, world: World, name: str, clock: MachineClock, shared: Shared) -> None:
+        super().__init__(world, name, clock)
+        self._memory, self._bus, self._wakeup = shared.memory, shared.bus, shared.wakeup
+        self._metrics = shared.metrics
+
+    def begin(self) -> None:
+        self._detector = FaultDetector(DetectorSettings(tick_interval_s=TICK_S))
+        self._status = MemoryStatusStore(self._memory)
+        self._committed = CommittedPositions(self._status.committed, self.clock)
+        self._queue = ReportQueue(max_items=10_000, max_size_bytes=2**26)
+        self._ingest = Ingest(
+            sensor_id=self.name,
+            incarnation=f"{self.name}-{self.starts}",
+            detector=self._detector,
+            queue=self._queue,
+            committed=self._committed,
+            clock=self.clock,
+            metrics=self._metrics,
+        )
+        self._signals: list[Signal] = []  # taken from the queue, not stored yet
+        self._reports: list[tuple[Report, float]] = []
+        self._steps: list[StepSummary] = []
+        self._outage = Outage(self.name, self.clock)
+        self.heard_at: dict[str, float] = {}
+        self.every(self._tick)
+        self.every(self._look)
+        self._written = self.every(self._write)
+
+    def accept(self, report: Report) -> ReportReply | None:
+        """Take one report in; None if it is refused."""
+        host_id = report.facts.host_id
+        try:
+            reply = self._ingest.accept(report, host_id=host_id, size_bytes=1000)
+        except FlyballError:
+            return None
+        self.heard_at[host_id] = self.world.now
+        if report.signals:
+            self._written()
+        return reply
+
+    def _tick(self) -> float:
+        self._ingest.tick(self.clock.monotonic_s())
+        return TICK_S
+
+    def _look(self) -> float:
+        """What the sensor asks the database for, and tells it of itself."""
+        told = self._ingest.vouches.tell(self.clock.monotonic_s())
+        try:
+            self._ingest.expect_hosts(self._status.hosts_with_placement())
+            if plan := next((g.plan for g in reversed(self._memory.generations.values())), None):
+                self._detector.set_neighbours(neighbours(plan.hosts, plan.peers))
+            name, at = f"sensor.{self.name}", self.clock.wall_s()
+            self._status.vouch(sensor=name, at=at, ages_ms=told.ages_ms, hosts=told.hosts)
+        except OUTAGES:
+            self._ingest.vouches.not_told()
+            self._detector.doubt(self.clock.monotonic_s(), EXPECT_EVERY_S + BACKLOG_S)
+        return EXPECT_EVERY_S
+
+    def _write(self) -> float:
+        """Signals to the bus first, then the state."""
+        if not (self._signals or self._reports or self._steps):
+            batch = self._queue.take(max_hosts=MAX_HOSTS, timeout_s=0.0)
+            self._signals = [signal for item in batch.signals for signal in item.signals]
+            self._reports = [(item.report, item.at) for item in batch.reports if item.report is not None]
+            self._steps = list(batch.steps)
+        try:
+            if self._signals:
+                self._bus.publish(self._signals)
+                self._signals = []
+                self._wakeup.notify("signals")
+            if self._reports or self._steps:
+                self._status.record_reports(self._reports, self._steps)
+                self._reports, self._steps = [], []
+            if outstanding := self._committed.outstanding():
+                self._committed.update(self._status.committed(outstanding))
+        except OUTAGES as error:
+            return self._outage.pause_s(error)
+        self._outage.ended()
+        return WRITE_EVERY_S

@@ -1,0 +1,218 @@
+"""The simulated controllers and actuators around the real loop and executor, and how daemons reach them. What a process
+keeps in memory is lost with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from flyball.contracts.cluster import HostState
+from flyball.contracts.decisions import Command, CommandUpdate
+from flyball.contracts.signals import HostSilent, Report, ReportReply, Signal
+from services.actuator.executor import Executor
+from services.actuator.ports import PlaybookStep
+from services.controller.loop import ControllerLoop
+from services.controller.ports import Cursor
+from services.controller.replay import RoundInputs
+from services.controller.view import Outcome, PolicySettings
+from services.runtime.outages import OUTAGES, Outage
+from services.sensor.witnesses import neighbours
+from simulator.events import MachineClock
+from simulator.history import Condemned
+from simulator.host import ACTUATOR, SENSOR, Host
+from simulator.ports.action_store import MemoryActionStore
+from simulator.ports.decision_store import MemoryDecisionStore
+from simulator.ports.memory import Memory
+from simulator.processes import P, Process, Shared
+from simulator.sensors import Sensor
+from simulator.world import World
+
+
+class WatchedStore(MemoryDecisionStore):
+    """A decision store whose commits can be held up, and whose condemnations are compared with the truth."""
+
+    def __init__(self, controller: Controller, memory: Memory) -> None:
+        super().__init__(memory, controller.clock)
+        self._controller = controller
+
+    def commit(
+        self,
+        *,
+        epoch: int,
+        now: float,
+        signals: Sequence[Signal],
+        cursor: Cursor | None,
+        outcome: Outcome,
+        first_steps: Mapping[str, PlaybookStep],
+        inputs: RoundInputs | None = None,
+    ) -> None:
+        if outcome.decisions:
+            self._controller.hold_up()
+        super().commit(
+            epoch=epoch,
+            now=now,
+            signals=signals,
+            cursor=cursor,
+            outcome=outcome,
+            first_steps=first_steps,
+            inputs=inputs,
+        )
+        said_by = {s.body.host_id: s.source for s in signals if isinstance(s.body, HostSilent)}
+        for change in outcome.hosts:
+            if change.state is HostState.SILENT:
+                self._controller.condemned(change.host_id, said_by.get(change.host_id, ""))
+
+
+class Controller(Process):
+    """One process around the real loop."""
+
+    def __init__(
+        self, world: World, name: str, clock: MachineClock, shared: Shared, sensors: Mapping[str, Sensor]
+    ) -> None:
+        super().__init__(world, name, clock)
+        self._memory, self._bus, self._wakeup = shared.memory, shared.bus, shared.wakeup
+        self._sensors = sensors
+        self._hold_up_s = 0.0
+        shared.wakeup.listeners.setdefault("signals", []).append(self.wake)
+
+    def begin(self) -> None:
+        self._outage = Outage(self.name, self.clock)
+        self._loop = ControllerLoop(
+            store=WatchedStore(self, self._memory),
+            bus=self._bus,
+            wakeup=self._wakeup,
+            clock=self.clock,
+            settings=PolicySettings(),
+            holder=f"{self.name}#{self.starts}",
+        )
+        self.woken = self.every(self._round)
+
+    def stop_at_commit_for(self, seconds: float) -> None:
+        """Stop the process just before it stores its next decision: it does not know what happens meanwhile."""
+        self._hold_up_s = seconds
+
+    def hold_up(self) -> None:
+        """Let time go on for all others."""
+        if self._hold_up_s > 0.0:
+            until, self._hold_up_s = self.world.now + self._hold_up_s, 0.0
+            self.world.timeline.run_until(until)
+
+    def condemned(self, host_id: str, said_by: str) -> None:
+        """Note what a controller said of a host that may be well."""
+        host = self.world.hosts[host_id]
+        sensor = self._sensors.get(said_by.removeprefix("sensor."))
+        witness = self._witness(host, sensor) if sensor is not None else ""
+        self.world.note(Condemned(self.world.now, host_id, host.is_up and host.is_daemon_up, witness))
+
+    def _witness(self, host: Host, sensor: Sensor) -> str:
+        """A neighbour that heard of the host all the time, and was itself heard by the sensor that said it."""
+        group = next((group for group, _ in reversed(host.workers.values())), None)
+        if group is None:
+            return ""
+        plan = self._memory.generations[group.job, group.generation].plan
+        for name in neighbours(plan.hosts, plan.peers).get(host.host_id, ()):
+            is_heard = sensor.answers and self.world.now - sensor.heard_at.get(name, 0.0) < 2.0
+            if is_heard and self.world.hosts[name].has_heard_for_s(host) > 30.0:
+                return name
+        return ""
+
+    def _round(self) -> float:
+        try:
+            wait_s = self._loop.run_once()
+        except OUTAGES as error:
+            return self._outage.pause_s(error)
+        self._outage.ended()
+        return wait_s
+
+
+class Actuator(Process):
+    """One process around the real executor; it answers the daemons' polls."""
+
+    def __init__(self, world: World, name: str, clock: MachineClock, shared: Shared) -> None:
+        super().__init__(world, name, clock)
+        self.store = MemoryActionStore(shared.memory)
+        self._wakeup = shared.wakeup
+        shared.wakeup.listeners.setdefault("actions", []).append(self.wake)
+
+    def begin(self) -> None:
+        self._outage = Outage(self.name, self.clock)
+        self._executor = Executor(store=self.store, wakeup=self._wakeup, clock=self.clock)
+        self.woken = self.every(self._round)
+
+    def commands(self, host_id: str) -> Sequence[Command]:
+        """What a poll of a host is answered with."""
+        try:
+            return self.store.commands_for(host_id, self.clock.wall_s())
+        except OUTAGES:
+            return ()
+
+    def take(self, update: CommandUpdate) -> bool:
+        """Store a host's answer; whether that worked."""
+        try:
+            self.store.record(update)
+        except OUTAGES:
+            return False
+        self._wakeup.notify("actions")
+        return True
+
+    def _round(self) -> float:
+        try:
+            wait_s = self._executor.run_once()
+        except OUTAGES as error:
+            return self._outage.pause_s(error)
+        self._outage.ended()
+        return wait_s
+
+
+class Gateway:
+    """How daemons reach the control plane: each picks a process that answers, and moves on when it does not."""
+
+    def __init__(self, world: World, sensors: Sequence[Sensor], actuators: Sequence[Actuator]) -> None:
+        self._world, self._sensors, self._actuators = world, sensors, actuators
+
+    def report(self, host: Host, report: Report) -> None:
+        """Send a report, and later its reply."""
+        sensor = self._pick(self._sensors, host)
+        if sensor is None:
+            return
+        incarnation = host.incarnation
+
+        def arrive() -> None:
+            if not sensor.answers:
+                return
+            reply = sensor.accept(report)
+            if reply is not None:
+                self._world.network.send(SENSOR, host.host_id, partial(replied, reply))
+
+        def replied(reply: ReportReply) -> None:
+            if host.is_daemon_up and host.incarnation == incarnation:
+                host.replied(reply, report.seq)
+
+        self._world.network.send(host.host_id, SENSOR, arrive)
+
+    def poll(self, host: Host) -> None:
+        """Ask for commands."""
+        actuator = self._pick(self._actuators, host)
+        network = self._world.network
+        if actuator is None or not network.are_joined(host.host_id, ACTUATOR):
+            return
+        for command in actuator.commands(host.host_id):
+            network.send(ACTUATOR, host.host_id, partial(host.commands.obey, command))
+
+    def answer(self, host: Host, update: CommandUpdate) -> None:
+        """Send an answer; it is sent again until it was taken."""
+        actuator = self._pick(self._actuators, host)
+        if actuator is None:
+            return
+
+        def arrive() -> None:
+            if actuator.answers and actuator.take(update):
+                self._world.network.send(ACTUATOR, host.host_id, lambda: host.commands.delivered(update))
+
+        self._world.network.send(host.host_id, ACTUATOR, arrive)
+
+    def _pick(self, processes: Sequence[P], host: Host) -> P | None:
+        """The same one as long as it answers."""
+        offset = sum(map(ord, host.host_id)) % len(processes)
+        ordered = (*processes[offset:], *processes[:offset])
+        return next((process for process in ordered if process.answers), None)

@@ -1,0 +1,241 @@
+"""A simulated job as it truly runs: ranks in lock step, saves with their replicas, and what a failure drags after it.
+
+One `Group` is one generation that hosts were told to start. It trains while every rank lives on hosts that reach each
+other; it does not know what the supervisor believes.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from flyball.contracts.checkpoints import ShardCopy, Tier
+from flyball.contracts.cluster import Phase, Placement, WorkerError
+from flyball.contracts.errors import RestoreFailed
+from simulator.history import NO_SOURCE, Restored, Saved
+
+if TYPE_CHECKING:
+    from simulator.world import World
+
+SIGKILL = 9
+RENDEZVOUS_TIMEOUT_S = 60.0
+COLLECTIVE_TIMEOUT_S = 45.0
+REPLICA_WAIT_S = 10.0  # then the world goes on without those that cannot be had
+SHARD_SIZE_BYTES = 1000
+
+
+class Worker:
+    """One rank's process."""
+
+    def __init__(self, host_id: str, rank: int, pid: int, at: float) -> None:
+        self.host_id, self.rank, self.pid = host_id, rank, pid
+        self.phase = Phase.STARTING
+        self.step = -1
+        self.moved_at = at
+        self.is_hung = False
+        self.new_steps: list[tuple[int, float]] = []  # not reported yet
+
+
+class Group:
+    """One generation of a job. Each host knows the part of the placement that it was told."""
+
+    def __init__(self, world: World, placement: Placement, rng: Random) -> None:
+        self.world, self.placement, self._rng = world, placement, rng
+        self.parts: dict[str, Placement] = {}
+        self.workers: dict[int, Worker] = {}
+        self.step_s = world.step_s
+        self.beacons: dict[str, dict[int, int]] = {}  # host -> rank -> newest step, also of the dead
+        self.parks_at: dict[str, int] = {}  # host -> step at which its ranks park
+        self._has_restored = False
+        self._is_stepping = False
+        self._stuck_since: float | None = None
+        self._committed = self._replicated = -1
+        self._began_saving_at = 0.0
+        world.after(RENDEZVOUS_TIMEOUT_S, self._check_rendezvous)
+
+    @property
+    def job(self) -> str:
+        return self.placement.job
+
+    @property
+    def generation(self) -> int:
+        return self.placement.generation
+
+    def start(self, host_id: str, rank: int, pid: int) -> Worker:
+        """A rank's process begins."""
+        worker = self.workers[rank] = Worker(host_id, rank, pid, self.world.now)
+        self.beacons.setdefault(host_id, {})[rank] = -1
+        self.world.after(self._rng.uniform(0.5, 2.5), lambda: self._attached(worker))
+        return worker
+
+    def left(self, worker: Worker) -> None:
+        """A rank's process is gone: the others lose their connections, once they notice."""
+        if self.workers.get(worker.rank) is worker:
+            del self.workers[worker.rank]
+        for other in list(self.workers.values()):
+            if self.world.network.are_joined(worker.host_id, other.host_id) and self.world.is_up(worker.host_id):
+                self._fail_soon(other, "Connection closed by peer")
+
+    def park(self, host_id: str, step: int) -> bool:
+        """Arm an emergency save; False if one of the host's ranks has passed the step."""
+        mine = [worker for worker in self.workers.values() if worker.host_id == host_id]
+        if any(worker.step >= step for worker in mine):
+            return False
+        self.parks_at[host_id] = step
+        return True
+
+    def release(self, host_id: str) -> None:
+        """Give an emergency save up."""
+        if self.parks_at.pop(host_id, None) is not None:
+            for worker in self.workers.values():
+                if worker.host_id == host_id and worker.phase is Phase.PARKED:
+                    worker.phase = Phase.STEP
+                    worker.moved_at = self.world.now
+
+    def has_saved(self, step: int) -> bool:
+        """Whether every rank's bytes of `step` are committed and replicated."""
+        return self._replicated >= step
+
+    # --- start-up ----------------------------------------------------------------------------------------------------
+
+    def _is_alive(self, worker: Worker) -> bool:
+        return self.workers.get(worker.rank) is worker
+
+    def _attached(self, worker: Worker) -> None:
+        if not self._is_alive(worker):
+            return
+        worker.phase, worker.moved_at = Phase.RESTORING, self.world.now
+        if self._is_whole() and all(other.phase is Phase.RESTORING for other in self.workers.values()):
+            self.world.after(self._rng.uniform(0.1, 1.0), self._restore)
+
+    def _is_whole(self) -> bool:
+        """Whether all ranks are there, and every host reaches every other."""
+        if len(self.workers) < self.placement.world_size:
+            return False
+        names = sorted({worker.host_id for worker in self.workers.values()})
+        return all(self.world.network.are_joined(one, other) for i, one in enumerate(names) for other in names[i + 1 :])
+
+    def _check_rendezvous(self) -> None:
+        if not self._has_restored:
+            for worker in list(self.workers.values()):
+                self._fail_soon(worker, "timed out waiting for the other ranks")
+
+    def _restore(self) -> None:
+        if self._has_restored or not self._is_whole():
+            return
+        loaded: set[tuple[int, int]] = set()  # step and the generation that saved it
+        for worker in list(self.workers.values()):
+            plan = self.parts[worker.host_id].restore
+            if plan is None:
+                loaded.add((-1, -1))
+                continue
+            sources = plan.sources.get(str(worker.rank), ())
+            found = [source for source in sources if self.world.can_fetch(worker, self.job, source, plan.step)]
+            if not found:
+                self.world.exit(self, worker, exit_code=RestoreFailed.exit_code, message=NO_SOURCE)
+                return
+            loaded.add((plan.step, found[0].generation))
+        self._has_restored = True
+        step, source = min(loaded)
+        held, newest = self.world.truth.held_before(self)
+        self.world.note(
+            Restored(self.world.now, self.job, self.generation, step, source, held, newest, len(loaded) == 1)
+        )
+        self.world.truth.branched(self, step, source)
+        for worker in self.workers.values():
+            worker.phase, worker.moved_at = Phase.STEP, self.world.now
+            worker.step = step
+            self.beacons[worker.host_id][worker.rank] = worker.step
+        self._begin_step()
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        if not self._is_stepping:
+            self._is_stepping = True
+            self.world.after(self.step_s * self._rng.uniform(0.9, 1.1), self._end_step)
+
+    def _end_step(self) -> None:
+        self._is_stepping = False
+        if not self.workers:
+            return
+        can_step = self._is_whole() and not any(w.is_hung or w.phase is not Phase.STEP for w in self.workers.values())
+        if not can_step:
+            self._wait_for_the_others()
+            return
+        self._stuck_since = None
+        now = self.world.now
+        for worker in self.workers.values():
+            worker.step += 1
+            worker.moved_at = now
+            worker.new_steps.append((worker.step, now))
+            self.beacons[worker.host_id][worker.rank] = worker.step
+        step = next(iter(self.workers.values())).step
+        self.world.truth.completed(self, step)
+        self._save(step)
+        for worker in self.workers.values():
+            if self.parks_at.get(worker.host_id) == step:
+                worker.phase = Phase.PARKED
+        self._begin_step()
+
+    def _wait_for_the_others(self) -> None:
+        """A collective that does not end is given up after its timeout."""
+        now = self.world.now
+        if self._stuck_since is None:
+            self._stuck_since = now
+        if any(worker.phase is Phase.PARKED for worker in self.workers.values()):
+            self._stuck_since = now
+        if now - self._stuck_since > COLLECTIVE_TIMEOUT_S:
+            for worker in list(self.workers.values()):
+                if not worker.is_hung:
+                    self._fail_soon(worker, "Watchdog caught collective operation timeout")
+            return
+        self._is_stepping = True
+        self.world.after(0.5, self._end_step)
+
+    def _fail_soon(self, worker: Worker, message: str) -> None:
+        def fail() -> None:
+            if self._is_alive(worker) and not worker.is_hung:
+                self.world.exit(self, worker, exit_code=1, message=message)
+
+        self.world.after(self._rng.uniform(0.02, 0.6), fail)
+
+    # --- saves -------------------------------------------------------------------------------------------------------
+
+    def _save(self, step: int) -> None:
+        """Every rank has two slots: a save waits while the one before lacks replicas that can still be had."""
+        waits_s = self.world.now - self._began_saving_at
+        if self._committed > self._replicated:
+            if waits_s < REPLICA_WAIT_S:
+                return
+            self._replicated = self._committed
+        self._committed, self._began_saving_at = step, self.world.now
+        for worker in self.workers.values():
+            self.world.hold(worker.host_id, self._copy(worker, step, Tier.MEMORY, worker.host_id))
+        self.world.note(Saved(self.world.now, self.job, self.generation, step))
+        self.world.after(self._rng.uniform(0.02, 0.3), lambda: self._replicate(step))
+
+    def _copy(self, worker: Worker, step: int, tier: Tier, host_id: str) -> ShardCopy:
+        digest = f"{self.generation}.{step}.{worker.rank}"
+        return ShardCopy(self.job, self.generation, step, worker.rank, tier, host_id, SHARD_SIZE_BYTES, digest)
+
+    def _replicate(self, step: int) -> None:
+        if self._committed != step or self._replicated >= step or not self.workers:
+            return
+        are_all_there = True
+        for worker in self.workers.values():
+            for peer in self.parts[worker.host_id].peers.get(worker.host_id, ()):
+                if self.world.can_copy(worker.host_id, peer):
+                    self.world.hold(peer, self._copy(worker, step, Tier.PEER, peer))
+                else:
+                    are_all_there = False
+        if are_all_there and len(self.workers) == self.placement.world_size:
+            self._replicated = step
+            self.world.forget_before(self.job, self.generation, step, {w.host_id for w in self.workers.values()})
+        else:
+            self.world.after(0.5, lambda: self._replicate(step))
+
+
+def error_of(message: str) -> WorkerError:
+    """As the worker's log tells it."""
+    return WorkerError("RuntimeError", message)

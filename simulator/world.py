@@ -1,0 +1,166 @@
+"""The simulated cluster as it truly is: machines, what they hold, who trains. The services know it by reports only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from random import Random
+from typing import TYPE_CHECKING
+
+from flyball.contracts.checkpoints import Lineage, ShardCopy, ShardSource, branch
+from flyball.contracts.cluster import Placement
+from flyball.contracts.recovery import complete_points
+from simulator.events import Happening, Timeline
+from simulator.history import Fact, HostWent, WorkerBegan, WorkerWent
+from simulator.network import Network
+from simulator.training import Group, Worker
+
+if TYPE_CHECKING:
+    from simulator.host import Host
+
+SLOTS = 2
+IN_REACH_S = 75.0  # in reach for longer than any action takes
+
+
+class Truth:
+    """The history of the job that counts, kept apart from what the services keep."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.lineage: Lineage = ()
+        self.newest = -1
+
+    def completed(self, group: Group, step: int) -> None:
+        """A generation completed a step."""
+        if self.lineage and self.lineage[-1].generation == group.generation:
+            self.newest = max(self.newest, step)
+
+    def branched(self, group: Group, step: int, source: int) -> None:
+        """A generation went on from a step of an earlier one; -1: from scratch."""
+        kept = tuple(entry for entry in self.lineage if step >= 0 and entry.generation <= source)
+        self.lineage = branch(kept, restored_step=step if step >= 0 else None, generation=group.generation)
+        self.newest = step
+
+    def held_before(self, group: Group) -> tuple[int, int]:
+        """The newest whole step on hosts that were in reach all the time, and the newest completed; -1: none."""
+        hosts = [host for host in self._world.hosts.values() if host.has_been_in_reach_for_s() > IN_REACH_S]
+        copies = [copy for host in hosts for copy in host.copies]
+        points = complete_points(copies, self.lineage, group.placement.world_size)
+        return max((step for step, _ in points), default=-1), self.newest
+
+
+class World:
+    """Everything that is, and the way in which it happens."""
+
+    def __init__(self, timeline: Timeline, rng: Random, *, step_s: float) -> None:
+        self.timeline, self.rng, self.step_s = timeline, rng, step_s
+        self.network = Network(timeline, rng)
+        self.truth = Truth(self)
+        self.hosts: dict[str, Host] = {}
+        self.groups: dict[int, Group] = {}  # by generation, of the one job
+        self.facts: list[Fact] = []
+
+    @property
+    def now(self) -> float:
+        return self.timeline.now
+
+    def after(self, delay_s: float, happening: Happening) -> None:
+        """Plan something."""
+        self.timeline.after(delay_s, happening)
+
+    def note(self, fact: Fact) -> None:
+        """Add to the history."""
+        self.facts.append(fact)
+
+    def is_up(self, host_id: str) -> bool:
+        """Whether a machine runs."""
+        return self.hosts[host_id].is_up
+
+    # --- copies ------------------------------------------------------------------------------------------------------
+
+    def hold(self, host_id: str, copy: ShardCopy) -> None:
+        """Put a copy into a slot of a host; the oldest of the same rank makes room."""
+        held = self.hosts[host_id].copies
+        if copy in held:
+            return
+        same = sorted(c for c in held if (c.job, c.rank, c.tier) == (copy.job, copy.rank, copy.tier))
+        for old in sorted(same, key=lambda c: (c.generation, c.step))[: max(0, len(same) + 1 - SLOTS)]:
+            held.remove(old)
+        held.append(copy)
+
+    def forget_before(self, job: str, generation: int, step: int, hosts: Iterable[str]) -> None:
+        """A step is replicated: what is older on these hosts may be overwritten, and here it is at once."""
+        for name in sorted(hosts):
+            host = self.hosts[name]
+            host.copies[:] = [c for c in host.copies if c.job != job or (c.generation, c.step) >= (generation, step)]
+
+    def can_copy(self, source: str, target: str) -> bool:
+        """Whether the engines of two hosts reach each other."""
+        ends = (self.hosts[source], self.hosts[target])
+        return all(end.is_up and end.is_engine_up for end in ends) and self.network.are_joined(source, target)
+
+    def can_fetch(self, worker: Worker, job: str, source: ShardSource, step: int) -> bool:
+        """Whether a rank's host can have the bytes from a source, now."""
+        holder = self.hosts.get(source.host_id)
+        if holder is None or not self.can_copy(source.host_id, worker.host_id):
+            return False
+        wanted = (job, source.generation, step, source.rank, source.tier)
+        return any((c.job, c.generation, c.step, c.rank, c.tier) == wanted for c in holder.copies)
+
+    # --- workers -----------------------------------------------------------------------------------------------------
+
+    def group(self, placement: Placement) -> Group:
+        """The generation that this placement starts."""
+        known = self.groups.get(placement.generation)
+        if known is None:
+            known = self.groups[placement.generation] = Group(self, placement, self.rng)
+        return known
+
+    def begin(self, placement: Placement, host_id: str, rank: int, pid: int) -> Worker:
+        """Start a rank's process."""
+        self.note(WorkerBegan(self.now, host_id, placement.job, placement.generation, rank))
+        group = self.group(placement)
+        group.parts[host_id] = placement
+        return group.start(host_id, rank, pid)
+
+    def exit(
+        self,
+        group: Group,
+        worker: Worker,
+        *,
+        exit_code: int | None = None,
+        signal_number: int | None = None,
+        message: str = "",
+        is_expected: bool = False,
+    ) -> None:
+        """End a rank's process; its daemon, if it runs, learns of it."""
+        if group.workers.get(worker.rank) is not worker:
+            return
+        why = message or ("expected" if is_expected else f"signal {signal_number}")
+        self.note(WorkerWent(self.now, worker.host_id, group.job, group.generation, worker.rank, why))
+        group.left(worker)
+        self.hosts[worker.host_id].worker_went(
+            group, worker, exit_code=exit_code, signal_number=signal_number, message=message, is_expected=is_expected
+        )
+
+    # --- machines ----------------------------------------------------------------------------------------------------
+
+    def take_down(self, host_id: str) -> None:
+        """Switch a machine off: processes and memory are gone at once, and nobody is told."""
+        host = self.hosts[host_id]
+        if not host.is_up:
+            return
+        self.note(HostWent(self.now, host_id, False))
+        workers = list(host.workers.values())
+        host.go_down()
+        for group in self.groups.values():
+            group.beacons.pop(host_id, None)
+        for group, worker in workers:
+            self.note(WorkerWent(self.now, host_id, group.job, group.generation, worker.rank, "its host went"))
+            group.left(worker)
+
+    def bring_up(self, host_id: str) -> None:
+        """Boot a machine: its disk is as it was, its memory empty."""
+        host = self.hosts[host_id]
+        if not host.is_up:
+            self.note(HostWent(self.now, host_id, True))
+            host.come_up()

@@ -1,0 +1,41 @@
+"""What a report tells of a host's ranks is one row of the log, however many they are."""
+
+from __future__ import annotations
+
+from flyball.contracts.checkpoints import RestoreReport, Tier
+from flyball.contracts.events import EventKind
+from flyball.contracts.rank_events import per_rank
+from flyball.contracts.signals import RankMarks
+
+
+def test_a_start_writes_one_event_per_report_and_kind(port_stores, make) -> None:
+    stores = port_stores
+    stores.run_job()
+    before = stores.log.last()
+
+    def marks(rank: int, attached_at: float) -> RankMarks:
+        return RankMarks("job", 1, rank, 1.0, attached_at, 0.0, 0.0, 0.0, 0.5 * rank)
+
+    def restored(rank: int) -> RestoreReport:
+        return RestoreReport("job", 1, rank, 4, Tier.PEER, "host-b", 1000 + rank, 1000, 0.2, 1005.0 - rank)
+
+    first = make.report("host-a", sent_at=1010.0, marks=tuple(marks(rank, 0.0) for rank in range(8)))
+    second = make.report(
+        "host-a",
+        sent_at=1011.0,
+        marks=tuple(marks(rank, 2.0 if rank else 0.0) for rank in range(8)),  # of rank 0 there is nothing new
+        restores=tuple(restored(rank) for rank in range(8)),
+    )
+    for report in (first, second):
+        stores.status.record_reports([(report, report.sent_at)])
+    stores.status.record_reports([(second, 1012.0)])
+    told = [event for _, event in stores.log.read(None, before, 100)]
+    assert [(event.kind, event.rank, event.at, event.host_id) for event in told] == [
+        (EventKind.RANK_MARKS, -1, 1010.0, "host-a"),
+        (EventKind.RANK_MARKS, -1, 1011.0, "host-a"),
+        (EventKind.RESTORED, -1, 1005.0, "host-a"),
+    ]
+    ranks = [[one.rank for one in per_rank(event)] for event in told]
+    assert ranks == [[*range(8)], [*range(1, 8)], [*range(8)]]
+    one = [*per_rank(told[2])][3]
+    assert (one.at, one.data["size_bytes"], one.data["source_tier"]) == (1002.0, 1003, "peer")

@@ -1,0 +1,85 @@
+"""What tests have for themselves: Redis servers that they may fill, flush, stop and kill, and a database of the MariaDB
+server that runs here; Ctrl-C, however they were started; and what Hypothesis may judge: never how long it took."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pymysql
+import pytest
+from hypothesis import HealthCheck, settings
+
+sys.path.append(str(Path(__file__).parent))  # tests are no packages: the module beside this one is found by path
+pytest.register_assert_rewrite("own_servers")
+
+from own_servers import OwnMariaDb, OwnRedis  # noqa: E402 - found by the path above
+
+# The same examples each time, on a machine of any speed; `pytest --hypothesis-profile random` draws new ones.
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fixed", settings.get_profile("random"), derandomize=True, database=None)
+settings.load_profile("fixed")
+
+# A shell that starts the tests in the background has Ctrl-C ignored, here and in every process that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., OwnRedis]]:
+    """Starts servers with the options of redis-server; they end with the test."""
+    yield from _redis_servers(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def redis_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., OwnRedis]]:
+    """As `own_redis`; they end with the module."""
+    yield from _redis_servers(tmp_path_factory)
+
+
+def _redis_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., OwnRedis]]:
+    if shutil.which("redis-server") is None:
+        pytest.skip("no redis-server is installed")
+    started: list[OwnRedis] = []
+
+    def start(*options: str) -> OwnRedis:
+        started.append(OwnRedis(tmp_path_factory.mktemp("redis"), *options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.end()
+
+
+@pytest.fixture
+def mariadb_url() -> Iterator[str]:
+    """Of an empty database, which is dropped with the test."""
+    try:
+        server = pymysql.connect(host="127.0.0.1", user="root", password="", connect_timeout=60)
+    except pymysql.err.OperationalError as error:
+        pytest.skip(f"no MySQL or MariaDB server at 127.0.0.1:3306 ({error})")
+    name = f"flyball_test_{uuid.uuid4().hex[:12]}"
+    with server, server.cursor() as cursor:
+        cursor.execute(f"CREATE DATABASE {name} CHARACTER SET utf8mb4")
+        yield f"mysql://root@127.0.0.1:3306/{name}"
+        cursor.execute(f"DROP DATABASE {name}")
+
+
+@pytest.fixture(scope="module")
+def own_mariadb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], OwnMariaDb]]:
+    """Starts servers; they end with the module."""
+    if shutil.which("mariadb-install-db") is None or shutil.which("mariadbd") is None:
+        pytest.skip("no MariaDB server is installed")
+    started: list[OwnMariaDb] = []
+
+    def start() -> OwnMariaDb:
+        started.append(OwnMariaDb(tmp_path_factory.mktemp("mariadb")))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.end()

@@ -1,0 +1,30 @@
+"""What a trainer's event file says, for the tests that look at it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from flyball.contracts.events import Event, EventKind
+from goodput.events import read_logs
+
+DEADLINE_S = 120.0
+
+
+def of_kind(path: Path, kind: EventKind) -> list[Event]:
+    return [event for event in read_logs([path]).events if event.kind is kind]
+
+
+def steps_in(path: Path) -> list[int]:
+    return [
+        step
+        for event in of_kind(path, EventKind.STEPS)
+        for step in range(event.data["first_step"], event.data["first_step"] + len(event.data["completed_at"]))
+    ]
+
+
+def wait_for_step(path: Path, step: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not path.exists() or step not in steps_in(path):
+        assert time.monotonic() < deadline, "the step was not written"
+        time.sleep(0.02)

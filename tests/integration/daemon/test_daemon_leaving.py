@@ -1,0 +1,73 @@
+"""SIGTERM of a real daemon with a worker: it gives notice and goes on serving until it is needed no more."""
+
+from __future__ import annotations
+
+import signal
+from itertools import count
+
+from flyball.contracts.decisions import UpdateState
+from flyball.contracts.drains import Departure
+from flyball.contracts.signals import PreemptionNotice
+
+WAIT = """
+import signal
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def notices(supervisor) -> list[PreemptionNotice]:
+    return [signal_.body for signal_ in supervisor.signals() if isinstance(signal_.body, PreemptionNotice)]
+
+
+def told_to_end(daemon, supervisor, job, timeout_s: str, generations) -> int:
+    """Have a daemon with a worker give notice; returns the worker's generation.
+
+    A supervisor that does not answer at once is not waited for, and right so: where this process was held up, the
+    daemon ends without a notice, and it is tried again with the next.
+    """
+    before = len(notices(supervisor))
+    for generation in generations:
+        if daemon.process is None or daemon.process.poll() is not None:
+            daemon.start("--leave-timeout-s", timeout_s)
+        job.start(generation)
+        job.wait_up(generation)
+        daemon.process.send_signal(signal.SIGTERM)
+        daemon.until("a notice", lambda: len(notices(supervisor)) > before or daemon.process.poll() is not None)
+        if "leaving_unheard" not in daemon.log():
+            daemon.until("the notice", lambda: len(notices(supervisor)) > before)
+            assert notices(supervisor)[-1].source == "sigterm"
+            return generation
+        daemon.process.wait(120)
+        daemon.log_path.unlink()
+        assert generation < 10
+    raise AssertionError("there are always more generations")
+
+
+def test_it_serves_until_its_ranks_train_elsewhere(daemon, supervisor, make_job) -> None:
+    job, generations = make_job(WAIT), count(1)
+    generation = told_to_end(daemon, supervisor, job, "600", generations)
+    assert job.stop(generation).state is UpdateState.SUCCEEDED
+    assert daemon.process.poll() is None and supervisor.newest.facts.engine_address, "its state is still to be fetched"
+    supervisor.departure = Departure(may_leave=True)
+    assert daemon.process.wait(120) == 0
+    daemon.until("an end of all its processes", lambda: not daemon.owned())
+    daemon.start("--leave-timeout-s", "600")
+    daemon.until("the notice to be taken back", lambda: len(notices(supervisor)) == 2)
+    assert notices(supervisor)[1].deadline_at == 0.0
+
+    supervisor.departure = Departure(may_leave=False, waits_for="the test")
+    told_to_end(daemon, supervisor, job, "600", generations)
+    assert len(notices(supervisor)) == 3
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.process.wait(120) == 0, "told twice it does not wait"
+    daemon.until("an end of all its processes", lambda: not daemon.owned())
+
+
+def test_it_ends_its_workers_itself_when_the_time_is_over(daemon, supervisor, make_job) -> None:
+    told_to_end(daemon, supervisor, make_job(WAIT), "0.5", count(1))
+    assert daemon.process.wait(120) == 0
+    assert "leaving_overdue" in daemon.log()
+    assert supervisor.exit_of(0).expected
+    daemon.until("an end of all its processes", lambda: not daemon.owned())

@@ -1,0 +1,137 @@
+"""The checkers find what they are there for: each is shown a history that breaks its invariant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from flyball.contracts.checkpoints import LineageEntry
+from flyball.contracts.decisions import ActionState, IncidentState
+from flyball.contracts.identity import Fence
+from simulator.checkers import check_history, check_record, check_replay
+from simulator.cluster import Scenario
+from simulator.driver import Run, run
+from simulator.faults import Fault, FaultKind
+from simulator.history import Condemned, CoreFault, Fact, Obeyed, Restored, Saved, WorkerBegan
+from simulator.record import Record
+
+LATE = 2_000_000.0
+
+
+@pytest.fixture(scope="module")
+def good() -> Run:
+    """Two workers are killed, one after the other."""
+    scenario = Scenario(nodes=2, ranks_per_node=1, spares=1, racks=1, step_s=1.0, faults=0)
+    faults = tuple(Fault(FaultKind.WORKER_KILLED, after_s, 0.0, 0.5, 0.5) for after_s in (20.0, 40.0))
+    done = run(7, scenario=scenario, faults=faults)
+    assert (done.violations, done.generations) == ([], 3)
+    return done
+
+
+def changed(items: tuple[Any, ...], position: int, **changes: object) -> tuple[Any, ...]:
+    return (*items[:position], msgspec.structs.replace(items[position], **changes), *items[position + 1 :])
+
+
+def invariants(record: Record, now: float = LATE) -> set[str]:
+    return {violation.invariant for violation in check_record(record, now=now, bound_s=400.0)}
+
+
+def but(record: Record, **changes: object) -> Record:
+    return msgspec.structs.replace(record, **changes)
+
+
+RECORDS: dict[str, Callable[[Record], Record]] = {
+    "decision_lost": lambda r: but(r, decisions=r.decisions[1:]),
+    "stale_decision": lambda r: but(r, decisions=changed(r.decisions, 0, epoch=9)),
+    "two_open_actions": lambda r: but(r, actions=changed(r.actions, 0, ended=-1, state=ActionState.DISPATCHED)),
+    "two_open_incidents": lambda r: but(
+        r, incidents=changed(r.incidents, 0, states=((1, IncidentState.DECIDING), (999, IncidentState.RESOLVED)))
+    ),
+    "generation_skipped": lambda r: but(r, generations=(r.generations[0], r.generations[2])),
+    "generation_went_back": lambda r: but(r, generations=changed(r.generations, 1, decision=99)),
+    "lineage_broken": lambda r: but(
+        r, generations=changed(r.generations, 1, lineage=(LineageEntry(1, 10_000), LineageEntry(2)))
+    ),
+    "stale_command": lambda r: but(
+        r,
+        commands=changed(r.commands, 0, command=msgspec.structs.replace(r.commands[0].command, fence=Fence(0, 1))),
+    ),
+    "incident_left_open": lambda r: but(
+        r,
+        incidents=changed(
+            r.incidents,
+            1,
+            incident=msgspec.structs.replace(r.incidents[1].incident, state=IncidentState.VERIFYING),
+        ),
+    ),
+    "lost_more_than_there_was": lambda r: but(
+        r, incidents=changed(r.incidents, 0, incident=msgspec.structs.replace(r.incidents[0].incident, lost_steps=999))
+    ),
+    "decision_without_incident": lambda r: but(r, incidents=r.incidents[1:]),
+}
+
+
+@pytest.mark.parametrize("invariant", RECORDS)
+def test_what_a_database_must_not_say_is_found(good: Run, invariant: str) -> None:
+    assert invariants(good.record) == set()
+    assert invariant in invariants(RECORDS[invariant](good.record))
+
+
+def test_a_failure_that_was_decided_twice_is_found(good: Run) -> None:
+    """The second decision about a generation that was replaced already; and while the first was carried out."""
+    decisions, actions = good.record.decisions, good.record.actions
+    twin = msgspec.structs.replace(decisions[-2].decision, decision_id="dec-4")
+    assert twin.incident_id
+    twice = msgspec.structs.replace(decisions[-2], number=4, decision=twin)
+    action = msgspec.structs.replace(actions[-2], number=4, began=9_000, ended=9_001)
+    record = but(good.record, decisions=(*decisions, twice), actions=(*actions, action))
+    assert "decided_twice" in invariants(record)
+    at_once = but(record, actions=(*actions, msgspec.structs.replace(action, began=actions[-2].began)))
+    assert "decided_twice" in invariants(at_once)
+
+
+def obeyed(fence: Fence, command_id: str = "act-1.stop.host-a.1", resumed: bool = False) -> Obeyed:
+    return Obeyed(1.0, "host-a", "job", command_id, "StopWorkers", fence, resumed)
+
+
+FACTS: dict[str, list[Fact]] = {
+    "stale_command_obeyed": [obeyed(Fence(2, 1)), obeyed(Fence(1, 9), "act-2.stop.host-a.1")],
+    "command_obeyed_twice": [obeyed(Fence(1, 1)), obeyed(Fence(1, 1))],
+    "older_rank_alive": [WorkerBegan(1.0, "host-a", "job", 1, 0), WorkerBegan(2.0, "host-a", "job", 2, 0)],
+    "restored_torn_step": [Restored(1.0, "job", 1, 5, 1, 5, 5, True)],
+    "restored_mixed_steps": [Restored(1.0, "job", 1, -1, -1, -1, -1, False)],
+    "lost_steps": [Restored(1.0, "job", 1, -1, -1, 5, 6, True)],
+    "healthy_host_condemned": [Condemned(1.0, "host-a", True, "host-b")],
+    "core_fault": [CoreFault(1.0, "action_cannot_be_moved", "{}")],
+}
+
+
+@pytest.mark.parametrize("invariant", FACTS)
+def test_what_must_not_happen_is_found(good: Run, invariant: str) -> None:
+    found = {violation.invariant for violation in check_history(FACTS[invariant], good.record)}
+    assert invariant in found
+    harmless: list[Fact] = [obeyed(Fence(1, 1)), obeyed(Fence(1, 1), resumed=True), Condemned(1.0, "host-a", True, "")]
+    assert check_history(harmless, good.record) == []
+
+
+def test_a_step_beyond_the_branch_of_its_history_is_dead(good: Run) -> None:
+    """Generation 2 went back from step 9 to step 4: what generation 1 saved after that is another history."""
+    began: list[Fact] = [Restored(1.0, "job", 1, -1, -1, -1, -1, True)]
+    steps: list[Fact] = [Saved(2.0, "job", 1, 4), Saved(3.0, "job", 1, 9)]
+    back: list[Fact] = [Restored(4.0, "job", 2, 4, 1, 4, 9, True)]
+    fine = Restored(5.0, "job", 3, 4, 1, 4, 4, True)
+    dead = Restored(5.0, "job", 3, 9, 1, 4, 4, True)
+    assert check_history([*began, *steps, *back, fine], good.record) == []
+    (violation,) = check_history([*began, *steps, *back, dead], good.record)
+    assert violation.invariant == "restored_dead_branch"
+
+
+def test_a_replay_that_decides_otherwise_is_found(good: Run) -> None:
+    assert check_replay(good.rounds, good.record) == []
+    decisions = good.record.decisions
+    forged = msgspec.structs.replace(decisions[0].decision, reason="somebody's taste")
+    (violation,) = check_replay(good.rounds, but(good.record, decisions=changed(decisions, 0, decision=forged)))
+    assert violation.what.startswith("dec-1: reason was")

@@ -1,0 +1,194 @@
+"""What the policy does about hosts that an operator wants to be left, and about notices that are taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
+from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
+from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
+from flyball.contracts.drains import DrainState
+from flyball.contracts.signals import PreemptionNotice, Signal
+from services.controller.policy import decide
+from services.controller.view import (
+    ActionView,
+    DrainView,
+    GenerationView,
+    HostView,
+    JobView,
+    Outcome,
+    PolicySettings,
+    RankView,
+    View,
+)
+
+NOW = 10_000.0
+SETTINGS = PolicySettings()
+ASKED = DrainView(DrainState.REQUESTED, NOW - 1, NOW + 299, "new fans")
+OVERDUE = DrainView(DrainState.REQUESTED, NOW - 301, NOW - 1)
+CANCELLED = DrainView(DrainState.CANCELLED, NOW - 1, NOW - 1)
+SPEC = JobSpec(
+    job="job", argv=("t.py",), workdir="/", nnodes=2, nproc_per_node=1, checkpoint=CheckpointSpec(every_steps=10)
+)
+GENERATION = GenerationView(
+    generation=2,
+    parent=1,
+    lineage=(LineageEntry(1, 40), LineageEntry(2)),
+    hosts=(HostRanks("a", "ip", "a:7", (0,)), HostRanks("b", "ip", "b:7", (1,))),
+    peers={},
+    started_at=NOW - 100,
+    restore_step=40,
+    restart_count=1,
+    ranks=(RankView(0, "a", 52, Phase.STEP, NOW - 0.1), RankView(1, "b", 51, Phase.STEP, NOW - 0.1)),
+)
+JOB = JobView(SPEC, JobState.RUNNING, NOW - 1000, False, GENERATION, newest_step=52, message="running on a, b")
+
+
+def host(name: str, *, state: HostState = HostState.HEALTHY, **more: object) -> HostView:
+    job = "job" if name in "ab" else ""
+    facts = {"since": NOW - 500, "last_report_at": NOW - 0.1, "job": job, "failure_domain": "", "free_port": 1}
+    merged = {**facts, **more}
+    return HostView(host_id=name, state=state, address="ip", engine_address=f"{name}:7", **merged)  # type: ignore[arg-type]  # a builder
+
+
+def view(
+    *hosts: HostView, incidents: Sequence[Incident] = (), actions: Sequence[ActionView] = (), job: JobView = JOB
+) -> View:
+    return View((job,), hosts, tuple(incidents), tuple(actions), (), 7, 70)
+
+
+def look(seen: View, *signals: Signal, now: float = NOW) -> Outcome:
+    return decide(seen, signals, SETTINGS, now)
+
+
+def saved(outcome: Outcome, state: ActionState) -> ActionView:
+    (decision,) = outcome.decisions
+    assert decision.action is not None
+    action_id = f"act-{decision.decision_id.removeprefix('dec-')}"
+    return ActionView(action_id, decision.decision_id, "inc-7", decision.action, state, "save", NOW)
+
+
+def test_a_drained_host_is_left_at_a_step_that_all_ranks_save() -> None:
+    first = look(view(host("a"), host("b", drain=ASKED), host("c")))
+    (decision,) = first.decisions
+    assert (decision.kind, decision.rule) == (DecisionKind.EMERGENCY_CHECKPOINT, "save_before_the_host_is_left")
+    assert decision.reason.startswith("An operator drains b (new fans). 299.0 s are left: every rank saves step ")
+    assert decision.action is not None and decision.action.emergency_step > 52 + 2
+    assert decision.action.deadline_s == SETTINGS.action_deadline_s
+    assert first.incidents[0].observed_at == ASKED.requested_at
+
+    seen = view(
+        host("a"),
+        host("b", drain=ASKED),
+        host("c"),
+        incidents=first.incidents,
+        actions=[saved(first, ActionState.SUCCEEDED)],
+    )
+    (moved,) = look(seen).decisions
+    assert moved.kind is DecisionKind.MIGRATE_TO_SPARE and "c takes rank 1 of b." in moved.reason
+    assert moved.action is not None and moved.action.next is not None
+    assert [part.host_id for part in moved.action.next.hosts] == ["a", "c"]
+
+
+def test_a_move_that_was_begun_is_finished_also_if_the_drain_is_taken_back() -> None:
+    first = look(view(host("a"), host("b", drain=ASKED), host("c")))
+    for state in (ActionState.SUCCEEDED, ActionState.FAILED):
+        acted = {"incidents": first.incidents, "actions": [saved(first, state)]}
+        for drain in (CANCELLED, None):
+            (decision,) = look(view(host("a"), host("b", drain=drain), host("c"), **acted)).decisions  # type: ignore[arg-type]  # as named
+            assert decision.kind is DecisionKind.MIGRATE_TO_SPARE
+
+
+def test_without_a_spare_training_goes_on_and_the_operator_is_told_once() -> None:
+    first = look(view(host("a"), host("b", drain=ASKED)))
+    (decision,) = first.decisions
+    assert (decision.kind, decision.rule, decision.action) == (DecisionKind.HOLD, "wait_for_a_spare", None)
+    assert "No spare is free to take its ranks: job job goes on there" in decision.reason
+    again = look(view(host("a"), host("b", drain=ASKED), incidents=first.incidents))
+    assert again.empty and again.wake_at > NOW
+    (later,) = look(view(host("a"), host("b", drain=ASKED), host("c"), incidents=first.incidents)).decisions
+    assert later.kind is DecisionKind.EMERGENCY_CHECKPOINT
+
+
+def test_a_drain_that_finds_no_spare_in_time_is_refused_and_the_job_left_alone() -> None:
+    waiting = look(view(host("a"), host("b", drain=ASKED))).incidents
+    outcome = look(view(host("a"), host("b", drain=OVERDUE), incidents=waiting))
+    (decision,) = outcome.decisions
+    assert (decision.kind, decision.rule, decision.action) == (DecisionKind.HOLD, "refuse_what_took_too_long", None)
+    assert "It is refused: the time for it is over (it waited for a spare host)." in decision.reason
+    assert [(c.host_id, c.state, c.ended_drain) for c in outcome.hosts] == [("b", HostState.HEALTHY, OVERDUE)]
+    assert outcome.incidents[0].state is IncidentState.ESCALATED
+    refused = msgspec.structs.replace(OVERDUE, state=DrainState.REFUSED)
+    assert look(view(host("a"), host("b", drain=refused), host("c"))).empty, "it is not tried again"
+
+
+def test_ranks_that_are_starting_are_moved_when_they_train() -> None:
+    ranks = (RankView(0, "a", -1, Phase.STARTING, NOW - 0.1), RankView(1, "b", -1, Phase.RESTORING, NOW - 0.1))
+    fresh = msgspec.structs.replace(GENERATION, ranks=ranks, started_at=NOW - 2)
+    job = msgspec.structs.replace(JOB, generation=fresh)
+    hosts = (host("a"), host("b", drain=ASKED), host("c"))
+    (decision,) = look(view(*hosts, job=job)).decisions
+    assert (decision.kind, decision.rule) == (DecisionKind.HOLD, "wait_until_all_ranks_step")
+    plain = msgspec.structs.replace(fresh, started_at=NOW - SETTINGS.action_deadline_s)
+    (decision,) = look(view(*hosts, job=msgspec.structs.replace(JOB, generation=plain))).decisions
+    assert decision.kind is DecisionKind.MIGRATE_TO_SPARE, "a script that never attaches is not waited for for ever"
+
+
+def test_a_drain_taken_back_before_anything_was_done_leaves_no_trace() -> None:
+    waiting = look(view(host("a"), host("b", drain=ASKED))).incidents
+    outcome = look(view(host("a"), host("b", drain=CANCELLED), incidents=waiting))
+    assert not outcome.decisions and outcome.incidents[0].state is IncidentState.RESOLVED
+    assert outcome.hosts[0].ended_drain == CANCELLED
+
+
+def test_a_failure_goes_first_and_leaves_the_drained_host_too() -> None:
+    silent = host("a", state=HostState.SILENT, since=NOW - 5, last_report_at=NOW - 5)
+    outcome = look(view(silent, host("b", drain=ASKED), host("c"), host("d")))
+    kinds = {decision.kind: decision for decision in outcome.decisions}
+    moved = kinds[DecisionKind.MIGRATE_TO_SPARE]
+    assert moved.action is not None and moved.action.next is not None
+    assert {part.host_id for part in moved.action.next.hosts} == {"c", "d"}
+    assert DecisionKind.EMERGENCY_CHECKPOINT not in kinds
+
+
+def test_a_drained_host_without_ranks_is_cordoned_and_gets_none() -> None:
+    outcome = look(view(host("a"), host("b"), host("c", drain=ASKED)))
+    (decision,) = outcome.decisions
+    assert (decision.kind, decision.job, decision.evidence) == (DecisionKind.CORDON, "", {"host": "c"})
+    assert decision.reason == "c: an operator drained it, and no rank is on it: new fans."
+    assert outcome.hosts[0].state is HostState.CORDONED
+    assert look(view(host("a"), host("b"), host("c", state=HostState.CORDONED, drain=ASKED))).empty
+
+
+@pytest.mark.parametrize("notice_at", [0.0, NOW + 5.0])
+def test_an_operator_gives_a_cordoned_host_back(notice_at: float) -> None:
+    cordoned = host("c", state=HostState.CORDONED, drain=CANCELLED, preempt_deadline_at=notice_at)
+    outcome = look(view(host("a"), host("b"), cordoned))
+    assert [decision.kind for decision in outcome.decisions] == [DecisionKind.UNCORDON]
+    (change,) = outcome.hosts
+    assert (change.state, change.preempt_deadline_at, change.ended_drain) == (HostState.SPARE, 0.0, CANCELLED)
+    with_ranks = host("b", state=HostState.CORDONED, drain=CANCELLED)
+    assert look(view(host("a"), with_ranks)).hosts[0].state is HostState.HEALTHY
+
+
+def test_a_notice_that_is_taken_back_frees_the_host() -> None:
+    void = Signal("c", "i1", 1, NOW, PreemptionNotice(deadline_at=0.0, source="sigterm"))
+    noticed = host("c", state=HostState.CORDONED, preempt_deadline_at=NOW + 9)
+    (change,) = look(view(host("a"), host("b"), noticed), void).hosts
+    assert (change.state, change.preempt_deadline_at) == (HostState.SPARE, 0.0)
+    assert not look(view(host("a"), host("b"), host("c")), void).hosts, "there was none"
+    drained = msgspec.structs.replace(noticed, drain=ASKED)
+    (change,) = look(view(host("a"), host("b"), drained), void).hosts
+    assert change.state is HostState.CORDONED, "an operator still wants it to be left"
+
+
+def test_a_host_that_outlives_its_notice_is_a_spare_again() -> None:
+    def cordoned(seen_at: float) -> HostView:
+        return host("c", state=HostState.CORDONED, preempt_deadline_at=NOW - 40, last_report_at=seen_at)
+
+    assert not look(view(host("a"), host("b"), cordoned(NOW - 20))).hosts
+    (change,) = look(view(host("a"), host("b"), cordoned(NOW - 1))).hosts
+    assert (change.state, change.preempt_deadline_at) == (HostState.SPARE, 0.0)

@@ -1,0 +1,331 @@
+"""A host that the sensor does not hear: who is asked about it, and what their words and its job's steps are worth."""
+
+from __future__ import annotations
+
+import msgspec
+
+from flyball.contracts import testimony
+from flyball.contracts.cluster import HostFacts, HostRanks, Phase, RankStatus
+from flyball.contracts.rank_columns import in_columns
+from flyball.contracts.signals import EngineStatus, HostReturned, HostSilent, HostSuspect, Report, SignalBody
+from flyball.contracts.wire import WIRE_VERSION
+from services.sensor.fault_detector import DetectorSettings, FaultDetector
+from services.sensor.heard_hosts import SilenceSettings
+from services.sensor.witnesses import MAX_NEIGHBOURS, neighbours
+
+TICK_S = 0.1
+BOUNDS = SilenceSettings(vouched_max_s=60.0)
+
+
+def said(now: float, interval_s: float, facts: HostFacts, engine: EngineStatus) -> Report:
+    """What the first daemon of a host reports."""
+    return Report(
+        version=WIRE_VERSION, incarnation="i1", sent_at=now, interval_s=interval_s, facts=facts, engine=engine
+    )
+
+
+class Cluster:
+    """Hosts of one job that report each second, a rank on each. Answers follow a question by one report."""
+
+    def __init__(self, *names: str, domains: dict[str, str] | None = None) -> None:
+        self.detector = FaultDetector(DetectorSettings(silence=BOUNDS))
+        self.names = names
+        self.domains = domains or {}
+        self.reports_here = set(names)
+        self.alive = set(names)
+        self.daemon_lives = set(names)
+        self.links_cut: set[frozenset[str]] = set()
+        self.liars: set[str] = set()
+        self.step = 0
+        self.trains = True
+        self.asked: dict[str, tuple[str, ...]] = {}
+        self.now = 100.0
+        self.signals: list[tuple[float, SignalBody]] = []
+        parts = tuple(HostRanks(name, "ip", f"{name}:7", (number,)) for number, name in enumerate(names))
+        ring = {name: (names[(number + 1) % len(names)],) for number, name in enumerate(names)}
+        self.near = neighbours(parts, ring)
+        self.detector.set_neighbours(self.near)
+        self.run(10)
+
+    def run(self, seconds: float) -> None:
+        for _ in range(round(seconds / TICK_S)):
+            self.now = round(self.now + TICK_S, 6)
+            if abs(self.now - round(self.now)) < 1e-6:
+                self.step += self.trains and self.alive == set(self.names)
+                for name in self.names:
+                    if name in self.reports_here & self.alive:
+                        self.keep(self.detector.observe(self.report(name), self.now))
+                        self.asked[name] = self.detector.questions(name)
+            self.keep(self.detector.tick(self.now))
+
+    def report(self, name: str) -> Report:
+        out_of_reach = [n for n in self.names if n not in self.alive or frozenset((name, n)) in self.links_cut]
+        words = [
+            testimony.Testimony(n, 0.2, 0.1 if n in self.daemon_lives or name in self.liars else 99.0)
+            for n in self.asked.get(name, ())
+            if n not in out_of_reach or name in self.liars
+        ]
+        linked = {n for n, near in self.near.items() if name in near}
+        engine = EngineStatus(True, tuple(sorted(linked.intersection(out_of_reach))), testimonies=tuple(words))
+        facts = HostFacts(name, "ip", self.domains.get(name, name), "ip:7", 1, "1", 1)
+        number = self.names.index(name)
+        status = RankStatus("j", 1, number, 10, Phase.STEP, self.step, 0.0 if self.trains else 5.0)
+        workers, progress = in_columns([status])
+        return msgspec.structs.replace(said(self.now, 1.0, facts, engine), workers=workers, progress=progress)
+
+    def keep(self, bodies: list[SignalBody]) -> None:
+        self.signals += [
+            (self.now, body) for body in bodies if isinstance(body, HostSilent | HostSuspect | HostReturned)
+        ]
+
+    def cut_from_sensor(self, *names: str) -> float:
+        self.reports_here -= set(names)
+        self.signals.clear()
+        return self.now
+
+    def kinds(self) -> list[type]:
+        return [type(body) for _, body in self.signals]
+
+
+def test_neighbours_are_those_whose_engines_have_a_link() -> None:
+    parts = tuple(HostRanks(name, "ip", "e", (number,)) for number, name in enumerate("abcdefg"))
+    near = neighbours(parts, {"c": ("d",), "d": ("e",), "a": ("b",)})
+    assert near["d"] == ("e", "c", "a"), "who has its replicas, whose it has, and the host of rank 0"
+    assert near["a"][:1] == ("b",) and len(near["a"]) == MAX_NEIGHBOURS, "with which all others have a link"
+    assert near["g"] == ("a",)
+    assert neighbours(parts[:1], {}) == {"a": ()}
+
+
+def test_a_host_that_only_the_sensor_does_not_hear_is_suspect_and_never_silent() -> None:
+    cluster = Cluster("a", "b", "c")
+    cut_at = cluster.cut_from_sensor("b")
+    cluster.run(600)
+    ((at, body),) = cluster.signals
+    assert isinstance(body, HostSuspect) and body.host_id == "b" and 4.4 < at - cut_at < 5.0
+    assert body.heard_by == ("a", "c") and body.steps_advance
+    (suspicion,) = cluster.detector.suspicion()
+    assert suspicion.heard_by == ("a", "c") and not suspicion.is_silent
+    cluster.reports_here.add("b")
+    cluster.run(2)
+    assert cluster.kinds() == [HostSuspect, HostReturned]
+    assert cluster.asked == {"a": (), "b": (), "c": ()}, "nobody is asked any more"
+
+
+def test_a_suspect_host_that_dies_is_silent_soon() -> None:
+    cluster = Cluster("a", "b", "c")
+    cluster.cut_from_sensor("b")
+    cluster.run(60)
+    cluster.alive.remove("b")
+    died_at = cluster.now
+    cluster.run(20)
+    assert cluster.kinds() == [HostSuspect, HostSilent]
+    at, body = cluster.signals[-1]
+    assert isinstance(body, HostSilent) and body.witnesses == ("a", "c") and at - died_at < 4.5
+
+
+def test_a_dead_host_is_not_called_suspect_first() -> None:
+    cluster = Cluster("a", "b", "c")
+    cluster.alive.remove("b")
+    cluster.cut_from_sensor()
+    cluster.run(20)
+    assert cluster.kinds() == [HostSilent]
+
+
+def test_one_neighbour_is_believed_while_the_job_makes_steps_and_else_for_a_while() -> None:
+    cluster = Cluster("a", "b")
+    cluster.cut_from_sensor("b")
+    cluster.run(300)
+    assert cluster.kinds() == [HostSuspect]
+    cluster.trains = False
+    stopped_at = cluster.now
+    cluster.run(60)
+    assert cluster.kinds() == [HostSuspect, HostSilent]
+    assert cluster.signals[-1][0] - stopped_at < 12.0, "its word alone had been believed for longer already"
+
+
+def test_a_lying_neighbour_delays_and_does_not_prevent() -> None:
+    cluster = Cluster("a", "b")
+    cluster.liars.add("a")
+    cluster.alive.remove("b")
+    died_at = cluster.cut_from_sensor()
+    cluster.run(100)
+    assert cluster.kinds() == [HostSuspect, HostSilent]
+    assert 59.0 < cluster.signals[-1][0] - died_at < 72.0
+
+
+def test_steps_alone_count_for_a_while() -> None:
+    cluster = Cluster("a", "b", "c")
+    cluster.detector.set_neighbours({})
+    cut_at = cluster.cut_from_sensor("b")
+    cluster.run(60)
+    assert cluster.kinds() == [HostSuspect, HostSilent]
+    assert 30.0 < cluster.signals[-1][0] - cut_at < 42.0
+
+
+def test_who_cannot_be_reached_by_its_neighbours_either_is_silent_sooner_though_it_trains() -> None:
+    cluster = Cluster("a", "b", "c")
+    cluster.links_cut = {frozenset("ab"), frozenset("bc")}
+    cut_at = cluster.cut_from_sensor("b")
+    cluster.run(60)
+    assert cluster.kinds() == [HostSuspect, HostSilent]
+    assert 10.0 < cluster.signals[-1][0] - cut_at < 11.5
+
+
+def test_an_engine_that_has_outlived_its_daemon_is_no_sign_of_it() -> None:
+    cluster = Cluster("a", "b", "c")
+    cluster.trains = False
+    cluster.run(20)
+    cluster.daemon_lives.remove("b")
+    cut_at = cluster.cut_from_sensor("b")
+    cluster.run(20)
+    assert cluster.kinds() == [HostSilent] and cluster.signals[0][0] - cut_at < 9.5
+
+
+def test_a_witness_that_is_not_heard_itself_does_not_count_and_is_not_asked() -> None:
+    cluster = Cluster("a", "b", "c", "d", "e")
+    cluster.trains = False
+    cluster.run(20)
+    cluster.cut_from_sensor("b", "c")
+    cluster.run(3)
+    assert set(cluster.detector.questions("c")) == set() and cluster.detector.questions("a") == ("b", "c")
+    assert all("c" not in suspicion.heard_by for suspicion in cluster.detector.suspicion())
+
+
+def test_witnesses_from_the_same_failure_domain_weigh_less_than_others() -> None:
+    silent_after = {}
+    for domain_of_c in ("near", "far"):
+        cluster = Cluster("a", "b", "c", domains={"a": "elsewhere", "b": "near", "c": domain_of_c})
+        cluster.detector.set_neighbours({})
+        cluster.near = {"b": ("c",)}
+        cluster.trains = False
+        cluster.run(20)
+        cluster.alive.remove("b")
+        died_at = cluster.cut_from_sensor()
+        cluster.run(20)
+        assert cluster.kinds() == [HostSilent]
+        silent_after[domain_of_c] = cluster.signals[0][0] - died_at
+    assert silent_after["far"] < 3.5 and 4.0 < silent_after["near"] < 5.0
+
+
+def test_a_rack_behind_one_switch_falls_as_one() -> None:
+    rack = [f"r{number:02}" for number in range(32)]
+    names = ("a", *rack, "z")
+    cluster = Cluster(*names, domains=dict.fromkeys(rack, "s7"))
+    cluster.alive -= set(rack)
+    died_at = cluster.cut_from_sensor()
+    cluster.run(30)
+    silent = [(at, body) for at, body in cluster.signals if isinstance(body, HostSilent)]
+    assert [body.host_id for _, body in silent] == rack
+    assert len({at for at, _ in silent}) == 1, "all at once"
+    assert {(body.domain, body.together, body.within_s) for _, body in silent} == {("s7", 32, 0.0)}
+    assert silent[0][0] - died_at < 3.5, "the witnesses against some are witnesses against all"
+
+
+def test_when_half_of_all_are_not_heard_the_sensor_waits_longest() -> None:
+    cluster = Cluster(*"abcdef")
+    cluster.detector.set_neighbours({})
+    cluster.trains = False
+    cluster.run(20)
+    cut_at = cluster.cut_from_sensor(*"abcd")
+    cluster.run(20)
+    assert cluster.kinds() == [HostSilent] * 4
+    assert all(14.9 < at - cut_at < 15.3 for at, _ in cluster.signals)
+
+
+def test_a_sensor_that_was_stopped_accuses_nobody_that_reports_again_in_time() -> None:
+    cluster = Cluster("a", "b", "c")
+    cluster.now += 30.0  # SIGSTOP, SIGCONT; daemons that had no answer wait for up to 2 s before they try again
+    cluster.cut_from_sensor("a", "b", "c")
+    cluster.run(2)
+    cluster.reports_here = {"a", "b", "c"}
+    cluster.run(10)
+    assert cluster.signals == []
+    cluster.alive.remove("c")
+    cluster.run(20)
+    assert cluster.kinds() == [HostSilent]
+
+
+def test_a_short_report_interval_outlives_a_stopped_sensor_too() -> None:
+    detector = FaultDetector(DetectorSettings())
+
+    def report(name: str) -> list[SignalBody]:
+        facts = HostFacts(name, "ip", name, "ip:7", 1, "1", 1)
+        return detector.observe(said(now, 0.2, facts, EngineStatus(True)), now)
+
+    now = 100.0
+    for _ in range(50):
+        now += TICK_S
+        assert [*report("a"), *report("b"), *detector.tick(now)] == []
+    now += 30.0
+    for _ in range(40):  # 4 s, where a deadline is 0.6 s
+        now += TICK_S
+        assert detector.tick(now) == []
+    assert [*report("a"), *report("b")] == []
+
+
+def test_a_sensor_tells_of_a_host_that_only_another_one_does_not_hear() -> None:
+    """The host reports to `near`, its neighbour to `far`; each knows by the database when the other last heard."""
+    near, far = FaultDetector(DetectorSettings()), FaultDetector(DetectorSettings())
+    for detector in (near, far):
+        detector.set_neighbours({"a": ("b",), "b": ("a",)})
+    found: list[tuple[str, float, SignalBody]] = []
+    heard = {"a": 100.0, "b": 100.0}
+    asked: tuple[str, ...] = ()
+    cut_at, now = 130.0, 100.0
+    while now < cut_at + 7.5:
+        now = round(now + TICK_S, 6)
+        found += [("near", now, body) for body in near.tick(now)] + [("far", now, body) for body in far.tick(now)]
+        if abs(now - round(now)) > 1e-6:
+            continue
+        for detector in (near, far):
+            for name, at in heard.items():
+                detector.expect(name, now, now - at + 1.0, at)  # it takes some time through the database
+        words = tuple(testimony.Testimony(name, 0.2, 0.1) for name in asked)
+        for name, detector in (("a", near), ("b", far)):
+            if name == "b" or now < cut_at:
+                facts = HostFacts(name, "ip", name, "ip:7", 1, "1", 1)
+                engine = EngineStatus(True, testimonies=words if name == "b" else ())
+                detector.observe(said(now, 1.0, facts, engine), now)
+                heard[name] = now
+        asked = far.questions("b")
+    ((who, at, body),) = found
+    assert who == "far" and isinstance(body, HostSuspect) and body.host_id == "a" and body.heard_by == ("b",)
+    assert at - cut_at < 5.0, "before the other one, which nobody tells anything, calls it silent"
+
+
+def test_clocks_that_disagree_do_not_condemn_a_host_that_another_sensor_hears() -> None:
+    detector = FaultDetector(DetectorSettings())
+    now, elsewhere = 100.0, 5_000_000.0  # its wall clock is 40 s behind ours
+    detector.expect("b", now, 40.0, elsewhere)
+    for _ in range(200):
+        for _ in range(10):
+            now += TICK_S
+            assert detector.tick(now) == []
+        elsewhere += 1.0
+        detector.expect("b", now, 40.0, elsewhere)
+
+
+def test_a_silent_host_is_no_less_so_because_it_is_told_a_little_differently_each_time() -> None:
+    detector = FaultDetector(DetectorSettings())
+    now = 100.0
+    facts = HostFacts("b", "ip", "b", "ip:7", 1, "1", 1)
+    detector.observe(said(now, 1.0, facts, EngineStatus(True)), now)
+    found: list[SignalBody] = []
+    for second in range(12):
+        detector.expect("b", now, second + 0.01, 5_000_000.0 + 0.02 * (second % 3))
+        for _ in range(10):
+            now += TICK_S
+            found += detector.tick(now)
+    assert [type(body) for body in found] == [HostSilent]
+
+
+def test_a_witness_that_is_late_for_a_moment_has_not_taken_its_word_back() -> None:
+    cluster = Cluster("a", "b")
+    cluster.cut_from_sensor("b")
+    cluster.run(60)
+    for _ in range(5):
+        cluster.reports_here.remove("a")
+        cluster.run(2)  # late: yellow at half of its deadline
+        cluster.reports_here.add("a")
+        cluster.run(2)
+    assert cluster.kinds() == [HostSuspect]

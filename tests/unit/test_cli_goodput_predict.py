@@ -1,0 +1,111 @@
+"""`flyball goodput predict`: from runs, with and without failures, and from numbers that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from goodput_runs import interrupted_run
+
+from flyball.cli.main import run_cli
+from goodput.calculator import calculate
+from goodput.events import write_events
+from goodput.prediction import Tier, optimal_tiers
+
+EVENTS = interrupted_run()
+
+
+@pytest.fixture
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    write_events("a.jsonl", EVENTS)
+    write_events("steady.jsonl", interrupted_run(interruptions=0))
+    return tmp_path
+
+
+def output_of(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert run_cli(["goodput", "predict", *line.split()]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def json_of(line: str, capsys: pytest.CaptureFixture[str]) -> Any:  # noqa: ANN401 - JSON
+    return json.loads(output_of(f"{line} -o json", capsys))
+
+
+def test_the_restore_that_was_seen_is_not_counted_beside_those_of_the_tiers(
+    logs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = calculate(EVENTS)
+    restore_s = seen.repair["restore"].mean_s
+    assert seen.mttf_s and seen.mttr_s and restore_s
+    assert restore_s == pytest.approx(16.0)
+    store = Tier("persistent", 20.0, 120.0, 1.0)
+    plan = optimal_tiers([store], mtti_s=seen.mttf_s, repair_s=seen.mttr_s - restore_s, step_s=seen.step_s)
+
+    found = json_of("a.jsonl --tier persistent:20:120:1", capsys)
+
+    assert found["tiers"]["goodput"] == pytest.approx(plan.goodput)
+    assert found["goodput"] == json_of("a.jsonl", capsys)["goodput"], "without tiers the whole restart counts"
+    assert "16.0s of a restart" in output_of("a.jsonl --tier persistent:20:120:1", capsys)
+    given = json_of("a.jsonl --tier persistent:20:120:1 --restart-s 30", capsys)
+    assert (given["assumptions"]["restore_s"], given["notes"]) == (0.0, []), "what is given is without the restore"
+
+
+def test_of_a_run_without_failures_it_says_what_can_be_said(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json_of("steady.jsonl", capsys)
+    assert (found["assumptions"]["mtti_s"], found["goodput"], found["best_interval_s"]) == (None, None, None)
+    seen = found["recommendation"]
+    assert "no interruption was seen in" in seen["text"]
+    text = output_of("steady.jsonl", capsys)
+    assert "no interruption was seen in" in text and "or more, with 97.5% confidence" in text
+    bound_s = text.partition("for example --mtti-s ")[2].partition(")")[0]
+    assert float(bound_s) == pytest.approx(seen["mtti_at_least_s"], abs=1.0)
+    assert json_of(f"steady.jsonl --mtti-s {bound_s} --restart-s 60", capsys)["best_interval_steps"] > 0
+    assert run_cli(["goodput", "predict", "steady.jsonl", "--mtti-s", "6500"]) == 2
+    assert "give --restart-s" in capsys.readouterr().err
+
+
+def test_how_sure_it_is_is_told_with_it(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = calculate(EVENTS).recommendation
+    assert seen is not None
+    found = json_of("a.jsonl", capsys)["recommendation"]
+    assert (found["text"], tuple(found["save_every_steps_range"])) == (seen.text, seen.save_every_steps_range)
+    assert "With 95% confidence the optimum lies between" in output_of("a.jsonl", capsys)
+    assert json_of("--mtti-s 6500 --restart-s 20", capsys)["recommendation"] is None
+
+
+def test_without_a_step_time_nothing_is_told_in_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--mtti-s 3600 --restart-s 20 --tier persistent:20:120:1"
+    (tier,) = json_of(line, capsys)["tiers"]["tiers"]
+    assert tier["interval_steps"] is None and tier["interval_s"] > 0
+    assert "steps" not in output_of(line, capsys)
+    (tier,) = json_of(f"{line} --step-s 2", capsys)["tiers"]["tiers"]
+    assert tier["interval_s"] == 2.0 * tier["interval_steps"]
+    assert "steps" in output_of(f"{line} --step-s 2", capsys)
+
+
+def test_saves_of_which_nobody_says_what_they_cost_are_said_to_be_free(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--mtti-s 6500 --restart-s 20 --interval-s 600"
+    assert "saves are counted as free" in output_of(line, capsys)
+    assert json_of(f"{line} --save-s 30", capsys)["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("numbers", "says"),
+    [
+        ("--mtti-s -5 --restart-s 1", "mtti_s cannot be -5"),
+        ("--mtti-s nan --restart-s 1", "mtti_s cannot be nan"),
+        ("--mtti-s 100 --restart-s inf", "repair_s cannot be inf"),
+        ("--mtti-s 100 --restart-s 1 --step-s 0", "step_s cannot be 0"),
+        ("--mtti-s 100 --restart-s 1 --save-s 1 --step-s 0", "step_s cannot be 0"),
+        ("--mtti-s 100 --restart-s 1 --interval-s 0", "interval_s cannot be 0"),
+        ("--mtti-s 100 --restart-s 1 --tier a:1:1:nan", "cannot survive nan"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(numbers: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(["goodput", "predict", *numbers.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and says in err and "Next step: " in err

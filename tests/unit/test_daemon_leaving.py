@@ -1,0 +1,96 @@
+"""What a daemon does between SIGTERM and its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from flyball.contracts.clock import SystemClock
+from flyball.contracts.drains import Departure
+from flyball.contracts.errors import FlyballError, Unreachable
+from flyball.contracts.signals import PreemptionNotice, SignalBody
+from host_daemon.leaving import FACT, Leaving, Left
+
+GO = Departure(may_leave=True)
+WAIT = Departure(may_leave=False, waits_for="the ranks of job gpt to be moved")
+
+
+class World:
+    """A supervisor's answers, one after the other (the last for ever), and what was said to it."""
+
+    def __init__(self, *answers: Departure | FlyballError, ranks: int = 1) -> None:
+        self.answers: Iterator[Departure | FlyballError] = iter(answers)
+        self.last: Departure | FlyballError = WAIT
+        self.ranks = ranks
+        self.said: list[SignalBody] = []
+        self.facts: dict[str, str] = {}
+        self.on_notice: Callable[[], None] = lambda: None
+
+    async def signal(self, body: SignalBody) -> None:
+        self.said.append(body)
+        self.on_notice()
+
+    async def ask(self) -> Departure:
+        self.last = next(self.answers, self.last)
+        if isinstance(self.last, FlyballError):
+            raise self.last
+        return self.last
+
+    async def get(self, name: str) -> str | None:
+        return self.facts.get(name)
+
+    async def set(self, name: str, value: str) -> None:
+        self.facts[name] = value
+
+    def leaving(self, timeout_s: float = 5.0) -> Leaving:
+        return Leaving(
+            timeout_s=timeout_s,
+            clock=SystemClock(),
+            signal=self.signal,
+            ask=self.ask,
+            has_ranks=lambda: self.ranks > 0,
+            facts=self,
+        )
+
+
+def run(world: World, timeout_s: float = 5.0) -> Left:
+    return asyncio.run(world.leaving(timeout_s).run())
+
+
+def test_a_host_without_ranks_says_nothing_and_waits_for_nothing() -> None:
+    world = World(ranks=0)
+    assert run(world) is Left.IDLE and not world.said
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.15])
+def test_without_a_supervisor_nobody_is_waited_for(timeout_s: float) -> None:
+    world = World(Unreachable("away"))
+    assert run(world, timeout_s) is Left.UNHEARD and not world.said
+
+
+def test_it_waits_until_the_ranks_are_gone_and_the_supervisor_lets_it_go() -> None:
+    world = World(WAIT, WAIT, Unreachable("a moment"), WAIT, GO)
+    world.on_notice = lambda: setattr(world, "ranks", 0)  # stopped at once; their state is fetched later
+    before = SystemClock().wall_s()
+    assert run(world, 120.0) is Left.MOVED
+    (notice,) = world.said
+    assert isinstance(notice, PreemptionNotice) and notice.source == "sigterm"
+    assert before <= notice.deadline_at - 120.0 <= SystemClock().wall_s()
+    assert next(world.answers, None) is None, "it heard all of them"
+
+
+@pytest.mark.parametrize("answer", [WAIT, GO, Unreachable("gone for good")])
+def test_it_does_not_wait_longer_than_it_may(answer: Departure | FlyballError) -> None:
+    world = World(WAIT, answer)  # GO while ranks are here is no leave
+    assert run(world, 0.3) is Left.OVERDUE
+
+
+def test_the_next_daemon_takes_the_notice_back_once() -> None:
+    world = World(WAIT)
+    run(world, 0.15)
+    assert world.facts[FACT]
+    asyncio.run(world.leaving().withdraw())
+    asyncio.run(world.leaving().withdraw())
+    assert [body.deadline_at > 0.0 for body in world.said if isinstance(body, PreemptionNotice)] == [True, False]

@@ -1,0 +1,62 @@
+"""Full collections that take long leave out what has lived through one, until all is looked through again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from services.runtime.collector import LONG_S, LOOK_THROUGH_EVERY_S, LeaveOutOld
+
+
+class ManualClock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def wall_s(self) -> float:
+        return self.now_s
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+
+def test_what_lived_through_a_long_collection_is_left_out_for_an_hour() -> None:
+    clock = ManualClock()
+    done: list[str] = []
+    leave_out = LeaveOutOld(clock, freeze=lambda: done.append("freeze"), unfreeze=lambda: done.append("unfreeze"))
+
+    def collect(took_s: float, generation: int = 2) -> list[str]:
+        done.clear()
+        leave_out("start", {"generation": generation})
+        clock.now_s += took_s
+        leave_out("stop", {"generation": generation})
+        return list(done)
+
+    assert collect(LONG_S / 2) == []
+    assert collect(2 * LONG_S, generation=1) == []
+    assert collect(2 * LONG_S) == ["freeze"]
+    assert collect(LONG_S / 2) == []
+    assert collect(2 * LONG_S) == ["freeze"]
+    clock.now_s += LOOK_THROUGH_EVERY_S
+    assert collect(LONG_S / 2) == ["unfreeze"]
+    assert collect(LONG_S / 2) == []
+    assert collect(2 * LONG_S) == ["freeze"]
+
+
+SCRIPT = """
+import gc, weakref
+from services.runtime import collector
+from flyball.contracts.clock import SystemClock
+class Thing: pass
+collector.LONG_S = 0.0
+gc.callbacks.append(collector.LeaveOutOld(SystemClock()))
+things = [Thing() for _ in range(1000)]
+gone = weakref.ref(things[0])
+gc.collect()
+assert gc.get_freeze_count() > 1000, gc.get_freeze_count()
+del things
+assert gone() is None
+"""
+
+
+def test_what_is_left_out_is_freed_when_it_is_dropped() -> None:
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)

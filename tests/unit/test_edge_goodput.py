@@ -1,0 +1,178 @@
+"""Goodput as the API gives it: as it was asked for, and no more work than a bound."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from typing import Any
+
+import pytest
+from goodput_runs import START, interrupted_run
+
+from flyball.contracts.errors import NotFound, UsageError
+from flyball.contracts.events import Event
+from goodput.calculator import calculate
+from goodput.options import Options
+from goodput.report import to_json
+from services.api import goodput
+from services.api.goodput import FRESH_S, FRESH_SHARE, MAX_AT_ONCE, Asked, GoodputReports, ReportsBusy
+from services.runtime.problem_details import details_of
+
+EVENTS = interrupted_run(ended=False)
+NOW = EVENTS[-1].at + 10.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def wall_s(self) -> float:
+        return NOW
+
+
+class Log:
+    """The event log. Some jobs' events take long to read."""
+
+    def __init__(self, events: list[Event], clock: Clock) -> None:
+        self.events = list(events)
+        self.clock = clock
+        self.read_after: list[int] = []
+        self.read_s: dict[str, float] = {}
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+    def read(self, job: str, after: int, limit: int, kinds: object = ()) -> list[tuple[int, Event]]:
+        self.read_after.append(after)
+        self.clock.now_s += self.read_s.get(job, 0.0)
+        assert self.goes_on.wait(60.0)
+        numbered = enumerate(self.events, 1)
+        return [(number, event) for number, event in numbered if number > after and event.job in (job, "")][:limit]
+
+
+class Jobs:
+    def job(self, name: str) -> dict[str, Any]:
+        return {"ended_at": None}
+
+
+def reports_of(events: list[Event]) -> tuple[GoodputReports, Log, Clock]:
+    clock = Clock()
+    log = Log(events, clock)
+    return GoodputReports(events=log, reads=Jobs(), clock=clock), log, clock  # type: ignore[arg-type]
+
+
+def test_without_a_wish_it_is_the_report_up_to_now() -> None:
+    reports, _, _ = reports_of(EVENTS)
+    assert reports.report("llama") == to_json(calculate(EVENTS, now=NOW))
+
+
+def test_it_is_what_was_asked_for() -> None:
+    reports, _, _ = reports_of(EVENTS)
+    options = Options(gpu_hour_price=2.0, window_s=600.0, from_at=START + 1000.0, to_at=START + 5000.0)
+    found = reports.report("llama", Asked(options, timeline_bins=20))
+    timeline = found.pop("timeline")
+    assert found == to_json(calculate(EVENTS, now=NOW, options=options))
+    assert len(timeline) == 20
+    assert found["cost"] == pytest.approx(2.0 * 8 * 4000.0 / 3600.0)
+    assert sum(b["seconds_by_category"].get("useful", 0.0) for b in timeline) == pytest.approx(
+        found["seconds_by_category"]["useful"]
+    )
+
+
+def test_asking_again_is_free_for_a_moment_and_then_new() -> None:
+    reports, log, clock = reports_of(EVENTS[:40])
+    first = reports.report("llama")
+    reads = len(log.read_after)
+    log.events = list(EVENTS)
+    assert reports.report("llama") is first
+    assert len(log.read_after) == reads
+    assert reports.report("llama", Asked(timeline_bins=5))["steps"] != first["steps"]
+    assert 0 not in log.read_after[1:], "nothing is read again"
+    clock.now_s = FRESH_S + 0.1
+    assert reports.report("llama") == to_json(calculate(EVENTS, now=NOW))
+
+
+def test_what_took_long_is_new_for_longer() -> None:
+    """Or whoever looks all the time would have it calculated all the time."""
+    reports, log, clock = reports_of(EVENTS)
+    log.read_s["llama"] = 10.0
+    first = reports.report("llama")
+    took_s = clock.now_s
+    assert took_s >= 10.0
+    clock.now_s += FRESH_SHARE * took_s
+    assert reports.report("llama") is first
+    clock.now_s += 0.1
+    assert reports.report("llama") is not first
+
+
+def test_ways_of_asking_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goodput, "MAX_REPORTS_KEPT", 2)
+    reports, _, _ = reports_of(EVENTS[:40])
+    first = reports.report("llama")
+    second = reports.report("llama", Asked(timeline_bins=1))
+    assert reports.report("llama") is first
+    reports.report("llama", Asked(timeline_bins=2))
+    assert reports.report("llama", Asked(timeline_bins=1)) is second
+    assert reports.report("llama") is not first
+
+
+def test_who_would_wait_too_long_is_told_at_once() -> None:
+    reports, log, _ = reports_of(EVENTS)
+    log.goes_on.clear()
+    with ThreadPoolExecutor(MAX_AT_ONCE + 1) as clients:
+        asked = [clients.submit(reports.report, "llama") for _ in range(MAX_AT_ONCE + 1)]
+        try:
+            (refused,), others = wait(asked, timeout=60.0, return_when=FIRST_COMPLETED)
+        finally:
+            log.goes_on.set()
+        error = refused.exception()
+        assert isinstance(error, ReportsBusy)
+        problem = details_of(error)
+        assert (problem.status, problem.headers) == (503, {"Retry-After": "2"})
+        expected = to_json(calculate(EVENTS, now=NOW))
+        assert [answer.result(60.0) for answer in others] == [expected] * MAX_AT_ONCE
+    assert reports.report("llama") == expected, "there is room again"
+
+
+def test_who_asks_for_what_is_there_waits_for_nobody() -> None:
+    reports, log, _ = reports_of(EVENTS[:40])
+    expected = reports.report("llama")
+    log.goes_on.clear()
+    with ThreadPoolExecutor(MAX_AT_ONCE + 1) as clients:
+        asked = [clients.submit(reports.report, "llama", Asked(timeline_bins=n + 1)) for n in range(MAX_AT_ONCE + 1)]
+        try:
+            wait(asked, timeout=60.0, return_when=FIRST_COMPLETED)  # the one that is refused: the others are waiting
+            assert reports.report("llama") is expected
+        finally:
+            log.goes_on.set()
+
+
+def test_events_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (interrupted_run(job=job, interruptions=1, steps_between=20) for job in ("a", "b"))
+    reports, log, clock = reports_of([*one, *other])
+
+    def read_from(job: str) -> int:
+        log.read_after.clear()
+        clock.now_s += FRESH_S + 0.1
+        assert reports.report(job)["job"] == job
+        return log.read_after[0]
+
+    each, too = (sum(goodput.values_in(event) for _, event in log.read(job, 0, 1000)) for job in ("a", "b"))
+    assert each == too > len(one)
+    monkeypatch.setattr(goodput, "MAX_VALUES_KEPT", 2 * each)
+    assert 0 not in [read_from(job) for job in ("a", "b", "a", "b")][2:]
+    monkeypatch.setattr(goodput, "MAX_VALUES_KEPT", 2 * each - 1)
+    ends = {job: log.read(job, 0, 100)[-1][0] for job in ("a", "b")}
+    assert [read_from(job) for job in ("b", "b", "a", "a", "b")] == [ends["b"], ends["b"], 0, ends["a"], 0]
+    monkeypatch.setattr(goodput, "MAX_VALUES_KEPT", each - 1)
+    assert [read_from(job) for job in ("b", "b")] == [ends["b"], 0], "what is too much by itself is read each time"
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UsageError):
+        Options(from_at=10.0, to_at=5.0)
+    reports, _, _ = reports_of([])
+    with pytest.raises(NotFound):
+        reports.report("llama")

@@ -1,0 +1,150 @@
+"""What a sensor makes of the reports that it takes, and of those that it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from flyball.contracts.cluster import HostFacts
+from flyball.contracts.signals import EngineStatus, HostReturned, HostSilent, Report, Signal
+from flyball.contracts.wire import WIRE_VERSION, encode
+from services.actuator.notify import AsyncWakeup
+from services.runtime.auth import Authenticator
+from services.runtime.telemetry import Metrics
+from services.runtime.wakeup import LocalWakeup
+from services.sensor.committed import CommittedPositions
+from services.sensor.fault_detector import DetectorSettings, FaultDetector
+from services.sensor.hot_path import ReportDesk
+from services.sensor.ingest import Ingest
+from services.sensor.report_queue import ReportQueue
+
+
+def report(host_id: str) -> Report:
+    facts = HostFacts(
+        host_id=host_id,
+        address="127.0.0.1",
+        failure_domain="rack-1",
+        engine_address="",
+        free_port=1,
+        daemon_version="0",
+        pid=1,
+    )
+    return Report(
+        version=WIRE_VERSION,
+        incarnation=f"i-{host_id}",
+        sent_at=0.0,
+        interval_s=1.0,
+        facts=facts,
+        engine=EngineStatus(alive=True),
+    )
+
+
+class ManualClock:
+    """Stands still unless told."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000_000.0
+
+    def wall_s(self) -> float:
+        return self.now_s
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+
+def test_what_the_sensor_found_out_is_published_again_until_it_is_committed() -> None:
+    clock = ManualClock()
+    queue = ReportQueue(max_items=1000, max_size_bytes=1_000_000)
+    stored: dict[str, int] = {}
+    committed = CommittedPositions(lambda _: dict(stored), clock)
+    detector = FaultDetector(DetectorSettings())
+    ingest = Ingest(
+        sensor_id="s",
+        incarnation="i1",
+        detector=detector,
+        queue=queue,
+        committed=committed,
+        clock=clock,
+        metrics=Metrics(),
+    )
+    detector.set_neighbours({"b": ("a",)})
+    asked: list[tuple[str, ...]] = []
+    published: list[Signal] = []
+
+    def let_pass(seconds: int, *hosts: str) -> None:
+        for _ in range(seconds):
+            for host_id in hosts:
+                present = msgspec.structs.replace(report(host_id), sent_at=clock.now_s)
+                asked.append(ingest.accept(present, host_id=host_id, size_bytes=10).ask)
+            for _ in range(10):
+                clock.now_s += 0.1
+                ingest.tick(clock.now_s)
+            for item in queue.take(max_hosts=1000, timeout_s=0.0).signals:
+                published.extend(signal for signal in item.signals if item.report is None)
+
+    let_pass(10, "a", "b")
+    assert not any(asked)
+    let_pass(10, "a")
+    assert asked[-1] == ("b",), "its neighbour is asked with the reply"
+    (silent,) = published
+    assert isinstance(silent.body, HostSilent) and (silent.source, silent.seq) == ("sensor.s", 1)
+    let_pass(10, "a")  # whatever was on the bus is lost
+    assert published == [silent] * 3
+    stored["i1"] = 1
+
+    async def look() -> None:
+        looking = asyncio.create_task(committed.run(AsyncWakeup(LocalWakeup(), "events")))
+        while not committed.is_committed("i1", 1):
+            await asyncio.sleep(0)
+        looking.cancel()
+
+    asyncio.run(asyncio.wait_for(look(), 120))
+    let_pass(30, "a")
+    assert published == [silent] * 3
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        encode(msgspec.structs.replace(report("b"), version=WIRE_VERSION + 1)),
+        b'{"version":1,"workers":[{"rank":0,"step":9}],"sent_at":0.0}',
+    ],
+)
+def test_a_report_of_another_release_is_refused_and_its_host_is_alive(body: bytes) -> None:
+    clock, metrics = ManualClock(), Metrics()
+    queue = ReportQueue(max_items=1000, max_size_bytes=1_000_000)
+    detector = FaultDetector(DetectorSettings())
+    ingest = Ingest(
+        sensor_id="s",
+        incarnation="i1",
+        detector=detector,
+        queue=queue,
+        committed=CommittedPositions(lambda _: {}, clock),
+        clock=clock,
+        metrics=metrics,
+    )
+    desk = ReportDesk(ingest, Authenticator("s" * 32), metrics)
+    raised: dict[int, Signal] = {}
+    detector.expect("b", clock.now_s, 0.0, clock.now_s)
+
+    def let_pass(seconds: int, *, is_there: bool) -> None:
+        for second in range(seconds):
+            ingest.accept(msgspec.structs.replace(report("a"), sent_at=clock.now_s), host_id="a", size_bytes=10)
+            if is_there and second % 2 == 0:  # what is refused comes again after two seconds
+                assert desk.answer(body, "b", []).startswith(b"HTTP/1.1 400 ")
+            for _ in range(10):
+                clock.now_s += 0.1
+                ingest.tick(clock.now_s)
+            batch = queue.take(max_hosts=1000, timeout_s=0.0)
+            assert not any(item.report and item.report.facts.host_id == "b" for item in batch.reports)
+            raised.update({signal.seq: signal for item in batch.signals for signal in item.signals})
+
+    let_pass(120, is_there=True)
+    assert not raised
+    assert ingest.vouches.age_s("b", clock.now_s) <= 2.0
+    let_pass(120, is_there=False)
+    assert [type(signal.body) for signal in raised.values()] == [HostSilent]
+    let_pass(10, is_there=True)
+    assert [type(signal.body) for signal in raised.values()] == [HostSilent, HostReturned]

@@ -1,0 +1,273 @@
+"""A host is heard of the ranks that it was given, and of no others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import pytest
+
+from flyball.contracts.cluster import HostFacts, HostRanks, Phase, RankStatus
+from flyball.contracts.decisions import GenerationPlan
+from flyball.contracts.rank_columns import CompletedSteps, RankSteps, in_columns, statuses_in, steps_together
+from flyball.contracts.signals import EngineStatus, RankMarks, RankStalled, Report
+from flyball.contracts.wire import WIRE_VERSION
+from services.runtime.telemetry import Metrics
+from services.sensor import early_steps
+from services.sensor.committed import CommittedPositions
+from services.sensor.early_steps import EarlySteps
+from services.sensor.fault_detector import DetectorSettings, FaultDetector
+from services.sensor.ingest import Ingest
+from services.sensor.placed import Placed, given_in
+from services.sensor.report_queue import ReportQueue
+from services.sensor.step_log import StepSummary
+from services.store.placements import Placements
+
+HUGE = 2**31 - 1
+PLAN = GenerationPlan("job", 3, 2, (HostRanks("a", "", "", (0, 1)), HostRanks("b", "", "", (2, 3))), {}, (), 0)
+PLACED = Placed({("job", 3): given_in(PLAN)})
+
+
+def status(
+    rank: int,
+    *,
+    generation: int = 3,
+    step: int = 5,
+    age_s: float = 0.1,
+    job: str = "job",
+    phase: Phase = Phase.STEP,
+) -> RankStatus:
+    return RankStatus(job, generation, rank, 100 + rank, phase, step, age_s)
+
+
+def steps(rank: int, *, generation: int = 3, step: int = 5) -> RankSteps:
+    return RankSteps("job", generation, rank, step, (900.0 + step,))
+
+
+def marks(rank: int, *, generation: int = 3) -> RankMarks:
+    return RankMarks("job", generation, rank, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def report(
+    host_id: str = "a",
+    *,
+    sent_at: float = 1000.0,
+    ranks: Sequence[RankStatus] = (),
+    steps: Sequence[RankSteps] = (),
+    **parts: object,
+) -> Report:
+    workers, progress = in_columns(ranks)
+    made = Report(
+        version=WIRE_VERSION,
+        incarnation=f"inc-{host_id}",
+        sent_at=sent_at,
+        interval_s=1.0,
+        facts=HostFacts(host_id, "10.0.0.1", "", "", 0, "0", 1),
+        engine=EngineStatus(alive=True),
+        workers=workers,
+        progress=progress,
+        completed=steps_together(steps),
+    )
+    return msgspec.structs.replace(made, **parts)
+
+
+def ranks_in(told: Report) -> list[RankStatus]:
+    return list(statuses_in(told.workers, told.progress))
+
+
+def test_what_a_host_may_say_is_left_as_it_is() -> None:
+    plain = report(ranks=(status(0), status(1)), steps=(steps(0), steps(1)))
+    for told in (plain, msgspec.structs.replace(plain), report(steps=(steps(1),)), report()):
+        heard, stored = PLACED.split(told)
+        assert heard is told
+        assert stored is told
+
+
+def test_other_ranks_and_generations_that_were_never_handed_out_are_not_heard() -> None:
+    lies = report(
+        ranks=(status(0), status(2, phase=Phase.EVAL), status(0, generation=HUGE), status(0, job="other")),
+        steps=(steps(1), steps(3)),
+    )
+    for _ in range(2):
+        heard, stored = PLACED.split(lies)
+        assert ranks_in(heard) == [status(0)]
+        assert heard.completed == stored.completed == steps_together([steps(1)])
+        assert ranks_in(stored) == ranks_in(lies)  # workers that should not be there are seen by the controller
+    assert PLACED.split(report("nobody", ranks=(status(0),)))[0].workers == ()
+
+
+def test_ranks_need_not_follow_each_other() -> None:
+    apart = Placed({("job", 3): given_in(msgspec.structs.replace(PLAN, hosts=(HostRanks("a", "", "", (0, 5)),)))})
+    assert ranks_in(apart.split(report(ranks=tuple(map(status, (0, 3, 5)))))[0]) == [status(0), status(5)]
+
+
+def test_what_is_told_once_of_a_generation_that_is_new_here_passes() -> None:
+    early = report(ranks=(status(0, generation=4),), steps=(steps(0, generation=4),), marks=(marks(0, generation=4),))
+    heard, stored = PLACED.split(early)
+    assert (heard.workers, heard.progress, heard.completed) == ((), (), ())
+    assert (stored.completed, stored.marks) == (early.completed, early.marks)
+    assert PLACED.unknown(early) == ("job", 4)
+    assert PLACED.early_steps(stored.completed) == early.completed
+    many = report(steps=(steps(0, generation=4), steps(0, generation=5)), marks=(marks(2), marks(1)))
+    assert PLACED.split(many)[1].completed == steps_together([steps(0, generation=4)])
+    assert PLACED.split(many)[1].marks == (marks(1),)
+
+
+class ManualClock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def wall_s(self) -> float:
+        return self.now_s
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.queue = ReportQueue(max_items=1000, max_size_bytes=1_000_000)
+        self.ingest = Ingest(
+            sensor_id="s",
+            incarnation="i1",
+            detector=FaultDetector(DetectorSettings()),
+            queue=self.queue,
+            committed=CommittedPositions(lambda _: {}, self.clock),
+            clock=self.clock,
+            metrics=Metrics(),
+        )
+
+    def know(self, placements: Placements, *, until_read: int = 1) -> None:
+        """Let the sensor read these placements."""
+
+        async def read() -> None:
+            loop, came = asyncio.get_running_loop(), asyncio.Semaphore(0)
+
+            def look() -> Placements:
+                loop.call_soon_threadsafe(came.release)
+                return placements
+
+            reading = asyncio.create_task(self.ingest.run_placements(look))
+            for _ in range(until_read + 1):  # what was read before the last is taken in
+                await asyncio.wait_for(came.acquire(), 60.0)
+            reading.cancel()
+
+        asyncio.run(read())
+
+    def say(self, host_id: str, **parts: object) -> None:
+        self.ingest.accept(report(host_id, sent_at=self.clock.now_s, **parts), host_id=host_id, size_bytes=10)
+
+    def pass_a_second(self) -> None:
+        for _ in range(20):
+            self.clock.now_s += 0.05
+            self.ingest.tick(self.clock.now_s)
+
+    def stalled(self) -> list[RankStalled]:
+        """Each once: what is not committed is handed on again and again."""
+        items = self.queue.take(max_hosts=0, timeout_s=0.0).signals
+        told = {s.seq: s.body for item in items for s in item.signals}
+        return [body for body in told.values() if isinstance(body, RankStalled)]
+
+
+@pytest.mark.parametrize("lie", [{"generation": HUGE}, {"step": 2**40}])
+def test_a_stall_is_found_whatever_another_host_claims(lie: Mapping[str, int]) -> None:
+    rig = Rig()
+    rig.know(Placements({}, PLACED))
+    for step in range(30):
+        for host_id, ranks in (("a", (0, 1)), ("b", (2, 3))):
+            told = tuple(status(rank, step=step) for rank in ranks)
+            rig.say(host_id, ranks=told, steps=tuple(steps(rank, step=step) for rank in ranks))
+        rig.say("c", ranks=(status(0, **lie),))  # type: ignore[arg-type]
+        rig.pass_a_second()
+    for late in range(60):
+        for host_id, ranks in (("a", (0, 1)), ("b", (2, 3))):
+            rig.say(host_id, ranks=tuple(status(rank, step=29, age_s=float(late)) for rank in ranks))
+        rig.say("c", ranks=(status(0, **lie, age_s=0.0),))  # type: ignore[arg-type]
+        rig.pass_a_second()
+    (found,) = rig.stalled()
+    assert (found.generation, found.step) == (3, 29)
+
+
+def test_a_generation_that_is_new_to_the_sensor_is_looked_for_at_once() -> None:
+    rig = Rig()
+    rig.know(Placements({}, PLACED))
+    rig.say("a", ranks=(status(0, generation=4),))
+    assert rig.ingest._is_new_heard.is_set()
+    rig.ingest._is_new_heard.clear()
+    rig.clock.now_s += 1.0
+    rig.say("a", ranks=(status(0, generation=4),))
+    assert not rig.ingest._is_new_heard.is_set()  # and once: one that lies is answered with the usual pace
+
+
+NEXT = msgspec.structs.replace(PLAN, generation=4, parent=3)
+KNOWN = Placed({("job", 3): given_in(PLAN), ("job", 4): given_in(NEXT)})
+
+
+def summed_up(rig: Rig, *, after_s: float = 1.0) -> list[StepSummary]:
+    """What is summed up by then."""
+    rig.clock.now_s += after_s
+    rig.ingest.tick(rig.clock.now_s)
+    return list(rig.queue.take(max_hosts=1000, timeout_s=0.0).steps)
+
+
+def test_nobody_tells_of_steps_of_a_generation_before_it_is_known_whose_they_are() -> None:
+    rig = Rig()
+    rig.ingest.know(PLACED)
+    rig.say("liar", steps=(steps(0, generation=4, step=60), RankSteps("job", 4, 1, 5, (990.0,))))
+    rig.say("b", steps=(steps(0, generation=4, step=55), steps(2, generation=4), steps(3, generation=4)))
+    rig.say("a", steps=(steps(0, generation=4), steps(1, generation=4)))
+    assert summed_up(rig) == []
+    rig.ingest.know(KNOWN)
+    (summary,) = summed_up(rig)
+    assert (summary.generation, summary.first_step, summary.ranks, summary.slowest_step) == (4, 5, 4, 5)
+    assert summary.completed_at == (905.0,), "the moments that others made up do not count"
+    rig.say("liar", steps=(steps(1, generation=4, step=61),))
+    rig.say("a", steps=(steps(0, generation=4, step=6), steps(1, generation=4, step=6)))
+    (summary,) = summed_up(rig)
+    assert (summary.first_step, len(summary.completed_at), summary.ranks, summary.slowest_step) == (6, 1, 4, 5)
+
+
+def test_moments_of_a_generation_that_is_not_known_hold_back_nobody_elses() -> None:
+    rig = Rig()
+    rig.ingest.know(PLACED)
+    made_up = RankMarks("job", 4, 0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e6)
+    rig.say("liar", marks=(made_up,))
+    rig.ingest.know(KNOWN)
+    rig.say("a", marks=(marks(0, generation=4),))
+    told = rig.queue.take(max_hosts=1000, timeout_s=0.0).reports
+    assert {item.report.facts.host_id: item.report.marks for item in told if item.report is not None} == {
+        "liar": (made_up,),  # the store knows what was granted to whom
+        "a": (marks(0, generation=4),),
+    }
+    assert summed_up(rig) == []
+
+
+def test_the_last_steps_of_a_job_that_has_just_ended_are_told() -> None:
+    rig = Rig()
+    rig.ingest.know(PLACED)
+    rig.say("a", steps=(steps(0), steps(1)))
+    summed_up(rig)
+    rig.ingest.know(Placed({}))
+    rig.clock.now_s += 0.1
+    rig.say("a", steps=(steps(0, step=6), steps(1, step=6)))
+    rig.say("b", steps=(steps(0, step=60),))
+    (summary,) = summed_up(rig)
+    assert (summary.first_step, len(summary.completed_at), summary.slowest_step) == (6, 1, 6)
+
+
+def test_what_waits_is_bounded() -> None:
+    waiting = EarlySteps()
+    for number in range(early_steps.MAX_MOMENTS + 10):
+        waiting.wait("liar", CompletedSteps("job", 4 + number, (0,), 1, ((1.0,),)), 0.0)
+    waiting.wait("a", CompletedSteps("job", 4, (0,), 1, ((1.0,),)), 0.0)
+    assert len(waiting) == early_steps.MAX_MOMENTS + 1
+    assert waiting.take(KNOWN, early_steps.WAIT_S) == [("a", steps_together([steps_at(4)]))]
+    assert len(waiting) == early_steps.MAX_MOMENTS - 1, "generations that may still be granted"
+    assert waiting.take(KNOWN, early_steps.WAIT_S + 1.0) == []
+    assert len(waiting) == 0
+
+
+def steps_at(generation: int) -> RankSteps:
+    return RankSteps("job", generation, 0, 1, (1.0,))

@@ -1,0 +1,156 @@
+"""Summaries of steps: one per job and interval, and goodput reads the same from them as from every rank's own."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flyball.contracts.events import Event, EventKind
+from flyball.contracts.rank_columns import RankSteps, steps_together
+from flyball.contracts.signals import RankMarks
+from goodput import history
+from goodput.phases import Waiting
+from services.sensor.step_log import StepLog, StepSummary
+from services.store.report_events import event_of_steps
+
+
+def steps(rank: int, first_step: int, *completed_at: float, generation: int = 1) -> RankSteps:
+    return RankSteps("job", generation, rank, first_step, completed_at)
+
+
+def hear(log: StepLog, host_id: str, now_s: float, *told: RankSteps) -> None:
+    log.observe(host_id, steps_together(told), now_s)
+
+
+def test_steps_that_all_ranks_completed_are_told_at_once() -> None:
+    log = StepLog("s")
+    hear(log, "a", 0.0, steps(0, 0, 10.0, 11.0), steps(1, 0, 10.5, 11.5))
+    assert log.take(0.0) == [StepSummary("job", 1, 11.5, 0, (10.5, 11.5), slowest_step=1, ranks=2, sensor="s")]
+    assert log.take(9.0) == []
+
+
+def test_steps_that_some_have_completed_wait_for_the_interval_and_come_again() -> None:
+    log = StepLog("s", interval_s=1.0)
+    hear(log, "a", 0.0, steps(0, 0, 10.0), steps(1, 0, 10.0))
+    log.take(0.0)
+    hear(log, "a", 1.0, steps(0, 1, 11.0))
+    assert log.take(1.9) == []
+    assert log.take(2.0) == [StepSummary("job", 1, 11.0, 1, (11.0,), slowest_step=0, ranks=2, sensor="s")]
+    hear(log, "a", 3.0, steps(1, 1, 13.0))
+    assert log.take(3.0) == [StepSummary("job", 1, 13.0, 1, (13.0,), slowest_step=1, ranks=2, sensor="s")]
+
+
+def test_a_host_that_reports_elsewhere_holds_nothing_back() -> None:
+    log = StepLog("s")
+    hear(log, "a", 0.0, steps(0, 0, 10.0))
+    hear(log, "b", 0.0, steps(1, 0, 10.0))
+    log.take(0.0)
+    log.forget("b")
+    hear(log, "a", 1.0, steps(0, 1, 11.0))
+    assert [(s.slowest_step, s.ranks) for s in log.take(1.0)] == [(1, 1)]
+
+
+def test_marks_are_handed_on_when_a_moment_is_new_and_blocked_time_is_summed_up() -> None:
+    log = StepLog("s", interval_s=1.0)
+
+    def told(blocked_s: float, first_step_at: float, now_s: float) -> int:
+        marks = tuple(
+            RankMarks("job", 1, rank, 1.0, 2.0, 0.0, 0.0, first_step_at, blocked_s * rank, blocked_s) for rank in (1, 2)
+        )
+        return len(log.new_marks(marks, 1.0, now_s))
+
+    assert [told(0.0, 0.0, 0.0), told(0.0, 0.0, 1.0), told(0.0, 5.0, 2.0), told(0.5, 5.0, 3.0)] == [2, 0, 2, 0]
+    log.forget_marks([RankMarks("job", 1, 1, 1.0, 2.0, 0.0, 0.0, 5.0, 0.0)])
+    assert told(0.5, 5.0, 3.0) == 1, "it comes again"
+    assert log.take(3.9) == []
+    (summary,) = log.take(4.0)
+    assert (summary.completed_at, summary.save_blocked_s, summary.data_wait_s, summary.at) == ((), 1.0, 0.5, 1.0)
+    hear(log, "a", 5.0, steps(0, 0, 10.0))
+    events = [event_of_steps(summary), *map(event_of_steps, log.take(5.0))]
+    (generation,) = history.build(events).generations
+    assert generation.waited == {
+        Waiting.CHECKPOINT: ((1.0, 1.0), (10.0, 1.0)),
+        Waiting.DATA: ((1.0, 0.5), (10.0, 0.5)),
+    }
+
+
+def test_what_is_left_is_told_at_the_end() -> None:
+    log = StepLog("s")
+    hear(log, "a", 0.0, steps(0, 5, 10.0), steps(1, 0, 9.0))
+    assert log.take(0.0) == []
+    assert [(s.first_step, s.slowest_step) for s in log.take(0.0, everything=True)] == [(0, 0), (5, 0)]
+
+
+def test_a_sensor_that_died_does_not_hold_back_those_that_hear_its_hosts_now() -> None:
+    def event(at: float, sensor: str, step: int) -> Event:
+        return event_of_steps(StepSummary("job", 1, at, step, (at,), slowest_step=step, ranks=4, sensor=sensor))
+
+    both = [event(100.0 + step, sensor, step) for step in range(10) for sensor in ("s", "t")]
+    alone = [event(100.0 + step, "t", step) for step in range(10, 40)]
+    (generation,) = history.build([*both, *alone]).generations
+    assert generation.steps[-1].step == 39
+    (generation,) = history.build([*both, *alone[:5]]).generations
+    assert generation.steps[-1].step == 9, "until it was quiet for long, its ranks count"
+
+
+@given(
+    ranks=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=8), min_size=1, max_size=4),
+    pauses=st.lists(st.floats(0.0, 2.0), min_size=1, max_size=8),
+    sensors=st.integers(1, 2),
+)
+def test_goodput_sees_the_same_steps_of_the_world(ranks: list[list[int]], pauses: list[float], sensors: int) -> None:
+    """Ranks report runs of steps at their own pace, to one sensor or two."""
+    logs = [StepLog(f"s{n}", interval_s=1.0) for n in range(sensors)]
+    each: list[Event] = []
+    summed: list[Event] = []
+    done = [0] * len(ranks)
+    now_s = 0.0
+    for turn in range(max(map(len, ranks))):
+        now_s += pauses[turn % len(pauses)]
+        for rank, runs in enumerate(ranks):
+            if turn >= len(runs):
+                continue
+            times = tuple(100.0 + 0.1 * (done[rank] + i) + 0.01 * rank for i in range(runs[turn]))
+            told = steps(rank, done[rank], *times)
+            done[rank] += runs[turn]
+            hear(logs[rank % sensors], f"h{rank}", now_s, told)
+            data = {"first_step": told.first_step, "completed_at": list(times)}
+            each.append(Event(times[-1], EventKind.STEPS, "job", 1, rank, data=data))
+        for log in logs:
+            summed += map(event_of_steps, log.take(now_s))
+    for log in logs:
+        summed += map(event_of_steps, log.take(now_s, everything=True))
+    of_each, of_sums = (history.build(events).generations[0].steps for events in (each, summed))
+    assert of_sums == of_each
+
+
+@given(st.integers(0, 2**32))
+def test_ranks_that_go_on_together_are_summed_up_as_if_each_was_told_of_alone(seed: int) -> None:
+    chance = random.Random(seed)
+    together, alone = StepLog("s"), StepLog("s")
+    newest = {("a", 0): -1, ("a", 1): -1, ("b", 2): -1, ("b", 3): -1, ("b", 4): -1}
+    now_s = 0.0
+    for _ in range(chance.randint(1, 30)):
+        now_s += chance.random()
+        host_id = chance.choice("ab")
+        told = []
+        in_lockstep = chance.random() < 0.6
+        count = chance.randint(1, 3)
+        for (on, rank), before in newest.items():
+            if on != host_id or (not in_lockstep and chance.random() < 0.5):
+                continue
+            first = max(0, before + 1 - (chance.random() < 0.1))  # told twice
+            count = count if in_lockstep else chance.randint(1, 3)
+            told.append(steps(rank, first, *(100.0 + now_s + 0.1 * i + 0.01 * rank for i in range(count))))
+            newest[on, rank] = first + count - 1
+        hear(together, host_id, now_s, *told)
+        for one in told:
+            hear(alone, host_id, now_s, one)
+        if chance.random() < 0.05:
+            gone = chance.choice("ab")
+            together.forget(gone)
+            alone.forget(gone)
+        everything = chance.random() < 0.1
+        assert together.take(now_s, everything=everything) == alone.take(now_s, everything=everything)

@@ -1,0 +1,68 @@
+"""What sensors tell of the hosts that they hear of."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from services.runtime.telemetry import Metrics
+from services.sensor.committed import CommittedPositions
+from services.sensor.fault_detector import DetectorSettings, FaultDetector
+from services.sensor.ingest import Ingest
+from services.sensor.report_queue import ReportQueue
+from services.store import vouching
+from services.store.database import Database, migrate
+from services.store.status_store import SqlStatusStore
+
+NOW = 1000.0
+
+
+class FixedClock:
+    def __init__(self, now: float) -> None:
+        self._now = now
+
+    def wall_s(self) -> float:
+        return self._now
+
+    def monotonic_s(self) -> float:
+        return self._now
+
+
+def sensor(incarnation: str, now: float) -> Ingest:
+    clock = FixedClock(now)
+    return Ingest(
+        sensor_id="s",
+        incarnation=incarnation,
+        detector=FaultDetector(DetectorSettings()),
+        queue=ReportQueue(max_items=1000, max_size_bytes=1_000_000),
+        committed=CommittedPositions(lambda _: {}, clock),
+        clock=clock,
+        metrics=Metrics(),
+    )
+
+
+def test_two_sensors_of_one_name_keep_no_dead_host_of_the_other_alive(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/flyball.sqlite")
+    migrate(database)
+    status = SqlStatusStore(database)
+
+    async def tell(ingest: Ingest) -> None:
+        told = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def write(**what: object) -> None:
+            status.vouch(**what)  # type: ignore[arg-type]
+            loop.call_soon_threadsafe(told.set)
+
+        telling = asyncio.create_task(ingest.run_vouches(write))
+        await asyncio.wait_for(told.wait(), 60.0)
+        telling.cancel()
+
+    early, late = sensor("i1", NOW), sensor("i2", NOW)
+    early.vouches.heard("dead", NOW - 40.0)
+    late.vouches.heard("alive", NOW)
+    for one in (early, late, early, late):  # the second time with the names of the first
+        asyncio.run(tell(one))
+    with database.read() as connection:
+        assert vouching.heard_at(connection) == {"dead": NOW - 40.0, "alive": NOW}
+    database.close()

@@ -1,0 +1,101 @@
+"""What the engine of one host answers its daemon, without a daemon."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt_engine.host_engine import Engine
+from ckpt_engine.notices import SaveWaited
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.state_dir import StateDir
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
+from flyball.contracts.cluster import HostRanks, Placement
+from flyball.contracts.engine_wire import Configure, GetStatus, Release
+from flyball.contracts.identity import Fence
+from flyball.contracts.segments import SHM_DIR_VARIABLE
+
+PLACEMENT = Placement(
+    job="job",
+    generation=1,
+    world_size=1,
+    hosts=(HostRanks("host", "127.0.0.1", "", (0,)),),
+    master_address="127.0.0.1",
+    master_port=1,
+    peers={},
+    lineage=(LineageEntry(1),),
+    restore=None,
+)
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    monkeypatch.setenv(SHM_DIR_VARIABLE, str(tmp_path))
+    made = make(StateDir(tmp_path / "state"))
+    made.start()
+    yield made
+    made.stop()
+
+
+def make(state: StateDir) -> Engine:
+    return Engine(state, host_id="host", address="127.0.0.1", port=0, token=b"token", settings=EngineSettings())
+
+
+def test_how_long_a_host_is_in_touch_does_not_depend_on_when_its_engine_reads_that(engine: Engine) -> None:
+    in_touch = engine._services.in_touch
+    assert not in_touch()
+    engine.answer(GetStatus(in_touch_until_s=time.monotonic() - 0.001))  # it waited for an engine that was stopped
+    assert not in_touch()
+    engine.answer(GetStatus(in_touch_until_s=time.monotonic() + 3600.0))
+    assert in_touch()
+    engine.answer(GetStatus())  # somebody else's question takes nothing back
+    assert in_touch()
+
+
+def test_late_saves_of_a_job_that_ended_are_told_to_who_asks_after_that(engine: Engine) -> None:
+    engine.answer(Configure(Fence(1, 1), "host", PLACEMENT, CheckpointSpec()))
+    for step in (7, 8, 9):
+        engine._notice(SaveWaited("job", 0, 1, step, 0.5))
+    engine.answer(Release(Fence(1, 1), "job"))
+    assert [(late.step, late.count) for late in engine.answer(GetStatus()).late] == [(7, 1), (9, 2)]
+
+
+def test_late_saves_that_nobody_asked_for_outlive_several_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SHM_DIR_VARIABLE, str(tmp_path))
+    state = StateDir(tmp_path / "state")
+    first = make(state)
+    first.answer(Configure(Fence(1, 1), "host", PLACEMENT, CheckpointSpec()))
+    for step in (7, 8, 9):
+        first._notice(SaveWaited("job", 0, 1, step, 0.5))
+    first.answer(Release(Fence(1, 1), "job"))  # of a job that ended, too
+    first.stop()
+    make(state).stop()
+    killed = make(state)
+    killed._peer_server.close()
+    killed._control.close()
+    killed._notices.close()
+    told = make(state)
+    assert [(late.step, late.count) for late in told.answer(GetStatus()).late] == [(7, 1), (9, 2)]
+    told.answer(GetStatus())
+    assert not (state.path / "engine-late-saves.json").exists()
+    told.stop()
+    last = make(state)
+    assert last.answer(GetStatus()).late == ()
+    last.stop()
+
+
+def test_an_engine_starts_whatever_is_where_late_saves_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SHM_DIR_VARIABLE, str(tmp_path))
+    state = StateDir(tmp_path / "state")
+    (state.path / "engine-late-saves.json").mkdir()
+    engine = make(state)
+    for _ in range(2):
+        assert engine.answer(GetStatus()).late == ()
+    engine.stop()

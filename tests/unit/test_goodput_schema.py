@@ -1,0 +1,44 @@
+"""The JSON report is an interface: its schema is pinned, fields are only added, and docs/goodput.md names every one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from flyball.contracts.events import Event, EventKind
+from goodput.calculator import SCHEMA, IncidentReport, Report, Steps, calculate
+from goodput.losses import Loss
+from goodput.report import to_json
+from goodput.schema import report_schema
+
+DOCS = Path(__file__).parents[2] / "docs"
+# Of the first release. Whoever reads reports counts on these for as long as SCHEMA is the same.
+FIRST = {
+    Report: "schema job outcome started_at ended_at elapsed_s goodput ettr seconds_by_category badput_s incidents "
+    "interruptions mttr_s mttf_s steps notes",
+    IncidentReport: "incident_id cause outcome began_at began_is_estimate detected_s decided_s resumed_s decisions "
+    "lost_steps seconds_by_category badput_s",
+    Steps: "kept recomputed newest median_s",
+}
+ASKED_FOR = "elapsed_s goodput ettr seconds_by_category incidents mttf_s mttr_s recommendation"
+
+
+def test_the_schema_is_the_one_in_the_docs() -> None:
+    pinned = json.loads((DOCS / "goodput.schema.json").read_text())
+    assert json.loads(json.dumps(report_schema())) == pinned, (
+        "fields were added? python -m goodput.schema > docs/goodput.schema.json; were any changed? name a new SCHEMA"
+    )
+
+
+def test_fields_are_only_added() -> None:
+    assert SCHEMA == "flyball.goodput.v1"
+    for struct, names in FIRST.items():
+        assert set(names.split()) <= set(struct.__struct_fields__)
+
+
+def test_the_top_level_has_what_readers_look_for_and_nothing_undocumented() -> None:
+    report = to_json(calculate([Event(0.0, EventKind.JOB_SUBMITTED, "gpt"), Event(5.0, EventKind.JOB_ENDED, "gpt")]))
+    assert set(ASKED_FOR.split()) <= set(report)
+    page = (DOCS / "goodput.md").read_text()
+    fields = (*Report.__struct_fields__, *IncidentReport.__struct_fields__, *Loss.__struct_fields__)
+    assert [name for name in fields if f"`{name}`" not in page] == []

@@ -1,0 +1,138 @@
+"""Saves that training waited for: counted, on their handles, and told now and then."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_engine.engine_link import EngineLink
+from ckpt_engine.late_saves import TELL_EVERY_S, LateSaveLog
+from ckpt_engine.notices import SaveWaited
+from ckpt_engine.save_handle import LATE_S
+from ckpt_engine.slots import SlotView
+from flyball.contracts import wire
+from flyball.contracts.checkpoints import CheckpointSpec
+from flyball.contracts.engine_wire import EngineReply, LateSaves
+from flyball.contracts.signals import SaveLate, SignalBody
+from flyball.trainer import Job
+from flyball.worker_identity import WorkerIdentity
+from host_daemon.reporting import Reporter
+
+
+def waited(step: int, waited_s: float = 0.2, *, rank: int = 0) -> SaveWaited:
+    return SaveWaited(job="job", rank=rank, generation=1, step=step, waited_s=waited_s)
+
+
+def test_the_first_late_save_is_told_at_once_and_later_ones_together() -> None:
+    log = LateSaveLog("job")
+    log.note(waited(3), 1000.0)
+    log.note(waited(3, rank=1), 1000.5)
+    for step in range(4, 500):
+        log.note(waited(step, 0.9 if step == 40 else 0.2), 1000.0 + step / 10)
+    assert [(late.rank, late.count, late.step) for late in log.newest()] == [(0, 1, 3), (1, 1, 3)]
+    log.note(waited(500), 1000.0 + TELL_EVERY_S)
+    assert log.newest()[-1] == LateSaves("job", 1, 0, 500, 0.9, 497, 1000.0 + TELL_EVERY_S)
+    log.note(waited(501), 500.0)
+    assert log.newest()[-1].count == 1, "a clock that was set back keeps nothing from being told"
+
+
+def test_the_rest_is_told_when_the_generation_ends() -> None:
+    log = LateSaveLog("job")
+    for step in (3, 4, 5):
+        log.note(waited(step, 0.2 * step), 1000.0 + step)
+    log.note(waited(3, rank=1), 1000.0)
+    for _ in range(2):
+        log.tell_rest(1010.0)
+    assert [(late.rank, late.count, late.step, late.waited_s) for late in log.newest()] == [
+        (0, 1, 3, 0.2 * 3),
+        (1, 1, 3, 0.2),
+        (0, 2, 5, 1.0),
+    ]
+
+
+class Slow:
+    """A committer that takes its time, and remembers what it heard."""
+
+    alive = True
+
+    def __init__(self, job: Job) -> None:
+        self._inner = job._engine._link
+        self.delay_s = 0.0
+        self.heard: list[tuple[int, float]] = []
+
+    def captured(self, view: SlotView) -> None:
+        commit = threading.Timer(self.delay_s, lambda: self._inner.captured(view))  # type: ignore[union-attr]  # it is there
+        commit.daemon = True
+        commit.start()
+
+    def waited(self, step: int, waited_s: float) -> None:
+        self.heard.append((step, waited_s))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+
+def test_a_save_that_waits_for_a_slot_says_so_on_its_handle_and_is_counted(lone_rank: WorkerIdentity) -> None:
+    identity = replace(lone_rank, checkpoint=CheckpointSpec(save_timeout_s=120.0))
+    with Job(identity) as job:
+        link = Slow(job)
+        job._engine._link = job._engine._saver._link = link  # type: ignore[union-attr,assignment]  # it is open
+        handles = [job.save(0, {"t": torch.ones(10)})]
+        link.delay_s = 3 * LATE_S
+        while not link.heard and len(handles) < 100:  # held up itself, a save may find the slot free
+            handles.append(job.save(len(handles), {"t": torch.ones(10)}))
+        slow = [(handle.step, handle.waited_s) for handle in handles if handle.waited_s >= LATE_S]
+        assert slow and job.late_saves == len(slow) and link.heard == slow
+        assert job.failed_saves == 0
+
+
+def test_hold_ups_of_one_save_count_together_and_once(
+    lone_rank: WorkerIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = replace(lone_rank, engine_notify=str(tmp_path / "notify"))
+    told: list[int] = []
+    monkeypatch.setattr(EngineLink, "waited", lambda self, step, waited_s: told.append(step))
+    with Job(identity) as job:
+        handle = job.save(7, {"t": torch.ones(10)})
+        saved_s = handle.waited_s
+        for _ in range(5):  # optimizers' steps that waited for the copy
+            job._engine._held_up(int(LATE_S / 2 * 1e9))
+        assert handle.waited_s - saved_s == pytest.approx(2.5 * LATE_S)
+        assert (job.late_saves, told) == (1, [7])
+
+
+def test_the_daemon_makes_one_signal_of_what_its_engine_tells_again_and_again() -> None:
+    put: list[SignalBody] = []
+
+    class Outbox:
+        async def put(self, body: SignalBody) -> None:
+            put.append(body)
+
+    part: Any = None
+    outbox: Any = Outbox()
+    late = [LateSaves("job", 1, 0, step, 0.4, 3, 1000.0 + step) for step in range(2)]
+
+    async def scenario() -> None:
+        reporter = Reporter(
+            part,
+            part,
+            incarnation="one",
+            client=part,
+            outbox=outbox,
+            beacons=part,
+            engine=part,
+            ports=part,
+            facts=part,
+        )
+        for answer in (late[:1], late, late):
+            reply = EngineReply(ok=True, late=tuple(answer))
+            await reporter.note_engine(wire.decode(wire.encode(reply), EngineReply))
+
+    asyncio.run(scenario())
+    assert put == [SaveLate("job", 1, 0, step, 0.4, 3) for step in range(2)]
