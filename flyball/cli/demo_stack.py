@@ -116,7 +116,7 @@ class DemoStack:
             )
 
     def stop_job(self) -> None:
-        """End the job as an operator would, so that no step is half done."""
+        """End the job as an operator would; ranks may then differ by the step that they were in."""
         self.client.post(f"/v1/jobs/{JOB}/stop")
         deadline = time.monotonic() + STOP_DEADLINE_S
         while not JobState(self.job()["state"]).ended:
