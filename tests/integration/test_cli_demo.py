@@ -66,7 +66,7 @@ def test_four_faults_are_recovered_and_every_loss_is_the_uninterrupted_runs(plac
     assert [r["rank"] for r in moved] == [2, 3]
     assert all(r["socket_bytes"] >= r["size_bytes"] > 0 for r in moved), "the bytes came over the network"
     assert result["loss_matches_uninterrupted"] is True
-    # The stop may find some ranks in the newest step; none can be further behind, for its gradients were in the others'.
+    # A stop may find ranks in the newest step; none is further behind, since its gradients are in the others' step.
     complete = result["losses_compared"] - result["losses_of_repeated_steps"]
     assert 4 * (result["steps"] - 1) < complete <= 4 * result["steps"]
     assert 0.0 < result["goodput"] < 1.0
