@@ -12,6 +12,7 @@ import msgspec
 
 INHERITED_DESCRIPTOR = 3  # where a started process finds the one descriptor that it is given
 _PR_SET_CHILD_SUBREAPER = 36
+_EXIT_CODE = 49  # of the fields of /proc/<pid>/stat behind the name
 
 
 class ExitStatus(msgspec.Struct, frozen=True):
@@ -43,6 +44,20 @@ def read_stat(pid: int) -> ProcessStat | None:
         return None
     fields = text[text.rindex(")") + 2 :].split()  # the name before it may contain anything
     return ProcessStat(state=fields[0], session=int(fields[3]), start_ticks=int(fields[19]))
+
+
+def unreaped_failure(pid: int, start_ticks: int) -> ExitStatus | None:
+    """How this very process failed, if its parent has not reaped it; None if that is not known. A 0 says nothing: the
+    kernel shows it also to those who may not know."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text[text.rindex(")") + 2 :].split()
+    status = int(fields[_EXIT_CODE]) if len(fields) > _EXIT_CODE else 0
+    if fields[0] != "Z" or int(fields[19]) != start_ticks or status == 0:
+        return None
+    return ExitStatus.of_wait_status(status)
 
 
 def is_alive(pid: int, start_ticks: int) -> bool:

@@ -22,12 +22,14 @@ from host_daemon.processes import (
     send_signal,
     session_members,
     signal_group,
+    unreaped_failure,
 )
 from host_daemon.reaper import Reaper
 from host_daemon.spawner_client import SpawnedProcess
 from host_daemon.worker_records import STORE_RANK, WorkerRecord, WorkerRecords
 
-STATUS_TIMEOUT_S = 1.0  # from the end of a process to the word of its spawner how it ended
+STATUS_TIMEOUT_S = 1.0  # from the end of a process to the word of its spawner how it ended; then the kernel is asked
+LATE_STATUS_TIMEOUT_S = 10.0  # more, if the kernel shows no failure: the spawner, or this process, is held up
 KILL_TIMEOUT_S = 10.0
 _RESCAN_S = 0.005
 
@@ -212,10 +214,7 @@ class WorkerTable:
     async def _settle(self, worker: Worker) -> None:
         status = ExitStatus()
         if worker.exit_status is not None:
-            try:
-                status = await asyncio.wait_for(worker.exit_status, STATUS_TIMEOUT_S)
-            except TimeoutError:
-                _log.warning("exit_status_unknown", pid=worker.record.pid)
+            status = await self._status_of(worker.record, worker.exit_status)
             self._reaper.forget(worker.record.pid)
         try:
             await self._on_exit(worker, status)
@@ -223,6 +222,17 @@ class WorkerTable:
                 worker.had_children = bool(await asyncio.to_thread(session_members, [worker.record.pid]))
         finally:
             worker.handled.set()
+
+    async def _status_of(self, record: WorkerRecord, told: asyncio.Future[ExitStatus]) -> ExitStatus:
+        for timeout_s in (STATUS_TIMEOUT_S, LATE_STATUS_TIMEOUT_S):
+            try:
+                return await asyncio.wait_for(asyncio.shield(told), timeout_s)
+            except TimeoutError:
+                failed = unreaped_failure(record.pid, record.start_ticks)
+                if failed is not None:
+                    return failed
+        _log.warning("exit_status_unknown", pid=record.pid)
+        return ExitStatus()
 
 
 def _is_recycled(session: int, start_ticks: int) -> bool:

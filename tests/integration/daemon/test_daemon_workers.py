@@ -204,6 +204,22 @@ def test_the_spawners_death_is_not_the_workers(daemon, supervisor, make_job):
     job.wait_up(2)
 
 
+def test_a_failure_is_told_as_it_was_also_while_the_spawner_is_held_up(daemon, supervisor, make_job):
+    daemon.start()
+    job = make_job(WAIT, nproc=2)
+    pids = job.start().result.pids
+    for rank in (0, 1):
+        job.wait_up(1, rank)
+    (spawner,) = daemon.children("host_daemon.spawner")
+    os.kill(spawner, signal.SIGSTOP)
+    try:
+        os.kill(pids["0"], signal.SIGKILL)
+        assert job.exit_of(0).signal_number == signal.SIGKILL
+    finally:
+        os.kill(spawner, signal.SIGCONT)
+    assert alive(pids["1"])
+
+
 def test_packages_of_the_user_with_our_names_win(shared, make_shared_job):
     names = ("services", "goodput", "simulator", "host_daemon")
     job = make_shared_job(f"import {', '.join(names)}\nprint([m.MINE for m in ({', '.join(names)})], flush=True)")
