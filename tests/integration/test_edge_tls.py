@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ class Files:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._numbers = count()
         self.ca = trustme.CA()
         self.other_ca = trustme.CA()
 
@@ -41,7 +43,7 @@ class Files:
         self, ca: trustme.CA, name: str = "127.0.0.1", not_after: datetime | None = None
     ) -> tuple[str, str]:
         made = ca.issue_cert(name, not_after=not_after, key_type=trustme.KeyType.ECDSA)
-        stem = self._folder / f"{id(made)}"
+        stem = self._folder / f"{next(self._numbers)}"
         cert, key = stem.with_suffix(".crt"), stem.with_suffix(".key")
         for number, blob in enumerate(made.cert_chain_pems):
             blob.write_to_path(cert, append=number > 0)

@@ -222,9 +222,10 @@ def test_what_a_superseded_engine_goes_on_to_write_and_seals_is_dead_to_those_th
     source = ShardSource(0, 1, Tier.PERSISTENT, "", "")
     placed = configure("host-b", shared_place, generation=2, restore=RestorePlan(3, {"0": (source,)}))
     after.begin(placed)
+    wait_for(lambda: persistent_steps(after) == [3])  # else it may find step 4 unsealed, and remove it ahead of its seal
     go_on.set()
     wait_for(lambda: superseded.disks[Tier.PERSISTENT].sealed_steps((LineageEntry(1),)) == (3, 4))
-    after.flush(DEADLINE_S)  # it may have removed that step by now
+    after.flush(DEADLINE_S)  # it looks again
     assert persistent_steps(after) == [3]
     assert complete_points(shared_place.store().scan(), placed.placement.lineage, 1) == {(3, 1)}
 
@@ -249,11 +250,15 @@ def test_a_prune_that_lasts_ends_when_the_touch_does_and_what_it_left_stays(
     assert job._durable is not None
     (writer,) = job._durable._writers
 
+    def is_through(step: int) -> bool:
+        with writer._changed:  # what it hears and that it is to prune are not to be seen apart
+            has_heard = writer._naming is not None and step in writer._naming.kept
+            return has_heard and not writer._prune_due and not writer._busy
+
     def save_step(step: int) -> None:
         """And wait until nothing goes any more."""
         capture(job, step, slot=step % 2)
-        wait_for(lambda: writer._naming is not None and step in writer._naming.kept)
-        wait_for(lambda: not writer._prune_due and not writer._busy)
+        wait_for(lambda: is_through(step))
 
     save_step(6)
     save_step(7)
