@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import msgspec
 import pytest
+from own_servers import free_port
 
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import LineageEntry
@@ -214,6 +215,7 @@ class Daemon:
         self.environ.pop("OMP_NUM_THREADS", None)
         self.process: subprocess.Popen[bytes] | None = None
         self.log_path = root / "daemon.log"
+        self._given_ports: set[int] = set()
 
     def start(self, *extra: str) -> None:
         count = len(self.supervisor.reports)
@@ -279,6 +281,16 @@ class Daemon:
             if parent == str(self.pid):
                 found.add(pid)
         return found
+
+    def port(self) -> int:
+        """What the daemon proposes, if no job was given that: a store that is slow to bind its port leaves it free for
+        some time, and the newest report may be older than the store."""
+        newest = self.supervisor.newest
+        port = newest.facts.free_port if newest else 0
+        if port in self._given_ports:
+            port = free_port()
+        self._given_ports.add(port)
+        return port
 
     def log(self) -> str:
         return self.log_path.read_text()
@@ -348,14 +360,13 @@ class Job:
 
     def placement(self, generation: int, *, port: int = 0) -> Placement:
         host = HostRanks("host-a", "127.0.0.1", "", tuple(range(self.spec.nproc_per_node)))
-        newest = self.daemon.supervisor.newest
         return Placement(
             job=self.spec.job,
             generation=generation,
             world_size=self.spec.nproc_per_node,
             hosts=(host,),
             master_address="127.0.0.1",
-            master_port=port or (newest.facts.free_port if newest else 0),
+            master_port=port or self.daemon.port(),
             peers={},
             lineage=(LineageEntry(generation),),
             restore=None,

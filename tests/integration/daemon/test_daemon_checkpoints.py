@@ -46,7 +46,8 @@ def test_emergency_save_stop_and_restore_lose_no_step(shared, make_shared_job):
         first = supervisor.answer(command, final=False)
         if first.code != "too_late":
             break
-    assert first.state is UpdateState.ACKNOWLEDGED, first
+    # The last answer takes the place of one that is on its way, if the step comes before that has arrived.
+    assert first.state in (UpdateState.ACKNOWLEDGED, UpdateState.SUCCEEDED), first
     saved = supervisor.answer(command)
     assert saved.state is UpdateState.SUCCEEDED, saved
     assert {c.rank for c in saved.result.copies if c.step == step} == {0, 1}

@@ -49,7 +49,8 @@ def test_it_serves_until_its_ranks_train_elsewhere(daemon, supervisor, make_job)
     job, generations = make_job(WAIT), count(1)
     generation = told_to_end(daemon, supervisor, job, "600", generations)
     assert job.stop(generation).state is UpdateState.SUCCEEDED
-    assert daemon.process.poll() is None and supervisor.newest.facts.engine_address, "its state is still to be fetched"
+    daemon.until("the engine, whose state is still to be fetched", lambda: supervisor.newest.facts.engine_address)
+    assert daemon.process.poll() is None
     supervisor.departure = Departure(may_leave=True)
     assert daemon.process.wait(120) == 0
     daemon.until("an end of all its processes", lambda: not daemon.owned())
