@@ -13,6 +13,8 @@ from pathlib import Path
 import pymysql
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 sys.path.append(str(Path(__file__).parent))  # tests are no packages: the module beside this one is found by path
 pytest.register_assert_rewrite("own_servers")
@@ -23,6 +25,18 @@ from own_servers import OwnMariaDb, OwnRedis  # noqa: E402 - found by the path a
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fixed", settings.get_profile("random"), derandomize=True, database=None)
 settings.load_profile("fixed")
+
+# Hypothesis also draws constants that it finds in whatever modules of ours are loaded by then: each order of the tests,
+# and each share of them that a worker got, would have examples of its own.
+_constants_of_loaded_modules = providers._get_local_constants
+
+
+def _constants() -> Constants:
+    is_fixed = settings.get_current_profile_name() == "fixed"
+    return Constants() if is_fixed else _constants_of_loaded_modules()
+
+
+providers._get_local_constants = _constants
 
 # A shell that starts the tests in the background has Ctrl-C ignored, here and in every process that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
