@@ -55,8 +55,9 @@ def stopped(server, connect, make, monkeypatch: pytest.MonkeyPatch) -> RedisBus:
 def go_on(server, bus: RedisBus) -> None:
     """The server answers again, and may take its time for it: the machine is busy."""
     connections = bus._server.client.connection_pool
-    connections.connection_kwargs["socket_timeout"] = 60.0
+    connections.connection_kwargs.update(socket_timeout=60.0, socket_connect_timeout=60.0)
     connections.disconnect()
+    connections.reset()  # a connection that was made before keeps its own patience, also when it connects anew
     server.process.send_signal(signal.SIGCONT)
 
 

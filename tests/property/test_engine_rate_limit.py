@@ -81,10 +81,18 @@ def test_no_limit_never_waits() -> None:
 
 def test_who_waits_for_a_limit_is_woken_when_it_is_lifted_and_others_keep_it() -> None:
     time = _Time()
-    limit = RateLimit(1, monotonic_s=time.monotonic_s)  # a byte per second
+    asked = threading.Event()  # who asks for the time has found the limit in force: what it takes will be counted
+
+    def monotonic_s() -> float:
+        asked.set()
+        return time.monotonic_s()
+
+    limit = RateLimit(1, monotonic_s=monotonic_s)  # a byte per second
     throttle = Throttle(limit)
+    asked.clear()
     waiter = threading.Thread(target=throttle.wait, args=(10**6,), daemon=True)
     waiter.start()
+    assert asked.wait(60.0)
     waiter.join(0.05)
     assert waiter.is_alive()
     with throttle.lifted(), throttle.lifted():
