@@ -96,6 +96,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+def writers_wait(job: Job) -> bool:
+    """Whether every writer has looked at its folder, done what it heard, and would take what is captured now. One that
+    is busy, be it with an empty folder, lets a captured step go by: it is named soon."""
+    assert job._durable is not None
+    for writer in job._durable._writers:
+        with writer._changed:
+            if not writer._scanned or writer._busy or writer._naming is None or writer._prune_due or writer._next >= 0:
+                return False
+    return True
+
+
 def capture(job: Job, generation: int, step: int, *, slot: int | None = None) -> None:
     payload = save({"w": np.full(1000, step, np.float32)})
     index = step % 2 if slot is None else slot
@@ -251,7 +262,7 @@ def test_a_due_step_is_written_while_it_is_hashed_and_counts_when_it_is_named(
 
     monkeypatch.setattr(ShardStore, "write_ahead", watched)
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
-    wait_for(lambda: job._durable is not None and bool(job._durable.reports(0)))
+    wait_for(lambda: writers_wait(job))
     with job.memory.using(0) as entry:
         assert entry is not None
         with entry.writing:  # nobody commits meanwhile
@@ -276,7 +287,7 @@ def test_nothing_is_left_of_a_step_that_was_written_ahead_and_never_named(
 
     monkeypatch.setattr(DiskWriter, "_await_name", waiting)
     job.begin(configure(1, 0, 1, disk_dir=str(tmp_path / "disk")))
-    wait_for(lambda: job._durable is not None and bool(job._durable.reports(0)))
+    wait_for(lambda: writers_wait(job))
     capture(job, 1, 0)  # in rank 0 alone: the world never has it
     job.notice(Captured("job", 0, 1, 0, 0))
     assert described.wait(60.0)
@@ -354,12 +365,13 @@ def test_what_is_written_ahead_makes_way_for_an_older_step_that_is_named(
 
     monkeypatch.setattr(DiskWriter, "_await_name", waiting)
     job.begin(configure(1, 0, 1, disk_dir=str(tmp_path / "disk")))
-    wait_for(lambda: job._durable is not None and bool(job._durable.reports(0)))
+    wait_for(lambda: writers_wait(job))
     capture(job, 1, 0)
     job.flush(60.0)
     capture(job, 1, 1)
     job.notice(Captured("job", 0, 1, 1, 1))
     assert described.wait(60.0)
+    job.flush(60.0)  # only what is committed is named
     assert job._durable is not None
     job._durable.hear((TierNaming(Tier.DISK, 0, ()),))
     wait_for(lambda: job.disks[Tier.DISK].holds(1, 0, 0))
@@ -414,6 +426,7 @@ def test_a_rank_whose_manifest_cannot_be_read_tells_of_it_as_held_and_not_before
 
     monkeypatch.setattr(FolderStorage, "read", bad_block)
     monkeypatch.setattr("ckpt_engine.disk_writer._LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("ckpt_engine.disk_writer._UNREAD_S", 3600.0)
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
     assert job._durable is not None
     for _ in range(3):
@@ -438,8 +451,10 @@ def test_a_folder_that_hangs_keeps_one_thread_however_often_it_is_looked_at(
         assert go_on.wait(60.0)
         return scan(store)
 
+    before = set(threading.enumerate())  # of another test's some may be about to end
+
     def threads() -> int:
-        return sum(thread.name == "look-disk" for thread in threading.enumerate())
+        return sum(thread.name == "look-disk" for thread in set(threading.enumerate()) - before)
 
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
     wait_for(lambda: job._durable is not None and bool(job._durable.reports(0)))
