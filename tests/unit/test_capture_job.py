@@ -30,6 +30,7 @@ from flyball.trainer import Job
 from flyball.worker_identity import WorkerIdentity
 
 DEADLINE_S = 120.0
+pytestmark = pytest.mark.usefixtures("patient_close")
 
 
 @pytest.fixture
@@ -286,7 +287,7 @@ def test_a_thread_that_died_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None
         raise ValueError("a bug")
 
     background.submit(die)
-    wait_for(lambda: "flyball-test" not in {thread.name for thread in threading.enumerate()})
+    wait_for(lambda: not background._is_alive)  # it leaves the list of threads before that
     background.submit(done.set)
     assert done.wait(DEADLINE_S)
     background.close()
@@ -306,7 +307,9 @@ def test_work_that_cannot_have_a_thread_is_done_at_once(monkeypatch: pytest.Monk
 
 LEAVES_TORCH_LATE = """
 import sys, threading, time, torch
+from ckpt_engine import background
 from ckpt_engine.background import Background
+background._CLOSE_TIMEOUT_S = 60
 begun, one, other = threading.Event(), torch.zeros(1 << 20), torch.zeros(1 << 20)
 def work():
     begun.set()
@@ -328,7 +331,8 @@ def test_no_thread_is_in_torch_when_the_interpreter_ends() -> None:
 
 TRAINER = """
 import os, signal, threading, torch, flyball
-from ckpt_engine import copying
+from ckpt_engine import background, copying, engine
+background._CLOSE_TIMEOUT_S = engine._EXIT_TIMEOUT_S = 60
 job = flyball.attach()
 model = torch.nn.Linear(500, 500)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -314,7 +314,7 @@ def test_a_long_last_flush_does_not_wait_long_for_an_engine_that_is_away() -> No
         engine.away, keeper.alive = False, True
         await control.carry_out(last, PROGRESS)
         (asked,) = engine.asked
-        assert isinstance(asked, Flush) and asked.durable and 40.0 < asked.timeout_s <= 50.0
+        assert isinstance(asked, Flush) and asked.durable and 20.0 < asked.timeout_s <= 50.0
 
     asyncio.run(scenario())
 

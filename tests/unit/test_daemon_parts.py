@@ -22,6 +22,7 @@ from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.credentials import host_credential
 from flyball.contracts.errors import ConfigurationError, NotFound, StateVersionMismatch, UsageError
+from host_daemon import free_ports
 from host_daemon.free_ports import FreePorts, is_free
 from host_daemon.generation_start import check_script
 from host_daemon.preflight import check_host
@@ -149,11 +150,18 @@ def test_each_version_of_a_notice_is_told_once(tmp_path):
     assert probe.check() is not None
 
 
-def test_a_proposed_port_is_free_and_none_that_outgoing_connections_take():
-    ports = FreePorts()
+def test_a_proposed_port_is_free_and_none_that_outgoing_connections_take(monkeypatch):
+    ports, found_free = FreePorts(), set()
+
+    def look(port: int) -> bool:
+        free = is_free(port)  # at this moment: others on this machine take ports as well
+        found_free.update([port] if free else [])
+        return free
+
+    monkeypatch.setattr(free_ports, "is_free", look)
     proposed = [ports.find() for _ in range(20)]
     ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert all(is_free(port) and port < ephemeral for port in proposed)
+    assert all(port in found_free and port < ephemeral for port in proposed)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

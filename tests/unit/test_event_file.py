@@ -26,6 +26,8 @@ from flyball.worker_identity import WorkerIdentity, read_identity
 from goodput.calculator import calculate
 from goodput.events import read_logs
 
+pytestmark = pytest.mark.usefixtures("patient_close")
+
 
 @pytest.fixture
 def alone() -> WorkerIdentity:
@@ -115,9 +117,11 @@ def test_a_restart_is_a_generation_and_an_incident_that_nobody_saw_begin(alone: 
 def launched_again(path: Path, restarts: str, *, step: str = "") -> None:
     """The next launch of the same job, in a process of its own that ends without a word."""
     script = (
-        "import os, sys\n"
+        "import sys\n"
+        "from flyball import event_file\n"
         "from flyball.trainer import Job\n"
         "from flyball.worker_identity import read_identity\n"
+        "event_file._JOIN_S = event_file._LOCK_WAIT_S = 120.0\n"
         "job = Job(read_identity({'FLYBALL_JOB': 'llama'}), events=sys.argv[1])\n"
         "[job.step(int(step)) for step in sys.argv[2:]]\n"
     )

@@ -19,6 +19,8 @@ from flyball.worker_identity import WorkerIdentity, read_identity
 from goodput.calculator import Report, calculate
 from goodput.events import read_logs
 
+pytestmark = pytest.mark.usefixtures("patient_close")
+
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> WorkerIdentity:

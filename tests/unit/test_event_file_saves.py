@@ -20,6 +20,8 @@ from flyball.worker_identity import WorkerIdentity
 from goodput.calculator import calculate
 from goodput.events import read_logs
 
+pytestmark = pytest.mark.usefixtures("patient_close")
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
