@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
+from stepped_loop import SteppedLoop
 
 from flyball.contracts.credentials import host_credential
 from flyball.contracts.errors import TooBusy
@@ -93,7 +94,8 @@ def serve(scenario: Scenario, *, keep_alive_s: int = 600) -> Taker:
             await scenario(reader, writer, taker)
             writer.close()
 
-    asyncio.run(run())
+    with asyncio.Runner(loop_factory=SteppedLoop) as runner:  # a connection is idle while the test says nothing
+        runner.run(run())
     return taker
 
 

@@ -3,50 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
 import socket
-import time
 from collections.abc import Awaitable, Callable
 
 import uvicorn
 from starlette.types import Receive, Scope, Send
+from stepped_loop import SteppedLoop
 
 from services.runtime.http_protocol import BoundedProtocol
 
-KEEP_ALIVE_S = 1.0  # many times STEP_S
-STEP_S = 0.05
+KEEP_ALIVE_S = 1.0  # many steps of the loop
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 LARGE_BYTES = 4 << 20
 SLOW_S = 3 * KEEP_ALIVE_S
 
 Client = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-class Steps(selectors.DefaultSelector):
-    """Its time goes on in steps: as long as a machine holds the process up, as much may happen in between as in one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_s = 0.0
-        self._looked_s = time.monotonic()
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = super().select(STEP_S if timeout is None else min(timeout, STEP_S))
-        looked_s = time.monotonic()
-        self.now_s += min(looked_s - self._looked_s, 2 * STEP_S)
-        self._looked_s = looked_s
-        return ready
-
-
-class SteppedLoop(asyncio.SelectorEventLoop):
-    """Here a pause of the process, however long, is none: of what was due meanwhile nothing is late."""
-
-    def __init__(self) -> None:
-        self._steps = Steps()
-        super().__init__(self._steps)
-
-    def time(self) -> float:
-        return self._steps.now_s
 
 
 class Hasty(BoundedProtocol):

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from flyball.trainer import Job
 from flyball.worker_identity import WorkerIdentity, read_identity
 from goodput.calculator import Report, calculate
 from goodput.events import read_logs, write_events
+
+pytestmark = pytest.mark.usefixtures("patient_close")
 
 
 @pytest.fixture
@@ -186,27 +189,35 @@ def test_a_write_that_hangs_holds_up_neither_training_nor_its_end(
 ) -> None:
     monkeypatch.setattr("flyball.event_file._JOIN_S", 0.1)
     os.mkfifo(path)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # that does not read: a write waits once the pipe is full
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # that does not read: a write waits when the pipe is full
     fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, os.sysconf("SC_PAGE_SIZE"))  # soon
     job = Job(alone, events=str(path))
-    deadline = time.monotonic() + DEADLINE_S
-    looks, step = 0, 0
-    while looks < 20:  # at so many looks in a row the thread was writing
-        assert time.monotonic() < deadline
-        for _ in range(100):
-            job.step(step)
-            step += 1
-        time.sleep(0.02)
-        looks = looks + 1 if job._events._flushing.locked() else 0
+    job._events._flush()  # from now on there is nothing to tell
+    writing, write = threading.Event(), os.write
+
+    def watched(descriptor: int, data: bytes) -> int:
+        if threading.current_thread() is job._events._thread:
+            writing.set()
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", watched)
+    filler = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(filler, b"\n")
+    job.step(0)
+    assert writing.wait(DEADLINE_S)
 
     job.close()
 
     assert job._events._thread.is_alive()
+    deadline = time.monotonic() + DEADLINE_S
     while job._events._thread.is_alive():  # let it go
         assert time.monotonic() < deadline
         with contextlib.suppress(BlockingIOError):
             os.read(reader, 1 << 20)
         time.sleep(0.01)
+    os.close(filler)
     os.close(reader)
 
 
