@@ -63,7 +63,7 @@ def steps_of(supervisor) -> list[int]:
 
 
 def wait_until_all_has_arrived(daemon, supervisor) -> None:
-    """The daemon knows that what it told has arrived, since it sends a report without it: else it would tell it again."""
+    """The daemon knows that what it told has arrived: it sends a report without it. Else it would tell it again."""
 
     def has_nothing_to_tell() -> bool:
         incarnation = supervisor.newest.incarnation
