@@ -222,7 +222,7 @@ def test_what_a_superseded_engine_goes_on_to_write_and_seals_is_dead_to_those_th
     source = ShardSource(0, 1, Tier.PERSISTENT, "", "")
     placed = configure("host-b", shared_place, generation=2, restore=RestorePlan(3, {"0": (source,)}))
     after.begin(placed)
-    wait_for(lambda: persistent_steps(after) == [3])  # else it may find step 4 unsealed, and remove it ahead of its seal
+    wait_for(lambda: persistent_steps(after) == [3])  # else it may find step 4 before it is sealed, and remove it
     go_on.set()
     wait_for(lambda: superseded.disks[Tier.PERSISTENT].sealed_steps((LineageEntry(1),)) == (3, 4))
     after.flush(DEADLINE_S)  # it looks again
