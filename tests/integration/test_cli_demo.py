@@ -52,8 +52,8 @@ def test_four_faults_are_recovered_and_every_loss_is_the_uninterrupted_runs(plac
     assert list(faults) == ["kill", "hang", "host-down", "preempt"]
     for fault in faults.values():
         assert 0.0 <= fault["detected_s"] <= fault["decided_s"] <= fault["resumed_s"]
-        # A host may take with it a step that was done, and the one before it, which was on its way to the peer.
-        assert 0 <= fault["lost_steps"] <= (2 if fault["fault"] == "host-down" else 1)
+        # A step that was done is lost, and with it the one before, if that was not captured whole, or not at the peer.
+        assert 0 <= fault["lost_steps"] <= 2, "with two slots a save waits until the step before the last one is safe"
     assert [f["decision"] for f in result["faults"]] == [
         "restart_in_place",
         "restart_in_place",
@@ -69,6 +69,8 @@ def test_four_faults_are_recovered_and_every_loss_is_the_uninterrupted_runs(plac
     # A stop may find ranks in the newest step; none is further behind, since its gradients are in the others' step.
     complete = result["losses_compared"] - result["losses_of_repeated_steps"]
     assert 4 * (result["steps"] - 1) < complete <= 4 * result["steps"]
+    # All ranks had done what is lost and did it again; a lost host's may not have come to write down the last of it.
+    assert result["losses_of_repeated_steps"] >= 4 * sum(f["lost_steps"] for f in result["faults"]) - 2
     assert 0.0 < result["goodput"] < 1.0
     assert list(place.glob("flyball-demo-*")) == [], "files of a demo that went well are removed"
 
