@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ckpt_engine.counters import Counters
 from ckpt_engine.links import PeerLinks
 from ckpt_engine.rate_limit import RateLimit
+from ckpt_engine.restore_log import RestoreLog
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.transport.pool import ConnectionPool, Dial
 from flyball.contracts.checkpoints import Tier
@@ -30,3 +31,4 @@ class Services:
     code_version: str
     in_touch: Callable[[], bool]  # whether the supervisor cannot have given this host up
     rate_limits: Mapping[Tier, RateLimit] = field(default_factory=dict)  # of the slow tiers; none: as fast as it goes
+    restores: RestoreLog = field(default_factory=RestoreLog)

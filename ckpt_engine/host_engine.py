@@ -267,7 +267,7 @@ class Engine:
         jobs = list(self._jobs.values())
         return self._reply(
             copies=tuple(copy for job in jobs for copy in job.copies()),
-            restores=tuple(report for job in jobs for report in job.restores(request.restores_since)),
+            restores=self._services.restores.since(request.restores_since),
             failures=tuple(failure for job in jobs for failure in job.failures()),
             late=self._late_told,
             testimonies=self._links.testimonies(request.about),

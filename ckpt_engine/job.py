@@ -28,14 +28,13 @@ from ckpt_engine.slots import SegmentOptions
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.tiers.peer import PeerTier
 from ckpt_engine.tiers.shard_store import ShardStore
-from flyball.contracts.checkpoints import RestoreReport, ShardCopy, Tier
+from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.engine_wire import Configure, SaveFailure
 from flyball.contracts.errors import Conflict, StaleCommand
 
 log = structlog.get_logger()
 
 _REMEMBERED_FAILURES = 64
-_REMEMBERED_RESTORES = 256
 _TOLD_STEPS = 16  # of each slow tier
 
 
@@ -54,7 +53,6 @@ class Job:
         self._pipelines: dict[int, RankPipeline] = {}
         self._durable: DurableTiers | None = None
         self._failures: deque[SaveFailure] = deque(maxlen=_REMEMBERED_FAILURES)
-        self._restores: deque[RestoreReport] = deque(maxlen=_REMEMBERED_RESTORES)
         self._swept: Generation | None = None
         self._lock = threading.Lock()  # generation changes
         self._progress = threading.Condition()
@@ -179,7 +177,7 @@ class Job:
                 replicas=self.replicas,
                 disks=self.disks,
                 services=services,
-                on_report=self._restores.append,
+                on_report=services.restores.add,
             )
             restoring.announce(rank)
             first.append(restoring.run)
@@ -298,10 +296,6 @@ class Job:
             for disk in disks.values():
                 found += disk.newest_copies(generation.lineage, _TOLD_STEPS)
         return found
-
-    def restores(self, since: float) -> list[RestoreReport]:
-        """Restores whose bytes were verified after this wall time."""
-        return [report for report in list(self._restores) if report.at > since]
 
     def failures(self) -> list[SaveFailure]:
         """The newest saves that failed, oldest first."""
