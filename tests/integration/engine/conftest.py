@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from own_servers import free_port
 from safetensors.numpy import save
 
 from ckpt_engine.notices import Captured
@@ -36,6 +37,15 @@ from flyball.contracts.identity import Fence
 from flyball.contracts.segments import rank_segment, shm_prefix
 
 JOB = "job"
+# A peer that is held up for a while is alive: no step is given up and no source passed over for that, nor is what was
+# sent to it offered a second time. Tests of impatience say by how much.
+PATIENT = {
+    f"FLYBALL_CKPT_{name}_TIMEOUT_S": seconds
+    for name, seconds in {
+        **{"REPLICATE": "600", "IO": "60", "HANDSHAKE": "60", "PING": "60"},
+        "DRAIN": "60",
+    }.items()
+}
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 90.0) -> None:
@@ -57,9 +67,10 @@ class EngineHost:
         self.prefix = shm_prefix(str(self.state_dir.resolve()), str(self.shm_dir))
         self.token_file = root / f"{host_id}.token"
         self.token_file.write_text(token + "\n")
-        self.environment = dict(environment)
+        self.environment = {**PATIENT, **environment}
         self.log_path = root / f"{host_id}.log"
         self.process: subprocess.Popen[bytes] | None = None
+        self._first_port = str(free_port())  # a later start finds it again by itself: it stays free meanwhile
 
     def command(self, *extra: str) -> list[str]:
         return [
@@ -70,8 +81,9 @@ class EngineHost:
 
     def start(self, **environment: str) -> EngineHost:
         env = {**os.environ, "FLYBALL_SHM_DIR": str(self.shm_dir), **self.environment, **environment}
+        port = () if self.state_dir.exists() else ("--port", self._first_port)
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(self.command(), env=env, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(self.command(*port), env=env, stderr=log, start_new_session=True)
         wait_until(lambda: self._answers() or self.process is None or self.process.poll() is not None)
         assert self.process.poll() is None, self.log_path.read_text()
         return self

@@ -135,7 +135,7 @@ def test_a_dead_peer_delays_neither_the_other_copy_nor_for_long_the_save(
     until(lambda: c.holds(Tier.PEER, 1, 0))
     b.kill()
     until(lambda: ranks[0].segments.control.replicated_step(1) == 1)  # with one replica, since one peer is out of reach
-    assert a.status.counters["replicas_given_up"] >= 1
+    until(lambda: a.status.counters.get("replicas_given_up", 0) >= 1)  # counted after it was acted upon
     assert not any(failure.rank == 0 for failure in a.status.failures)
     b.start()
     until(lambda: b.holds(Tier.PEER, 1, 0))  # and with two again as soon as it is back
@@ -145,7 +145,8 @@ def test_a_dead_peer_delays_neither_the_other_copy_nor_for_long_the_save(
 def test_a_peer_that_falls_silent_in_the_middle_of_an_exchange_is_not_waited_for(
     cluster: Cluster, trainer: type[Trainer], until: Until
 ) -> None:
-    quick = {**IMPATIENT, "IO_TIMEOUT_S": "3.0", "HANDSHAKE_TIMEOUT_S": "3.0", "PING_TIMEOUT_S": "3.0"}
+    # Together more than anybody who is only held up stays silent: such a peer must not be given up beside this one.
+    quick = {name: "5.0" for name in ("REPLICATE_TIMEOUT_S", "IO_TIMEOUT_S", "HANDSHAKE_TIMEOUT_S", "PING_TIMEOUT_S")}
     ranks = ready(cluster, trainer, "abcd", RING, **quick)
     for rank in ranks:
         rank.save(0)
@@ -205,13 +206,13 @@ def test_chunks_that_did_not_change_do_not_travel_again(cluster: Cluster, traine
 def test_a_bandwidth_limit_holds_and_a_newer_generation_does_not_wait_for_it(
     cluster: Cluster, trainer: type[Trainer], until: Until
 ) -> None:
-    a, b = cluster.host("a", PEER_BYTES_PER_S="50000"), cluster.host("b")
+    a, b = cluster.host("a", PEER_BYTES_PER_S="10000"), cluster.host("b")
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}))
     first, second = trainer(a, 0), trainer(b, 1)
     first.save(0)
     second.save(0)
     until(lambda: a.status.counters["peer_bytes_sent"] > 10_000)
-    assert not b.holds(Tier.PEER, 0, 0)  # 1.2 MB would take 24 seconds
+    assert not b.holds(Tier.PEER, 0, 0)  # 1.2 MB would take two minutes
     cluster.configure(cluster.placement({"a": (0,), "b": (1,)}, generation=2))
     again = [trainer(a, 0, 2), trainer(b, 1, 2)]
     assert all(rank.try_save(0) for rank in again)
@@ -230,7 +231,7 @@ def test_a_sender_that_dies_in_mid_shard_leaves_the_older_replica_and_sends_agai
         rank.save(0)
     until(lambda: first.world_step == second.world_step == 0)
     a.kill()
-    a.start(FLYBALL_CKPT_PEER_BYTES_PER_S="50000")
+    a.start(FLYBALL_CKPT_PEER_BYTES_PER_S="10000")
     for rank in (first, second):
         rank.save(1)
     until(lambda: a.status.counters["peer_bytes_sent"] > 10_000)

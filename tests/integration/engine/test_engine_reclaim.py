@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_engine.slots import RankSegments
 from flyball.contracts.segments import rank_segment
 
 if TYPE_CHECKING:
-    from tests.integration.engine.conftest import Cluster, Trainer
+    from tests.integration.engine.conftest import Cluster, EngineHost, Trainer
+
+
+@contextmanager
+def stopped(host: EngineHost, until: Callable[..., None]) -> Iterator[None]:
+    """A sweep that lists segments of which it sees the first half says another size of them than it removes."""
+    assert host.process is not None
+    threads = Path(f"/proc/{host.process.pid}/task")
+    os.kill(host.process.pid, signal.SIGSTOP)
+    until(lambda: all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in threads.iterdir()))
+    yield
+    os.kill(host.process.pid, signal.SIGCONT)
 
 
 def leave(prefix: str) -> None:
@@ -28,8 +43,9 @@ def test_an_engine_reclaims_the_segments_of_dead_jobs_and_of_no_others(
     worker.save(0)
     until(lambda: worker.world_step == 0)
     worker.segments.close()  # the worker is dead; its next generation restores from here
-    leave(host.prefix)
-    leave(host.prefix + "0")  # another state folder's
+    with stopped(host, until):
+        leave(host.prefix)
+        leave(host.prefix + "0")  # another state folder's
     until(lambda: host.logged("segments_reclaimed"))
     assert [(entry["job"], entry["size_bytes"]) for entry in host.logged("segments_reclaimed")] == [("dead", 5000)]
     names = {path.name.removeprefix("flyball-") for path in host.shm_dir.iterdir()}

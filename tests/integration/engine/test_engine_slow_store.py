@@ -19,7 +19,7 @@ SAVES = 30
 def test_saves_go_on_while_a_slow_store_writes_and_its_step_stays_whole(
     cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None], tmp_path: Path
 ) -> None:
-    host = cluster.host("a", DISK_BYTES_PER_S="10000")  # two minutes for a shard
+    host = cluster.host("a", DISK_BYTES_PER_S="1000")  # twenty minutes for a shard
     spec = CheckpointSpec(disk_dir=str(tmp_path), disk_every_steps=1)
     cluster.configure(cluster.placement({"a": (0,)}), spec)
     worker = trainer(host, 0)
@@ -42,7 +42,7 @@ def test_saves_go_on_while_a_slow_store_writes_and_its_step_stays_whole(
 def test_with_two_slots_a_save_waits_for_the_slow_store_and_loses_nothing(
     cluster: Cluster, trainer: Callable[..., Trainer], until: Callable[..., None], tmp_path: Path
 ) -> None:
-    host = cluster.host("a", DISK_BYTES_PER_S="10000")
+    host = cluster.host("a", DISK_BYTES_PER_S="1000")
     spec = CheckpointSpec(disk_dir=str(tmp_path), disk_every_steps=1)
     cluster.configure(cluster.placement({"a": (0,)}), spec)
     worker = trainer(host, 0)
