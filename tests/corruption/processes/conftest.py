@@ -76,7 +76,8 @@ durable_files.os = Os()
 
 def arm(sock):
     while True:
-        what, _, name = sock.recv(256).decode().partition(" ")
+        said, asker = sock.recvfrom(256)
+        what, _, name = said.decode().partition(" ")
         if what == "stop":
             os.environ[fault_points.VARIABLE] = name
             fault_points.rearm()
@@ -84,6 +85,10 @@ def arm(sock):
             broken.add(name)
         else:
             broken.discard(name)
+        try:
+            sock.sendto(b"done", asker)
+        except OSError:
+            pass  # this process was stopped before it could answer, and who asked has seen that
 
 def run(arm_path, *arguments):
     fault_points.rearm()
@@ -172,6 +177,12 @@ def state_in_kernel(pid: int) -> str:
         return ""
 
 
+def stands_still(pid: int) -> bool:
+    """Every thread of a process that was stopped: each goes on until it comes by the signal itself."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return all(thread.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
+
+
 class Host:
     def __init__(self, root: Path, name: str, rank: int, engines: Forker, trainers: Forker) -> None:
         self.name, self.rank = name, rank
@@ -189,6 +200,9 @@ class Host:
         arm.unlink(missing_ok=True)
         environment = {
             "FLYBALL_SHM_DIR": str(self._root / "shm"),
+            # A peer that is held up is alive: for that no step is given up, which both ranks may have committed.
+            **{f"FLYBALL_CKPT_{name}_TIMEOUT_S": "60" for name in ("IO", "HANDSHAKE", "PING")},
+            "FLYBALL_CKPT_REPLICATE_TIMEOUT_S": "600",
             "FLYBALL_CKPT_SEAL_TIMEOUT_S": "0.5",  # how long a world manifest is tried, with no step named meanwhile
             fault_points.VARIABLE: "",
         }
@@ -207,9 +221,20 @@ class Host:
         return False
 
     def tell_engine(self, what: str) -> None:
-        """`stop POINT:1:SIGSTOP`, `break CALL` (a system call fails from now on), `mend CALL`."""
+        """`stop POINT:1:SIGSTOP`, `break CALL` (a system call fails from now on), `mend CALL`. Returns when that holds,
+        or when the engine was stopped already."""
+        told = self._root / f"{self.name}.told"
+        told.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.bind(str(told))
             sock.sendto(what.encode(), str(self._root / f"{self.name}.arm"))
+
+            def is_done() -> bool:
+                with suppress(BlockingIOError):
+                    return bool(sock.recv(16, socket.MSG_DONTWAIT))
+                return state_in_kernel(self.engine) == "T"
+
+            wait_until(f"the engine does {what}", is_done)
 
     def ask(self, request: object) -> EngineReply:
         with socket.socket(socket.AF_UNIX) as sock:
@@ -352,6 +377,19 @@ class Site:
         assert self.plan is not None
         self.lineage = branch(self.lineage, restored_step=self.plan.step, generation=self.generation + 1)
         return self.plan.step
+
+    @contextmanager
+    def engines_stopped(self) -> Iterator[None]:
+        """Files are what they are: else engines write steps, and remove others, between two looks."""
+        engines = [host.engine for host in self.hosts.values()]
+        for pid in engines:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            wait_until("they stand still", lambda: all(stands_still(pid) for pid in engines))
+            yield
+        finally:
+            for pid in engines:
+                os.kill(pid, signal.SIGCONT)
 
     def arm_ranks(self, host: Host) -> None:
         host.ask_and_forget(Arm(Fence(1, self.generation), JOB, 100_000))

@@ -73,19 +73,22 @@ def test_a_full_disk_costs_only_what_it_was_to_hold(site_with_small_disks: Site,
     site.begin()
     until("steps are on the disk", lambda: site.durable_step() >= 2)
     until("steps of both ranks", lambda: newest_on(folder, tier) >= 0)
-    newest = newest_on(folder, tier)
+    with site.engines_stopped():
+        newest = newest_on(folder, tier)
 
     def is_told() -> bool:
         fill(folder)  # also what retention gave back meanwhile
         return counted(site, f"{tier}_storage_full") + counted(site, f"{tier}_seal_failures") >= 3
 
     until("it is told", is_told)
-    assert newest_on(folder, tier) >= newest
+    with site.engines_stopped():
+        assert newest_on(folder, tier) >= newest
     assert any("no room" in failure.message for status in site.status() for failure in status.failures)
     world = site.world_step()
     until("training goes on", lambda: site.world_step() >= world + 20)
 
-    newest = newest_on(folder, tier)
+    with site.engines_stopped():
+        newest = newest_on(folder, tier)
     fill(folder).unlink()
     until("newer steps are written", lambda: newest_on(folder, tier) > newest)
     committed = site.committed()
@@ -104,7 +107,8 @@ def test_a_disk_that_fails_costs_only_what_it_was_to_hold(site_with_small_disks:
         host.tell_engine(f"break {call}")
     failing = "disk_write_failures"
     until("it is told", lambda: counted(site, failing) >= 3)
-    newest = newest_on(folder)
+    with site.engines_stopped():
+        newest = newest_on(folder)
     assert newest >= 0
     assert any("Input/output error" in failure.message for status in site.status() for failure in status.failures)
     world = site.world_step()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from ckpt_engine import integrity
 from ckpt_engine.restore_file import read_manifest
 from flyball.contracts import fault_points
+from flyball.contracts.checkpoints import Tier
 from flyball.contracts.engine_wire import Flush
 
 if TYPE_CHECKING:
@@ -37,12 +37,6 @@ ELSEWHERE = {
     *(name for name in fault_points.KNOWN if name.startswith(CONTROL_PLANE)),
 }
 VICTIMS = ("trainer", "engine", "both", "all")
-
-
-def stands_still(pid: int) -> bool:
-    """Every thread of a process that was stopped: each goes on until it comes by the signal itself."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return all(thread.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
 
 
 def test_every_fault_point_is_in_the_matrix_or_elsewhere() -> None:
@@ -90,19 +84,14 @@ def test_after_all_of_it_training_goes_on_and_every_file_is_what_its_manifest_sa
 ) -> None:
     site.begin()
     site.train_until(5)
+    slow = {Tier.DISK, Tier.PERSISTENT}
+    until("steps are on the disks", lambda: all(slow <= {c.tier for c in status.copies} for status in site.status()))
     before = site.committed()
     assert site.recover() >= before
-    engines = [host.engine for host in site.hosts.values()]
-    for pid in engines:  # they go on removing steps that need not be kept
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        until("they stand still", lambda: all(stands_still(pid) for pid in engines))
+    with site.engines_stopped():  # they go on removing steps that need not be kept
         manifests = [*(site.root / "disk").rglob("*.manifest"), *(site.root / "store").rglob("rank*.manifest")]
         for path in manifests:
             manifest = read_manifest(path.with_suffix(".safetensors"))
             payload = memoryview(path.with_suffix(".safetensors").read_bytes())
             integrity.verify(payload, manifest.chunk_digests, manifest.chunk_bytes)
-    finally:
-        for pid in engines:
-            os.kill(pid, signal.SIGCONT)
     assert len(manifests) >= 4
