@@ -206,7 +206,11 @@ class Forwarder:
         with suppress(OSError):  # cut
             while True:
                 near, _ = listener.accept()
-                far = socket.create_connection(self._target)
+                try:
+                    far = socket.create_connection(self._target)
+                except OSError:  # it is busy: the daemon tries again
+                    near.close()
+                    continue
                 with self._lock:
                     self._open |= {near, far}
                     is_cut = self._listener is not listener

@@ -101,6 +101,11 @@ class Ledger:
         return self.count("SELECT count(*) FROM signals")
 
     @property
+    def waiting(self) -> int:
+        """Signals that the controller has not taken yet."""
+        return self.count("SELECT count(*) FROM bus_messages WHERE position > (SELECT position FROM cursors)")
+
+    @property
     def epoch(self) -> int:
         return self.count("SELECT epoch FROM lease")
 
