@@ -161,12 +161,12 @@ def test_restarts_are_counted_and_limited(place: Path) -> None:
 
 
 SLEEPER = """
-import os, pathlib, signal, sys
+import os, pathlib, signal, sys, time
 if os.environ.get("ON_TERM"):
     signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(0)))
 pathlib.Path(os.environ["OUT"] + "." + os.environ["RANK"]).write_text(str(os.getpid()))
 while True:
-    signal.pause()
+    time.sleep(0.1)  # signal.pause() would sleep on if the signal came just before it
 """
 
 
@@ -174,7 +174,14 @@ while True:
 def test_ctrl_c_stops_the_job_in_order(place: Path, number: signal.Signals) -> None:
     out = place / "pid"
     process = subprocess.Popen(
-        [sys.executable, "-m", "flyball.cli.main", "run", "--nproc-per-node", "2", script(place, SLEEPER)],
+        [
+            *(sys.executable, "-m", "flyball.cli.main", "run", "--nproc-per-node", "2"),
+            *(
+                "--shutdown-timeout",
+                "120",
+                script(place, SLEEPER),
+            ),  # workers may be held up: they are to end by SIGTERM
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
