@@ -118,8 +118,6 @@ def _launched(side: Side, job: Job, folder: Path) -> Iterator[LiveJob]:
 
 def _watch(live: LiveJob, until_s: float) -> str:
     """Look on until a moment of the monotonic clock; returns why the job was over before, or ''."""
-    while time.monotonic() < until_s:
-        if failure := live.look():
-            return failure
+    while not (failure := live.look()) and time.monotonic() < until_s:
         time.sleep(LOOK_INTERVAL_S)
-    return ""
+    return failure
