@@ -24,6 +24,7 @@ from flyball.contracts.clock import SystemClock
 from flyball.contracts.credentials import host_credential, reader_token
 from flyball.contracts.identity import NAME_PATTERN
 from flyball.contracts.wire import WIRE_VERSION
+from services.actuator.backends import host_daemons
 from services.api.auth import ACCESS
 from services.main import Supervisor
 from services.runtime.settings import load_settings
@@ -42,7 +43,9 @@ WHO = [*["entitled"] * 5, "operator", "daemon", "reader", "wrong", ""]
 def supervisor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
     supervisor = Supervisor(load_settings(state_dir=tmp_path_factory.mktemp("supervisor") / "state", port=0))
     supervisor.start()
-    yield supervisor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_daemons, "FIRST_LOOK_S", TIMEOUT_S)  # then a poll is refused, which is a 5xx
+        yield supervisor
     metrics = httpx.get(f"{supervisor.url}/metrics", timeout=TIMEOUT_S).text
     supervisor.stop()
     assert "flyball_reports_dropped_total 0.0" in metrics, "what was taken was also stored"

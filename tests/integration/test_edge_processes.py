@@ -25,6 +25,7 @@ from flyball.contracts.wire import WIRE_VERSION
 CLOCK = SystemClock()
 DEADLINE_S = 300.0
 ROOT = Path(__file__).parents[2]
+PATIENT = {"FLYBALL_START_TIMEOUT_S": str(DEADLINE_S), "FLYBALL_DRAIN_TIMEOUT_S": str(DEADLINE_S)}
 
 
 def until(look: Callable[[], Any], what: str) -> Any:  # noqa: ANN401 - whatever `look` gives
@@ -46,7 +47,7 @@ class Part:
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "services.main", part, "--state-dir", state_dir, "--port", "0", *arguments],
             cwd=ROOT,
-            env=os.environ | (environment or {}),
+            env=os.environ | PATIENT | (environment or {}),
             stderr=self._log,
         )
 

@@ -19,6 +19,7 @@ from flyball.contracts.credentials import host_credential
 from flyball.contracts.errors import ConfigurationError, Unreachable
 from host_daemon.failover import Endpoints
 from host_daemon.http_client import SupervisorClient
+from services.actuator.backends import host_daemons
 from services.main import Supervisor
 from services.runtime.settings import load_settings
 
@@ -57,7 +58,8 @@ def files(tmp_path: Path) -> Files:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Supervisor]]:
+    monkeypatch.setattr(host_daemons, "FIRST_LOOK_S", 120.0)  # then a poll is refused, also of who is let in
     started: list[Supervisor] = []
 
     def start(certificate: tuple[str, str], client_ca: str | None = None) -> Supervisor:
