@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,10 +170,19 @@ def _process(command: list[str], log: Path, environment: dict[str, str]) -> Iter
                 process.kill()
 
 
+_given: set[int] = set()
+
+
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """From below those that outgoing connections are given: it is still free when its service has started."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        if port in _given:
+            continue
+        _given.add(port)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _is_open(port: int) -> bool:
