@@ -7,7 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from flyball.contracts.errors import FlyballError, Unreachable
 
@@ -51,8 +54,11 @@ def run_reference(
             try:
                 process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(STOP_TIMEOUT_S)
+                torchrun = psutil.Process(process.pid)
+                for member in [*torchrun.children(recursive=True), torchrun]:
+                    with suppress(psutil.NoSuchProcess):
+                        member.kill()
+                process.wait()
     if process.returncode:
         raise FlyballError(
             f"The uninterrupted run under torchrun failed with exit code {process.returncode}.",
