@@ -25,7 +25,7 @@ def network():
 def job(network, make_stack):
     """Two hosts that train, host-c spare, each in a namespace of its own."""
     # Steps and reports come late on a busy machine too: that is to be none of these faults.
-    stack = make_stack(GLOO_SOCKET_IFNAME=INTERFACE, **detector(stalled_s=20.0, silent_s=1.5))
+    stack = make_stack(GLOO_SOCKET_IFNAME=INTERFACE, **detector(stalled_s=20.0, silent_s=3.5))
     stack.start_supervisor(network.address[SUPERVISOR])
     stack.add_hosts(*HOSTS[:2], network=network)
     job = stack.train("networked", nnodes=2, nproc_per_node=1)
@@ -72,7 +72,7 @@ def test_a_host_that_the_supervisor_does_not_hear_is_not_touched(network, job) -
     spawned, before = job.spawns(), job.incidents()
     network.link("host-b", SUPERVISOR, loss=1.0, both_ways=False)
     job.stack.until("suspicion", lambda: states(job)["host-b"] == "suspect")
-    job.train_on(120)  # for longer than it takes to be called silent without a witness
+    job.train_on(300)  # for longer than it takes to be called silent without a witness
     assert states(job)["host-b"] == "suspect"
     network.link("host-b", SUPERVISOR)
     job.stack.until("trust", lambda: states(job)["host-b"] == "healthy")

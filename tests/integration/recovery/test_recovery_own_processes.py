@@ -90,6 +90,8 @@ def test_a_save_torn_by_a_kill_leaves_the_step_before_it(job, reference) -> None
     generation = incident["generation"]
     lines = [line.split() for line in whole_lines(job.losses_dir / "rank1.txt")]
     torn = max(int(step) for step, _, g in lines if int(g) == generation)
-    assert incident["restored_step"] == torn - 1, "for all ranks, also those whose save was whole"
-    assert {r["step"] for r in incident["restored_from"]} == {torn - 1}
+    # The step before, for all ranks, also those whose save was whole; or, if rank 0 was killed before the copy of that
+    # had ended, which goes on while the next step is computed, the one before it.
+    assert torn - 2 <= incident["restored_step"] <= torn - 1
+    assert {r["step"] for r in incident["restored_from"]} == {incident["restored_step"]}
     check_restarted_from_memory(job, reference, incident)
