@@ -74,6 +74,7 @@ class DiskWriter:
         self._on_failure = on_failure
         self._on_progress = on_progress
         self._kept_in_touch: tuple[int, ...] = ()
+        self._told_in_touch: frozenset[int] = frozenset()
         self._scanned = False
         self._unreadable = ""  # why the folder, or a manifest, could not be read
         self._unread_until_s = 0.0
@@ -123,6 +124,12 @@ class DiskWriter:
                 self._heard = self._next = self._confirmed = naming.step
                 self._hold(naming.step)
             self._changed.notify_all()
+
+    def told(self, steps: frozenset[int]) -> None:
+        """The supervisor is told that this rank has these steps. Does not block. Its answer covers them, however short
+        the touch: others may restore them from now on."""
+        if self._in_touch():
+            self._told_in_touch = steps
 
     def captured(self, step: int) -> None:
         """The trainer's slot holds this step whole; it is about to be hashed. Does not block."""
@@ -366,14 +373,16 @@ class DiskWriter:
         """Make room. The shard that was written counts, whatever becomes of older ones.
 
         Out of touch with the supervisor, another generation may be about to restore what all share: what was there when
-        the last prune in touch was through stays; before that, what this began with."""
+        the last prune in touch was through, or before that what this began with, stays, and what it was last told of in
+        touch. A touch that begins ends this as well: it may be told of what is about to go."""
         naming = self._naming
         if naming is None:
             return
         generation, shared = self._generation, self._disk.tier is Tier.PERSISTENT
         in_touch = shared and self._in_touch()
         if shared and not in_touch:
-            naming = msgspec.structs.replace(naming, kept=tuple(sorted({*naming.kept, *self._kept_in_touch})))
+            kept = {*naming.kept, *self._kept_in_touch, *self._told_in_touch}
+            naming = msgspec.structs.replace(naming, kept=tuple(sorted(kept)))
         through = False
         try:
             if shared:  # rank 0's host has written them
@@ -383,7 +392,7 @@ class DiskWriter:
                 lineage=generation.lineage,
                 ranks=generation.local_ranks if shared else None,
                 keep_every=self._policy.keep_every,
-                may_go_on=lambda: not generation.ended.is_set() and (not in_touch or self._in_touch()),
+                may_go_on=lambda: not generation.ended.is_set() and (not shared or self._in_touch() == in_touch),
             )
         except (FlyballError, OSError) as error:  # tried again after the next write
             self._counters.add(f"{self._disk.tier}_prune_failures")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from ckpt_engine.context import Services
@@ -16,7 +16,7 @@ from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.tiers.opening import open_disk, open_persistent
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.world_sealer import WorldSealer
-from flyball.contracts.checkpoints import Lineage, Tier
+from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
 
 
 def open_disks(generation: Generation, services: Services) -> dict[Tier, ShardStore]:
@@ -124,6 +124,14 @@ class DurableTiers:
             for naming in namings:
                 if naming.tier is writer.tier:
                     writer.hear(naming)
+
+    def told(self, copies: Iterable[ShardCopy]) -> None:
+        """The supervisor is told of these copies. Does not block."""
+        steps: dict[tuple[Tier, int], set[int]] = {}
+        for copy in copies:
+            steps.setdefault((copy.tier, copy.rank), set()).add(copy.step)
+        for writer in self._writers:
+            writer.told(frozenset(steps.get((writer.tier, writer.rank), ())))
 
     def captured(self, rank: int, step: int) -> None:
         """A local trainer's slot holds this step whole. Does not block."""

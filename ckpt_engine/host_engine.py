@@ -266,7 +266,7 @@ class Engine:
         self._late_told = self._late()
         jobs = list(self._jobs.values())
         return self._reply(
-            copies=tuple(copy for job in jobs for copy in job.copies()),
+            copies=tuple(copy for job in jobs for copy in job.tell_copies()),
             restores=self._services.restores.since(request.restores_since),
             failures=tuple(failure for job in jobs for failure in job.failures()),
             late=self._late_told,

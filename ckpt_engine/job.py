@@ -297,6 +297,13 @@ class Job:
                 found += disk.newest_copies(generation.lineage, _TOLD_STEPS)
         return found
 
+    def tell_copies(self) -> list[ShardCopy]:
+        """`copies`, for the supervisor: those of a shared store stay if it is not heard of any more."""
+        durable, copies = self._durable, self.copies()
+        if durable is not None:
+            durable.told(copies)
+        return copies
+
     def failures(self) -> list[SaveFailure]:
         """The newest saves that failed, oldest first."""
         return list(self._failures)

@@ -200,6 +200,36 @@ def test_out_of_touch_with_the_supervisor_what_others_may_restore_stays(
     wait_for(lambda: persistent_steps(job) == [7, 8])
 
 
+def test_what_the_supervisor_was_told_of_in_a_touch_too_short_for_a_prune_stays(
+    shared_place: Place, start_job: Callable[..., Job]
+) -> None:
+    is_in_touch = True
+    job = start_job("host-a", in_touch=lambda: is_in_touch)
+    job.begin(configure("host-a", shared_place))
+
+    def save_steps(*steps: int) -> None:
+        for step in steps:
+            capture(job, step, slot=step % 2)
+            wait_for(lambda newest=step: newest in persistent_steps(job))
+
+    save_steps(0, 1, 2, 3)
+    wait_for(lambda: persistent_steps(job) == [2, 3])
+    is_in_touch = False
+    save_steps(4, 5, 6, 7)
+    wait_for(lambda: persistent_steps(job) == [2, 3, 6, 7])
+    job.tell_copies()
+    save_steps(8)
+    wait_for(lambda: persistent_steps(job) == [2, 3, 7, 8])  # what it was told out of touch is nothing to rely on
+    is_in_touch = True
+    job.tell_copies()
+    is_in_touch = False
+    save_steps(9, 10, 11)
+    wait_for(lambda: persistent_steps(job) == [2, 3, 7, 8, 10, 11])
+    is_in_touch = True
+    save_steps(12)
+    wait_for(lambda: persistent_steps(job) == [11, 12])
+
+
 def test_what_a_superseded_engine_goes_on_to_write_and_seals_is_dead_to_those_that_came_after(
     shared_place: Place, start_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:

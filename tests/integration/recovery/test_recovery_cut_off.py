@@ -21,10 +21,9 @@ from simulator.inject import faults
 
 EVERY = 30  # steps between two that are written to the folder: more than a second, where a report comes each 0.2 s
 SILENT_S = 3.5  # three times as long a host may say nothing for which nobody speaks: a daemon may be held up as well
-# Of them, in the folder: what is written in 27 s and more. A cut-off host goes on, and leaves alone what there was when
-# it removed something in touch with the supervisor for the last time. That may be older than what the supervisor knows:
-# of four those were gone when the hosts were given up, and nothing could be restored.
-KEPT = 20
+# Of them, in the folder. The supervisor must hear of one before they are removed, also where it was paused for seconds:
+# of two the one it knew was gone once, and the first restore failed.
+KEPT = 8
 
 
 @pytest.fixture(scope="module")
