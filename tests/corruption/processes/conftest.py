@@ -179,8 +179,11 @@ def state_in_kernel(pid: int) -> str:
 
 def stands_still(pid: int) -> bool:
     """Every thread of a process that was stopped: each goes on until it comes by the signal itself."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return all(thread.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
+    try:
+        stats = [thread.joinpath("stat").read_text() for thread in Path(f"/proc/{pid}/task").iterdir()]
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # a thread ended while it was looked at
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 class Host:

@@ -20,11 +20,21 @@ if TYPE_CHECKING:
 def stopped(host: EngineHost, until: Callable[..., None]) -> Iterator[None]:
     """A sweep that lists segments of which it sees the first half says another size of them than it removes."""
     assert host.process is not None
-    threads = Path(f"/proc/{host.process.pid}/task")
-    os.kill(host.process.pid, signal.SIGSTOP)
-    until(lambda: all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in threads.iterdir()))
-    yield
-    os.kill(host.process.pid, signal.SIGCONT)
+    pid = host.process.pid
+
+    def stands_still() -> bool:
+        try:
+            stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+        except (FileNotFoundError, ProcessLookupError):
+            return False  # a thread ended while it was looked at
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(stands_still)
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def leave(prefix: str) -> None:
