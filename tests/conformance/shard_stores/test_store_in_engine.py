@@ -178,56 +178,57 @@ def test_the_limit_is_asked_for_every_byte(shared_place: Place, start_job: Calla
     assert msgspec.to_builtins(job.failures()) == []
 
 
+class CutHost:
+    """A host of one rank that is in touch with the supervisor as long as it is said to be."""
+
+    def __init__(self, place: Place, start_job: Callable[..., Job]) -> None:
+        self.is_in_touch = True
+        self.job = start_job("host-a", in_touch=lambda: self.is_in_touch)
+        self.job.begin(configure("host-a", place))
+
+    def save_steps(self, *steps: int) -> None:
+        for step in steps:
+            capture(self.job, step, slot=step % 2)
+            wait_for(lambda newest=step: newest in persistent_steps(self.job))
+
+    def comes_to_have(self, *steps: int) -> None:
+        wait_for(lambda: persistent_steps(self.job) == [*steps])
+
+
 def test_out_of_touch_with_the_supervisor_what_others_may_restore_stays(
     shared_place: Place, start_job: Callable[..., Job]
 ) -> None:
-    is_in_touch = True
-    job = start_job("host-a", in_touch=lambda: is_in_touch)
-    job.begin(configure("host-a", shared_place))
-
-    def save_steps(*steps: int) -> None:
-        for step in steps:
-            capture(job, step, slot=step % 2)
-            wait_for(lambda newest=step: newest in persistent_steps(job))
-
-    save_steps(0, 1, 2, 3)
-    wait_for(lambda: persistent_steps(job) == [2, 3])
-    is_in_touch = False
-    save_steps(4, 5, 6, 7)
-    wait_for(lambda: persistent_steps(job) == [2, 3, 6, 7])
-    is_in_touch = True
-    save_steps(8)
-    wait_for(lambda: persistent_steps(job) == [7, 8])
+    host = CutHost(shared_place, start_job)
+    host.save_steps(0, 1, 2, 3)
+    host.comes_to_have(2, 3)
+    host.is_in_touch = False
+    host.save_steps(4, 5, 6, 7)
+    host.comes_to_have(2, 3, 6, 7)
+    host.is_in_touch = True
+    host.save_steps(8)
+    host.comes_to_have(7, 8)
 
 
 def test_what_the_supervisor_was_told_of_in_a_touch_too_short_for_a_prune_stays(
     shared_place: Place, start_job: Callable[..., Job]
 ) -> None:
-    is_in_touch = True
-    job = start_job("host-a", in_touch=lambda: is_in_touch)
-    job.begin(configure("host-a", shared_place))
-
-    def save_steps(*steps: int) -> None:
-        for step in steps:
-            capture(job, step, slot=step % 2)
-            wait_for(lambda newest=step: newest in persistent_steps(job))
-
-    save_steps(0, 1, 2, 3)
-    wait_for(lambda: persistent_steps(job) == [2, 3])
-    is_in_touch = False
-    save_steps(4, 5, 6, 7)
-    wait_for(lambda: persistent_steps(job) == [2, 3, 6, 7])
-    job.tell_copies()
-    save_steps(8)
-    wait_for(lambda: persistent_steps(job) == [2, 3, 7, 8])  # what it was told out of touch is nothing to rely on
-    is_in_touch = True
-    job.tell_copies()
-    is_in_touch = False
-    save_steps(9, 10, 11)
-    wait_for(lambda: persistent_steps(job) == [2, 3, 7, 8, 10, 11])
-    is_in_touch = True
-    save_steps(12)
-    wait_for(lambda: persistent_steps(job) == [11, 12])
+    host = CutHost(shared_place, start_job)
+    host.save_steps(0, 1, 2, 3)
+    host.comes_to_have(2, 3)
+    host.is_in_touch = False
+    host.save_steps(4, 5, 6, 7)
+    host.comes_to_have(2, 3, 6, 7)
+    host.job.tell_copies()
+    host.save_steps(8)
+    host.comes_to_have(2, 3, 7, 8)  # what it was told out of touch is nothing to rely on
+    host.is_in_touch = True
+    host.job.tell_copies()
+    host.is_in_touch = False
+    host.save_steps(9, 10, 11)
+    host.comes_to_have(2, 3, 7, 8, 10, 11)
+    host.is_in_touch = True
+    host.save_steps(12)
+    host.comes_to_have(11, 12)
 
 
 def test_what_a_superseded_engine_goes_on_to_write_and_seals_is_dead_to_those_that_came_after(
