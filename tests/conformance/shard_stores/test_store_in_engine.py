@@ -195,40 +195,36 @@ class CutHost:
         wait_for(lambda: persistent_steps(self.job) == [*steps])
 
 
-def test_out_of_touch_with_the_supervisor_what_others_may_restore_stays(
-    shared_place: Place, start_job: Callable[..., Job]
-) -> None:
+@pytest.fixture
+def cut_host(shared_place: Place, start_job: Callable[..., Job]) -> CutHost:
+    """Out of touch since step 4, at step 7; it has kept what there was."""
     host = CutHost(shared_place, start_job)
     host.save_steps(0, 1, 2, 3)
     host.comes_to_have(2, 3)
     host.is_in_touch = False
     host.save_steps(4, 5, 6, 7)
     host.comes_to_have(2, 3, 6, 7)
-    host.is_in_touch = True
-    host.save_steps(8)
-    host.comes_to_have(7, 8)
+    return host
 
 
-def test_what_the_supervisor_was_told_of_in_a_touch_too_short_for_a_prune_stays(
-    shared_place: Place, start_job: Callable[..., Job]
-) -> None:
-    host = CutHost(shared_place, start_job)
-    host.save_steps(0, 1, 2, 3)
-    host.comes_to_have(2, 3)
-    host.is_in_touch = False
-    host.save_steps(4, 5, 6, 7)
-    host.comes_to_have(2, 3, 6, 7)
-    host.job.tell_copies()
-    host.save_steps(8)
-    host.comes_to_have(2, 3, 7, 8)  # what it was told out of touch is nothing to rely on
-    host.is_in_touch = True
-    host.job.tell_copies()
-    host.is_in_touch = False
-    host.save_steps(9, 10, 11)
-    host.comes_to_have(2, 3, 7, 8, 10, 11)
-    host.is_in_touch = True
-    host.save_steps(12)
-    host.comes_to_have(11, 12)
+def test_out_of_touch_with_the_supervisor_what_others_may_restore_stays(cut_host: CutHost) -> None:
+    cut_host.is_in_touch = True
+    cut_host.save_steps(8)
+    cut_host.comes_to_have(7, 8)
+
+
+def test_what_the_supervisor_was_told_of_in_a_touch_too_short_for_a_prune_stays(cut_host: CutHost) -> None:
+    cut_host.job.tell_copies()
+    cut_host.save_steps(8)
+    cut_host.comes_to_have(2, 3, 7, 8)  # what it was told out of touch is nothing to rely on
+    cut_host.is_in_touch = True
+    cut_host.job.tell_copies()
+    cut_host.is_in_touch = False
+    cut_host.save_steps(9, 10, 11)
+    cut_host.comes_to_have(2, 3, 7, 8, 10, 11)
+    cut_host.is_in_touch = True
+    cut_host.save_steps(12)
+    cut_host.comes_to_have(11, 12)
 
 
 def test_what_a_superseded_engine_goes_on_to_write_and_seals_is_dead_to_those_that_came_after(
