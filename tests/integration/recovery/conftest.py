@@ -31,7 +31,7 @@ from recovery_processes import (  # noqa: E402 - found by the path above
 )
 
 ARMED_EXAMPLE = Path(__file__).parent / "armed_gpt.py"
-PACE_S = 0.04
+PACE_S = 0.12
 # A lost connection is told by its own host, and the kill behind it by another one, which may be held up for seconds:
 # nothing is decided before, and incidents have the cause that the tests gave them.
 ROOT_CAUSE = {"FLYBALL_POLICY__ROOT_CAUSE_WINDOW_S": "30.0"}
