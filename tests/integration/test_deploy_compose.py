@@ -144,15 +144,28 @@ class Machine:
 
     def exec(self, service: str, *words: str) -> subprocess.CompletedProcess[str]:
         """docker compose exec"""
-        return subprocess.run(
-            self.command(service, list(words)),
-            env=self.environment(service),
-            cwd=self.root,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
+        try:
+            return subprocess.run(
+                self.command(service, list(words)),
+                env=self.environment(service),
+                cwd=self.root,
+                capture_output=True,
+                text=True,
+                timeout=DEADLINE_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as late:
+            raise AssertionError(f"not within {DEADLINE_S} s: {words}\n{late.stderr!r}\n{self.told()}") from None
+
+    def told(self) -> str:
+        """What the supervisor knows of the jobs and hosts, and the end of every log."""
+        with self.api() as api:
+            known = [json.dumps(api.get(path), indent=1) for path in ("/v1/jobs", "/v1/hosts", "/v1/decisions")]
+        logs = [f"{log}:\n{log.read_text(errors='replace')[-3000:]}" for log in sorted(self.root.rglob("*.log"))]
+        return "\n".join([*known, *logs])
+
+    def api(self) -> ApiClient:
+        return ApiClient(f"http://127.0.0.1:{self.ports['api']}", self.environment("api")["FLYBALL_TOKEN"])
 
     def down(self) -> None:
         for service in reversed(self._started):
@@ -192,7 +205,7 @@ def test_what_the_file_says_trains_a_job_on_two_hosts(machine: Machine) -> None:
     done = machine.exec("host-a", *run, "--nproc-per-node", "1", example, *SCRIPT)
     assert done.returncode == 0, done.stderr
     assert "job first succeeded" in done.stderr and "host host-a has joined" in done.stderr
-    with ApiClient(f"http://127.0.0.1:{machine.ports['api']}", machine.environment("api")["FLYBALL_TOKEN"]) as api:
+    with machine.api() as api:
         assert {host["host_id"] for host in api.items("/v1/hosts")} == set(HOSTS)
         job = api.get("/v1/jobs/first")
         assert (job["state"], job["generation"], len({rank["host_id"] for rank in job["ranks"]})) == ("succeeded", 1, 2)
