@@ -3,32 +3,41 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
-STAMP  := $(VENV)/.installed
+RUNTIME := $(VENV)/.runtime
+DEV     := $(VENV)/.dev
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test lint first-hour setup wheel clean
 .DEFAULT_GOAL := demo
 
-demo: $(STAMP)
-	$(BIN)/flyball demo
+# What users need, and no tool of the developers.
+demo: $(RUNTIME)
+	@$(BIN)/flyball demo
 
-test: $(STAMP)
+test: $(DEV)
 	$(BIN)/pytest -n $(JOBS) --dist loadfile
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-setup: $(STAMP)
+# A user's first hour, from the wheel: pip installs it, and all that it needs, into an environment outside the repository.
+first-hour: $(DEV)
+	FLYBALL_FIRST_HOUR_INSTALL=full $(BIN)/pytest -m first_hour tests/first_hour -n $(JOBS) --dist load
 
-$(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "Flyball needs Python 3.11 or newer. Next step: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
-	  || { echo "Could not create a virtual environment. Next step on Debian: apt-get install python3-venv" >&2; exit 2; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+wheel: $(RUNTIME)
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+setup: $(DEV)
+
+$(RUNTIME): pyproject.toml constraints.txt
+	@$(PYTHON) deploy/set_up_venv.py $(VENV)
 	@touch $@
+
+$(DEV): pyproject.toml constraints.txt
+	@$(PYTHON) deploy/set_up_venv.py $(VENV) --dev
+	@touch $(RUNTIME) $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,5 +1,5 @@
-"""What Flyball costs a training step: `job.step`, without and with an event file, and `job.save` of the example's model
-and optimizer.
+"""What Flyball costs a training step: `job.step`, without and with a loss or an event file, and `job.save` of the
+example's model and optimizer.
 
     python benchmarks/trainer_overhead.py [--json] [--saves N]
 
@@ -71,8 +71,7 @@ def trained_state() -> tuple[dict[str, object], Callable[[], None]]:
     return {"model": model, "optimizer": optimizer, "data": data}, train_step
 
 
-def step_ns(job: Job) -> float:
-    loss = torch.tensor(1.0)
+def step_ns(job: Job, loss: object = None) -> float:
     return min(timeit.repeat(lambda: job.step(1, loss=loss), number=STEP_CALLS, repeat=5)) / STEP_CALLS * 1e9
 
 
@@ -96,7 +95,7 @@ def measure_events(folder: str) -> dict[str, float]:
 
 def measure(prefix: str, saves: int) -> dict[str, float]:
     job = Job(identity(prefix, every_steps=2))  # every other save is not due
-    plain_step_ns = step_ns(job)
+    plain_step_ns, float_ns, tensor_ns = step_ns(job), step_ns(job, 1.0), step_ns(job, torch.tensor(1.0))
     state, train_step = trained_state()
     due_ms, not_due_us, train_ms = [], [], []
     for step in range(2 * saves):
@@ -120,6 +119,8 @@ def measure(prefix: str, saves: int) -> dict[str, float]:
     settled_ms = due_ms[2:]  # the first two make their slots
     return {
         "step_ns": round(plain_step_ns, 1),
+        "step_loss_float_ns": round(float_ns, 1),
+        "step_loss_tensor_ns": round(tensor_ns, 1),
         "save_ms_median": round(statistics.median(settled_ms), 3),
         "save_ms_p95": round(statistics.quantiles(settled_ms, n=20)[-1], 3),
         "save_first_ms": round(due_ms[0], 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ckpt_engine.counters import Counters
 from ckpt_engine.links import PeerLinks
@@ -20,6 +21,7 @@ class Services:
     """The host, the settings, and the ways to other engines."""
 
     host_id: str
+    state_dir: Path
     shm_prefix: str
     settings: EngineSettings
     clock: Clock

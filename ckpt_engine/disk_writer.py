@@ -25,6 +25,7 @@ from ckpt_engine.lasting import run_lasting, said
 from ckpt_engine.manifest import Manifest
 from ckpt_engine.peer_wire import TierNaming, TierReport
 from ckpt_engine.retention import reported_steps
+from ckpt_engine.slot_rules import MIN_SLOTS
 from ckpt_engine.slots import SlotState, SlotView
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.tiers.shard_names import ShardKey
@@ -264,10 +265,18 @@ class DiskWriter:
             self._counters.add(f"{self._disk.tier}_storage_full")
             self._on_failure(self._rank, step, str(error))
         except Exception as error:  # noqa: BLE001 - told; there may be no thread or memory left
+            if isinstance(error, CorruptShard) and self._was_overtaken(step):
+                log.info("disk_write_overtaken", tier=str(self._disk.tier), rank=self._rank, step=step)
+                return
             self._counters.add(f"{self._disk.tier}_write_failures")
             self._on_failure(self._rank, step, f"The {self._disk.tier} tier: {said(error)}")
         else:
             self._note_written(step, written, began_s)
+
+    def _was_overtaken(self, step: int) -> bool:
+        with self._memory.using(self._rank) as entry:
+            generation = self._generation.generation_of(step)
+            return entry is not None and self._is_spare(entry) and entry.segments.find(generation, step) is None
 
     def _write_ahead(self, step: int) -> None:
         began_s = time.monotonic()
@@ -361,8 +370,16 @@ class DiskWriter:
 
     def _hold(self, step: int) -> None:
         with self._memory.using(self._rank) as entry:
-            if entry is not None and entry.segments.find(self._generation.generation_of(step), step) is not None:
+            if entry is None or entry.segments.find(self._generation.generation_of(step), step) is None:
+                return
+            if not self._is_spare(entry):
                 entry.segments.control.hold(self._disk.tier, step)
+
+    def _is_spare(self, entry: OpenSegments) -> bool:
+        """Whether training must not wait for this tier: nobody asked for it, and there is no slot for it. A write may
+        then be overtaken by the next steps; at the end of the job there are none."""
+        spec = self._generation.configure.spec
+        return spec.disk_is_default and entry.segments.control.slots_in_use <= MIN_SLOTS
 
     def _let_go(self, step: int, *, settled: bool = False) -> None:
         with self._memory.using(self._rank) as entry:

@@ -25,8 +25,9 @@ def open_disks(generation: Generation, services: Services) -> dict[Tier, ShardSt
     disks: dict[Tier, ShardStore] = {}
     if spec.policy(Tier.DISK).is_on:
         limit = services.rate_limits.get(Tier.DISK)
+        folder = spec.disk_folder(services.state_dir)
         disks[Tier.DISK] = open_disk(
-            spec.disk_dir, job=job, run=run, host_id=services.host_id, settings=settings, rate_limit=limit
+            folder, job=job, run=run, host_id=services.host_id, settings=settings, rate_limit=limit
         )
     if spec.policy(Tier.PERSISTENT).is_on:
         limit = services.rate_limits.get(Tier.PERSISTENT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from ckpt_engine.control_server import ControlServer, NoticeListener
 from ckpt_engine.counters import Counters
 from ckpt_engine.job import Job
 from ckpt_engine.late_saves import REMEMBERED_LATE
+from ckpt_engine.left_copies import left_copies
 from ckpt_engine.links import PeerLinks
 from ckpt_engine.notices import Notice
 from ckpt_engine.peer_requests import PeerRequests
@@ -29,7 +31,7 @@ from ckpt_engine.transport.handshake import introduce
 from ckpt_engine.transport.pool import ConnectionPool
 from ckpt_engine.transport.port import ByteCounters, Connection, Identity
 from ckpt_engine.transport.tcp import TcpListener, connect_tcp, split_address
-from flyball.contracts.checkpoints import Tier
+from flyball.contracts.checkpoints import STATE_DIR_DISK, Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.engine_wire import (
     ENGINE_SOCKET,
@@ -84,6 +86,7 @@ class Engine:
         self._links = PeerLinks(dial=self._dial, on_up=self._peer_is_up, on_lost=self._pool.abort, settings=settings)
         self._services = Services(
             host_id=host_id,
+            state_dir=state.path,
             shm_prefix=shm_prefix(str(state.path.resolve()), os.environ.get(SHM_DIR_VARIABLE, DEFAULT_SHM_DIR)),
             settings=settings,
             clock=SystemClock(),
@@ -203,7 +206,7 @@ class Engine:
     def _flush(self, request: Flush) -> EngineReply:
         job = self._jobs.get(request.job)
         if job is None:
-            return self._reply()  # nothing of it is here
+            return self._reply(copies=tuple(left_copies(request.job, request.history, self._services)))
         flushed: dict[str, int] = {}
         if request.durable:
             flushed = job.flush_durably(request.timeout_s)
@@ -247,11 +250,18 @@ class Engine:
             self._fences.obey(request.job, request.fence)
             job = self._jobs.pop(request.job, None) or Job(request.job, self._services)
             self._job_files.remove(request.job)
-        job.release()
+        if request.keep_memory or request.drop_disk:  # nothing is written any more into what is about to go
+            job.end(join_timeout_s=self._settings.drain_timeout_s)
+        if request.keep_memory:
+            job.close()
+        else:
+            job.release()
+        if request.drop_disk:
+            shutil.rmtree(self._services.state_dir / STATE_DIR_DISK / self._host_id / request.job, ignore_errors=True)
         self._late_of_ended.extend(job.late_saves.newest())
         self._links.forget(request.job)
         self._set_links()
-        log.info("job_released", job=request.job)
+        log.info("job_released", job=request.job, memory_kept=request.keep_memory)
         return self._reply()
 
     def _daemon_s(self) -> float | None:

@@ -35,7 +35,7 @@ from flyball.contracts.errors import Conflict, StaleCommand
 log = structlog.get_logger()
 
 _REMEMBERED_FAILURES = 64
-_TOLD_STEPS = 16  # of each slow tier
+TOLD_STEPS = 16  # of each slow tier
 
 
 class Job:
@@ -294,7 +294,7 @@ class Job:
         generation, disks = self.generation, self.disks
         if generation is not None:
             for disk in disks.values():
-                found += disk.newest_copies(generation.lineage, _TOLD_STEPS)
+                found += disk.newest_copies(generation.lineage, TOLD_STEPS)
         return found
 
     def tell_copies(self) -> list[ShardCopy]:

@@ -17,14 +17,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import structlog
+from flyball.lean_imports import import_lean
 
-from ckpt_engine.host_engine import Engine
-from ckpt_engine.settings import load_settings
-from ckpt_engine.state_dir import StateDir
-from flyball.contracts.errors import ConfigurationError, FlyballError
-from flyball.contracts.identity import check_name
-from flyball.json_log import log_to_stderr
+import_lean("structlog")  # before the modules that import it
+
+import structlog  # noqa: E402
+
+from ckpt_engine.host_engine import Engine  # noqa: E402
+from ckpt_engine.settings import load_settings  # noqa: E402
+from ckpt_engine.state_dir import StateDir  # noqa: E402
+from flyball.contracts.errors import ConfigurationError, FlyballError  # noqa: E402
+from flyball.contracts.identity import check_name  # noqa: E402
+from flyball.json_log import log_to_stderr  # noqa: E402
+from flyball.process_title import set_title  # noqa: E402
 
 log = structlog.get_logger()
 
@@ -65,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code of `flyball.contracts.errors`."""
     options = _parse(arguments)
     log_to_stderr()
+    if arguments is None:
+        set_title(f"checkpoint engine {options.host_id}", ["ckpt_engine.server", *sys.argv[1:]])
     _raise_descriptor_limit()
     ends = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before any thread: they inherit it, and only sigwait takes them

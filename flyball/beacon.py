@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,8 +31,13 @@ _WORD_SAVE_BLOCKED_NS = 4
 _WORD_PID = 5
 _WORD_DATA_WAIT_NS = 6
 _WORD_MARKS = 8
+# Two places for (step, loss), written in turns, and how many losses were written. A page of a release that knows of no
+# loss has zeros here: it reads as "none yet", and the layout keeps its version.
+_WORD_LOSS_COUNT = 16
+_WORD_LOSSES = 18
 _WORD_RING = 32
 _MASK = RING_ENTRIES - 1
+_WORD, _FLOAT = struct.Struct("=q"), struct.Struct("=d")
 _READS = 4  # of a ring that was overwritten while it was read; one is enough unless the reader was held up
 
 
@@ -88,6 +94,7 @@ class BeaconWriter:
     def __init__(self, path: str | None) -> None:
         self._mapping = _map(path) if path else mmap.mmap(-1, BEACON_BYTES)
         self._words = memoryview(self._mapping).cast("q")
+        self._floats = memoryview(self._mapping).cast("d")
         self._count = self._words[_WORD_STEP_COUNT]
         self._words[_WORD_PID] = os.getpid()
         self.on_phase: Callable[[int, Phase], object] | None = None
@@ -105,6 +112,15 @@ class BeaconWriter:
         words[_WORD_STEP_COUNT] = self._count = count
         if count == 1:
             self._first_step()
+
+    def loss(self, step: int, value: float) -> None:
+        """The loss of a step. The place that readers look at is not touched."""
+        words = self._words
+        count = words[_WORD_LOSS_COUNT]
+        place = _WORD_LOSSES + 2 * (count & 1)
+        words[place] = step
+        self._floats[place + 1] = value
+        words[_WORD_LOSS_COUNT] = count + 1
 
     def _first_step(self) -> None:
         self.mark(Mark.FIRST_STEP)
@@ -136,10 +152,12 @@ class BeaconWriter:
 
     def close(self) -> None:
         """What is said from now on nobody hears."""
-        words, mapping = self._words, self._mapping
+        words, floats, mapping = self._words, self._floats, self._mapping
         self._mapping = mmap.mmap(-1, BEACON_BYTES)
         self._words = memoryview(self._mapping).cast("q")
+        self._floats = memoryview(self._mapping).cast("d")
         words.release()
+        floats.release()
         mapping.close()
 
 
@@ -160,6 +178,7 @@ class BeaconSnapshot:
     save_blocked_ns: int
     data_wait_ns: int  # in the phase DATA, without a wait that has not ended
     recent: tuple[tuple[int, int], ...]  # (step, completed at ns) of the newest steps, oldest first
+    loss: tuple[int, float] | None = None  # (step, value) that was told last
 
     def steps_since(self, count: int) -> list[tuple[int, int]]:
         """The (step, ns) that were completed after the first `count`. Pass the `step_count` of the snapshot before,
@@ -204,7 +223,21 @@ class BeaconReader:
             save_blocked_ns=words[_WORD_SAVE_BLOCKED_NS],
             data_wait_ns=words[_WORD_DATA_WAIT_NS],
             recent=recent,
+            loss=self._read_loss(),
         )
+
+    def _read_loss(self) -> tuple[int, float] | None:
+        """The newest (step, loss); None if none was told, or if they come faster than they can be read."""
+        words = self._words
+        for _ in range(_READS):
+            count = words[_WORD_LOSS_COUNT]
+            if not count:
+                return None
+            place = _WORD_LOSSES + 2 * ((count - 1) & 1)
+            step, bits = words[place], words[place + 1]
+            if words[_WORD_LOSS_COUNT] == count:
+                return step, _FLOAT.unpack(_WORD.pack(bits))[0]
+        return None
 
     def _read_ring(self) -> tuple[int, tuple[tuple[int, int], ...]]:
         """How many steps were completed, and the newest of them."""

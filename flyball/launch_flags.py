@@ -29,6 +29,7 @@ class Kind(StrEnum):
     INTEGER = "integer"
     NUMBER = "number"
     SWITCH = "switch"
+    LIST = "list"  # text, and every further one counts too
 
 
 class Flag(NamedTuple):
@@ -63,7 +64,9 @@ _H, _NOTED, _REFUSED = Use.HONOURED, Use.NOTED, Use.REFUSED
 FLYBALL_FLAGS = tuple(
     Flag(names, kind, Origin.FLYBALL, _H, about, metavar, (), *setting)
     for names, kind, about, metavar, *setting in (
-        (("--job",), _T, "name of the job (default: the script's name and a suffix)", "NAME"),
+        (("--job",), _T, "name of the job (default: the script's name, and a hash of the command)", "NAME"),
+        (("--resume",), _S, "go on with an earlier run: --resume [JOB] (default: the newest), or with a script", ""),
+        (("--fresh",), _S, "train anew where the same command would go on from its checkpoints", ""),
         (("--supervisor",), _T, "join the cluster of this supervisor instead of bringing one up", "URL"),
         (("--use-supervisor",), _S, "join the supervisor whose address is in FLYBALL_SUPERVISOR", ""),
         (("--ca-file",), _T, "PEM of the authority behind its certificate (default: FLYBALL_CA_FILE)", "FILE"),
@@ -78,6 +81,7 @@ FLYBALL_FLAGS = tuple(
         (("--replicas",), _I, "hosts that hold a copy of each host's memory (default: 1)", "N", "replicas"),
         (("--replication",), _T, "how those are chosen: ring (default) or clique", "WORD", "replication"),
         (("--peer-bandwidth",), _T, "bytes per second to them, e.g. 1GB; 0: no limit", "RATE", "peer_bytes_per_s"),
+        (("--no-local-ckpt",), _S, "keep no checkpoint in the state folder, where no other disk is named", ""),
         (("--local-ckpt-interval-s",), _N, "seconds between saves to the disk", "SECONDS", "disk_every_s"),
         (("--local-ckpt-keep",), _I, "newest steps kept on the disk (default: 2)", "N", "disk_keep_latest"),
         (("--local-ckpt-keep-every",), _I, "multiples of it stay there for ever", "STEPS", "disk_keep_every"),
@@ -86,7 +90,15 @@ FLYBALL_FLAGS = tuple(
         (("--persistent-ckpt-keep",), _I, "newest steps kept in it (default: 2)", "N", "persistent_keep_latest"),
         (("--persistent-ckpt-keep-every",), _I, "multiples of it stay for ever", "STEPS", "persistent_keep_every"),
         (("--persistent-ckpt-bandwidth",), _T, "bytes per second to it", "RATE", "persistent_bytes_per_s"),
-        (("--state-dir",), _T, "folder for state and logs (default: a fresh one per job)", "DIR"),
+        (
+            ("--trusted-network",),
+            _S,
+            "hosts meet at --rdzv-endpoint without a FLYBALL_TOKEN: who reaches it may join",
+            "",
+        ),
+        (("--env",), Kind.LIST, "with a supervisor: a variable for the workers; ALL, NONE", "NAME[=VALUE]"),
+        (("--hang-timeout",), _N, "seconds without a step that are a hang; 0: adapts (default)", "SECONDS"),
+        (("--state-dir",), _T, "folder for state and logs (default: one per job name)", "DIR"),
         (("--host-id",), _T, "stable name of this host (default: its host name)", "NAME"),
         (("-o", "--output"), _T, "what is printed at the end: table or json", "FORMAT"),
         (("-h", "--help"), _S, "show this help", ""),
@@ -103,7 +115,14 @@ TORCHRUN_FLAGS = tuple(
         (("--rdzv-id",), _T, _H, "name of the job, where --job is not given", "NAME", ()),
         (("--rdzv-conf",), _T, _NOTED, "there is no rendezvous whose timeouts could be set", "K=V,...", ()),
         (("--standalone",), _S, _H, "one host, whatever the rendezvous flags say", "", ()),
-        (("--max-restarts",), _I, _H, "restarts caused by failing workers (default: 3; torchrun: 0)", "K", ()),
+        (
+            ("--max-restarts",),
+            _I,
+            _H,
+            "restarts of failing workers without progress in between (default: 3; torchrun: 0)",
+            "K",
+            (),
+        ),
         (("--monitor-interval",), _N, _NOTED, "a worker's exit is an event, not a poll", "SECONDS", ()),
         (
             ("--start-method",),
@@ -123,11 +142,11 @@ TORCHRUN_FLAGS = tuple(
         ),
         (("--role",), _T, _H, "ROLE_NAME in the workers' environment", "NAME", ()),
         (("-m", "--module"), _S, _H, "the script is a module name, as with python -m", "", ()),
-        (("--no-python",), _S, _REFUSED, "the workers are forked from a Python process and run Python", "", ()),
+        (("--no-python",), _S, _H, "the script is a program: run it without Python", "", ()),
         (("--run-path",), _S, _H, "run the script with runpy: what Flyball does anyway", "", ()),
         (("--log-dir",), _T, _H, "folder for the ranks' logs (default: in the state folder)", "DIR", ()),
-        (("-r", "--redirects"), _T, _H, "3, or RANK:3,...: log only, nothing on the terminal", "STD", ()),
-        (("-t", "--tee"), _T, _H, "3, or RANK:3,...: log and terminal, each line with its rank", "STD", ()),
+        (("-r", "--redirects"), _T, _H, "1 stdout, 2 stderr, 3 both, or RANK:3,...: to the log only", "STD", ()),
+        (("-t", "--tee"), _T, _H, "likewise: to log and terminal, each line with its rank", "STD", ()),
         (("--local-ranks-filter",), _T, _H, "local ranks whose output is shown", "R,R,...", ()),
         (
             ("--duplicate-stdout-filters",),
@@ -150,17 +169,17 @@ TORCHRUN_FLAGS = tuple(
         (("--master-port",), _I, _H, "its port; workers get a fresh MASTER_PORT per generation", "PORT", ()),
         (("--local-addr",), _T, _H, "address by which other hosts reach this one", "IP", ()),
         (("--logs-specs",), _T, _REFUSED, "log classes of torchrun plug-ins cannot be loaded", "NAME", ()),
-        (("--numa-binding",), _T, _NOTED, "not supported yet: workers run on any CPU", "MODE", ()),
+        (
+            ("--numa-binding",),
+            _T,
+            _NOTED,
+            "not supported yet: workers run on any CPU",
+            "MODE",
+            ("node", "socket", "exclusive", "core-complex"),
+        ),
         (("--signals-to-handle",), _T, _H, "signals that end the job cleanly", "SIG,SIG,...", ()),
         (("--shutdown-timeout",), _I, _H, "seconds between SIGTERM and SIGKILL of the workers", "SECONDS", ()),
-        (
-            ("--virtual-local-rank",),
-            _S,
-            _REFUSED,
-            "LOCAL_RANK is the rank's own; CUDA_VISIBLE_DEVICES is left as it is",
-            "",
-            (),
-        ),
+        (("--virtual-local-rank",), _S, _H, "LOCAL_RANK=0, and CUDA_VISIBLE_DEVICES names the rank's device", "", ()),
     )
 )
 
@@ -190,7 +209,13 @@ RESILIENCY_FLAGS = tuple(
         (("--ignore-missing-fault-tol-cfg",), _S, _NOTED, "there is no such file that could be missing", ""),
         (("--ft-param-workload_check_interval",), _N, _NOTED, "exits are events, beacons are read every 50 ms", "S"),
         (("--ft-param-initial_rank_heartbeat_timeout",), _N, _NOTED, "the start has an adapted deadline", "S"),
-        (("--ft-param-rank_heartbeat_timeout",), _N, _NOTED, "steps have an adapted deadline per phase", "S"),
+        (
+            ("--ft-param-rank_heartbeat_timeout",),
+            _N,
+            _NOTED,
+            "deadlines adapt to what ranks do; --hang-timeout sets one",
+            "S",
+        ),
         (("--ft-param-safety_factor",), _N, _NOTED, "the margin is part of the adapted deadlines", "X"),
         (("--ft-param-rank_termination_signal",), _T, _NOTED, "a hung worker is ended with SIGKILL", "SIG"),
         (("--ft-param-log_level",), _T, _NOTED, "logs are structured and complete", "LEVEL"),

@@ -20,6 +20,7 @@ from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import RestoreFailed, UsageError
 from flyball.event_file import VARIABLE as EVENTS_VARIABLE
 from flyball.event_file import EventFile
+from flyball.loss import LossReader
 from flyball.worker_identity import WorkerIdentity, read_identity
 
 __all__ = ["Job", "SaveHandle", "attach"]
@@ -47,8 +48,9 @@ class Job:
         self._beacon.mark(Mark.ATTACHED)
         self._events = EventFile(events, identity, self._beacon) if events else None
         self._engine = TrainerEngine(identity, self._beacon)
+        self._losses = LossReader(self._beacon.loss)
         self.loss: object = None
-        """What was last given to `step`, as it was given: reading its value is up to whoever wants it."""
+        """What was last given to `step`, as it was given."""
 
     @property
     def name(self) -> str:
@@ -68,9 +70,16 @@ class Job:
         return self._identity.generation
 
     def step(self, step: int, loss: object = None) -> None:
-        """Optimizer step `step` is complete: moves the beacon. Well under a microsecond, no thread, no system call."""
+        """Optimizer step `step` is complete: moves the beacon. Well under a microsecond, no thread, no system call.
+
+        `loss`, a number or a tensor with one element, is shown for the job if rank 0 gives it. A tensor on a device is
+        copied on the side and told with a later step: nothing waits for the device, and the tensor may be changed at
+        once. A value that cannot be read costs a warning.
+        """
         self._beacon.step(step)
         self.loss = loss
+        if loss is not None:
+            self._losses.put(step, loss)
 
     def restore(self, state: MutableMapping[str, object]) -> int:
         """Load the newest recovery point into `state`; returns the step to begin with: the saved one + 1, or 0.
@@ -202,6 +211,7 @@ class Job:
     def close(self) -> None:
         """The job is done. Waits for the last copy; what was saved stays until the supervisor records the end of the
         job."""
+        self._losses.close()
         self._beacon.phase(Phase.DONE)
         if self._events is not None:
             self._events.stop()

@@ -188,7 +188,7 @@ def _decision_marks(decision: Decision) -> Iterator[_Mark]:
     if decision.kind in _DECIDED_STAGE:
         category = _DECIDED_STAGE[DecisionKind(decision.kind)]
         yield _Mark(decision.at, _Kind.DECIDED, incident_id=decision.incident_id, category=category)
-    elif decision.kind == DecisionKind.HOLD:
+    elif decision.kind == DecisionKind.HOLD and decision.incident_id:
         category = Category.IDLE_NO_HOSTS if decision.rule == _WAITS_FOR_A_HOST else Category.DECISION
         yield _Mark(decision.at, _Kind.HELD, incident_id=decision.incident_id, category=category)
 

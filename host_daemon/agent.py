@@ -17,6 +17,7 @@ from flyball.contracts.engine_wire import EngineReply
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.segments import shm_prefix
 from flyball.contracts.signals import EngineRestarted, SignalBody, WorkerExited, WorkerStartFailed
+from host_daemon.activity import ActivityWatch
 from host_daemon.beacons import Beacons
 from host_daemon.cluster_clock import ClusterClock
 from host_daemon.command_journal import CommandJournal
@@ -30,20 +31,25 @@ from host_daemon.generation_start import GenerationStarter
 from host_daemon.http_client import SupervisorClient
 from host_daemon.job_control import JobControl
 from host_daemon.leaving import Leaving, Left
+from host_daemon.log_reading import LogReading
 from host_daemon.outbox import Outbox
 from host_daemon.owed_releases import OwedReleases
+from host_daemon.probes.gpu_use import GpuUse
 from host_daemon.probes.preemption import PreemptionProbe
 from host_daemon.processes import ExitStatus, become_subreaper
 from host_daemon.reaper import Reaper
 from host_daemon.reporting import RESTORES_FACT, Reporter
 from host_daemon.settings import DaemonSettings, read_token_file
+from host_daemon.spawner_start import StartedSpawner
 from host_daemon.standby import Standbys
 from host_daemon.state_dir import StateDir
+from host_daemon.terminals import Terminals
 from host_daemon.worker_errors import read_error
 from host_daemon.worker_records import Facts, WorkerRecords
 from host_daemon.workers import Worker, WorkerTable
 
 BEACON_INTERVAL_S = 0.05
+ACTIVITY_INTERVAL_S = 0.5
 PREEMPTION_INTERVAL_S = 0.1
 LAST_REPORT_TIMEOUT_S = 2.0
 ENGINE_MEET_S = 30.0
@@ -56,7 +62,14 @@ _log = structlog.get_logger(__name__)
 class Agent:
     """One host's daemon. The state folder is open, and preflight has passed."""
 
-    def __init__(self, settings: DaemonSettings, state_dir: StateDir, host_clock: Clock) -> None:
+    def __init__(
+        self,
+        settings: DaemonSettings,
+        state_dir: StateDir,
+        host_clock: Clock,
+        spawner: StartedSpawner | None = None,
+    ) -> None:
+        """`spawner`: one that runs already, with the environment of the jobs that are expected."""
         incarnation = uuid.uuid4().hex
         clock = ClusterClock(host_clock)
         prefix = shm_prefix(str(state_dir.root), settings.shm_dir)
@@ -70,7 +83,7 @@ class Agent:
         self._reaper = Reaper()
         self._workers = WorkerTable(records=self._records, reaper=self._reaper, clock=clock, on_exit=self._worker_ended)
         self._standbys = Standbys(
-            state_dir=state_dir.root, log_path=state_dir.spawner_log, reaper=self._reaper, clock=clock
+            state_dir=state_dir.root, log_path=state_dir.spawner_log, reaper=self._reaper, clock=clock, started=spawner
         )
         self._http = SupervisorClient(
             Endpoints(settings.sensor_urls, settings.host_id, clock),
@@ -79,6 +92,7 @@ class Agent:
             settings.tls,
         )
         ports = FreePorts()
+        self._terminals = Terminals(state_dir, self._reaper)
         engine_client = EngineClient(state_dir.engine_socket)
         self._engine = EngineKeeper(
             settings,
@@ -111,6 +125,7 @@ class Agent:
                 standbys=self._standbys,
                 workers=self._workers,
                 beacons=self._beacons,
+                terminals=self._terminals,
             ),
             records=self._records,
             owed=OwedReleases(self._database),
@@ -118,6 +133,7 @@ class Agent:
             engine=self._engine,
             engine_client=engine_client,
             ports=ports,
+            peer_key=lambda: read_token_file(settings.token_file, settings.host_id).peer_key,
         )
         self._commands = CommandLoop(
             host_id=settings.host_id,
@@ -126,6 +142,7 @@ class Agent:
             journal=CommandJournal(self._database),
             clock=clock,
             handler=self._carry_out,
+            take_log_requests=LogReading(settings.host_id, state_dir, self._http).take,
         )
         self._leaving = Leaving(
             timeout_s=settings.leave_timeout_s,
@@ -165,6 +182,7 @@ class Agent:
                     self._reporter.run(),
                     self._commands.run(),
                     self._watch_beacons(),
+                    self._watch_activity(),
                     self._watch_for_preemption(),
                     self._meet_engine(),
                 )
@@ -178,7 +196,7 @@ class Agent:
 
     async def _leave(self, at_once: asyncio.Event) -> Left:
         if at_once.is_set():
-            return Left.UNHEARD
+            return Left.UNHEARD if self._workers.live() else Left.IDLE
         leaving, told_again = asyncio.create_task(self._leaving.run()), asyncio.create_task(at_once.wait())
         await asyncio.wait((leaving, told_again), return_when=asyncio.FIRST_COMPLETED)
         told_again.cancel()
@@ -196,7 +214,8 @@ class Agent:
         finally:  # also if workers remain, which is then what `run` raises
             await self._engine.stop()
             with contextlib.suppress(FlyballError, TimeoutError):
-                await asyncio.wait_for(self._reporter.send_once(), LAST_REPORT_TIMEOUT_S)
+                last = self._reporter.say_goodbye() if left.is_in_order else self._reporter.send_once()
+                await asyncio.wait_for(last, LAST_REPORT_TIMEOUT_S)
             await self._standbys.close()
             await self._http.close()
             self._database.close()
@@ -256,6 +275,8 @@ class Agent:
             signal_number=status.signal_number,
             expected=worker.expected,
         )
+        if not worker.expected and status.exit_code != 0:
+            await self._terminals.drained(job, generation)  # its last words may say what ended it
         exited = WorkerExited(
             job=job,
             generation=generation,
@@ -289,6 +310,16 @@ class Agent:
                 self._reporter.wake()
 
         await self._every(BEACON_INTERVAL_S, sample)
+
+    async def _watch_activity(self) -> None:
+        """Look at what workers do whose beacons stand still. In a thread: of many processes it takes milliseconds."""
+        watch = ActivityWatch(GpuUse().busy)
+        while True:
+            standing = self._beacons.standing()
+            seen = await asyncio.to_thread(watch.look, standing, self._clock.monotonic_s()) if standing else {}
+            if self._beacons.see(seen):
+                self._reporter.wake()
+            await asyncio.sleep(ACTIVITY_INTERVAL_S)
 
     async def _watch_for_preemption(self) -> None:
         told = await self._facts.get(PREEMPTION_FACT)

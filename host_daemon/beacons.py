@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -13,17 +14,22 @@ import structlog
 
 from flyball.beacon import BeaconReader, BeaconSnapshot, create_beacon
 from flyball.contracts.clock import Clock
-from flyball.contracts.cluster import Phase, RankStatus
+from flyball.contracts.cluster import Activity, Phase, RankStatus
 from flyball.contracts.decisions import RankPosition
 from flyball.contracts.errors import StateVersionMismatch
+from flyball.contracts.losses import RankLoss, loss_value
 from flyball.contracts.rank_columns import RankSteps
 from flyball.contracts.segments import beacon_path
 from flyball.contracts.signals import RankMarks
+from host_daemon.activity import Key, Seen, Standing
 
 MAX_WAITING_STEPS = 10_000  # per rank, while no report gets through
 STEPS_PER_REPORT = 1_000  # per rank
 EAGER_STEPS = 3  # the first steps of a generation are reported at once: they end an incident
 WAITS_EVERY_S = 5.0
+STANDS_AFTER_S = 0.5  # and twice the usual step
+STANDS_UNATTACHED_AFTER_S = 5.0
+USUAL_STEPS = 15  # of the newest: their median
 _SEEN_SUFFIX = ".seen"
 
 _log = structlog.get_logger(__name__)
@@ -35,6 +41,7 @@ class BeaconReadings(msgspec.Struct, frozen=True):
     steps: tuple[RankSteps, ...]
     marks: tuple[RankMarks, ...]
     seen: tuple[tuple[str, int], ...]  # beacon path, steps completed so far
+    losses: tuple[RankLoss, ...] = ()
 
 
 @dataclass(slots=True)
@@ -52,6 +59,7 @@ class _Watched:
     marks: RankMarks | None = None  # as last read
     marks_reported: RankMarks | None = None
     marks_reported_s: float = 0.0
+    loss_reported: tuple[int, float] | None = None
     live: bool = True
     removed: bool = False  # its file is gone; kept until what was read from it is reported
 
@@ -63,6 +71,7 @@ class Beacons:
         self._prefix = shm_prefix
         self._clock = clock
         self._watched: dict[tuple[str, int, int], _Watched] = {}
+        self._seen: Mapping[Key, Seen] = {}
 
     def create(self, job: str, generation: int, rank: int) -> None:
         """A fresh beacon for a worker that is about to start. Raises MemoryTooSmall."""
@@ -113,8 +122,24 @@ class Beacons:
         newest = max((w.generation for w in ours), default=0)
         return tuple(RankPosition(w.rank, w.snapshot.step) for w in ours if w.generation == newest)
 
+    def standing(self) -> list[Standing]:
+        """Live workers whose beacons have not moved for longer than they usually take. Who looks at what they do
+        meanwhile says so with `see`."""
+        now_ns, wall_s = self._now()
+        return [
+            Standing(key, w.pid)
+            for key, w in self._watched.items()
+            if w.live and _age_s(w, now_ns, wall_s) > _usual_s(w.snapshot)
+        ]
+
+    def see(self, seen: Mapping[Key, Seen]) -> bool:
+        """What workers that stand were seen to do, all of them. True if it should be reported at once."""
+        before, self._seen = self._seen, seen
+        stopped = {key for key, found in seen.items() if found.activity is Activity.STOPPED}
+        return any(key not in before or before[key].activity is not Activity.STOPPED for key in stopped)
+
     def statuses(self) -> tuple[RankStatus, ...]:
-        """Live workers, as their beacons show them."""
+        """Live workers, as their beacons show them, and what those that stand do."""
         now_ns, wall_s = self._now()
         return tuple(
             RankStatus(
@@ -124,13 +149,14 @@ class Beacons:
                 pid=w.pid,
                 phase=w.snapshot.phase,
                 step=w.snapshot.step,
-                beacon_age_s=max(
-                    0.0,
-                    (now_ns - w.snapshot.moved_ns) / 1e9 if w.snapshot.moved_ns else wall_s - w.spawned_at,
-                ),
+                beacon_age_s=_age_s(w, now_ns, wall_s),
+                activity=seen.activity if seen else Activity.UNKNOWN,
+                activity_s=max(0.0, now_ns / 1e9 - seen.since_s) if seen else 0.0,
+                place=seen.place if seen else "",
             )
-            for w in self._watched.values()
+            for key, w in self._watched.items()
             if w.live
+            for seen in (self._seen.get(key),)
         )
 
     def take(self) -> BeaconReadings:
@@ -146,7 +172,20 @@ class Beacons:
             if _marks_are_due(watched, now_s) and watched.marks is not None:
                 marks.append(watched.marks)
                 watched.marks_reported, watched.marks_reported_s = watched.marks, now_s
-        return BeaconReadings(tuple(steps), tuple(marks), tuple(seen))
+        return BeaconReadings(tuple(steps), tuple(marks), tuple(seen), tuple(self._losses()))
+
+    def _losses(self) -> Iterator[RankLoss]:
+        """Of each generation the loss of its lowest rank here that has one, if it changed."""
+        lowest: dict[tuple[str, int], _Watched] = {}
+        for watched in self._watched.values():
+            known = lowest.get((watched.job, watched.generation))
+            if watched.snapshot.loss is not None and (known is None or watched.rank < known.rank):
+                lowest[watched.job, watched.generation] = watched
+        for watched in lowest.values():
+            loss = watched.snapshot.loss
+            if loss is not None and loss != watched.loss_reported:
+                watched.loss_reported = loss
+                yield RankLoss(watched.job, watched.generation, watched.rank, loss[0], loss_value(loss[1]))
 
     def arrived(self, readings: BeaconReadings) -> None:
         """Remember, beside the beacon, how far its steps were reported: a restarted daemon goes on there.
@@ -176,6 +215,10 @@ class Beacons:
             watched = self._watched.get((mark.job, mark.generation, mark.rank))
             if watched is not None:
                 watched.marks_reported = None
+        for loss in readings.losses:
+            watched = self._watched.get((loss.job, loss.generation, loss.rank))
+            if watched is not None:
+                watched.loss_reported = None
 
     def remove(self, job: str, *, before_generation: int | None = None) -> None:
         """Delete the beacon files of a job's dead workers (of generations before one)."""
@@ -208,6 +251,20 @@ class Beacons:
         _drop_oldest(watched)
         watched.marks = _marks(watched, wall)
         return bool(new) and snapshot.step_count - len(new) < EAGER_STEPS
+
+
+def _age_s(watched: _Watched, now_ns: int, wall_s: float) -> float:
+    """Since the beacon last moved, or since the worker was started."""
+    moved_ns = watched.snapshot.moved_ns
+    return max(0.0, (now_ns - moved_ns) / 1e9 if moved_ns else wall_s - watched.spawned_at)
+
+
+def _usual_s(snapshot: BeaconSnapshot) -> float:
+    """A beacon that is older stands."""
+    if not snapshot.moved_ns:
+        return STANDS_UNATTACHED_AFTER_S
+    gaps = sorted(later - earlier for (_, earlier), (_, later) in pairwise(snapshot.recent[-USUAL_STEPS - 1 :]))
+    return max(STANDS_AFTER_S, 2.0 * gaps[len(gaps) // 2] / 1e9 if gaps else 0.0)
 
 
 def _marks(watched: _Watched, wall: Callable[[int], float]) -> RankMarks:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import io
 import os
 import runpy
+import signal
 import socket
 import sys
 import traceback
@@ -24,10 +26,12 @@ import msgspec
 
 from flyball.contracts import fault_points, wire
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.errors import FlyballError
+from flyball.contracts.errors import ConfigurationError, FlyballError
+from flyball.process_title import set_title
 from host_daemon.processes import INHERITED_DESCRIPTOR
-from host_daemon.spawn_wire import HEADER, LEAVE, Order, StoreOrder, WorkerOrder
+from host_daemon.spawn_wire import HEADER, LEAVE, Order, StoreOrder, Streams, WorkerOrder
 from host_daemon.store_server import serve_store
+from host_daemon.worker_streams import redirect
 
 NO_LEAVE_EXIT_CODE = 125
 _FRAMES_OF_OURS = (__file__, runpy.__file__, "<frozen runpy>")
@@ -36,26 +40,47 @@ _FRAMES_OF_OURS = (__file__, runpy.__file__, "<frozen runpy>")
 def carry_out(order: Order) -> None:
     """Run what was ordered, in this process; ends by SystemExit, or by returning when the script is through."""
     if isinstance(order, StoreOrder):
-        _redirect(order.log_path)
-        serve_store(order.address, order.port)
+        redirect(order.log_path, Streams())
+        serve_store(order.job, order.address, order.port)
         return
     os.environ.clear()
     os.environ.update(order.environment)
+    end = _GoodEnd(order.end_file)
     try:
-        _redirect(order.log_path)
+        redirect(order.log_path, order.streams)
         os.chdir(order.workdir)
         fault_points.rearm()
-        _name_process(f"r{order.rank} {Path(order.argv[0]).name}")
+        if order.program:
+            _become(order.argv)
+        _title(order)
         _reseed_numpy()
         _forget_daemon()
         _run(order)
     except SystemExit as request:
         if request.code not in (None, 0):
             _fail(request.code)
+        end.has_come = True
         raise
     except BaseException as error:  # noqa: BLE001 - this is where the interpreter would print it
         _report(error)
         _fail(1)
+    end.has_come = True
+
+
+class _GoodEnd:
+    """Written down as the last thing, for a daemon that was started meanwhile: it is not told how we ended."""
+
+    def __init__(self, path: str) -> None:
+        """Before the script has atexit handlers: the first comes last."""
+        self.has_come = False
+        self._path = path
+        self._pid = os.getpid()
+        atexit.register(self._write)
+
+    def _write(self) -> None:
+        if self.has_come and self._path and os.getpid() == self._pid:  # no process that the script forked
+            with contextlib.suppress(OSError):
+                Path(self._path).touch()
 
 
 def _fail(code: object) -> NoReturn:
@@ -71,19 +96,25 @@ def _fail(code: object) -> NoReturn:
     os._exit(code & 0xFF)
 
 
-def _redirect(log_path: str) -> None:
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # a log is read while it is written, and its writer may be killed
+def _become(argv: tuple[str, ...]) -> NoReturn:
+    """Run a program in place of this process, so that its pid, signals and exit code are the rank's own."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the program would inherit that
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        why = (
+            "it needs a first line such as #!/bin/sh"
+            if error.errno == errno.ENOEXEC
+            else "see that it can be run by hand"
+        )
+        raise ConfigurationError(f"The program {argv[0]} cannot be run: {error.strerror}.", hint=why) from error
 
 
-def _name_process(name: str) -> None:
-    """What ps and top show, in place of the spawner's name."""
-    with contextlib.suppress(OSError):  # a convenience, and some containers mount /proc read-only
-        Path("/proc/self/comm").write_text(name[:15])
+def _title(order: WorkerOrder) -> None:
+    """What ps shows in place of the spawner's command line: whose process it is, and what torchrun would show."""
+    python = ("python", "-m") if order.module else ("python",)
+    set_title(f"{order.job} rank {order.rank} gen {order.generation}", (*python, *order.argv))
 
 
 def _reseed_numpy() -> None:
@@ -168,6 +199,7 @@ def _receive(control: socket.socket, count: int) -> bytes:
 
 def main() -> None:
     """A cold start: the order and the leave come over the inherited socket."""
+    set_title("worker that starts", ["host_daemon.child"])
     with socket.socket(fileno=INHERITED_DESCRIPTOR) as control:
         (length,) = HEADER.unpack(_receive(control, HEADER.size))
         order = wire.decoder_of(Order).decode(_receive(control, length))

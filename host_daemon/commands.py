@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import stamina
 import structlog
@@ -23,6 +23,7 @@ from flyball.contracts.decisions import (
     WarmUp,
 )
 from flyball.contracts.errors import FlyballError, StaleCommand, TooBusy, Unreachable
+from flyball.contracts.rank_logs import LogRequest
 from host_daemon.command_journal import Admission, CommandJournal
 from host_daemon.http_client import SupervisorClient
 
@@ -92,6 +93,7 @@ class CommandLoop:
         journal: CommandJournal,
         clock: Clock,
         handler: Handler,
+        take_log_requests: Callable[[Sequence[LogRequest]], None],
     ) -> None:
         self._host_id = host_id
         self._incarnation = incarnation
@@ -99,6 +101,7 @@ class CommandLoop:
         self._journal = journal
         self._clock = clock
         self._handler = handler
+        self._take_log_requests = take_log_requests
         self._running: dict[str, tuple[Command, asyncio.Task[None]]] = {}  # by command_id
         self._answers: dict[str, asyncio.Task[None]] = {}
         self._turns: dict[str, asyncio.Lock] = {}  # by job
@@ -119,6 +122,7 @@ class CommandLoop:
                 retry_s = min(2 * retry_s, MAX_POLL_RETRY_S)
                 continue
             retry_s = POLL_RETRY_S
+            self._take_log_requests(batch.log_requests)
             new = [c for c in batch.commands if c.command_id not in self._running]
             for command in new:
                 task = asyncio.create_task(self._obey(command), name=command.command_id)

@@ -9,7 +9,6 @@ import select
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import msgspec
 import structlog
@@ -19,6 +18,7 @@ from flyball.contracts.engine_wire import EngineReply, GetStatus
 from flyball.contracts.errors import FlyballError, Unreachable
 from flyball.contracts.signals import EngineRestarted
 from flyball.contracts.testimony import Testimony
+from flyball.process_title import read_words
 from host_daemon.engine_client import EngineClient
 from host_daemon.processes import launch, open_pidfd, open_pidfd_of, send_signal, signal_pidfd
 from host_daemon.settings import DaemonSettings, read_token_file
@@ -149,10 +149,10 @@ class EngineKeeper:
     def _is_engine(self, pid: int) -> bool:
         """Whether this process is this folder's engine."""
         try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            words = read_words(pid)
         except OSError:
             return False
-        return b"ckpt_engine.server" in command and str(self._state_dir.root).encode() in command
+        return "ckpt_engine.server" in words and str(self._state_dir.root) in words
 
     async def _start(self) -> None:
         settings = self._settings

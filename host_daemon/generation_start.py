@@ -6,14 +6,18 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.errors import NotFound, PortInUse
+from flyball.programs import find_program
 from host_daemon.beacons import Beacons
 from host_daemon.free_ports import is_free
 from host_daemon.spawn_wire import Order, StoreOrder, WorkerOrder
 from host_daemon.spawner_client import SpawnedProcess
 from host_daemon.standby import Standbys
-from host_daemon.state_dir import StateDir, clear_errors
+from host_daemon.state_dir import StateDir, clear_errors, end_file
+from host_daemon.terminals import Terminals, terminal_environment
 from host_daemon.worker_environment import rank_environment
 from host_daemon.worker_records import STORE_RANK
 from host_daemon.workers import Worker, WorkerTable
@@ -31,7 +35,9 @@ class GenerationStarter:
         standbys: Standbys,
         workers: WorkerTable,
         beacons: Beacons,
+        terminals: Terminals,
     ) -> None:
+        self._terminals = terminals
         self._address = address
         self._state_dir = state_dir
         self._shm_prefix = shm_prefix
@@ -53,16 +59,21 @@ class GenerationStarter:
 
         Raises NotFound (script missing), PortInUse, StorageFull, MemoryTooSmall, SpawnError; nothing runs then.
         """
-        check_script(spec)
+        check_script(spec, environment)
         job, generation = spec.job, placement.generation
         if 0 in host.ranks:
             await self._provide_store(spec, placement, store)
         with clear_errors(self._state_dir.rank_log(spec.log_dir, job, generation, 0).parent):
             self._make_folders(spec, generation, host.ranks)
         orders = [self._order(spec, placement, host, local_rank, environment) for local_rank in range(len(host.ranks))]
-        for order in orders:
-            self._beacons.create(job, generation, order.rank)
-        started = await self._spawn(job, orders)
+        orders = self._with_streams(orders, job, generation)
+        try:
+            for order in orders:
+                self._beacons.create(job, generation, order.rank)
+            started = await self._spawn(job, orders)
+        except BaseException:
+            self._terminals.mind(job, generation, ())
+            raise
         workers = [
             self._workers.make(
                 process,
@@ -74,6 +85,7 @@ class GenerationStarter:
             )
             for process, order in zip(started, orders, strict=True)
         ]
+        self._terminals.mind(job, generation, workers)
         await self._workers.add(zip(started, workers, strict=True))
         for record in (worker.record for worker in workers):
             self._beacons.watch(job, generation, record.rank, pid=record.pid, spawned_at=record.spawned_at)
@@ -115,7 +127,7 @@ class GenerationStarter:
         log_path = self._state_dir.store_log(spec.log_dir, spec.job, generation)
         with clear_errors(log_path.parent):
             log_path.parent.mkdir(parents=True, exist_ok=True)
-        [process] = await self._spawn(spec.job, [StoreOrder(self._address, port, str(log_path))])
+        [process] = await self._spawn(spec.job, [StoreOrder(spec.job, self._address, port, str(log_path))])
         worker = self._workers.make(
             process,
             job=spec.job,
@@ -144,7 +156,10 @@ class GenerationStarter:
         self, spec: JobSpec, placement: Placement, host: HostRanks, local_rank: int, environment: Mapping[str, str]
     ) -> WorkerOrder:
         rank, generation = host.ranks[local_rank], placement.generation
+        error_file = self._state_dir.error_file(spec.job, generation, rank)
         return WorkerOrder(
+            job=spec.job,
+            generation=generation,
             rank=rank,
             argv=spec.argv,
             module=spec.module,
@@ -157,20 +172,39 @@ class GenerationStarter:
                 local_rank=local_rank,
                 shm_prefix=self._shm_prefix,
                 engine_notify=str(self._state_dir.engine_notify),
-                error_file=str(self._state_dir.error_file(spec.job, generation, rank)),
+                error_file=str(error_file),
             ),
             log_path=str(self._state_dir.rank_log(spec.log_dir, spec.job, generation, rank)),
+            program=spec.program,
+            end_file=str(end_file(error_file)),
         )
+
+    def _with_streams(self, orders: Sequence[WorkerOrder], job: str, generation: int) -> list[WorkerOrder]:
+        """Terminals and pipes, if the command that launched the job runs here and asks for them."""
+        wish = self._terminals.wish(job)
+        if wish is None:
+            return list(orders)
+        streams = self._terminals.open(wish, job, generation, [Path(order.log_path) for order in orders])
+        return [
+            msgspec.structs.replace(
+                order,
+                streams=streams[local_rank],
+                environment=terminal_environment(wish, local_rank, order.environment),
+            )
+            for local_rank, order in enumerate(orders)
+        ]
 
     def _make_folders(self, spec: JobSpec, generation: int, ranks: Sequence[int]) -> None:
         self._state_dir.rank_log(spec.log_dir, spec.job, generation, 0).parent.mkdir(parents=True, exist_ok=True)
+        self._state_dir.point_to_logs(spec.log_dir, spec.job)
         for rank in ranks:
             error_file = self._state_dir.error_file(spec.job, generation, rank)
             error_file.parent.mkdir(parents=True, exist_ok=True)
             error_file.unlink(missing_ok=True)
+            end_file(error_file).unlink(missing_ok=True)
 
 
-def check_script(spec: JobSpec) -> None:
+def check_script(spec: JobSpec, environment: Mapping[str, str]) -> None:
     """Raise NotFound if there is nothing to run. (Whether a module exists, only its interpreter can tell.)"""
     workdir = Path(spec.workdir)
     if not workdir.is_dir():
@@ -178,6 +212,9 @@ def check_script(spec: JobSpec) -> None:
             f"The working folder {workdir} does not exist on this host.",
             hint="put the code at the same path everywhere",
         )
+    if spec.program:
+        find_program(spec.argv[0], workdir, environment)
+        return
     script = workdir / spec.argv[0]
     if not spec.module and not script.exists():
         raise NotFound(

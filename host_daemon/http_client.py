@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import httpx
 import msgspec
 
-from flyball.client_tls import ClientTls, tls_trouble
+from flyball.client_tls import ClientTls, plain_http, tls_trouble
 from flyball.contracts import wire
 from flyball.contracts.decisions import CommandBatch, CommandUpdate
 from flyball.contracts.drains import Departure
@@ -25,6 +25,7 @@ from flyball.contracts.errors import (
     Unreachable,
     WrongClock,
 )
+from flyball.contracts.rank_logs import LogPiece
 from flyball.contracts.signals import Report, ReportReply
 from host_daemon.failover import Endpoints
 
@@ -68,7 +69,7 @@ class SupervisorClient:
         urls = (*sensors.in_order(), *actuators.in_order())
         self._http = httpx.AsyncClient(
             headers={"Content-Type": "application/json"},
-            verify=tls.context() if any(url.startswith("https:") for url in urls) else True,
+            verify=tls.context() if any(url.startswith("https:") for url in urls) else plain_http(),
             trust_env=False,  # a proxy of the user's environment is not for traffic inside the cluster
         )
 
@@ -97,6 +98,9 @@ class SupervisorClient:
     async def update(self, update: CommandUpdate) -> None:
         content = wire.encode(update)
         await self._send(self._actuators, "POST", f"/v1/hosts/{update.host_id}/updates", content=content)
+
+    async def log_piece(self, piece: LogPiece) -> None:
+        await self._send(self._actuators, "POST", f"/v1/hosts/{piece.host_id}/log-pieces", content=wire.encode(piece))
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -23,6 +23,7 @@ from flyball.contracts.decisions import (
 from flyball.contracts.engine_wire import Arm, AwaitSaved, Configure, Disarm, EngineReply, EngineRequest, Flush, Release
 from flyball.contracts.errors import FlyballError, NotFound, StaleCommand, Unreachable
 from flyball.contracts.signals import SignalBody, WorkerStartFailed
+from flyball.sealed_values import unseal
 from host_daemon.beacons import Beacons
 from host_daemon.commands import CommandFailed, Progress
 from host_daemon.engine_client import EngineClient, EngineRefused
@@ -31,7 +32,7 @@ from host_daemon.free_ports import FreePorts
 from host_daemon.generation_start import GenerationStarter
 from host_daemon.owed_releases import OwedReleases
 from host_daemon.standby import Standbys
-from host_daemon.worker_environment import job_environment
+from host_daemon.worker_environment import expected_environment, job_environment
 from host_daemon.worker_records import JobRecord, WorkerRecords
 from host_daemon.workers import WorkerTable
 
@@ -63,6 +64,7 @@ class JobControl:
         engine: EngineKeeper,
         engine_client: EngineClient,
         ports: FreePorts,
+        peer_key: Callable[[], str] = lambda: "",
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._host_id = host_id
@@ -76,7 +78,9 @@ class JobControl:
         self._engine = engine
         self._engine_client = engine_client
         self._ports = ports
+        self._peer_key = peer_key  # as the token file has it now
         self._environ = environ
+        self._secrets: dict[str, tuple[Mapping[str, str], dict[str, str]]] = {}  # job -> sealed, and what was in it
         self._jobs: dict[str, JobRecord] = {}
 
     async def carry_out(self, command: Command, progress: Progress) -> CommandResult:
@@ -97,13 +101,24 @@ class JobControl:
 
     def expect_jobs(self, nproc_per_node: int) -> None:
         """Have a standby for jobs that bring no environment of their own, before the first one comes."""
-        spec = JobSpec(job="any", argv=("-",), workdir="/", nproc_per_node=nproc_per_node)
-        self._standbys.keep("", job_environment(self._environ, spec))  # '' is no job's name: it stays
+        self._standbys.keep("", expected_environment(self._environ, nproc_per_node))  # '' is no job's name: it stays
 
     def take_over(self, record: JobRecord) -> None:
         """A restarted daemon goes on with a job of the one before it."""
         self._jobs[record.spec.job] = record
-        self._standbys.keep(record.spec.job, job_environment(self._environ, record.spec))
+        try:
+            self._standbys.keep(record.spec.job, self._environment_of(record.spec))
+        except FlyballError as error:  # the workers that run have them; a start will say it to the user
+            _log.error("secrets_not_read", job=record.spec.job, error=str(error))
+
+    def _environment_of(self, spec: JobSpec) -> dict[str, str]:
+        """That of the job's workers. What was once unsealed is kept in memory: a new secret of the cluster takes
+        nothing from jobs that run. Raises ConfigurationError."""
+        sealed, values = self._secrets.get(spec.job, ({}, {}))
+        if sealed != spec.sealed_env:
+            values = unseal(spec.sealed_env, peer_key=self._peer_key(), job=spec.job)
+            self._secrets[spec.job] = (spec.sealed_env, values)
+        return job_environment(self._environ, spec, values)
 
     async def configure_engine(self) -> None:
         """Tell a restarted engine of the generations that run, and of the jobs that ended meanwhile."""
@@ -141,7 +156,7 @@ class JobControl:
         await self._workers.stop(self._workers.of(job), min(record.spec.stop_grace_s, at_most_s) if record else 0.0)
 
     async def _warm_up(self, body: WarmUp) -> CommandResult:
-        self._standbys.keep(body.spec.job, job_environment(self._environ, body.spec))
+        self._standbys.keep(body.spec.job, self._environment_of(body.spec))
         reason = await self._standbys.ready(body.spec.job)
         if reason:
             _log.warning("no_warm_standby", job=body.spec.job, reason=reason)
@@ -173,7 +188,7 @@ class JobControl:
             if not await self._engine.wait_alive(min(body.flush_timeout_s, ENGINE_RETURN_S)):
                 raise Unreachable("The checkpoint engine is away.")
             left_s = max(until_s - asyncio.get_running_loop().time(), 0.0)
-            request = Flush(body.job, left_s, body.durable)
+            request = Flush(body.job, left_s, body.durable, body.history)
             return await self._engine_client.ask(request, timeout_s=left_s + ENGINE_MARGIN_S)
         except FlyballError as error:
             _log.error("engine_not_flushed", job=body.job, error=str(error))
@@ -206,7 +221,11 @@ class JobControl:
             raise NotFound(f"The placement has no ranks for {self._host_id}.", hint="this is a bug of the controller")
         if progress.resumed:
             return self._already_started(body, host)
-        environment = job_environment(self._environ, spec)
+        try:
+            environment = self._environment_of(spec)
+        except FlyballError as error:
+            await self._tell_failed_start(spec.job, placement.generation, host, error)
+            raise
         self._standbys.keep(spec.job, environment)
         store = self._starter.claim_store(placement, host)
         await self._workers.stop([w for w in self._workers.of(spec.job) if w is not store], grace_s=0.0)
@@ -221,12 +240,13 @@ class JobControl:
         try:
             pids = await self._starter.start(spec, placement, host, environment, store)
         except FlyballError as error:
-            for rank in host.ranks:
-                await self._signal(
-                    WorkerStartFailed(spec.job, placement.generation, rank, str(error)[:MAX_START_MESSAGE])
-                )
+            await self._tell_failed_start(spec.job, placement.generation, host, error)
             raise
         return CommandResult(pids=pids)
+
+    async def _tell_failed_start(self, job: str, generation: int, host: HostRanks, error: FlyballError) -> None:
+        for rank in host.ranks:
+            await self._signal(WorkerStartFailed(job, generation, rank, str(error)[:MAX_START_MESSAGE]))
 
     def _already_started(self, body: StartWorkers, host: HostRanks) -> CommandResult:
         """An earlier daemon began this and was killed: workers that have their leave run, the others never existed."""
@@ -297,12 +317,13 @@ class JobControl:
         self._starter.forget_store(body.job)
         await self._stop_workers(body.job, body.generation, body.grace_s)
         positions = self._positions(body.job, body.generation)
-        release = Release(command.fence, body.job)
+        release = Release(command.fence, body.job, body.keep_memory, body.drop_disk)
         await self._owed.add(release)
         await self._release(release, command.deadline_s)
         self._beacons.remove(body.job)
         self._standbys.drop(body.job)
         self._jobs.pop(body.job, None)
+        self._secrets.pop(body.job, None)
         await self._records.forget(body.job)
         return CommandResult(positions=positions)
 

@@ -30,6 +30,11 @@ class Left(StrEnum):
     UNHEARD = "unheard"  # nobody is there who could move them, or nobody is to be asked
     OVERDUE = "overdue"
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether nobody has to look for the host: it takes nothing with it that anybody needs."""
+        return self in (Left.IDLE, Left.MOVED)
+
 
 class FactStore(Protocol):
     async def get(self, name: str) -> str | None: ...

@@ -127,10 +127,17 @@ def become_subreaper() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def launch(argv: list[str], *, environment: Mapping[str, str], log_path: Path, descriptor: int | None = None) -> int:
+def launch(
+    argv: list[str],
+    *,
+    environment: Mapping[str, str],
+    log_path: Path,
+    descriptor: int | None = None,
+    kept: Iterable[int] = (),
+) -> int:
     """Start a process in a session of its own, stdin from /dev/null, output appended to `log_path`; returns its pid.
 
-    `descriptor` becomes its INHERITED_DESCRIPTOR. Raises OSError.
+    `descriptor` becomes its INHERITED_DESCRIPTOR; those in `kept` keep their numbers. Raises OSError.
     """
     log_flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     actions: list[tuple[int, int, str, int, int] | tuple[int, int, int]] = [
@@ -140,6 +147,7 @@ def launch(argv: list[str], *, environment: Mapping[str, str], log_path: Path, d
     ]
     if descriptor is not None:
         actions.append((os.POSIX_SPAWN_DUP2, descriptor, INHERITED_DESCRIPTOR))
+    actions += [(os.POSIX_SPAWN_DUP2, number, number) for number in kept]  # which has them stay open
     return os.posix_spawn(
         argv[0],
         argv,

@@ -81,6 +81,7 @@ class Reporter:
         self._free_port = 0
         self._version = importlib.metadata.version("flyball")
         self._trouble = ""
+        self._leaves = False
         self.lagged_s = 0.0  # the worst of the loop's delays since the last report
 
     def wake(self) -> None:
@@ -138,6 +139,12 @@ class Reporter:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._urgent.wait(), interval_s - MIN_INTERVAL_S)
 
+    async def say_goodbye(self) -> None:
+        """The last report: the supervisor waits for no other one, and does not call the host silent. Raises
+        FlyballError."""
+        self._leaves = True
+        await self.send_once()
+
     async def send_once(self) -> None:
         """Send one report, and at once again if only its dates were wrong. What it carried is due again if it did not
         arrive. Raises FlyballError."""
@@ -169,8 +176,10 @@ class Reporter:
             completed=steps_together(readings.steps),
             marks=readings.marks,
             restores=restores,
+            losses=readings.losses,
             copies=self._engine.status.copies if self._engine.alive else (),
             lagged_s=lagged_s,
+            leaves=self._leaves,
         )
         try:
             reply = await self._client.report(no_later(report, now))

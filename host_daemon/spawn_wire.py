@@ -17,20 +17,34 @@ MAX_FRAME_BYTES = 4 << 20
 LEAVE = b"!"  # the byte that lets a spawned process run
 
 
-class WorkerOrder(msgspec.Struct, frozen=True, tag="worker"):
-    """Run a user's script as rank `rank`."""
+class Streams(msgspec.Struct, frozen=True):
+    """Terminals, pipes or a file to read that a worker is to have; '': no input, and output to the log."""
 
+    stdin: str = ""
+    stdout: str = ""
+    stderr: str = ""
+
+
+class WorkerOrder(msgspec.Struct, frozen=True, tag="worker"):
+    """Run a user's script, or program, as rank `rank`."""
+
+    job: str
+    generation: int
     rank: int
     argv: tuple[str, ...]
     module: bool
     workdir: str
     environment: Mapping[str, str]  # complete
     log_path: str
+    program: bool = False
+    streams: Streams = Streams()
+    end_file: str = ""  # made when the script has ended well; '': none
 
 
 class StoreOrder(msgspec.Struct, frozen=True, tag="store"):
     """Host the rendezvous store of a generation."""
 
+    job: str
     address: str
     port: int
     log_path: str

@@ -15,9 +15,13 @@ import selectors
 import signal
 import socket
 import sys
+import traceback
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flyball.contracts import wire
+from flyball.lean_imports import without_collector
+from flyball.process_title import set_title
 from host_daemon.child import NO_LEAVE_EXIT_CODE, carry_out
 from host_daemon.processes import INHERITED_DESCRIPTOR
 from host_daemon.spawn_wire import (
@@ -35,9 +39,20 @@ from host_daemon.spawn_wire import (
     frame,
 )
 
-# What a training script imports sooner or later; torch._dynamo is what DistributedDataParallel and the optimizers
-# import at their first use, for most of a second.
-PRELOAD = ("torch.distributed", "torch.nn.parallel", "torch.optim", "torch._dynamo", "flyball.trainer")
+# What a training script imports at its beginning: a job waits for these.
+PRELOAD = ("torch.distributed", "torch.nn.parallel", "torch.optim", "flyball.trainer")
+# What DistributedDataParallel and the optimizers import at their first use: as much again as torch itself. A restart
+# must find it here, but the first start need not wait for it. It is imported while nothing else is asked for, in
+# pieces, because a request waits for the piece that is being imported.
+PRELOAD_LATER = (
+    "sympy",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+)
+QUIET_S = 1.0  # after a request, before a piece is imported; the others follow at once
+UNUSED_S = 10.0  # without any request, before the first piece: while a job begins, others need the processor
 SEND_TIMEOUT_S = 10.0
 
 
@@ -52,16 +67,36 @@ def preload() -> str:
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking whether there is a GPU must not initialise it
-    torch = importlib.import_module("torch")
-    bare = _thread_count()  # BLAS may have made its own, which it stops and restarts around a fork
-    for name in PRELOAD:
+    with without_collector():
+        importlib.import_module("torch")
+        bare = _thread_count()  # BLAS may have made its own, which it stops and restarts around a fork
+        return _import_all(PRELOAD, bare)
+
+
+def preload_later() -> Iterator[str]:
+    """Import the rest, one piece for each turn of this generator, which says what `preload` does. It ends early if a
+    piece cannot be imported: then a script that needs it gets the error."""
+    threads = _thread_count()
+    for name in PRELOAD_LATER:
+        try:
+            with without_collector():
+                unfit = _import_all([name], threads)
+        except Exception:  # noqa: BLE001 - whatever the module raises; the standby works without it
+            traceback.print_exc()
+            return
+        yield unfit
+
+
+def _import_all(names: Iterable[str], threads: int) -> str:
+    """As `preload`; `threads` is how many this process may have afterwards."""
+    for name in names:
         if importlib.util.find_spec(name) is not None:  # not every build of torch has all of them
             importlib.import_module(name)
-    if _thread_count() > bare:
-        return f"the preload left {_thread_count() - bare} threads more than a bare import of torch"
+    if _thread_count() > threads:
+        return f"the preload left {_thread_count() - threads} threads more than a bare import of torch"
+    torch = importlib.import_module("torch")
     if torch.cuda.is_initialized() or _cuda_is_lost_in_children():
         return "CUDA was initialised during the preload"
-    gc.collect()
     gc.freeze()  # the collector would otherwise write to, and so copy, every page of every module in every child
     return ""
 
@@ -81,6 +116,9 @@ class Spawner:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
+        self._later: Iterator[str] = iter(())
+        self._quiet_s: float | None = None  # how long to wait for a request before the next piece; None: for ever
+        self._unfit = ""
         self._received = b""
         self._leaves: dict[int, int] = {}  # pid -> the pipe in which its leave is awaited
         self._selector = selectors.DefaultSelector()
@@ -89,14 +127,18 @@ class Spawner:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
 
-    def serve(self) -> Order | None:
-        """Returns None in the spawner when the daemon is gone, and the order in each child that got its leave."""
+    def serve(self, later: Iterator[str] = iter(())) -> Order | None:  # noqa: B008 - an empty one has no state
+        """Returns None in the spawner when the daemon is gone, and the order in each child that got its leave. `later`
+        is advanced while there are no requests, and says why nothing may be forked any more, '' if all is well."""
+        self._later, self._quiet_s = later, UNUSED_S
         signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         while True:
-            ready = {key.fileobj for key, _ in self._selector.select()}
+            ready = {key.fileobj for key, _ in self._selector.select(self._quiet_s)}
+            if not ready:
+                self._preload_piece()
             if self._wake_reader in ready:
                 self._wake_reader.recv(4096)
                 self._report_exits()
@@ -104,11 +146,18 @@ class Spawner:
                 requests = self._receive()
                 if requests is None:
                     return None
+                self._quiet_s = None if self._quiet_s is None else QUIET_S
                 for request in requests:
                     if isinstance(request, Leave):
                         self._give_leave(request)
                     elif self._spawn(request):
                         return request.order
+
+    def _preload_piece(self) -> None:
+        unfit = next(self._later, None)
+        self._unfit = self._unfit or unfit or ""
+        # After the last piece, or one that spoiled this process, there is none to wait for.
+        self._quiet_s = 0.0 if unfit == "" else None
 
     def send(self, notice: SpawnerNotice) -> None:
         try:
@@ -139,6 +188,9 @@ class Spawner:
 
     def _spawn(self, request: Spawn) -> bool:
         """Fork. True in the child, once it has its leave."""
+        if self._unfit:
+            self.send(Spawned(request.request_id, 0, self._unfit))  # the daemon starts it cold
+            return False
         try:
             awaited, given = os.pipe()
         except OSError as error:
@@ -205,11 +257,12 @@ class Spawner:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the daemon
+    set_title("spawner", ["host_daemon.spawner", *sys.argv[1:]])
     spawner = Spawner(socket.socket(fileno=INHERITED_DESCRIPTOR))
     unfit = preload()
     sys.stdout.flush()
     spawner.send(Ready(unfit))
-    order = spawner.serve()
+    order = spawner.serve(preload_later() if not unfit else iter(()))
     if order is not None:
         carry_out(order)
 

@@ -16,6 +16,7 @@ import structlog
 
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.wire import MALFORMED, decoder_of
+from flyball.process_title import TITLE_ROOM
 from host_daemon.processes import ExitStatus, launch, send_signal
 from host_daemon.reaper import Reaper
 from host_daemon.spawn_wire import (
@@ -32,6 +33,7 @@ from host_daemon.spawn_wire import (
     WorkerOrder,
     frame,
 )
+from host_daemon.spawner_start import StartedSpawner, start_spawner
 
 READY_TIMEOUT_S = 120.0  # importing torch from a cold network file system takes long
 SPAWN_TIMEOUT_S = 10.0
@@ -83,21 +85,20 @@ class SpawnerProcess:
     ) -> SpawnerProcess:
         """Launch it; `ready` resolves when torch is imported. Raises SpawnError."""
         try:
-            ours, theirs = socket.socketpair()
-            with contextlib.ExitStack() as undo:
-                undo.callback(ours.close)  # the spawner ends when this is closed
-                with theirs:
-                    pid = launch(
-                        [sys.executable, "-P", "-m", "host_daemon.spawner", "--state-dir", str(state_dir)],
-                        environment=environment,
-                        log_path=log_path,
-                        descriptor=theirs.fileno(),
-                    )
-                reader, writer = await asyncio.open_connection(sock=ours)
-                undo.pop_all()
+            started = start_spawner(environment=environment, log_path=log_path, state_dir=state_dir)
         except OSError as error:
             raise SpawnError(f"A spawner could not be started: {error}.", hint="see the host's limits") from error
-        return cls(pid, reaper, reader, writer)
+        return await cls.of(started, reaper)
+
+    @classmethod
+    async def of(cls, started: StartedSpawner, reaper: Reaper) -> SpawnerProcess:
+        """One that was launched already. Raises SpawnError."""
+        try:
+            reader, writer = await asyncio.open_connection(sock=started.control)
+        except OSError as error:
+            started.control.close()
+            raise SpawnError(f"A spawner cannot be reached: {error}.", hint="see the host's limits") from error
+        return cls(started.pid, reaper, reader, writer)
 
     @property
     def dead(self) -> bool:
@@ -191,7 +192,7 @@ def start_cold(order: Order, *, environment: Mapping[str, str], log_path: Path, 
             undo.callback(ours.close)  # the process ends when this is closed
             with theirs:
                 pid = launch(
-                    [sys.executable, "-P", "-m", "host_daemon.child"],
+                    [sys.executable, "-P", "-m", "host_daemon.child", TITLE_ROOM],
                     environment=environment,
                     log_path=log_path,
                     descriptor=theirs.fileno(),

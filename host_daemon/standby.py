@@ -13,6 +13,7 @@ from flyball.contracts.clock import Clock
 from host_daemon.reaper import Reaper
 from host_daemon.spawn_wire import Order
 from host_daemon.spawner_client import SpawnedProcess, SpawnerProcess, SpawnError, start_cold
+from host_daemon.spawner_start import StartedSpawner
 
 MAX_EARLY_DEATHS = 3
 EARLY_S = 60.0
@@ -25,12 +26,16 @@ _log = structlog.get_logger(__name__)
 class Standbys:
     """Keeps a spawner ready for every job that asked for one, and starts processes through it, or cold."""
 
-    def __init__(self, *, state_dir: Path, log_path: Path, reaper: Reaper, clock: Clock) -> None:
+    def __init__(
+        self, *, state_dir: Path, log_path: Path, reaper: Reaper, clock: Clock, started: StartedSpawner | None = None
+    ) -> None:
+        """`started`: a spawner that runs already; the first job with its environment gets it."""
         self._state_dir = state_dir
         self._log_path = log_path
         self._reaper = reaper
         self._clock = clock
         self._by_job: dict[str, _Standby] = {}
+        self._started = started
 
     def keep(self, job: str, environment: Mapping[str, str]) -> None:
         """Have a spawner with this environment for the job; jobs with the same environment share one."""
@@ -39,7 +44,13 @@ class Standbys:
             return
         self.drop(job)
         same = next((s for s in self._by_job.values() if s.environment == wanted), None)
-        self._by_job[job] = same or _Standby(wanted, self._state_dir, self._log_path, self._reaper, self._clock)
+        self._by_job[job] = same or self._make(wanted)
+
+    def _make(self, environment: dict[str, str]) -> _Standby:
+        started = None
+        if self._started is not None and self._started.environment == environment:
+            started, self._started = self._started, None
+        return _Standby(environment, self._state_dir, self._log_path, self._reaper, self._clock, started=started)
 
     def drop(self, job: str) -> None:
         """The job needs none any more."""
@@ -64,13 +75,22 @@ class Standbys:
         spawners = [s.spawner for s in self._by_job.values() if s.spawner is not None]
         for job in list(self._by_job):
             self.drop(job)
+        if self._started is not None:
+            self._started.control.close()  # which ends it
         if spawners:
             await asyncio.wait([asyncio.ensure_future(s.wait_dead()) for s in spawners], timeout=CLOSE_TIMEOUT_S)
 
 
 class _Standby:
     def __init__(
-        self, environment: dict[str, str], state_dir: Path, log_path: Path, reaper: Reaper, clock: Clock
+        self,
+        environment: dict[str, str],
+        state_dir: Path,
+        log_path: Path,
+        reaper: Reaper,
+        clock: Clock,
+        *,
+        started: StartedSpawner | None,
     ) -> None:
         self.environment = environment
         self._state_dir = state_dir
@@ -78,6 +98,7 @@ class _Standby:
         self._reaper = reaper
         self._clock = clock
         self.spawner: SpawnerProcess | None = None
+        self._started = started  # until it is taken
         self._cold_because = ""
         self._settled = asyncio.Event()  # set while there is a spawner, or it is clear that there will be none
         self._task = asyncio.create_task(self._maintain())
@@ -101,6 +122,8 @@ class _Standby:
 
     def close(self) -> None:
         self._task.cancel()
+        if self._started is not None:
+            self._started.control.close()
         if self.spawner is not None:
             self.spawner.close()
 
@@ -121,9 +144,13 @@ class _Standby:
 
     async def _serve_one(self) -> str:
         """Until the spawner dies, or turns out to be unfit, which is returned."""
-        spawner = await SpawnerProcess.start(
-            environment=self.environment, log_path=self._log_path, state_dir=self._state_dir, reaper=self._reaper
-        )
+        started, self._started = self._started, None
+        if started is not None:
+            spawner = await SpawnerProcess.of(started, self._reaper)
+        else:
+            spawner = await SpawnerProcess.start(
+                environment=self.environment, log_path=self._log_path, state_dir=self._state_dir, reaper=self._reaper
+            )
         try:
             unfit = await spawner.unfit()
             if unfit:

@@ -62,6 +62,19 @@ class StateDir:
         base = Path(log_dir) if log_dir else self.root / "logs"
         return base / job / f"g{generation}" / f"rank{rank}.log"
 
+    def job_logs(self, job: str) -> Path:
+        """The folder of a job's logs, or a link to it."""
+        return self.root / "logs" / job
+
+    def point_to_logs(self, log_dir: str, job: str) -> None:
+        """Have the job's logs be found from this folder too, where it chose a folder of its own for them."""
+        link = self.job_logs(job)
+        if not log_dir or (link.exists() and not link.is_symlink()):
+            return
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(Path(log_dir) / job)
+
     def store_log(self, log_dir: str, job: str, generation: int) -> Path:
         """What the process that hosts a generation's rendezvous store printed."""
         return self.rank_log(log_dir, job, generation, 0).with_name("store.log")
@@ -119,6 +132,11 @@ class StateDir:
                 f"{HOST_STATE_VERSION!r}.",
                 hint="run the release that wrote it, or choose another folder with --state-dir; nothing was changed",
             )
+
+
+def end_file(error_file: Path) -> Path:
+    """There if the rank with this error file ended well."""
+    return error_file.with_suffix(".ended")
 
 
 @contextmanager

@@ -6,18 +6,17 @@ restart races for it. A fresh process per generation also means a fresh store: n
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-from pathlib import Path
+
+from flyball.process_title import set_title
 
 
-def serve_store(address: str, port: int) -> None:
+def serve_store(job: str, address: str, port: int) -> None:
     """Listen until killed. Ends with an exception if the port is taken."""
     from torch._C._distributed_c10d import TCPStore
 
-    with contextlib.suppress(OSError):  # a convenience, and some containers mount /proc read-only
-        Path("/proc/self/comm").write_text("flyball-store")
+    set_title(f"{job} rendezvous store", [f"{address}:{port}"])
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     store = TCPStore(address, port, None, True, wait_for_workers=False)

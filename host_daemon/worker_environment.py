@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from flyball.contracts import wire, worker_env
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
+from flyball.contracts.errors import ConfigurationError
 from flyball.contracts.segments import beacon_path
 
 # From which size on memcpy writes past the caches. glibc derives it from what the processor says of them, and virtual
@@ -14,9 +15,11 @@ from flyball.contracts.segments import beacon_path
 COPY_PAST_CACHES = "glibc.cpu.x86_non_temporal_threshold=0x100000"
 
 
-def job_environment(base: Mapping[str, str], spec: JobSpec) -> dict[str, str]:
-    """What all workers of a job have in common, and the spawner has already when it imports torch."""
-    environment = {**{name: value for name, value in base.items() if name != "FLYBALL_TOKEN"}, **spec.env}
+def job_environment(base: Mapping[str, str], spec: JobSpec, secrets: Mapping[str, str] = {}) -> dict[str, str]:
+    """What all workers of a job have in common, and the spawner has already when it imports torch. `secrets`: what
+    `spec.sealed_env` holds."""
+    own = {name: value for name, value in base.items() if name != "FLYBALL_TOKEN"}
+    environment = {**own, **spec.user_env, **secrets, **spec.env}
     if spec.nproc_per_node > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun; N ranks with N threads each would crawl
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
@@ -25,6 +28,11 @@ def job_environment(base: Mapping[str, str], spec: JobSpec) -> dict[str, str]:
     environment.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
     environment.setdefault("GLIBC_TUNABLES", COPY_PAST_CACHES)
     return environment
+
+
+def expected_environment(base: Mapping[str, str], nproc_per_node: int) -> dict[str, str]:
+    """That of jobs that bring no environment of their own, before there is one."""
+    return job_environment(base, JobSpec(job="any", argv=("-",), workdir="/", nproc_per_node=nproc_per_node))
 
 
 def rank_environment(
@@ -71,4 +79,20 @@ def rank_environment(
         worker_env.CHECKPOINT: wire.encode(spec.checkpoint).decode(),
         worker_env.LINEAGE: wire.encode(placement.lineage).decode(),
     }
+    if spec.virtual_local_rank:
+        torchrun |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": _device_of(local_rank, environment)}
     return {**environment, **{name: str(value) for name, value in (torchrun | flyball).items()}}
+
+
+def _device_of(local_rank: int, environment: Mapping[str, str]) -> str:
+    """As torchrun has it with --virtual-local-rank. Raises ConfigurationError."""
+    devices = environment.get("CUDA_VISIBLE_DEVICES")
+    if devices is None:
+        return str(local_rank)
+    listed = devices.split(",")
+    if local_rank >= len(listed):
+        raise ConfigurationError(
+            f"CUDA_VISIBLE_DEVICES={devices} has no device for local rank {local_rank}.",
+            hint="name a device for every worker of the host, or start fewer with --nproc-per-node",
+        )
+    return listed[local_rank].strip()

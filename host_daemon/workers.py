@@ -26,6 +26,7 @@ from host_daemon.processes import (
 )
 from host_daemon.reaper import Reaper
 from host_daemon.spawner_client import SpawnedProcess
+from host_daemon.state_dir import end_file
 from host_daemon.worker_records import STORE_RANK, WorkerRecord, WorkerRecords
 
 STATUS_TIMEOUT_S = 1.0  # from the end of a process to the word of its spawner how it ended; then the kernel is asked
@@ -216,6 +217,8 @@ class WorkerTable:
         if worker.exit_status is not None:
             status = await self._status_of(worker.record, worker.exit_status)
             self._reaper.forget(worker.record.pid)
+        if status == ExitStatus() and end_file(worker.error_file).exists():
+            status = ExitStatus(exit_code=0)
         try:
             await self._on_exit(worker, status)
             if not worker.expected:

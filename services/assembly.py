@@ -20,6 +20,7 @@ from services.api.stream import EventStreams
 from services.bus.messaging import Messaging
 from services.controller.loop import ControllerLoop
 from services.runtime.auth import Authenticator
+from services.runtime.claim import PARTS
 from services.runtime.event_metrics import EventMetrics
 from services.runtime.health import Check, Health
 from services.runtime.http_protocol import BoundedProtocol
@@ -45,7 +46,6 @@ from services.store.read_models import ReadModels
 from services.store.shared_clock import SharedClock
 from services.store.status_store import SqlStatusStore
 
-PARTS = ("sensor", "controller", "actuator", "api")
 IDLE_POLL_S = 0.5  # where every change of the database is made, and announced, in this process
 
 
@@ -75,6 +75,7 @@ class Assembly:
         self._poll_interval_s = IDLE_POLL_S if embedded else settings.poll_interval_s
         self._events = SqlEventLog(self.db)
         self._background: dict[str, Background] = {}
+        self._queues: list[ReportQueue] = []
         self._sensor: Ingest | None = None
         self._actuator: HostDaemons | None = None
         self._api: ApiPart | None = None
@@ -132,9 +133,21 @@ class Assembly:
         for topic in ("commands", "events"):
             self._wakeup.notify(topic)
 
+    def release_loops(self) -> None:
+        """Wake the loops that were asked to stop, so that they see it at once."""
+        for queue in self._queues:
+            queue.release()
+        for topic in ("signals", "actions"):
+            self._wakeup.notify(topic)
+
+    def on_event(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called whenever the event log of this process has grown: it must return at once."""
+        self._wakeup.subscribe("events", lambda _: listener())
+
     def _build_sensor(self) -> Ingest:
         settings, status = self._settings, SqlStatusStore(self.db)
         queue = ReportQueue(max_items=settings.report_queue_size, max_size_bytes=settings.report_queue_size_bytes)
+        self._queues.append(queue)
         committed = CommittedPositions(status.committed, self._clock)
         ingest = Ingest(
             sensor_id=self._instance,

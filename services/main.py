@@ -12,7 +12,7 @@ import os
 import ssl
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,8 +22,9 @@ from fastapi import FastAPI
 from flyball.contracts.clock import Clock, SystemClock
 from flyball.contracts.errors import ConfigurationError, FlyballError, Unreachable
 from services.api.app import create_app
-from services.assembly import PARTS, Assembly
+from services.assembly import Assembly
 from services.runtime.auth import Authenticator
+from services.runtime.claim import PARTS, Claim
 from services.runtime.health import Health
 from services.runtime.http_server import HttpServer
 from services.runtime.lifecycle import (
@@ -33,9 +34,9 @@ from services.runtime.lifecycle import (
     hold_termination_signals,
     termination_requested,
 )
-from services.runtime.listener import bind_listener, is_loopback, url_of
+from services.runtime.listener import is_loopback, url_of
 from services.runtime.settings import Settings, load_settings
-from services.runtime.state_dir import StateDir, SupervisorRecord
+from services.runtime.state_dir import SupervisorRecord
 from services.runtime.telemetry import configure_logging
 from services.store.database import migrate
 
@@ -51,15 +52,25 @@ class Supervisor:
     An instance is started once. `failed` tells that a part was given up: the process should end and be started anew.
     """
 
-    def __init__(self, settings: Settings, parts: Sequence[str] = PARTS, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        parts: Sequence[str] = PARTS,
+        clock: Clock | None = None,
+        *,
+        claim: Claim | None = None,
+    ) -> None:
+        """`claim`: folder and socket, if they are taken already; they are given back with the rest."""
         self.url = ""
         self.token = ""
         self.app: FastAPI  # from `start` on
         self._settings = settings
+        self._claim = claim
         self._parts = frozenset(parts)
         self._clock = clock or SystemClock()
         self._running = ExitStack()
         self._loops: list[LoopThread] = []
+        self._assembly: Assembly | None = None
         self._health: Health | None = None
         self._server: HttpServer | None = None
 
@@ -82,18 +93,22 @@ class Supervisor:
         """Drain and end: what was received is stored, who waits is answered, the lease is given back."""
         self._running.close()
 
+    def on_event(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called, from another thread, whenever there is something new to read. It must return at
+        once. For a supervisor that was started."""
+        if self._assembly:
+            self._assembly.on_event(listener)
+
     def _start(self, stack: ExitStack) -> None:
         settings = self._settings
-        state_dir = StateDir(settings.state_dir)
-        state_dir.open(sorted(self._parts))
-        stack.callback(state_dir.close)
+        claim = self._claim or Claim(settings.state_dir, host=settings.host, port=settings.port, parts=self._parts)
+        stack.callback(claim.close)
+        state_dir, listener = claim.state_dir, claim.listener
         _set_up_logging(settings)
         self.token = settings.token.get_secret_value() or state_dir.token()
         former = settings.former_token.get_secret_value() or state_dir.former_token()
         authenticator = Authenticator(self.token, [former] if former else [], settings.host_token_epochs)
         _check_tls(settings)
-        listener = bind_listener(settings.host, settings.port)
-        stack.callback(listener.close)
         self.url = url_of(listener, tls=settings.tls_cert_file is not None)
         if settings.tls_cert_file is None and not is_loopback(listener):
             log.warning(
@@ -102,7 +117,7 @@ class Supervisor:
             )
 
         state_dir.make_private("flyball.sqlite")  # jobs may carry secrets in their environment
-        assembly = Assembly(settings, self._parts, self._clock)
+        assembly = self._assembly = Assembly(settings, self._parts, self._clock)
         stack.callback(assembly.close)
         assembly.messaging.open()
         migrate(assembly.db)
@@ -153,6 +168,8 @@ class Supervisor:
         deadline_s = self._clock.monotonic_s() + self._settings.drain_timeout_s
         for loop in self._loops:
             loop.request_stop()
+        if self._assembly:
+            self._assembly.release_loops()
         for loop in self._loops:
             if not loop.join(deadline_s - self._clock.monotonic_s()):
                 log.warning("a loop did not end in time", loop=loop.name)

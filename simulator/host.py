@@ -261,7 +261,10 @@ class Host:
 
     def _status(self, group: Group, worker: Worker) -> RankStatus:
         age_s = self.world.now - worker.moved_at
-        return RankStatus(group.job, group.generation, worker.rank, worker.pid, worker.phase, worker.step, age_s)
+        doing = worker.doing(self.world.now)
+        return RankStatus(
+            group.job, group.generation, worker.rank, worker.pid, worker.phase, worker.step, age_s, *doing
+        )
 
     def _steps(self, group: Group, worker: Worker) -> RankSteps:
         first = worker.new_steps[0][0] if worker.new_steps else -1

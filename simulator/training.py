@@ -10,7 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from flyball.contracts.checkpoints import ShardCopy, Tier
-from flyball.contracts.cluster import Phase, Placement, WorkerError
+from flyball.contracts.cluster import Activity, Phase, Placement, WorkerError
 from flyball.contracts.errors import RestoreFailed
 from simulator.history import NO_SOURCE, Restored, Saved
 
@@ -22,6 +22,7 @@ RENDEZVOUS_TIMEOUT_S = 60.0
 COLLECTIVE_TIMEOUT_S = 45.0
 REPLICA_WAIT_S = 10.0  # then the world goes on without those that cannot be had
 SHARD_SIZE_BYTES = 1000
+STANDS_AFTER_S = 2.5  # no step takes as long
 
 
 class Worker:
@@ -34,6 +35,13 @@ class Worker:
         self.moved_at = at
         self.is_hung = False
         self.new_steps: list[tuple[int, float]] = []  # not reported yet
+
+    def doing(self, now: float) -> tuple[Activity, float, str]:
+        """What a daemon sees of its process, for how long, and where."""
+        stands_s = now - self.moved_at
+        if stands_s < STANDS_AFTER_S:
+            return Activity.UNKNOWN, 0.0, ""
+        return (Activity.STOPPED, stands_s, "") if self.is_hung else (Activity.IDLE, stands_s, "futex")
 
 
 class Group:

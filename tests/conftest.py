@@ -17,7 +17,7 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
 sys.path.append(str(Path(__file__).parent))  # tests are no packages: the module beside this one is found by path
-pytest.register_assert_rewrite("own_servers")
+pytest.register_assert_rewrite("own_servers", "own_processes")
 
 from own_servers import OwnMariaDb, OwnRedis  # noqa: E402 - found by the path above
 

@@ -106,6 +106,8 @@ def add_jobs(database: Database, names: list[list[str]], *, first: int = 0) -> N
                     stop_requested=False,
                     newest_step=-1,
                     generation=1,
+                    loss="",
+                    loss_step=-1,
                 )
             )
             connection.execute(

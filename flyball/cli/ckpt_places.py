@@ -149,7 +149,8 @@ def _configured_folders(hosts: Sequence[HostFolder], job: str, settings: EngineS
             continue
         host_id, run = host.host_id(job), configure.placement.run
         if configure.spec.disk_dir:
-            named[TierFolder(f"{configure.spec.disk_dir}/{host_id}", job, Tier.DISK, host_id, run)] = None
+            disk = configure.spec.disk_folder(host.path)
+            named[TierFolder(f"{disk}/{host_id}", job, Tier.DISK, host_id, run)] = None
         if configure.spec.persistent_dir:
             named[TierFolder(configure.spec.persistent_dir, job, Tier.PERSISTENT, "", run)] = None
     return [*named, *(replace(place, run=other) for place in named for other in _runs_beside(place, settings))]

@@ -7,13 +7,17 @@ import sys
 from types import TracebackType
 from typing import Any, Self
 
-import httpx
 import msgspec
 
-from flyball.client_tls import ClientTls, tls_trouble
+from flyball.client_tls import ClientTls, plain_http, tls_trouble
 from flyball.contracts import errors
 from flyball.contracts.errors import FlyballError, TooBusy, Unauthorized, Unreachable
 from flyball.contracts.wire import MALFORMED
+from flyball.lean_imports import import_lean
+
+import_lean("httpx")
+
+import httpx  # noqa: E402
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 30.0
@@ -30,15 +34,17 @@ class ApiClient:
     """Raises Unreachable, Unauthorized, and the FlyballError that a problem answer names. Files for TLS come from
     variables alone: most commands have no flags for them."""
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, token: str, *, transport: httpx.BaseTransport | None = None) -> None:
+        """With a `transport` that has the answers itself, `url` is only what people are shown."""
         self.url = url
-        tls = ClientTls.from_environ(os.environ)
+        is_tls = transport is None and url.startswith("https:")
         self._http = httpx.Client(
-            base_url=url,
+            base_url=url if transport is None else "http://in.process",
             headers=_authorization(token),
             timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             trust_env=False,  # a proxy of the environment is not for addresses inside a cluster
-            verify=tls.context(has_flags=False) if url.startswith("https:") else True,
+            verify=ClientTls.from_environ(os.environ).context(has_flags=False) if is_tls else plain_http(),
+            transport=transport,
         )
 
     def __enter__(self) -> Self:

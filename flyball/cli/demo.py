@@ -164,8 +164,7 @@ class _Demo:
 
     def _while_reference_runs(self, folder: Path, count: int) -> Callable[[], None]:
         def look() -> None:
-            if self._signals.count:
-                raise KeyboardInterrupt
+            self._signals.check()
             self._timeline.doing(f"uninterrupted run: {newest_step(read_losses(folder)) + 1} of {count} steps")
 
         return look

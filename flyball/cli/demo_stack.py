@@ -71,7 +71,6 @@ class DemoStack:
             workdir=str(self.folder),
             nnodes=NNODES,
             nproc_per_node=NPROC_PER_NODE,
-            max_restarts=10,
             checkpoint=CheckpointSpec(every_steps=1, replicas=1),
             stop_grace_s=1.0,
         )
@@ -103,8 +102,7 @@ class DemoStack:
 
     def look(self) -> None:
         """Show what is new; raise what makes waiting pointless: Ctrl-C, a dead daemon, a job that ended."""
-        if self._signals.count:
-            raise KeyboardInterrupt
+        self._signals.check()
         self._timeline.show(self.feed.pull(), self.feed.newest_world_step(WORLD_SIZE))
         for host_id, host in self.hosts.items():
             if host_id not in self._lost:

@@ -7,23 +7,33 @@ from typing import Annotated, Any
 
 import typer
 
-from flyball.cli.options import StateDirOption, SupervisorOption, TokenFileOption, connect, examples
+from flyball.cli.options import (
+    DatabaseOption,
+    JobOption,
+    StateDirOption,
+    SupervisorOption,
+    TokenFileOption,
+    examples,
+    look,
+)
 from flyball.cli.output import Format, OutputOption, moment, print_fields, print_json, print_table
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import UsageError
 
 COMMAND: dict[str, Any] = {
     "help": "Explain a decision: reason, rule, evidence, the signals before it, and every command that followed.",
-    "epilog": examples("flyball explain dec-17", "flyball explain dec-17 -o json"),
+    "epilog": examples("flyball explain dec-17", "flyball explain dec-17 --job llama -o json"),
 }
 
 
 def command(
     *,
     decision: Annotated[str, typer.Argument(help="its id, as `flyball status` shows it, e.g. dec-17")],
+    job: JobOption = "",
     supervisor: SupervisorOption = "",
     token_file: TokenFileOption = "",
     state_dir: StateDirOption = "",
+    database_url: DatabaseOption = "",
     output: OutputOption = Format.TABLE,
 ) -> None:
     """One look; nothing is changed."""
@@ -32,7 +42,7 @@ def command(
         raise UsageError(
             f"{decision!r} is not a decision's id.", hint="`flyball status` shows the newest ones, e.g. dec-17"
         )
-    with connect(supervisor, token_file, state_dir) as client:
+    with look(supervisor, token_file, state_dir, job=job, database_url=database_url) as client:
         found = client.get(f"/v1/decisions/{name}")
     if output is Format.JSON:
         print_json(found)

@@ -11,7 +11,7 @@ import typer
 
 from flyball.cli.goodput_sources import AUTO, Query
 from flyball.cli.goodput_times import parse_duration, parse_moment
-from flyball.cli.options import JobOption, StateDirOption, SupervisorOption, TokenFileOption
+from flyball.cli.options import DatabaseOption, JobOption, StateDirOption, SupervisorOption, TokenFileOption
 from goodput.options import Options
 
 
@@ -45,6 +45,7 @@ def query_of(
     supervisor: SupervisorOption = "",
     token_file: TokenFileOption = "",
     state_dir: StateDirOption = "",
+    database_url: DatabaseOption = "",
 ) -> Query:
     """What the options ask for. Raises UsageError."""
     return Query(
@@ -53,6 +54,7 @@ def query_of(
         supervisor=supervisor,
         token_file=token_file,
         state_dir=state_dir,
+        database_url=database_url,
         log_format=log_format,
         log_map=log_map,
         strict=strict,

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from flyball.cli.goodput_times import Moment
-from flyball.cli.options import connect
+from flyball.cli.job_names import get_job
+from flyball.cli.left_state import LeftState
+from flyball.cli.options import look
 from flyball.cli.output import say
 from flyball.contracts import wire
 from flyball.contracts.clock import SystemClock
@@ -36,6 +38,7 @@ class Query(msgspec.Struct, frozen=True):
     supervisor: str = ""
     token_file: str = ""
     state_dir: str = ""
+    database_url: str = ""
     log_format: str = AUTO
     log_map: str = ""
     strict: bool = False
@@ -52,6 +55,7 @@ class Found(msgspec.Struct, frozen=True):
     timeline: tuple[TimelineBin, ...]
     source: str
     left_out: int = 0  # malformed lines
+    is_final: bool = False  # nobody will add to it: its supervisor has ended
 
 
 _LOG_SUFFIXES = (".jsonl", ".json", ".log", ".csv", ".tsv", ".txt")  # of what is no job, though it could be one's name
@@ -87,7 +91,7 @@ def _named_run(run: str, query: Query) -> Query:
 
 def _of_its_kind(query: Query) -> Query:
     if query.logs:
-        return msgspec.structs.replace(query, supervisor="", token_file="", state_dir="")
+        return msgspec.structs.replace(query, supervisor="", token_file="", state_dir="", database_url="")
     return msgspec.structs.replace(query, log_format=AUTO, log_map="", strict=False)
 
 
@@ -99,9 +103,9 @@ def find(query: Query, *, bins: int = 0) -> Found:
 
 def refuse_supervisor(query: Query) -> None:
     """Raises UsageError if a query of logs also says which supervisor to ask."""
-    if query.supervisor or query.token_file or query.state_dir:
+    if query.supervisor or query.token_file or query.state_dir or query.database_url:
         raise UsageError(
-            "--supervisor, --token-file and --state-dir are for jobs of a supervisor, and log files are named.",
+            "--supervisor, --token-file, --state-dir and --database-url do not go with log files.",
             hint="leave them out, or name a job with --job and no file",
         )
 
@@ -162,11 +166,13 @@ def _from_supervisor(query: Query, bins: int) -> Found:
 
     if query.log_format != AUTO or query.log_map or query.strict:
         raise UsageError("--format, --map and --strict are for log files, and none is named.", hint="name the files")
-    with connect(query.supervisor, query.token_file, query.state_dir) as client:
+    with look(
+        query.supervisor, query.token_file, query.state_dir, job=query.job, database_url=query.database_url
+    ) as client:
         job = query.job or _only_job(client)
         options = query.options
         if query.since or query.until:
-            about = client.get(f"/v1/jobs/{job}")
+            about = get_job(client, job)
             options = _clipped(
                 query, float(about["submitted_at"]), float(about.get("ended_at") or SystemClock().wall_s())
             )
@@ -176,6 +182,7 @@ def _from_supervisor(query: Query, bins: int) -> Found:
             report=wire.convert(answer, Report),
             timeline=wire.convert(answer.get("timeline", []), tuple[TimelineBin, ...]),
             source=f"job {job} at {client.url}",
+            is_final=isinstance(client, LeftState) and client.ended_at is not None,
         )
 
 

@@ -66,6 +66,7 @@ def _looks(query: Query, every_s: float, signals: EndSignals) -> Iterator[tuple[
     """The report as often as it may have changed, and why it is an old one ('' if it is not), until the job ended. What
     is wrong at the first look raises; later on a supervisor that is away is waited for."""
     report: Report | None = None
+    is_final = False
     seen: object = None
     while not signals.count:
         began_s = time.monotonic()
@@ -73,13 +74,14 @@ def _looks(query: Query, every_s: float, signals: EndSignals) -> Iterator[tuple[
         try:
             stamp = _stamp(query.logs)
             if report is None or stamp is None or stamp != seen:
-                report, seen = find(query).report, stamp
+                found = find(query)
+                report, is_final, seen = found.report, found.is_final, stamp
         except (Unreachable, TooBusy) as error:
             if report is None:
                 raise
             trouble = error.message
         yield report, trouble
-        if report.outcome:
+        if report.outcome or is_final:
             return
         now_s = time.monotonic()
         next_s = max(began_s + every_s, now_s + (now_s - began_s) * (1.0 / BUSY_SHARE - 1.0))

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 
+from flyball.contracts.engine_wire import ENGINE_PID_FILE
 from flyball.contracts.errors import FlyballError, Unreachable
 from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
+from flyball.process_title import read_words
+from host_daemon.processes import read_stat, session_members
 
 DAEMON_STOP_TIMEOUT_S = 15.0
 KILL_TIMEOUT_S = 5.0
 KILL_ROUNDS = 3
+READ_TIMEOUT_S = 1.0
 LOOK_INTERVAL_S = 0.02
 
 
@@ -49,6 +55,7 @@ class HostProcess:
         self._environ = dict(os.environ if environ is None else environ)
         self._process: subprocess.Popen[bytes] | None = None
         self._prefix = ""
+        self.keeps_segments = False  # what is in shared memory outlives this host: something goes on from it
 
     def start(self) -> None:
         """Start the daemon in a session of its own: Ctrl-C is for the command line, which then ends all in order."""
@@ -75,15 +82,24 @@ class HostProcess:
 
     def check(self) -> None:
         """Raise what ended the daemon, if it has ended."""
-        if self._process is None or self._process.poll() is None:
+        if self._process is None or not self.has_ended:
             return
         raise _daemon_error(self.host_id, self._process.returncode, self.log_file)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    def give_notice(self) -> None:
+        """The host is about to go: the daemon ends by itself once its ranks train elsewhere, or its time is over."""
+        if self._process is not None and not self.has_ended:
+            self._process.terminate()
 
     def stop(self) -> None:
         """SIGTERM and SIGINT, a deadline, then SIGKILL to each process of this host by its id, until none is left; then
         its segments are removed."""
         processes = self.processes()
-        if self._process and self._process.poll() is None:
+        if self._process and not self.has_ended:
             self._process.terminate()  # ends it also before it handles signals
             self._process.send_signal(signal.SIGINT)  # and this at once: there is no host to move its ranks to
             try:
@@ -101,24 +117,33 @@ class HostProcess:
             while any(map(_is_alive, left)) and time.monotonic() < deadline:
                 time.sleep(LOOK_INTERVAL_S)
             processes = self.processes()
-        self.remove_segments()
+        if not self.keeps_segments:
+            self.remove_segments()
+
+    def kill(self, *, except_engine: bool = False) -> None:
+        """End its processes at once; the engine can be left, to write down what it has."""
+        spared = _engine_pid(self.state_dir) if except_engine else 0
+        if self._process and self._process.poll() is None:
+            self._process.kill()  # first: it would start its workers again
+            self._process.wait(KILL_TIMEOUT_S)
+        end_processes(self.state_dir, spared_pid=spared)
 
     def trains(self, logs: Path) -> bool:
         """Whether a process writes one of the rank logs in this folder, as every worker does."""
-        folder = logs.resolve()
-        return any(_writes_rank_log(process, folder) for process in psutil.process_iter())
+        return is_written(logs)
 
     def processes(self) -> list[psutil.Process]:
         """Every process of this host that can be found: descendants of the daemon; and, since engine and workers
-        outlive it, those that have the state folder as an argument or write their output into it."""
+        outlive it, those that it wrote down, have the state folder as an argument, or write their output into it."""
         found: dict[int, psutil.Process] = {}
         if self._process and self._process.poll() is None:
             found |= {p.pid: p for p in _family(self._process.pid)}
-        for process in psutil.process_iter():
-            if process.pid != os.getpid() and process.pid not in found and _belongs(process, str(self.state_dir)):
-                found |= {p.pid: p for p in _family(process.pid)}
-        found.pop(os.getpid(), None)
-        return list(found.values())
+        return list((found | _processes_of(self.state_dir)).values())
+
+    @property
+    def segments_prefix(self) -> str:
+        """Of its shared memory; '' before it was started."""
+        return self._prefix
 
     def remove_segments(self) -> None:
         """Unlink what is left in shared memory under this host's own prefix."""
@@ -127,6 +152,44 @@ class HostProcess:
             return
         for path in Path(folder).glob(f"{name}.*"):
             path.unlink(missing_ok=True)
+
+
+def is_written(logs: Path) -> bool:
+    """Whether a process writes one of the rank logs in this folder."""
+    folder = logs.resolve()
+    return any(_writes_rank_log(process, folder) for process in psutil.process_iter())
+
+
+def end_processes(state_dir: Path, *, spared_pid: int = 0) -> None:
+    """SIGKILL to every process of the host with this state folder, until none is left but the one that is spared."""
+    for _ in range(KILL_ROUNDS):
+        left = [p for pid, p in _processes_of(state_dir).items() if pid != spared_pid and _is_alive(p)]
+        if not left:
+            return
+        for process in left:
+            _signal(process, signal.SIGKILL)
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        while any(map(_is_alive, left)) and time.monotonic() < deadline:
+            time.sleep(LOOK_INTERVAL_S)
+
+
+def _processes_of(state_dir: Path) -> dict[int, psutil.Process]:
+    found: dict[int, psutil.Process] = {}
+    recorded = session_members(_recorded_sessions(state_dir / "daemon.sqlite"))
+    for process in psutil.process_iter():
+        if process.pid == os.getpid() or process.pid in found:
+            continue
+        if process.pid in recorded or _belongs(process, str(state_dir)):
+            found |= {p.pid: p for p in _family(process.pid)}
+    found.pop(os.getpid(), None)
+    return found
+
+
+def _engine_pid(state_dir: Path) -> int:
+    try:
+        return int((state_dir / ENGINE_PID_FILE).read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _family(pid: int) -> list[psutil.Process]:
@@ -160,9 +223,25 @@ def _belongs(process: psutil.Process, state_dir: str) -> bool:
     try:
         if process.uids().real != os.getuid():
             return False
-        return state_dir in process.cmdline() or _output_of(process).is_relative_to(state_dir)
+        return state_dir in read_words(process.pid) or _output_of(process).is_relative_to(state_dir)
     except (psutil.Error, OSError):
         return False
+
+
+def _recorded_sessions(database: Path) -> list[int]:
+    """The sessions of the workers that a daemon wrote down. A worker may write its output anywhere (--log-dir), run
+    another program (--no-python), and its leader may have ended before what it started."""
+    if not database.exists():
+        return []
+    try:
+        with closing(
+            sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True, timeout=READ_TIMEOUT_S)
+        ) as rows:
+            found = rows.execute("SELECT pid, start_ticks FROM workers").fetchall()
+    except sqlite3.Error:  # locked or half made: its processes are found by their words and output alone
+        return []
+    leaders = {pid: (read_stat(pid), start_ticks) for pid, start_ticks in found}
+    return [pid for pid, (stat, start_ticks) in leaders.items() if stat is None or stat.start_ticks == start_ticks]
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

@@ -1,37 +1,48 @@
-"""Submit a job, show its ranks' output and the decisions about it, and wait for its end."""
+"""Submit a job, tell the decisions about it, and wait for its end."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
-from flyball.cli.client import ApiClient
-from flyball.cli.console import LogFollower
 from flyball.cli.embedded import KeptSupervisor
+from flyball.cli.host_leave import NOTICES, HostLeave, Next
 from flyball.cli.host_process import HostProcess
-from flyball.cli.output import say
+from flyball.cli.messages import say
 from flyball.cli.signals import EndSignals
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.decisions import ActionState
 from flyball.contracts.errors import FlyballError, NotFound, StateVersionMismatch, Unauthorized
 
-LOG_INTERVAL_S = 0.1
+if TYPE_CHECKING:
+    from flyball.cli.client import ApiClient  # its libraries are imported while the daemon starts
+
+LOOK_INTERVAL_S = 0.1
 STATUS_INTERVAL_S = 0.25
+NEWS_PAUSE_S = 0.02  # after news, before the supervisor is asked for it
 STOP_MARGIN_S = 20.0  # beyond the workers' grace, for the decision, the engine and the way back
+LAST_FLUSH_S = 60.0  # and for the newest step to reach disk or store
 AWAY_LIMIT_S = 60.0  # how long a supervisor that ends with the job may be out of reach while nothing trains
 TRAINS_LOOK_INTERVAL_S = 5.0  # all processes are looked through
 MAX_DAEMON_RESTARTS = 3  # within DAEMON_RESTART_WINDOW_S
 DAEMON_RESTART_WINDOW_S = 600.0
+FALSE_ALARM_RULE = "withdraw_a_false_alarm"  # holds nothing, and is said at once
 QUIET_DECISIONS = frozenset({"start_job", "complete_job", "stop_job"})
+UNATTACHED_IDLE_S = 1800.0  # as the supervisor's default (services.sensor.patience)
+SAYS_NO_STEPS_AFTER_S = 60.0  # time enough to import, and to attach
 HOLD_TOLD_AFTER_S = 5.0  # a job may be held for a moment, until the cause is known; longer means it waits for somebody
 
 Job = Mapping[str, Any]
+NO_QUERY: Mapping[str, str | float | None] = {}
 
 
-def submit(client: ApiClient, spec: JobSpec) -> Job:
-    """Hand the job in. The same specification twice is one job; another one of that name raises Conflict."""
-    return dict(client.post("/v1/jobs", spec))
+def submit(client: ApiClient, spec: JobSpec, query: Mapping[str, str | float | None] = NO_QUERY) -> Job:
+    """Hand the job in. The same specification twice is one job; another one of that name raises Conflict. `query` says
+    what becomes of one that has ended."""
+    given = {name: value for name, value in query.items() if value not in ("", None)}
+    return dict(client.post(f"/v1/jobs?{urlencode(given)}" if given else "/v1/jobs", spec))
 
 
 class JobWatch:
@@ -43,27 +54,29 @@ class JobWatch:
         spec: JobSpec,
         signals: EndSignals,
         *,
-        follower: LogFollower | None = None,
         daemon: HostProcess | None = None,
         supervisor: KeptSupervisor | None = None,
         trains: Callable[[], bool] = lambda: False,
         away_limit_s: float = AWAY_LIMIT_S,
+        leave: HostLeave | None = None,
     ) -> None:
-        """`trains` says whether workers live here: then an outage of the supervisor is waited out, however long."""
+        """`trains` says whether workers live here: then an outage of the supervisor is waited out, however long.
+        `leave`: how this host leaves a job that other hosts may go on with."""
         self._client = client
         self._spec = spec
         self._signals = signals
-        self._follower = follower
         self._daemon = daemon
         self._supervisor = supervisor
         self._given_up: FlyballError | None = None  # why there is no supervisor any more
         self._trains = trains
         self._look_whether_at = 0.0
         self._away_limit_s = away_limit_s
+        self._leave = leave
         self._daemon_ended_at: list[float] = []
         self._is_acting = False  # something that was decided of the job is still being carried out
         self._told: set[str] = set()
         self._settled: str | None = None  # the decision up to which all has been told and carried out
+        self._starting_since = 0.0  # all ranks, as far as is known; 0.0: one is further
         self._held_at: dict[str, float] = {}  # when a hold was first seen, by decision
         self._answered_at = time.monotonic()
 
@@ -73,23 +86,45 @@ class JobWatch:
         while True:
             shown_at = time.monotonic()
             job = self._look()
-            if self._signals.count and not stop_by:
+            if job:
+                self._say_what_is_not_seen(job)
+            has_ended = job is not None and JobState(job["state"]).ended
+            then = self._on_signal(job) if self._signals.count and not (stop_by or has_ended) else Next.WAIT
+            if then is Next.END:
+                return job or _UNKNOWN
+            if then is Next.STOP_JOB:
                 say(f"stopping job {self._spec.job} (again: at once)")
-                waits_s = self._spec.stop_grace_s + STOP_MARGIN_S if self._ask_to_stop() else 0.0
+                waits_s = self._end_takes_s if self._ask_to_stop() else 0.0
                 stop_by = time.monotonic() + waits_s
-            if job and JobState(job["state"]).ended:
-                if not self._saves_last_step(job):
+            if job and has_ended:
+                if not self._is_acting:  # its newest step is brought to disk, and it is tidied up
                     return job
-                stop_by = stop_by or time.monotonic() + self._spec.stop_grace_s + STOP_MARGIN_S
+                stop_by = stop_by or time.monotonic() + self._end_takes_s
             if self._signals.count > 1 or (stop_by and time.monotonic() > stop_by):
-                return job or {"state": JobState.RUNNING.value, "message": "was ended before it could stop"}
+                return job or _UNKNOWN
             while time.monotonic() - shown_at < STATUS_INTERVAL_S:
-                self._pump()
-                time.sleep(LOG_INTERVAL_S)
+                self._keep_all()
+                if self._rest():
+                    break
 
-    def _saves_last_step(self, job: Job) -> bool:
-        """A job is stopped from the decision on; that its last step is saved before its workers end takes its time."""
-        return JobState(job["state"]) is JobState.STOPPED and self._is_acting
+    @property
+    def _end_takes_s(self) -> float:
+        """At most: a job has ended from the decision on; then its workers do, and its last step is saved."""
+        flush_s = LAST_FLUSH_S if self._spec.checkpoint.is_durable else 0.0
+        return self._spec.stop_grace_s + flush_s + STOP_MARGIN_S
+
+    def _on_signal(self, job: Job | None) -> Next:
+        """A person's signal ends the job; any other is a notice for this host, and ends the job only for the last."""
+        leave = self._leave
+        if leave is None or self._signals.first not in NOTICES:
+            return Next.STOP_JOB
+        if not leave.has_begun:
+            leave.begin(self._signals.first)
+        try:
+            hosts = self._client.everything("/v1/hosts") if job is not None else None
+        except FlyballError:
+            job = hosts = None
+        return leave.look(job, hosts, is_acting=self._is_acting)
 
     def _ask_to_stop(self) -> bool:
         """Whether the supervisor will stop the job. One of this process ends with it anyway, and so do the workers."""
@@ -102,9 +137,19 @@ class JobWatch:
             return False
         return True
 
-    def _pump(self) -> None:
-        if self._follower:
-            self._follower.pump()
+    def _rest(self) -> bool:
+        """Until the next look at what runs here; whether the supervisor has news, if it lives in this process."""
+        if self._supervisor is None:
+            time.sleep(LOOK_INTERVAL_S)
+            return False
+        news = self._supervisor.news
+        if not news.wait(LOOK_INTERVAL_S):
+            return False
+        time.sleep(NEWS_PAUSE_S)  # more follows, as a rule
+        news.clear()
+        return True
+
+    def _keep_all(self) -> None:
         self._keep_daemon()
         self._keep_supervisor()
 
@@ -130,6 +175,23 @@ class JobWatch:
         self._settle(decisions)
         return job
 
+    def _say_what_is_not_seen(self, job: Job) -> None:
+        """Once: a script that tells no steps can hang for long before it shows."""
+        phases = {rank["phase"] for rank in job.get("ranks", ())}
+        if phases != {"starting"} or job["newest_step"] >= 0 or "no steps" in self._told:
+            self._starting_since = 0.0
+            return
+        now = time.monotonic()
+        self._starting_since = self._starting_since or now
+        if now - self._starting_since >= SAYS_NO_STEPS_AFTER_S:
+            self._told.add("no steps")
+            limit_s = self._spec.hang_timeout_s or UNATTACHED_IDLE_S
+            say(
+                f"{self._spec.argv[0]} tells no steps so far (flyball.attach): a worker that ends is seen at once, "
+                f"a hang only when all ranks do nothing for {limit_s:g} s"
+                + ("" if self._spec.hang_timeout_s else " (--hang-timeout sets it)")
+            )
+
     def _settle(self, decisions: Sequence[Mapping[str, Any]]) -> None:
         """Of what is over nothing is asked again. The last decision is: a hold may be the last word for a while."""
         for decision in decisions[:-1]:
@@ -144,7 +206,7 @@ class JobWatch:
             name, kind = decision["decision_id"], decision["kind"]
             if name in self._told:
                 continue
-            if kind == "hold":
+            if kind == "hold" and decision.get("rule") != FALSE_ALARM_RULE:
                 held_at = self._held_at.setdefault(name, time.monotonic())
                 if decision is not decisions[-1] or time.monotonic() - held_at < HOLD_TOLD_AFTER_S:
                     continue
@@ -173,7 +235,7 @@ class JobWatch:
 
     def _keep_daemon(self) -> None:
         """A host daemon that dies is started again: it adopts the workers, which live on."""
-        if self._daemon is None:
+        if self._daemon is None or (self._leave is not None and self._leave.has_begun):
             return
         try:
             self._daemon.check()
@@ -186,5 +248,6 @@ class JobWatch:
             self._daemon.start()
 
 
+_UNKNOWN: Job = {"state": JobState.RUNNING.value, "message": "was ended before it could stop"}
 _FINAL_ANSWERS = (NotFound, Unauthorized, StateVersionMismatch)  # asking again would not help
 _START_ERRORS = frozenset({2, 3, 4, 5, 6, 7, 9})  # usage, configuration, port, version, disk, memory, token

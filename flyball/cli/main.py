@@ -1,91 +1,66 @@
-"""The command line: `flyball`. Each command lives in a module of its own; heavy imports wait until one is run."""
+"""The command line: `flyball`. `run` is started by hand, light and first; all other commands are typer's."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
+from typing import NoReturn
 
-import typer
-
-from flyball import __version__
-from flyball.cli.output import say_error
+from flyball.cli import completion
+from flyball.cli.messages import say_error
 from flyball.cli.own_packages import prefer_own_packages
-from flyball.contracts.errors import FlyballError, UsageError
+from flyball.cli.signals import Interrupted
+from flyball.contracts.errors import FlyballError
+from flyball.lean_imports import import_lean, without_collector
 
 prefer_own_packages()  # before the commands: some import what users have packages of the same names as
-
-from flyball.cli import (  # noqa: E402 - see above
-    ckpt,
-    demo,
-    drain,
-    explain,
-    goodput,
-    host,
-    inject,
-    replay,
-    run,
-    status,
-    tokens,
-    up,
-)
 
 INTERRUPTED = 130
 BUG = 70  # EX_SOFTWARE of sysexits.h
 
-# typer's own exceptions have moved between packages; these two are bases of a public one.
-UsageProblem: type[Exception] = typer.BadParameter.__mro__[1]
-
-app = typer.Typer(
-    name="flyball",
-    help="Supervise PyTorch training: detect every fault, act on it, lose no progress.",
-    epilog="First steps:  flyball demo  |  flyball run train.py  |  flyball status",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("run", **run.COMMAND)(run.command)
-app.command("demo", **demo.COMMAND)(demo.command)
-app.command("up", **up.COMMAND)(up.command)
-app.command("host", **host.COMMAND)(host.command)
-app.command("drain", **drain.COMMAND)(drain.command)
-app.command("status", **status.COMMAND)(status.command)
-app.command("explain", **explain.COMMAND)(explain.command)
-app.command("replay", **replay.COMMAND)(replay.command)
-app.add_typer(goodput.app, name="goodput")
-app.add_typer(ckpt.app, name="ckpt")
-app.add_typer(inject.app, name="inject")
-app.add_typer(tokens.app, name="token")
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"flyball {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _top(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="show the version"),
-) -> None:
-    pass
-
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    sys.exit(run_cli(sys.argv[1:]))
+    if completion.VARIABLE in os.environ:
+        _exit_at_once(_complete())
+    code = run_cli(sys.argv[1:])
+    if sys.argv[1:2] == ["run"]:
+        _exit_at_once(code)
+    sys.exit(code)
 
 
-def run_cli(arguments: list[str]) -> int:
+def _complete() -> int:
+    text, code = completion.answer(os.environ)
+    if text:
+        sys.stdout.write(f"{text}\n")
+    return code
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    """Without taking the interpreter down module by module, for which a shell would wait 0.2 s more: everything that
+    was started has ended."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone
+            stream.flush()
+    os._exit(code)
+
+
+def run_cli(arguments: Sequence[str]) -> int:
     """The exit code of a command line. Errors go to stderr as cause and next step, never as a traceback."""
     try:
         return _dispatch(arguments)
     except FlyballError as error:
         say_error(error)
         return error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
+    except Interrupted as signal:
+        return signal.exit_code
+    except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # `flyball status | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -95,20 +70,17 @@ def run_cli(arguments: list[str]) -> int:
         return BUG
 
 
-def _dispatch(arguments: list[str]) -> int:
+def _dispatch(arguments: Sequence[str]) -> int:
+    """Only what the command needs is imported: that takes longer than many of them."""
     if arguments[:1] == ["run"]:
-        return run.run(arguments[1:])  # torchrun's grammar is argparse's: what follows the script is the script's
-    if arguments[:1] == ["goodput"]:
-        arguments = ["goodput", *goodput.in_full(arguments[1:])]
-    try:
-        result = app(arguments, prog_name="flyball", standalone_mode=False)
-    except UsageProblem as error:
-        message = str(error.format_message() if hasattr(error, "format_message") else error)
-        if not message.strip():  # no command at all: the help has been printed
-            return UsageError.exit_code
-        context = getattr(error, "ctx", None)
-        raise UsageError(message, hint=f"{context.command_path if context else 'flyball'} --help") from error
-    return result if isinstance(result, int) else 0
+        with without_collector():
+            from flyball.cli.run import run
+
+        return run(list(arguments[1:]))  # torchrun's grammar is argparse's: what follows the script is the script's
+    import_lean("structlog", "httpx")
+    from flyball.cli.commands import dispatch
+
+    return dispatch(arguments)
 
 
 def _bug(error: Exception) -> FlyballError:

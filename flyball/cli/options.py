@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from flyball.cli.client import ApiClient
-from flyball.cli.places import find_supervisor
+from flyball.cli.sources import connect_live, look_at
 
 SupervisorOption = Annotated[
     str, typer.Option("--supervisor", help="address of the supervisor (default: FLYBALL_SUPERVISOR, or the one here)")
@@ -25,15 +25,29 @@ ClientCertOption = Annotated[
     str, typer.Option("--client-cert-file", help="PEM to show if it asks (default: FLYBALL_CLIENT_CERT_FILE)")
 ]
 ClientKeyOption = Annotated[str, typer.Option("--client-key-file", help="its key (default: FLYBALL_CLIENT_KEY_FILE)")]
+DatabaseOption = Annotated[
+    str, typer.Option("--database-url", help="read a supervisor's database instead; nothing is changed in it")
+]
 JobOption = Annotated[str, typer.Option("--job", help="only this job")]
 
 _SHORT = textwrap.TextWrapper(width=74, break_long_words=False, break_on_hyphens=False)  # of 80 columns
 
 
-def connect(supervisor: str, token_file: str, state_dir: str) -> ApiClient:
+def connect(supervisor: str, token_file: str, state_dir: str, job: str = "") -> ApiClient:
     """A client for the supervisor that the options, the environment or this machine name."""
-    found = find_supervisor(os.environ, url=supervisor, token_file=token_file, state_dir=state_dir)
-    return ApiClient(found.url, found.token)
+    return connect_live(os.environ, url=supervisor, token_file=token_file, state_dir=state_dir, job=job)
+
+
+def look(supervisor: str, token_file: str, state_dir: str, *, job: str = "", database_url: str = "") -> ApiClient:
+    """As `connect`, to look only: also at what a supervisor left that has ended."""
+    return look_at(
+        os.environ,
+        url=supervisor,
+        token_file=token_file,
+        state_dir=state_dir,
+        job=job,
+        database_url=database_url,
+    )
 
 
 def examples(*lines: str) -> str:

@@ -1,21 +1,33 @@
-"""What the command line prints: tables or JSON on stdout, everything about itself on stderr."""
+"""What the command line prints on stdout: tables for people. JSON, and what it says of itself, is in `messages`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flyball.contracts.errors import FlyballError
+from flyball.cli.messages import print_json, printable, say, say_error
+
+# The commands take all that they print from here.
+__all__ = [
+    "Format",
+    "OutputOption",
+    "cell",
+    "moment",
+    "print_fields",
+    "print_json",
+    "print_table",
+    "printable",
+    "say",
+    "say_error",
+]
 
 MIN_TEXT_WIDTH = 12  # of a column with sentences, beside columns that are kept whole
 
@@ -26,12 +38,6 @@ class Format(StrEnum):
 
 
 OutputOption = Annotated[Format, typer.Option("-o", "--output", help="table for people, json for programs")]
-
-
-def print_json(value: Any) -> None:  # noqa: ANN401 - whatever the API answered
-    """One JSON value on stdout, indented, with a line end."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
-    sys.stdout.flush()
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -87,22 +93,3 @@ def cell(value: object) -> str:
 def moment(at: float | None) -> str:
     """A wall-clock time, for people: the date is today's as a rule, and JSON has all of it."""
     return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] + " UTC" if at else "-"
-
-
-def printable(text: str) -> str:
-    """`text` without what a terminal would obey, or could not show: names of files and tensors may be anybody's."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-
-
-def say(message: str) -> None:
-    """One line about what Flyball does, on stderr, so that stdout stays the script's and the results'."""
-    sys.stderr.write(f"flyball: {printable(message)}\n")
-    sys.stderr.flush()
-
-
-def say_error(error: FlyballError) -> None:
-    """Cause and next step, on stderr."""
-    sys.stderr.write(f"error: {printable(error.message)}\n")
-    if error.hint:
-        sys.stderr.write(f"Next step: {printable(error.hint)}\n")
-    sys.stderr.flush()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +11,9 @@ import msgspec
 import psutil
 
 from flyball.contracts.errors import ConfigurationError, NotFound, Unauthorized, UsageError
-from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
 from flyball.contracts.wire import MALFORMED, decoder_of
 
-JOB_FOLDERS_KEPT = 20
+CLOCK_STEP_S = 60.0  # by so much the wall clock may have been set since a process began
 MAX_STATE_PATH = 90  # a Unix socket's path has room for 107 bytes, and sockets live inside
 
 
@@ -35,28 +32,8 @@ def supervisor_dir(environ: Mapping[str, str]) -> Path:
     return Path(named) if named else state_root(environ) / "supervisor"
 
 
-def new_job_dir(job: str, environ: Mapping[str, str]) -> Path:
-    """A fresh folder for one run of a job. The newest few are kept, so that logs can be read afterwards."""
-    jobs = state_root(environ) / "jobs"
-    folder = jobs / f"{job[:24]}-{secrets.token_hex(3)}"
-    make_state_dir(folder)
-    for other in jobs.iterdir():
-        if other != folder:
-            _release_memory(other, environ)
-    _prune(jobs, keep=JOB_FOLDERS_KEPT)
-    return folder
-
-
-def _release_memory(folder: Path, environ: Mapping[str, str]) -> None:
-    """Free the slots of a run that was killed: nobody can go on from them, since each run has a folder of its own."""
-    if _live_record(folder / "supervisor") or _is_running(folder / "host" / "daemon.pid"):
-        return
-    prefix = Path(shm_prefix(str((folder / "host").resolve()), environ.get(SHM_DIR_VARIABLE) or DEFAULT_SHM_DIR))
-    for segment in prefix.parent.glob(f"{prefix.name}.*"):
-        segment.unlink(missing_ok=True)
-
-
-def _is_running(pid_file: Path) -> bool:
+def is_running(pid_file: Path) -> bool:
+    """Whether the process runs whose id a file has."""
     try:
         return _is_alive(int(pid_file.read_text()))
     except (OSError, ValueError):
@@ -98,13 +75,6 @@ def keep_token(file: Path, token: str) -> Path:
     return file
 
 
-def _prune(jobs: Path, keep: int) -> None:
-    folders = sorted((f for f in jobs.iterdir() if f.is_dir()), key=lambda f: f.stat().st_mtime, reverse=True)
-    for folder in folders[keep:]:
-        if not (folder / "supervisor").is_dir() or _live_record(folder / "supervisor") is None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 @dataclass(frozen=True)
 class Connection:
     """How to reach a supervisor."""
@@ -131,7 +101,9 @@ def find_supervisor(
     url, *others = (url or environ.get("FLYBALL_SUPERVISOR", "")).split(",")
     folder: Path | None = Path(state_dir) if state_dir else None
     if not url:
-        found = _running(environ) if folder is None else [f for f in (folder, folder / "supervisor") if _live_record(f)]
+        found = (
+            live_folders(environ) if folder is None else [f for f in (folder, folder / "supervisor") if live_record(f)]
+        )
         if not found:
             raise NotFound(
                 f"No supervisor runs {f'in {folder}' if folder else 'on this machine'}, and none was named.",
@@ -143,7 +115,7 @@ def find_supervisor(
                 hint="choose one with --state-dir DIR or --supervisor URL",
             )
         folder = found[0]
-        record = _live_record(folder)
+        record = live_record(folder)
         url = record.url if record else ""
     for one in (url, *others):
         if not one.strip().startswith(("http://", "https://")):
@@ -155,7 +127,7 @@ def find_supervisor(
 
 def _folder_of(url: str, environ: Mapping[str, str]) -> Path:
     """The state folder of the supervisor with this address, if it runs on this machine."""
-    found = (folder for folder in _running(environ) if (record := _live_record(folder)) and record.url == url)
+    found = (folder for folder in live_folders(environ) if (record := live_record(folder)) and record.url == url)
     return next(found, supervisor_dir(environ))
 
 
@@ -172,21 +144,27 @@ def _token(environ: Mapping[str, str], token_file: str, folder: Path) -> tuple[s
         ) from error
 
 
-class _Record(msgspec.Struct):
+class SupervisorRecord(msgspec.Struct):
+    """Where a supervisor on this machine can be reached."""
+
     url: str
     pid: int
 
 
-def _live_record(folder: Path) -> _Record | None:
-    """supervisor.json of a folder, if its process runs."""
+def live_record(folder: Path) -> SupervisorRecord | None:
+    """supervisor.json of a folder, if its process runs; one that began later is another, of the same id."""
+    file = folder / "supervisor.json"
     try:
-        record = decoder_of(_Record).decode((folder / "supervisor.json").read_bytes())
-    except (OSError, *MALFORMED):
+        record, written_at = decoder_of(SupervisorRecord).decode(file.read_bytes()), file.stat().st_mtime
+        if not _is_alive(record.pid) or psutil.Process(record.pid).create_time() > written_at + CLOCK_STEP_S:
+            return None
+    except (OSError, psutil.Error, *MALFORMED):
         return None
-    return record if _is_alive(record.pid) else None
+    return record
 
 
-def _running(environ: Mapping[str, str]) -> list[Path]:
+def live_folders(environ: Mapping[str, str]) -> list[Path]:
+    """The folders of the supervisors that run on this machine."""
     jobs = state_root(environ) / "jobs"
     folders = [supervisor_dir(environ), *sorted(jobs.glob("*/supervisor"))]
-    return [folder for folder in folders if _live_record(folder)]
+    return [folder for folder in folders if live_record(folder)]

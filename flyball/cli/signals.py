@@ -10,6 +10,14 @@ from typing import Any, Self
 from flyball.contracts.errors import UsageError
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal ends the command where there is nothing to end in order."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__()
+        self.exit_code = exit_code
+
+
 class EndSignals:
     """While entered, the named signals are counted instead of raising. `count` 1: end in order; more: at once."""
 
@@ -39,6 +47,11 @@ class EndSignals:
     def exit_code(self) -> int:
         """As shells report a process that a signal ended: 130 for Ctrl-C."""
         return 128 + self.first if self.first else 0
+
+    def check(self) -> None:
+        """Raise Interrupted if a signal came."""
+        if self.count:
+            raise Interrupted(self.exit_code)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1

@@ -2,49 +2,74 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Any
 
 import typer
 
 from flyball.cli.client import ApiClient
-from flyball.cli.options import JobOption, StateDirOption, SupervisorOption, TokenFileOption, connect, examples
-from flyball.cli.output import Format, OutputOption, print_json, print_table
+from flyball.cli.job_names import get_job
+from flyball.cli.left_state import LeftState
+from flyball.cli.options import (
+    DatabaseOption,
+    JobOption,
+    StateDirOption,
+    SupervisorOption,
+    TokenFileOption,
+    examples,
+    look,
+)
+from flyball.cli.output import Format, OutputOption, print_json, print_table, printable
+from flyball.cli.times import ago, clock, lasted, rough, short
+from flyball.contracts.clock import SystemClock
 
 COMMAND: dict[str, Any] = {
     "help": "Show jobs, hosts, incidents and the newest decisions.",
-    "epilog": examples("flyball status", "flyball status --job llama -o json"),
+    "epilog": examples("flyball status", "flyball status --job llama -o json", "flyball status --hosts"),
 }
 
 DECISIONS_SHOWN = 10
+HOSTS_SHOWN = 8  # of more, only those that are not well, unless --hosts asks for all
 MAX_OPEN_JOBS = 10_000
+WELL = ("healthy", "spare")
 LimitOption = Annotated[int, typer.Option("--limit", min=1, help="newest jobs, incidents and decisions to ask for")]
 
 
 def command(
     *,
     job: JobOption = "",
+    all_hosts: Annotated[bool, typer.Option("--hosts", help="show every host, with address and domain")] = False,
+    also_left: Annotated[bool, typer.Option("--all", help="with hosts that have left")] = False,
     supervisor: SupervisorOption = "",
     token_file: TokenFileOption = "",
     state_dir: StateDirOption = "",
+    database_url: DatabaseOption = "",
     limit: LimitOption = 50,
     output: OutputOption = Format.TABLE,
 ) -> None:
     """One look; nothing is changed."""
-    with connect(supervisor, token_file, state_dir) as client:
-        jobs = [client.get(f"/v1/jobs/{job}")] if job else _jobs(client, limit)
-        hosts = client.everything("/v1/hosts")
+    with look(supervisor, token_file, state_dir, job=job, database_url=database_url) as client:
+        jobs = [get_job(client, job)] if job else _jobs(client, limit)
+        hosts = client.everything("/v1/hosts", all="true" if also_left else None)
         incidents = client.newest("/v1/incidents", limit, job=job or None)
         decisions = client.newest("/v1/decisions", limit, job=job or None)
+        ended_at = client.ended_at if isinstance(client, LeftState) else None
     if output is Format.JSON:
         print_json({"jobs": jobs, "hosts": hosts, "incidents": incidents, "decisions": decisions})
         return
-    print_table("Jobs", ("job", "state", "step", "generation", "restarts", "hosts", "message"), map(_job_row, jobs))
-    print_table("Hosts", ("host", "state", "job", "address", "domain", "reason"), map(_host_row, hosts))
+    now = SystemClock().wall_s()
+    of_job = () if len(jobs) == 1 else ("job",)
+    print_table("Jobs", _JOB_COLUMNS, (_job_row(found, now) for found in jobs))
+    for found in jobs:
+        if words := _words(found, now):
+            typer.echo(printable(f"{found['job']}: {words}"))
+    _show_hosts(hosts, now, everything=all_hosts, ended_at=ended_at)
     print_table(
         "Incidents",
-        ("incident", "job", "cause", "state", "host", "lost steps", "what happened"),
+        ("incident", "at", *of_job, "cause", "state", "host", "lost", "what happened"),
         (
-            [i.get(k) for k in ("incident_id", "job", "cause", "state", "host_id")]
+            [i["incident_id"], clock(i.get("opened_at"), now)]
+            + [i.get(k) for k in (*of_job, "cause", "state", "host_id")]
             + [_known(i.get("lost_steps")), i.get("message")]
             for i in incidents
         ),
@@ -52,8 +77,8 @@ def command(
     newest = sorted(decisions, key=lambda d: float(d["at"]))[-DECISIONS_SHOWN:]
     print_table(
         "Newest decisions (flyball explain DECISION)",
-        ("decision", "job", "kind", "reason"),
-        ([d.get(k) for k in ("decision_id", "job", "kind", "reason")] for d in newest),
+        ("decision", "at", *of_job, "kind", "reason"),
+        ([d["decision_id"], clock(d["at"], now), *(d.get(k) for k in (*of_job, "kind", "reason"))] for d in newest),
     )
 
 
@@ -63,21 +88,91 @@ def _jobs(client: ApiClient, limit: int) -> list[dict[str, Any]]:
     return sorted({j["job"]: j for j in found}.values(), key=lambda j: (float(j["submitted_at"]), str(j["job"])))
 
 
-def _job_row(job: dict[str, Any]) -> list[object]:
-    hosts = sorted({r["host_id"] for r in job.get("ranks") or ()})
-    columns = ("state", "newest_step", "generation", "restart_count")
-    return [_name(job), *(_known(job.get(c)) for c in columns), hosts, job.get("message")]
+_JOB_COLUMNS = ("job", "state", "for", "started", "step", "loss", "last step", "a step", "restarts")
 
 
-def _name(job: dict[str, Any]) -> object:
-    spec = job.get("spec") or {}
-    return job.get("job") or spec.get("job")
+def _loss(job: dict[str, Any]) -> str | None:
+    """Where it is of an earlier step than the newest, that too: one on a device is told a step later."""
+    told = job.get("loss")
+    if told is None:
+        return None
+    value = f"{float(told['value']):.5g}"
+    return value if told["step"] == job.get("newest_step") else f"{value} (step {told['step']})"
 
 
-def _host_row(host: dict[str, Any]) -> list[object]:
-    drain = (host.get("drain") or {}).get("state")
-    state = f"{host.get('state')}, drain {drain}" if drain and drain != "drained" else host.get("state")
-    return [host.get("host_id"), state, *(host.get(k) for k in ("job", "address", "failure_domain", "reason"))]
+def _restarts(job: dict[str, Any]) -> str:
+    """All, and of those that --max-restarts allows how many were needed since the job last made progress."""
+    count, allowed = job.get("restart_count", 0), (job.get("spec") or {}).get("max_restarts")
+    return (
+        f"{count} ({job.get('restarts_used', count)} of {allowed} used)"
+        if count and allowed is not None
+        else str(count)
+    )
+
+
+def _job_row(job: dict[str, Any], now: float) -> list[object]:
+    since = job.get("since")
+    return [
+        job["job"],
+        job["state"],
+        rough(now - since if since else None),
+        clock(job.get("started_at") or job["submitted_at"], now),
+        _known(job.get("newest_step")),
+        _loss(job),
+        ago(job.get("last_step_at"), now),
+        short(job.get("step_s")),
+        _restarts(job),
+    ]
+
+
+def _words(job: dict[str, Any], now: float) -> str:
+    """What the table has no room for: the end, and what there is to say of the state."""
+    message = str(job.get("message") or "")
+    hosts = len({rank["host_id"] for rank in job.get("ranks") or ()})
+    if ended_at := job.get("ended_at"):
+        took = lasted(ended_at - job["submitted_at"])
+        return f"ended at {clock(ended_at, now)} UTC, after {took}" + (f": {message}" if message else "")
+    return f"{job.get('world_size', '?')} ranks on {hosts} hosts; {message}" if hosts > HOSTS_SHOWN else message
+
+
+def _show_hosts(hosts: list[dict[str, Any]], now: float, *, everything: bool, ended_at: float | None) -> None:
+    then = f", when their supervisor ended at {clock(ended_at, now)} UTC" if ended_at else ""
+    if everything:
+        columns = ("host", "state", "for", "job", "last report", "address", "domain", "reason")
+        rows = [[*_host_row(h, now), h.get("address"), h.get("failure_domain"), h.get("reason")] for h in hosts]
+        print_table(f"Hosts{then}", columns, rows)
+        return
+    shown = hosts
+    title = "Hosts"
+    if len(hosts) > HOSTS_SHOWN:
+        counts = Counter("left" if host.get("left_at") else str(host.get("state")) for host in hosts)
+        title = f"{len(hosts)} hosts: " + ", ".join(f"{n} {state}" for state, n in counts.most_common())
+        shown = [host for host in hosts if host.get("state") not in WELL or _drain(host) or host.get("left_at")]
+        if not shown:
+            typer.echo(f"{title}{then} (--hosts shows them)")
+            return
+        title += "; not well are"
+    brief = ("host", "state", "for", "job", "last report", "reason")
+    print_table(f"{title}{then}", brief, [[*_host_row(host, now), host.get("reason")] for host in shown])
+
+
+def _host_row(host: dict[str, Any], now: float) -> list[object]:
+    drain = _drain(host)
+    left_at = host.get("left_at")
+    state = f"{host.get('state')}, drain {drain}" if drain else "left" if left_at else host.get("state")
+    since = left_at or host.get("since")
+    return [
+        host.get("host_id"),
+        state,
+        rough(now - since if since else None),
+        host.get("job"),
+        ago(host.get("last_report_at"), now),
+    ]
+
+
+def _drain(host: dict[str, Any]) -> str:
+    state = str((host.get("drain") or {}).get("state") or "")
+    return "" if state == "drained" else state
 
 
 def _known(value: object) -> object:

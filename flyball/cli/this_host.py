@@ -12,6 +12,9 @@ import psutil
 
 from flyball.contracts.errors import ConfigurationError
 
+EVERYWHERE = "0.0.0.0"
+BEYOND = "http://192.0.2.1"  # an address that nobody has: the way to it is the way to other machines
+
 
 def host_id() -> str:
     """A stable name of this machine, in the alphabet of names."""
@@ -38,11 +41,28 @@ def address_towards(url: str) -> str:
 def is_here(host: str) -> bool:
     """Whether a host name or address is one of this machine's."""
     try:
-        wanted = {entry[4][0] for entry in socket.getaddrinfo(host.strip("[]"), None)}
+        wanted = {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None)}
     except OSError:
         return False
     mine = {a.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for a in addresses}
-    return bool(wanted & mine)
+    return bool(wanted & mine) or any(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in wanted)
+
+
+def listen_address(host: str) -> str:
+    """Where to listen so that other hosts reach `host`. It may be a name that means 127.0.1.1 on the machine itself (as
+    Debian sets it up), or an address that only a gateway in front of this machine has."""
+    bare = host.strip("[]")
+    if is_loopback_name(host) or (is_here(bare) and not is_here_only(bare)):
+        return bare
+    return EVERYWHERE
+
+
+def is_loopback_name(host: str) -> bool:
+    """Whether a name or address says by itself that only this machine is meant."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def is_here_only(host: str) -> bool:

@@ -59,9 +59,11 @@ def command(
             tls_client_ca_file=tls_client_ca_file or None,
         )
         try:
+            is_own_token = not os.environ.get("FLYBALL_TOKEN")
             facts = {
                 "url": supervisor.url,
-                "token_file": str(folder / "token"),
+                "token_file": str(folder / "token") if is_own_token else None,
+                "token": "in the token file" if is_own_token else "FLYBALL_TOKEN of the environment",
                 "dashboard": f"{supervisor.url}/?token={supervisor.token}",
                 "state_dir": str(folder),
             }
@@ -69,7 +71,7 @@ def command(
                 print_json(facts)
             else:
                 print_fields(facts)
-                _say_next_steps(supervisor.url, host, folder)
+                _say_next_steps(supervisor.url, host, folder, is_own_token=is_own_token)
             idle = threading.Event()
             while not signals.count:
                 idle.wait(LOOK_INTERVAL_S)
@@ -84,10 +86,13 @@ def command(
     return 0
 
 
-def _say_next_steps(url: str, host: str, folder: Path) -> None:
+def _say_next_steps(url: str, host: str, folder: Path, *, is_own_token: bool) -> None:
+    if not is_own_token:
+        say("every command and host here needs the same FLYBALL_TOKEN in its environment; no file has it")
     if is_here_only(host):
         is_found = folder == supervisor_dir(os.environ).resolve()
-        named = "" if is_found else f" --supervisor {url} --token-file {folder / 'token'}"
+        token = f" --token-file {folder / 'token'}" if is_own_token else ""
+        named = "" if is_found else f" --supervisor {url}{token}"
         say(f"this machine joins with: flyball host{named}   (others cannot: see --host)")
     else:
         say(f"a host joins with its own token: flyball token host NAME --state-dir {folder} --out NAME.token")

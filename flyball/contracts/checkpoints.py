@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Final
 
 import msgspec
 
@@ -16,9 +17,12 @@ from flyball.contracts.identity import (
     Moment,
     Rank,
     RepeatedJobName,
+    RunId,
     SizeBytes,
     Step,
 )
+
+STATE_DIR_DISK: Final = "checkpoints"  # the default disk tier of a job of several hosts, in each one's state folder
 
 
 class Tier(StrEnum):
@@ -79,6 +83,7 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk_every_s: IntervalSeconds = 0.0
     disk_keep_latest: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 2
     disk_keep_every: Steps = 0  # multiples of it stay for ever
+    disk_is_default: bool = False  # nobody named the folder: it takes no memory that is not there, and goes at success
     persistent_dir: str = ""  # a folder that all hosts share, or s3://, gs://, az://
     persistent_every_steps: Steps = 0
     persistent_every_s: IntervalSeconds = 0.0
@@ -99,6 +104,15 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def is_durable(self) -> bool:
         """Whether steps come to a disk or to a store."""
         return self.policy(Tier.DISK).is_on or self.policy(Tier.PERSISTENT).is_on
+
+    @property
+    def disk_is_each_hosts_own(self) -> bool:
+        """Whether the default disk tier is in each host's state folder, and not in that of a run on one machine."""
+        return self.disk_is_default and self.disk_dir == STATE_DIR_DISK
+
+    def disk_folder(self, state_dir: Path) -> str:
+        """The disk tier of the host with this state folder."""
+        return str(state_dir / STATE_DIR_DISK) if self.disk_is_each_hosts_own else self.disk_dir
 
     def policy(self, tier: Tier) -> TierPolicy:
         """The interval and retention of a tier; that of a disk tier without a folder is off. The peer tier follows the
@@ -139,6 +153,14 @@ class LineageEntry(msgspec.Struct, frozen=True):
 
 
 Lineage = tuple[LineageEntry, ...]
+
+
+class JobHistory(msgspec.Struct, frozen=True):
+    """Where an engine that does not know a job any more looks for what is left of it."""
+
+    spec: CheckpointSpec
+    lineage: Lineage
+    run: RunId = ""
 
 
 def is_alive(generation: int, step: int, lineage: Iterable[LineageEntry]) -> bool:

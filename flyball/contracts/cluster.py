@@ -16,6 +16,7 @@ from flyball.contracts.identity import (
     HostId,
     JobName,
     Pid,
+    Place,
     Port,
     Rank,
     RepeatedJobName,
@@ -34,6 +35,14 @@ class JobState(StrEnum):
     @property
     def ended(self) -> bool:
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED)
+
+
+class Again(StrEnum):
+    """What is to become of a job whose name has ended."""
+
+    NO = "no"  # it is shown as it ended
+    RESUME = "resume"  # it goes on from its newest recovery point
+    FRESH = "fresh"  # another run of it begins, from scratch
 
 
 class HostState(StrEnum):
@@ -60,6 +69,18 @@ class Phase(IntEnum):
     OTHER = 8
 
 
+class Activity(IntEnum):
+    """What a worker's processes do while its beacon stands still, as its daemon sees it from outside."""
+
+    UNKNOWN = 0  # not looked at, since the beacon moves; or it cannot be read
+    ACTIVE = 1  # uses a processor or a GPU, reads or writes, or its main thread goes in and out of the kernel
+    IDLE = 2  # none of it
+    STOPPED = 3  # by a signal (SIGSTOP, SIGTSTP)
+    TRACED = 4  # a debugger holds it
+    READS_INPUT = 5  # waits for somebody to type
+    BLOCKED = 6  # as idle, and in the kernel waiting for a disk, a network file system or a driver
+
+
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a user asks for."""
 
@@ -71,10 +92,17 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_restarts: int = 3
     module: bool = False
     env: Mapping[str, str] = {}  # added to the daemon's own environment
+    user_env: Mapping[
+        str, str
+    ] = {}  # of who submitted it: also added; two submissions that differ only here are one job
+    sealed_env: Mapping[str, str] = {}  # the secret ones among them, encrypted: see flyball.sealed_values
     log_dir: str = ""  # '' : the daemon's state folder
     checkpoint: CheckpointSpec = CheckpointSpec()
     hosts: tuple[HostId, ...] = ()  # () : any healthy host
     stop_grace_s: float = 10.0
+    program: bool = False  # argv is run as it is, without a Python before it
+    virtual_local_rank: bool = False  # LOCAL_RANK is 0 for each, and CUDA_VISIBLE_DEVICES the rank's one device
+    hang_timeout_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0  # 0.0: adapts to what was seen of the job
 
     @property
     def world_size(self) -> int:
@@ -140,3 +168,6 @@ class RankStatus(msgspec.Struct, frozen=True, gc=False):
     phase: Phase
     step: SeenStep  # newest completed step, -1 before the first
     beacon_age_s: Duration  # since the beacon last moved
+    activity: Activity = Activity.UNKNOWN
+    activity_s: Duration = 0.0  # for how long it has been that
+    place: Place = ""  # the system call that an idle main thread is in; '': not known

@@ -8,9 +8,10 @@ from typing import TypeAlias
 
 import msgspec
 
-from flyball.contracts.checkpoints import Lineage, ShardCopy
+from flyball.contracts.checkpoints import JobHistory, Lineage, ShardCopy
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.identity import Fence, HostId, JobName, RunId
+from flyball.contracts.rank_logs import LogRequest
 
 
 class IncidentState(StrEnum):
@@ -65,10 +66,16 @@ class GenerationPlan(msgspec.Struct, frozen=True):
     hosts: tuple[HostRanks, ...]
     peers: Mapping[str, tuple[HostId, ...]]
     parent_lineage: Lineage  # () : start from scratch
-    restart_count: int
+    restart_count: int  # all restarts of workers that failed, over the job's life
     known_step: int = -1  # the recovery point as reported before; finding less means that an engine has not told all
     master_port: int = 0  # free on rank 0's host when this was decided; a newer one from its stop result comes first
     run: RunId = ""
+    restarts_used: int = -1  # of max_restarts, since the job last made progress; -1: as many as restart_count
+    furthest_step: int = -1  # that earlier generations reached: progress is counted from there
+
+    @property
+    def used_restarts(self) -> int:
+        return self.restart_count if self.restarts_used < 0 else self.restarts_used
 
 
 class ActionPlan(msgspec.Struct, frozen=True):
@@ -86,6 +93,7 @@ class ActionPlan(msgspec.Struct, frozen=True):
     deadline_s: float = 30.0  # from the decision to the end of the action
     grace_s: float = 0.0  # SIGTERM first, this long before SIGKILL; 0: SIGKILL at once
     warm_hosts: tuple[HostId, ...] = ()  # told to hold a warm standby for the job; not waited for
+    history: JobHistory | None = None  # of a job that ends, or goes on after it had ended
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -143,6 +151,7 @@ class StopWorkers(msgspec.Struct, frozen=True, tag="stop_workers"):
     grace_s: float
     flush_timeout_s: float = 10.0
     durable: bool = False
+    history: JobHistory | None = None  # of a job that had ended: the engine does not know it
 
 
 class StartWorkers(msgspec.Struct, frozen=True, tag="start_workers"):
@@ -172,11 +181,13 @@ class FlushState(msgspec.Struct, frozen=True, tag="flush_state"):
 
 
 class EndJob(msgspec.Struct, frozen=True, tag="end_job"):
-    """The job ended: stop what is left of it and free its slots."""
+    """The job ended: stop what is left of it and free its slots, unless they hold what no slower tier has."""
 
     job: JobName
     generation: int
     grace_s: float
+    keep_memory: bool = False  # the slots stay until somebody goes on from them, or their time to live is over
+    drop_disk: bool = False  # it succeeded, and nobody asked for the disk tier in the state folders of its hosts
 
 
 CommandBody: TypeAlias = WarmUp | StopWorkers | StartWorkers | SaveEmergency | FlushState | EndJob
@@ -234,3 +245,4 @@ class CommandBatch(msgspec.Struct, frozen=True):
     """The answer to a daemon's long poll."""
 
     commands: tuple[Command, ...] = ()
+    log_requests: tuple[LogRequest, ...] = ()

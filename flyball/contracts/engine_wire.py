@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from flyball.contracts.checkpoints import CheckpointSpec, RestoreReport, ShardCopy
+from flyball.contracts.checkpoints import CheckpointSpec, JobHistory, RestoreReport, ShardCopy
 from flyball.contracts.cluster import Placement
 from flyball.contracts.identity import Fence, HostId, JobName, Rank
 from flyball.contracts.testimony import Asked, Testimonies
@@ -40,6 +40,7 @@ class Flush(msgspec.Struct, frozen=True, tag="flush"):
     job: JobName
     timeout_s: float
     durable: bool = False
+    history: JobHistory | None = None  # where to look if the job is not known here
 
 
 class Arm(msgspec.Struct, frozen=True, tag="arm"):
@@ -67,10 +68,13 @@ class AwaitSaved(msgspec.Struct, frozen=True, tag="await_saved"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """The job ended: free its slots and replica slots on this host."""
+    """The job ended: free its slots and replica slots on this host; or forget it alone, and leave them. `drop_disk`:
+    what it has in the state folder's own disk tier goes too."""
 
     fence: Fence
     job: JobName
+    keep_memory: bool = False
+    drop_disk: bool = False
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag="status"):

@@ -30,7 +30,8 @@ class EventKind(StrEnum):
     PHASE = "phase"
     # data: first_step, completed_at (list of wall times), of one rank; without a rank: when the last of the ranks that
     # `sensor` hears of completed each, with slowest_step, which all of them (`ranks`, their number) have completed, and
-    # save_blocked_s and data_wait_s of the ranks that waited longest so far
+    # save_blocked_s and data_wait_s of the ranks that waited longest so far. Where the script tells of a loss, and it
+    # changed: loss (a number, or "nan", "inf", "-inf"), loss_step, and loss_rank, the lowest rank that tells of one
     STEPS = "steps"
     CHECKPOINT_SAVED = "checkpoint_saved"  # data: step, tier ('' where the log does not say)
     RESTORED = "restored"  # data: step, source_tier, source_host, size_bytes, socket_bytes, seconds

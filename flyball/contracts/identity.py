@@ -36,6 +36,7 @@ Moment = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]  # wall clock, seconds 
 Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]  # seconds
 Incarnation = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Address = Annotated[str, msgspec.Meta(max_length=128)]
+Place = Annotated[str, msgspec.Meta(max_length=32)]
 
 
 def is_name(name: str) -> bool:

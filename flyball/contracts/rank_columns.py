@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
-from flyball.contracts.cluster import Phase, RankStatus
+from flyball.contracts.cluster import Activity, Phase, RankStatus
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.identity import (
     Duration,
@@ -21,6 +21,7 @@ from flyball.contracts.identity import (
     JobName,
     Moment,
     Pid,
+    Place,
     Rank,
     RepeatedJobName,
     SeenStep,
@@ -28,7 +29,7 @@ from flyball.contracts.identity import (
 
 Ranks = Annotated[tuple[Rank, ...], msgspec.Meta(min_length=1)]
 
-T = TypeVar("T")
+_AT_WORK = (Activity.UNKNOWN, Activity.ACTIVE)
 
 
 class Workers(msgspec.Struct, frozen=True, gc=False):
@@ -40,12 +41,15 @@ class Workers(msgspec.Struct, frozen=True, gc=False):
     pids: tuple[Pid, ...]  # in the order of `ranks`
 
 
-class Progress(msgspec.Struct, frozen=True, gc=False):
+class Progress(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What the beacons of `Workers` show, in the order of its ranks."""
 
     phases: tuple[Phase, ...]  # one alone is that of all
     steps: tuple[SeenStep, ...]  # newest completed, -1 before the first
     beacon_ages_s: tuple[Duration, ...]  # since each beacon last moved
+    activities: tuple[Activity, ...] = ()  # (): nothing is known but that all may be at work, as nearly always
+    activities_s: tuple[Duration, ...] = ()  # for how long each has been that; as long as `activities`
+    places: tuple[Place, ...] = ()  # as long as `activities`, or () if none is known
 
 
 class RankSteps(msgspec.Struct, frozen=True, gc=False):
@@ -82,8 +86,13 @@ def statuses_in(workers: Sequence[Workers], progress: Sequence[Progress]) -> Ite
     """Every rank by itself, of columns that were checked."""
     for of, at in zip(workers, progress, strict=True):
         columns = (of.ranks, of.pids, phases_of(at), at.steps, at.beacon_ages_s)
-        for rank, pid, phase, step, beacon_age_s in zip(*columns, strict=True):
-            yield RankStatus(of.job, of.generation, rank, pid, phase, step, beacon_age_s)
+        if not at.activities:
+            for rank, pid, phase, step, beacon_age_s in zip(*columns, strict=True):
+                yield RankStatus(of.job, of.generation, rank, pid, phase, step, beacon_age_s)
+            continue
+        seen = (at.activities, at.activities_s, at.places or ("",) * len(of.ranks))
+        for row in zip(*columns, *seen, strict=True):
+            yield RankStatus(of.job, of.generation, *row)
 
 
 def in_columns(statuses: Iterable[RankStatus]) -> tuple[tuple[Workers, ...], tuple[Progress, ...]]:
@@ -94,12 +103,16 @@ def in_columns(statuses: Iterable[RankStatus]) -> tuple[tuple[Workers, ...], tup
     workers, progress = [], []
     for (job, generation), group in groups.items():
         phases = tuple(status.phase for status in group)
+        is_seen = any(status.activity not in _AT_WORK for status in group)
         workers.append(Workers(job, generation, tuple(s.rank for s in group), tuple(s.pid for s in group)))
         progress.append(
             Progress(
                 phases=phases[:1] if len(set(phases)) == 1 else phases,
                 steps=tuple(status.step for status in group),
                 beacon_ages_s=tuple(status.beacon_age_s for status in group),
+                activities=tuple(status.activity for status in group) if is_seen else (),
+                activities_s=tuple(status.activity_s for status in group) if is_seen else (),
+                places=tuple(status.place for status in group) if any(s.place for s in group) and is_seen else (),
             )
         )
     return tuple(workers), tuple(progress)
@@ -147,6 +160,10 @@ def check_progress(workers: Sequence[Workers], progress: Sequence[Progress]) -> 
         if len(at.steps) != count or len(at.beacon_ages_s) != count or len(at.phases) not in (1, count):
             for name in ("steps", "beacon_ages_s", "phases"):
                 if len(column := getattr(at, name)) != count and (name != "phases" or len(column) != 1):
+                    raise _unequal(f"progress of {of.job!r}", name, len(column), count)
+        if at.activities or at.activities_s or at.places:
+            for name in ("activities", "activities_s", "places"):
+                if len(column := getattr(at, name)) != count and (name != "places" or column):
                     raise _unequal(f"progress of {of.job!r}", name, len(column), count)
 
 

@@ -26,6 +26,7 @@ from flyball.contracts.identity import (
     SeenStep,
     Seq,
 )
+from flyball.contracts.losses import RankLoss
 from flyball.contracts.rank_columns import CompletedSteps, Progress, Workers
 from flyball.contracts.testimony import Asked, Testimonies
 
@@ -63,7 +64,7 @@ class WorkerStartFailed(msgspec.Struct, frozen=True, tag="worker_start_failed"):
 
 
 class RankStalled(msgspec.Struct, frozen=True, tag="rank_stalled"):
-    """Beacons of a generation stopped moving. `ranks` are those that are furthest behind: the likely cause."""
+    """Beacons of a generation stopped moving. `ranks` are the likely cause, or all where that cannot be told."""
 
     job: JobName
     generation: Generation
@@ -72,6 +73,22 @@ class RankStalled(msgspec.Struct, frozen=True, tag="rank_stalled"):
     step: int
     silent_s: float
     deadline_s: float
+    stance: Annotated[str, msgspec.Meta(max_length=32)] = ""  # services.sensor.stances; '' of an older sensor
+    seen: Text = ""  # what the processes did: "stopped by a signal, while those of other ranks are not"
+    limit: Text = ""  # how the deadline came about: "8 x the usual step of 0.05 s, at least 2 s"
+
+
+class FalseAlarm(msgspec.Struct, frozen=True, tag="false_alarm"):
+    """What was called a stall was none: the generation behind it paused at the same step, and went on. The job's
+    deadlines are `patience` times as long from now on."""
+
+    job: JobName
+    generation: Generation  # that went on
+    stalled_generation: Generation
+    ranks: tuple[Rank, ...]  # that were called stalled
+    step: int
+    paused_s: float
+    patience: float
 
 
 class HostSilent(msgspec.Struct, frozen=True, tag="host_silent"):
@@ -158,6 +175,7 @@ SignalBody: TypeAlias = (
     WorkerExited
     | WorkerStartFailed
     | RankStalled
+    | FalseAlarm
     | HostSilent
     | HostSuspect
     | HostReturned
@@ -226,6 +244,8 @@ class Report(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     signals: tuple[Signal, ...] = ()
     marks: tuple[RankMarks, ...] = ()
     restores: tuple[RestoreReport, ...] = ()
+    leaves: bool = False  # its last: the daemon ends in order, and nothing on the host is needed any more
+    losses: tuple[RankLoss, ...] = ()  # those that changed
 
 
 class ReportReply(msgspec.Struct, frozen=True, gc=False):

@@ -15,22 +15,19 @@ import msgspec
 from flyball.contracts.checkpoints import ShardCopy, branch
 from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.decisions import (
-    ActionPlan,
     ActionState,
     CommandBody,
     CommandResult,
     DecisionKind,
-    EndJob,
     GenerationPlan,
     SaveEmergency,
     StartWorkers,
-    StopWorkers,
     UpdateState,
     WarmUp,
 )
-from services.actuator import emergency
+from services.actuator import emergency, endings
 from services.actuator.host_parts import host_parts
-from services.actuator.moves import DEFAULT_FLUSH_S, drafts, end, move, names, number
+from services.actuator.moves import drafts, end, move, names, number
 from services.actuator.ports import ActionProgress, CommandDraft, CommandRecord, PlaybookStep
 from services.controller.incident_states import ACTION, ActionEvent
 from services.controller.recovery_point import plan_restore
@@ -47,16 +44,13 @@ PHASES: Mapping[DecisionKind, tuple[str, ...]] = {
     DecisionKind.STOP_JOB: (SAVE, STOP, END),
     DecisionKind.COMPLETE_JOB: (STOP, END),
 }
-# What these end is freed: the newest recovery point goes to the slow tiers first, where the job has any.
-_FREEING = frozenset({DecisionKind.FAIL_JOB, DecisionKind.STOP_JOB, DecisionKind.COMPLETE_JOB})
 # A job ends also when one of its hosts does not answer: the others are tidied up all the same.
-_BEST_EFFORT = _FREEING
+_BEST_EFFORT = endings.FREEING
 # A start that failed may have begun: only a new generation may try again. A refused command did nothing.
 _ATTEMPTS = {STOP: 3, START: 1, SAVE: 1, FLUSH: 1, END: 3}
 _REFUSALS = 3
 _LATE_MARGIN_STEPS = 4  # doubled with each new name
 _MAX_NAMES = 4
-_LAST_FLUSH_TIMEOUT_S = 50.0
 
 
 class _Answers(msgspec.Struct):
@@ -157,15 +151,19 @@ def _phase_done(progress: ActionProgress, answers: _Answers, now: float) -> Play
 
 
 def _phases(progress: ActionProgress) -> tuple[str, ...]:
-    """Without slow tiers a job that succeeded is only tidied up, and a step that was saved needs no flush. A job is
-    stopped without a save, unless the plan names a step."""
+    """Without slow tiers that somebody asked for a job that succeeded is only tidied up; without any, a step that was
+    saved needs no flush. A job is stopped without a save, unless the plan names a step. One that goes on after it had
+    ended is stopped first, for what its hosts tell."""
     phases = PHASES[progress.plan.kind]
+    checkpoint = progress.plan.spec.checkpoint
+    if progress.plan.kind is DecisionKind.START_JOB:
+        return (STOP, START) if progress.plan.stop_hosts else phases
     if progress.plan.kind is DecisionKind.STOP_JOB:
         return phases if progress.plan.emergency_step >= 0 else (STOP, END)
-    if progress.plan.spec.checkpoint.is_durable:
-        return phases
-    if progress.plan.kind is DecisionKind.COMPLETE_JOB:
+    if progress.plan.kind is DecisionKind.COMPLETE_JOB and (checkpoint.disk_is_default or not checkpoint.is_durable):
         return (END,)
+    if checkpoint.is_durable:
+        return phases
     if progress.plan.kind is DecisionKind.EMERGENCY_CHECKPOINT and progress.phase != FLUSH:
         return (SAVE,)
     return phases
@@ -182,16 +180,17 @@ def _enter(progress: ActionProgress, phase: str, now: float) -> PlaybookStep:
         return _start(progress, now)
     plan = progress.plan
     bodies: Mapping[str, tuple[Callable[[], CommandBody], str]] = {
-        STOP: (lambda: _stop_body(plan), f"stopping generation {plan.generation}"),
+        STOP: (lambda: endings.stop_body(plan), f"stopping generation {plan.generation}"),
         SAVE: (lambda: emergency.save_body(progress, plan.emergency_step, now), f"saving step {plan.emergency_step}"),
         FLUSH: (lambda: emergency.flush_body(progress, now), "flushing the newest recovery point"),
-        END: (lambda: _end_body(plan), f"ending job {plan.job}"),
+        END: (lambda: endings.end_body(progress), f"ending job {plan.job}"),
     }
     make, doing = bodies[phase]
     asking = drafts(progress, phase, [(host, make()) for host in plan.stop_hosts], now)
     asking += _warm_ups(progress, now)
     if not asking:  # every host of it is lost: there is nobody to wait for
-        following = (*PHASES[plan.kind], "")[PHASES[plan.kind].index(phase) + 1]
+        phases = (*_phases(progress), "")
+        following = phases[phases.index(phase) + 1]
         if following and plan.kind is not DecisionKind.EMERGENCY_CHECKPOINT:
             return _enter(progress, following, now)
         return end(progress, ActionEvent.COMPLETED, "no host of it is in reach")
@@ -211,7 +210,7 @@ def _start(progress: ActionProgress, now: float) -> PlaybookStep:
     following = plan.next
     if following is None:
         return end(progress, ActionEvent.FAILED, "The decision grants no generation to start.")
-    results = _stopped(progress.commands)
+    results = endings.stopped(progress.commands)
     placement = _placement(progress, following, results)
     found = placement.restore.step if placement.restore else -1
     if found < following.known_step:
@@ -234,7 +233,7 @@ def _ask_for_copies(progress: ActionProgress, known_step: int, now: float) -> Pl
     tries = max((len(asked[host]) for host in hosts), default=_ATTEMPTS[STOP])
     if tries >= _ATTEMPTS[STOP]:
         return end(progress, ActionEvent.FAILED, f"Step {known_step} was complete, and no host tells of it any more.")
-    again = drafts(progress, STOP, [(host, _stop_body(progress.plan)) for host in hosts], now)
+    again = drafts(progress, STOP, [(host, endings.stop_body(progress.plan)) for host in hosts], now)
     message = f"step {known_step} is not in the inventories: asking {names(hosts)} again"
     return move(progress, STOP, progress.state, tuple(again), message=message, now=now)
 
@@ -352,25 +351,6 @@ def _sent(progress: ActionProgress, phase: str) -> dict[str, list[CommandRecord]
     for records in sent.values():
         records.sort(key=lambda record: number(record.command.command_id))
     return sent
-
-
-def _stopped(commands: Iterable[CommandRecord]) -> dict[str, CommandResult]:
-    """What the hosts that stopped found, by host; of several answers the last."""
-    return {
-        record.command.host_id: record.update.result
-        for record in commands
-        if isinstance(record.command.body, StopWorkers) and record.update and record.state is UpdateState.SUCCEEDED
-    }
-
-
-def _stop_body(plan: ActionPlan) -> StopWorkers:
-    durable = plan.kind in _FREEING and plan.spec.checkpoint.is_durable and not plan.unreachable_hosts
-    timeout_s = _LAST_FLUSH_TIMEOUT_S if durable else DEFAULT_FLUSH_S
-    return StopWorkers(plan.job, plan.generation, plan.grace_s, flush_timeout_s=timeout_s, durable=durable)
-
-
-def _end_body(plan: ActionPlan) -> EndJob:
-    return EndJob(plan.job, plan.generation, plan.grace_s)
 
 
 def _warm_ups(progress: ActionProgress, now: float) -> list[CommandDraft]:

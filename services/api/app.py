@@ -17,7 +17,17 @@ from services.api.auth import Guard, allowed_roles
 from services.api.goodput import GoodputReports
 from services.api.lifespan import Background, running
 from services.api.ports import Departures, DrainStore, EventLog, JobStore, ReadModels
-from services.api.routes import drains, events, health, host_commands, host_tokens, jobs, observations, reports
+from services.api.routes import (
+    drains,
+    events,
+    health,
+    host_commands,
+    host_tokens,
+    jobs,
+    observations,
+    rank_logs,
+    reports,
+)
 from services.api.stream import EventStreams
 from services.dashboard import pages
 from services.runtime.auth import Authenticator
@@ -71,6 +81,8 @@ def create_app(deps: Dependencies) -> FastAPI:
         app.include_router(reports.router(deps.sensor))
     if deps.actuator and deps.departures:
         app.include_router(host_commands.router(deps.actuator, deps.departures))
+    if deps.api and deps.actuator:  # the daemons that wait for commands here are asked
+        app.include_router(rank_logs.router(deps.api.reads, deps.actuator))
     if deps.api:
         part = deps.api
         app.include_router(jobs.router(part.jobs, part.reads, deps.wakeup, deps.clock))

@@ -45,6 +45,8 @@ ACCESS: dict[tuple[Method, str], frozenset[Role | None]] = {
     ("GET", "/v1/jobs"): READERS,
     ("GET", "/v1/jobs/{job}"): READERS,
     ("POST", "/v1/jobs/{job}/stop"): OPERATORS,
+    ("GET", "/v1/jobs/{job}/logs"): READERS,
+    ("POST", "/v1/hosts/{host_id}/log-pieces"): DAEMONS,
     ("GET", "/v1/incidents"): READERS,
     ("GET", "/v1/decisions"): READERS,
     ("GET", "/v1/decisions/{decision_id}"): READERS,

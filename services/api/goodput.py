@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import NotFound, TooBusy
 from flyball.contracts.events import Event
-from goodput.calculator import analysis_of
-from goodput.facts import History
-from goodput.history import HistoryBuilder
 from goodput.options import Options
-from goodput.report import to_json
-from goodput.timeline_bins import binned
 from services.api.ports import EventLog, Json, ReadModels
+
+if TYPE_CHECKING:  # the calculator is imported when somebody asks: a supervisor starts without it
+    from goodput.facts import History
+    from goodput.history import HistoryBuilder
 
 FRESH_S = 2.0
 FRESH_SHARE = 3.0  # and for so many times as long as it took
@@ -110,6 +110,8 @@ class GoodputReports:
         return content
 
     def _read(self, job: str) -> HistoryBuilder:
+        from goodput.history import HistoryBuilder
+
         log = self._logs.setdefault(job, _JobLog(HistoryBuilder(job)))
         self._logs.move_to_end(job)
         while page := self._events.read(job, log.newest, PAGE):
@@ -139,6 +141,10 @@ def values_in(event: Event) -> int:
 
 
 def _content(history: History, asked: Asked) -> Json:
+    from goodput.calculator import analysis_of
+    from goodput.report import to_json
+    from goodput.timeline_bins import binned
+
     analysis = analysis_of(history, asked.options)
     report = analysis.report
     if not asked.timeline_bins:

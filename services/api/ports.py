@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from flyball.contracts.cluster import JobSpec
+from flyball.contracts.checkpoints import Lineage
+from flyball.contracts.cluster import Again, JobSpec
 from flyball.contracts.drains import Departure, DrainRequest
 from flyball.contracts.events import Event, EventKind
 from services.runtime.log_cursor import EventLogReader
@@ -15,8 +16,11 @@ Json = dict[str, Any]
 
 
 class JobStore(Protocol):
-    def submit(self, spec: JobSpec, now: float) -> bool:
-        """True if the job is new, False if the same is there; raises Conflict if another of that name is."""
+    def submit(
+        self, spec: JobSpec, now: float, again: Again = Again.NO, *, ended_at: float | None, run: str, adopted: Lineage
+    ) -> bool:
+        """True if the job is new or begins again, False if the same is there; raises Conflict if another of that name
+        is. `again`: what becomes of one that has ended; `adopted`: the history that a new one goes on from."""
         ...
 
     def request_stop(self, job: str, now: float) -> None:
@@ -57,7 +61,7 @@ class ReadModels(Protocol):
 
     def host(self, host_id: str) -> Json: ...
 
-    def hosts(self, page: Page) -> list[Json]: ...
+    def hosts(self, page: Page, *, also_left: bool) -> list[Json]: ...
 
     def incidents(self, job: str | None, page: Page) -> list[Json]: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -11,9 +12,6 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.signals import Signal, SignalUnreadable
 from services.bus.embedded import EmbeddedBus
-from services.bus.redis_client import RedisServer
-from services.bus.redis_streams import RedisBus
-from services.bus.redis_wakeup import RedisWakeup
 from services.controller.ports import Cursor, Delivered
 from services.runtime.health import Check
 from services.runtime.lifecycle import Loop
@@ -21,6 +19,10 @@ from services.runtime.outages import OUTAGES, Outage
 from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import LocalWakeup
 from services.store.database import Database
+
+if TYPE_CHECKING:  # redis is imported where there is one
+    from services.bus.redis_client import RedisServer
+    from services.bus.redis_streams import RedisBus
 
 MEASURE_EVERY_S = 5.0
 
@@ -90,6 +92,10 @@ class Messaging:
             self.bus = MeasuredBus(EmbeddedBus(db), metrics, clock)
             self.wakeup = LocalWakeup()
             return
+        from services.bus.redis_client import RedisServer
+        from services.bus.redis_streams import RedisBus
+        from services.bus.redis_wakeup import RedisWakeup
+
         redis = self._redis = RedisServer(redis_url)
         topics = sorted({topic for part in parts for topic in TOPICS_OF[part]})
         wakeup = self.wakeup = RedisWakeup(redis, prefix=prefix, topics=topics, clock=clock)

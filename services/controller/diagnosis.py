@@ -23,6 +23,7 @@ WORKER_KILLED = "worker_killed"
 WORKER_START_FAILED = "worker_start_failed"
 WORKER_EXCEPTION = "worker_exception"
 RANK_STALLED = "rank_stalled"
+FALSE_ALARM = "false_alarm"  # on a job's record only: a stall that was none
 CONNECTION_LOST = "connection_lost"
 PREEMPTION_NOTICE = "preemption_notice"
 DRAIN_REQUESTED = "drain_requested"
@@ -126,6 +127,13 @@ def newest_step_of(rank: RankView, generation: GenerationView) -> int:
     return max(rank.step, restored, rank.exited.last_step if rank.exited else -1)
 
 
+def newest_common_step(generation: GenerationView) -> int:
+    """The newest step that all ranks are known to have completed, -1 if none; one that never reported is left out."""
+    steps = [newest_step_of(rank, generation) for rank in generation.ranks]
+    restored = -1 if generation.restore_step is None else generation.restore_step
+    return min(steps, default=restored)
+
+
 def exit_failure(rank: RankView, generation: GenerationView) -> Failure | None:
     """What a worker's end says; None if it lives, ended well, or was ended by its daemon on command."""
     ended = rank.exited
@@ -198,7 +206,8 @@ def stall_failure(body: RankStalled, ranks: Iterable[RankView], at: float) -> Fa
         cause=RANK_STALLED,
         message=(
             f"{ranks_by_host(body.ranks, hosts)} {'has' if one else 'have'} not moved for {body.silent_s:.1f} s in "
-            f"phase {body.phase.name.lower()} after step {body.step}; at most {body.deadline_s:.1f} s were expected."
+            f"phase {body.phase.name.lower()} after step {body.step}; at most {body.deadline_s:.1f} s were expected"
+            f"{f' ({body.limit})' if body.limit else ''}.{f' Seen: {body.seen}.' if body.seen else ''}"
         ),
         generation=body.generation,
         at=at,
@@ -212,6 +221,9 @@ def stall_failure(body: RankStalled, ranks: Iterable[RankView], at: float) -> Fa
             "step": body.step,
             "silent_s": round(body.silent_s, 3),
             "deadline_s": round(body.deadline_s, 3),
+            "deadline_from": body.limit,
+            "stance": body.stance,
+            "seen": body.seen,
         },
     )
 

@@ -11,6 +11,7 @@ from flyball.contracts.cluster import HostState, JobState, Phase
 from flyball.contracts.decisions import DecisionKind
 from flyball.contracts.drains import DrainState
 from flyball.contracts.signals import (
+    FalseAlarm,
     HostReturned,
     HostSilent,
     HostSuspect,
@@ -23,8 +24,8 @@ from flyball.contracts.signals import (
 from services.controller import diagnosis
 from services.controller.incident_states import HOST, HostEvent
 from services.controller.round import Round
-from services.controller.view import GenerationView, HostView, RankView
-from services.controller.wording import listed
+from services.controller.view import GenerationView, HostView, PastFailure, RankView
+from services.controller.wording import listed, ranks_of
 
 _UNHEARD = (HostState.SILENT, HostState.SUSPECT)
 _WATCHED_S = 20.0
@@ -47,6 +48,8 @@ def take_signals(round_: Round, signals: Sequence[Signal]) -> None:
             case RankStalled() as body:
                 workers.settle()
                 _rank_stalled(round_, signal, body)
+            case FalseAlarm() as body:
+                _false_alarm(round_, body)
             case HostSilent() as body:
                 _host_silent(round_, signal, body)
             case HostSuspect() as body:
@@ -68,6 +71,9 @@ def settle_hosts(round_: Round) -> None:
         heard_at = min(host.last_report_at, round_.now)  # of a sensor whose clock is ahead the silence would be no news
         if host.state in _UNHEARD and heard_at > host.since + _RETURNED_AFTER_S:
             _returned(round_, host, "it reports again")
+        elif host.left_at and host.job and _may(host, HostEvent.FELL_SILENT):
+            reason = f"its daemon ended in order while ranks of job {host.job} were placed on it"
+            round_.change_host(host.host_id, HostEvent.FELL_SILENT, reason)
         elif host.state is HostState.IN_REPAIR and not host.stale_jobs:
             round_.change_host(host.host_id, HostEvent.CLEANED, "the superseded workers on it are gone")
         elif host.drain is not None and host.drain.state is DrainState.CANCELLED:
@@ -171,6 +177,26 @@ def _rank_stalled(round_: Round, signal: Signal, body: RankStalled) -> None:
         return  # they have moved since
     failure = diagnosis.stall_failure(body, generation.ranks, signal.at)
     round_.reported.setdefault(body.job, []).append(failure)
+
+
+def _false_alarm(round_: Round, body: FalseAlarm) -> None:
+    """Say that a stall was none, and note it on the job's record: the restart that it cost is given back."""
+    generation = _present(round_, body.job, body.generation)
+    record = PastFailure(body.generation, diagnosis.FALSE_ALARM, "", "", body.step)
+    if generation is None or record in round_.jobs[body.job].failures:
+        return
+    job = round_.jobs[body.job]
+    round_.decide_job(
+        body.job,
+        DecisionKind.HOLD,
+        "withdraw_a_false_alarm",
+        f"The stall of {ranks_of(body.ranks)} after step {body.step} in generation {body.stalled_generation} was a "
+        f"false alarm: generation {body.generation} paused there for {body.paused_s:.1f} s and went on. From now on, "
+        f"deadlines of this job are {body.patience:g} times as long; --hang-timeout sets one. "
+        "The restart is given back.",
+        {"step": body.step, "paused_s": round(body.paused_s, 3), "patience": body.patience},
+    )
+    round_.change_job(body.job, job.state, job.message, record)
 
 
 def _host_silent(round_: Round, signal: Signal, body: HostSilent) -> None:

@@ -70,14 +70,16 @@ def start_when_hosts_suffice(case: Case) -> Verdict | None:
     job = case.job
     if job.state is not JobState.SUBMITTED:
         return None
-    hosts = spare_choice.place(job.spec, case.round.free_hosts(job.spec))
+    before = job.before.hosts if job.before else ()
+    hosts = spare_choice.place(job.spec, case.round.free_hosts(job.spec), before)
     if hosts is None:
         return None
+    again = " It goes on from its newest recovery point." if job.before and job.before.lineage else ""
     names = [part.host_id for part in hosts]
     return Verdict(
         DecisionKind.START_JOB,
         f"Job {job.spec.job} needs {_hosts(job.spec.nnodes)}, and {listed(names)} {'is' if len(hosts) == 1 else 'are'} "
-        f"free: {job.spec.world_size} rank{'' if job.spec.world_size == 1 else 's'} start there.",
+        f"free: {job.spec.world_size} rank{'' if job.spec.world_size == 1 else 's'} start there.{again}",
         plan=plans.start_plan(case, hosts),
         evidence={"nnodes": job.spec.nnodes, "nproc_per_node": job.spec.nproc_per_node, "hosts": kept(names)},
     )

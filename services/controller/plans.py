@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from flyball.contracts.checkpoints import Lineage, Tier
+from flyball.contracts.checkpoints import JobHistory, Lineage, Tier
 from flyball.contracts.cluster import HostRanks
 from flyball.contracts.decisions import ActionPlan, DecisionKind, GenerationPlan, Incident
-from flyball.contracts.identity import run_id
-from services.controller.guardrails import next_restart_count
+from services.controller.guardrails import budget_after
 from services.controller.peer_choice import PeerMap, choose_peers
 from services.controller.recovery_point import newest_step
 from services.controller.round import Case
@@ -20,26 +19,38 @@ _LAST_FLUSH_S = 60.0  # and for its newest recovery point to reach disk or store
 
 
 def start_plan(case: Case, hosts: tuple[HostRanks, ...]) -> ActionPlan:
-    """The job's first generation."""
-    spec = case.job.spec
+    """The job's first generation; or the one in which a job that had ended goes on. Then all hosts that may have
+    workers or copies of it are stopped first, and tell what they hold: that is what the restore step follows from."""
+    spec, before = case.job.spec, case.job.before
+    reachable: tuple[str, ...] = ()
+    unreachable: tuple[str, ...] = ()
+    history: JobHistory | None = None
+    if before is not None:
+        placed = tuple(part.host_id for part in hosts)
+        reachable, unreachable = _involved(case, before, (*placed, *_holders(case)))
+        history = JobHistory(spec.checkpoint, before.lineage, case.job.run)
     return ActionPlan(
         kind=DecisionKind.START_JOB,
         job=spec.job,
         spec=spec,
-        generation=0,
+        generation=before.generation if before else 0,
+        stop_hosts=reachable,
+        unreachable_hosts=unreachable,
         next=GenerationPlan(
             job=spec.job,
-            generation=1,
-            parent=None,
+            generation=before.generation + 1 if before else 1,
+            parent=before.generation if before and before.lineage else None,
             hosts=hosts,
             peers=_peers(case, hosts),
-            parent_lineage=(),
+            parent_lineage=before.lineage if before else (),
             restart_count=0,
+            restarts_used=0,
             master_port=_master_port(case, hosts),
-            run=run_id(case.job.submitted_at),
+            run=case.job.run,
         ),
         deadline_s=case.settings.action_deadline_s,
         warm_hosts=_warm(case, hosts),
+        history=history,
     )
 
 
@@ -58,6 +69,7 @@ def restart_plan(
     reachable, unreachable = _involved(case, generation)
     history = generation.lineage if lineage is None else lineage
     before = {part.host_id for part in generation.hosts}
+    budget = budget_after(generation, incident, case.settings, case.job.failures)
     joining = tuple(part.host_id for part in hosts if part.host_id not in before)
     return ActionPlan(
         kind=kind,
@@ -73,10 +85,12 @@ def restart_plan(
             hosts=hosts,
             peers=_peers(case, hosts, generation),
             parent_lineage=history,
-            restart_count=next_restart_count(generation, incident),
+            restart_count=budget.restart_count,
+            restarts_used=budget.used,
+            furthest_step=budget.furthest_step,
             known_step=_known_step(case, history, reachable),
             master_port=_master_port(case, hosts),
-            run=run_id(case.job.submitted_at),
+            run=case.job.run,
         ),
         deadline_s=case.settings.action_deadline_s,
         warm_hosts=(*joining, *_warm(case, hosts)),
@@ -104,8 +118,7 @@ def end_plan(case: Case, kind: DecisionKind, grace_s: float, *, last_step: int =
     what all ranks are to save before, -1 for nothing."""
     spec = case.job.spec
     generation = case.job.generation
-    holders = tuple(copy.host_id for copy in case.round.view.copies if copy.job == spec.job and copy.host_id)
-    reachable, unreachable = _involved(case, generation, holders) if generation else ((), ())
+    reachable, unreachable = _involved(case, generation, _holders(case)) if generation else ((), ())
     return ActionPlan(
         kind=kind,
         job=spec.job,
@@ -116,6 +129,7 @@ def end_plan(case: Case, kind: DecisionKind, grace_s: float, *, last_step: int =
         emergency_step=last_step,
         deadline_s=2.0 * grace_s + _END_TIMEOUT_S + (_LAST_FLUSH_S if spec.checkpoint.is_durable else 0.0),
         grace_s=grace_s,
+        history=JobHistory(spec.checkpoint, generation.lineage, case.job.run) if generation else None,
     )
 
 
@@ -129,6 +143,12 @@ def clean_plan(case: Case, host_id: str, generation: int) -> ActionPlan:
         stop_hosts=(host_id,),
         deadline_s=case.settings.action_deadline_s,
     )
+
+
+def _holders(case: Case) -> tuple[str, ...]:
+    """Hosts that have copies of the job, as last reported."""
+    job = case.job.spec.job
+    return tuple(copy.host_id for copy in case.round.view.copies if copy.job == job and copy.host_id)
 
 
 def _involved(

@@ -147,16 +147,20 @@ def watch_returned_hosts(case: Case) -> Verdict | None:
 
 
 def fail_when_restarts_are_used_up(case: Case) -> Verdict | None:
-    """Failures of the workers themselves count against --max-restarts, as with torchrun."""
+    """Failures of the workers themselves, without progress in between, count against --max-restarts."""
     incident, generation, limit = _incident(case), _generation(case), case.job.spec.max_restarts
-    if incident.cause not in guardrails.WORKER_CAUSES or guardrails.next_restart_count(generation, incident) <= limit:
+    if incident.cause not in guardrails.WORKER_CAUSES:
         return None
-    return _fail(
-        case,
-        f"{incident.message} {'The one restart' if limit == 1 else f'All {limit} restarts'} that --max-restarts allows "
-        f"{'is' if limit == 1 else 'are'} used up.",
-        {"restarts": generation.restart_count, "max_restarts": limit},
-    )
+    if guardrails.budget_after(generation, incident, case.settings, case.job.failures).used <= limit:
+        return None
+    match limit:
+        case 0:
+            why = "--max-restarts 0 allows no restart."
+        case 1:
+            why = "The one restart that --max-restarts allows is used up, without progress since."
+        case _:
+            why = f"All {limit} restarts that --max-restarts allows are used up, without progress in between."
+    return _fail(case, f"{incident.message} {why}", {})
 
 
 def restart_from_an_older_recovery_point(case: Case) -> Verdict | None:
@@ -290,10 +294,11 @@ def _fail(case: Case, reason: str, evidence: Evidence) -> Verdict:
 
 
 def _budget(case: Case, generation: GenerationView) -> str:
-    count = guardrails.next_restart_count(generation, _incident(case))
-    if count == generation.restart_count:
+    after = guardrails.budget_after(generation, _incident(case), case.settings, case.job.failures)
+    if after.restart_count == generation.restart_count:
         return "This burns no restart."
-    return f"This is restart {count} of {case.job.spec.max_restarts}."
+    why = f": {after.refilled_by} since the last failure refilled the budget" if after.refilled_by else ""
+    return f"This is restart {after.used} of {case.job.spec.max_restarts}{why}."
 
 
 def _history(case: Case) -> str:
@@ -309,7 +314,11 @@ def _evidence(case: Case, generation: GenerationView | None) -> Evidence:
     if failure is not None and failure.cause == _incident(case).cause:
         facts |= failure.evidence
     if generation is not None:
-        facts |= {"generation": generation.generation, "restarts": generation.restart_count}
+        facts |= {
+            "generation": generation.generation,
+            "restarts": generation.restart_count,
+            "restarts_used": generation.used_restarts,
+        }
     return {**facts, "max_restarts": case.job.spec.max_restarts}
 
 

@@ -218,6 +218,10 @@ class Round:
         """Put on record what is done with a host on which no job depends."""
         self._record(Decision(self._decision_id(), "", "", kind, reason, rule, self.now, {"host": host_id}))
 
+    def decide_job(self, job: str, kind: DecisionKind, rule: str, reason: str, evidence: Evidence) -> None:
+        """Put on record what is known of a job without an incident that is open."""
+        self._record(Decision(self._decision_id(), "", job, kind, reason, rule, self.now, evidence))
+
     def outcome(self) -> Outcome:
         """Everything that this round changed."""
         return Outcome(

@@ -15,9 +15,9 @@ _ENGINE_WAIT_S = 10.0  # a host that has just joined reports before its engine i
 def free_hosts(
     hosts: Iterable[HostView], spec: JobSpec, *, taken: Collection[str], now: float, fresh_s: float
 ) -> list[HostView]:
-    """Hosts that may take ranks of the job: fit, without a job, not about to be left, not `taken`, heard of within
-    `fresh_s`, with an engine unless it has long been without one. In the order of `spec.hosts` where the user named
-    hosts, else by host_id."""
+    """Hosts that may take ranks of the job: fit, without a job, not about to be left, not gone, not `taken`, heard of
+    within `fresh_s`, with an engine unless it has long been without one. In the order of `spec.hosts` where the user
+    named hosts, else by host_id."""
     named = {host_id: position for position, host_id in enumerate(spec.hosts)}
     found = [
         host
@@ -26,6 +26,7 @@ def free_hosts(
         and not host.job
         and not host.stale_jobs
         and not host.is_leaving
+        and not host.left_at
         and host.host_id not in taken
         and now - host.last_report_at <= fresh_s
         and (host.engine_address or now - host.since > _ENGINE_WAIT_S)
@@ -34,10 +35,16 @@ def free_hosts(
     return sorted(found, key=lambda host: (named.get(host.host_id, 0), host.host_id))
 
 
-def place(spec: JobSpec, free: Sequence[HostView]) -> tuple[HostRanks, ...] | None:
-    """The first placement of a job: ranks in order over the first `nnodes` hosts; None if there are too few."""
+def place(spec: JobSpec, free: Sequence[HostView], before: Sequence[HostRanks] = ()) -> tuple[HostRanks, ...] | None:
+    """The first placement of a job: ranks in order over the first `nnodes` hosts; None if there are too few. A job that
+    had ended gets the places that it had `before`, as far as they are free: its copies are there."""
     if len(free) < spec.nnodes:
         return None
+    if [len(part.ranks) for part in before] == [spec.nproc_per_node] * spec.nnodes:
+        known = {host.host_id: host for host in free}
+        stayed = {part.host_id for part in before if part.host_id in known}
+        leaving = {part.host_id for part in before} - stayed
+        return replace(before, leaving, [host for host in free if host.host_id not in stayed], known)
     return tuple(
         _ranks_on(host, tuple(range(node * spec.nproc_per_node, (node + 1) * spec.nproc_per_node)))
         for node, host in enumerate(free[: spec.nnodes])

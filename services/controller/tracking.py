@@ -16,7 +16,9 @@ from services.controller.diagnosis import (
     START_OVERDUE,
     SUPERSEDED_WORKERS,
     Failure,
+    newest_common_step,
 )
+from services.controller.guardrails import progress_of
 from services.controller.incident_states import IncidentEvent
 from services.controller.round import Round
 from services.controller.view import ActionView, GenerationView, HostView, JobView, PastFailure, RankView
@@ -68,13 +70,6 @@ def find_left_behind(round_: Round, job: JobView) -> None:
             _follow_stale_workers(round_, incident)
     if job.generation is not None:
         _find_stale_workers(round_, job, job.generation)
-
-
-def newest_common_step(generation: GenerationView) -> int:
-    """The newest step that all ranks are known to have completed, -1 if none; one that never reported is left out."""
-    steps = [diagnosis.newest_step_of(rank, generation) for rank in generation.ranks]
-    restored = -1 if generation.restore_step is None else generation.restore_step
-    return min(steps, default=restored)
 
 
 # --- following -------------------------------------------------------------------------------------------------------
@@ -256,7 +251,8 @@ def _record(round_: Round, job: JobView, generation: GenerationView, failure: Fa
         )
     elif incident.generation < generation.generation:
         failed = max(incident.failed_step, newest_common_step(generation))
-        round_.advance(incident, IncidentEvent.FAILED_AGAIN, failed_step=failed, **facts)
+        made = 0 if progress_of(generation, round_.settings) else incident.decisions_made  # then the last one was right
+        round_.advance(incident, IncidentEvent.FAILED_AGAIN, failed_step=failed, decisions_made=made, **facts)
     elif incident.state is IncidentState.DECIDING and failure.explains(incident.cause):
         round_.advance(incident, None, **facts)
     else:

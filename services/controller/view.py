@@ -15,6 +15,7 @@ from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, P
 from flyball.contracts.decisions import ActionPlan, ActionState, Decision, Incident
 from flyball.contracts.drains import DrainState
 from flyball.contracts.events import Event
+from flyball.contracts.identity import run_id
 from flyball.contracts.signals import WorkerExited
 
 
@@ -30,6 +31,9 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_decisions_per_incident: int = 8
     unwatched_verify_s: float = 10.0  # a script that never attached shows no steps: living this long is its proof
     spare_fresh_s: float = 15.0  # a host without a report for this long is not given work
+    refill_steps: int = 10  # new steps of a generation that refill the restart budget
+    refill_slow_steps_s: float = 60.0  # a generation that ran this long refills it with one new step
+    refill_unwatched_s: float = 600.0  # a script that shows no steps refills it by running this long
 
 
 class DrainView(msgspec.Struct, frozen=True):
@@ -56,6 +60,7 @@ class HostView(msgspec.Struct, frozen=True):
     stale_jobs: Mapping[str, int] = {}  # job -> generation of workers in its newest report that were superseded since
     drain: DrainView | None = None
     stored_report_at: float = 0.0  # of the newest report that was stored, if that is not the last one
+    left_at: float = 0.0  # when it said goodbye; 0.0: it has not, or came back
 
     @property
     def known_at(self) -> float:
@@ -93,8 +98,16 @@ class GenerationView(msgspec.Struct, frozen=True):
     peers: Mapping[str, tuple[str, ...]]
     started_at: float  # 0.0: granted, not started
     restore_step: int | None
-    restart_count: int
+    restart_count: int  # all restarts of workers that failed
     ranks: tuple[RankView, ...] = ()
+    restarts_used: int = -1  # of the budget, see GenerationPlan
+    furthest_step: int = -1
+    run: str = ""
+
+    @property
+    def used_restarts(self) -> int:
+        """Restarts since the last progress; one of an older release never refilled its budget."""
+        return self.restart_count if self.restarts_used < 0 else self.restarts_used
 
 
 class PastFailure(msgspec.Struct, frozen=True):
@@ -117,6 +130,13 @@ class JobView(msgspec.Struct, frozen=True):
     newest_step: int = -1  # highest step that any rank of any generation completed
     message: str = ""  # of its state
     ended_at: float = 0.0  # 0.0: it has not ended
+    stored_run: str = ""
+    before: GenerationView | None = None  # of a job that was submitted again: the last generation of its earlier life
+
+    @property
+    def run(self) -> str:
+        """What its folders are named after."""
+        return self.stored_run or run_id(self.submitted_at)
 
 
 class ActionView(msgspec.Struct, frozen=True):

@@ -5,12 +5,12 @@ The token comes once as `/?token=...`; it is exchanged for a cookie and leaves t
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.resources import files
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from fastapi import APIRouter, Query, Request
 from fastapi.staticfiles import StaticFiles
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from flyball import __version__
@@ -42,16 +42,30 @@ def static_files() -> StaticFiles:
     return StaticFiles(directory=str(files("services.dashboard") / "static"))
 
 
-def router(authenticator: Authenticator, *, secure: bool) -> APIRouter:
-    """`secure`: the service speaks TLS, so the cookie must not travel without."""
+class _Pages(NamedTuple):
+    live: str
+    missing: str  # without a token
+    wrong: str  # with one that is not valid
+
+
+@cache
+def _pages() -> _Pages:
+    """Rendered once, when somebody first asks: a supervisor starts without jinja2."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     templates = Environment(
         loader=PackageLoader("services.dashboard"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    page = templates.get_template("index.html").render(version=__version__)
-    closed = {
-        reason: templates.get_template("closed.html").render(version=__version__, wrong=reason == "wrong")
-        for reason in ("missing", "wrong")
-    }
+    closed = templates.get_template("closed.html")
+    return _Pages(
+        live=templates.get_template("index.html").render(version=__version__),
+        missing=closed.render(version=__version__, wrong=False),
+        wrong=closed.render(version=__version__, wrong=True),
+    )
+
+
+def router(authenticator: Authenticator, *, secure: bool) -> APIRouter:
+    """`secure`: the service speaks TLS, so the cookie must not travel without."""
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/")
@@ -59,7 +73,7 @@ def router(authenticator: Authenticator, *, secure: bool) -> APIRouter:
         if token is not None:
             principal = authenticator.principal_of(token.encode())
             if principal is None or principal.role not in _MAY_LOOK:
-                return HTMLResponse(closed["wrong"], status_code=401, headers=_HEADERS)
+                return HTMLResponse(_pages().wrong, status_code=401, headers=_HEADERS)
             answer = RedirectResponse("/", status_code=303, headers=_HEADERS)
             answer.set_cookie(
                 authenticator.cookie_name,
@@ -72,7 +86,7 @@ def router(authenticator: Authenticator, *, secure: bool) -> APIRouter:
             return answer
         principal = authenticator.principal(request.scope["headers"])
         if principal is not None and principal.role in _MAY_LOOK:
-            return HTMLResponse(page, headers=_HEADERS)
-        return HTMLResponse(closed["missing"], status_code=401, headers=_HEADERS)
+            return HTMLResponse(_pages().live, headers=_HEADERS)
+        return HTMLResponse(_pages().missing, status_code=401, headers=_HEADERS)
 
     return routes

@@ -148,6 +148,9 @@ class Metrics:
             "Signals on the bus that the controller could not read, repeats included",
             registry=r,
         )
+        self.job_loss = Gauge(
+            "flyball_job_loss", "Newest loss that a running job told of, at this sensor", ["training_job"], registry=r
+        )
         self.detector_lag_seconds = Gauge(
             "flyball_detector_lag_seconds", "How late the fault detector's last tick ran", registry=r
         )

@@ -26,6 +26,7 @@ from flyball.contracts.errors import (
     WrongClock,
 )
 from flyball.contracts.identity import is_name
+from flyball.contracts.losses import RankLoss
 from flyball.contracts.rank_columns import CompletedSteps, Workers, check_completed, check_progress, check_workers
 from flyball.contracts.signals import (
     HostReturned,
@@ -108,6 +109,8 @@ class Admission:
             self._check_names(report.completed)
         if report.marks or report.restores:
             self._check_names((*report.marks, *report.restores))
+        if report.losses:
+            self._check_names(report.losses)
         self._check_clock(report, now)
         if report.signals:
             _check_signals(report.signals, host_id)
@@ -151,7 +154,7 @@ class Admission:
             "A newer report of this daemon was taken before.", hint="send the next one; nothing was changed"
         )
 
-    def _check_names(self, parts: Iterable[CompletedSteps | RankMarks | RestoreReport]) -> None:
+    def _check_names(self, parts: Iterable[CompletedSteps | RankMarks | RestoreReport | RankLoss]) -> None:
         """What `RepeatedJobName` leaves to whoever takes a report."""
         known = self._names
         for part in parts:

@@ -58,6 +58,10 @@ class FaultDetector:
         """host -> the hosts that can tell whether it lives, see `witnesses.neighbours`."""
         self._silence.set_neighbours(known)
 
+    def set_hang_timeouts(self, known: Mapping[str, float]) -> None:
+        """job -> after how many seconds without a move a rank is hung, of jobs that say so themselves."""
+        self._stalls.set_hang_timeouts(known)
+
     def questions(self, host_id: str) -> tuple[str, ...]:
         """The hosts that this one is to be asked about with the reply to its report."""
         return self._silence.questions(host_id)
@@ -77,6 +81,11 @@ class FaultDetector:
         signals = self._silence.hear(host_id, self._own_time(now_s))
         self._drop_forgotten()
         return signals
+
+    def leave(self, host_id: str) -> None:
+        """A host said goodbye. One that should have ranks is expected all the same."""
+        self._silence.leave(host_id)
+        self._drop_forgotten()
 
     def tick(self, now_s: float) -> list[SignalBody]:
         """Let time pass; answers the hosts that fell silent."""

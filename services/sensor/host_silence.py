@@ -152,6 +152,11 @@ class SilenceWatch:
         self._next_scan_s = min(self._next_scan_s, now_s + host.least_s)
         return signals
 
+    def leave(self, host_id: str) -> None:
+        """A host said goodbye: its silence is none."""
+        if host_id in self._hosts:
+            self._forget(host_id)
+
     def tick(self, now_s: float) -> list[SignalBody]:
         """HostSilent for every host that turned red, HostSuspect for one that would have without those who vouch for
         it. Cheap while nobody can be overdue."""

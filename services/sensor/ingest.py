@@ -13,6 +13,7 @@ import structlog
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError, TooBusy
+from flyball.contracts.losses import RankLoss
 from flyball.contracts.rank_columns import CompletedSteps
 from flyball.contracts.signals import RankMarks, Report, ReportReply, Signal, SignalBody
 from services.runtime.outages import OUTAGES, Outage
@@ -38,6 +39,9 @@ class Placements(Protocol):
 
     @property
     def placed(self) -> Placed: ...
+
+    @property
+    def hang_timeouts(self) -> Mapping[str, float]: ...
 
 
 class WriteVouches(Protocol):
@@ -84,6 +88,7 @@ class Ingest:
         self._placed: Placed | None = None  # None: not known yet, and everybody is believed
         self._asked_for: set[tuple[str, int]] = set()  # generations that were not known here
         self._is_new_heard = asyncio.Event()
+        self._with_loss: set[str] = set()  # jobs whose loss is among the metrics
         self._detector = detector
         self._queue = queue
         self._committed = committed
@@ -103,6 +108,9 @@ class Ingest:
     def know(self, placed: Placed) -> None:
         """From now on hosts are heard of the ranks that they were given."""
         self._placed = placed
+        for job in self._with_loss - placed.jobs:  # that have ended
+            self._metrics.job_loss.remove(job)
+        self._with_loss &= placed.jobs
         now_s = self._clock.monotonic_s()
         for host_id, completed in self._early.take(placed, now_s):
             self._steps.observe(host_id, completed, now_s)
@@ -135,8 +143,13 @@ class Ingest:
         self._admission.taken(report, now_s=now_s)
         if heard.completed:
             self._steps.observe(host_id, heard.completed, now_s)
+        if report.losses:
+            self._steps.observe_losses(self._own_losses(host_id, report.losses), report.sent_at, now_s)
         if report.completed is not heard.completed:
             self._hear_early(host_id, report.completed, now_s)
+        if report.leaves:
+            self._detector.leave(host_id)
+            self.vouches.left(host_id)
         self._received.count += 1
         for signal in new:
             self._committed.expect(signal.incarnation, signal.seq)
@@ -185,8 +198,8 @@ class Ingest:
             await asyncio.sleep(wait_s)
 
     async def run_placements(self, read: Callable[[], Placements]) -> None:
-        """Go on knowing which host has which ranks, and whom to ask about one that falls silent, see
-        `witnesses.neighbours`."""
+        """Go on knowing which host has which ranks, whom to ask about one that falls silent (see
+        `witnesses.neighbours`), and which jobs say themselves when they are hung."""
         outage = Outage("placements", self._clock)
         while True:
             wait_s = PLACEMENTS_EVERY_S
@@ -194,6 +207,7 @@ class Ingest:
             try:
                 found = await asyncio.to_thread(read)
                 self._detector.set_neighbours(found.neighbours)
+                self._detector.set_hang_timeouts(found.hang_timeouts)
                 self.know(found.placed)
                 outage.ended()
             except OUTAGES as error:
@@ -221,6 +235,10 @@ class Ingest:
         self._raise_signals(self._detector.tick(now_s), now_s)
         if self._queue.has_room_for_steps and (steps := self._steps.take(now_s)):
             self._queue.offer_steps(steps)
+            for summary in steps:
+                if summary.loss is not None:
+                    self._metrics.job_loss.labels(training_job=summary.job).set(float(summary.loss))
+                    self._with_loss.add(summary.job)
         incarnation = self._own.incarnation
         self._own.committed(self._committed.known({incarnation}).get(incarnation, 0))
         self._hand_on(self._own.due(now_s), now_s)
@@ -236,6 +254,9 @@ class Ingest:
             self._asked_for.add(unknown)
             self._is_new_heard.set()
         return heard, stored
+
+    def _own_losses(self, host_id: str, losses: tuple[RankLoss, ...]) -> tuple[RankLoss, ...]:
+        return losses if self._placed is None else self._placed.own_losses(host_id, losses)
 
     def _hear_early(self, host_id: str, completed: Sequence[CompletedSteps], now_s: float) -> None:
         """Steps of generations that are not known: to come, made up, or of a job that has just ended."""

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from flyball.contracts.decisions import GenerationPlan
+from flyball.contracts.losses import RankLoss
 from flyball.contracts.rank_columns import CompletedSteps, Progress, Workers, phases_of
 from flyball.contracts.signals import Report
 
@@ -57,6 +58,7 @@ class Placed:
         self._newest: dict[str, int] = {}
         for job, generation in given:
             self._newest[job] = max(generation, self._newest.get(job, -1))
+        self.jobs = frozenset(self._newest)
         self._own_workers: dict[str, tuple[Workers, ...]] = {}  # by host, as last told: all of them are its own
 
     def split(self, report: Report) -> tuple[Report, Report]:
@@ -90,6 +92,12 @@ class Placed:
         """Of these steps what ranks of the host completed."""
         places = ((steps, self._places(host_id, steps)) for steps in completed)
         return tuple(_steps_at(steps, at) for steps, at in places if at)
+
+    def own_losses(self, host_id: str, losses: tuple[RankLoss, ...]) -> tuple[RankLoss, ...]:
+        """Of these losses those of ranks of the host. Others, of a generation to come too, are told anew soon."""
+        if all(loss.rank in self._given_to(host_id, loss) for loss in losses):
+            return losses
+        return tuple(loss for loss in losses if loss.rank in self._given_to(host_id, loss))
 
     def early_steps(self, completed: Iterable[CompletedSteps]) -> tuple[CompletedSteps, ...]:
         """Of these steps those of generations that are newer than what is known here."""
@@ -160,7 +168,14 @@ def _workers_at(of: Workers, places: Sequence[int]) -> Workers:
 def _progress_at(of: Progress, places: Sequence[int]) -> Progress:
     if len(places) == len(of.steps):
         return of
-    return Progress(_at(phases_of(of), places), _at(of.steps, places), _at(of.beacon_ages_s, places))
+    return Progress(
+        _at(phases_of(of), places),
+        _at(of.steps, places),
+        _at(of.beacon_ages_s, places),
+        _at(of.activities, places if of.activities else ()),
+        _at(of.activities_s, places if of.activities else ()),
+        _at(of.places, places if of.places else ()),
+    )
 
 
 def _steps_at(steps: CompletedSteps, places: Sequence[int]) -> CompletedSteps:

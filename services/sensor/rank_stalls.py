@@ -1,18 +1,20 @@
-"""Which ranks stopped moving, from their beacons as the daemons report them. Pure, and without a clock: a beacon's
-age is measured on the host that it lies on. What is normal is learnt per job (`job_pace`).
+"""Which ranks stopped moving, from their beacons, and what their processes do meanwhile, as the daemons report them.
+Pure, and without a clock: a beacon's age is measured on the host that it lies on. What the ranks of a job do together
+says how long they are waited for (`stances`), and what is normal is learnt per job (`job_pace`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import inf
 
-from flyball.contracts.cluster import Phase, RankStatus
+from flyball.contracts.cluster import Activity, Phase, RankStatus
 from flyball.contracts.rank_columns import CompletedSteps, Workers, statuses_in
-from flyball.contracts.signals import RankStalled, Report, SignalBody
-from services.sensor.job_pace import JobPace
+from flyball.contracts.signals import FalseAlarm, RankStalled, Report, SignalBody
+from services.sensor.job_pace import Alarm, JobPace
 from services.sensor.patience import StallSettings
 from services.sensor.rank_states import Rank, RanksInSteps, WatchedJob
+from services.sensor.stances import Stance, seen_in
 
 _APART_FROM_STEPS = (Phase.EVAL, Phase.OTHER, Phase.PARKED)  # the time between two steps does not tell of a step
 
@@ -22,8 +24,9 @@ class StallWatch:
 
     def __init__(self, settings: StallSettings) -> None:
         self._settings = settings
-        steps = settings.phases.get(Phase.STEP)
-        self._never_overdue_s = min(steps.floor_s, steps.unknown_s) if steps is not None else inf  # within its steps
+        self._never_overdue_s = settings.frozen.floor_s  # whatever a rank in its steps does
+        self._hang_timeouts: Mapping[str, float] = {}  # s, of jobs that say one
+        self._news: list[SignalBody] = []
         self._jobs: dict[str, WatchedJob] = {}  # in the order in which they were last heard of
         self._on_host: dict[str, tuple[Workers, ...]] = {}  # of the newest generations of their jobs
         self._in_steps: dict[str, RanksInSteps] = {}  # by host
@@ -36,9 +39,24 @@ class StallWatch:
             if job is not None and steps.generation == job.generation:
                 self._time_steps(job, steps)
         lagged_s = report.lagged_s if report.lagged_s >= self._settings.lagged_daemon_s else 0.0
-        if not lagged_s and self._all_go_on(report, now_s):
+        if lagged_s or not self._all_go_on(report, now_s):
+            self._look_at_each(report, now_s, lagged_s)
+        if not self._news:
             return []
-        return self._look_at_each(report, now_s, lagged_s)
+        news, self._news = self._news, []
+        return news
+
+    def set_hang_timeouts(self, known: Mapping[str, float]) -> None:
+        """job -> after how many seconds without a move a rank is hung, of jobs that say so themselves."""
+        if known == self._hang_timeouts:
+            return
+        self._hang_timeouts = known
+        for name, job in self._jobs.items():
+            job.pace.limit_by(known.get(name, 0.0))
+            job.changes += 1  # ranks in their steps are to be looked at anew
+        self._never_overdue_s = (
+            min(self._settings.frozen.floor_s, *known.values()) if known else (self._settings.frozen.floor_s)
+        )
 
     def forget(self, host_id: str) -> None:
         """Drop the ranks of a host that will not speak for them any more."""
@@ -81,12 +99,15 @@ class StallWatch:
             or known.changes != job.changes
             or self._jobs.get(workers.job) is not job
             or phases.count(Phase.STEP) != len(phases)
+            or progress.activities
             or max(progress.beacon_ages_s) > self._never_overdue_s
         ):
             return False
         if steps != known.steps and max(steps) > job.newest_step:
             for step, age_s in zip(steps, progress.beacon_ages_s, strict=True):
                 job.advance(step, now_s - age_s)
+            if job.pace.disproved is not None:
+                self._disprove(workers.job, job)
         known.follow(progress, now_s)
         self._jobs[workers.job] = self._jobs.pop(workers.job)
         return True
@@ -97,8 +118,16 @@ class StallWatch:
             return
         (workers,) = report.workers
         ranks = [job.ranks[number] for number in workers.ranks]
-        if job.overdue.isdisjoint(workers.ranks) and all(
-            rank.phase is Phase.STEP and rank.has_stepped and not rank.forgiven_s for rank in ranks
+        if (
+            not job.stalled
+            and job.overdue.isdisjoint(workers.ranks)
+            and all(
+                rank.phase is Phase.STEP
+                and rank.has_stepped
+                and not rank.forgiven_s
+                and rank.activity is Activity.UNKNOWN
+                for rank in ranks
+            )
         ):
             self._in_steps[report.facts.host_id] = RanksInSteps(job, workers, ranks)
 
@@ -110,30 +139,31 @@ class StallWatch:
 
     # --- each rank ----------------------------------------------------------------------------------------------------
 
-    def _look_at_each(self, report: Report, now_s: float, lagged_s: float) -> list[SignalBody]:
+    def _look_at_each(self, report: Report, now_s: float, lagged_s: float) -> None:
         host_id = report.facts.host_id
         self._settle(host_id)
-        signals: list[SignalBody] = []
-        job, name, generation = None, "", -1
-        for status in statuses_in(report.workers, report.progress):
-            if job is None or status.generation != generation or status.job != name:
-                job, name, generation = self._job(status), status.job, status.generation
-                if job is None:
-                    continue
-            rank = self._update(job, host_id, status, now_s=now_s, lagged_s=lagged_s)
-            if not rank.has_stepped:
-                rank.has_stepped = any(
-                    status.rank in steps.ranks and steps.generation == generation and steps.job == name
-                    for steps in report.completed
-                )
-            self._judge(job, rank)
-            if status.rank in job.overdue:
-                found = self._stall(name, job, rank)
-                if found is not None:
-                    signals.append(found)
+        job = None
+        for of, at in zip(report.workers, report.progress, strict=True):
+            job = self._job(of.job, of.generation)
+            if job is None:
+                continue
+            mine = []
+            for status in statuses_in((of,), (at,)):
+                rank = self._update(job, host_id, status, now_s=now_s, lagged_s=lagged_s)
+                if not rank.has_stepped:
+                    rank.has_stepped = any(
+                        status.rank in steps.ranks and steps.generation == of.generation and steps.job == of.job
+                        for steps in report.completed
+                    )
+                mine.append(rank)
+            if job.pace.disproved is not None:
+                self._disprove(of.job, job)
+            job.look(now_s)
+            for rank in mine:
+                self._judge(job, rank, now_s)
+            self._stall(of.job, job)
         self._note_present(report)
         self._note_in_steps(report, job)
-        return signals
 
     def _note_present(self, report: Report) -> None:
         """Drop the ranks that a host spoke for, and does not any more."""
@@ -157,16 +187,17 @@ class StallWatch:
         else:
             del self._on_host[host_id]
 
-    def _job(self, status: RankStatus) -> WatchedJob | None:
-        job = self._jobs.pop(status.job, None)
+    def _job(self, name: str, generation: int) -> WatchedJob | None:
+        job = self._jobs.pop(name, None)
         if job is None:
             job = WatchedJob(JobPace(self._settings))
+            job.pace.limit_by(self._hang_timeouts.get(name, 0.0))
             if len(self._jobs) >= self._settings.max_jobs:
                 del self._jobs[next(iter(self._jobs))]
-        self._jobs[status.job] = job
-        if status.generation > job.generation:
-            job.begin(status.generation)
-        return job if status.generation == job.generation else None
+        self._jobs[name] = job
+        if generation > job.generation:
+            job.begin(generation)
+        return job if generation == job.generation else None
 
     def _update(self, job: WatchedJob, host_id: str, status: RankStatus, *, now_s: float, lagged_s: float) -> Rank:
         idle_s, step, phase, pace = status.beacon_age_s, status.step, status.phase, job.pace
@@ -188,16 +219,19 @@ class StallWatch:
                 took_s = max(moved_s - rank.moved_s, rank.idle_s)  # `now_s` leaves out the time that a sensor was late
             else:
                 took_s = moved_s - rank.seen_s
-            pace.stepped_first(took_s)
+            pace.stepped_first(step, took_s)
         if step != rank.step or phase is not was or idle_s < rank.idle_s:
             rank.forgiven_s = 0.0
             rank.moved_s = moved_s
+            job.moved(status.rank)
         elif moved_s < rank.moved_s:
             rank.moved_s = moved_s
         rank.forgiven_s += lagged_s
         rank.phase, rank.step = phase, step
         rank.idle_s = idle_s
         rank.seen_s = now_s
+        rank.activity_s = status.activity_s
+        job.note(rank, status.activity, status.place, can_stall=phase in self._settings.phases)
         if lagged_s or phase in _APART_FROM_STEPS:
             pace.pauses += 1
         job.advance(step, moved_s)
@@ -222,49 +256,96 @@ class StallWatch:
             pace.stepped(times)
             rank.done_step, rank.done_at, rank.pauses = steps.last_step, times[-1], pace.pauses
 
-    def _judge(self, job: WatchedJob, rank: Rank) -> None:
-        number = rank.number
-        deadline_s = job.pace.deadline_s(rank.phase, has_stepped=rank.has_stepped)
-        if deadline_s is None:
-            job.waiting.discard(number)
+    def _judge(self, job: WatchedJob, rank: Rank, now_s: float) -> None:
+        number, stance, pace = rank.number, job.stance, job.pace
+        if number not in job.waiting or number not in job.standing:
+            job.overdue.discard(number)
+            return
+        age_s = rank.idle_s - rank.forgiven_s
+        if age_s <= self._never_overdue_s:
+            job.overdue.discard(number)
+            return
+        if stance is Stance.WORKING or (pace.has_attached and pace.hang_timeout_s and stance is not Stance.FROZEN):
+            stood_s = age_s  # whatever it did, it made no step
+        elif (
+            stance is Stance.FROZEN
+        ):  # its daemon looks at it from a quarter of the time on, others tell of theirs later
+            stood_s = min(age_s, 2.0 * rank.activity_s, 2.0 * job.stance_s(now_s))
         else:
-            job.waiting.add(number)
-            if rank.idle_s - rank.forgiven_s > deadline_s:
-                job.overdue.add(number)
-                return
-        if number in job.overdue:
-            job.is_stalled = False
+            stood_s = min(age_s, rank.activity_s)
+        job.stood(stood_s, now_s)
+        if stood_s > pace.deadline_s(stance, rank.phase, has_stepped=rank.has_stepped):
+            job.overdue.add(number)
+        else:
             job.overdue.discard(number)
 
-    def _stall(self, name: str, job: WatchedJob, rank: Rank) -> RankStalled | None:
-        """A stall that shows in this rank: of the whole job, or of the rank alone, far behind the others."""
-        if job.is_stalled:
-            return None
-        if len(job.overdue) == len(job.waiting):
-            named = self._furthest_behind(job)
-        elif job.newest_step - rank.step >= self._settings.behind_steps:
-            named = (rank.number,)
-        else:
-            return None
-        job.is_stalled = True
-        first = job.ranks[named[0]]
-        return RankStalled(
-            job=name,
-            generation=job.generation,
-            ranks=named,
-            phase=first.phase,
-            step=first.step,
-            silent_s=first.idle_s,
-            deadline_s=job.pace.deadline_s(first.phase, has_stepped=first.has_stepped) or 0.0,
+    # --- what is said -------------------------------------------------------------------------------------------------
+
+    def _stall(self, name: str, job: WatchedJob) -> None:
+        """Say that the job stalled, or one rank alone that is far behind the others; once, until it goes on."""
+        named = self._stalled(job)
+        if not named or job.stalled:
+            return
+        first, pace, stance = job.ranks[named[0]], job.pace, job.stance
+        bounds = pace.bounds(stance, first.phase, has_stepped=first.has_stepped)
+        deadline_s, why = max(bounds)
+        job.stalled = frozenset(named)
+        job.alarm = Alarm(job.generation, named, first.step, first.idle_s, stance)
+        self._news.append(
+            RankStalled(
+                job=name,
+                generation=job.generation,
+                ranks=named,
+                phase=first.phase,
+                step=first.step,
+                silent_s=first.idle_s,
+                deadline_s=deadline_s,
+                stance=stance.value,
+                seen=seen_in(stance, first.place, job.places()),
+                limit=why,
+            )
         )
 
+    def _stalled(self, job: WatchedJob) -> tuple[int, ...]:
+        """The ranks that are to be called stalled, if any: those that the others wait for, or all where that cannot be
+        told."""
+        overdue = job.overdue
+        if not overdue:
+            return ()
+        if job.stance is Stance.FROZEN:
+            return tuple(sorted(job.standing))
+        if job.stance is Stance.STANDS:
+            return tuple(sorted(job.standing)) if job.standing <= overdue else ()
+        if len(overdue) == len(job.waiting):
+            return self._furthest_behind(job)
+        lone = [n for n in overdue if job.newest_step - job.ranks[n].step >= self._settings.behind_steps]
+        return (min(lone, key=lambda number: (job.ranks[number].step, number)),) if lone else ()
+
     def _furthest_behind(self, job: WatchedJob) -> tuple[int, ...]:
-        """The lowest step, then the oldest beacon; those that cannot be told apart are all named."""
+        """The lowest step; of one step the few that work or wait for a disk, while the others are idle. Those that
+        cannot be told apart are all named."""
         for known in self._in_steps.values():
             if known.job is job:
                 known.settle()
         lowest = min(job.ranks[number].step for number in job.waiting)
-        last = [number for number in job.waiting if job.ranks[number].step == lowest]
-        oldest_s = min(job.ranks[number].moved_s for number in last)
-        indistinct_s = max(0.05, 0.5 * job.pace.usual_step_s())
-        return tuple(sorted(n for n in last if job.ranks[n].moved_s - oldest_s <= indistinct_s))
+        last = {number for number in job.waiting if job.ranks[number].step == lowest}
+        if last == job.waiting:
+            busy = last - job.doing(Activity.IDLE)
+            last = busy if 0 < 2 * len(busy) < len(last) else last
+        return tuple(sorted(last))
+
+    def _disprove(self, name: str, job: WatchedJob) -> None:
+        pause, job.pace.disproved = job.pace.disproved, None
+        if pause is None:
+            return
+        self._news.append(
+            FalseAlarm(
+                job=name,
+                generation=job.generation,
+                stalled_generation=pause.alarm.generation,
+                ranks=pause.alarm.ranks,
+                step=pause.alarm.step,
+                paused_s=pause.paused_s,
+                patience=job.pace.patience,
+            )
+        )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from typing import TypeVar
 
-from flyball.contracts.cluster import RankStatus
+from flyball.contracts.cluster import Activity, RankStatus
 from flyball.contracts.rank_columns import Progress, Workers
-from services.sensor.job_pace import JobPace
+from services.sensor.job_pace import Alarm, JobPace
+from services.sensor.stances import Stance, stance_of
+
+K = TypeVar("K")
 
 
 class Rank:
     __slots__ = (
+        "activity",
+        "activity_s",
         "done_at",
         "done_step",
         "entered_s",
@@ -23,6 +29,7 @@ class Rank:
         "number",
         "pauses",
         "phase",
+        "place",
         "seen_s",
         "step",
     )
@@ -31,6 +38,9 @@ class Rank:
         self.host_id = host_id
         self.number = status.rank
         self.phase = status.phase
+        self.activity = Activity.UNKNOWN
+        self.activity_s = 0.0  # for how long it has been that
+        self.place = ""
         self.step = self.first_seen_step = status.step
         self.moved_s = self.entered_s = moved_s
         self.idle_s = 0.0
@@ -53,24 +63,88 @@ class WatchedJob:
         self.waiting: set[int] = set()  # those that can stall at all in their phase
         self.overdue: set[int] = set()
         self.newest_step = -1
-        self.is_stalled = False
+        self.stance = Stance.WORKING
+        self.standing: Set[int] = frozenset()  # ranks whose standing counts
+        self.stalled: frozenset[int] = frozenset()  # ranks that were told to be, until one of them moves
+        self.alarm: Alarm | None = None  # the last of this generation, while it holds
+        self._doing: dict[Activity, set[int]] = {}  # of the waiting; those of which nothing is known are left out
+        self._places: dict[str, set[int]] = {}  # where the idle ones are
+        self._stance_since_s = 0.0
+        self._stood: dict[Stance, float] = {}  # since the newest step
 
     def begin(self, generation: int) -> None:
         """A new generation starts afresh, with what was learnt of the job."""
-        self.pace.begin(self.newest_step if self.is_stalled else None)
+        self.pace.begin(self.alarm)
         self.generation = generation
         self.changes += 1
         self.ranks.clear()
-        self.waiting.clear()
-        self.overdue.clear()
+        for ranks in (self.waiting, self.overdue, self._doing, self._places, self._stood):
+            ranks.clear()
         self.newest_step = -1
-        self.is_stalled = False
+        self.stance, self.standing = Stance.WORKING, frozenset()
+        self.stalled, self.alarm = frozenset(), None
 
     def advance(self, step: int, moved_s: float) -> None:
         """A rank has completed this step."""
         if step > self.newest_step:
-            self.newest_step = step
-            self.pace.advance(step, moved_s)
+            before, self.newest_step = self.newest_step, step
+            for stance, lasted_s in self._stood.items():
+                self.pace.survive(stance, lasted_s)
+            self._stood.clear()
+            self.pace.advance(before, step, moved_s)
+
+    def note(self, rank: Rank, activity: Activity, place: str, *, can_stall: bool) -> None:
+        """What a rank does, of which `can_stall` says whether its phase bounds it at all."""
+        number = rank.number
+        if can_stall:
+            self.waiting.add(number)
+        else:
+            activity = Activity.UNKNOWN
+            self.waiting.discard(number)
+            self.overdue.discard(number)
+        if activity is not rank.activity or place != rank.place:
+            self._unlist(rank)
+            rank.activity, rank.place = activity, place
+            if activity is not Activity.UNKNOWN:
+                self._doing.setdefault(activity, set()).add(number)
+            if activity is Activity.IDLE:
+                self._places.setdefault(place, set()).add(number)
+
+    def look(self, now_s: float) -> None:
+        """See what the ranks do together, after some of them were noted."""
+        stance, self.standing = stance_of(self.waiting, self._doing, self._places)
+        if stance is not self.stance:
+            self.stance, self._stance_since_s = stance, now_s
+            self.overdue.clear()
+
+    def stood(self, lasted_s: float, now_s: float) -> None:
+        """The ranks have been as they are for so long, as far as one of them shows."""
+        lasted_s = min(lasted_s, now_s - self.pace.advanced_s)
+        if self.stance is not Stance.WORKING:
+            lasted_s = min(lasted_s, self.stance_s(now_s))
+        if lasted_s > self._stood.get(self.stance, 0.0):
+            self._stood[self.stance] = lasted_s
+
+    def stance_s(self, now_s: float) -> float:
+        """For how long the ranks have been as they are."""
+        return now_s - self._stance_since_s
+
+    def moved(self, number: int) -> None:
+        """A rank went on: if it was told to be stalled, it is not any more."""
+        if number in self.stalled:
+            self.stalled, self.alarm = frozenset(), None
+
+    def doing(self, activity: Activity) -> Set[int]:
+        """The ranks that were seen to do this."""
+        return self._doing.get(activity, frozenset())
+
+    def places(self) -> dict[str, set[int]]:
+        """Where the idle ranks are."""
+        return self._places
+
+    def _unlist(self, rank: Rank) -> None:
+        _take_out(self._doing, rank.activity, rank.number)
+        _take_out(self._places, rank.place, rank.number)
 
     def drop(self, number: int, host_id: str) -> None:
         """A host does not speak for a rank any more; another may do by now."""
@@ -78,6 +152,7 @@ class WatchedJob:
         if rank is None or rank.host_id != host_id:
             return
         self.changes += 1
+        self._unlist(rank)
         del self.ranks[number]
         self.waiting.discard(number)
         self.overdue.discard(number)
@@ -86,6 +161,14 @@ class WatchedJob:
         """Whether one of these ranks is on this host."""
         found = map(self.ranks.get, numbers)
         return any(rank is not None and rank.host_id == host_id for rank in found)
+
+
+def _take_out(listed: dict[K, set[int]], key: K, number: int) -> None:
+    ranks = listed.get(key)
+    if ranks is not None:
+        ranks.discard(number)
+        if not ranks:
+            del listed[key]
 
 
 class RanksInSteps:

@@ -81,6 +81,8 @@ class ReportDecoder:
             signals=new.signals,
             marks=new.marks,
             restores=new.restores,
+            leaves=new.leaves,
+            losses=new.losses,
         )
 
     def _begin(self, body: bytes, host_id: str) -> _Said:

@@ -55,6 +55,7 @@ class ReportQueue:
         self._kept = 0  # in `_older`
         self._steps: list[StepSummary] = []
         self._size_bytes = 0  # of reports
+        self._is_released = False
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # Apart: who waits for signals is not to wake up for every report.
@@ -117,7 +118,11 @@ class ReportQueue:
             if timeout_s > 0.0:
                 changed = self._changed if max_hosts > 0 else self._signals_came
                 changed.wait_for(
-                    lambda: (with_signals and self._signals) or (max_hosts > 0 and (self._newest or self._steps)),
+                    lambda: (
+                        self._is_released
+                        or (with_signals and self._signals)
+                        or (max_hosts > 0 and (self._newest or self._steps))
+                    ),
                     timeout_s,
                 )
             signals: tuple[Received, ...] = ()
@@ -138,6 +143,13 @@ class ReportQueue:
             self._size_bytes -= sum(item.size_bytes for item in reports)
             steps, self._steps = tuple(self._steps), []
             return Batch(signals, tuple(reports), steps)
+
+    def release(self) -> None:
+        """Let nobody wait in `take` any more: the threads that do are about to end."""
+        with self._lock:
+            self._is_released = True
+            self._changed.notify_all()
+            self._signals_came.notify_all()
 
     def __len__(self) -> int:
         return len(self._signals) + len(self._newest)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from flyball.contracts.losses import LossValue, RankLoss
 from flyball.contracts.rank_columns import CompletedSteps
 from flyball.contracts.signals import RankMarks
 
@@ -33,6 +34,9 @@ class StepSummary(msgspec.Struct, frozen=True):
     sensor: str
     save_blocked_s: float = 0.0  # in all, of the rank that waited longest inside save
     data_wait_s: float = 0.0  # the same, for data
+    loss: LossValue | None = None  # the newest, if it is new
+    loss_step: int = -1
+    loss_rank: int = -1
 
 
 class _HostSteps:
@@ -77,6 +81,8 @@ class _Generation:
         "front",
         "hosts",
         "key",
+        "loss",
+        "loss_is_new",
         "moments",
         "ranks",
         "times",
@@ -93,6 +99,8 @@ class _Generation:
         self.moments: dict[int, int] = {}  # rank -> how many moments of its life are known
         self.blocked_s = 0.0
         self.data_wait_s = 0.0
+        self.loss: RankLoss | None = None  # of the lowest rank that tells of one
+        self.loss_is_new = False
         self.at = 0.0
         self.waiting_since_s: float | None = None
 
@@ -120,6 +128,16 @@ class StepLog:
             generation = self._generation((steps.job, steps.generation))
             self._add(generation, host_id, steps)
             if generation.waiting_since_s is None:
+                self._wait(generation, now_s)
+
+    def observe_losses(self, losses: Sequence[RankLoss], told_at: float, now_s: float) -> None:
+        """Take in losses. The lowest rank speaks for its generation. `told_at`: the wall clock of the report."""
+        for loss in losses:
+            generation = self._generation((loss.job, loss.generation))
+            known = generation.loss
+            if known is None or loss.rank < known.rank or (loss.rank == known.rank and loss != known):
+                generation.loss, generation.loss_is_new = loss, True
+                generation.at = max(generation.at, told_at)
                 self._wait(generation, now_s)
 
     def has_heard(self, host_id: str, job: str, generation: int) -> bool:
@@ -247,7 +265,7 @@ class StepLog:
         generation.times = {}
         generation.waiting_since_s = None
         slowest = min((host.slowest() for host in generation.hosts.values()), default=-1)
-        return [
+        summaries = [
             StepSummary(
                 job=generation.key[0],
                 generation=generation.key[1],
@@ -262,3 +280,9 @@ class StepLog:
             )
             for first, times in runs or [(-1, [])]
         ]
+        loss = generation.loss
+        if loss is not None and generation.loss_is_new:
+            generation.loss_is_new = False
+            news = {"loss": loss.value, "loss_step": loss.step, "loss_rank": loss.rank}
+            summaries[-1] = msgspec.structs.replace(summaries[-1], **news)
+        return summaries

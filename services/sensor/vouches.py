@@ -31,6 +31,11 @@ class Vouches:
                 del self._heard_s[next(iter(self._heard_s))]
         self._heard_s[host_id] = now_s
 
+    def left(self, host_id: str) -> None:
+        """A host will not report again."""
+        if self._heard_s.pop(host_id, None) is not None:
+            self._is_told = False
+
     def age_s(self, host_id: str, now_s: float) -> float:
         """How long ago a host was heard of here."""
         return now_s - self._heard_s.get(host_id, -_NEVER_S)

@@ -24,7 +24,8 @@ def load(document: str, kind: Any) -> Any:  # noqa: ANN401 - a generic alias suc
 
 def shown(spec: JobSpec) -> JobSpec:
     """A specification as people may see it: its environment may carry secrets, so that only the names are shown."""
-    return msgspec.structs.replace(spec, env=dict.fromkeys(spec.env, "***"))
+    names = {field: dict.fromkeys(getattr(spec, field), "***") for field in ("env", "user_env", "sealed_env")}
+    return msgspec.structs.replace(spec, **names)
 
 
 def plain(value: object) -> Any:  # noqa: ANN401 - JSON has no static type

@@ -6,6 +6,7 @@ and lock the rows that they change. Every failure of the database comes out as a
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from flyball.contracts.errors import ConfigurationError, InvalidMessage, NotFound, Unreachable
 from services.store.failures import is_deadlock, is_not_primary, translate
+from services.store.left_state import read_only_uri
 from services.store.sqlite_turns import begin_immediate
 
 T = TypeVar("T")
@@ -35,8 +37,9 @@ _DRIVERS = {"sqlite": "sqlite+pysqlite", "mysql": "mysql+pymysql", "mariadb": "m
 class Database:
     """One database. Thread-safe; a process needs one of these for each URL."""
 
-    def __init__(self, url: str) -> None:
-        """`url`: `sqlite:////var/lib/flyball/flyball.sqlite` or `mysql://user:password@host:3306/name`.
+    def __init__(self, url: str, *, read_only: bool = False) -> None:
+        """`url`: `sqlite:////var/lib/flyball/flyball.sqlite` or `mysql://user:password@host:3306/name`. With
+        `read_only` writing fails, and an SQLite file is left as it is to the last byte.
 
         Nothing is opened yet. Raises ConfigurationError for a URL that cannot mean a database of ours.
         """
@@ -46,7 +49,7 @@ class Database:
         # SQLite's own lock is a poll; within a process a mutex hands over at once.
         self._writers = threading.Lock() if self.is_sqlite else None
         if self.is_sqlite:
-            self._reader, self._writer = _sqlite_engines(self.url)
+            self._reader, self._writer = _sqlite_engines(self.url, read_only=read_only)
         else:
             self._reader = _mysql_engine(self.url, isolation_level="REPEATABLE READ")
             self._writer = _mysql_engine(self.url, isolation_level="READ COMMITTED")
@@ -134,7 +137,7 @@ class Database:
 def open_existing(url: str) -> Database:
     """A database that is only to be looked at. Raises NotFound for an SQLite file that is not there: connecting would
     make it."""
-    db = Database(url)
+    db = Database(url, read_only=True)
     if db.is_sqlite and not Path(db.url.database or "").is_file():
         raise NotFound(
             f"There is no database file {db.url.database}.",
@@ -148,7 +151,13 @@ def migrate(db: Database) -> None:
 
     Raises StateVersionMismatch if a newer release has been here.
     """
-    from services.store.migrations.runner import upgrade  # alembic is slow to import, and only needed at the start
+    from services.store.fresh_schema import is_newest_or_made
+
+    if db.is_sqlite:
+        with db.write() as connection:
+            if is_newest_or_made(connection):
+                return
+    from services.store.migrations.runner import upgrade  # alembic takes long to import
 
     upgrade(db)
 
@@ -171,7 +180,7 @@ def _parse(url: str) -> URL:
     return parsed.set(drivername=_DRIVERS[backend])
 
 
-def _sqlite_engines(url: URL) -> tuple[Engine, Engine]:
+def _sqlite_engines(url: URL, *, read_only: bool) -> tuple[Engine, Engine]:
     def connected(pragmas: tuple[str, ...]) -> Callable[[Any, object], None]:
         def set_up(connection: Any, _record: object) -> None:  # noqa: ANN401 - a DBAPI connection has no type
             connection.isolation_level = None  # the driver would begin transactions by itself, and not IMMEDIATE
@@ -195,10 +204,17 @@ def _sqlite_engines(url: URL) -> tuple[Engine, Engine]:
     writer = create_engine(url, pool_size=1, max_overflow=0, pool_timeout=BUSY_TIMEOUT_S, hide_parameters=True)
     event.listen(writer, "connect", connected((*common, "journal_mode=WAL")))
     event.listen(writer, "begin", begin_write)
-    reader = create_engine(url, pool_size=4, max_overflow=12, pool_timeout=BUSY_TIMEOUT_S, hide_parameters=True)
+    opened = {"creator": lambda: _open_read_only(Path(url.database or ""))} if read_only else {}
+    reader = create_engine(
+        url, pool_size=4, max_overflow=12, pool_timeout=BUSY_TIMEOUT_S, hide_parameters=True, **opened
+    )
     event.listen(reader, "connect", connected((*common, "query_only=ON")))
     event.listen(reader, "begin", begin_read)
     return reader, writer
+
+
+def _open_read_only(file: Path) -> sqlite3.Connection:
+    return sqlite3.connect(read_only_uri(file), uri=True, check_same_thread=False)
 
 
 def _mysql_engine(url: URL, *, isolation_level: str, answer_timeout_s: float | None = None) -> Engine:

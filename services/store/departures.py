@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from sqlalchemy import Connection, select
 
+from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import ActionPlan, Incident
 from flyball.contracts.drains import Departure
 from services.store.codec import load, number_of
 from services.store.database import Database
 from services.store.running_plans import RunningPlans, hosts_of
-from services.store.tables import actions, hosts, incidents
+from services.store.tables import actions, hosts, incidents, jobs
 
 
 class SqlDepartures:
@@ -18,7 +21,8 @@ class SqlDepartures:
     def __init__(self, db: Database) -> None:
         self._db = db
         self._placed = RunningPlans(hosts_of)
-        self._stopped: dict[int, frozenset[str]] = {}  # by the newest actions of open incidents -> hosts
+        # By actions that are under way, or the newest of an open incident: the hosts that they stopped.
+        self._stopped: dict[int, frozenset[str]] = {}
 
     def departure(self, host_id: str) -> Departure:
         """What a host that gave notice still has to wait for."""
@@ -34,25 +38,36 @@ class SqlDepartures:
             if host_id in placed:
                 return f"the ranks of job {job} to be moved"
         found = _open_incidents(connection)
-        stopped = self._stopped_for(connection, found)
+        ending = _ends_under_way(connection)
+        stopped = self._stopped_for(connection, {*ending, *(number_of(i.action_id) for i in found if i.action_id)})
         for incident in found:
-            if incident.host_id == host_id or host_id in stopped.get(incident.action_id, ()):
+            at = number_of(incident.action_id) if incident.action_id else -1
+            if incident.host_id == host_id or host_id in stopped.get(at, ()):
                 return f"{incident.incident_id} ({incident.cause}) to be over"
+        for number, job in sorted(ending.items()):
+            if host_id in stopped.get(number, ()):
+                return f"the end of job {job} to be carried out"
         return ""
 
-    def _stopped_for(self, connection: Connection, found: list[Incident]) -> dict[str, frozenset[str]]:
-        """The hosts whose workers the newest action of each incident stopped: a restore may need what they hold. What
-        an action is to do never changes."""
-        numbers = {number_of(i.action_id): i.action_id for i in found if i.action_id}
+    def _stopped_for(self, connection: Connection, numbers: Set[int]) -> dict[int, frozenset[str]]:
+        """The hosts whose workers each action stopped: a restore may need what they hold, and what a job that ends has
+        in memory is written to disk together. What an action is to do never changes."""
         stopped = {number: known for number, known in self._stopped.items() if number in numbers}
-        missing = numbers.keys() - stopped.keys()
+        missing = numbers - stopped.keys()
         if missing:
             query = select(actions.c.number, actions.c.plan).where(actions.c.number.in_(sorted(missing)))
             for row in connection.execute(query):
                 plan: ActionPlan = load(row.plan, ActionPlan)
                 stopped[row.number] = frozenset(plan.stop_hosts)
         self._stopped = stopped
-        return {action_id: stopped[number] for number, action_id in numbers.items() if number in stopped}
+        return stopped
+
+
+def _ends_under_way(connection: Connection) -> dict[int, str]:
+    """Of jobs that have ended by decision: the actions that carry it out."""
+    has_ended = jobs.c.state.in_([state.value for state in JobState if state.ended])
+    query = select(actions.c.number, jobs.c.job).join(jobs, jobs.c.job == actions.c.job)
+    return {row.number: row.job for row in connection.execute(query.where(~actions.c.ended, has_ended))}
 
 
 def _open_incidents(connection: Connection) -> list[Incident]:

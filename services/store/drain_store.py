@@ -26,9 +26,11 @@ class SqlDrainStore:
 
         def work(connection: Connection) -> None:
             state = _state(connection, host_id)
-            if state in _GONE:
+            left_at = connection.scalar(select(hosts.c.left_at).where(hosts.c.host_id == host_id))
+            if state in _GONE or left_at:
+                how = "gone: its daemon ended" if left_at else state.value.replace("_", " ")
                 raise Conflict(
-                    f"Host {host_id} is {state.value.replace('_', ' ')}: there is nothing on it that could be saved.",
+                    f"Host {host_id} is {how}: there is nothing on it that could be saved.",
                     hint="its ranks are moved without being asked to; drain it when it is back",
                 )
             row = {"host_id": host_id, "state": DrainState.REQUESTED.value, "requested_at": now, "message": ""}

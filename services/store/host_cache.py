@@ -36,6 +36,7 @@ class CachedHost(msgspec.Struct, gc=False):
     failure_domain: str = ""
     engine_address: str = ""
     free_port: int = 0
+    left_at: float = 0.0
     copies: tuple[ShardCopy, ...] = ()
     copies_of: frozenset[str] = frozenset()  # jobs
     last_report_at: float = 0.0
@@ -154,6 +155,7 @@ _FACTS = select(
     hosts.c.failure_domain,
     hosts.c.engine_address,
     hosts.c.free_port,
+    hosts.c.left_at,
     hosts.c.copies,
 )
 _REPORTS = select(
@@ -181,6 +183,7 @@ def _take_facts(host: CachedHost, row: Any) -> None:  # noqa: ANN401 - a row's c
     host.failure_domain = row.failure_domain
     host.engine_address = row.engine_address
     host.free_port = row.free_port
+    host.left_at = row.left_at
     host.copies = load(row.copies, tuple[ShardCopy, ...])
     host.copies_of = frozenset(copy.job for copy in host.copies)
 

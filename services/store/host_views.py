@@ -51,6 +51,7 @@ def host_views(
             stale_jobs=_stale_jobs(row.workers, newest),
             drain=drains.get(row.host_id),
             stored_report_at=row.last_report_at,
+            left_at=row.left_at,
         )
         for row in rows
     )

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
+from sqlalchemy import Connection, select
 
+from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.decisions import GenerationPlan
 from services.sensor.placed import GivenRanks, Placed, given_in
 from services.sensor.witnesses import neighbours
+from services.store.codec import load
 from services.store.database import Database
 from services.store.running_plans import RunningPlans
+from services.store.tables import jobs
 
 Neighbours = Mapping[str, tuple[str, ...]]
 _Generation = tuple[str, int]
@@ -24,10 +28,12 @@ class _Part(msgspec.Struct, frozen=True):
 
 
 class Placements(msgspec.Struct, frozen=True):
-    """`neighbours`: host -> those whose engines have a link with its engine, nearest first."""
+    """`neighbours`: host -> those whose engines have a link with its engine, nearest first. `hang_timeouts`: job ->
+    seconds, of those that name one."""
 
     neighbours: Neighbours
     placed: Placed
+    hang_timeouts: Mapping[str, float] = {}
 
 
 class SqlPlacements:
@@ -44,13 +50,20 @@ class SqlPlacements:
         """Of all running jobs; the same value while nothing changed."""
         with self._db.read() as connection:
             known = self._plans.read(connection)
+            timeouts = _hang_timeouts(connection) if known is not self._seen else {}
         if known is not self._seen:
             self._before = _before(known, self._seen, self._before)
             self._seen = known
             near = {host_id: names for key in sorted(known) for host_id, names in known[key].neighbours.items()}
             given = {key: part.given for key, part in known.items()}
-            self._all = Placements(near, Placed(self._before | given))
+            self._all = Placements(near, Placed(self._before | given), timeouts)
         return self._all
+
+
+def _hang_timeouts(connection: Connection) -> dict[str, float]:
+    running = select(jobs.c.job, jobs.c.spec).where(jobs.c.state == JobState.RUNNING.value)
+    specs: dict[str, JobSpec] = {row.job: load(row.spec, JobSpec) for row in connection.execute(running)}
+    return {name: spec.hang_timeout_s for name, spec in specs.items() if spec.hang_timeout_s}
 
 
 def _part_of(plan: GenerationPlan) -> _Part:

@@ -33,9 +33,10 @@ class ReadModels:
         """One job: spec, state, generation, and every rank with its host, step and phase. Raises NotFound."""
         return _only(self._read(lambda c: read_state.jobs(c, name)), f"job {name!r}", "`flyball status` lists the jobs")
 
-    def hosts(self, page: Page = _FIRST) -> list[Json]:
-        """A page of all hosts that ever reported, by name: the last of them on the first page."""
-        return self._read(lambda c: read_state.hosts(c, page=page))
+    def hosts(self, page: Page = _FIRST, *, also_left: bool = False) -> list[Json]:
+        """A page of the hosts that reported, by name: the last of them on the first page. With `also_left` those too
+        that ended in order."""
+        return self._read(lambda c: read_state.hosts(c, page=page, also_left=also_left))
 
     def host(self, host_id: str) -> Json:
         """One host. Raises NotFound."""

@@ -11,12 +11,14 @@ from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
 from flyball.contracts.cluster import HostState, JobSpec, JobState
 from flyball.contracts.decisions import GenerationPlan, Incident
 from flyball.contracts.drains import DrainState
+from flyball.contracts.losses import loss_value
 from flyball.contracts.signals import EngineStatus
 from services.controller.recovery_point import newest_step
 from services.runtime.paging import Page
 from services.store import persistent_steps, tables, vouching
 from services.store.codec import load, plain, shown
 from services.store.rank_rows import KnownRank, known_ranks
+from services.store.read_progress import JobProgress, progress
 
 Json = dict[str, Any]
 _OF = tables.drains.c.host_id == tables.hosts.c.host_id
@@ -48,7 +50,8 @@ def jobs(
     newest = {row.job: row.generation for row in rows}
     given = {job: {host.host_id: host.ranks for host in plan.hosts} for job, plan in plans.items()}
     known = known_ranks(connection, newest, given)
-    return [_job(row, plans.get(row.job), known.get(row.job, {})) for row in rows]
+    times = progress(connection, [row.job for row in rows])
+    return [_job(row, plans.get(row.job), known.get(row.job, {}), times.get(row.job, JobProgress())) for row in rows]
 
 
 def _plans(connection: Connection, names: Collection[str]) -> dict[str, GenerationPlan]:
@@ -60,7 +63,7 @@ def _plans(connection: Connection, names: Collection[str]) -> dict[str, Generati
     return {plan.job: plan for plan in plans}
 
 
-def _job(row: Row[Any], plan: GenerationPlan | None, known: Mapping[int, KnownRank]) -> Json:
+def _job(row: Row[Any], plan: GenerationPlan | None, known: Mapping[int, KnownRank], times: JobProgress) -> Json:
     spec: JobSpec = load(row.spec, JobSpec)
     placed = [(rank, host.host_id) for host in plan.hosts for rank in host.ranks] if plan else []
     return {
@@ -71,9 +74,17 @@ def _job(row: Row[Any], plan: GenerationPlan | None, known: Mapping[int, KnownRa
         "world_size": spec.world_size,
         "generation": row.generation,
         "restart_count": plan.restart_count if plan else 0,
+        "restarts_used": plan.used_restarts if plan else 0,
         "newest_step": row.newest_step,
+        "loss": {"value": loss_value(float(row.loss)), "step": row.loss_step} if row.loss else None,
         "submitted_at": row.submitted_at,
         "ended_at": moment(row.ended_at),
+        "since": moment(row.ended_at) or times.started_at or row.submitted_at,
+        "started_at": times.started_at,
+        "generation_started_at": times.generation_started_at,
+        "last_step_at": times.last_step_at,
+        "last_report_at": max((rank.reported_at for rank in known.values()), default=0.0) or None,
+        "step_s": times.step_s,
         "stop_requested": bool(row.stop_requested),
         "ranks": [_rank(rank, host_id, known.get(rank)) for rank, host_id in sorted(placed)],
     }
@@ -98,8 +109,11 @@ def _rank(rank: int, host_id: str, known: KnownRank | None) -> Json:
 _NOTHING: Json = {"reported_at": None, "exit_code": None, "signal_number": None}
 
 
-def hosts(connection: Connection, host_id: str | None = None, page: Page = _FIRST) -> list[Json]:
-    """A page of all hosts, by name, or the one of that name, with the job that has ranks on each."""
+def hosts(
+    connection: Connection, host_id: str | None = None, page: Page = _FIRST, *, also_left: bool = False
+) -> list[Json]:
+    """A page of the hosts, by name, or the one of that name, with the job that has ranks on each. Without `also_left`
+    those that ended in order are left out."""
     running = select(tables.jobs.c.job).where(
         tables.jobs.c.state.in_([state.value for state in JobState if not state.ended])
     )
@@ -116,6 +130,8 @@ def hosts(connection: Connection, host_id: str | None = None, page: Page = _FIRS
     heard_at = vouching.heard_at(connection)
     if host_id is not None:
         query = query.where(tables.hosts.c.host_id == host_id)
+    elif not also_left:
+        query = query.where((tables.hosts.c.left_at == 0.0) | tables.hosts.c.host_id.in_(sorted(placed)))
     if page.before:
         query = query.where(tables.hosts.c.host_id < page.before)
     drains = _drains(connection)
@@ -163,6 +179,7 @@ def _host(row: Row[Any], job: str, ranks: list[int], heard_at: float) -> Json:
         "daemon_version": row.daemon_version,
         "daemon_pid": row.pid,
         "joined_at": row.joined_at,
+        "left_at": moment(row.left_at),
         "last_report_at": max(row.received_at, heard_at),
         "report_interval_s": row.interval_s,
         "preempt_deadline_at": moment(row.preempt_deadline_at),
@@ -185,7 +202,7 @@ def checkpoints(connection: Connection, job: str) -> list[Json]:
     copies: list[ShardCopy] = list(persistent_steps.read(connection, [job]))
     for host in connection.execute(select(tables.hosts).order_by(tables.hosts.c.host_id)):
         copies += [copy for copy in load(host.copies, list[ShardCopy]) if copy.job == job]
-        if host.state in _LOST:
+        if host.state in _LOST or host.left_at:
             lost.add(host.host_id)
     lineage = _lineage(connection, job)
     reachable = [copy for copy in copies if copy.host_id not in lost]

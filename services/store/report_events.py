@@ -117,7 +117,7 @@ def merge(
 
 def event_of_steps(summary: StepSummary) -> Event:
     """What a summary tells the log."""
-    data: EventData = {
+    data: dict[str, str | int | float | bool | list[int | float | str] | None] = {
         "first_step": summary.first_step,
         "completed_at": list(summary.completed_at),
         "slowest_step": summary.slowest_step,
@@ -126,6 +126,8 @@ def event_of_steps(summary: StepSummary) -> Event:
         "save_blocked_s": summary.save_blocked_s,
         "data_wait_s": summary.data_wait_s,
     }
+    if summary.loss is not None:
+        data |= {"loss": summary.loss, "loss_step": summary.loss_step, "loss_rank": summary.loss_rank}
     return Event(
         at=summary.at,
         kind=EventKind.STEPS,

@@ -32,6 +32,7 @@ _FACTS = (
     "failure_domain",
     "engine_address",
     "free_port",
+    "left_at",
     "daemon_version",
     "pid",
     "interval_s",
@@ -138,6 +139,7 @@ def _record(
     _raise_newest_steps(connection, rows, granted, plans)
     copies = [copy for report, _ in fresh for copy in report.copies if copy.tier is Tier.PERSISTENT]
     persistent_steps.store(connection, (copy for copy in copies if (copy.job, copy.generation) in granted))
+    _store_losses(connection, steps)
     news.extend(report_events.event_of_steps(part) for part in steps if (part.job, part.generation) in granted)
     events.append(connection, news)
 
@@ -203,6 +205,7 @@ def _store_hosts(
                 "reason": "it reported for the first time",
                 "preempt_deadline_at": 0.0,
                 "joined_at": received_at,
+                "left_at": received_at if report.leaves else 0.0,
                 "address": facts.address,
                 "failure_domain": facts.failure_domain,
                 "engine_address": facts.engine_address,
@@ -224,7 +227,8 @@ def _store_hosts(
 
 
 def _digest(report: Report) -> str:
-    return xxhash.xxh3_128_hexdigest(encode((report.facts, report.interval_s, report.engine, report.copies)))
+    said = (report.facts, report.interval_s, report.engine, report.copies, report.leaves)
+    return xxhash.xxh3_128_hexdigest(encode(said))
 
 
 def _store_reports(
@@ -310,6 +314,15 @@ def _raise_newest_steps(
                 newest[job] = row.step
     for job, step in sorted(newest.items()):
         raise_newest_step(connection, job, step)
+
+
+def _store_losses(connection: Connection, steps: Sequence[StepSummary]) -> None:
+    """Of the newest generation alone: what workers of an older one still tell is old."""
+    for part in steps:
+        if part.loss is not None:
+            mine = (jobs.c.job == part.job, jobs.c.generation == part.generation)
+            values = {"loss": repr(float(part.loss)), "loss_step": part.loss_step}
+            connection.execute(update(jobs).where(*mine).values(values))
 
 
 def raise_newest_step(connection: Connection, job: str, step: int) -> None:

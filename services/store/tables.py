@@ -107,6 +107,7 @@ hosts = _table(
     Column("reason", Document, nullable=False),
     Column("preempt_deadline_at", Seconds, nullable=False),
     Column("joined_at", Seconds, nullable=False),
+    Column("left_at", Seconds, nullable=False, server_default="0"),  # 0.0: it has not; it ended in order
     Column("address", String(128), nullable=False),
     Column("failure_domain", String(128), nullable=False),
     Column("engine_address", String(160), nullable=False),
@@ -193,6 +194,10 @@ jobs = _table(
     Column("stop_requested", Boolean, nullable=False),
     Column("newest_step", BigInteger, nullable=False),  # of any rank of any generation
     Column("generation", Integer, nullable=False),  # the newest that was granted; -1: none yet
+    Column("run", Word, nullable=False, server_default=""),  # '': named after submitted_at
+    Column("adopted", Document),  # a recovery point of a run that this database has not seen: it goes on from there
+    Column("loss", Word, nullable=False),  # the newest, a number or nan, inf, -inf in words; '': none was told
+    Column("loss_step", BigInteger, nullable=False),
 )
 
 job_failures = _table(

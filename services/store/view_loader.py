@@ -16,6 +16,7 @@ from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import JobSpec, JobState, Phase
 from flyball.contracts.decisions import ActionPlan, ActionState, GenerationPlan, Incident
+from flyball.contracts.identity import run_id
 from services.controller.focus import Focus, asks, named_hosts, named_jobs, open_hosts, open_jobs, placed_hosts
 from services.controller.view import (
     ActionView,
@@ -40,6 +41,7 @@ HOST_RANKS = 8  # a host counts for, at least, in the size of a job
 
 _HOST_ID: Any = attrgetter("host_id")
 _ENDED = [state.value for state in JobState if state.ended]
+_SUBMITTED = JobState.SUBMITTED.value  # also one that has been submitted again: it has no ranks yet
 _FAILED = (ActionState.FAILED, ActionState.TIMED_OUT)
 _Rows = Mapping[Any, Sequence[Row[Any]]]
 
@@ -142,7 +144,7 @@ class ViewLoader:
         for row in rows:
             has_ended = JobState(row.state).ended
             newest[row.job] = (row.generation if row.job in running else -1, has_ended)
-            if row.job in running and not has_ended:
+            if row.job in running and not has_ended and row.state != _SUBMITTED:
                 placed.update(dict.fromkeys(self._plans[row.job, row.generation].given, row.job))
         return placed, newest
 
@@ -173,6 +175,11 @@ class ViewLoader:
         ):
             of_job = seen.setdefault(told.job, {})
             of_job[told.rank] = _with_exit(of_job.get(told.rank), told)
+        granted = {
+            row.job: _generation(running[row.job], self._plans[row.job, row.generation].plan, seen[row.job])
+            for row in rows
+            if row.job in running
+        }
         failures = _grouped(
             connection.execute(
                 select(job_failures).where(job_failures.c.job.in_(names)).order_by(job_failures.c.number)
@@ -184,9 +191,9 @@ class ViewLoader:
                 state=JobState(row.state),
                 submitted_at=row.submitted_at,
                 stop_requested=bool(row.stop_requested),
-                generation=_generation(running[row.job], self._plans[row.job, row.generation].plan, seen[row.job])
-                if row.job in running
-                else None,
+                generation=None if row.state == _SUBMITTED else granted.get(row.job),
+                before=_before(row, granted.get(row.job)) if row.state == _SUBMITTED else None,
+                stored_run=row.run,
                 failures=tuple(
                     PastFailure(f.generation, f.cause, f.error_kind, f.error_message, f.step) for f in failures[row.job]
                 ),
@@ -254,15 +261,29 @@ def _generation(row: Any, plan: GenerationPlan, seen: Mapping[int, RankView]) ->
         started_at=row.started_at,
         restore_step=row.restore_step,
         restart_count=plan.restart_count,
+        restarts_used=plan.restarts_used,
+        furthest_step=plan.furthest_step,
+        run=plan.run,
         ranks=tuple(seen[number] for number in sorted(seen)),
     )
 
 
+def _before(row: Any, granted: GenerationView | None) -> GenerationView | None:  # noqa: ANN401
+    """What a job that was submitted again goes on from: nothing, if this is another run of it."""
+    if row.adopted:
+        lineage: Lineage = load(row.adopted, Lineage)
+        number = max(lineage[-1].generation, row.generation)
+        return GenerationView(number, None, lineage, (), {}, 0.0, None, 0)
+    if granted is None or granted.run == (row.run or run_id(row.submitted_at)):
+        return granted
+    return msgspec.structs.replace(granted, lineage=())
+
+
 def _wanted(job_views: Sequence[JobView]) -> dict[str, Wanted]:
     return {
-        view.spec.job: Wanted.of(view.spec, view.generation.lineage)
+        view.spec.job: Wanted.of(view.spec, generation.lineage)
         for view in job_views
-        if view.generation is not None
+        if (generation := view.generation or view.before) is not None
     }
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import ConfigurationError
+from flyball.process_title import words_of
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -29,7 +30,7 @@ def look_at(pid: int) -> Process | None:
     folder = Path(f"/proc/{pid}")
     try:
         stat = (folder / "stat").read_text()
-        argv = (folder / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+        argv = words_of((folder / "cmdline").read_bytes())
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may contain anything

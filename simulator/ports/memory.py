@@ -54,6 +54,7 @@ class HostRow(msgspec.Struct):
     workers: dict[str, int]
     copies: tuple[ShardCopy, ...]
     preempt_deadline_at: float = 0.0
+    left_at: float = 0.0
 
 
 class ExitRow(msgspec.Struct, frozen=True):

@@ -103,6 +103,7 @@ class MemoryStatusStore:
             workers=report_events.workers_of(report),
             copies=tuple(copy for copy in report.copies if copy.tier is not Tier.PERSISTENT),
             preempt_deadline_at=known.preempt_deadline_at if known else 0.0,
+            left_at=received_at if report.leaves else 0.0,
         )
         return [] if known else [Event(at=received_at, kind=EventKind.HOST_JOINED, host_id=facts.host_id)]
 

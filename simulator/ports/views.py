@@ -68,6 +68,8 @@ def _generation(memory: Memory, job: JobRow) -> GenerationView | None:
         started_at=row.started_at,
         restore_step=row.restore_step,
         restart_count=row.plan.restart_count,
+        restarts_used=row.plan.restarts_used,
+        furthest_step=row.plan.furthest_step,
         ranks=tuple(
             RankView(
                 rank=number,

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, insert, inspect, select, text, update
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import StateVersionMismatch, Unreachable
-from services.store import database
+from services.store import database, fresh_schema
 from services.store.database import Database, migrate
 from services.store.host_cache import HostCache
 from services.store.migrations import runner
@@ -51,6 +51,42 @@ def test_the_migrated_schema_is_the_one_that_the_code_uses(db: Database) -> None
     with db.read() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, metadata) == []
+
+
+def _described(connection: Connection) -> dict[str, object]:
+    """Everything that an SQLite database says of itself, and its rows."""
+    found: dict[str, object] = {}
+    for table in inspect(connection).get_table_names():
+        for pragma in ("table_xinfo", "foreign_key_list", "index_list"):
+            rows = connection.execute(text(f"PRAGMA {pragma}({table})")).all()
+            # By name, for their order is the order of the revisions; the first number of each row counts them.
+            found[f"{pragma} {table}"] = sorted(tuple(map(str, row[1:])) for row in rows)
+        for index in connection.execute(text(f"PRAGMA index_list({table})")).all():
+            rows = connection.execute(text(f"PRAGMA index_xinfo({index.name})")).all()
+            found[f"index {index.name}"] = [(row.seqno, row.name, row.desc, row.coll, row.key) for row in rows]
+        found[f"rows {table}"] = [tuple(row) for row in connection.execute(text(f"SELECT * FROM {table}"))]
+    return found
+
+
+def test_an_sqlite_file_that_is_made_at_once_equals_one_that_is_migrated(tmp_path: Path) -> None:
+    made, migrated = (Database(f"sqlite:///{tmp_path / name}.sqlite") for name in ("made", "migrated"))
+    with made.write() as connection:
+        assert fresh_schema.is_newest_or_made(connection)
+    runner.upgrade(migrated)
+    with made.read() as one, migrated.read() as other:
+        assert _described(one) == _described(other)
+        assert MigrationContext.configure(one).get_current_revision() == fresh_schema.newest_revision()
+        assert compare_metadata(MigrationContext.configure(one, opts={"compare_type": True}), metadata) == []
+    for db in (made, migrated):
+        migrate(db)  # both are seen to be the newest
+        db.close()
+
+
+def test_a_fresh_sqlite_file_needs_no_alembic(tmp_path: Path) -> None:
+    program = f"{MIGRATE}\nassert not any(name.startswith('alembic') for name in sys.modules)"
+    url = f"sqlite:///{tmp_path / 'flyball.sqlite'}"
+    for _ in ("new", "there already"):
+        subprocess.run([sys.executable, "-P", "-c", program, url], check=True, timeout=DEADLINE_S)
 
 
 def test_migrating_again_changes_nothing(db: Database) -> None:

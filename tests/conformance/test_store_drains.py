@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from flyball.contracts.cluster import HostState
+from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.decisions import ActionPlan, Decision, DecisionKind, GenerationPlan
 from flyball.contracts.drains import DrainRequest, DrainState
 from flyball.contracts.errors import Conflict, NotFound
-from services.controller.view import DrainView, HostChange
+from services.controller.view import DrainView, HostChange, JobChange
 from services.store import codec, running_plans
 from services.store import departures as departures_module
 from services.store.departures import SqlDepartures
@@ -108,6 +108,22 @@ def test_a_host_that_gave_notice_is_needed_until_its_ranks_train_elsewhere(store
     said = departures.departure("host-b")
     assert not said.may_leave and said.waits_for.startswith("inc-1 "), "its memory is restored from"
     stores.commit(incidents=(make.incident(state="resolved", action_id="act-2"),))
+    assert departures.departure("host-b").may_leave
+
+
+def test_a_host_that_gave_notice_is_needed_until_the_end_of_its_job_is_carried_out(stores, make) -> None:
+    stores.run_job()
+    departures = SqlDepartures(stores.db)
+    stop = make.restart(incident="", kind=DecisionKind.STOP_JOB, next=None)
+    noticed = HostChange("host-b", HostState.HEALTHY, "a notice", preempt_deadline_at=T + 15)
+    stores.commit(
+        hosts=(noticed,),
+        jobs=(JobChange("job", JobState.STOPPED, "was stopped"),),
+        decisions=(stop,),
+        steps={"act-2": make.stop_step(stop)},
+    )
+    assert departures.departure("host-b").waits_for == "the end of job job to be carried out", "its last step is saved"
+    stores.commit(superseded_actions=("act-2",))
     assert departures.departure("host-b").may_leave
 
 

@@ -137,6 +137,24 @@ def test_hosts_with_their_job(recovered, reads, make) -> None:
     ]
 
 
+def test_hosts_that_left_in_order_are_shown_to_who_asks_for_all(recovered, reads, make) -> None:
+    for at, host_id in ((1003.0, "host-b"), (1003.0, "host-c"), (1003.0, "host-d")):
+        recovered.status.record_reports([(make.report(host_id, sent_at=at), at)])
+    for host_id in ("host-b", "host-c"):
+        recovered.status.record_reports([(make.report(host_id, sent_at=1004.0, leaves=True), 1004.0)])
+    assert [h["host_id"] for h in reads.hosts()] == ["host-a", "host-b", "host-d"], "host-b has ranks, and is missed"
+    everything = reads.hosts(also_left=True)
+    assert {h["host_id"]: h["left_at"] for h in everything} == {
+        "host-a": None,
+        "host-b": 1004.0,
+        "host-c": 1004.0,
+        "host-d": None,
+    }
+    assert reads.host("host-c")["left_at"] == 1004.0
+    assert [h["host_id"] for h in reads.hosts(Page(1), also_left=True)] == ["host-d"]
+    assert [h["host_id"] for h in reads.hosts(Page(1, "host-d"))] == ["host-b"]
+
+
 def test_hosts_come_in_pages_by_name(stores, reads, make) -> None:
     stores.status.record_reports([(make.report(f"host-{n}", sent_at=1003.0), 1003.0) for n in range(5)])
     pages = [reads.hosts(Page(2)), reads.hosts(Page(2, "host-3")), reads.hosts(Page(2, "host-1"))]

@@ -57,6 +57,19 @@ def ranks_of(stores) -> dict[int, tuple[str, int, Phase]]:
     return {rank.rank: (rank.host_id, rank.step, rank.phase) for rank in job.generation.ranks}
 
 
+def test_a_host_that_says_goodbye_has_left_until_it_reports_again(stores, make) -> None:
+    stores.status.record_reports([(make.report("host-a", sent_at=1000.0), 1000.0)])
+    assert stores.decisions.load_view().hosts[0].left_at == 0.0
+    stores.status.record_reports([(make.report("host-a", sent_at=1005.0, leaves=True), 1005.5)])
+    assert stores.decisions.load_view().hosts[0].left_at == 1005.5
+    late = make.report("host-a", sent_at=1004.0)
+    stores.status.record_reports([(late, 1006.0)])
+    assert stores.decisions.load_view().hosts[0].left_at == 1005.5, "an older report that comes late is no return"
+    stores.status.record_reports([(make.report("host-a", sent_at=1010.0, incarnation="daemon-2"), 1010.0)])
+    (host,) = stores.decisions.load_view().hosts
+    assert (host.left_at, host.last_report_at) == (0.0, 1010.0)
+
+
 def test_a_host_joins_with_its_first_report(stores, make) -> None:
     stores.status.record_reports([(make.report("host-a"), 1001.0)])
     stores.status.record_reports([(make.report("host-a", sent_at=1002.0), 1003.0)])
@@ -242,6 +255,7 @@ def test_neighbours_are_those_of_the_placements_of_running_jobs(sql_stores, db) 
     found = placements.read()
     assert found.neighbours == {"host-a": ("host-b",), "host-b": ("host-a",)}
     assert placements.read() is found, "read once"
+    assert found.hang_timeouts == {}
     sql_stores.commit(jobs=(JobChange("job", JobState.SUCCEEDED, "done"),))
     assert placements.read().neighbours == {}
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from math import fsum
 from pathlib import Path
 
-import psutil
 import pytest
+from own_processes import processes_of
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "goodput_under_faults.py"
 SMALL = ["--width", "64", "--layers", "2", "--step-floor-s", "0.05", "--save-every", "20", "--repeats", "1"]
@@ -30,12 +30,8 @@ def folder() -> Iterator[Path]:
     """A Unix socket's path is limited, so tmp_path would be too long."""
     with tempfile.TemporaryDirectory(prefix="t-") as name:
         yield Path(name)
-        assert processes_of(name) == []
+        assert processes_of(Path(name)) == []
         assert list(Path(name).iterdir()) == []
-
-
-def processes_of(folder: str) -> list[psutil.Process]:
-    return [p for p in psutil.process_iter(["cmdline"]) if any(folder in word for word in p.info["cmdline"] or ())]
 
 
 def test_one_fault_under_both_launchers(folder: Path) -> None:
@@ -73,8 +69,8 @@ def test_no_process_outlives_a_benchmark_that_is_killed(folder: Path) -> None:
     code, said = signalled(folder, signal.SIGKILL)
     assert code == -signal.SIGKILL, said
     deadline = time.monotonic() + DEADLINE_S
-    while processes_of(str(folder)):
-        assert time.monotonic() < deadline, processes_of(str(folder))
+    while processes_of(folder):
+        assert time.monotonic() < deadline, processes_of(folder)
         time.sleep(0.05)
     for left in folder.iterdir():
         shutil.rmtree(left)

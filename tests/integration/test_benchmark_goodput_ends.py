@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from own_processes import processes_of
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -80,7 +81,7 @@ def test_nothing_is_left_of_a_flyball_run_that_was_killed(
     assert [path for path in left if path.exists()] == []
     (onlooker,) = onlookers
     assert onlooker.poll() is None
-    assert [p.pid for p in psutil.process_iter() if any(str(folder) in word for word in words_of(p))] == [onlooker.pid]
+    assert [p.pid for p in processes_of(folder)] == [onlooker.pid]
     assert list(folder.iterdir()) == []
 
 

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from own_processes import processes_of
 
 
 @pytest.fixture
@@ -23,8 +23,7 @@ def place() -> Iterator[Path]:
         folder = Path(name)
         (folder / "shm").mkdir()
         yield folder
-        left = [p for p in psutil.process_iter(["cmdline"]) if any(name in a for a in p.info["cmdline"] or ())]
-        assert left == []
+        assert processes_of(folder) == []
         assert list((folder / "shm").iterdir()) == []
 
 

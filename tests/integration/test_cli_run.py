@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from own_processes import processes_of
 
 TIMEOUT_S = 300.0
 
@@ -29,10 +31,6 @@ def place() -> Iterator[Path]:
         yield folder
         assert processes_of(folder) == []
         assert list((folder / "shm").iterdir()) == []
-
-
-def processes_of(folder: Path) -> list[psutil.Process]:
-    return [p for p in psutil.process_iter(["cmdline"]) if any(str(folder) in a for a in p.info["cmdline"] or ())]
 
 
 def environment(place: Path, **more: str) -> dict[str, str]:
@@ -104,9 +102,11 @@ def test_a_plain_script_has_torchruns_environment(place: Path) -> None:
 def test_output_is_shown_as_it_is_and_kept(place: Path) -> None:
     done = run(place, "--job", "hello", script(place, "import sys\nprint('out')\nprint('err', file=sys.stderr)\n"))
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["err", "out"]
+    assert done.stdout == "out\n"
+    assert "err\n" in done.stderr
     assert "job hello succeeded" in done.stderr
-    logs = list((place / "s" / "jobs").glob("hello-*/host/logs/hello/g*/rank0.log"))
+    assert "logs: flyball logs hello" in done.stderr
+    logs = list((place / "s" / "jobs").glob("hello*/host/logs/hello/g*/rank0.log"))
     assert len(logs) == 1
     assert str(logs[0].parents[1]) in done.stderr
     assert sorted(logs[0].read_text().splitlines()) == ["err", "out"]
@@ -136,8 +136,94 @@ def test_a_failing_script_fails_the_job_with_its_message(place: Path) -> None:
     assert done.returncode == 1
     assert "no such layer" in done.stderr
     assert "Next step: " in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "ValueError: no such layer" in done.stdout, "the script's own traceback is its output"
+    ours = done.stderr.partition("error: ")[2]
+    assert "no such layer" in ours
+    assert "Traceback" not in ours, "the script's own traceback is its output"
+
+
+def test_ps_names_the_job_and_the_rank_of_every_process(place: Path) -> None:
+    name = script(
+        place,
+        """
+import os, subprocess, torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    listed = subprocess.run(["ps", "-eww", "-o", "pid=,comm=,args="], capture_output=True, text=True).stdout
+    print("\\n".join(l for l in listed.splitlines() if "flyball: " in l))
+    found = subprocess.run(["pgrep", "-f", f"rank 0 gen 1: python {__file__.rpartition('/')[2]} --steps 7"],
+                           capture_output=True, text=True).stdout.split()
+    print("pgrep finds it:", str(os.getpid()) in found)
+dist.barrier()
+""",
+    )
+    done = run(place, "--nproc-per-node", "2", "--job", "gpt", "--host-id", "node-7", name, "--steps", "7")
+    assert done.returncode == 0, done.stderr
+    python = Path(sys.executable).name
+    for title in (
+        f"{python} *flyball: gpt rank 0 gen 1: python train.py --steps 7$",
+        f"{python} *flyball: gpt rank 1 gen 1: python train.py --steps 7$",
+        r"flyball: gpt rendezvous store: \S+:\d+$",
+        r"flyball: spawner: host_daemon.spawner --state-dir ",
+        r"flyball: host daemon node-7: host_daemon --state-dir ",
+        r"flyball: checkpoint engine node-7: ckpt_engine.server --state-dir ",
+    ):
+        assert re.search(title, done.stdout, re.MULTILINE), (title, done.stdout)
+    assert "pgrep finds it: True" in done.stdout
+
+
+PROGRAM = r"""#!/bin/sh
+TRY="try $TORCHELASTIC_RESTART_COUNT"
+echo "rank $RANK of $WORLD_SIZE says [$1] [$2] on $LOCAL_RANK, device $CUDA_VISIBLE_DEVICES, $TRY"
+echo "ps: $(ps -ww -o args= $$)"
+grep -q '^SigIgn:.*0000$' /proc/self/status && echo nothing is ignored
+case "$1-$TORCHELASTIC_RESTART_COUNT" in
+  code-0) exit 7 ;;
+  signal-0) kill -USR1 $$ ;;
+esac
+"""
+
+
+def program(place: Path, text: str) -> str:
+    (place / "train.sh").write_text(text)
+    (place / "train.sh").chmod(0o755)
+    return "./train.sh"
+
+
+def test_a_program_is_a_rank_like_any_other(place: Path) -> None:
+    flags = ["--nproc-per-node", "2", "--virtual-local-rank", "--no-python"]
+    done = run(place, *flags, program(place, PROGRAM), "--lr", "a b", CUDA_VISIBLE_DEVICES="5,3")
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 2 says [--lr] [a b] on 0, device 5, try 0" in done.stdout
+    assert "rank 1 of 2 says [--lr] [a b] on 0, device 3, try 0" in done.stdout
+    assert "ps: /bin/sh ./train.sh --lr a b" in done.stdout
+    assert done.stdout.count("nothing is ignored") == 2
+
+
+@pytest.mark.parametrize(("how", "says"), [("code", "exit code 7"), ("signal", "SIGUSR1")])
+def test_a_programs_end_is_told_as_it_was_and_restarted(place: Path, how: str, says: str) -> None:
+    line = ["--job", "j", "--no-python", program(place, PROGRAM), how, "x"]
+    done = run(place, "--max-restarts", "1", *line)
+    assert done.returncode == 0, done.stderr
+    assert f"says [{how}] [x] on 0, device , try 1" in done.stdout
+    failed = run(place, "--max-restarts", "0", *line)
+    assert failed.returncode == 1
+    assert says in failed.stderr
+
+
+def test_a_program_that_cannot_be_run(place: Path) -> None:
+    (place / "train.sh").write_text("true\n")
+    for name, says in (
+        ("./train.sh", "not executable"),
+        ("./none.sh", "does not exist"),
+        ("train.sh", "for the file in .* write ./train.sh"),
+    ):
+        done = run(place, "--no-python", name)
+        assert done.returncode == 2
+        assert re.search(says, done.stderr), done.stderr
+        assert "job " not in done.stderr, "before anything starts"
+    done = run(place, "--max-restarts", "0", "--no-python", program(place, "true\n"))
+    assert done.returncode == 1
+    assert "needs a first line such as #!/bin/sh" in done.stdout + done.stderr
 
 
 COUNTED = """
@@ -242,3 +328,44 @@ def test_a_port_in_use_and_a_folder_of_another_version(place: Path) -> None:
     (place / "old" / "supervisor" / "VERSION").write_text("0\n")
     done = run(place, "--state-dir", str(place / "old"), script(place, "print(1)"))
     assert (done.returncode, "Traceback" in done.stderr) == (5, False), done.stderr
+
+
+EVALUATES = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+import flyball
+
+dist.init_process_group("gloo")
+job = flyball.attach()
+weight = torch.ones(1)
+start = job.restore({"weight": weight})
+for step in range(start, 240):
+    dist.all_reduce(weight)
+    weight /= dist.get_world_size()
+    time.sleep(0.01)
+    job.step(step)
+    job.save(step, {"weight": weight})
+    if step == 119:
+        time.sleep(8.0)
+    if step == 179 and dist.get_rank() == 0:
+        until = time.monotonic() + 8.0
+        while time.monotonic() < until:
+            pass
+dist.destroy_process_group()
+"""
+
+
+def test_pauses_of_eight_seconds_that_nobody_announced_are_no_stalls(place: Path) -> None:
+    """All ranks sleep, then rank 0 computes while the other waits: an evaluation each, in the middle of short steps."""
+    done = run(place, "--nproc-per-node", "2", "--job", "evaluates", script(place, EVALUATES))
+    assert done.returncode == 0, done.stderr
+    assert "succeeded;" in done.stderr and "dec-" not in done.stderr and "stall" not in done.stderr
+
+
+def test_a_hang_timeout_ends_what_would_be_waited_for(place: Path) -> None:
+    text = EVALUATES.replace("time.sleep(8.0)", "time.sleep(600.0)")
+    arguments = ("--nproc-per-node", "2", "--job", "hangs", "--max-restarts", "0", "--hang-timeout", "5")
+    done = run(place, *arguments, script(place, text))
+    assert done.returncode != 0
+    assert "at most 5.0 s were expected (--hang-timeout)" in done.stderr

@@ -113,6 +113,8 @@ generations = st.builds(
     restore_step=st.sampled_from([None, 40]),
     restart_count=st.integers(0, 3),
     ranks=ranks,
+    restarts_used=st.integers(-1, 3),
+    furthest_step=st.sampled_from([-1, 40, 55]),
 )
 jobs = st.builds(
     JobView,

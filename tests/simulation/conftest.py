@@ -11,6 +11,7 @@ import pytest
 
 from flyball.contracts.checkpoints import CheckpointSpec, ShardCopy, Tier
 from flyball.contracts.cluster import (
+    Activity,
     HostFacts,
     HostState,
     JobSpec,
@@ -156,6 +157,8 @@ class Store:
             started_at=started_at,
             restore_step=placement.restore.step if placement and placement.restore else None,
             restart_count=plan.restart_count,
+            restarts_used=plan.restarts_used,
+            furthest_step=plan.furthest_step,
             ranks=tuple(v for (j, g, _), v in sorted(self.ranks.items()) if (j, g) == (name, plan.generation)),
         )
 
@@ -290,6 +293,14 @@ class Worker:
         self.alive = True
         self.hung = False
         self.parks_at = -1
+
+
+def doing(worker: Worker, now: float) -> tuple[Activity, float]:
+    """What its daemon sees of it, and for how long."""
+    stands_s = now - worker.moved_at
+    if stands_s < 0.5:
+        return Activity.UNKNOWN, 0.0
+    return Activity.STOPPED if worker.hung else Activity.IDLE, stands_s
 
 
 class Host:
@@ -455,6 +466,7 @@ class World:
                 w.phase,
                 w.step,
                 self.now - w.moved_at,
+                *doing(w, self.now),
             )
             for w in live
         )

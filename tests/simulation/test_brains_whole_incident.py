@@ -161,16 +161,43 @@ def test_an_identical_exception_fails_the_job(new_world: NewWorld, spec: JobSpec
     world.run(lambda: all(action.state.ended for action in world.store.actions.values()), within_s=30.0)
 
 
-def test_restarts_are_counted_like_torchruns(new_world: NewWorld, spec: JobSpec) -> None:
-    world = started(new_world, msgspec.structs.replace(spec, max_restarts=2))
-    for _ in range(2):
-        world.kill(1)
-        world.run(lambda: bool(world.open_incidents()), within_s=5.0)
-        world.settle()
-    assert world.job.generation.restart_count == 2
+def kill_and_wait(world: World, new_steps: int) -> None:
+    """Kill a rank once it is this many steps past the furthest that any generation before had reached."""
+    generation = world.job.generation
+    past = max(generation.furthest_step, -1 if generation.restore_step is None else generation.restore_step)
+    world.run(lambda: world.step() >= past + new_steps, within_s=30.0)
     world.kill(1)
-    world.run(lambda: world.job.state.ended, within_s=20.0)
+    world.run(lambda: world.job.state.ended or world.job.generation.generation > generation.generation, within_s=20.0)
+    if not world.job.state.ended:
+        number = world.job.generation.generation
+        world.run(lambda: world.job.generation.started_at > 0.0 and world.step() > 0, within_s=20.0)
+        assert world.job.generation.generation == number
+
+
+def test_restarts_without_progress_are_used_up(new_world: NewWorld, spec: JobSpec) -> None:
+    world = started(new_world, msgspec.structs.replace(spec, max_restarts=2))
+    for used in (1, 2):
+        kill_and_wait(world, 20 if used == 1 else 2)
+        assert world.job.generation.used_restarts == used
+    kill_and_wait(world, 2)
+    assert world.job.state is JobState.FAILED
     assert world.store.decisions[-1].rule == "fail_when_restarts_are_used_up"
+    assert "All 2 restarts" in world.job.message and "without progress" in world.job.message
+
+
+def test_progress_refills_the_restarts(new_world: NewWorld, spec: JobSpec) -> None:
+    """A job of many hours meets more ordinary kills than --max-restarts."""
+    world = started(new_world, msgspec.structs.replace(spec, max_restarts=2))
+    for number in range(1, 8):
+        kill_and_wait(world, 20)
+        assert (world.job.generation.restart_count, world.job.generation.used_restarts) == (number, 1)
+        reason = world.store.decisions[-1].reason
+        assert "This is restart 1 of 2" in reason
+        assert ("new steps since the last failure refilled the budget" in reason) == (number > 1)
+    kill_and_wait(world, 2)
+    assert world.job.generation.used_restarts == 2
+    kill_and_wait(world, 20)  # also when the budget was all but used up
+    assert (world.job.generation.restart_count, world.job.generation.used_restarts) == (9, 1)
 
 
 def test_a_job_that_is_done_succeeds(new_world: NewWorld, spec: JobSpec) -> None:

@@ -10,8 +10,10 @@ import msgspec
 import pytest
 
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
-from flyball.contracts.signals import HostSilent, RankStalled, Signal, WorkerExited
+from flyball.contracts.decisions import Incident, IncidentState
+from flyball.contracts.signals import FalseAlarm, HostSilent, RankStalled, Signal, WorkerExited
 from services.controller import tracking
+from services.controller.guardrails import budget_after
 from services.controller.intake import take_signals
 from services.controller.policy import decide
 from services.controller.round import Round
@@ -148,3 +150,23 @@ def test_a_host_is_lost_whatever_the_clock_of_its_sensor_says(ahead_s: float) ->
     outcome = decide(msgspec.structs.replace(told, hosts=(*hosts, spare)), [signal], PolicySettings(), NOW)
     assert [(host.host_id, host.state) for host in outcome.hosts if host.host_id == "h5"] == [("h5", HostState.SILENT)]
     assert [decision.evidence["from"] for decision in outcome.decisions] == ["h5"]
+
+
+def test_a_false_alarm_is_said_once_and_gives_its_restart_back() -> None:
+    told = view()
+    assert told.jobs[0].generation is not None
+    generation = msgspec.structs.replace(told.jobs[0].generation, restarts_used=1, restart_count=1, furthest_step=50)
+    job = msgspec.structs.replace(told.jobs[0], generation=generation)
+    told = msgspec.structs.replace(told, jobs=(job,))
+    body = FalseAlarm("job", 1, 0, (0, 1), step=50, paused_s=320.0, patience=2.0)
+    alarm = Signal("sensor.s", "i", 1, NOW, body)
+    found = decide(told, [alarm, alarm], PolicySettings(), NOW)
+    (decision,) = found.decisions
+    assert decision.rule == "withdraw_a_false_alarm" and decision.job == "job" and decision.incident_id == ""
+    assert "ranks 0, 1 after step 50 in generation 0 was a false alarm" in decision.reason
+    assert "paused there for 320.0 s" in decision.reason and "2 times as long" in decision.reason
+    (change,) = found.jobs
+    assert change.failure is not None and change.failure.cause == "false_alarm"
+    incident = Incident("inc-1", "job", "", "worker_killed", IncidentState.OPEN, NOW, NOW, "", 1)
+    assert budget_after(generation, incident, PolicySettings()).used == 2
+    assert budget_after(generation, incident, PolicySettings(), [change.failure]).used == 1

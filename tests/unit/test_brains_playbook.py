@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
+from flyball.contracts.checkpoints import STATE_DIR_DISK, CheckpointSpec, JobHistory, LineageEntry, ShardCopy, Tier
 from flyball.contracts.cluster import HostRanks, JobSpec
 from flyball.contracts.decisions import (
     ActionPlan,
@@ -32,6 +32,9 @@ from services.actuator.ports import ActionProgress, CommandRecord, PlaybookStep
 
 NOW = 1000.0
 SPEC = JobSpec(job="job", argv=("t.py",), workdir="/", nnodes=2, nproc_per_node=1)
+STATE_DIR_DISKS = msgspec.structs.replace(
+    SPEC, checkpoint=CheckpointSpec(disk_dir=STATE_DIR_DISK, disk_every_s=600.0, disk_is_default=True)
+)
 NEXT = GenerationPlan(
     job="job",
     generation=3,
@@ -395,6 +398,32 @@ def test_a_job_ends_everywhere_though_one_host_does_not_answer(kind: DecisionKin
     progress = apply(progress, step, NOW + 22)
     progress = answer(progress, UpdateState.SUCCEEDED, {"a": CommandResult(), "b": CommandResult()})
     assert advance(progress, NOW + 23).state is ActionState.SUCCEEDED
+
+
+@pytest.mark.parametrize("kind", [DecisionKind.FAIL_JOB, DecisionKind.STOP_JOB])
+def test_memory_is_freed_when_the_default_disks_of_all_hosts_have_the_newest_step(kind: DecisionKind) -> None:
+    history = JobHistory(STATE_DIR_DISKS.checkpoint, (LineageEntry(2),))
+    plan = msgspec.structs.replace(SAVE, kind=kind, spec=STATE_DIR_DISKS, history=history, emergency_step=-1)
+    stopping = apply(begun(plan), advance(begun(plan), NOW))
+    kept = {}
+    for written in ("ab", "a", ""):
+        found = {
+            host: CommandResult(copies=(copy(58, rank, host), *([copy(58, rank, host, Tier.DISK)] * (host in written))))
+            for rank, host in enumerate("ab")
+        }
+        step = advance(answer(stopping, UpdateState.SUCCEEDED, found), NOW)
+        ((kept[written], dropped),) = {
+            (d.body.keep_memory, d.body.drop_disk) for d in step.commands if isinstance(d.body, EndJob)
+        }
+        assert not dropped
+    assert kept == {"ab": False, "a": True, "": True}
+
+
+def test_the_default_disks_of_the_hosts_go_when_the_job_succeeds() -> None:
+    plan = msgspec.structs.replace(SAVE, kind=DecisionKind.COMPLETE_JOB, spec=STATE_DIR_DISKS)
+    step = advance(begun(plan), NOW)
+    assert step.phase == "end"
+    assert [d.body.drop_disk for d in step.commands if isinstance(d.body, EndJob)] == [True, True]
 
 
 def test_a_completed_job_is_only_tidied_up() -> None:

@@ -78,6 +78,7 @@ GENERATION = GenerationView(
     restore_step=40,
     restart_count=1,
     ranks=(rank(0, "a"), rank(1, "b")),
+    furthest_step=50,  # it made no progress yet
 )
 JOB = JobView(SPEC, JobState.RUNNING, NOW - 1000, False, GENERATION, newest_step=50, message="running on a, b")
 HOSTS = (host("a", job="job"), host("b", job="job"), host("c"))

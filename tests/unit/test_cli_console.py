@@ -1,60 +1,131 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
+import time
 from pathlib import Path
 
+import pytest
+
 from flyball.cli.console import LogFollower
-from flyball.launcher import Console
+from flyball.cli.messages import beside_output, say
+from flyball.output_flags import Console
+
+TIMEOUT_S = 60.0
 
 
-def log(folder: Path, generation: int, rank: int, text: str) -> None:
+def log(folder: Path, generation: int, rank: int, text: str | bytes) -> Path:
     file = folder / f"g{generation}" / f"rank{rank}.log"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("ab") as out:
-        out.write(text.encode())
+        out.write(text.encode() if isinstance(text, str) else text)
+    return file
 
 
-def test_one_rank_is_shown_as_it_is(tmp_path: Path) -> None:
-    out = io.StringIO()
-    follower = LogFollower(tmp_path, Console(), nproc=1, world_size=1, out=out)
-    assert not follower.pump()
-    log(tmp_path, 0, 0, "one\ntw")
-    assert follower.pump()
-    assert out.getvalue() == "one\n"
-    log(tmp_path, 0, 0, "o\nthree")
-    follower.pump()
-    assert out.getvalue() == "one\ntwo\n"
-    follower.close()
-    assert out.getvalue() == "one\ntwo\nthree\n"
+def log_stderr(folder: Path, text: bytes) -> None:
+    """As the daemon's pump writes it: first the range, then the bytes."""
+    file = log(folder, 0, 0, b"")
+    with file.with_suffix(".stderr-ranges").open("ab") as ranges:
+        ranges.write(b"%d %d\n" % (file.stat().st_size, len(text)))
+    log(folder, 0, 0, text)
 
 
-def test_several_ranks_carry_their_rank_in_every_generation(tmp_path: Path) -> None:
-    out = io.StringIO()
-    follower = LogFollower(tmp_path, Console(), nproc=2, world_size=4, out=out)
-    log(tmp_path, 0, 2, "a\n")
-    log(tmp_path, 0, 3, "b\n")
-    follower.pump()
-    log(tmp_path, 1, 2, "c \u00fc\n")
-    follower.close()
-    assert out.getvalue().splitlines() == ["[rank2]: a", "[rank3]: b", "[rank2]: c \u00fc"]
+class Shown:
+    """A follower and what it wrote."""
+
+    def __init__(self, folder: Path, console: Console | None = None, nproc: int = 1) -> None:
+        self.out, self.err = io.BytesIO(), io.BytesIO()
+        self.follower = LogFollower(folder, console or Console(), nproc=nproc, out=self.out, err=self.err)
+
+    def until(self, text: bytes) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not self.out.getvalue().endswith(text):
+            assert time.monotonic() < deadline, self.out.getvalue()
+            self.follower.pump()
 
 
-def test_hidden_and_filtered_ranks_count_by_local_rank(tmp_path: Path) -> None:
-    out = io.StringIO()
-    console = Console(only=(0, 1), hidden=(1,), prefix=True)
-    follower = LogFollower(tmp_path, console, nproc=3, world_size=6, out=out)
+def test_one_rank_is_shown_byte_by_byte(tmp_path: Path) -> None:
+    shown = Shown(tmp_path)
+    assert not shown.follower.pump()
+    for piece in (b"one\ntw", b"o\r 10%\x1b[32m", b"\r 20%", b"\xff\n" + b"x" * 700_000):
+        log(tmp_path, 0, 0, piece)
+        shown.until(piece)
+    shown.follower.close()
+    assert shown.out.getvalue() == (tmp_path / "g0" / "rank0.log").read_bytes()
+    assert shown.err.getvalue() == b""
+
+
+def test_several_ranks_cut_no_line_of_each_other(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, nproc=2)
+    log(tmp_path, 0, 2, "a: be")
+    log(tmp_path, 0, 3, "b: whole\n")
+    shown.follower.pump()
+    assert shown.out.getvalue() == b"b: whole\n"
+    log(tmp_path, 0, 2, "gin\n")
+    shown.until(b"a: begin\n")
+    log(tmp_path, 1, 2, "new generation\n")
+    log(tmp_path, 1, 3, "(Pdb) ")
+    shown.until(b"(Pdb) ")  # after a moment of quiet
+    shown.follower.close()
+    assert shown.out.getvalue() == b"b: whole\na: begin\nnew generation\n(Pdb) "
+
+
+def test_tee_is_torchruns(tmp_path: Path) -> None:
+    console = Console(only=(0, 1), redirects={1: 3}, tee={0: 3})
+    shown = Shown(tmp_path, console, nproc=3)
     for rank in (3, 4, 5):
-        log(tmp_path, 0, rank, f"{rank}\n")
-    follower.close()
-    assert out.getvalue() == "[rank3]: 3\n"
+        log(tmp_path, 0, rank, f"{rank}\n 1%\r 2%\r\nend")
+    shown.follower.pump()
+    shown.follower.close()
+    assert shown.out.getvalue() == b"[default0]:3\n[default0]: 1%\n[default0]: 2%\n[default0]:end\n"
 
 
-def test_bytes_that_are_no_text_and_lines_without_an_end(tmp_path: Path) -> None:
-    out = io.StringIO()
-    follower = LogFollower(tmp_path, Console(), nproc=1, world_size=1, out=out)
-    (tmp_path / "g0").mkdir()
-    (tmp_path / "g0" / "rank0.log").write_bytes(b"\xff\n" + b"x" * 700_000)
-    follower.pump()
-    assert out.getvalue().startswith("\ufffd\n")
-    follower.close()
-    assert out.getvalue().count("x") == 700_000
+def test_stderr_goes_to_stderr(tmp_path: Path) -> None:
+    shown = Shown(tmp_path)
+    log(tmp_path, 0, 0, "out 1\n")
+    log_stderr(tmp_path, b"err 1\n")
+    log_stderr(tmp_path, b"err 2\n")
+    log(tmp_path, 0, 0, "out 2\n")
+    shown.follower.pump()
+    log_stderr(tmp_path, b"err 3\n")
+    shown.follower.close()
+    assert shown.out.getvalue() == b"out 1\nout 2\n"
+    assert shown.err.getvalue() == b"err 1\nerr 2\nerr 3\n"
+
+
+def test_a_redirected_stream_is_in_the_log_only(tmp_path: Path) -> None:
+    shown = Shown(tmp_path, Console(redirects={-1: 1}))
+    log(tmp_path, 0, 0, "out\n")
+    log_stderr(tmp_path, b"err\n")
+    shown.follower.close()
+    assert (shown.out.getvalue(), shown.err.getvalue()) == (b"", b"err\n")
+
+
+def test_a_reader_that_goes_away_is_told_once_and_no_error(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    told = threading.Event()
+    with os.fdopen(writer, "wb") as out:
+        follower = LogFollower(tmp_path, Console(), out=out, err=io.BytesIO(), on_broken_pipe=told.set)
+        log(tmp_path, 0, 0, "one\n")
+        follower.pump()
+        assert told.is_set()
+        told.clear()
+        log(tmp_path, 0, 0, "two\n")
+        follower.close()
+        assert not told.is_set()
+
+
+def test_what_flyball_says_begins_a_line_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    del capfd  # keeps what is said off the terminal
+    main, terminal = os.openpty()
+    with os.fdopen(terminal, "wb", buffering=0) as out:
+        follower = LogFollower(tmp_path, Console(), out=out, err=out)
+        log(tmp_path, 0, 0, "\r 10%")
+        follower.pump()
+        with beside_output(follower.own_line):
+            say("a decision")
+        follower.close()
+    assert os.read(main, 100) == b"\r 10%\r\n"
+    os.close(main)

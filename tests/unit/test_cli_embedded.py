@@ -23,6 +23,7 @@ from flyball.contracts.errors import FlyballError, PortInUse
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[KeptSupervisor]:
     supervisor = KeptSupervisor(tmp_path / "supervisor")
+    supervisor.start()
     yield supervisor
     supervisor.stop()
 
@@ -48,9 +49,12 @@ def test_attempts_are_bounded_and_apart(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         embedded,
         "start_supervisor",
-        lambda *_a, **_k: SimpleNamespace(url="http://127.0.0.1:7", token="t", failed=True, stop=lambda: None),
+        lambda *_a, **_k: SimpleNamespace(
+            url="http://127.0.0.1:7", token="t", failed=True, stop=lambda: None, on_event=lambda _: None
+        ),
     )
     kept = KeptSupervisor(tmp_path)
+    kept.start()
     attempts: list[float] = []
 
     def refuse(*_arguments: object, **_options: object) -> None:

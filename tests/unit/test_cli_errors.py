@@ -38,7 +38,7 @@ def flyball(*arguments: str, tmp_path: Path, **environ: str) -> subprocess.Compl
         ("run missing.py", 2, "missing.py does not exist"),
         ("run .", 2, "is a folder"),
         ("run --nnodes 2 train.py", 2, "--nnodes 2"),
-        ("run --no-python x", 2, "--no-python"),
+        ("run --no-python no-such-program", 2, "No program no-such-program"),
         ("run --use-supervisor x.py", 2, "FLYBALL_SUPERVISOR"),
         ("nonsense", 2, "nonsense"),
         ("status --nonsense", 2, "--nonsense"),

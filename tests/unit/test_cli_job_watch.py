@@ -128,7 +128,8 @@ def test_training_goes_on_when_the_own_supervisor_is_given_up(time: Time, capsys
 
 def test_a_stop_does_not_need_the_own_supervisor(time: Time) -> None:
     signals = SimpleNamespace(count=1)
-    own = JobWatch(Supervisor(time, 10_000.0), SPEC, signals, supervisor=SimpleNamespace(keep=lambda: None))
+    given = SimpleNamespace(keep=lambda: None, news=SimpleNamespace(wait=time.sleep))
+    own = JobWatch(Supervisor(time, 10_000.0), SPEC, signals, supervisor=given)
     assert own.wait()["state"] == "running"
     assert time.now_s < 5.0
     with pytest.raises(Unreachable):  # the hosts of a cluster's supervisor would go on
@@ -234,3 +235,31 @@ def test_a_stopped_job_is_over_when_its_last_step_is_saved_but_not_awaited_for_e
     assert JobWatch(Stopping(time, 10_000.0), SPEC, SimpleNamespace(count=0)).wait()["state"] == "stopped"
     limit_s = SPEC.stop_grace_s + job_watch.STOP_MARGIN_S
     assert limit_s <= time.now_s - began_s < limit_s + 3.0
+
+
+def test_a_script_that_tells_no_steps_is_named_once_with_what_is_not_seen(
+    time: Time, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Starting(Supervisor):
+        def get(self, path: str) -> dict[str, Any]:
+            if self._time.now_s >= self._back_s:
+                return super().get(path)
+            return {"state": "running", "newest_step": -1, "ranks": [{"phase": "starting"}] * 2}
+
+    JobWatch(Starting(time, 50.0), SPEC, SimpleNamespace(count=0)).wait()
+    assert "flyball.attach" not in capsys.readouterr().err
+    time.now_s = 0.0
+    JobWatch(Starting(time, 500.0), SPEC, SimpleNamespace(count=0)).wait()
+    told = capsys.readouterr().err
+    assert told.count("t.py tells no steps so far (flyball.attach)") == 1
+    assert "all ranks do nothing for 1800 s (--hang-timeout sets it)" in told
+
+
+def test_a_false_alarm_is_told_at_once(time: Time, capsys: pytest.CaptureFixture[str]) -> None:
+    class Wrong(Supervisor):
+        def items(self, _path: str, **_params: object) -> list[dict[str, Any]]:
+            rule, reason = "withdraw_a_false_alarm", "The stall was a false alarm."
+            return [{"decision_id": "dec-9", "kind": "hold", "at": 1.0, "reason": reason, "rule": rule}]
+
+    JobWatch(Wrong(time, 0.0), SPEC, SimpleNamespace(count=0)).wait()
+    assert "dec-9 hold: The stall was a false alarm." in capsys.readouterr().err

@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyball.cli.this_host import is_here_only
+from flyball.cli.this_host import EVERYWHERE, is_here, is_here_only, listen_address
 from flyball.client_tls import ClientTls
 from flyball.contracts.errors import UsageError
 from flyball.launch_flags import ALL_FLAGS
-from flyball.launcher import build_parser, default_job_name, parse_run
+from flyball.launch_grammar import help_text
+from flyball.launcher import default_job_name, parse_run
 
 
 def parse(line: str, **environ: str):
@@ -55,6 +59,7 @@ def test_module_and_equals_and_underscores() -> None:
         ("--no-such-flag train.py", "no-such-flag"),
         ("--nnodes 2 train.py", "--nnodes 2"),
         ("--nnodes 2 --supervisor http://h:1 train.py", "needs a name"),
+        ("--nnodes 1:2 --standalone train.py", "--standalone"),
         ("--nnodes 2 --standalone train.py", "--standalone"),
         ("--supervisor h:1 train.py", "not an address"),
         ("--supervisor http://h:1 --standalone train.py", "contradict"),
@@ -67,8 +72,8 @@ def test_module_and_equals_and_underscores() -> None:
         ("--redirects x train.py", "--redirects x"),
         ("--local-ranks-filter a train.py", "--local-ranks-filter a"),
         ("--signals-to-handle SIGKILL train.py", "SIGKILL"),
-        ("--no-python train.sh", "--no-python"),
-        ("--virtual-local-rank train.py", "--virtual-local-rank"),
+        ("--no-python -m train", "--no-python"),
+        ("--logs-specs x train.py", "--logs-specs"),
         ("-o yaml train.py", "yaml"),
         ("--start-method thread train.py", "thread"),
         ("--ckpt-every -1 train.py", "--ckpt-every"),
@@ -98,6 +103,46 @@ def test_a_rendezvous_address_is_where_the_supervisor_listens() -> None:
     one = parse("--nnodes 1 --rdzv-endpoint localhost:0 train.py")
     assert one.rendezvous == ""
     assert any(n.startswith("--rdzv-endpoint localhost:0: not needed") for n in one.notices)
+
+
+def test_hosts_meet_as_torchruns_do() -> None:
+    """Whatever torchrun's own lines leave out."""
+    static = parse("--nnodes 2 --node-rank 0 --master-addr h0 pkg/train_gpt.py --lr 1")
+    assert (static.rendezvous, static.node_rank, static.job) == ("h0:29500", 0, "")
+    assert parse("--nnodes 2 --node_rank 1 --master_port 1234 -m pkg.train").rendezvous == "127.0.0.1:1234"
+    c10d = parse("--nnodes 2 --node-rank 0 --rdzv-backend c10d --rdzv-endpoint h0 train.py")
+    assert (c10d.rendezvous, c10d.node_rank, c10d.job) == ("h0:29400", None, ""), "there the node rank says nothing"
+    elastic = parse("--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint h0 --rdzv-id r train.py")
+    assert (elastic.rendezvous, elastic.nnodes, elastic.max_nnodes) == ("h0:29400", 1, 2)
+    assert parse("--nnodes 1:2 train.py").rendezvous == ""
+    assert parse("--nnodes 2 --rdzv-endpoint h0 --trusted-network train.py").trusted_network
+    with pytest.raises(UsageError, match="etcd"):
+        parse("--nnodes 2 --rdzv-backend etcd-v2 --rdzv-endpoint etcd:2379 train.py")
+
+
+def resolve(monkeypatch: pytest.MonkeyPatch, names: dict[str, str]) -> None:
+    def lookup(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        return [(None, None, None, "", (names.get(host, host), 0))]
+
+    monkeypatch.setattr("flyball.cli.this_host.socket.getaddrinfo", lookup)
+
+
+def test_a_host_listens_where_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = next(
+        a.address for found in psutil.net_if_addrs().values() for a in found if a.family == socket.AF_INET
+        and not a.address.startswith("127.")
+    )  # fmt: skip
+    resolve(monkeypatch, {"debian": "127.0.1.1", "me": mine, "gateway": "192.0.2.7", "localhost": "127.0.0.1"})
+    listens = {name: listen_address(name) for name in ("debian", "me", "gateway", "localhost", "127.0.0.1", "[::1]")}
+    assert listens == {
+        "debian": EVERYWHERE,
+        "me": "me",
+        "gateway": EVERYWHERE,
+        "localhost": "localhost",
+        "127.0.0.1": "127.0.0.1",
+        "[::1]": "::1",
+    }
+    assert [is_here(name) for name in ("debian", "me", "localhost", "gateway")] == [True, True, True, False]
 
 
 def test_the_run_id_names_the_job() -> None:
@@ -136,13 +181,18 @@ def test_torchruns_variables_fill_in() -> None:
 
 
 def test_terminal_words() -> None:
-    assert parse("train.py").console.shows(3)
-    assert not parse("-r 3 train.py").console.shows(0)
+    assert parse("train.py").console.raw(3) == 3
+    assert parse("-r 3 train.py").console.shows(0) == 0
     only = parse("-r 1:3 --local-ranks-filter 0,1,2 train.py").console
-    assert [only.shows(r) for r in range(4)] == [True, False, True, False]
+    assert [only.shows(r) for r in range(4)] == [3, 0, 3, 0]
     tee = parse("-t 3 -r 3 train.py").console
-    assert tee.shows(0)
-    assert tee.prefix
+    assert (tee.raw(0), tee.prefixed(0)) == (0, 3)
+    assert parse("-r 1 train.py").console.raw(0) == 2
+    one = parse("-t 1:2 train.py").console
+    assert [(one.raw(r), one.prefixed(r)) for r in (0, 1)] == [(3, 0), (1, 2)]
+    assert one.line_prefix(rank=5, local_rank=1, role="default") == b"[default1]:"
+    mine = parse("-t 3 train.py", TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="<${rank} ${x}>").console
+    assert mine.line_prefix(rank=5, local_rank=1, role="default") == b"<5 ${x}>"
 
 
 def test_checkpoint_flags() -> None:
@@ -162,10 +212,16 @@ def test_grace_and_signals() -> None:
 
 
 def test_job_names_are_made_of_any_script() -> None:
-    assert default_job_name(parse("/x/Train GPT.py".replace(" ", "_")), "ab12") == "train_gpt-ab12"
-    assert default_job_name(parse("-m pkg.sub.train"), "ab12") == "train-ab12"
-    assert default_job_name(parse("___.py"), "ab12") == "job-ab12"
-    assert len(default_job_name(parse("x" * 200 + ".py"), "ab12")) <= 63
+    def named(words: str, workdir: str = "/w") -> str:
+        return default_job_name(parse(words), workdir)
+
+    assert re.fullmatch("train_gpt-[0-9a-f]{6}", named("/x/Train_GPT.py"))
+    assert re.fullmatch("train-[0-9a-f]{6}", named("-m pkg.sub.train"))
+    assert re.fullmatch("job-[0-9a-f]{6}", named("___.py"))
+    assert len(named("x" * 200 + ".py")) <= 63
+    assert named("train.py --lr 1") == named("--max-restarts 7 train.py --lr 1"), "the same command but for how it runs"
+    others = {named(words) for words in ("train.py", "train.py --lr 2", "-m train.py", "--nproc-per-node 2 train.py")}
+    assert len({*others, named("train.py", "/elsewhere")}) == 5
 
 
 @given(st.lists(st.sampled_from([s for f in ALL_FLAGS for s in f.spellings] + ["1", "x", "--", "train.py", "-1", ""])))
@@ -175,13 +231,13 @@ def test_any_line_is_a_request_or_a_usage_error(words: list[str]) -> None:
     except UsageError as error:
         assert error.message
     else:
-        assert request.help or request.argv
+        assert request.help or request.argv or request.resume
 
 
 def test_no_spelling_is_used_twice_and_help_names_all() -> None:
     spellings = [s for f in ALL_FLAGS for s in f.spellings]
     assert len(spellings) == len(set(spellings))
-    text = build_parser().format_help()
+    text = help_text()
     assert all(f.names[0] in text for f in ALL_FLAGS)
     assert "examples:" in text
 
@@ -191,3 +247,11 @@ def test_the_launcher_imports_nothing_heavy() -> None:
         "import sys, flyball.launcher; print([m for m in ('torch', 'httpx', 'typer', 'services') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_hang_timeout_is_a_number_of_seconds_that_makes_sense() -> None:
+    assert parse("t.py").hang_timeout_s == parse("--hang-timeout 0 t.py").hang_timeout_s == 0.0
+    assert parse("--hang-timeout 90.5 t.py").hang_timeout_s == 90.5
+    for wrong in ("-1", "0.1", "nan", "inf", "1e12"):
+        with pytest.raises(UsageError, match=r"--hang-timeout .* is not a number of seconds from 1 to"):
+            parse(f"--hang-timeout {wrong} t.py")

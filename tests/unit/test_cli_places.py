@@ -10,7 +10,6 @@ from flyball.cli.places import (
     find_supervisor,
     keep_token,
     make_state_dir,
-    new_job_dir,
     state_root,
     supervisor_dir,
 )
@@ -28,19 +27,6 @@ def test_state_folders_follow_the_environment(tmp_path: Path) -> None:
     assert state_root({"FLYBALL_STATE_DIR": "/x"}) == Path("/x")
     assert supervisor_dir({"XDG_STATE_HOME": "/y"}) == Path("/y/flyball/supervisor")
     assert supervisor_dir({}) == Path.home() / ".local/state/flyball/supervisor"
-
-
-def test_job_folders_are_private_distinct_and_pruned(tmp_path: Path) -> None:
-    environ = {"FLYBALL_STATE_DIR": str(tmp_path)}
-    live = running(tmp_path / "jobs" / "old" / "supervisor")
-    os.utime(live.parent, (1, 1))
-    made = [new_job_dir("train", environ) for _ in range(25)]
-    assert len(set(made)) == 25
-    assert made[-1].stat().st_mode & 0o777 == 0o700
-    left = set((tmp_path / "jobs").iterdir())
-    assert len(left) <= 21
-    assert live.parent in left, "a folder whose supervisor runs stays"
-    assert made[-1] in left
 
 
 def test_a_state_folder_that_cannot_be_is_a_clear_error(tmp_path: Path) -> None:

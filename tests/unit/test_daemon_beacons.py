@@ -11,6 +11,7 @@ from flyball.beacon import BeaconWriter, Mark
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import RankPosition
+from flyball.contracts.losses import RankLoss
 from flyball.contracts.segments import beacon_path
 from host_daemon.beacons import MAX_WAITING_STEPS, STEPS_PER_REPORT, Beacons
 
@@ -175,3 +176,24 @@ def test_what_was_reported_need_not_be_noted_when_there_is_no_room(prefix):
     writer.step(1)
     beacons.sample()
     assert steps(beacons.take()) == [1]
+
+
+def test_the_loss_of_the_lowest_rank_that_has_one_is_told_when_it_changed(prefix):
+    beacons, first = watched(prefix)
+    second = add(beacons, prefix, 1)
+    first.step(0)
+    second.loss(0, 7.0)
+    beacons.sample()
+    readings = beacons.take()
+    assert readings.losses == (RankLoss("job", 1, 1, 0, 7.0),)  # as in a pipeline, where the last stage has it
+    first.loss(1, float("nan"))
+    second.loss(1, 6.0)
+    beacons.sample()
+    readings = beacons.take()
+    assert readings.losses == (RankLoss("job", 1, 0, 1, "nan"),)
+    assert beacons.take().losses == ()
+    beacons.put_back(readings)  # the report did not arrive
+    assert beacons.take().losses == readings.losses
+    first.loss(2, 0.5)
+    beacons.worker_ended("job", 1, 0)
+    assert beacons.take().losses == (RankLoss("job", 1, 0, 2, 0.5),)  # the last word of one that is gone

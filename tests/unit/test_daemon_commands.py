@@ -71,6 +71,7 @@ def with_loop(
             journal=journal,
             clock=SystemClock(),
             handler=handler,
+            take_log_requests=lambda _requests: None,
         )
         polling = asyncio.create_task(loop.run())
         async with asyncio.timeout(60.0):

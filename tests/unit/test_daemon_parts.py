@@ -186,10 +186,10 @@ def test_a_process_is_named_by_pid_and_start_time_and_found_by_session():
 def test_a_script_that_is_not_there_is_named(tmp_path):
     spec = msgspec.structs.replace(SPEC, workdir=str(tmp_path))
     with pytest.raises(NotFound, match=r"train\.py does not exist"):
-        check_script(spec)
-    check_script(msgspec.structs.replace(spec, module=True))
+        check_script(spec, {})
+    check_script(msgspec.structs.replace(spec, module=True), {})
     with pytest.raises(NotFound, match="working folder"):
-        check_script(msgspec.structs.replace(spec, workdir=str(tmp_path / "no")))
+        check_script(msgspec.structs.replace(spec, workdir=str(tmp_path / "no")), {})
 
 
 def arguments(tmp_path: Path, **changes: str) -> list[str]:
@@ -330,7 +330,7 @@ def test_a_host_without_descriptors_starts_cold_and_says_why(tmp_path, monkeypat
         async with asyncio.timeout(120):
             assert "died again and again" in await standbys.ready("job")
             with pytest.raises(SpawnError, match="Too many open files"):
-                await standbys.start("job", StoreOrder("127.0.0.1", 1, str(tmp_path / "log")))
+                await standbys.start("job", StoreOrder("job", "127.0.0.1", 1, str(tmp_path / "log")))
         await standbys.close()
 
     monkeypatch.setattr("host_daemon.standby.RESTART_DELAY_S", 0.0)

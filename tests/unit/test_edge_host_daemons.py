@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.decisions import Command, CommandUpdate, StopWorkers, UpdateState
+from flyball.contracts.decisions import Command, CommandBatch, CommandUpdate, StopWorkers, UpdateState
 from flyball.contracts.errors import TooBusy, Unreachable
 from flyball.contracts.identity import Fence
-from services.actuator.backends import host_daemons
+from flyball.contracts.rank_logs import LogPiece, LogRequest
+from services.actuator.backends import host_daemons, log_requests
 from services.actuator.backends.host_daemons import HostDaemons
 from services.actuator.notify import AsyncWakeup
 from services.runtime.telemetry import Metrics
@@ -83,13 +84,18 @@ class Rig:
     async def ids(
         self, host_id: str = "host-a", incarnation: str = "i1", *, wait_s: float = 30.0, is_gone: bool = False
     ) -> list[str]:
+        batch = await self.batch(host_id, incarnation, wait_s=wait_s, is_gone=is_gone)
+        return [c.action_id for c in batch.commands]
+
+    async def batch(
+        self, host_id: str = "host-a", incarnation: str = "i1", *, wait_s: float = 30.0, is_gone: bool = False
+    ) -> CommandBatch:
         async def gone() -> bool:
             return is_gone
 
         if not self.runs:
             self.runs = asyncio.create_task(self.daemons.run())
-        batch = await self.daemons.next_commands(host_id, incarnation, wait_s=wait_s, is_gone=gone)
-        return [c.action_id for c in batch.commands]
+        return await self.daemons.next_commands(host_id, incarnation, wait_s=wait_s, is_gone=gone)
 
     async def until_looked(self, times: int) -> None:
         while self.outbox.looked < times:
@@ -293,5 +299,44 @@ def test_a_poll_that_nobody_looks_for_is_given_up(monkeypatch) -> None:
         rig.runs = asyncio.create_task(asyncio.sleep(0))
         with pytest.raises(Unreachable):
             await rig.ids(wait_s=0.0)
+
+    run(scenario)
+
+
+def test_a_log_is_asked_for_in_the_poll_that_waits_and_in_the_next() -> None:
+    async def scenario() -> None:
+        rig = Rig()
+        waiting = asyncio.create_task(rig.batch())
+        await rig.until_looked(1)
+        for _ in range(2):  # the second request finds no poll
+            asked = asyncio.create_task(rig.daemons.read_log("host-a", LogRequest("", "j", 3)))
+            [request] = (await waiting).log_requests
+            assert (request.job, request.rank) == ("j", 3)
+            rig.daemons.take_log(LogPiece(request.request_id, "host-b", data=b"from elsewhere"))
+            rig.daemons.take_log(LogPiece("never asked for", "host-a"))
+            rig.daemons.take_log(LogPiece(request.request_id, "host-a", data=b"line\n"))
+            assert (await asked).data == b"line\n"
+            waiting = asyncio.create_task(rig.batch())
+        rig.outbox.open.append(command(1))
+        rig.wakeup.notify("commands")
+        assert [c.action_id for c in (await waiting).commands] == ["act-1"]
+
+    run(scenario)
+
+
+def test_a_log_of_a_host_that_does_not_ask_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(log_requests, "ANSWER_TIMEOUT_S", 0.01)
+        rig = Rig()
+        with pytest.raises(Unreachable, match="host-a did not answer"):
+            await rig.daemons.read_log("host-a", LogRequest("", "j", 3))
+        assert await rig.ids(wait_s=0.0) == [], "and it is not asked later"
+        monkeypatch.setattr(log_requests, "MAX_OPEN_PER_HOST", 1)
+        monkeypatch.setattr(log_requests, "ANSWER_TIMEOUT_S", 60.0)
+        first = asyncio.create_task(rig.daemons.read_log("host-a", LogRequest("", "j", 3)))
+        await asyncio.sleep(0)
+        with pytest.raises(TooBusy):
+            await rig.daemons.read_log("host-a", LogRequest("", "j", 4))
+        first.cancel()
 
     run(scenario)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import pytest
 
-from flyball.contracts.cluster import HostFacts, HostRanks, Phase, RankStatus
+from flyball.contracts.cluster import Activity, HostFacts, HostRanks, Phase, RankStatus
 from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.rank_columns import CompletedSteps, RankSteps, in_columns, statuses_in, steps_together
 from flyball.contracts.signals import EngineStatus, RankMarks, RankStalled, Report
@@ -37,8 +37,10 @@ def status(
     age_s: float = 0.1,
     job: str = "job",
     phase: Phase = Phase.STEP,
+    activity: Activity = Activity.UNKNOWN,
 ) -> RankStatus:
-    return RankStatus(job, generation, rank, 100 + rank, phase, step, age_s)
+    activity_s = age_s if activity else 0.0
+    return RankStatus(job, generation, rank, 100 + rank, phase, step, age_s, activity, activity_s)
 
 
 def steps(rank: int, *, generation: int = 3, step: int = 5) -> RankSteps:
@@ -183,11 +185,13 @@ def test_a_stall_is_found_whatever_another_host_claims(lie: Mapping[str, int]) -
         rig.pass_a_second()
     for late in range(60):
         for host_id, ranks in (("a", (0, 1)), ("b", (2, 3))):
-            rig.say(host_id, ranks=tuple(status(rank, step=29, age_s=float(late)) for rank in ranks))
+            doing = {3: Activity.STOPPED}
+            told = tuple(status(r, step=29, age_s=float(late), activity=doing.get(r, Activity.IDLE)) for r in ranks)
+            rig.say(host_id, ranks=told)
         rig.say("c", ranks=(status(0, **lie, age_s=0.0),))  # type: ignore[arg-type]
         rig.pass_a_second()
     (found,) = rig.stalled()
-    assert (found.generation, found.step) == (3, 29)
+    assert (found.generation, found.step, found.ranks) == (3, 29, (3,))
 
 
 def test_a_generation_that_is_new_to_the_sensor_is_looked_for_at_once() -> None:

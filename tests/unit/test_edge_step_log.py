@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flyball.contracts.events import Event, EventKind
+from flyball.contracts.losses import RankLoss
 from flyball.contracts.rank_columns import RankSteps, steps_together
 from flyball.contracts.signals import RankMarks
+from flyball.contracts.wire import encode
 from goodput import history
 from goodput.phases import Waiting
 from services.sensor.step_log import StepLog, StepSummary
@@ -154,3 +157,42 @@ def test_ranks_that_go_on_together_are_summed_up_as_if_each_was_told_of_alone(se
             alone.forget(gone)
         everything = chance.random() < 0.1
         assert together.take(now_s, everything=everything) == alone.take(now_s, everything=everything)
+
+
+def test_the_newest_loss_goes_with_the_summary_once() -> None:
+    log = StepLog("s")
+    hear(log, "a", 0.0, steps(0, 0, 10.0, 11.0))
+    log.observe_losses((RankLoss("job", 1, 0, 0, 3.0),), 11.0, 0.0)
+    log.observe_losses((RankLoss("job", 1, 0, 1, 2.5),), 11.0, 0.0)
+    log.observe_losses((RankLoss("job", 1, 8, 1, 9.0),), 11.0, 0.0)  # of another host: the lowest rank speaks
+    (summary,) = log.take(0.0)
+    assert (summary.loss, summary.loss_step, summary.loss_rank) == (2.5, 1, 0)
+    hear(log, "a", 1.0, steps(0, 2, 12.0))
+    (summary,) = log.take(1.0)
+    assert summary.loss is None and "loss" not in event_of_steps(summary).data
+
+
+def test_a_loss_that_comes_after_its_step_is_told_alone() -> None:
+    log = StepLog("s", interval_s=1.0)
+    hear(log, "a", 0.0, steps(0, 0, 10.0))
+    log.take(0.0)
+    log.observe_losses((RankLoss("job", 1, 0, 0, "inf"),), 10.5, 0.5)
+    assert log.take(1.0) == []
+    (summary,) = log.take(1.5)
+    event = event_of_steps(summary)
+    assert summary.completed_at == () and (event.data["loss"], event.data["loss_step"]) == ("inf", 0)
+    assert json.loads(encode(event))["data"]["loss"] == "inf"
+
+
+def test_a_loss_in_the_log_changes_no_account() -> None:
+    def account(*, with_loss: bool) -> list[object]:
+        log = StepLog("s")
+        events = []
+        for step in range(5):
+            hear(log, "a", float(step), steps(0, step, 10.0 + step))
+            if with_loss:
+                log.observe_losses((RankLoss("job", 1, 0, step, "nan" if step == 3 else 1.0 / (step + 1)),), 10.0, 0.0)
+            events += [event_of_steps(summary) for summary in log.take(float(step))]
+        return [(e.kind, e.at, [e.data[k] for k in ("first_step", "completed_at")]) for e in events]
+
+    assert account(with_loss=True) == account(with_loss=False)

@@ -50,6 +50,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
         "job",
         Services(
             host_id="host",
+            state_dir=tmp_path,
             shm_prefix=str(tmp_path / "flyball-test"),
             settings=settings,
             clock=SystemClock(),

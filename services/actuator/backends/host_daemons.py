@@ -22,6 +22,8 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.decisions import Command, CommandBatch, CommandUpdate
 from flyball.contracts.errors import FlyballError, TooBusy, Unreachable
 from flyball.contracts.fault_points import reach
+from flyball.contracts.rank_logs import LogPiece, LogRequest
+from services.actuator.backends.log_requests import LogRequests
 from services.actuator.notify import Subscribable
 from services.actuator.ports import Outbox
 from services.controller.ports import Wakeup
@@ -92,6 +94,19 @@ class HostDaemons:
         self._look_at_all = False
         self._marks: dict[str, tuple[int, int]] = {}  # what the last look at all hosts saw
         self._stopping = False
+        self._logs = LogRequests()
+
+    async def read_log(self, host_id: str, request: LogRequest) -> LogPiece:
+        """A piece of a rank's log, from the daemon of the host that has it. Raises TooBusy, Unreachable."""
+        name = self._logs.add(host_id, request)
+        poll = self._polls.get(host_id)
+        if poll:
+            poll.end()
+        return await self._logs.piece(name)
+
+    def take_log(self, piece: LogPiece) -> None:
+        """A host's answer to that."""
+        self._logs.answered(piece)
 
     async def next_commands(self, host_id: str, incarnation: str, *, wait_s: float, is_gone: IsGone) -> CommandBatch:
         """The host's commands as soon as there are some. A newer poll of the same host ends this one, with none.
@@ -99,12 +114,17 @@ class HostDaemons:
         if self._stopping:
             return CommandBatch()
         poll = self._enter(host_id, incarnation, min(max(wait_s, 0.0), MAX_WAIT_S))
+        if self._logs.has_any(host_id):
+            poll.end()
         try:
             commands = await self._found(poll)
             # Commands for a daemon that left would wait for its next poll to be handed out again.
-            if not commands or await is_gone() or self._polls.get(host_id) is not poll:
+            if not commands and not self._logs.has_any(host_id):
                 return CommandBatch()
-            return self._hand_out(host_id, incarnation, commands)
+            if await is_gone() or self._polls.get(host_id) is not poll:
+                return CommandBatch()
+            batch = self._hand_out(host_id, incarnation, commands) if commands else CommandBatch()
+            return msgspec.structs.replace(batch, log_requests=self._logs.take(host_id))
         finally:
             if self._polls.get(host_id) is poll:
                 del self._polls[host_id]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
+from flyball.contracts.checkpoints import Lineage, LineageEntry
 from flyball.contracts.clock import Clock
-from flyball.contracts.cluster import JobSpec
+from flyball.contracts.cluster import Again, JobSpec
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.identity import NAME_PATTERN
 from services.api.exchange import json_response, page_response, read_message
@@ -20,6 +22,7 @@ from services.runtime.paging import DEFAULT_LIMIT, MAX_LIMIT, Page
 
 MAX_SPEC_BYTES = 1 << 20
 MAX_WORLD_SIZE = 100_000
+POINT_PATTERN = r"^$|^[0-9]{8}-[0-9]{6}-[0-9]{3}:[0-9]{1,9}:[0-9]{1,15}$"
 
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT)]
 JobPath = Annotated[str, Path(pattern=NAME_PATTERN)]
@@ -31,11 +34,21 @@ def router(jobs: JobStore, reads: ReadModels, wakeup: Wakeup, clock: Clock) -> A
     @routes.post(
         "/v1/jobs", status_code=201, responses=media_of("application/json", 200), openapi_extra=body_of(JobSpec)
     )
-    async def submit_job(request: Request) -> Response:
-        """Submit a job: 201 if it is new, 200 if the very same is there, 409 if another has its name."""
+    async def submit_job(
+        request: Request,
+        again: Annotated[Again, Query()] = Again.NO,
+        ended_at: Annotated[float | None, Query(ge=0.0, le=1e11)] = None,
+        point: Annotated[str, Query(pattern=POINT_PATTERN)] = "",
+    ) -> Response:
+        """Submit a job: 201 if it is new, 200 if the very same is there, 409 if another has its name. A name that has
+        ended is used `again` (201): "resume" goes on from its newest recovery point, "fresh" begins another run; with
+        `ended_at` only if that is when it ended, so that of several who ask one does it. `point`,
+        RUN:GENERATION:STEP, is what it goes on from if another database knew that run."""
         spec = await read_message(request, JobSpec, max_bytes=MAX_SPEC_BYTES)
         _check(spec)
-        is_new = await asyncio.to_thread(jobs.submit, spec, clock.wall_s())
+        run, adopted = _history(point)
+        submit = partial(jobs.submit, ended_at=ended_at, run=run, adopted=adopted)
+        is_new = await asyncio.to_thread(submit, spec, clock.wall_s(), again)
         _announce(wakeup)
         return json_response(await asyncio.to_thread(reads.job, spec.job), 201 if is_new else 200)
 
@@ -62,6 +75,13 @@ def router(jobs: JobStore, reads: ReadModels, wakeup: Wakeup, clock: Clock) -> A
         return json_response(await asyncio.to_thread(reads.job, job), 202)
 
     return routes
+
+
+def _history(point: str) -> tuple[str, Lineage]:
+    if not point:
+        return "", ()
+    run, generation, step = point.split(":")
+    return run, (LineageEntry(int(generation), int(step)),)
 
 
 def _check(spec: JobSpec) -> None:

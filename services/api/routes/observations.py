@@ -32,9 +32,15 @@ def router(reads: ReadModels, goodput: GoodputReports) -> APIRouter:
     routes = APIRouter(tags=["observations"])
 
     @routes.get("/v1/hosts")
-    async def list_hosts(limit: Limit = DEFAULT_LIMIT, before: BeforeHost = "") -> Response:
-        """The last hosts by name. Pass `next_before` as `before` for those before them."""
-        return page_response(await asyncio.to_thread(reads.hosts, Page(limit, before)), "host_id", limit)
+    async def list_hosts(
+        limit: Limit = DEFAULT_LIMIT,
+        before: BeforeHost = "",
+        also_left: Annotated[bool, Query(alias="all")] = False,
+    ) -> Response:
+        """The last hosts by name; `all`: those too that ended in order (`left_at`). Pass `next_before` as `before` for
+        those before them."""
+        found = await asyncio.to_thread(reads.hosts, Page(limit, before), also_left=also_left)
+        return page_response(found, "host_id", limit)
 
     @routes.get("/v1/hosts/{host_id}")
     async def get_host(host_id: HostIdPath) -> Response:

@@ -22,7 +22,7 @@ const STATE_LOOKS = {
 const MARKS = { good: "●", warn: "▲", bad: "■", "": "○" };
 const OPEN_STATES = new Set(["open", "deciding", "acting", "verifying"]);
 
-const page = { job: null, chosen: new URLSearchParams(location.search).get("job"), shown: new Map(), points: [], timeline: [] };
+const page = { job: null, chosen: new URLSearchParams(location.search).get("job"), shown: new Map(), points: [], losses: [], timeline: [] };
 
 // --- small helpers ------------------------------------------------------------------------------------------------
 
@@ -211,6 +211,7 @@ const refreshSlowly = paced("refreshSlowly", async () => {
 
 function startOver(job) {
   page.points = [];
+  page.losses = [];
   page.timeline = [];
   page.goodput = null;
   page.incidents = [];
@@ -276,15 +277,36 @@ function showTiles() {
   const known = (page.incidents ?? []).filter((incident) => incident.lost_steps >= 0);
   const tiles = [
     ["Newest step", job.newest_step >= 0 ? job.newest_step : "–"],
+    ...(job.loss ? [["Loss", lossText(job.loss.value), `at step ${job.loss.step}`, drawLoss]] : []),
     ["Goodput so far", percent(page.goodput?.goodput)],
     ["Elapsed", seconds(Math.max(0, Math.round((job.ended_at ?? Date.now() / 1000) - job.submitted_at)))],
     ["Generation", job.generation >= 0 ? job.generation : "–"],
-    ["Restarts", job.restart_count, `of ${job.spec.max_restarts}`],
+    ["Restarts", job.restart_count, `${job.restarts_used} of ${job.spec.max_restarts} used since the last progress`],
     ["Steps lost", known.reduce((sum, incident) => sum + incident.lost_steps, 0), `in ${counted(page.incidents?.length ?? 0, "incident")}`],
     ["Ranks", job.world_size, `${job.spec.nnodes} × ${job.spec.nproc_per_node}`],
   ];
-  show("tiles", tiles, () => tiles.map(([name, value, note]) =>
-    element("div", "", element("dt", "", name), element("dd", "", value, note ? element("small", "", ` ${note}`) : null))));
+  show("tiles", [tiles.map(([name, value, note]) => [name, value, note]), page.losses.length], () => tiles.map(([name, value, note, draw]) =>
+    element("div", "", element("dt", "", name), element("dd", "", value, note ? element("small", "", ` ${note}`) : null), draw ? draw() : null)));
+}
+
+/** NaN and infinities come as words. */
+function lossText(value) {
+  return typeof value === "number" ? String(Number(value.toPrecision(5))) : value;
+}
+
+/** The losses that were told of, by step; steps that were done again stand in the place of those that they replace. */
+function drawLoss() {
+  const bySteps = new Map(page.losses.map(({ step, value }) => [step, value]));
+  const points = [...bySteps].sort(([a], [b]) => a - b);
+  if (points.length < 2) return null;
+  const [width, height] = [120, 28];
+  const values = points.map(([, value]) => value);
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const [first, last] = [points[0][0], points.at(-1)[0]];
+  const line = points.map(([step, value]) => `${(((step - first) / (last - first)) * width).toFixed(1)},${(1 + (1 - (value - low) / (high - low || 1)) * (height - 2)).toFixed(1)}`);
+  const svg = drawing("svg", { class: "loss", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Loss from step ${first} to ${last}, between ${lossText(low)} and ${lossText(high)}` });
+  svg.append(drawing("polyline", { class: "steps", points: line.join(" ") }));
+  return svg;
 }
 
 // --- hosts --------------------------------------------------------------------------------------------------------
@@ -377,6 +399,8 @@ function sources(restored) {
 /** Keep the steps of all ranks together or, in older logs, of one: in data-parallel training all go together. */
 function addPoints(event) {
   if (event.rank > 0) return;
+  if (Number.isFinite(event.data.loss)) page.losses.push({ step: event.data.loss_step, value: event.data.loss });
+  if (page.losses.length > MAX_POINTS) page.losses = page.losses.filter((_, i) => i % 2 === 1);
   event.data.completed_at.forEach((at, i) => page.points.push({ at, step: event.data.first_step + i, generation: event.generation }));
   if (page.points.length > MAX_POINTS) {
     const old = page.points.length / 2; // the older half with half the detail

@@ -50,6 +50,7 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         (tmp_path / host_id).mkdir(exist_ok=True)
         services = Services(
             host_id=host_id,
+            state_dir=tmp_path / host_id,
             shm_prefix=str(tmp_path / host_id / "flyball-test"),
             settings=settings,
             clock=SystemClock(),

@@ -14,6 +14,7 @@ import msgspec
 import psutil
 import pytest
 from ckpt_sites import Site
+from own_processes import is_of
 from safetensors import safe_open
 
 SCRIPT = """
@@ -72,10 +73,7 @@ class Run:
         self.process.wait(DEADLINE_S)
 
     def _is_mine(self, process: psutil.Process) -> bool:
-        try:
-            return any(str(self.folder) in argument for argument in process.cmdline())
-        except psutil.Error:
-            return False
+        return is_of(process, self.folder)
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
@@ -108,7 +106,7 @@ def test_a_run_is_seen_alive_and_after_it_was_killed(run: Run) -> None:
     run.until(lambda: {"memory", "disk"} <= tiers(), "a step in memory and on disk")
     refused, _, err = site.call("rm", "--memory", "--yes", "--force")
     assert (refused, "in use" in err) == (16, True)
-    (supervisor,) = site.state.glob("jobs/tiny-*/supervisor")
+    (supervisor,) = site.state.glob("jobs/tiny/supervisor")
     url = msgspec.json.decode((supervisor / "supervisor.json").read_bytes())["url"]
 
     def origins() -> list[str]:

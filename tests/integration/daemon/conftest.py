@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import psutil
 import pytest
+from own_processes import is_of
 from own_servers import free_port
 
 from flyball.contracts import wire
@@ -257,16 +259,18 @@ class Daemon:
         return self.process.wait(DEADLINE_S)
 
     def owned(self) -> dict[int, str]:
-        """Live processes that name this state folder on their command line: daemon, engine, spawner, workers."""
+        """Live processes that name this state folder on their command line, or write their output into it: daemon,
+        engine, spawner, workers."""
         found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 try:
                     command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                     state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                except OSError:
+                    is_own = str(self.state_dir) in command or is_of(psutil.Process(int(entry.name)), self.state_dir)
+                except (OSError, psutil.Error):
                     continue
-                if str(self.state_dir) in command and state not in "ZX":
+                if is_own and state not in "ZX":
                     found[int(entry.name)] = command
         return found
 

@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from flyball.contracts.cluster import Phase, RankStatus
 from flyball.contracts.decisions import StartWorkers, StopWorkers, UpdateState
 from flyball.contracts.rank_columns import statuses_in, steps_in
@@ -113,6 +115,33 @@ def test_a_worker_that_ended_without_a_daemon_is_reported_once(daemon, superviso
     count = len(supervisor.reports)
     daemon.until("more reports", lambda: len(supervisor.reports) > count + 3)
     assert len(supervisor.exits()) == 1
+
+
+ENDS = """
+import atexit, os, signal, sys, threading
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+atexit.register(print, "its own last words")
+print("up", flush=True)
+signal.sigwait([signal.SIGUSR1])
+if os.fork() == 0:
+    sys.exit(0)
+os.wait()
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, 0), (3, None)])
+def test_a_script_that_ended_well_without_a_daemon_is_known_to_have(daemon, supervisor, make_job, code, told):
+    daemon.start()
+    job = make_job(ENDS.format(code=code))
+    pid = job.start().result.pids["0"]
+    job.wait_up()
+    daemon.kill()
+    os.kill(pid, signal.SIGUSR1)
+    daemon.until("its end", lambda: not alive(pid))
+    daemon.start()
+    exited = supervisor.exit_of(0)
+    assert (exited.exit_code, exited.signal_number) == (told, None)
 
 
 def test_the_spool_survives_and_keeps_its_numbers(daemon, supervisor, make_job):

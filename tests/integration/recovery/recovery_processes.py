@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from own_servers import free_port
 
 from flyball.contracts.cluster import Phase
+from services.sensor.stances import Stance
 from simulator.inject.processes import own_processes
 
 DEADLINE_S = 300.0  # of every wait: generous, since nothing is won by an early end
@@ -30,7 +31,12 @@ def detector(*, stalled_s: float, silent_s: float = 0.6) -> dict[str, str]:
     """A setting for stacks: at least so long ranks may stay in a step, and hosts say nothing when nobody vouches for
     them. Both happens on a busy machine without a fault, and would be further incidents, and right."""
     steps = {"unknown_s": 600.0, "floor_s": stalled_s, "factor": 8.0}
-    settings = {"silence": {"min_deadline_s": silent_s}, "stalls": {"phases": {Phase.STEP.value: steps}}}
+    stalls = {
+        "phases": {Phase.STEP.value: steps},
+        "stances": dict.fromkeys((Stance.STANDS, Stance.TOGETHER, Stance.BLOCKED, Stance.WORKING), stalled_s),
+        "unsettled_s": stalled_s,
+    }
+    settings = {"silence": {"min_deadline_s": silent_s}, "stalls": stalls}
     return {"FLYBALL_DETECTOR": json.dumps(settings)}
 
 

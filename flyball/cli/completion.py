@@ -1,0 +1,218 @@
+"""Shell completion, quick: the scripts of `--install-completion` call `flyball` at every Tab.
+
+Importing all commands takes most of a second. So what there is to complete is read from them once, and kept in a file
+of the user's cache folder, named by the state of these sources. Names of jobs are looked up each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
+from enum import EnumType
+from pathlib import Path
+from typing import Any, get_args
+
+VARIABLE = "_FLYBALL_COMPLETE"  # the scripts set it; typer's installer writes them
+JOB_WORDS = ("job", "--job")  # arguments and options that take a job's name
+DEFAULT_COMMANDS = {"goodput": "report"}  # what such a group means without a command
+
+Tree = Mapping[str, Any]  # {"help", "options": {spelling: {"help", "value", "choices"}}, "arguments", "commands"}
+Found = list[tuple[str, str]]  # word and help
+
+
+def answer(environ: Mapping[str, str]) -> tuple[str, int]:
+    """What a shell's script is to be told, and the exit code."""
+    shell = environ[VARIABLE].removeprefix("complete_")
+    words, incomplete = _line(shell, environ)
+    found = candidates(words, incomplete, environ)
+    if shell == "fish":
+        if environ.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args":
+            return "", 0 if found else 1  # 1: the shell offers files
+        return "\n".join(f"{word}\t{_one_line(text)}" if text else word for word, text in found), 0
+    if shell == "zsh":
+        entries = "\n".join(
+            f'"{_zsh(word)}":"{_zsh(_one_line(text))}"' if text else f'"{_zsh(word)}"' for word, text in found
+        )
+        return f"_arguments '*: :(({entries}))'" if found else "_files", 0
+    return "\n".join(word for word, _ in found), 0
+
+
+def candidates(words: Sequence[str], incomplete: str, environ: Mapping[str, str]) -> Found:
+    """What may stand in place of `incomplete` behind these words; none: a file, or anything."""
+    if words[:1] == ["run"]:
+        return _of_run(words[1:], incomplete, environ)
+    node = tree()
+    place = 0  # of the next argument
+    option: Mapping[str, Any] | None = None
+    for position, word in enumerate(words):
+        if option is not None:
+            option = None
+        elif word.startswith("-"):
+            node = _default(node, words[:position])
+            option = _with_value(node, word)
+        elif word in node["commands"]:
+            node = node["commands"][word]
+        else:
+            node = _default(node, words[:position])
+            place += 1
+    if option is not None:
+        return _values(words[-1], option, incomplete, environ)
+    if incomplete.startswith("-"):
+        node = _default(node, words)
+        return _matching(((name, str(o["help"])) for name, o in node["options"].items()), incomplete)
+    if node["commands"] and not place:
+        return _matching(((name, str(sub["help"])) for name, sub in node["commands"].items()), incomplete)
+    arguments = node["arguments"]
+    return _jobs(incomplete, environ) if place < len(arguments) and arguments[place] in JOB_WORDS else []
+
+
+def _of_run(words: Sequence[str], incomplete: str, environ: Mapping[str, str]) -> Found:
+    """torchrun's grammar: flags up to the script; what follows is the script's."""
+    from flyball.launch_flags import ALL_FLAGS, Kind, Use
+
+    flags = {name: flag for flag in ALL_FLAGS for name in flag.spellings}
+    takes = None
+    for word in words:
+        if takes is not None:
+            takes = None
+        elif not word.startswith("-"):
+            return []
+        elif word in flags and flags[word].kind is not Kind.SWITCH:
+            takes = flags[word]
+    if takes is not None:
+        option = {"choices": takes.choices}
+        return _values(takes.names[-1], option, incomplete, environ)
+    if words[-1:] == ["--resume"] and not incomplete.startswith("-"):
+        return _jobs(incomplete, environ)
+    if not incomplete.startswith("-"):
+        return []
+    named = ((name, flag.about) for flag in ALL_FLAGS if flag.use is not Use.REFUSED for name in flag.names)
+    return _matching((*named, ("--help", "show all flags")), incomplete)
+
+
+def _default(node: Tree, before: Sequence[str]) -> Tree:
+    """The command that a group stands for where none of its own is named."""
+    name = DEFAULT_COMMANDS.get(before[-1]) if before and node["commands"] else None
+    found: Tree = node["commands"][name] if name else node
+    return found
+
+
+def _with_value(node: Tree, word: str) -> Mapping[str, Any] | None:
+    option: Mapping[str, Any] | None = node["options"].get(word)
+    return option if option and option["value"] else None
+
+
+def _values(name: str, option: Mapping[str, Any], incomplete: str, environ: Mapping[str, str]) -> Found:
+    if name in JOB_WORDS:
+        return _jobs(incomplete, environ)
+    return _matching(((choice, "") for choice in option["choices"]), incomplete)
+
+
+def _jobs(incomplete: str, environ: Mapping[str, str]) -> Found:
+    from flyball.cli.local_runs import find_runs
+
+    newest: dict[str, str] = {}
+    with contextlib.suppress(OSError):  # a folder that is another's: a prompt is no place to say so
+        for run in find_runs(environ):
+            newest.setdefault(run.job, run.state)
+    return _matching(newest.items(), incomplete)
+
+
+def _matching(found: Any, incomplete: str) -> Found:  # noqa: ANN401 - pairs, from wherever
+    return [(word, text) for word, text in found if word and word.startswith(incomplete)]
+
+
+def _line(shell: str, environ: Mapping[str, str]) -> tuple[list[str], str]:
+    """The words behind `flyball` that are complete, and the one that is not. Bash makes a word of `=`."""
+    if shell == "bash":
+        words, at = _split(environ.get("COMP_WORDS", "")), int(environ.get("COMP_CWORD", "0"))
+        done, incomplete = words[1:at], words[at] if at < len(words) else ""
+        incomplete = "" if incomplete == "=" else incomplete
+        return [word for word in done if word != "="], incomplete
+    line = environ.get("_TYPER_COMPLETE_ARGS", "")
+    words = _split(line)[1:]
+    return (words[:-1], words[-1]) if words and not line.endswith(" ") else (words, "")
+
+
+def _split(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError:  # a quote that is still open
+        return line.split()
+
+
+def _one_line(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def _zsh(text: str) -> str:
+    for letter, written in (('"', '""'), ("'", "''"), ("$", "\\$"), ("`", "\\`"), (":", r"\\:")):
+        text = text.replace(letter, written)
+    return text
+
+
+# --- what there is ----------------------------------------------------------------------------------------------------
+
+
+def tree() -> Tree:
+    """All commands with their options."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    state = hashlib.sha256(str([(file.name, file.stat().st_mtime_ns) for file in sources]).encode()).hexdigest()[:16]
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    kept = Path(base) / "flyball" / f"completion-{state}.json"
+    with contextlib.suppress(OSError, ValueError):
+        known: Tree = json.loads(kept.read_text())
+        return known
+    from flyball.cli.commands import as_click
+
+    found = _described(as_click())
+    with contextlib.suppress(OSError):  # nowhere to keep it: it is as right, and slower
+        _keep(kept, json.dumps(found))
+    return found
+
+
+def _keep(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for old in file.parent.glob("completion-*.json"):
+        old.unlink(missing_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    with os.fdopen(descriptor, "w") as out:
+        out.write(text)
+    Path(temporary).rename(file)
+
+
+def _described(command: Any) -> Tree:  # noqa: ANN401 - click's classes move between packages, see `commands`
+    params = [param for param in command.params if not getattr(param, "hidden", False)]
+    options = [param for param in params if param.param_type_name == "option"]
+    return {
+        "help": (command.get_short_help_str(100) if command.name else ""),
+        "options": {
+            name: {
+                "help": param.help or "",
+                "value": not (param.is_flag or param.count),
+                "choices": _choices(param),
+            }
+            for param in options
+            for name in (*param.opts, *param.secondary_opts)
+        }
+        | {"--help": {"help": "show all options", "value": False, "choices": []}},
+        "arguments": [param.name for param in params if param.param_type_name == "argument"],
+        "commands": {name: _described(sub) for name, sub in getattr(command, "commands", {}).items() if not sub.hidden},
+    }
+
+
+def _choices(param: Any) -> list[str]:  # noqa: ANN401 - see above
+    """Of an option that takes one of some words; where typer keeps them depends on its release."""
+    given = getattr(getattr(param, "type", None), "choices", None)
+    if given is None:
+        annotation = getattr(getattr(param, "type_descriptor", None), "annotation", None)
+        for kind in get_args(annotation) or (annotation,):
+            if isinstance(kind, EnumType):
+                given = list(kind.__members__.values())
+    return [str(getattr(choice, "value", choice)) for choice in given or ()]

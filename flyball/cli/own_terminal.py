@@ -1,0 +1,201 @@
+"""The terminal of `flyball run`, for its workers: they get ones of the same size and kind, and what is typed or piped
+in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import stat
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+import msgspec
+
+from flyball.contracts.console_wish import (
+    BOTH,
+    CONTROL,
+    ERR,
+    FRAME,
+    INPUT,
+    MAX_INPUT_BYTES,
+    OUT,
+    SIZE,
+    WINDOW,
+    ConsoleWish,
+    console_folder,
+    wish_path,
+)
+from flyball.contracts.wire import encode
+from flyball.output_flags import Console
+
+LOOK_INTERVAL_S = 0.1  # at the size of the terminal; what is typed comes at once
+DRAIN_TIMEOUT_S = 2.0  # at the end, until the pumps have written everything down
+DRAIN_LOOK_S = 0.01
+TERMINAL_VARIABLES = ("TERM", "COLORTERM", "TERM_PROGRAM", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")
+
+
+def wish_of(
+    console: Console, nproc: int, environ: Mapping[str, str], *, out: TextIO, err: TextIO, one_rank: bool
+) -> ConsoleWish | None:
+    """What to ask for, given the streams that the ranks' output goes to; None if plain logs will do."""
+    here = (OUT if out.isatty() else 0) | (ERR if err.isatty() else 0)
+    terminal = tuple(here & console.raw(local_rank) for local_rank in range(nproc))
+    differ = any(console.raw(r) not in (0, BOTH) or console.prefixed(r) not in (0, BOTH) for r in range(nproc))
+    apart = differ or not _is_same(out, err)
+    piped = _piped()
+    if not any(terminal) and not apart and not piped:
+        return None
+    rows, columns = _size(out, err)
+    keyboard = one_rank and terminal[0] == BOTH and _has_keyboard()
+    environment = {name: environ[name] for name in TERMINAL_VARIABLES if name in environ}
+    return ConsoleWish(os.getpid(), terminal, apart, keyboard, piped, rows, columns, environment)
+
+
+def _is_same(out: TextIO, err: TextIO) -> bool:
+    return os.path.sameopenfile(out.fileno(), err.fileno())
+
+
+def _size(*streams: TextIO) -> tuple[int, int]:
+    """Rows and columns of the first that is a terminal."""
+    for stream in streams:
+        with contextlib.suppress(OSError):
+            size = os.get_terminal_size(stream.fileno())
+            return size.lines, size.columns
+    return 0, 0
+
+
+def _piped() -> str:
+    """The path of this process's stdin, for other processes, if it is a pipe or a file."""
+    try:
+        kind = os.fstat(0).st_mode
+    except OSError:  # it is closed
+        return ""
+    return f"/proc/{os.getpid()}/fd/0" if stat.S_ISFIFO(kind) or stat.S_ISREG(kind) else ""
+
+
+def _has_keyboard() -> bool:
+    """Whether what is typed is for this process: one in the background that asked for it would be stopped."""
+    try:
+        return os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
+
+
+class OwnTerminal:
+    """Keeps the wish up to date, and sends the pumps of the job the size of the terminal and what is typed."""
+
+    def __init__(self, host_dir: Path, job: str, wish: ConsoleWish) -> None:
+        self._folder = console_folder(host_dir, job)
+        self._path = wish_path(host_dir, job)
+        self._wish = wish
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """While entered the workers have it."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._write_wish()
+        with _keys_at_once() if self._wish.keyboard else contextlib.nullcontext():
+            self._thread.start()
+            try:
+                yield
+            finally:
+                self._stop.set()
+                self._thread.join()
+                self._path.unlink(missing_ok=True)
+
+    def drain(self) -> None:
+        """Wait until the pumps have written down what the workers wrote, for a moment at most."""
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        while self._pumps() and time.monotonic() < deadline:
+            time.sleep(DRAIN_LOOK_S)
+
+    def _run(self) -> None:
+        typing = self._wish.keyboard
+        while not self._stop.is_set():
+            if typing and _has_keyboard():
+                ready, _, _ = select.select([0], [], [], LOOK_INTERVAL_S)
+                if ready:
+                    keys = os.read(0, MAX_INPUT_BYTES)
+                    typing = bool(keys)  # else the terminal is gone
+                    self._send(INPUT, keys)
+            else:
+                self._stop.wait(LOOK_INTERVAL_S)
+            self._follow_size()
+
+    def _follow_size(self) -> None:
+        rows, columns = _size(sys.stdout, sys.stderr)
+        if (rows, columns) == (self._wish.rows, self._wish.columns) or not rows:
+            return
+        self._wish = msgspec.structs.replace(self._wish, rows=rows, columns=columns)
+        self._write_wish()  # for the generations that follow
+        self._send(WINDOW, SIZE.pack(rows, columns))
+
+    def _send(self, kind: bytes, body: bytes) -> None:
+        for pipe in self._pumps():
+            with contextlib.suppress(OSError):  # the pump ended, or is dead
+                descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+                try:
+                    os.write(descriptor, FRAME.pack(kind, len(body)) + body)
+                finally:
+                    os.close(descriptor)
+
+    def _pumps(self) -> list[Path]:
+        """The pipes to the pumps that live."""
+        return [pipe for pipe in self._folder.glob(f"g*/{CONTROL}") if _is_read(pipe)]
+
+    def _write_wish(self) -> None:
+        fresh = self._path.with_suffix(".new")
+        fresh.write_bytes(encode(self._wish))
+        fresh.rename(self._path)
+
+
+def _is_read(pipe: Path) -> bool:
+    try:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _keys_at_once() -> Iterator[None]:
+    """While entered the terminal passes each key on and shows none: the worker's own terminal does what is to be done
+    with them. Ctrl-C, Ctrl-Z and Ctrl-\\ keep their meaning here."""
+    before = termios.tcgetattr(0)
+    passing = [*before]
+    passing[3] &= ~(termios.ICANON | termios.ECHO)
+    passing[6] = [*before[6]]
+    passing[6][termios.VMIN], passing[6][termios.VTIME] = 1, 0
+
+    def suspend(number: int, _frame: FrameType | None) -> None:
+        termios.tcsetattr(0, termios.TCSADRAIN, before)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)  # stops here, until SIGCONT
+        signal.signal(number, suspend)
+
+    def resume(_number: int, _frame: FrameType | None) -> None:
+        if _has_keyboard():
+            termios.tcsetattr(0, termios.TCSADRAIN, passing)
+
+    earlier = {
+        signal.SIGTSTP: signal.signal(signal.SIGTSTP, suspend),
+        signal.SIGCONT: signal.signal(signal.SIGCONT, resume),
+    }
+    termios.tcsetattr(0, termios.TCSADRAIN, passing)
+    try:
+        yield
+    finally:
+        if _has_keyboard():
+            termios.tcsetattr(0, termios.TCSADRAIN, before)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)

@@ -1,0 +1,73 @@
+"""What torchrun's flags say of the workers' output: which streams of which ranks reach the terminal, and how. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from string import Template
+
+import msgspec
+
+from flyball.contracts.console_wish import BOTH
+from flyball.contracts.errors import UsageError
+
+ALL_RANKS = -1
+PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+
+
+class Console(msgspec.Struct, frozen=True):
+    """Which streams of which local ranks are shown, as torchrun would."""
+
+    only: tuple[int, ...] = ()  # (): all
+    redirects: Mapping[int, int] = {}  # local rank, or ALL_RANKS -> streams that go to the log alone
+    tee: Mapping[int, int] = {}  # likewise -> streams that are shown line by line, each line with a prefix
+    prefix: str = ""  # template of that prefix; '': torchrun's
+
+    def raw(self, local_rank: int) -> int:
+        """The streams of this rank that are shown byte by byte."""
+        return BOTH & ~(_of(self.redirects, local_rank) | _of(self.tee, local_rank)) if self._is_on(local_rank) else 0
+
+    def prefixed(self, local_rank: int) -> int:
+        """The streams of this rank that are shown in whole lines with a prefix."""
+        return _of(self.tee, local_rank) if self._is_on(local_rank) else 0
+
+    def shows(self, local_rank: int) -> int:
+        """The streams of this rank that are shown at all."""
+        return self.raw(local_rank) | self.prefixed(local_rank)
+
+    def line_prefix(self, *, rank: int, local_rank: int, role: str) -> bytes:
+        """What stands before each line of a stream that is shown with a prefix."""
+        template = self.prefix or "[${role_name}${local_rank}]:"
+        filled = Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)
+        return filled.encode(errors="replace")
+
+    def _is_on(self, local_rank: int) -> bool:
+        return not self.only or local_rank in self.only
+
+
+def _of(streams: Mapping[int, int], local_rank: int) -> int:
+    return streams.get(local_rank, streams.get(ALL_RANKS, 0))
+
+
+def parse_console(redirects: str, tee: str, local_ranks_filter: str, environ: Mapping[str, str]) -> Console:
+    """From the values of torchrun's flags. Raises UsageError."""
+    only: tuple[int, ...] = ()
+    if local_ranks_filter:
+        if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", local_ranks_filter):
+            raise UsageError(
+                f"--local-ranks-filter {local_ranks_filter} is not a list of ranks.",
+                hint="for example --local-ranks-filter 0,1",
+            )
+        only = tuple(int(part) for part in local_ranks_filter.split(","))
+    return Console(
+        only, _streams("--redirects", redirects), _streams("--tee", tee), prefix=environ.get(PREFIX_VARIABLE, "")
+    )
+
+
+def _streams(flag: str, text: str) -> dict[int, int]:
+    """torchrun's stream words: "0".."3" for all ranks, or RANK:WORD,..."""
+    if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text):
+        raise UsageError(f"{flag} {text} is not of the form 3 or 0:3,1:0.", hint="0 none, 1 stdout, 2 stderr, 3 both")
+    if ":" not in text:
+        return {ALL_RANKS: int(text)}
+    return {int(rank): int(word) for rank, word in (part.split(":") for part in text.split(","))}

@@ -1,0 +1,116 @@
+"""Copies what workers write to terminals and pipes into their logs: `python -I -S pump.py STATE_DIR ORDER`.
+
+A process of its own that outlives the daemon, in one file that imports nothing of ours, so that it is small and starts
+at once. It ends when all channels have: when nobody holds their other side any more. It never holds training up: what
+cannot be written is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import struct
+import sys
+import termios
+from pathlib import Path
+
+READ_SIZE_BYTES = 64 << 10
+ERR = 2
+FRAME = struct.Struct("<cH")  # as in flyball.contracts.console_wish
+SIZE = struct.Struct("<HH")
+
+
+class Channel:
+    """One end of a terminal or a pipe, and the log that its bytes go to."""
+
+    def __init__(self, descriptor: int, log: str, stream: int, is_terminal: bool) -> None:
+        self.descriptor = descriptor
+        self.is_terminal = is_terminal
+        self._log = _append_to(Path(log))
+        self._ranges = _append_to(Path(log).with_suffix(".stderr-ranges")) if stream == ERR else None
+        os.set_blocking(descriptor, False)
+
+    def copy(self) -> bool:
+        """Copy what is there; False at its end."""
+        try:
+            data = os.read(self.descriptor, READ_SIZE_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:  # of a terminal: nobody holds the other side
+            return False
+        if not data:
+            return False
+        with contextlib.suppress(OSError):  # a full disk costs output, not training
+            if self._ranges is not None:  # before the bytes: a reader that has them has this too
+                begin = os.lseek(self._log, 0, os.SEEK_END)
+                os.write(self._ranges, b"%d %d\n" % (begin, len(data)))
+            _write_all(self._log, data)
+        return True
+
+
+def _append_to(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+class Control:
+    """What the launching command sends: the size of its terminal, and what was typed."""
+
+    def __init__(self, path: str, channels: list[Channel], keyboard: bool) -> None:
+        self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # also a writer: it has no end
+        self._terminals = [channel.descriptor for channel in channels if channel.is_terminal]
+        self._keyboard = keyboard
+        self._held = b""
+
+    def obey(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._held += os.read(self.descriptor, READ_SIZE_BYTES)
+        while len(self._held) >= FRAME.size:
+            kind, length = FRAME.unpack_from(self._held)
+            end = FRAME.size + length
+            if len(self._held) < end:
+                return
+            body, self._held = self._held[FRAME.size : end], self._held[end:]
+            if kind == b"W" and length == SIZE.size:
+                self._resize(*SIZE.unpack(body))
+            elif kind == b"I" and self._keyboard and self._terminals:
+                with contextlib.suppress(OSError):  # its queue is full: nobody reads what is typed
+                    _write_all(self._terminals[0], body)
+
+    def _resize(self, rows: int, columns: int) -> None:
+        for descriptor in self._terminals:
+            with contextlib.suppress(OSError):
+                fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the end of the workers is its end
+    order = json.loads(sys.argv[2])
+    channels = {c["descriptor"]: Channel(**c) for c in order["channels"]}
+    control = Control(order["control"], list(channels.values()), order["keyboard"])
+    ready = select.poll()
+    for descriptor in (*channels, control.descriptor):
+        ready.register(descriptor, select.POLLIN)
+    while channels:
+        for descriptor, _ in ready.poll():
+            if descriptor == control.descriptor:
+                control.obey()
+            elif not channels[descriptor].copy():
+                ready.unregister(descriptor)
+                del channels[descriptor]
+    with contextlib.suppress(OSError):
+        Path(order["control"]).unlink()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

@@ -1,0 +1,38 @@
+"""Starts the process of a spawner. Light to import: the daemon does that first, and imports its own parts while
+torch is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from flyball.process_title import TITLE_ROOM
+from host_daemon.processes import launch
+
+
+class StartedSpawner(NamedTuple):
+    """A spawner that imports torch, and ends when `control` is closed."""
+
+    pid: int
+    control: socket.socket
+    environment: Mapping[str, str]
+
+
+def start_spawner(*, environment: Mapping[str, str], log_path: Path, state_dir: Path) -> StartedSpawner:
+    """Raises OSError."""
+    ours, theirs = socket.socketpair()
+    with contextlib.ExitStack() as undo:
+        undo.callback(ours.close)
+        with theirs:
+            pid = launch(
+                [sys.executable, "-P", "-m", "host_daemon.spawner", "--state-dir", str(state_dir), TITLE_ROOM],
+                environment=environment,
+                log_path=log_path,
+                descriptor=theirs.fileno(),
+            )
+        undo.pop_all()
+    return StartedSpawner(pid, ours, environment)

@@ -1,0 +1,119 @@
+"""The API's answers about a state whose supervisor has ended: the same routes, on the same read models, without a port.
+Nothing is written."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any, NoReturn
+
+from fastapi import FastAPI
+from sqlalchemy import text
+
+from flyball.contracts.checkpoints import Lineage
+from flyball.contracts.clock import Clock
+from flyball.contracts.cluster import Again, JobSpec, JobState
+from flyball.contracts.errors import Conflict, StateVersionMismatch
+from services.api import problems
+from services.api.goodput import GoodputReports
+from services.api.routes import jobs, observations
+from services.runtime.paging import Page
+from services.runtime.wakeup import LocalWakeup
+from services.store.database import Database
+from services.store.events import SqlEventLog
+from services.store.lease import leader
+from services.store.left_state import LAST_SIGN_SQL, revisions
+from services.store.read_models import ReadModels
+
+Json = dict[str, Any]
+INTERRUPTED = "interrupted"
+_FIRST = Page()
+
+
+def check_schema(db: Database) -> None:
+    """Raise StateVersionMismatch unless the database has this release's schema; it is not brought up to it."""
+    with db.read() as connection:
+        found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
+    known = revisions()
+    if found == known[-1]:
+        return
+    is_older = found in known
+    raise StateVersionMismatch(
+        f"The database {db.name} has schema {found}, and this release reads {known[-1]}.",
+        hint="a supervisor of this release brings it up to date: start one there"
+        if is_older
+        else "read it with the release of Flyball that wrote it, or a newer one",
+    )
+
+
+def supervisor_ended_at(db: Database, *, is_known_dead: bool) -> float | None:
+    """When the supervisor gave its last sign of life; None while one leads."""
+    with db.read() as connection:
+        if not is_known_dead and leader(connection):
+            return None
+        return max(filter(None, connection.execute(text(LAST_SIGN_SQL)).one()), default=None)
+
+
+class LeftReads(ReadModels):
+    """Jobs that had not ended when their supervisor did are `interrupted`: nobody knows more of them."""
+
+    def __init__(self, db: Database, ended_at: float | None) -> None:
+        super().__init__(db)
+        self._ended_at = ended_at
+
+    def jobs(self, page: Page = _FIRST, *, open_only: bool = False) -> list[Json]:
+        return [self._marked(job) for job in super().jobs(page, open_only=open_only)]
+
+    def job(self, name: str) -> Json:
+        return self._marked(super().job(name))
+
+    def _marked(self, job: Json) -> Json:
+        if self._ended_at is None or JobState(job["state"]).ended:
+            return job
+        at = datetime.fromtimestamp(self._ended_at, UTC)
+        was = "running" if job["state"] == JobState.RUNNING else "waiting for hosts"
+        return job | {
+            "state": INTERRUPTED,
+            "recorded_state": job["state"],
+            "message": f"was {was} when its supervisor ended at {at:%H:%M:%S} UTC",
+            "since": self._ended_at,
+            "supervisor_ended_at": self._ended_at,
+        }
+
+
+class _Ended:
+    """What would change a job: nobody is there to do it."""
+
+    def submit(
+        self, spec: JobSpec, now: float, again: Again = Again.NO, *, ended_at: float | None, run: str, adopted: Lineage
+    ) -> bool:
+        _refuse()
+
+    def request_stop(self, job: str, now: float) -> None:
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise Conflict("The supervisor of this state does not run, so nothing can be asked of it.", hint="`flyball ls`")
+
+
+class _StoppedClock:
+    """The wall clock stands where the supervisor ended: what came after is not known, and no loss."""
+
+    def __init__(self, clock: Clock, ended_at: float) -> None:
+        self.monotonic_s = clock.monotonic_s
+        self._ended_at = ended_at
+
+    def wall_s(self) -> float:
+        return self._ended_at
+
+
+def left_state_app(db: Database, clock: Clock, *, ended_at: float | None) -> FastAPI:
+    """The application. `ended_at`: when the supervisor did; None if one runs, elsewhere, on the same database."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    problems.install(app)
+    clock = clock if ended_at is None else _StoppedClock(clock, ended_at)
+    reads = LeftReads(db, ended_at)
+    goodput = GoodputReports(events=SqlEventLog(db), reads=reads, clock=clock)
+    app.include_router(jobs.router(_Ended(), reads, LocalWakeup(), clock))
+    app.include_router(observations.router(reads, goodput))
+    return app

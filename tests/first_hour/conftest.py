@@ -1,0 +1,40 @@
+"""Tests of a user's first hour: each is marked, and has the user's machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))  # tests are no packages: the modules beside this one are found by path
+pytest.register_assert_rewrite("users_machine")
+
+from users_machine import Installation, User, install_once, new_home  # noqa: E402 - found by the path above
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.first_hour)
+
+
+@pytest.fixture(scope="session")
+def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    """The user's environment with the wheel in it; made once, however many processes run the tests."""
+    root = tmp_path_factory.getbasetemp()
+    return install_once(root.parent if root.name.startswith("popen-") else root)
+
+
+@pytest.fixture
+def user(installation: Installation) -> Iterator[User]:
+    """A user with a home of his own. Nothing of his may be left running, and no shared memory."""
+    with new_home() as home:
+        somebody = User(installation, home)
+        try:
+            yield somebody
+        finally:
+            left = somebody.end_all()
+        assert left == []
+        assert somebody.shared_memory() == []

@@ -1,0 +1,359 @@
+"""The same command goes on from where it was, however it ended: real processes, real signals, real disks."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from own_processes import processes_of
+
+TIMEOUT_S = 300.0
+JOB = "gpt"
+NUMBERS = 50_000  # of a rank's state: 400 kB
+TRAINER = f"""
+import itertools, os, pathlib, time
+import torch
+import flyball
+
+job = flyball.attach()
+state = {{"x": torch.full(({NUMBERS},), 0.5 + job.rank, dtype=torch.float64)}}
+begin = job.restore(state)
+seen = open(f"rank{{job.rank}}.txt", "a", buffering=1)
+for step in itertools.count(begin):
+    if job.rank == 0 and os.path.exists("bug"):
+        raise ValueError("boom")
+    state["x"].mul_(1.0001).add_(step)
+    job.step(step)
+    job.save(step, state)
+    seen.write(f"{{job.generation}} {{step}} {{state['x'][0].item().hex()}}\\n")
+    time.sleep(0.02)
+    if os.path.exists("enough"):
+        break
+job.close()
+"""
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder for the script and all state; afterwards no process of it is left."""
+    with tempfile.TemporaryDirectory(prefix="fb-") as name:
+        folder = Path(name)
+        (folder / "shm").mkdir()
+        (folder / "train.py").write_text(TRAINER)
+        try:
+            yield folder
+        finally:
+            left = processes_of(folder)
+            for process in left:
+                process.kill()
+        assert left == []
+
+
+class Run:
+    """One `flyball run` of the trainer, with its output."""
+
+    def __init__(self, place: Path, *arguments: str, cwd: Path | None = None, job: str = JOB) -> None:
+        base = {k: v for k, v in os.environ.items() if not k.startswith(("FLYBALL_", "PET_", "TORCHELASTIC_", "OMP_"))}
+        self.place = place
+        self.log = place / f"out{time.monotonic_ns()}"
+        self.words = arguments or ("--job", job, "--nproc-per-node", "2", "train.py")
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "flyball.cli.main", "run", *self.words],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=cwd or place,
+                env=base | {"FLYBALL_STATE_DIR": str(place / "s"), "FLYBALL_SHM_DIR": str(place / "shm")},
+            )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def steps_on(self, more: int = 10) -> None:
+        """Wait until every rank made that many steps more."""
+        begun = {rank: len(steps(self.place, rank)) for rank in (0, 1)}
+        self.wait_for(lambda: all(len(steps(self.place, r)) >= n + more for r, n in begun.items()), "steps")
+
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < deadline, f"{what} did not happen: {self.text}"
+            time.sleep(0.02)
+
+    def end(self) -> int:
+        try:
+            return self.process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(self.text) from None
+
+    def send(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        return self.end()
+
+    def succeed(self) -> None:
+        (self.place / "enough").touch()
+        assert self.end() == 0, self.text
+        (self.place / "enough").unlink()
+
+    def kill_everything(self) -> None:
+        """kill -9 to the command, then to all else, until nothing of it is left."""
+        self.process.kill()
+        self.process.wait()
+        deadline = time.monotonic() + TIMEOUT_S
+        while left := processes_of(self.place):
+            assert time.monotonic() < deadline
+            for process in left:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    continue
+            time.sleep(0.01)
+
+
+def steps(place: Path, rank: int) -> list[tuple[int, int, str]]:
+    """(generation, step, value) of every step that the rank made, in order."""
+    file = place / f"rank{rank}.txt"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [(int(g), int(s), value) for g, s, value in (line.split() for line in lines)]
+
+
+def check_values(place: Path) -> None:
+    """Every step had the value that it has without an interruption, to the last bit."""
+    import torch
+
+    for rank in (0, 1):
+        seen = steps(place, rank)
+        x = torch.full((1,), 0.5 + rank, dtype=torch.float64)
+        right = []
+        for step in range(max(step for _, step, _ in seen) + 1):
+            x.mul_(1.0001).add_(step)
+            right.append(x.item().hex())
+        assert [(step, value) for _, step, value in seen] == [(step, right[step]) for _, step, _ in seen]
+
+
+def first_step_of_the_last_generation(place: Path, rank: int = 0) -> int:
+    last = steps(place, rank)[-1][0]
+    return next(step for generation, step, _ in steps(place, rank) if generation == last)
+
+
+def said_step(text: str, pattern: str) -> int:
+    found = re.search(pattern, text)
+    assert found, text
+    return int(found[1])
+
+
+def slots(place: Path) -> list[Path]:
+    return list((place / "shm").iterdir())
+
+
+ON_DISK = rf"step (\d+) of job {JOB} is in .*checkpoints \(verified\); go on with: flyball run --resume {JOB}\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_job_goes_on_from_disk(place: Path, number: signal.Signals) -> None:
+    run = Run(place)
+    run.steps_on()
+    assert run.send(number) == 128 + number, run.text
+    saved = said_step(run.text, ON_DISK)
+    assert f"checkpoints go to {place / 's' / 'jobs' / JOB / 'checkpoints'} every 10 minutes" in run.text
+    assert saved >= 8
+    assert slots(place) == [], "the memory is free again"
+    again = Run(place)
+    again.steps_on()
+    again.succeed()
+    assert f"going on from step {saved} (disk, verified), written by the run that was stopped at " in again.text
+    assert first_step_of_the_last_generation(place) == saved + 1
+    check_values(place)
+    assert slots(place) == []
+    assert not (place / "s" / "jobs" / JOB / "checkpoints").exists(), "what nobody asked for goes at success"
+    anew = Run(place)
+    anew.steps_on(1)
+    anew.succeed()
+    assert "going on" not in anew.text
+    assert first_step_of_the_last_generation(place) == 0
+
+
+def test_a_job_that_failed_leaves_its_newest_step_on_disk(place: Path) -> None:
+    words = ("--job", JOB, "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
+    run = Run(place, *words)
+    run.steps_on()
+    (place / "bug").touch()
+    assert run.end() == 1, run.text
+    saved = said_step(run.text, ON_DISK)
+    assert saved >= 8
+    assert slots(place) == []
+    (place / "bug").unlink()
+    again = Run(place, *words)
+    again.steps_on(5)
+    again.succeed()
+    assert f"going on from step {saved} (disk, verified), written by the run that failed at " in again.text
+    assert first_step_of_the_last_generation(place) == saved + 1
+    check_values(place)
+
+
+def test_after_a_kill_of_everything_the_memory_serves(place: Path) -> None:
+    run = Run(place)
+    run.steps_on()
+    run.kill_everything()
+    seen = min(steps(place, rank)[-1][1] for rank in (0, 1))
+    again = Run(place)
+    again.steps_on(5)
+    said = said_step(again.text, r"going on from step (\d+) \(memory, verified\), written by a run that was killed")
+    assert said >= seen - 2, "the step whose save was under way, and the one before it"
+    assert first_step_of_the_last_generation(place) >= said + 1
+    again.succeed()
+    check_values(place)
+
+
+DISK = ("--job", JOB, "--nproc-per-node", "2", "--local-ckpt-dir", "disk", "--local-ckpt-interval", "5", "train.py")
+
+
+def complete_on_disk(place: Path) -> list[int]:
+    found = [{int(p.parent.name[4:]) for p in (place / "disk").rglob(f"rank{rank}.manifest")} for rank in (0, 1)]
+    return sorted(found[0] & found[1])
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_after_a_reboot_the_disk_serves_and_a_torn_step_does_not(place: Path, torn: bool) -> None:
+    run = Run(place, *DISK)
+    run.wait_for(lambda: len(complete_on_disk(place)) >= 2, "two steps on the disk")
+    run.kill_everything()
+    for segment in slots(place):
+        segment.unlink()
+    older, newest = complete_on_disk(place)[-2:]
+    if torn:
+        (shard,) = (place / "disk").rglob(f"step{newest}/rank1.safetensors")
+        with shard.open("r+b") as file:
+            file.seek(-100, os.SEEK_END)
+            file.write(b"\xff" * 50)
+    again = Run(place, *DISK)
+    again.steps_on(5)
+    expected = older if torn else newest
+    assert f"going on from step {expected} (disk, verified)" in again.text
+    assert first_step_of_the_last_generation(place) == expected + 1
+    again.succeed()
+    check_values(place)
+    assert complete_on_disk(place), "a folder that the user named is kept"
+
+
+def test_fresh_begins_anew_and_says_what_goes(place: Path) -> None:
+    run = Run(place)
+    run.steps_on()
+    run.send(signal.SIGINT)
+    saved = said_step(run.text, ON_DISK)
+    fresh = Run(place, "--fresh", *run.words)
+    fresh.steps_on(3)
+    assert f"starting anew; step {saved} of the run before is removed" in fresh.text
+    assert first_step_of_the_last_generation(place) == 0
+    fresh.succeed()
+    check_values(place)
+
+
+def test_an_earlier_run_is_resumed_by_its_name_from_anywhere(place: Path) -> None:
+    elsewhere = place / "elsewhere"
+    elsewhere.mkdir()
+    unknown = Run(place, "--resume", "nobody", cwd=elsewhere)
+    assert unknown.end() == 16 or "There is no earlier run of job nobody" in unknown.text
+    run = Run(place)
+    run.steps_on()
+    busy = Run(place, "--resume", JOB, cwd=elsewhere)
+    assert busy.end() != 0
+    assert f"Job {JOB} is still running" in busy.text
+    run.send(signal.SIGINT)
+    saved = said_step(run.text, ON_DISK)
+    again = Run(place, "--resume", JOB, cwd=elsewhere)
+    again.steps_on(3)
+    again.send(signal.SIGINT)
+    assert f"going on from step {saved} " in again.text
+    newest = Run(place, "--resume", cwd=elsewhere)
+    newest.steps_on(3)
+    newest.succeed()
+    check_values(place)
+
+
+def test_the_same_command_twice_at_once_is_two_jobs(place: Path) -> None:
+    run = Run(place)
+    run.steps_on(2)
+    other = Run(place)
+    other.wait_for(lambda: "status page" in other.text, "the start of the other one")
+    assert f"job {JOB} is running already; this is another one, {JOB}-2" in other.text
+    other.send(signal.SIGINT)
+    run.steps_on(2)
+    run.succeed()
+
+
+def test_what_the_disk_cannot_take_stays_in_memory(place: Path) -> None:
+    disk = place / "s" / "jobs" / JOB / "checkpoints"
+    disk.mkdir(parents=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=128k", "none", disk], check=False, capture_output=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        run = Run(place)
+        run.steps_on()
+        assert run.send(signal.SIGINT) == 130
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+    saved = said_step(
+        run.text, rf"step (\d+) of job {JOB} stays in the memory of this machine, and could not be written"
+    )
+    assert slots(place) != []
+    again = Run(place)
+    again.steps_on(3)
+    assert f"going on from step {saved} (memory, verified)" in again.text
+    again.succeed()
+    assert slots(place) == []
+    check_values(place)
+
+
+def test_a_second_ctrl_c_ends_at_once_and_keeps_the_memory(place: Path) -> None:
+    run = Run(place)
+    run.steps_on()
+    for process in processes_of(place):  # an engine that hangs: the end in order would take long
+        if "ckpt_engine" in " ".join(process.cmdline()) or "engine" in process.name():
+            process.suspend()
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for(lambda: "(again: at once)" in run.text, "the first signal is heard")
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130, run.text
+    assert "stays in the memory of this machine" in run.text
+    again = Run(place)
+    again.steps_on(3)
+    assert re.search(r"going on from step \d+ \(memory, verified\)", again.text), again.text
+    again.succeed()
+    check_values(place)
+
+
+def test_another_state_folder_goes_on_from_what_the_store_has(place: Path) -> None:
+    words = ("--job", JOB, "--nproc-per-node", "2", "--persistent-ckpt-dir", "store")
+    words = (*words, "--persistent-ckpt-interval", "5", "train.py")
+    run = Run(place, *words)
+    run.steps_on(20)
+    run.send(signal.SIGINT)
+    saved = said_step(run.text, rf"step (\d+) of job {JOB} is in .*store \(verified\)")
+    shutil.rmtree(place / "s")
+    again = Run(place, *words)
+    again.steps_on(3)
+    assert f"going on from step {saved} (persistent, verified), written by run 2" in again.text
+    assert first_step_of_the_last_generation(place) == saved + 1
+    again.send(signal.SIGINT)
+    more = Run(place, *words)
+    more.steps_on(3)
+    more.succeed()
+    assert "going on from step" in more.text
+    check_values(place)

@@ -1,0 +1,234 @@
+"""SIGTERM to `flyball run` on hosts of one job: a notice for that host, and the end of the job only for the last."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_servers import free_port
+
+from flyball.cli.client import ApiClient
+from flyball.contracts.errors import NotFound, Unreachable
+
+TOKEN = "a-token-for-this-test-only"
+DEADLINE_S = 180.0
+ENDED_BY_SIGNAL = (129, 130, 143)
+SCRIPT = """
+import os, time, torch, torch.distributed as dist
+import flyball
+dist.init_process_group("gloo")
+job = flyball.attach()
+state = {"step": -1}
+start = job.restore(state)
+print("starts", start, os.environ["RANK"], os.environ["FLYBALL_HOST_ID"], flush=True)
+for step in range(start, 100_000):
+    enough = torch.tensor([float(os.path.exists("enough"))])  # looked at by each, decided by all
+    dist.all_reduce(enough)
+    time.sleep(0.02)
+    state["step"] = step
+    job.step(step)
+    job.save(step, state)
+    if enough:
+        break
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+class Cluster:
+    """`flyball run` on several hosts of one machine, that meet at an address; each with its output in a file."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.address = f"127.0.0.1:{free_port()}"
+        self.runs: dict[str, subprocess.Popen[bytes]] = {}
+        self.api = ApiClient(f"http://{self.address}", TOKEN)
+        (place / "train.py").write_text(SCRIPT)
+        (place / "shm").mkdir()
+
+    def start(self, host: str, *, nnodes: str = "2", rank: int = 1) -> None:
+        base = {k: v for k, v in os.environ.items() if not k.startswith(("FLYBALL_", "PET_", "TORCHELASTIC_"))}
+        line = [
+            "run",
+            "--nnodes",
+            nnodes,
+            "--rdzv-endpoint",
+            self.address,
+            "--rdzv-id",
+            "pair",
+            "--node-rank",
+            str(rank),
+        ]
+        named = ("--state-dir", str(self.place / host), "train.py")
+        with (self.place / f"{host}.out").open("ab") as out:
+            self.runs[host] = subprocess.Popen(
+                [sys.executable, "-m", "flyball.cli.main", *line, "--host-id", host, *named],
+                stdout=out,
+                stderr=out,
+                cwd=self.place,
+                env=base | {"FLYBALL_SHM_DIR": str(self.place / "shm"), "FLYBALL_TOKEN": TOKEN},
+            )
+
+    def said(self, host: str) -> str:
+        return (self.place / f"{host}.out").read_text()
+
+    def until(self, what: str, condition: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever it found
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                found = condition()
+            except (NotFound, Unreachable):
+                found = None
+            if found:
+                return found
+            failed = [h for h, run in self.runs.items() if run.poll() not in (None, 0, *ENDED_BY_SIGNAL)]
+            assert time.monotonic() < deadline and not failed, "\n".join(
+                [what, *(f"--- {h}\n{self.said(h)}" for h in self.runs)]
+            )
+            time.sleep(0.1)
+
+    def job(self) -> dict[str, Any]:
+        return dict(self.api.get("/v1/jobs/pair"))
+
+    def hosts(self) -> set[str]:
+        return {rank["host_id"] for rank in self.job()["ranks"]}
+
+    def steps(self, count: int = 10) -> int:
+        """Wait until every rank of the newest generation is this much further than the job is now."""
+        past = int(self.job()["newest_step"]) + count
+        self.until(f"step {past}", lambda: min((rank["step"] for rank in self.job()["ranks"]), default=-1) >= past)
+        return past
+
+    def trains(self) -> None:
+        self.until("a supervisor with a job that trains", lambda: self.job()["newest_step"] >= 0)
+        self.steps()
+
+    def left_incident(self) -> dict[str, Any] | None:
+        """That of the host that left, once it is over."""
+        incidents = self.api.items("/v1/incidents")
+        return next((i for i in incidents if (i["cause"], i["state"]) == ("preemption_notice", "resolved")), None)
+
+    def terminate(self, *hosts: str, number: signal.Signals = signal.SIGTERM) -> None:
+        for host in hosts:
+            self.runs[host].send_signal(number)
+
+    def end(self, host: str) -> int:
+        try:
+            return self.runs[host].wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{host} does not end:\n{self.said(host)}") from None
+
+    def close(self) -> None:
+        for process in self.runs.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+        for process in self.runs.values():
+            try:
+                process.wait(60.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.api.close()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with tempfile.TemporaryDirectory(prefix="fb-") as name:
+        cluster = Cluster(Path(name))
+        try:
+            yield cluster
+        finally:
+            cluster.close()
+
+
+def test_one_host_with_a_spare_is_left_and_the_job_goes_on(cluster: Cluster) -> None:
+    cluster.start("h0", nnodes="2:3", rank=0)
+    cluster.start("h1", nnodes="2:3")
+    cluster.trains()
+    cluster.start("h2", nnodes="2:3")
+    cluster.until("a spare", lambda: {"h2"} & {h["host_id"] for h in cluster.api.items("/v1/hosts")})
+    assert cluster.hosts() == {"h0", "h1"}
+    cluster.terminate("h1")
+    assert cluster.end("h1") == 143
+    assert cluster.hosts() == {"h0", "h2"}
+    said = cluster.said("h1")
+    assert "SIGTERM: host h1 leaves job pair" in said and "host h1 left job pair, whose ranks are on h0, h2 now" in said
+    incident = cluster.until("the end of the incident", cluster.left_incident)
+    assert incident["lost_steps"] == 0, (incident, cluster.said("h0"))
+    cluster.steps()
+    assert cluster.job()["restarts_used"] == 0
+    (cluster.place / "enough").touch()
+    assert (cluster.end("h0"), cluster.end("h2")) == (0, 0)
+
+
+def test_one_host_without_a_spare_leaves_a_job_that_holds_for_one(cluster: Cluster) -> None:
+    cluster.start("h0", rank=0)
+    cluster.start("h1")
+    cluster.trains()
+    cluster.terminate("h1", number=signal.SIGHUP)
+    assert cluster.end("h1") == 129
+    assert "no host was free to take its ranks: the job holds after step" in cluster.said("h1")
+    assert cluster.job()["state"] == "running" and cluster.runs["h0"].poll() is None
+    saved = int(cluster.job()["newest_step"])
+    cluster.until("the hold", lambda: any("spare" in i["holding_for"] for i in cluster.api.items("/v1/incidents")))
+    cluster.start("h2")
+    cluster.until("the return", lambda: cluster.hosts() == {"h0", "h2"})
+    cluster.steps()
+    starts = [int(n) for n in re.findall(r"starts (\d+) \d h2", cluster.said("h2"))]
+    assert starts and starts[-1] == saved + 1, "the emergency checkpoint lost no step"
+    (cluster.place / "enough").touch()
+    assert (cluster.end("h0"), cluster.end("h2")) == (0, 0)
+
+
+def test_all_hosts_at_once_end_the_job_soon(cluster: Cluster) -> None:
+    cluster.start("h0", nnodes="2:3", rank=0)
+    cluster.start("h1", nnodes="2:3")
+    cluster.start("h2", nnodes="2:3")
+    cluster.trains()
+    cluster.terminate("h0", "h1", "h2")
+    assert [cluster.end(host) for host in ("h0", "h1", "h2")] == [143, 143, 143]
+    assert "stopping the job" in cluster.said("h0") + cluster.said("h1") + cluster.said("h2")
+    assert "job pair was stopped" in cluster.said("h0")
+    assert list((cluster.place / "shm").iterdir()) == []
+
+
+def test_the_host_of_the_supervisor_says_what_it_leaves_behind(cluster: Cluster) -> None:
+    cluster.start("h0", nnodes="2:3", rank=0)
+    cluster.start("h1", nnodes="2:3")
+    cluster.trains()
+    cluster.start("h2", nnodes="2:3")
+    cluster.until("a spare", lambda: {"h2"} & {h["host_id"] for h in cluster.api.items("/v1/hosts")})
+    cluster.terminate("h0")
+    assert cluster.end("h0") == 143
+    said = cluster.said("h0")
+    assert "host h0 left job pair, whose ranks are on h1, h2 now" in said
+    again = re.search(r"up again: (flyball up [^(]*) \(with the same FLYBALL_TOKEN\)", said)
+    assert again, said
+    assert cluster.runs["h1"].poll() is None
+    environment = dict(os.environ) | {"FLYBALL_TOKEN": TOKEN}
+    with (cluster.place / "up.out").open("wb") as out:
+        cluster.runs["up"] = subprocess.Popen(
+            [sys.executable, "-m", "flyball.cli.main", *again[1].split()[1:]], stdout=out, stderr=out, env=environment
+        )
+    cluster.until("the supervisor again", lambda: cluster.job()["state"] == "running")
+    cluster.steps()
+    (cluster.place / "enough").touch()
+    assert (cluster.end("h1"), cluster.end("h2")) == (0, 0)
+
+
+def test_a_persons_wish_ends_the_job_for_all(cluster: Cluster) -> None:
+    cluster.start("h0", rank=0)
+    cluster.start("h1")
+    cluster.trains()
+    cluster.terminate("h1", number=signal.SIGINT)
+    assert cluster.end("h1") == 130
+    assert cluster.end("h0") == 1 and "was stopped by an operator" in cluster.said("h0")

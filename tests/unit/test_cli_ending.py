@@ -1,0 +1,95 @@
+"""Memory outlives whatever goes wrong at the two ends of a command, and a place that cannot be read is not empty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from flyball.cli import run as command
+from flyball.cli.beginning import begin, record_of
+from flyball.cli.ending import Ending
+from flyball.cli.going_on import open_jobs
+from flyball.cli.host_process import HostProcess
+from flyball.cli.places import Connection
+from flyball.cli.runs import RECORD, RunFolder, take
+from flyball.cli.signals import EndSignals
+from flyball.contracts.checkpoints import CheckpointSpec
+from flyball.contracts.cluster import Again, JobSpec
+from flyball.contracts.errors import Unreachable
+from flyball.contracts.segments import shm_prefix
+from flyball.launcher import RunRequest
+from services.store.database import Database, migrate
+from services.store.job_store import SqlJobStore
+
+JOB = "train"
+ARGV = ("train.py",)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[RunFolder]:
+    folder = take(JOB, {"FLYBALL_STATE_DIR": str(tmp_path / "s")})
+    yield folder
+    folder.close()
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> JobSpec:
+    checkpoint = CheckpointSpec(persistent_dir=str(tmp_path / "store"), persistent_every_steps=5)
+    return JobSpec(JOB, ("train.py",), "/", 1, 1, checkpoint=checkpoint)
+
+
+def daemon_of(home: RunFolder) -> HostProcess:
+    return HostProcess(host_id="here", state_dir=home.host, supervisor_url="http://127.0.0.1:1", token_file=home.path)
+
+
+def test_a_daemon_that_cannot_start_takes_no_memory_with_it(
+    home: RunFolder, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLYBALL_SHM_DIR", str(tmp_path))
+    segment = Path(shm_prefix(str(home.host.resolve()), str(tmp_path)) + f".{JOB}.r0.s0")
+    segment.write_bytes(b"the newest step")
+    (home.path / "host.daemon.out").mkdir()
+    connection = Connection("http://127.0.0.1:1", "token", home.path)
+    with pytest.raises(IsADirectoryError), ExitStack() as stack:
+        command._start_daemon(RunRequest(ARGV), spec, connection, home.host, stack)
+    assert segment.exists()
+
+
+def test_a_disk_that_takes_no_record_does_not_keep_the_end_from_being_looked_at(
+    home: RunFolder, spec: JobSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon = daemon_of(home)
+    (home.path / RECORD).mkdir()
+    record = record_of(RunRequest(ARGV), spec, ("train.py",), host_id="here")
+    with EndSignals(()) as signals:
+        Ending(home, spec, record, daemon, signals, environ={}).run()
+    assert "the end of the job could not be written" in capsys.readouterr().err
+    assert not daemon.keeps_segments, "it has left nothing"
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_store_that_cannot_be_read_is_no_reason_to_begin_anew(
+    home: RunFolder, spec: JobSpec, tmp_path: Path, fresh: bool
+) -> None:
+    (home.path / "supervisor").mkdir()
+    database = Database(f"sqlite:///{home.path / 'supervisor' / 'flyball.sqlite'}")
+    migrate(database)
+    SqlJobStore(database).submit(spec, 1_800_000_000.0)
+    database.close()
+    with open_jobs(home.path) as jobs:
+        assert jobs is not None
+        past = jobs.past(JOB)
+    assert past is not None
+    place = tmp_path / "store" / JOB / past.run
+    place.parent.mkdir(parents=True)
+    place.symlink_to(place.name)  # as a mount that is stuck: listing it fails
+    request = RunRequest(ARGV, fresh=fresh)
+    if fresh:
+        assert begin(request, spec, home, host_id="here", environ={}, check=lambda: None).again is Again.FRESH
+        return
+    with pytest.raises(Unreachable, match="could not be looked at") as caught:
+        begin(request, spec, home, host_id="here", environ={}, check=lambda: None)
+    assert str(place) in caught.value.message

@@ -1,0 +1,87 @@
+"""What `flyball status` shows of many hosts, and of times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flyball.cli.status import _job_row, _show_hosts, _words
+
+NOW = 1_795_413_958.0  # 2026-11-23 06:05:58 UTC
+
+
+def host(number: int, state: str = "healthy", **more: object) -> dict[str, Any]:
+    return {
+        "host_id": f"host-{number:03}",
+        "state": state,
+        "since": NOW - 60,
+        "job": "llama",
+        "last_report_at": NOW - 1,
+        "address": f"10.0.0.{number}",
+        "failure_domain": "rack-1",
+        "reason": "it reported",
+    } | more
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def shown(
+    capsys: pytest.CaptureFixture[str],
+    hosts: list[dict[str, Any]],
+    *,
+    everything: bool = False,
+    ended_at: float | None = None,
+) -> str:
+    _show_hosts(hosts, NOW, everything=everything, ended_at=ended_at)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    return out
+
+
+def test_few_hosts_are_shown_with_how_long_ago_they_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, [host(1), host(2, last_report_at=NOW - 200)])
+    assert "host-001" in out and "1.0 s ago" in out and "3 min 20 s ago" in out
+
+
+def test_of_many_hosts_only_those_that_are_not_well(capsys: pytest.CaptureFixture[str]) -> None:
+    many = [host(n) for n in range(100)]
+    assert shown(capsys, many).strip() == "100 hosts: 100 healthy (--hosts shows them)"
+    many[7] = host(7, "silent", reason="no report")
+    many[9] = host(9, drain={"state": "requested"})
+    out = shown(capsys, many)
+    assert "100 hosts: 99 healthy, 1 silent; not well are" in out
+    assert "host-007" in out and "host-009" in out and "host-008" not in out
+    assert "host-008" in shown(capsys, many, everything=True)
+
+
+def test_of_a_state_that_was_left_the_moment_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Hosts, when their supervisor ended at 06:04:58 UTC" in shown(capsys, [host(1)], ended_at=NOW - 60)
+
+
+def test_a_job_has_its_times() -> None:
+    job = {
+        "job": "llama",
+        "state": "running",
+        "message": "",
+        "submitted_at": NOW - 3_700,
+        "started_at": NOW - 3_600,
+        "since": NOW - 3_600,
+        "newest_step": 41,
+        "last_step_at": NOW - 2,
+        "step_s": 0.25,
+        "restart_count": 1,
+        "restarts_used": 1,
+        "spec": {"max_restarts": 3},
+        "loss": {"value": 0.5, "step": 41},
+    }
+    row = ["llama", "running", "1 h", "05:05:58", 41, "0.5", "2.0 s ago", "0.25 s", "1 (1 of 3 used)"]
+    assert _job_row(job, NOW) == row
+    assert _words(job, NOW) == ""
+    ended = job | {"state": "failed", "ended_at": NOW - 60, "since": NOW - 60, "message": "ValueError"}
+    assert _words(ended, NOW) == "ended at 06:04:58 UTC, after 1 h: ValueError"
+    of_an_older_supervisor = {"job": "a", "state": "running", "submitted_at": NOW - 5, "newest_step": -1}
+    assert _job_row(of_an_older_supervisor, NOW)[3:7] == ["06:05:53", None, None, "-"]
