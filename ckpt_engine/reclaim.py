@@ -105,32 +105,6 @@ def _remove(prefix: str, memory: RankMemory, *, known_jobs: Callable[[], Collect
         os.close(descriptor)
 
 
-def _remove_unfinished(prefix: str) -> None:
-    """Files that a killed process was making. The lock tells of a maker in another pid namespace."""
-    for name, path in _files(prefix):
-        if not name.maker_pid or _is_running(name.maker_pid):
-            continue
-        try:
-            descriptor = segment_files.open_private(str(path))
-        except (FlyballError, OSError):  # finished or removed meanwhile; or another user's
-            continue
-        try:
-            if segment_files.try_lock(descriptor, str(path), fcntl.LOCK_EX):
-                path.unlink(missing_ok=True)
-        finally:
-            os.close(descriptor)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
-
-
 def _files(prefix: str) -> list[tuple[SegmentName, Path]]:
     folder = Path(prefix).parent
     names = ((parse_segment(prefix, path.name), path) for path in folder.iterdir())
@@ -159,7 +133,9 @@ class Reclaimer:
     def sweep(self) -> list[RankMemory]:
         """Remove what nobody needs; returns what was removed. What cannot be looked at (another layout, another user's)
         is logged and stays."""
-        _remove_unfinished(self._prefix)
+        for name, path in _files(self._prefix):
+            if name.maker_pid:
+                segment_files.remove_unfinished(str(path), name.maker_pid)
         removed: list[RankMemory] = []
         for memory in list_memory(self._prefix):
             if memory.job in self._known_jobs():

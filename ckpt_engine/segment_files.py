@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckpt_engine.memory_plan import readable_size
-from flyball.contracts.errors import ConfigurationError, MemoryTooSmall
+from flyball.contracts.errors import ConfigurationError, FlyballError, MemoryTooSmall
 from flyball.contracts.segments import SegmentName, parse_segment
 
 _UNFINISHED = ".new."  # and the pid of its maker
@@ -155,10 +155,36 @@ def remove(path: str) -> None:
     """Remove a segment if it is there, and what processes left that were killed while they made it: it holds memory."""
     Path(path).unlink(missing_ok=True)
     folder, name = os.path.split(path)
-    unfinished = re.compile(re.escape(name + _UNFINISHED) + "[0-9]+")  # and not another job whose name goes on so
+    unfinished = re.compile(re.escape(name + _UNFINISHED) + "([0-9]+)")  # and not another job whose name goes on so
     for entry in os.listdir(folder):  # noqa: PTH208 - names, not paths
-        if unfinished.fullmatch(entry):
-            Path(folder, entry).unlink(missing_ok=True)
+        if match := unfinished.fullmatch(entry):
+            remove_unfinished(f"{folder}/{entry}", int(match[1]))
+
+
+def remove_unfinished(path: str, maker_pid: int) -> None:
+    """Remove a file that a process was making when it was killed. One that a live process makes stays: whoever opens
+    segments begins as soon as the old ones lose their name. The lock shows a maker in another pid namespace."""
+    if _is_running(maker_pid):
+        return
+    try:
+        descriptor = open_private(path)
+    except (FlyballError, OSError):  # finished or removed meanwhile; or another user's
+        return
+    try:
+        if try_lock(descriptor, path, fcntl.LOCK_EX):
+            Path(path).unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:

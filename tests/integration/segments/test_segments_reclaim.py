@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine import control_file
+from ckpt_engine import control_file, segment_files
 from ckpt_engine.control_file import boot_time_ns, read_last_use, write_last_use
 from ckpt_engine.memory_plan import MemoryPlan
 from ckpt_engine.reclaim import Reclaimer, list_memory, remove_job
@@ -205,6 +205,17 @@ def test_what_a_killed_maker_left_goes_and_what_a_live_one_makes_stays(prefix: s
         Path(f"{base}.s0.new.{pid}").write_bytes(bytes(100))
     sweep(prefix)
     assert names(prefix) == [f"{Path(base).name}.s0.new.{os.getpid()}"]
+
+
+def test_removing_a_segment_leaves_what_a_live_process_is_making(prefix: str) -> None:
+    control = rank_segment(prefix, "job", 0) + ".ctl"
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    in_the_making = [Path(f"{control}.new.{pid}") for pid in (dead.pid, os.getpid())]
+    for path in in_the_making:
+        path.write_bytes(b"half")
+    segment_files.remove(control)
+    assert [path.exists() for path in in_the_making] == [False, True]
 
 
 def test_slots_without_a_control_segment_live_as_long_as_others(prefix: str) -> None:
