@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import msgspec
 import structlog
 
 from ckpt_engine import integrity
@@ -27,6 +26,7 @@ from ckpt_engine.peer_wire import TierNaming, TierReport
 from ckpt_engine.retention import reported_steps
 from ckpt_engine.slot_rules import MIN_SLOTS
 from ckpt_engine.slots import SlotState, SlotView
+from ckpt_engine.tier_retention import TierRetention
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.tiers.shard_names import ShardKey
 from ckpt_engine.tiers.shard_store import ShardStore
@@ -71,11 +71,9 @@ class DiskWriter:
         self._memory = memory
         self._disk = disk
         self._counters = counters
-        self._in_touch = in_touch
         self._on_failure = on_failure
         self._on_progress = on_progress
-        self._kept_in_touch: tuple[int, ...] = ()
-        self._told_in_touch: frozenset[int] = frozenset()
+        self._retention = TierRetention(generation, disk, rank=rank, counters=counters, in_touch=in_touch)
         self._scanned = False
         self._unreadable = ""  # why the folder, or a manifest, could not be read
         self._unread_until_s = 0.0
@@ -127,10 +125,8 @@ class DiskWriter:
             self._changed.notify_all()
 
     def told(self, steps: frozenset[int]) -> None:
-        """The supervisor is told that this rank has these steps. Does not block. Its answer covers them, however short
-        the touch: others may restore them from now on."""
-        if self._in_touch():
-            self._told_in_touch = steps
+        """The supervisor is told that this rank has these steps. Does not block."""
+        self._retention.told(steps)
 
     def captured(self, step: int) -> None:
         """The trainer's slot holds this step whole; it is about to be hashed. Does not block."""
@@ -195,8 +191,9 @@ class DiskWriter:
                 self._busy = True
             if step >= 0:
                 self._settle(step)
-            if prune and not self._generation.ended.is_set():  # what stays is the next generation's to say
-                self._prune()
+            naming = self._naming  # by now; what stays at the end of a generation is the next one's to say
+            if prune and naming is not None and not self._generation.ended.is_set():
+                self._retention.prune(naming)
 
     def _look(self) -> bool:
         """Find out what is in the folder; True when enough of it could be read."""
@@ -212,8 +209,7 @@ class DiskWriter:
         if unread and time.monotonic() < self._unread_until_s:
             self._tell_unreadable(unread[0])
             return False
-        # Until the supervisor was heard of: what an engine that was killed, or the generation before, kept in touch.
-        self._kept_in_touch = self._disk.sealed_steps(self._generation.lineage, or_unread=True)
+        self._retention.begin()
         with self._changed:
             self._scanned = True
         return True
@@ -385,35 +381,3 @@ class DiskWriter:
         with self._memory.using(self._rank) as entry:
             if entry is not None and not self._generation.ended.is_set():  # else the words are the next generation's
                 entry.segments.control.let_go(self._disk.tier, step, settled=settled)
-
-    def _prune(self) -> None:
-        """Make room. The shard that was written counts, whatever becomes of older ones.
-
-        Out of touch with the supervisor, another generation may be about to restore what all share: what was there when
-        the last prune in touch was through, or before that what this began with, stays, and what it was last told of in
-        touch. A touch that begins ends this as well: it may be told of what is about to go."""
-        naming = self._naming
-        if naming is None:
-            return
-        generation, shared = self._generation, self._disk.tier is Tier.PERSISTENT
-        in_touch = shared and self._in_touch()
-        if shared and not in_touch:
-            kept = {*naming.kept, *self._kept_in_touch, *self._told_in_touch}
-            naming = msgspec.structs.replace(naming, kept=tuple(sorted(kept)))
-        through = False
-        try:
-            if shared:  # rank 0's host has written them
-                self._disk.scan_worlds((generation.generation_of(step), step) for step in naming.kept)
-            through = self._disk.prune(
-                naming=naming,
-                lineage=generation.lineage,
-                ranks=generation.local_ranks if shared else None,
-                keep_every=self._policy.keep_every,
-                may_go_on=lambda: not generation.ended.is_set() and (not shared or self._in_touch() == in_touch),
-            )
-        except (FlyballError, OSError) as error:  # tried again after the next write
-            self._counters.add(f"{self._disk.tier}_prune_failures")
-            log.warning("disk_not_pruned", tier=str(self._disk.tier), rank=self._rank, reason=str(error))
-        if in_touch:
-            there = naming.kept if through else self._disk.sealed_steps(generation.lineage, or_unread=True)
-            self._kept_in_touch = there

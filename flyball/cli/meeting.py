@@ -1,4 +1,4 @@
-"""What hosts need that meet at a rendezvous address, as torchrun's do: a common secret, and a name for each."""
+"""How one host of several joins a supervisor, or meets the others at a rendezvous address as torchrun's hosts do."""
 
 from __future__ import annotations
 
@@ -6,18 +6,122 @@ import fcntl
 import hashlib
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from flyball.cli import this_host
+import msgspec
+
+from flyball.cli import job_logs, this_host
+from flyball.cli.beginning import begin_at, say_where_it_goes
+from flyball.cli.embedded import KeptSupervisor
+from flyball.cli.host_end import say_what_is_kept, settle_memory
+from flyball.cli.host_leave import HostLeave, is_there
 from flyball.cli.messages import say
-from flyball.cli.places import state_root
-from flyball.contracts.errors import ConfigurationError
+from flyball.cli.places import Connection, make_state_dir, state_root
+from flyball.cli.runs import take
+from flyball.cli.session import Session, client_of, start_daemon
+from flyball.cli.signals import EndSignals
+from flyball.contracts.cluster import JobSpec
+from flyball.contracts.errors import ConfigurationError, NotFound, PortInUse, Unreachable
 from flyball.launcher import RunRequest
+from services.runtime.listener import bind_listener
 
 TRUSTED_VARIABLE = "FLYBALL_TRUSTED_NETWORK"
 MAX_NODES_HERE = 64
+RENDEZVOUS_TIMEOUT_S = 300.0
+RENDEZVOUS_RETRY_S = 0.5
+
+
+def join(request: RunRequest, spec: JobSpec, connection: Connection, stack: ExitStack) -> Session:
+    """A cluster's supervisor; this host joins it unless it has."""
+    name = request.host_id or this_host.host_id()
+    with client_of(connection) as client:
+        try:
+            joined = is_there(client.get(f"/v1/hosts/{name}"))
+        except NotFound:
+            joined = False
+        spec, submission = begin_at(client, request, spec)
+    if joined:
+        say(f"host {name} has joined {connection.url} already")
+        for variable in request.engine_environment:
+            say(f"{variable}: not used: the engine of {name} has its settings from `flyball host`")
+        session = Session(connection, None, HostLeave(spec, name, None))
+        session.spec, session.submission = spec, submission
+        session.host_dir = job_logs.daemon_dir(name, connection.url)
+        if session.host_dir:
+            say(f"logs in {Path(spec.log_dir or session.host_dir / 'logs') / spec.job}")
+            say_where_it_goes(spec.checkpoint, session.host_dir)
+        stack.callback(lambda: say_what_is_kept(spec, session.state, name, session.host_dir, again=session.again))
+        return session
+    folder = make_state_dir(Path(request.state_dir) if request.state_dir else state_root(os.environ) / "hosts" / name)
+    daemon = start_daemon(request, spec, connection, folder, stack)
+    say(f"host {name} joins {connection.url}")
+    say_where_it_goes(spec.checkpoint, folder.resolve())
+    leave = HostLeave(spec, name, daemon)
+    session = Session(connection, daemon, leave)
+    stack.callback(lambda: settle_memory(daemon, spec, session.state, has_left=leave.has_left, again=session.again))
+    session.spec, session.submission = spec, submission
+    return session
+
+
+def meet(request: RunRequest, spec: JobSpec, stack: ExitStack, signals: EndSignals) -> Session:
+    """Several hosts without a running supervisor: it comes up where the rendezvous address is, the others join it."""
+    token = common_token(request, os.environ)
+    request = msgspec.structs.replace(request, host_id=claim_host_id(request, os.environ, stack))
+    host, _, port = request.rendezvous.rpartition(":")
+    url = f"http://{request.rendezvous}"
+    connection = Connection(url, token, None)
+    supervisor: KeptSupervisor | None = None
+    here = request.node_rank == 0 if request.node_rank is not None else this_host.is_here(host)
+    if here:
+        address = this_host.listen_address(host)
+        try:  # before the job's folder is taken: that is for one node of this machine
+            listener = bind_listener(address, int(port))
+        except PortInUse:
+            if request.node_rank == 0:
+                raise
+            here = False  # another run on this machine was first
+    if here:
+        folder = make_state_dir(_folder_of_meeting(request, stack) / "supervisor")
+        supervisor = KeptSupervisor(folder, host=address, token=token, listener=listener)
+        stack.callback(supervisor.stop)
+        supervisor.start()
+        say(f"supervisor of job {request.job} at {url}")
+        if not this_host.is_loopback_name(host):
+            say("no TLS between the hosts: whoever listens on their network can read the token")
+    else:
+        _await_supervisor(connection, signals)
+    session = join(request, spec, connection, stack)
+    session.supervisor = supervisor if here else None
+    if here and session.leave is not None:
+        session.leave.keeps_supervisor(host.strip("[]"), port, folder)
+    session.linger = here
+    return session
+
+
+def _folder_of_meeting(request: RunRequest, stack: ExitStack) -> Path:
+    if request.state_dir:
+        return Path(request.state_dir)
+    home = take(request.job, os.environ)
+    stack.callback(home.close)
+    return home.path
+
+
+def _await_supervisor(connection: Connection, signals: EndSignals) -> None:
+    deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
+    say(f"waiting for the supervisor at {connection.url}")
+    with client_of(connection) as client:
+        while True:
+            try:
+                client.items("/v1/hosts")
+                return
+            except Unreachable:
+                if time.monotonic() > deadline:
+                    raise
+            signals.check()
+            time.sleep(RENDEZVOUS_RETRY_S)
 
 
 def common_token(request: RunRequest, environ: Mapping[str, str]) -> str:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from flyball.cli import run as command
 from flyball.cli.beginning import begin, record_of
 from flyball.cli.ending import Ending
 from flyball.cli.going_on import open_jobs
 from flyball.cli.host_process import HostProcess
 from flyball.cli.places import Connection
 from flyball.cli.runs import RECORD, RunFolder, take
+from flyball.cli.session import start_daemon
 from flyball.cli.signals import EndSignals
 from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.cluster import Again, JobSpec
@@ -54,7 +54,7 @@ def test_a_daemon_that_cannot_start_takes_no_memory_with_it(
     (home.path / "host.daemon.out").mkdir()
     connection = Connection("http://127.0.0.1:1", "token", home.path)
     with pytest.raises(IsADirectoryError), ExitStack() as stack:
-        command._start_daemon(RunRequest(ARGV), spec, connection, home.host, stack)
+        start_daemon(RunRequest(ARGV), spec, connection, home.host, stack)
     assert segment.exists()
 
 
