@@ -39,7 +39,8 @@ def torch_threads() -> int:
 
 
 class SlotsFull(CheckpointError):
-    """The world needs what is in every slot, and the job's settings say not to wait."""
+    """The world needs what is in every slot, and it is not to be waited for: the job's settings say so, or somebody
+    just did, in vain."""
 
     code = "slots_full"
 
@@ -66,7 +67,7 @@ class Saver:
         self._background = Background("flyball-copy")
         self._running: RunningCapture | None = None  # the newest, until it has ended: it holds the state
         self._lazy = identity.checkpoint.capture is CaptureMode.LAZY
-        self._stuck_at: World | None = None  # the world when a save last ran out of time
+        self._stuck_at: tuple[int, int] | None = None  # where the world was when a save last ran out of time
         self.waited_s = 0.0  # of the newest save, for a slot and for the copy of the one before
         if "torch" in sys.modules:
             self.watch_optimizers()
@@ -190,8 +191,9 @@ class Saver:
         )
 
     def _wait_for_slot(self, *, patient: bool) -> SlotView:
-        """A slot that the world does not need, as soon as there is one. With a dead engine, or after a wait in vain and
-        no progress since, it is now or never; so it is if the job would rather skip a step than wait."""
+        """A slot that the world does not need, as soon as there is one. With a dead engine it is now or never; so it is
+        if the job would rather skip a step than wait, and after a wait in vain until the world moves: what else is new
+        of it, the steps that it goes without above all, is no reason to wait once more."""
         began_s = time.monotonic()
         probe_at_s = began_s + ENGINE_PROBE_S
         while True:
@@ -205,29 +207,39 @@ class Saver:
             slot = self._choose(world)
             now_s = time.monotonic()
             if slot is not None:
-                self._stuck_at = None
                 self.waited_s = now_s - began_s
                 return slot
-            if self._me.checkpoint.when_full is WhenFull.SKIP and not patient:
-                raise SlotsFull(f"the world has committed step {world.step} and needs what is in every slot")
-            timeout_s = self._me.checkpoint.save_timeout_s if patient or world != self._stuck_at else 0.0
-            if now_s - began_s >= timeout_s:
-                self._stuck_at = world
+            position = (world.generation, world.step)
+            if not patient:
+                self._check_worth_waiting(position)
+            if now_s - began_s >= self._me.checkpoint.save_timeout_s:
+                self._stuck_at = position
                 raise CheckpointError(
-                    f"No slot was free within {timeout_s:g} s: the world has committed step {world.step}, and the "
-                    f"slots hold newer ones, or such as a slow tier is still writing.",
+                    f"No slot was free within {self._me.checkpoint.save_timeout_s:g} s: the world has committed step "
+                    f"{world.step}, and the slots hold newer ones, or such as a slow tier is still writing. Until the "
+                    f"world moves, saves that find no slot are skipped at once.",
                     hint="see the engines' logs, of this host and of the other ranks' hosts",
                 )
             if now_s >= probe_at_s:
                 probe_at_s = now_s + ENGINE_PROBE_S
                 self._note_waiting()
                 if not self._link.alive:
-                    self._stuck_at = world
+                    self._stuck_at = position
                     raise CheckpointError(
                         "The checkpoint engine of this host is not running.",
                         hint="the host daemon starts another; see engine.log in its state folder",
                     )
             time.sleep(_SLOT_POLL_S)
+
+    def _check_worth_waiting(self, position: tuple[int, int]) -> None:
+        """Raise SlotsFull for a save that is not to wait while the world is at `position` (generation, step)."""
+        if self._me.checkpoint.when_full is WhenFull.SKIP:
+            raise SlotsFull(f"the world has committed step {position[1]} and needs what is in every slot")
+        if position == self._stuck_at:
+            raise SlotsFull(
+                f"the world has committed step {position[1]} and has not moved since an earlier save waited for a slot "
+                f"in vain"
+            )
 
     def _choose(self, world: World) -> SlotView | None:
         known = world.generation == self._me.generation

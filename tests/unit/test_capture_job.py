@@ -141,6 +141,33 @@ def test_a_failed_save_is_finished_and_told_once(identity: WorkerIdentity) -> No
         assert segments.control.aborted_steps(1) == {2}
 
 
+def test_a_world_that_stands_still_costs_training_one_time_out_and_no_more(identity: WorkerIdentity) -> None:
+    """Each save in vain has the world go without its step, which is news in the control words: not news that there is
+    a slot to be had."""
+    patience_s = 0.2
+    with Job(replace(identity, checkpoint=CheckpointSpec(save_timeout_s=patience_s))) as job:
+        segments, link = job._engine._segments, job._engine._link
+        assert segments is not None and link is not None
+        link.commit = lambda view: None  # type: ignore[attr-defined]
+        assert job.save(0, state(0.0)).staged and job.save(1, state(1.0)).staged
+        assert "No slot was free" in job.save(2, state(2.0)).error
+        began_s = time.monotonic()
+        for step in (3, 4, 5):
+            segments.control.abandon(range(2, step))
+            segments.control.write_fence(step, 1)  # a controller was elected
+            handle = job.save(step, state(float(step)))
+            assert "has not moved" in handle.skipped and not handle.error
+        assert time.monotonic() - began_s < 3 * patience_s
+        assert (job.failed_saves, job.skipped_saves) == (1, 3)
+        assert segments.control.aborted_steps(1) == {2, 3, 4, 5}
+        segments.control.abandon(range(1, 6))  # a slot is free, and the world is where it was
+        assert job.save(6, state(6.0)).staged
+        assert "has not moved" in job.save(7, state(7.0)).skipped
+        segments.control.advance_world(6)
+        assert job.save(8, state(8.0)).staged
+        assert "No slot was free" in job.save(9, state(9.0)).error  # it moved: this is another wait
+
+
 def test_memory_is_planned_for_the_replicas_that_the_hosts_can_hold(
     identity: WorkerIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
