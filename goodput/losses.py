@@ -18,6 +18,7 @@ UNKNOWN = "unknown"
 # What the supervisor's causes are failures of. An event's own `failure_class` comes first.
 FAILURE_CLASSES = {
     "host_silent": "host",
+    "host_restarted": "host",
     "worker_killed": "process",
     "worker_start_failed": "process",
     "worker_exception": "software",

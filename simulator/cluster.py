@@ -35,7 +35,7 @@ class Scenario(msgspec.Struct, frozen=True):
 
 def draw_scenario(rng: Random) -> Scenario:
     """Small clusters, all different."""
-    nodes = rng.randint(2, 4)
+    nodes = rng.randint(1, 4)
     return Scenario(
         nodes=nodes,
         ranks_per_node=rng.randint(1, 2),

@@ -15,6 +15,7 @@ class FaultKind(StrEnum):
     DAEMON_KILLED = "daemon_killed"  # and started again
     ENGINE_AWAY = "engine_away"  # its slots stay; nobody can be told of them
     HOST_DOWN = "host_down"  # and up again, with nothing in memory
+    HOST_RESTARTS = "host_restarts"  # empty, before its silence can be noticed
     HOST_CUT_OFF = "host_cut_off"  # from everybody
     HOST_CUT_FROM_SENSORS = "host_cut_from_sensors"  # in one direction
     HOST_CUT_FROM_ACTUATORS = "host_cut_from_actuators"
@@ -41,6 +42,7 @@ _LASTS_S = {
     FaultKind.DAEMON_KILLED: (0.5, 20.0),
     FaultKind.ENGINE_AWAY: (0.5, 8.0),
     FaultKind.HOST_DOWN: (20.0, 90.0),
+    FaultKind.HOST_RESTARTS: (0.1, 2.0),
     FaultKind.HOST_CUT_OFF: (2.0, 60.0),
     FaultKind.HOST_CUT_FROM_SENSORS: (2.0, 60.0),
     FaultKind.HOST_CUT_FROM_ACTUATORS: (2.0, 40.0),
@@ -66,6 +68,7 @@ _FAILURES = (
     FaultKind.WORKER_FAILED,
     FaultKind.WORKER_HANGS,
     FaultKind.HOST_DOWN,
+    FaultKind.HOST_RESTARTS,
     FaultKind.HOST_CUT_OFF,
     FaultKind.PREEMPTED,
     FaultKind.WORKERS_KILLED_TOGETHER,

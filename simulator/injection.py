@@ -85,7 +85,7 @@ class Injector:
         others = [other for other in world.hosts if other != name]
         target, end = name, _nothing
         match fault.kind:
-            case FaultKind.HOST_DOWN:
+            case FaultKind.HOST_DOWN | FaultKind.HOST_RESTARTS:
                 world.take_down(name)
                 end = partial(world.bring_up, name)
             case FaultKind.ENGINE_AWAY:

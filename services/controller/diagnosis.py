@@ -18,6 +18,7 @@ from services.controller.view import GenerationView, HostView, PastFailure, Rank
 from services.controller.wording import kept, listed, ranks_by_host, ranks_kept, ranks_of
 
 HOST_SILENT = "host_silent"
+HOST_RESTARTED = "host_restarted"
 RESTORE_FAILED = "restore_failed"
 WORKER_KILLED = "worker_killed"
 WORKER_START_FAILED = "worker_start_failed"
@@ -38,6 +39,7 @@ _ORDER = {
     for position, cause in enumerate(
         (
             HOST_SILENT,
+            HOST_RESTARTED,
             RESTORE_FAILED,
             WORKER_KILLED,
             WORKER_START_FAILED,
@@ -244,6 +246,27 @@ def silence_failure(hosts: Iterable[HostView], generation: GenerationView) -> Fa
         rank=ranks[0] if ranks else -1,
         host_id=silent[0].host_id,
         evidence={"hosts": kept([host.host_id for host in silent]), "ranks": ranks_kept(ranks)},
+    )
+
+
+def restart_failure(generation: GenerationView, at: float) -> Failure | None:
+    """Ranks that are on no host any more, since theirs came back without them: as one failure."""
+    gone = [rank for rank in generation.ranks if rank.is_gone and rank.exited is None]
+    if not gone:
+        return None
+    hosts = sorted({rank.host_id for rank in gone})
+    numbers = [rank.rank for rank in gone]
+    one = len(hosts) == 1
+    return Failure(
+        cause=HOST_RESTARTED,
+        message=f"{listed(hosts)} came back empty: the {'daemon' if one else 'daemons'} that "
+        f"{'runs' if one else 'run'} there now {'knows' if one else 'know'} nothing of {ranks_of(numbers)}.",
+        generation=generation.generation,
+        at=at,
+        rank=numbers[0],
+        host_id=hosts[0],
+        step=newest_step_of(gone[0], generation),
+        evidence={"hosts": kept(hosts), "ranks": ranks_kept(numbers)},
     )
 
 

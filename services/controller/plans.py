@@ -66,8 +66,11 @@ def restart_plan(
     """Stop what runs, and go on in a new generation on `hosts`; `lineage` where another history than all of the
     present one is to count."""
     spec = case.job.spec
-    reachable, unreachable = _involved(case, generation)
     history = generation.lineage if lineage is None else lineage
+    reachable, unreachable = _involved(case, generation)
+    left = _others_that_hold(case, (*reachable, *unreachable))
+    if left and _known_step(case, history, (*reachable, *left)) > _known_step(case, history, reachable):
+        reachable, unreachable = _involved(case, generation, left)
     before = {part.host_id for part in generation.hosts}
     budget = budget_after(generation, incident, case.settings, case.job.failures)
     joining = tuple(part.host_id for part in hosts if part.host_id not in before)
@@ -149,6 +152,13 @@ def _holders(case: Case) -> tuple[str, ...]:
     """Hosts that have copies of the job, as last reported."""
     job = case.job.spec.job
     return tuple(copy.host_id for copy in case.round.view.copies if copy.job == job and copy.host_id)
+
+
+def _others_that_hold(case: Case, involved: Collection[str]) -> tuple[str, ...]:
+    """Hosts in reach that the job has left, and that have copies of it."""
+    names = dict.fromkeys(_holders(case)).keys() - frozenset(involved)
+    hosts = case.round.hosts
+    return tuple(sorted(n for n in names if not case.round.is_silent(n) and not hosts[n].left_at))
 
 
 def _involved(

@@ -26,6 +26,7 @@ from services.controller.wording import ranks_kept, ranks_of
 
 _STALE_AFTER_S = 2.0  # a report this much newer than the generation's start still shows older workers: they run on
 _CLEAN_WITHIN_S = 15.0
+_TOLD_OF_WITHIN_S = 10.0  # of a start that succeeded: a host that tells of no worker since then has none
 _ASK_AGAIN_S = 1.0
 _ENDED_AFTER_S = 20.0  # as above, for a job that ended: by then its hosts have been told, with their workers' grace
 _NOT_OF_THE_GENERATION = frozenset({*DEPARTURES, SUPERSEDED_WORKERS})
@@ -122,12 +123,14 @@ def _verify(round_: Round, job: JobView, incident: Incident) -> None:
     if generation is None or generation.started_at == 0.0:
         return
     threshold = max(incident.failed_step, incident.restored_step)
-    ranks = generation.ranks if len(generation.ranks) == job.spec.world_size else ()
+    is_whole = len(generation.ranks) == job.spec.world_size
+    patience_s = round_.settings.verify_deadline_s if is_whole else _TOLD_OF_WITHIN_S
+    ranks = generation.ranks if is_whole else ()
     if ranks and all(rank.step > threshold for rank in ranks):
         round_.advance(incident, IncidentEvent.STEPS_ADVANCED)
     elif threshold < 0 and ranks and all(_shows_no_steps(rank) for rank in ranks):
         _watch_life(round_, incident, ranks)
-    elif not _is_known_since(round_, generation, due := incident.since + round_.settings.verify_deadline_s):
+    elif not _is_known_since(round_, generation, due := incident.since + patience_s):
         round_.wake(max(due, round_.now + _ASK_AGAIN_S))
     elif ranks and all(rank.phase not in (Phase.STARTING, Phase.RESTORING) for rank in ranks):
         round_.wake(round_.now + round_.settings.verify_deadline_s)  # long steps; if they stop, the detector tells
@@ -205,6 +208,7 @@ def _follow_stale_workers(round_: Round, incident: Incident) -> None:
 def _find_failure(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
     failures = [diagnosis.exit_failure(rank, generation) for rank in generation.ranks]
     failures.append(diagnosis.silence_failure(_silent_hosts(round_, generation), generation))
+    failures.append(diagnosis.restart_failure(generation, round_.now))
     failures += round_.reported.get(job.spec.job, [])
     found = diagnosis.root_cause(failure for failure in failures if failure is not None)
     return found or _never_started(round_, job, generation)

@@ -88,6 +88,7 @@ class RankView(msgspec.Struct, frozen=True):
     reported_at: float
     exited: WorkerExited | None = None
     exited_at: float = 0.0
+    is_gone: bool = False  # its host told of it once; the daemon that runs there now does not know of it
 
 
 class GenerationView(msgspec.Struct, frozen=True):

@@ -194,7 +194,8 @@ def _take_report(host: CachedHost, row: Any) -> None:  # noqa: ANN401
     host.workers = load(row.workers, dict[str, int])
     host.ranks = {
         (part.job, part.generation): tuple(
-            RankView(rank.rank, host.host_id, rank.step, Phase(rank.phase), rank.reported_at) for rank in part.ranks
+            RankView(rank.rank, host.host_id, rank.step, Phase(rank.phase), rank.reported_at, is_gone=rank.is_gone)
+            for rank in part.ranks
         )
         for part in read_positions(row.positions)
     }

@@ -18,6 +18,7 @@ class RankPosition(msgspec.Struct, frozen=True, array_like=True, gc=False):
     step: int
     phase: int
     reported_at: float
+    is_gone: bool = False
 
 
 class JobPositions(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -37,7 +38,12 @@ def rows_of(positions: Iterable[JobPositions], host_id: str) -> dict[RankKey, Ra
     """As `report_events.merge` takes them."""
     return {
         (part.job, part.generation, rank.rank): RankRow(
-            host_id=host_id, pid=rank.pid, step=rank.step, phase=rank.phase, reported_at=rank.reported_at
+            host_id=host_id,
+            pid=rank.pid,
+            step=rank.step,
+            phase=rank.phase,
+            reported_at=rank.reported_at,
+            is_gone=rank.is_gone,
         )
         for part in positions
         for rank in part.ranks
@@ -49,6 +55,6 @@ def document_of(rows: Mapping[RankKey, RankRow], newest: Mapping[str, int]) -> s
     parts: dict[tuple[str, int], list[RankPosition]] = {}
     for (job, generation, rank), row in rows.items():
         if newest.get(job) == generation and (row.reported_at or row.step >= 0):
-            position = RankPosition(rank, row.pid, row.step, row.phase, row.reported_at)
+            position = RankPosition(rank, row.pid, row.step, row.phase, row.reported_at, row.is_gone)
             parts.setdefault((job, generation), []).append(position)
     return dump([JobPositions(job, generation, tuple(ranks)) for (job, generation), ranks in parts.items()])

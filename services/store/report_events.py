@@ -34,6 +34,7 @@ class RankRow(msgspec.Struct):
     step: int = -1
     phase: int = Phase.STARTING
     reported_at: float = 0.0
+    is_gone: bool = False  # a newer incarnation of its host's daemon does not know of it
     marks: str | None = None
     restored_at: float = 0.0
     restored: str | None = None
@@ -115,6 +116,18 @@ def merge(
     yield from map(summed_up, told.values())
 
 
+def mark_gone(rows: Mapping[RankKey, RankRow], report: Report, before: str) -> None:
+    """Note the ranks of which a host told, and its daemon does not know any more since it is another one: `before` is
+    the incarnation whose report was the newest until this one ('': none). A daemon that is started again has adopted
+    its workers, and told how the others ended; one that finds nothing was started on an empty machine."""
+    if before in ("", report.incarnation):
+        return
+    known = {(of.job, of.generation, rank) for of in report.workers for rank in of.ranks}
+    for key, row in rows.items():
+        if row.reported_at and key not in known:
+            row.is_gone = True
+
+
 def event_of_steps(summary: StepSummary) -> Event:
     """What a summary tells the log."""
     data: dict[str, str | int | float | bool | list[int | float | str] | None] = {
@@ -148,6 +161,7 @@ def _status(row: RankRow, status: RankStatus, report: Report, received_at: float
     row.phase = status.phase.value
     row.step = max(row.step, status.step)
     row.reported_at = received_at
+    row.is_gone = False
 
 
 def _marks(row: RankRow, marks: RankMarks, report: Report) -> Iterator[Event]:

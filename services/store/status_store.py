@@ -133,6 +133,8 @@ def _record(
         is_current = current.get(report.facts.host_id, (None,))[0] is report
         of_host = rows[report.facts.host_id]
         news.extend(report_events.merge(of_host, report, received_at, granted=granted, is_current=is_current))
+        if is_current:
+            report_events.mark_gone(of_host, report, known.get(report.facts.host_id, _Known()).incarnation)
     positions = [(host_id, document_of(of_host, spoken_of.newest)) for host_id, of_host in rows.items()]
     _store_reports(connection, known, current, digests, positions)
     _store_told(connection, told)

@@ -43,6 +43,8 @@ class MemoryStatusStore:
                 news += report_events.merge(
                     rows, report, received_at, granted=memory.generations.keys(), is_current=is_current
                 )
+                if is_current:
+                    self._mark_gone(report, known.get(report.facts.host_id, ("",))[0])
                 for (job, generation, rank), row in rows.items():
                     memory.ranks[job, generation][rank] = row
                     memory.raise_newest_step(job, row.step)
@@ -85,6 +87,15 @@ class MemoryStatusStore:
                 }
             )
             return {name: memory.hosts[name].last_report_at if name in memory.hosts else 0.0 for name in named}
+
+    def _mark_gone(self, report: Report, before: str) -> None:
+        of_host = {
+            (job, generation, number): row
+            for (job, generation), rows in self._memory.ranks.items()
+            for number, row in rows.items()
+            if row.host_id == report.facts.host_id
+        }
+        report_events.mark_gone(of_host, report, before)
 
     def _store_host(self, report: Report, received_at: float) -> list[Event]:
         facts, known = report.facts, self._memory.hosts.get(report.facts.host_id)

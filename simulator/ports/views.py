@@ -79,6 +79,7 @@ def _generation(memory: Memory, job: JobRow) -> GenerationView | None:
                 reported_at=rank.reported_at,
                 exited=ended.body if (ended := exits[number]) is not None else None,
                 exited_at=ended.at if ended is not None else 0.0,
+                is_gone=rank.is_gone,
             )
             for number, rank in sorted(memory.ranks[key].items())
         ),

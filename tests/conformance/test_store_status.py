@@ -135,6 +135,27 @@ def test_a_rank_whose_worker_is_gone_stays_where_it_was_seen(running, make) -> N
     assert ranks_of(running) == {0: ("host-a", 5, Phase.STEP), 1: ("host-a", 5, Phase.STEP)}
 
 
+def test_a_rank_that_a_newer_daemon_does_not_know_is_gone_until_one_tells_of_it(running, make) -> None:
+    def gone() -> list[int]:
+        (job,) = running.decisions.load_view().jobs
+        return [rank.rank for rank in job.generation.ranks if rank.is_gone]
+
+    def report(at: float, incarnation: str, *numbers: int):
+        ranks = tuple(status(number, 5) for number in numbers)
+        running.status.record_reports([(make.report("host-a", sent_at=at, incarnation=incarnation, ranks=ranks), at)])
+
+    report(1010.0, "daemon-1", 0, 1)
+    report(1011.0, "daemon-1", 1)  # its end is told by a signal
+    assert gone() == []
+    report(1012.0, "daemon-2", 1)  # one that adopted rank 1
+    assert gone() == [0]
+    report(1013.0, "daemon-2", 0, 1)
+    assert gone() == []
+    report(1014.0, "daemon-3")
+    report(1015.0, "daemon-3")
+    assert gone() == [0, 1]
+
+
 def test_a_report_that_comes_late_adds_its_steps_and_leaves_newer_facts(running, make) -> None:
     newer = make.report("host-a", sent_at=1011.0, ranks=(status(0, 7),))
     older = make.report(

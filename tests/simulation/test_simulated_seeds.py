@@ -9,7 +9,10 @@ import sys
 
 import pytest
 
+from simulator.cluster import Scenario
 from simulator.driver import run
+from simulator.events import BEGAN_AT
+from simulator.faults import Fault, FaultKind
 
 SEEDS = 200
 AT_ONCE = 20
@@ -50,3 +53,16 @@ def test_the_seeds_have_work_to_do() -> None:
     assert {"start_job", "restart_in_place", "migrate_to_spare", "hold"} <= kinds
     assert sum(done.generations for done in runs) > 20
     assert max(done.record.epoch for done in runs) > 1
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_host_that_comes_back_empty_before_anybody_missed_it_is_found_at_once(nodes: int) -> None:
+    """A fast reboot, or a container that is started again under the same name: nobody told of its ranks' end, and it
+    reports all the time."""
+    scenario = Scenario(nodes=nodes, ranks_per_node=2, spares=1, racks=2, step_s=1.0, faults=1)
+    for seed in range(5):
+        done = run(seed, scenario=scenario, faults=(Fault(FaultKind.HOST_RESTARTS, 30.0, 0.5, 0.3, 0.1),))
+        assert done.violations == []
+        (incident,) = [found.incident for found in done.record.incidents]
+        assert incident.cause == "host_restarted"
+        assert incident.opened_at - BEGAN_AT < 34.0

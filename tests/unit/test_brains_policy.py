@@ -388,6 +388,46 @@ def test_a_silent_host_is_replaced() -> None:
     assert "a cannot reach it either" in decision.reason
 
 
+def came_back_empty(*numbers: int) -> JobView:
+    ranks = tuple(msgspec.structs.replace(r, is_gone=r.rank in numbers) for r in GENERATION.ranks)
+    return msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, ranks=ranks))
+
+
+def test_ranks_that_a_newer_daemon_of_their_host_does_not_know_have_failed() -> None:
+    decision = decided(decide(view(job=came_back_empty(1)), [], SETTINGS, NOW))
+    assert (decision.kind, decision.rule) == (DecisionKind.RESTART_IN_PLACE, "restart_in_place")
+    assert decision.reason == (
+        "b came back empty: the daemon that runs there now knows nothing of rank 1. "
+        "No host has to be replaced: generation 3 starts in place. This burns no restart."
+    )
+    both = decided(decide(view(job=came_back_empty(0, 1)), [], SETTINGS, NOW))
+    assert both.reason.startswith("a, b came back empty: the daemons that run there now know nothing of ranks 0, 1.")
+    assert (
+        decide(view(job=came_back_empty(1)), [say(exited(0, error="Connection reset by peer"))], SETTINGS, NOW)
+        .incidents[0]
+        .cause
+        == "host_restarted"
+    )
+
+
+def test_a_worker_whose_end_a_restarted_daemon_told_has_failed_by_that() -> None:
+    ranks = (GENERATION.ranks[0], msgspec.structs.replace(GENERATION.ranks[1], is_gone=True, exited=KILLED))
+    job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, ranks=ranks))
+    assert decide(view(job=job), [], SETTINGS, NOW).incidents[0].cause == "worker_killed"
+
+
+def test_a_restart_asks_a_host_that_the_job_has_left_if_it_holds_more() -> None:
+    """b's memory went with its restart; c had been left by the job, and still has what a and b do not have together."""
+    held = [ShardCopy("job", 1, 30, number, Tier.MEMORY, "c", 1, "x") for number in (0, 1)]
+    outcome = decide(view(job=came_back_empty(1), copies=held), [], SETTINGS, NOW)
+    plan = decided(outcome).action
+    assert plan is not None and plan.next is not None
+    assert (plan.stop_hosts, plan.next.known_step) == (("a", "b", "c"), 30)
+    newer = [msgspec.structs.replace(copy, step=35, host_id="a") for copy in held]
+    plan = decided(decide(view(job=came_back_empty(1), copies=held + newer), [], SETTINGS, NOW)).action
+    assert plan is not None and plan.stop_hosts == ("a", "b"), "nobody else is waited for"
+
+
 def test_a_spare_takes_the_place_of_the_lost_host_among_the_peers() -> None:
     ring = {"a": ("e",), "e": ("b",), "b": ("d",), "d": ("a",)}  # not the ring that would be made anew
     parts = tuple(HostRanks(name, "10.0.0.1", f"{name}:7", (number,)) for number, name in enumerate("abde"))
@@ -542,6 +582,16 @@ def test_a_start_that_never_gets_going_is_tried_again() -> None:
     heard = tuple(host(name, job="job", last_report_at=NOW + 1.1) for name in "ab")
     late = decide(view(job=job, hosts=heard, incidents=[waiting], actions=[action()]), [], SETTINGS, NOW + 1.5)
     assert decided(late).kind is DecisionKind.RESTART_IN_PLACE
+
+
+def test_a_started_rank_of_which_its_host_tells_nothing_is_missed_soon() -> None:
+    """Its host may have lost it before it told of it."""
+    job = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, ranks=(rank(0, "a"),)))
+    waiting = incident(state=IncidentState.VERIFYING, since=NOW - 12)
+    outcome = decide(view(job=job, incidents=[waiting], actions=[action()]), [], SETTINGS, NOW)
+    assert decided(outcome).kind is DecisionKind.RESTART_IN_PLACE
+    young = msgspec.structs.replace(waiting, since=NOW - 8)
+    assert not decide(view(job=job, incidents=[young], actions=[action()]), [], SETTINGS, NOW).decisions
 
 
 def test_ranks_that_no_report_could_tell_of_yet_are_not_missing() -> None:
