@@ -32,6 +32,7 @@ from goodput.measures import (
     step_quantiles,
 )
 from goodput.options import Options
+from goodput.rank_clocks import RankClock
 from goodput.recommendation import Recommendation
 from goodput.saves import recommendation_for
 from goodput.steps import Executed
@@ -252,6 +253,7 @@ def _notes(history: History, line: Timeline, executed: Sequence[Executed], optio
         named = ", ".join(str(lost) for lost in sorted(lost_logs)[:_NAMED])
         more = f" and {len(lost_logs) - _NAMED} more" if len(lost_logs) > _NAMED else ""
         notes.append(f"The steps of rank {named}{more} stop long before the others': from there on the others' count.")
+    notes += _clock_notes(clock for generation in history.generations for clock in generation.clocks)
     if any(g.capacity < 1.0 and g.capacity_is_guess for g in history.generations):
         notes.append("The log does not say the job's full size: it was taken to be the largest that it ran at.")
     if any(g.capacity > 1.0 for g in history.generations):
@@ -268,3 +270,21 @@ def _notes(history: History, line: Timeline, executed: Sequence[Executed], optio
             f"One GPU for each of the {ranks} ranks was assumed." if ranks else "The log has no ranks: no cost is told."
         )
     return tuple(notes)
+
+
+def _clock_notes(clocks: Iterable[RankClock]) -> list[str]:
+    """One, of the host whose clock was furthest from the others'."""
+    off_s: dict[str, tuple[float, float]] = {}
+    for clock in clocks:
+        who = clock.host_id or f"rank {clock.rank}"
+        least_s, most_s = off_s.get(who, (clock.least_s, clock.most_s))
+        off_s[who] = min(least_s, clock.least_s), max(most_s, clock.most_s)
+    if not off_s:
+        return []
+    who = max(sorted(off_s), key=lambda name: max(map(abs, off_s[name])))
+    least_s, most_s = off_s[who]
+    more = f", as were those of {len(off_s) - 1} more" if len(off_s) > 1 else ""
+    return [
+        f"The clock of {who} was off the others' by {least_s:+.3f} to {most_s:+.3f} s: its times were set right by"
+        f" the steps that all completed together{more}."
+    ]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from goodput.phases import PhaseSpan, Waiting
+from goodput.rank_clocks import RankClock
 from goodput.step_log import LastRank, WorldStep
 
 
@@ -37,6 +38,7 @@ class Generation(msgspec.Struct, frozen=True):
     capacity_is_guess: bool = False  # the log does not say the full size: the largest that it has stands in for it
     saved_steps: frozenset[int] = frozenset()  # that the log says were saved
     lost_logs: tuple[int, ...] = ()  # ranks that told of no more steps long before the others did
+    clocks: tuple[RankClock, ...] = ()  # of ranks, that had to be set right
     tells_of_blocked: bool = False  # the log says how long saves blocked, be it not at all
 
 

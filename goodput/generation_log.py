@@ -151,7 +151,7 @@ def generations(
     resumed_from: int | None = None
     for n, log in reversed(logs):
         restore_step = log.restore_step()
-        steps, last_ranks = log.steps.world_steps(resumed_from)
+        steps, last_ranks, clocks = log.steps.world_steps(resumed_from)
         told = log.phases.start_up()
         started = [t for t in (log.started_at, log.spawned_first_at, told.began_at) if t is not None]
         started_at = log.started_at if log.started_at < math.inf else min(started)
@@ -170,6 +170,7 @@ def generations(
                 restore_step=restore_step,
                 steps=steps,
                 last_ranks=last_ranks,
+                clocks=clocks,
                 waited=log.longest_waits(),
                 phases=log.phases.spans(),
                 capacity=capacity,

@@ -9,11 +9,11 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
-from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
 from flyball.contracts.events import Event
+from goodput.rank_clocks import RankClock, set_right
 from goodput.values import MOST_STEPS, earliest, is_moment, text, whole
 
 _QUIET_S = 15.0  # far more than sensors wait with a summary
@@ -21,7 +21,6 @@ _QUIET_S = 15.0  # far more than sensors wait with a summary
 # together stop together, and a lost host's last reports are far fewer.
 _LOST_LOG_S = 4.0 * _QUIET_S
 _LOST_LOG_STEPS = 20
-_MIN_STEPS_OF_SKEW = 3  # fewer may have been late by themselves
 
 
 class WorldStep(NamedTuple):
@@ -37,6 +36,14 @@ class LastRank(NamedTuple):
     step: int
     median_at: float
     host_id: str  # '' where the log does not say
+
+
+class WorldSteps(NamedTuple):
+    """Of one generation."""
+
+    steps: tuple[WorldStep, ...]  # ascending, their times never falling
+    last_ranks: tuple[LastRank, ...]  # of steps that several ranks told of, ascending
+    clocks: tuple[RankClock, ...]  # that had to be set right
 
 
 class StepLog:
@@ -113,20 +120,25 @@ class StepLog:
             and until - self._by_rank[rank][newest] > _LOST_LOG_S
         )
 
-    def world_steps(self, resumed_from: int | None) -> tuple[tuple[WorldStep, ...], tuple[LastRank, ...]]:
-        """Steps that all reporting ranks completed, ascending, their times never falling, and who was last. A lost
-        host's last reports may be missing: a step from which a later generation resumed was complete all the same.
-        Ranks that only lost their logs hold nobody up."""
+    def world_steps(self, resumed_from: int | None) -> WorldSteps:
+        """Steps that all reporting ranks completed, and who was last. A lost host's last reports may be missing: a step
+        from which a later generation resumed was complete all the same. Ranks that only lost their logs hold nobody
+        up."""
         # Ranks that train together stop together: a sensor that fell quiet while others went on hears none of them.
         since = max(self._heard.values(), default=0.0) - _QUIET_S
         lost = self.lost_logs()
         newest_of = [max(steps) for rank, steps in self._by_rank.items() if steps and rank not in lost]
         newest_of += [step for sensor, step in self._slowest.items() if self._heard[sensor] >= since]
         if not newest_of:
-            return (), ()
+            return WorldSteps((), (), ())
         newest = max(min(newest_of), -1 if resumed_from is None else resumed_from)
-        medians = self._medians(newest)
-        latest = self._latest(newest, _ahead(self._by_rank, medians))
+        by_rank: Mapping[int, Mapping[int, float]] = self._by_rank
+        medians, told_by = _medians(by_rank, newest)
+        clocks = set_right(by_rank, medians, told_by)
+        if clocks:
+            by_rank = {rank: clocks[rank].steps if rank in clocks else steps for rank, steps in by_rank.items()}
+            medians, _ = _medians(by_rank, newest)
+        latest = _latest(by_rank, newest)
         steps, last_ranks, at = [], [], -math.inf
         for step in sorted({*latest, *(s for s in self._summed if s <= newest)}):
             of_ranks, rank = latest.get(step, (-math.inf, -1))
@@ -134,43 +146,31 @@ class StepLog:
             steps.append(WorldStep(step, at))
             if step in medians and step not in self._summed:
                 last_ranks.append(LastRank(step, medians[step], self._host_of.get(rank, "")))
-        return tuple(steps), tuple(last_ranks)
-
-    def _medians(self, newest: int) -> dict[int, float]:
-        """When the median of the ranks completed each step, of those that several told of."""
-        if len(self._by_rank) < 2:
-            return {}
-        times: defaultdict[int, list[float]] = defaultdict(list)
-        for of_rank in self._by_rank.values():
-            for step, at in of_rank.items():
-                if step <= newest:
-                    times[step].append(at)
-        return {step: median(of_step) for step, of_step in times.items() if len(of_step) > 1}
-
-    def _latest(self, newest: int, ahead: Mapping[int, float]) -> dict[int, tuple[float, int]]:
-        """When the last rank completed each step, and which it was."""
-        latest: dict[int, tuple[float, int]] = {}
-        for rank in sorted(self._by_rank):
-            ahead_s = ahead.get(rank, 0.0)
-            for step, told_at in self._by_rank[rank].items():
-                at = told_at - ahead_s
-                if step <= newest and (step not in latest or at > latest[step][0]):
-                    latest[step] = (at, rank)
-        return latest
+        moved = (
+            RankClock(rank, self._host_of.get(rank, ""), clock.least_s, clock.most_s)
+            for rank, clock in sorted(clocks.items())
+        )
+        return WorldSteps(tuple(steps), tuple(last_ranks), tuple(moved))
 
 
-def _ahead(by_rank: Mapping[int, Mapping[int, float]], medians: Mapping[int, float]) -> dict[int, float]:
-    """Ranks whose hosts' clocks are ahead, and by how much: ranks in lockstep are never a whole step behind the median,
-    so one that is so at every step has such a clock, by its smallest lag at least."""
-    if len(medians) < _MIN_STEPS_OF_SKEW:
-        return {}
-    in_order = [medians[step] for step in sorted(medians)]
-    step_s = median(later - earlier for earlier, later in pairwise(in_order))
-    if step_s <= 0.0:
-        return {}
-    ahead = {}
-    for rank, of_rank in by_rank.items():
-        lags = [at - medians[step] for step, at in of_rank.items() if step in medians]
-        if len(lags) >= _MIN_STEPS_OF_SKEW and min(lags) > step_s:
-            ahead[rank] = min(lags)
-    return ahead
+def _medians(by_rank: Mapping[int, Mapping[int, float]], newest: int) -> tuple[dict[int, float], dict[int, int]]:
+    """When the median of the ranks completed each step, and how many told of it, of those that several did."""
+    if len(by_rank) < 2:
+        return {}, {}
+    times: defaultdict[int, list[float]] = defaultdict(list)
+    for of_rank in by_rank.values():
+        for step, at in of_rank.items():
+            if step <= newest:
+                times[step].append(at)
+    several = {step: of_step for step, of_step in times.items() if len(of_step) > 1}
+    return {step: median(told) for step, told in several.items()}, {step: len(told) for step, told in several.items()}
+
+
+def _latest(by_rank: Mapping[int, Mapping[int, float]], newest: int) -> dict[int, tuple[float, int]]:
+    """When the last rank completed each step, and which it was."""
+    latest: dict[int, tuple[float, int]] = {}
+    for rank in sorted(by_rank):
+        for step, at in by_rank[rank].items():
+            if step <= newest and (step not in latest or at > latest[step][0]):
+                latest[step] = (at, rank)
+    return latest

@@ -11,11 +11,9 @@ from typing import NamedTuple
 from goodput.categories import Category
 from goodput.facts import Generation, History, WaitSample
 from goodput.phases import PhaseSpan, Waiting
+from goodput.rank_clocks import STRAGGLER_SHARE
 from goodput.sweep import Layer, Span
 
-# Ranks never complete a step in the same instant, and their hosts' clocks differ by a little: the last is a straggler
-# only if it comes this share of a step after the median.
-STRAGGLER_SHARE = 0.1
 # All ranks wait for their data a little; one that waits this many times as long as they do on average is the cause.
 CULPRIT_FACTOR = 2.0
 
