@@ -112,7 +112,9 @@ class HostLeave:
         """What this host leaves behind."""
         hosts, name = _hosts_of(job), self._spec.job
         left = f"host {self._host_id} left job {name}"
-        if not self.has_left:
+        if "ranks" not in job:
+            say(f"{left}; its supervisor was out of reach by then")
+        elif not self.has_left:
             say(f"{left} at once, without waiting for its ranks to be moved")
         elif self._daemon is None:
             say(f"job {name} goes on; stop it with: flyball stop {name}")

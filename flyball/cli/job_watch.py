@@ -14,7 +14,7 @@ from flyball.cli.messages import say
 from flyball.cli.signals import EndSignals
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.decisions import ActionState
-from flyball.contracts.errors import FlyballError, NotFound, StateVersionMismatch, Unauthorized
+from flyball.contracts.errors import FlyballError, NotFound, StateVersionMismatch, Unauthorized, Unreachable
 
 if TYPE_CHECKING:
     from flyball.cli.client import ApiClient  # its libraries are imported while the daemon starts
@@ -25,6 +25,7 @@ NEWS_PAUSE_S = 0.02  # after news, before the supervisor is asked for it
 STOP_MARGIN_S = 20.0  # beyond the workers' grace, for the decision, the engine and the way back
 LAST_FLUSH_S = 60.0  # and for the newest step to reach disk or store
 AWAY_LIMIT_S = 60.0  # how long a supervisor that ends with the job may be out of reach while nothing trains
+AWAY_AT_END_S = 10.0  # and while the job is being stopped
 TRAINS_LOOK_INTERVAL_S = 5.0  # all processes are looked through
 MAX_DAEMON_RESTARTS = 3  # within DAEMON_RESTART_WINDOW_S
 DAEMON_RESTART_WINDOW_S = 600.0
@@ -85,7 +86,13 @@ class JobWatch:
         stop_by = 0.0
         while True:
             shown_at = time.monotonic()
-            job = self._look()
+            self._away_limit_s = min(self._away_limit_s, AWAY_AT_END_S) if stop_by else self._away_limit_s
+            try:
+                job = self._look()
+            except Unreachable:
+                if not stop_by:
+                    raise
+                return _UNKNOWN  # it ended with the job, before this command heard of that
             if job:
                 self._say_what_is_not_seen(job)
             has_ended = job is not None and JobState(job["state"]).ended

@@ -97,7 +97,7 @@ def meet(request: RunRequest, spec: JobSpec, stack: ExitStack, signals: EndSigna
     session.supervisor = supervisor if here else None
     if here and session.leave is not None:
         session.leave.keeps_supervisor(host.strip("[]"), port, folder)
-    session.linger = here
+    session.keeps_supervisor_of_others = here
     return session
 
 

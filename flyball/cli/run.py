@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,8 +38,6 @@ from flyball.programs import find_program
 
 if TYPE_CHECKING:
     pass
-
-LINGER_S = 3.0  # after the end of a job of several hosts, so that each of them hears of it
 
 
 def run(arguments: list[str]) -> int:
@@ -76,8 +73,8 @@ def run(arguments: list[str]) -> int:
         session.again = same_command(request, arguments)
         spec = session.spec or spec
         job = session.follow(request, spec, signals, stack)
-        if session.linger:
-            time.sleep(LINGER_S)
+        if session.keeps_supervisor_of_others and JobState(job["state"]).ended:
+            session.let_others_hear(signals)
     return _conclude(request, spec, job, session, signals)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -14,7 +15,7 @@ from flyball.cli import this_host
 from flyball.cli.beginning import Submission
 from flyball.cli.embedded import KeptSupervisor
 from flyball.cli.ending import Ending
-from flyball.cli.host_leave import HostLeave
+from flyball.cli.host_leave import HostLeave, is_there
 from flyball.cli.host_process import HostProcess
 from flyball.cli.job_output import JobOutput
 from flyball.cli.job_watch import AWAY_LIMIT_S, Job, JobWatch, submit
@@ -22,7 +23,7 @@ from flyball.cli.messages import say
 from flyball.cli.places import Connection, keep_token
 from flyball.cli.signals import EndSignals
 from flyball.contracts.cluster import JobSpec, JobState
-from flyball.contracts.errors import Conflict
+from flyball.contracts.errors import Conflict, FlyballError
 from flyball.forwarded_environment import explicit, select
 from flyball.launcher import RunRequest
 from flyball.sealed_values import seal
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from flyball.cli.client import ApiClient
 
 OWN_HOST_REPORT_INTERVAL_S: Final = 0.5
+OTHERS_HEAR_WITHIN_S: Final = 15.0
+OTHERS_LOOK_INTERVAL_S: Final = 0.2
 
 
 class Session:
@@ -40,7 +43,7 @@ class Session:
         self.connection = connection
         self.daemon = daemon
         self.leave = leave  # where other hosts may go on without this one
-        self.linger = False
+        self.keeps_supervisor_of_others = False  # it lives in this process, and other hosts' commands ask it
         self.supervisor: KeptSupervisor | None = None  # if it lives in this process
         self.host_dir = daemon.state_dir if daemon else None  # of the daemon on this machine, whoever started it
         self.away_limit_s = AWAY_LIMIT_S
@@ -90,6 +93,20 @@ class Session:
         if self.ending is not None:
             self.ending.state = self.state
         return job
+
+    def let_others_hear(self, signals: EndSignals) -> None:
+        """Keep the supervisor until the commands on the other hosts have heard of the end and left."""
+        deadline = time.monotonic() + OTHERS_HEAR_WITHIN_S
+        own = self.daemon.host_id if self.daemon else ""
+        with client_of(self.connection) as client:
+            while time.monotonic() < deadline and signals.count <= 1:
+                try:
+                    hosts = client.everything("/v1/hosts")
+                except FlyballError:  # then nobody else hears from it either
+                    return
+                if not any(is_there(host) for host in hosts if host["host_id"] != own):
+                    return
+                time.sleep(OTHERS_LOOK_INTERVAL_S)
 
 
 def client_of(connection: Connection) -> ApiClient:

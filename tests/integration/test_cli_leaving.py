@@ -127,6 +127,23 @@ class Cluster:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{host} does not end:\n{self.said(host)}") from None
 
+    def expect_ends(self, **exit_codes: int) -> None:
+        found = {host: self.end(host) for host in exit_codes}
+        assert found == exit_codes, "\n".join(f"--- {host}\n{self.said(host)}" for host in exit_codes)
+
+    def finish(self, *hosts: str) -> None:
+        """The script has done enough, and the job succeeds on these."""
+        self.steps()
+        (self.place / "enough").touch()
+        self.expect_ends(**dict.fromkeys(hosts, 0))
+
+    def start_two_and_a_spare(self) -> None:
+        self.start("h0", nnodes="2:3", rank=0)
+        self.start("h1", nnodes="2:3")
+        self.trains()
+        self.start("h2", nnodes="2:3")
+        self.until("a spare", lambda: {"h2"} & {h["host_id"] for h in self.api.items("/v1/hosts")})
+
     def close(self) -> None:
         for process in self.runs.values():
             if process.poll() is None:
@@ -151,23 +168,17 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_one_host_with_a_spare_is_left_and_the_job_goes_on(cluster: Cluster) -> None:
-    cluster.start("h0", nnodes="2:3", rank=0)
-    cluster.start("h1", nnodes="2:3")
-    cluster.trains()
-    cluster.start("h2", nnodes="2:3")
-    cluster.until("a spare", lambda: {"h2"} & {h["host_id"] for h in cluster.api.items("/v1/hosts")})
+    cluster.start_two_and_a_spare()
     assert cluster.hosts() == {"h0", "h1"}
     cluster.terminate("h1")
-    assert cluster.end("h1") == 143
+    cluster.expect_ends(h1=143)
     assert cluster.hosts() == {"h0", "h2"}
     said = cluster.said("h1")
     assert "SIGTERM: host h1 leaves job pair" in said and "host h1 left job pair, whose ranks are on h0, h2 now" in said
     incident = cluster.until("the end of the incident", cluster.left_incident)
     assert incident["lost_steps"] == 0, (incident, cluster.said("h0"))
-    cluster.steps()
     assert cluster.job()["restarts_used"] == 0
-    (cluster.place / "enough").touch()
-    assert (cluster.end("h0"), cluster.end("h2")) == (0, 0)
+    cluster.finish("h0", "h2")
 
 
 def test_one_host_without_a_spare_leaves_a_job_that_holds_for_one(cluster: Cluster) -> None:
@@ -175,7 +186,7 @@ def test_one_host_without_a_spare_leaves_a_job_that_holds_for_one(cluster: Clust
     cluster.start("h1")
     cluster.trains()
     cluster.terminate("h1", number=signal.SIGHUP)
-    assert cluster.end("h1") == 129
+    cluster.expect_ends(h1=129)
     assert "no host was free to take its ranks: the job holds after step" in cluster.said("h1")
     assert cluster.job()["state"] == "running" and cluster.runs["h0"].poll() is None
     saved = int(cluster.job()["newest_step"])
@@ -185,8 +196,7 @@ def test_one_host_without_a_spare_leaves_a_job_that_holds_for_one(cluster: Clust
     cluster.steps()
     starts = [int(n) for n in re.findall(r"starts (\d+) \d h2", cluster.said("h2"))]
     assert starts and starts[-1] == saved + 1, "the emergency checkpoint lost no step"
-    (cluster.place / "enough").touch()
-    assert (cluster.end("h0"), cluster.end("h2")) == (0, 0)
+    cluster.finish("h0", "h2")
 
 
 def test_all_hosts_at_once_end_the_job_soon(cluster: Cluster) -> None:
@@ -195,20 +205,16 @@ def test_all_hosts_at_once_end_the_job_soon(cluster: Cluster) -> None:
     cluster.start("h2", nnodes="2:3")
     cluster.trains()
     cluster.terminate("h0", "h1", "h2")
-    assert [cluster.end(host) for host in ("h0", "h1", "h2")] == [143, 143, 143]
+    cluster.expect_ends(h0=143, h1=143, h2=143)
     assert "stopping the job" in cluster.said("h0") + cluster.said("h1") + cluster.said("h2")
     assert "job pair was stopped" in cluster.said("h0")
     assert list((cluster.place / "shm").iterdir()) == []
 
 
 def test_the_host_of_the_supervisor_says_what_it_leaves_behind(cluster: Cluster) -> None:
-    cluster.start("h0", nnodes="2:3", rank=0)
-    cluster.start("h1", nnodes="2:3")
-    cluster.trains()
-    cluster.start("h2", nnodes="2:3")
-    cluster.until("a spare", lambda: {"h2"} & {h["host_id"] for h in cluster.api.items("/v1/hosts")})
+    cluster.start_two_and_a_spare()
     cluster.terminate("h0")
-    assert cluster.end("h0") == 143
+    cluster.expect_ends(h0=143)
     said = cluster.said("h0")
     assert "host h0 left job pair, whose ranks are on h1, h2 now" in said
     again = re.search(r"up again: (flyball up [^(]*) \(with the same FLYBALL_TOKEN\)", said)
@@ -220,9 +226,7 @@ def test_the_host_of_the_supervisor_says_what_it_leaves_behind(cluster: Cluster)
             [sys.executable, "-m", "flyball.cli.main", *again[1].split()[1:]], stdout=out, stderr=out, env=environment
         )
     cluster.until("the supervisor again", lambda: cluster.job()["state"] == "running")
-    cluster.steps()
-    (cluster.place / "enough").touch()
-    assert (cluster.end("h1"), cluster.end("h2")) == (0, 0)
+    cluster.finish("h1", "h2")
 
 
 def test_a_persons_wish_ends_the_job_for_all(cluster: Cluster) -> None:
@@ -230,5 +234,5 @@ def test_a_persons_wish_ends_the_job_for_all(cluster: Cluster) -> None:
     cluster.start("h1")
     cluster.trains()
     cluster.terminate("h1", number=signal.SIGINT)
-    assert cluster.end("h1") == 130
-    assert cluster.end("h0") == 1 and "was stopped by an operator" in cluster.said("h0")
+    cluster.expect_ends(h1=130, h0=1)
+    assert "was stopped by an operator" in cluster.said("h0")

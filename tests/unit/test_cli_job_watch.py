@@ -136,6 +136,20 @@ def test_a_stop_does_not_need_the_own_supervisor(time: Time) -> None:
         JobWatch(Supervisor(time, 10_000.0), SPEC, signals).wait()
 
 
+def test_a_supervisor_that_ends_with_the_job_that_it_stops_is_not_waited_for(time: Time) -> None:
+    class EndsWithTheJob(Supervisor):
+        def get(self, path: str) -> dict[str, Any]:
+            return {"state": "running", "newest_step": 5} if time.now_s < 3.0 else super().get(path)
+
+        def post(self, _path: str) -> None:
+            pass
+
+    signals = SimpleNamespace(count=1, first=None)
+    watch = JobWatch(EndsWithTheJob(time, 10_000.0), SPEC, signals, trains=lambda: time.now_s < 20.0)
+    assert watch.wait()["state"] == "running"
+    assert 20.0 < time.now_s < 35.0, "ten seconds after workers were last seen, and not the minute that others get"
+
+
 def test_a_daemon_that_keeps_dying_is_given_up_and_a_rare_death_is_not(time: Time) -> None:
     hasty = Daemon(MAX_DAEMON_RESTARTS + 1)
     with pytest.raises(Unreachable, match="daemon"):
