@@ -125,13 +125,12 @@ class Coordination:
         coordinator = self._coordinator
         with self._lock:
             coordinator.now_s = self._clock.monotonic_s()
-            abandoned = set(coordinator.abandoned)
             changed = coordinator.tiers_reported(steps.rank, steps.tiers)
             changed = coordinator.saved(steps.rank, sorted(steps.saved)) or changed
             changed = coordinator.failed(steps.failed) or changed
             changed = (steps.saving >= 0 and coordinator.saving(steps.rank, steps.saving)) or changed
             changed = coordinator.flush_wanted(steps.flush) or changed
-            self._tell_of_skipped(sorted(set(coordinator.abandoned) - abandoned), steps.rank)
+            self._tell_of_skipped(coordinator.take_skipped(), steps.rank)
             advanced = changed and self._decide_locked(coordinator)
             to_seal = coordinator.to_seal
         self._follow_up(advanced, to_seal)

@@ -5,8 +5,10 @@ A step that some rank failed to save, or went past without having it, can never 
 so that the slots that hold it may be overwritten. Reports may be lost, repeated and late: each is a fact that stays
 true, except that a step once abandoned stays abandoned, since others may have overwritten it by then.
 
-The newest abandoned steps are told by name. A rank that heard nothing for long may hold an older one, so they are told
-by one number as well: every step up to it that is newer than the world step is abandoned.
+Steps are abandoned by name while there is room for names. What was told stays told, since others may have overwritten
+it. Beyond that they are abandoned by one number: every step up to it that is newer than the world step. It never
+passes a step that no rank has given up, as one that all ranks are still copying to slow peers: that one counts when it
+is there, and so do the steps that could not be told meanwhile.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from ckpt_engine.tier_schedule import TierSchedule
 from flyball.contracts.checkpoints import Tier
 
 MAX_ABANDONED = 8  # by name
+_MAX_UNTOLD = 256  # given up and not told yet; of more the newest, and what is forgotten is merely not abandoned
 
 
 class Coordinator:
@@ -44,10 +47,11 @@ class Coordinator:
         self.now_s = 0.0  # whoever tells facts sets it first; only intervals in seconds depend on it
         self._saves = saves
         self.abandoned_upto = abandoned_upto  # every step up to here that is newer than the world step is abandoned
-        self._abandoned: set[int] = set()
-        self._saved: list[set[int]] = [set() for _ in range(world_size)]
-        self._newest = [world_step] * world_size  # that the rank has begun to save; it begins no older one any more
-        self._abandon(abandoned)
+        self._abandoned = {step for step in abandoned if step > max(world_step, abandoned_upto)}
+        self._untold: set[int] = set()  # as good as abandoned, once there is room for their names
+        self._skipped: list[int] = []  # what was given up since `take_skipped`
+        self._saved: list[set[int]] = [set() for _ in range(world_size)]  # that nobody has given up
+        self._settled = [world_step + 1] * world_size  # of those before, the rank has or gets none but those in _saved
 
     @property
     def abandoned(self) -> tuple[int, ...]:
@@ -79,7 +83,7 @@ class Coordinator:
                 self.now_s,
                 position=position,
                 world_step=self.world_step,
-                is_abandoned=self._is_abandoned(self._saves.named),
+                is_abandoned=self._is_given_up(self._saves.named),
             )
         return (self.next_save, self.namings) != before
 
@@ -92,13 +96,19 @@ class Coordinator:
         self._offer([self.world_step])
         return self.namings != before
 
+    def take_skipped(self) -> list[int]:
+        """The steps that were given up since this was last asked, told or not: the whole world goes without them."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
+
     def saved(self, rank: int, steps: Iterable[int]) -> bool:
         """The rank has these steps, oldest to newest. True if something is to be told to all."""
         before = (self.world_step, self.abandoned, self.abandoned_upto, self.namings)
         for step in steps:
-            self._newest[rank] = max(self._newest[rank], step)
-            if step > self.world_step and not self._is_abandoned(step):
-                self._saved[rank].add(step)
+            if step >= self._settled[rank]:  # else it is known, or was gone meanwhile
+                self._settled[rank] = step + 1
+                if not self._is_given_up(step):
+                    self._saved[rank].add(step)
         complete = set.intersection(*self._saved)
         self._offer(complete)  # before the world step moves: what is named now, nobody has overwritten
         if complete:
@@ -110,9 +120,9 @@ class Coordinator:
         """The rank has been busy with `step` for long. Of older ones it will never have others than those that it said
         it has, whatever it has forgotten. True if something is to be told to all."""
         before = (self.abandoned, self.abandoned_upto)
-        self._newest[rank] = max(self._newest[rank], step)
+        self._settled[rank] = max(self._settled[rank], step)
         self._abandon_passed_over()
-        self._abandon_all_upto(min({step, *self._saved[rank]}) - 1)
+        self._abandon_all_upto(self._oldest_open(rank) - 1)
         return (self.abandoned, self.abandoned_upto) != before
 
     def tiers_reported(self, rank: int, reports: Iterable[TierReport]) -> bool:
@@ -144,27 +154,48 @@ class Coordinator:
         for schedule in self.schedules:
             schedule.offer(steps, self.now_s)
 
-    def _is_abandoned(self, step: int) -> bool:
-        return step in self._abandoned or step <= self.abandoned_upto
+    def _is_given_up(self, step: int) -> bool:
+        return step in self._abandoned or step in self._untold or step <= self.abandoned_upto
 
     def _is_passed_over(self, step: int) -> bool:
-        return any(newest > step and step not in saved for newest, saved in zip(self._newest, self._saved, strict=True))
+        return any(
+            settled > step and step not in saved for settled, saved in zip(self._settled, self._saved, strict=True)
+        )
+
+    def _oldest_open(self, rank: int) -> int:
+        """The oldest step that the rank has or may yet have, and that nobody has given up."""
+        return min(self._saved[rank], default=self._settled[rank])
 
     def _advance(self, world_step: int) -> None:
         self.world_step = world_step
-        self._abandoned = {step for step in self._abandoned if step > world_step}
-        self._saved = [{step for step in saved if step > world_step} for saved in self._saved]
+        self._forget_settled()
 
     def _abandon_passed_over(self) -> None:
         self._abandon(step for step in set().union(*self._saved) if self._is_passed_over(step))
 
     def _abandon(self, steps: Iterable[int]) -> None:
-        self._abandoned.update(step for step in steps if step > self.world_step)
-        surplus = sorted(self._abandoned)[:-MAX_ABANDONED]
-        self._abandon_all_upto(max(surplus, default=-1))
+        """By name if there is room for it; if not, all that are older than any step which may still become the world's.
+        The others wait for one or the other, and can become the world's no more meanwhile."""
+        known = self._abandoned | self._untold
+        given_up = {step for step in steps if step > max(self.world_step, self.abandoned_upto)} - known
+        self._skipped += sorted(given_up)
+        self._untold |= given_up
+        self._forget_settled()
+        if len(self._abandoned) + len(self._untold) > MAX_ABANDONED:
+            self._abandon_all_upto(max(map(self._oldest_open, range(len(self._saved)))) - 1)
+        named = sorted(self._untold)[: max(MAX_ABANDONED - len(self._abandoned), 0)]
+        self._abandoned.update(named)
+        self._untold = set(sorted(self._untold.difference(named))[-_MAX_UNTOLD:])
 
     def _abandon_all_upto(self, step: int) -> None:
         if step > self.world_step:
             self.abandoned_upto = max(self.abandoned_upto, step)
-        self._abandoned = {step for step in self._abandoned if step > self.abandoned_upto}
-        self._saved = [{step for step in saved if not self._is_abandoned(step)} for saved in self._saved]
+            self._forget_settled()
+
+    def _forget_settled(self) -> None:
+        """Of what the world has, or goes without, nothing more need be known."""
+        passed = max(self.world_step, self.abandoned_upto)
+        self._abandoned = {step for step in self._abandoned if step > passed}
+        self._untold = {step for step in self._untold if step > passed}
+        lost = self._abandoned | self._untold
+        self._saved = [{step for step in saved if step > passed and step not in lost} for saved in self._saved]

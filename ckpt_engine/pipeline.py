@@ -134,6 +134,7 @@ class RankPipeline:
         with self._state_lock:
             known = step in self._failed
             self._remember(self._failed, step)
+            self._saved.discard(step)  # its slot turned out to be bad: it is said no more that the rank has it
         if not known:
             self._counters.add("saves_failed")
             log.warning("save_failed", job=self._generation.job, rank=self.rank, step=step, reason=message)

@@ -112,6 +112,7 @@ class World(RuleBasedStateMachine):
         self.unanswered: list[set[int]] = [set() for _ in range(self.slow_tiers)]  # ranks that have not settled it
         self.held = [[-1] * self.slow_tiers for _ in range(self.ranks)]
         self.failed: list[list[int]] = [[] for _ in range(self.ranks)]
+        self.lost: list[set[int]] = [set() for _ in range(self.ranks)]  # what `failed` would say if it forgot nothing
         self.to_coordinator: list[Report] = []
         self.broadcasts: list[Broadcast] = [(start, tuple(self.named))]
 
@@ -145,10 +146,14 @@ class World(RuleBasedStateMachine):
     def save_runs_out_of_time(self, rank: int, told: bool) -> None:
         rank %= self.ranks
         if self.writing[rank] is None:
-            self.failed[rank].append(self.next_step[rank])
+            self._will_never_have(rank, self.next_step[rank])
             self.next_step[rank] += 1
             if told:
                 self._report(rank)
+
+    def _will_never_have(self, rank: int, step: int) -> None:
+        self.failed[rank].append(step)
+        self.lost[rank].add(step)
 
     def _report(self, rank: int) -> None:
         """All that the rank has, and all that it will never have: what a lost message said, the next one says again."""
@@ -304,7 +309,7 @@ class World(RuleBasedStateMachine):
         for view in self.own[rank].views:
             if view.state is SlotState.CAPTURED and self._replicate(rank, view):
                 self.own[rank].views[view.index] = replace(view, state=SlotState.EMPTY)
-                self.failed[rank].append(view.step)
+                self._will_never_have(rank, view.step)
                 if told:
                     self._report(rank)
                 return
@@ -419,6 +424,19 @@ class World(RuleBasedStateMachine):
     @invariant()
     def nobody_knows_more_than_is_true(self) -> None:
         assert all(known.present.world_step <= self.coordinator.world_step for known in self.known)
+
+    @invariant()
+    def no_step_is_abandoned_that_nobody_gave_up(self) -> None:
+        """Those count that some rank holds; all ranks have them by now, or get to them yet."""
+        at = self.coordinator
+        told = AbandonedSteps(frozenset(at.abandoned), at.world_step, at.abandoned_upto)
+        for step in {view.step for own in self.own for view in own.views if view.generation == self.generation}:
+            if step > at.world_step and all(self._may_have(rank, step) for rank in range(self.ranks)):
+                assert step not in told, f"step {step} is on its way and was given up"
+
+    def _may_have(self, rank: int, step: int) -> bool:
+        there = self.own[rank].holds(self.generation, step) is not None
+        return step >= self.next_step[rank] or (there and step not in self.lost[rank])
 
     @invariant()
     def what_a_slow_tier_writes_from_stays(self) -> None:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.coordinator import MAX_ABANDONED, Coordinator
+from ckpt_engine.save_schedule import SaveSchedule
 
 RANKS = 3
 
@@ -91,3 +92,82 @@ def test_a_restarted_coordinator_goes_on_from_the_control_words() -> None:
     coordinator.saved(0, [7])
     assert coordinator.saved(1, [7])
     assert coordinator.world_step == 7
+
+
+def test_skipped_steps_do_not_give_up_an_older_one_that_is_on_its_way() -> None:
+    """With `when_full=skip` a slow peer makes many newer steps fail before the older one is there."""
+    coordinator = Coordinator(generation=1, world_size=2, world_step=-1)
+    for step in range(2, 50):
+        coordinator.failed([step])
+    coordinator.saved(0, [1])
+    assert coordinator.saved(1, [1])
+    assert coordinator.world_step == 1
+    coordinator.saved(0, [50])
+    coordinator.saved(1, [50])
+    assert (coordinator.world_step, coordinator.abandoned) == (50, ())
+
+
+def test_what_was_given_up_is_told_although_there_are_more_names_than_are_told() -> None:
+    """One rank has a step that is not among the names: it is told by number, once the older ones are settled."""
+    coordinator = Coordinator(generation=1, world_size=2, world_step=0)
+    for step in range(2, 50):
+        coordinator.failed([step])
+    coordinator.saved(0, [1, 40])
+    assert coordinator.abandoned_upto < 1  # rank 1 may yet have it
+    coordinator.saved(1, [2, 60])  # went past 1, and past 40
+    assert coordinator.world_step == 0
+    assert coordinator.abandoned_upto >= 40
+    coordinator.saved(0, [60])
+    assert coordinator.world_step == 60
+
+
+def test_what_a_rank_went_past_it_cannot_say_it_has_later() -> None:
+    """It is not among the names, of which there are only so many; and yet a report that was long on its way must not
+    bring it back."""
+    coordinator = Coordinator(generation=1, world_size=3, world_step=0)
+    coordinator.failed(range(10, 30))
+    coordinator.saved(0, [1, 45, 60])
+    coordinator.saved(1, [1, 60])
+    assert 45 not in coordinator.abandoned and coordinator.abandoned_upto < 1  # rank 2 may yet have 1
+    coordinator.saved(1, [45])
+    coordinator.saved(2, [45])
+    coordinator.saved(0, [45])
+    assert coordinator.world_step == 0
+    coordinator.saved(2, [60])
+    assert coordinator.world_step == 60
+
+
+def test_a_step_that_all_had_and_one_lost_counts_no_more() -> None:
+    coordinator = Coordinator(generation=1, world_size=2, world_step=0)
+    coordinator.failed(range(10, 30))
+    coordinator.saved(0, [1, 2])
+    coordinator.saved(0, [40])
+    coordinator.failed([40])  # its slot is bad
+    coordinator.saved(0, [40])  # of before
+    coordinator.saved(1, [40])
+    assert coordinator.world_step == 0
+
+
+def test_every_step_that_the_world_goes_without_is_told_once() -> None:
+    coordinator = Coordinator(generation=1, world_size=2, world_step=0)
+    told = []
+    for step in range(1, 100, 2):
+        coordinator.saved(0, [step])
+        coordinator.failed([step, step + 1])
+        coordinator.failed([step])
+        told += coordinator.take_skipped()
+    assert told == list(range(1, 101))
+
+
+def test_another_step_is_named_for_one_that_was_given_up_and_not_told_yet() -> None:
+    saves = SaveSchedule(1.0, named=0, world_step=0, now_s=0.0)
+    coordinator = Coordinator(generation=1, world_size=2, world_step=0, saves=saves)
+    coordinator.failed(range(100, 120))
+    coordinator.now_s = 5.0
+    coordinator.tick(1)
+    first = coordinator.next_save
+    coordinator.failed([first])
+    assert first not in coordinator.abandoned
+    coordinator.now_s = 10.0
+    coordinator.tick(first + 1)
+    assert coordinator.next_save > first

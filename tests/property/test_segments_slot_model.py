@@ -4,7 +4,7 @@ hosts ends without a common restorable step, and with a slot more for each slow 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from contextlib import nullcontext
 
 import pytest
@@ -162,6 +162,37 @@ def test_a_world_heals_at_once_of_failures_that_were_forgotten(monkeypatch: pyte
     world = HealingWithReplicas()
     world.rounds_to_heal = 4
     _heal(world, _forget_failures, flawed)
+
+
+def _skip_while_an_older_step_is_on_its_way(world: World) -> None:
+    """All ranks have copied a step and are about to commit it; meanwhile each newer one finds no slot."""
+    for rank in range(world.ranks):
+        world.begin_save(rank)
+        world.finish_capture(rank)
+    for _ in range(MAX_ABANDONED + 1):
+        for rank in range(world.ranks):
+            world.save_runs_out_of_time(rank, told=True)
+    for said in world.to_coordinator:
+        world._tell(said)
+    world.no_step_is_abandoned_that_nobody_gave_up()
+
+
+def _abandon_past_what_is_open(coordinator: Coordinator, steps: Iterable[int]) -> None:
+    """Names that find no room make the number grow, whatever there is before them."""
+    coordinator._abandoned.update(steps)
+    coordinator._abandon_all_upto(max(sorted(coordinator._abandoned)[:-MAX_ABANDONED], default=-1))
+
+
+def test_a_step_that_is_on_its_way_outlives_any_number_of_newer_ones_that_are_skipped() -> None:
+    world = HealingWithReplicas()
+    world.rounds_to_heal = 1
+    _heal(world, _skip_while_an_older_step_is_on_its_way, flawed=False)
+
+
+def test_the_model_finds_a_coordinator_that_gives_up_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Coordinator, "_abandon", _abandon_past_what_is_open)
+    with pytest.raises(AssertionError, match="on its way"):
+        run_state_machine_as_test(Healing, settings=FLAWED)
 
 
 def _heal(world: World, history: Callable[[World], None], flawed: bool) -> None:

@@ -244,6 +244,16 @@ def test_a_step_is_not_saved_by_a_replica_on_a_host_that_died_meanwhile(
     assert (host.pipeline.saved_steps, host.pipeline.failed_steps) == ((), (4,))
 
 
+def test_a_step_whose_slot_turned_out_to_be_bad_is_said_to_be_there_no_more(
+    make_pipeline: Callable[..., Pipeline],
+) -> None:
+    host = make_pipeline("b")
+    host.may_answer["b"].set()
+    wait_for(lambda: host.pipeline.saved_steps == (4,))
+    host.pipeline.fail(4, "The slot is corrupt.")
+    assert (host.pipeline.saved_steps, host.pipeline.failed_steps) == ((), (4,))
+
+
 def test_a_peer_gets_its_thread_later_when_there_was_none(
     make_pipeline: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
