@@ -30,6 +30,7 @@ COMMAND: dict[str, Any] = {
 
 DECISIONS_SHOWN = 10
 HOSTS_SHOWN = 8  # of more, only those that are not well, unless --hosts asks for all
+MAX_ROWS = 40  # of hosts that are not well
 MAX_OPEN_JOBS = 10_000
 WELL = ("healthy", "spare")
 LimitOption = Annotated[int, typer.Option("--limit", min=1, help="newest jobs, incidents and decisions to ask for")]
@@ -153,7 +154,9 @@ def _show_hosts(hosts: list[dict[str, Any]], now: float, *, everything: bool, en
             return
         title += "; not well are"
     brief = ("host", "state", "for", "job", "last report", "reason")
-    print_table(f"{title}{then}", brief, [[*_host_row(host, now), host.get("reason")] for host in shown])
+    print_table(f"{title}{then}", brief, [[*_host_row(host, now), host.get("reason")] for host in shown[:MAX_ROWS]])
+    if len(shown) > MAX_ROWS:
+        typer.echo(f"and {len(shown) - MAX_ROWS} more (--hosts shows all)")
 
 
 def _host_row(host: dict[str, Any], now: float) -> list[object]:

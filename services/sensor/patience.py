@@ -41,12 +41,12 @@ _STANCES = {
 
 
 class StallSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When a rank counts as stalled. A phase that is not named never stalls (parked, done), nor does a stance
-    (attended)."""
+    """When a rank counts as stalled. Phases and stances that are given change those of the defaults, and leave the
+    others as they are. What is in neither never stalls: phases parked and done, stance attended."""
 
-    phases: Mapping[Phase, Patience] = msgspec.field(default_factory=lambda: dict(_PATIENCE))
+    phases: Mapping[Phase, Patience] = msgspec.field(default_factory=dict)
     first_step: Patience = Patience(unknown_s=600.0, floor_s=30.0, factor=4.0)  # compiles, warms up
-    stances: Mapping[Stance, float] = msgspec.field(default_factory=lambda: dict(_STANCES))  # s, at least
+    stances: Mapping[Stance, float] = msgspec.field(default_factory=dict)  # s, at least
     frozen: Patience = Patience(unknown_s=10.0, floor_s=2.0, factor=2.0)  # of the usual step
     frozen_most_s: float = 10.0  # a process that is stopped while others run needs no longer proof
     unattached_frozen_s: float = 10.0  # of scripts that tell no steps
@@ -65,6 +65,10 @@ class StallSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_doublings: int = 6  # of a job's patience, one for each false alarm
     lagged_daemon_s: float = 0.5  # a daemon that ran this late may have been frozen together with its workers
     max_jobs: int = 1_000
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "phases", {**_PATIENCE, **self.phases})
+        msgspec.structs.force_setattr(self, "stances", {**_STANCES, **self.stances})
 
 
 def limit_s(patience: Patience, seen_s: float) -> float:

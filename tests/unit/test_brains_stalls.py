@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from flyball.contracts.cluster import Activity, HostFacts, Phase, RankStatus
@@ -9,6 +10,8 @@ from flyball.contracts.rank_columns import RankSteps, in_columns, steps_together
 from flyball.contracts.signals import EngineStatus, FalseAlarm, RankStalled, Report
 from flyball.contracts.wire import WIRE_VERSION
 from services.sensor.fault_detector import DetectorSettings, FaultDetector
+from services.sensor.patience import Patience
+from services.sensor.stances import Stance
 
 ALL = (0, 1, 2, 3)
 WAITS, SLEEPS = "futex", "clock_nanosleep"
@@ -505,3 +508,11 @@ def test_a_frozen_host_is_not_a_stalled_job(job: Job) -> None:
     job.train(10)
     job.pause(5.0, Activity.STOPPED, "", 0)
     assert len(job.stalls) == 1
+
+
+def test_a_setting_that_names_one_stance_or_phase_leaves_the_others() -> None:
+    given = b'{"stalls": {"stances": {"together": 600}, "phases": {"2": {"unknown_s": 1, "floor_s": 2, "factor": 3}}}}'
+    changed = msgspec.json.decode(given, type=DetectorSettings, strict=False).stalls
+    usual = DetectorSettings().stalls
+    assert changed.stances == {**usual.stances, Stance.TOGETHER: 600.0}
+    assert changed.phases == {**usual.phases, Phase(2): Patience(1.0, 2.0, 3.0)}

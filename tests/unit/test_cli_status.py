@@ -58,6 +58,12 @@ def test_of_many_hosts_only_those_that_are_not_well(capsys: pytest.CaptureFixtur
     assert "host-008" in shown(capsys, many, everything=True)
 
 
+def test_of_very_many_that_are_not_well_the_first_and_how_many_more(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, [host(n, "silent", reason="no report") for n in range(500)])
+    assert "500 hosts: 500 silent" in out and "and 460 more (--hosts shows all)" in out
+    assert len(out.splitlines()) < 140
+
+
 def test_of_a_state_that_was_left_the_moment_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Hosts, when their supervisor ended at 06:04:58 UTC" in shown(capsys, [host(1)], ended_at=NOW - 60)
 
