@@ -16,7 +16,7 @@ from flyball.contracts.decisions import Command, CommandResult
 from flyball.contracts.engine_wire import EngineReply
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.segments import shm_prefix
-from flyball.contracts.signals import EngineRestarted, SignalBody, WorkerExited, WorkerStartFailed
+from flyball.contracts.signals import STORE_ENDED, EngineRestarted, SignalBody, WorkerExited, WorkerStartFailed
 from host_daemon.activity import ActivityWatch
 from host_daemon.beacons import Beacons
 from host_daemon.cluster_clock import ClusterClock
@@ -260,7 +260,7 @@ class Agent:
             _log.info("store_ended", job=job, generation=generation, expected=worker.expected)
             if not worker.expected:
                 message = f"The process that hosted the rendezvous store ended; see {record.log_path}."
-                await self._outbox.put(WorkerStartFailed(job, generation, 0, message), also=ended)
+                await self._outbox.put(WorkerStartFailed(job, generation, 0, message, STORE_ENDED), also=ended)
                 self._reporter.wake()
             else:
                 await self._records.end(record)

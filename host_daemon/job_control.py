@@ -246,7 +246,7 @@ class JobControl:
 
     async def _tell_failed_start(self, job: str, generation: int, host: HostRanks, error: FlyballError) -> None:
         for rank in host.ranks:
-            await self._signal(WorkerStartFailed(job, generation, rank, str(error)[:MAX_START_MESSAGE]))
+            await self._signal(WorkerStartFailed(job, generation, rank, str(error)[:MAX_START_MESSAGE], error.code))
 
     def _already_started(self, body: StartWorkers, host: HostRanks) -> CommandResult:
         """An earlier daemon began this and was killed: workers that have their leave run, the others never existed."""

@@ -12,7 +12,20 @@ from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState
 from flyball.contracts.identity import Fence
 from services.controller.diagnosis import PREEMPTION_NOTICE, SUPERSEDED_WORKERS
 from services.controller.replay import Replay, StoredRound, compared, differences
-from simulator.history import NO_SOURCE, Condemned, CoreFault, Fact, Obeyed, Restored, Saved, WorkerBegan, WorkerWent
+from simulator.history import (
+    EXPECTED,
+    HOST_WENT,
+    NO_SOURCE,
+    Condemned,
+    CoreFault,
+    Fact,
+    Obeyed,
+    Restored,
+    Saved,
+    StartFailed,
+    WorkerBegan,
+    WorkerWent,
+)
 from simulator.record import ActionRecord, DecisionRecord, GenerationRecord, IncidentRecord, Record
 
 _BESIDE = frozenset({PREEMPTION_NOTICE, SUPERSEDED_WORKERS})  # causes that may stand beside a failure of the generation
@@ -51,6 +64,7 @@ def check_history(facts: Sequence[Fact], record: Record) -> list[Violation]:
         *_no_older_rank_beside_a_newer(facts),
         *_restored_whole_steps(facts, record),
         *_nobody_heard_is_condemned(facts),
+        *_failed_starts_are_free(facts, record),
         *(Violation("core_fault", f"{f.event} {f.detail}") for f in facts if isinstance(f, CoreFault)),
     ]
 
@@ -285,3 +299,20 @@ def _nobody_heard_is_condemned(facts: Iterable[Fact]) -> Iterator[Violation]:
     for fact in facts:
         if isinstance(fact, Condemned) and fact.is_up and fact.witness:
             yield Violation("healthy_host_condemned", f"{fact.host_id}, which {fact.witness} heard all the time")
+
+
+def _failed_starts_are_free(facts: Iterable[Fact], record: Record) -> Iterator[Violation]:
+    """What a host could not start is no failure of its workers, and burns none of their restarts."""
+    not_started: set[int] = set()
+    has_failed: set[int] = set()
+    for fact in facts:
+        if isinstance(fact, StartFailed):
+            not_started.add(fact.generation)
+        elif isinstance(fact, WorkerWent) and fact.why not in (EXPECTED, HOST_WENT):
+            has_failed.add(fact.generation)
+    for before, after in pairwise(record.generations):
+        number = before.plan.generation
+        if number in not_started - has_failed and after.plan.restart_count > before.plan.restart_count:
+            yield Violation(
+                "start_charged", f"generation {number} could not be started, and a restart was burnt for it"
+            )

@@ -20,10 +20,12 @@ from flyball.contracts.decisions import (
     StopWorkers,
     UpdateState,
 )
+from flyball.contracts.errors import FlyballError, NotFound, PortInUse, StorageFull
 from flyball.contracts.identity import Fence
+from flyball.contracts.signals import WorkerStartFailed
 from host_daemon.command_journal import Admission, admit
 from host_daemon.commands import gives_way, job_of
-from simulator.history import Obeyed
+from simulator.history import Obeyed, StartFailed
 from simulator.training import SIGKILL, Group
 
 if TYPE_CHECKING:
@@ -62,6 +64,9 @@ class Commands:
         if not self._host.is_daemon_up or command.command_id in self._running:
             return
         job = job_of(command.body)
+        if self._host.is_disk_full:  # it cannot note that it obeyed, and so does not
+            self._deny(command, StorageFull.code, "The state database cannot be written.")
+            return
         answer = self._answers.get(command.command_id)
         is_known = command.command_id in self._answers
         admission = admit(command.fence, self._fences.get(job), is_known=is_known, answer=answer)
@@ -82,6 +87,14 @@ class Commands:
         running = self._running[command.command_id] = _Running(command, self._world.now)
         self._begin(running)
 
+    def _deny(self, command: Command, code: str, message: str) -> None:
+        if isinstance(command.body, StartWorkers):
+            self._note_failed_start(command.body, code)
+        at, host = self._host.clock.wall_s(), self._host
+        self._send(
+            CommandUpdate(command.command_id, host.host_id, host.incarnation, UpdateState.FAILED, at, message, code)
+        )
+
     def _begin(self, running: _Running) -> None:
         """Commands of a job are carried out one after the other."""
         command = running.command
@@ -101,7 +114,11 @@ class Commands:
                 self._finish_after(uniform(0.05, 0.8), running, lambda: self._inventory(body.generation))
             case StartWorkers():
                 self._end_workers(body.placement.generation - 1)
-                self._finish_after(uniform(0.05, 0.5), running, lambda: self._start(body))
+                problem = self._start_problem(body)
+                if problem is None:
+                    self._finish_after(uniform(0.05, 0.5), running, lambda: self._start(body))
+                else:
+                    self._fail_start(running, body, problem)
             case SaveEmergency():
                 self._arm(running, body)
             case FlushState():
@@ -111,6 +128,27 @@ class Commands:
                 self._finish_after(uniform(0.05, 0.5), running, CommandResult)
             case _:
                 self._finish_after(uniform(0.05, 0.5), running, CommandResult)
+
+    def _start_problem(self, body: StartWorkers) -> FlyballError | None:
+        part = body.placement.host(self._host.host_id)
+        if not self._host.has_files:
+            return NotFound("The script does not exist on this host.")
+        if part is not None and 0 in part.ranks and self._world.ports_taken:
+            self._world.ports_taken -= 1
+            return PortInUse("MASTER_PORT was taken.")
+        return None
+
+    def _fail_start(self, running: _Running, body: StartWorkers, problem: FlyballError) -> None:
+        host, placement = self._host, body.placement
+        self._note_failed_start(body, problem.code)
+        part = placement.host(host.host_id)
+        for rank in part.ranks if part is not None else ():
+            host.put(WorkerStartFailed(placement.job, placement.generation, rank, str(problem), problem.code))
+        self._answer(running.command, UpdateState.FAILED, code=problem.code, message=str(problem))
+
+    def _note_failed_start(self, body: StartWorkers, code: str) -> None:
+        placement = body.placement
+        self._world.note(StartFailed(self._world.now, self._host.host_id, placement.job, placement.generation, code))
 
     def _finish_after(self, delay_s: float, running: _Running, work: Callable[[], CommandResult]) -> None:
         def finish() -> None:

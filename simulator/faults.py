@@ -36,6 +36,10 @@ class FaultKind(StrEnum):
     HOST_CLOCK_JUMPS = "host_clock_jumps"
     CONTROLLER_CLOCK_JUMPS = "controller_clock_jumps"
     WORKERS_KILLED_TOGETHER = "workers_killed_together"  # on two hosts
+    PORTS_TAKEN = "ports_taken"  # when the next few generations begin
+    SHARE_AWAY = "share_away"  # and the script with it, on all hosts, when a worker is killed
+    SPARE_LACKS_FILES = "spare_lacks_files"  # when another host goes down
+    HOST_DISK_FULL = "host_disk_full"  # its daemon can obey nothing
 
 
 _LASTS_S = {
@@ -61,6 +65,9 @@ _LASTS_S = {
     FaultKind.DATABASE_AWAY: (1.0, 60.0),
     FaultKind.HOST_CLOCK_JUMPS: (5.0, 40.0),
     FaultKind.CONTROLLER_CLOCK_JUMPS: (5.0, 40.0),
+    FaultKind.SHARE_AWAY: (2.0, 30.0),
+    FaultKind.SPARE_LACKS_FILES: (30.0, 150.0),
+    FaultKind.HOST_DISK_FULL: (5.0, 120.0),
 }
 # What makes the others interesting: there is always one of them.
 _FAILURES = (
@@ -72,6 +79,9 @@ _FAILURES = (
     FaultKind.HOST_CUT_OFF,
     FaultKind.PREEMPTED,
     FaultKind.WORKERS_KILLED_TOGETHER,
+    FaultKind.PORTS_TAKEN,
+    FaultKind.SHARE_AWAY,
+    FaultKind.SPARE_LACKS_FILES,
 )
 
 

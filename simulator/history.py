@@ -10,6 +10,8 @@ import msgspec
 from flyball.contracts.identity import Fence
 
 NO_SOURCE = "no source had the step"  # why a rank that could not restore ended
+EXPECTED = "expected"  # it was told to
+HOST_WENT = "its host went"
 
 
 class FaultBegan(msgspec.Struct, frozen=True, tag=True):
@@ -48,6 +50,16 @@ class WorkerBegan(msgspec.Struct, frozen=True, tag=True):
     job: str
     generation: int
     rank: int
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """A host could not start its ranks."""
+
+    at: float
+    host_id: str
+    job: str
+    generation: int
+    code: str
 
 
 class WorkerWent(msgspec.Struct, frozen=True, tag=True):
@@ -100,7 +112,17 @@ class CoreFault(msgspec.Struct, frozen=True, tag=True):
 
 
 Fact: TypeAlias = (
-    FaultBegan | FaultEnded | HostWent | Obeyed | WorkerBegan | WorkerWent | Restored | Saved | Condemned | CoreFault
+    FaultBegan
+    | FaultEnded
+    | HostWent
+    | Obeyed
+    | WorkerBegan
+    | StartFailed
+    | WorkerWent
+    | Restored
+    | Saved
+    | Condemned
+    | CoreFault
 )
 
 

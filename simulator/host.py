@@ -57,6 +57,8 @@ class Host:
         self.is_up = True
         self.is_daemon_up = False
         self.is_engine_up = True
+        self.has_files = True
+        self.is_disk_full = False
         self._up_since = world.now
         # on disk
         self._incarnations = 0

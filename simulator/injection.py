@@ -47,6 +47,8 @@ class Injector:
     def _apply(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
         """Do it; the target's name, what ends it, and when."""
         name = fault.kind.value
+        if fault.kind in (FaultKind.PORTS_TAKEN, FaultKind.SHARE_AWAY, FaultKind.SPARE_LACKS_FILES):
+            return self._on_starts(fault)
         if name.startswith(("worker", "daemon")):
             return self._on_worker(fault)
         if name.startswith(("host", "preempted", "engine")):
@@ -79,6 +81,37 @@ class Injector:
                 world.exit(group, worker, signal_number=SIGKILL)
         return target, _nothing, 0.0
 
+    def _on_starts(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
+        """What shows only when ranks are started: so they have to be."""
+        world, hosts = self._world, list(self._world.hosts.values())
+        if fault.kind is FaultKind.SPARE_LACKS_FILES:
+            free = [host for host in hosts if host.is_up and not host.workers]
+            busy = [host for host in hosts if host.workers]
+            if not free or not busy:
+                return "nobody", _nothing, 0.0
+            spare, lost = free[int(fault.pick * len(free))], busy[int(fault.size * len(busy))]
+            spare.has_files = False
+            world.take_down(lost.host_id)
+
+            def end() -> None:
+                spare.has_files = True
+                world.bring_up(lost.host_id)
+
+            return f"{spare.host_id} when {lost.host_id} goes", end, fault.lasts_s
+        if fault.kind is FaultKind.PORTS_TAKEN:
+            world.ports_taken += 1 + int(5 * fault.size)
+        else:
+            self._set_files(hosts, has_files=False)
+        alive = [pair for host in hosts for pair in host.workers.values()]
+        if alive:
+            group, worker = alive[int(fault.pick * len(alive))]
+            world.exit(group, worker, signal_number=SIGKILL)
+        return "", partial(self._set_files, hosts, has_files=True), fault.lasts_s
+
+    def _set_files(self, hosts: Sequence[Host], *, has_files: bool) -> None:
+        for host in hosts:
+            host.has_files = has_files
+
     def _on_host(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
         world, host, lasts_s = self._world, self._host(fault), fault.lasts_s
         name = host.host_id
@@ -98,6 +131,9 @@ class Injector:
             case FaultKind.HOST_CLOCK_JUMPS:
                 host.clock.error_s = (fault.size - 0.5) * 50.0
                 end = partial(setattr, host.clock, "error_s", 0.0)
+            case FaultKind.HOST_DISK_FULL:
+                host.is_disk_full = True
+                end = partial(setattr, host, "is_disk_full", False)
             case FaultKind.HOST_CUT_OFF:
                 end = self._cut([(name, far) for far in (*others, SENSOR, ACTUATOR)])
             case FaultKind.HOSTS_CUT_FROM_EACH_OTHER:

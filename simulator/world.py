@@ -10,7 +10,7 @@ from flyball.contracts.checkpoints import Lineage, ShardCopy, ShardSource, branc
 from flyball.contracts.cluster import Placement
 from flyball.contracts.recovery import complete_points
 from simulator.events import Happening, Timeline
-from simulator.history import Fact, HostWent, WorkerBegan, WorkerWent
+from simulator.history import EXPECTED, HOST_WENT, Fact, HostWent, WorkerBegan, WorkerWent
 from simulator.network import Network
 from simulator.training import Group, Worker
 
@@ -58,6 +58,7 @@ class World:
         self.hosts: dict[str, Host] = {}
         self.groups: dict[int, Group] = {}  # by generation, of the one job
         self.facts: list[Fact] = []
+        self.ports_taken = 0  # generations that find theirs taken when they begin
 
     @property
     def now(self) -> float:
@@ -135,7 +136,7 @@ class World:
         """End a rank's process; its daemon, if it runs, learns of it."""
         if group.workers.get(worker.rank) is not worker:
             return
-        why = message or ("expected" if is_expected else f"signal {signal_number}")
+        why = message or (EXPECTED if is_expected else f"signal {signal_number}")
         self.note(WorkerWent(self.now, worker.host_id, group.job, group.generation, worker.rank, why))
         group.left(worker)
         self.hosts[worker.host_id].worker_went(
@@ -155,7 +156,7 @@ class World:
         for group in self.groups.values():
             group.beacons.pop(host_id, None)
         for group, worker in workers:
-            self.note(WorkerWent(self.now, host_id, group.job, group.generation, worker.rank, "its host went"))
+            self.note(WorkerWent(self.now, host_id, group.job, group.generation, worker.rank, HOST_WENT))
             group.left(worker)
 
     def bring_up(self, host_id: str) -> None:

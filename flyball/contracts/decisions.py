@@ -110,6 +110,17 @@ class Decision(msgspec.Struct, frozen=True):
     action: ActionPlan | None = None  # None: hold
 
 
+class FailedStart(msgspec.Struct, frozen=True):
+    """A host that could not start its ranks, in one incident: what fails on one host is that host's until another
+    fails alike."""
+
+    host_id: HostId
+    code: str  # of the FlyballError, e.g. not_found, storage_full, port_in_use
+    generation: int  # the newest in which it did
+    first_at: float
+    times: int = 1  # generations
+
+
 class Incident(msgspec.Struct, frozen=True):
     """The life of one problem."""
 
@@ -131,6 +142,7 @@ class Incident(msgspec.Struct, frozen=True):
     resolved_at: float = 0.0
     restored_step: int = -1
     lost_steps: int = -1  # -1 until known
+    failed_starts: tuple[FailedStart, ...] = ()
 
 
 # --- commands: from the outbox to one host ---------------------------------------------------------------------------

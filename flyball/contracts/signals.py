@@ -7,7 +7,7 @@ A daemon sends one Report per interval, and at once when something happened. The
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -38,6 +38,9 @@ Counters = Annotated[
 ExitNumber = Annotated[int, msgspec.Meta(gt=-(2**31), lt=2**31)]
 
 
+STORE_ENDED: Final = "store_ended"  # why a rank was not started: the process that hosted the rendezvous store ended
+
+
 class WorkerExited(msgspec.Struct, frozen=True, tag="worker_exited"):
     """A worker's process ended. Exactly one of `exit_code` and `signal_number` is set, or none when a restarted
     daemon adopted the worker and could not learn it."""
@@ -61,6 +64,7 @@ class WorkerStartFailed(msgspec.Struct, frozen=True, tag="worker_start_failed"):
     generation: Generation
     rank: Rank
     message: Text
+    code: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the FlyballError; '' of an older daemon
 
 
 class RankStalled(msgspec.Struct, frozen=True, tag="rank_stalled"):

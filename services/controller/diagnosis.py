@@ -14,7 +14,7 @@ import msgspec
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import RestoreFailed
 from flyball.contracts.signals import RankStalled, WorkerExited, WorkerStartFailed
-from services.controller.view import GenerationView, HostView, PastFailure, RankView
+from services.controller.view import ActionView, GenerationView, HostView, PastFailure, RankView
 from services.controller.wording import kept, listed, ranks_by_host, ranks_kept, ranks_of
 
 HOST_SILENT = "host_silent"
@@ -193,11 +193,23 @@ def start_failure(body: WorkerStartFailed, host_id: str, at: float) -> Failure:
         at=at,
         rank=body.rank,
         host_id=host_id,
-        error_kind=WORKER_START_FAILED,
+        error_kind=body.code or WORKER_START_FAILED,
         error_message=body.message,
         is_step_known=True,
-        evidence={"rank": body.rank, "host": host_id, "error": body.message},
+        evidence={"rank": body.rank, "host": host_id, "error": body.message, "code": body.code},
     )
+
+
+def failed_starts(actions: Iterable[ActionView], job: str, generation: GenerationView, at: float) -> list[Failure]:
+    """Hosts that answered that they could not start their ranks: one whose disk is full has no other way to say it."""
+    ranks = {part.host_id: part.ranks for part in generation.hosts}
+    return [
+        start_failure(WorkerStartFailed(job, generation.generation, ranks[host_id][0], message, code), host_id, at)
+        for action in actions
+        if action.plan.job == job and action.phase == "start" and action.plan.next is not None
+        for host_id, (code, message) in action.failed.items()
+        if action.plan.next.generation == generation.generation and ranks.get(host_id)
+    ]
 
 
 def stall_failure(body: RankStalled, ranks: Iterable[RankView], at: float) -> Failure:

@@ -3,7 +3,8 @@
 The restart budget (`max_restarts`) counts restarts without progress in between. Every restart of workers that failed
 by themselves burns one, whether a signal, an exception, a lost connection or a hang ended them. A restart that the
 machines caused (host silent, preemption, a copy that could not be restored) burns none, nor does one more attempt at a
-start in which no worker failed; the decision limit of the incident bounds those. A generation that went further than
+start: what a host could not start (`start_rules`), or nobody knows why. The decision limit of the incident, and the
+patience with starts, bound those. A generation that went further than
 every generation before it refills the budget.
 """
 
@@ -19,9 +20,7 @@ from flyball.contracts.decisions import Incident
 from services.controller.diagnosis import FALSE_ALARM, newest_common_step
 from services.controller.view import GenerationView, PastFailure, PolicySettings, RankView
 
-WORKER_CAUSES = frozenset(
-    {"worker_killed", "worker_exception", "worker_start_failed", "rank_stalled", "connection_lost"}
-)
+WORKER_CAUSES = frozenset({"worker_killed", "worker_exception", "rank_stalled", "connection_lost"})
 _FIRST_BACK_OFF_S = 0.5
 _LONGEST_BACK_OFF_S = 10.0
 _ADDRESS = re.compile(r"0x[0-9a-f]+", re.IGNORECASE)

@@ -62,15 +62,16 @@ def restart_plan(
     kind: DecisionKind,
     incident: Incident,
     lineage: Lineage | None = None,
+    given_up: Collection[str] = (),
 ) -> ActionPlan:
     """Stop what runs, and go on in a new generation on `hosts`; `lineage` where another history than all of the
-    present one is to count."""
+    present one is to count. Hosts that are `given_up` are not asked for anything."""
     spec = case.job.spec
     history = generation.lineage if lineage is None else lineage
-    reachable, unreachable = _involved(case, generation)
+    reachable, unreachable = _involved(case, generation, given_up=given_up)
     left = _others_that_hold(case, (*reachable, *unreachable))
     if left and _known_step(case, history, (*reachable, *left)) > _known_step(case, history, reachable):
-        reachable, unreachable = _involved(case, generation, left)
+        reachable, unreachable = _involved(case, generation, left, given_up=given_up)
     before = {part.host_id for part in generation.hosts}
     budget = budget_after(generation, incident, case.settings, case.job.failures)
     joining = tuple(part.host_id for part in hosts if part.host_id not in before)
@@ -162,7 +163,7 @@ def _others_that_hold(case: Case, involved: Collection[str]) -> tuple[str, ...]:
 
 
 def _involved(
-    case: Case, generation: GenerationView, others: Collection[str] = ()
+    case: Case, generation: GenerationView, others: Collection[str] = (), *, given_up: Collection[str] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Hosts that have, or may have, workers of the job, those in reach and those not: of the generation, and of actions
     that did not succeed, which may have left older workers behind; and `others`."""
@@ -173,8 +174,15 @@ def _involved(
             names += plan.stop_hosts
             names += plan.unreachable_hosts
     unique = tuple(dict.fromkeys(names))
-    silent = {host_id: case.round.is_silent(host_id) for host_id in unique}
+    silent = {host_id: host_id in given_up or case.round.is_silent(host_id) for host_id in unique}
     return tuple(h for h, is_silent in silent.items() if not is_silent), tuple(h for h in unique if silent[h])
+
+
+def loses_without(case: Case, generation: GenerationView, host_ids: Collection[str]) -> bool:
+    """Whether the newest recovery point is on these hosts alone."""
+    asked, _ = _involved(case, generation)
+    others = [host_id for host_id in asked if host_id not in host_ids]
+    return _known_step(case, generation.lineage, others) < _known_step(case, generation.lineage, asked)
 
 
 def _known_step(case: Case, lineage: Lineage, asked: Collection[str]) -> int:

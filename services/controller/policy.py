@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import IncidentState
 from flyball.contracts.signals import Signal
-from services.controller import drain_rules, intake, job_rules, preemption_rules, recovery_rules, tracking
+from services.controller import drain_rules, intake, job_rules, preemption_rules, recovery_rules, start_rules, tracking
 from services.controller.diagnosis import DRAIN_REQUESTED, PREEMPTION_NOTICE, SUPERSEDED_WORKERS
 from services.controller.round import Case, Round, Verdict
 from services.controller.view import Outcome, PolicySettings, View
@@ -26,6 +26,10 @@ JOB_RULES: tuple[Rule, ...] = (
 )
 
 FAILURE_RULES: tuple[Rule, ...] = (
+    start_rules.wait_for_the_other_starts,
+    start_rules.leave_a_host_that_cannot_start,
+    start_rules.fail_what_starts_nowhere,
+    start_rules.start_again,
     recovery_rules.fail_after_too_many_decisions,
     recovery_rules.fail_on_identical_exception,
     recovery_rules.back_off_after_a_failed_action,

@@ -24,7 +24,7 @@ def give_up_after_too_many_decisions(case: Case) -> Verdict | None:
         f"{incident.message} {limit} actions have not ended it: it is left to an operator.",
         evidence={"decisions": incident.decisions_made},
         gives_up=True,
-        cordons=incident.host_id,
+        cordons=(incident.host_id,),
     )
 
 

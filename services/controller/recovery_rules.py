@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.cluster import HostRanks, HostState, JobState
 from flyball.contracts.decisions import ActionState, DecisionKind, Incident
@@ -12,10 +14,9 @@ from services.controller.diagnosis import (
     HOST_SILENT,
     RESTORE_FAILED,
     WORKER_EXCEPTION,
-    WORKER_START_FAILED,
 )
 from services.controller.round import Case, Evidence, Verdict
-from services.controller.view import ActionView, GenerationView
+from services.controller.view import ActionView, GenerationView, HostView
 from services.controller.wording import NAMED, kept, listed, ranks_of
 
 _UNHEARD_WINDOWS = 5  # root-cause windows that a host's own word is waited for
@@ -28,13 +29,13 @@ def fail_after_too_many_decisions(case: Case) -> Verdict | None:
     incident, limit = _incident(case), case.settings.max_decisions_per_incident
     if incident.decisions_made < limit:
         return None
-    return _fail(case, f"{incident.message} {limit} actions have not ended it.", {"decisions": incident.decisions_made})
+    return fail(case, f"{incident.message} {limit} actions have not ended it.", {"decisions": incident.decisions_made})
 
 
 def fail_on_identical_exception(case: Case) -> Verdict | None:
     """The same exception at the same step again is a bug in the job, not a fault in the machine."""
     incident, limit = _incident(case), case.settings.identical_exception_limit
-    if incident.cause not in (WORKER_EXCEPTION, WORKER_START_FAILED):
+    if incident.cause != WORKER_EXCEPTION:
         return None
     own = [f for f in case.job.failures if (f.generation, f.cause) == (incident.generation, incident.cause)]
     if not own or not own[-1].error_kind:
@@ -43,7 +44,7 @@ def fail_on_identical_exception(case: Case) -> Verdict | None:
     if times < limit:
         return None
     where = f"after step {own[-1].step}" if own[-1].step >= 0 else "before the first step"
-    return _fail(
+    return fail(
         case,
         f"{incident.message} The same failure {where} ended {times} generations: another restart would meet it again.",
         {"times": times, "error": own[-1].error_kind, "step": own[-1].step},
@@ -160,7 +161,7 @@ def fail_when_restarts_are_used_up(case: Case) -> Verdict | None:
             why = "The one restart that --max-restarts allows is used up, without progress since."
         case _:
             why = f"All {limit} restarts that --max-restarts allows are used up, without progress in between."
-    return _fail(case, f"{incident.message} {why}", {})
+    return fail(case, f"{incident.message} {why}", {})
 
 
 def restart_from_an_older_recovery_point(case: Case) -> Verdict | None:
@@ -205,7 +206,7 @@ def wait_for_a_spare(case: Case) -> Verdict | None:
     )
 
 
-def restart_in_place(case: Case) -> Verdict | None:
+def restart_in_place(case: Case) -> Verdict:
     """With its hosts well, the job starts again where it is, from the newest recovery point."""
     following = _generation(case).generation + 1
     return _restart(case, f"No host has to be replaced: generation {following} starts in place.")
@@ -232,19 +233,39 @@ def _restart(case: Case, what: str, *, lineage: Lineage | None = None) -> Verdic
     )
 
 
-def _migrate(case: Case, *, lineage: Lineage | None = None) -> Verdict | None:
+def move(case: Case, leave: Sequence[str], *, avoid: Collection[str], given_up: Collection[str] = ()) -> Verdict | None:
+    """Ranks of all these hosts go to spares, and to none of `avoid`; None if there are too few. `given_up`: of the
+    hosts those that are not asked for anything any more."""
     lost, leaving = _lost_and_leaving(case)
+    free = [host for host in case.round.free_hosts(case.job.spec) if host.host_id not in avoid]
+    first = [host_id for host_id in leave if host_id not in lost]
+    if len(free) < len(lost) + len(first):
+        return None
+    return _move(case, lost, [*first, *(h for h in leaving if h not in first)], free, given_up=given_up)
+
+
+def _migrate(case: Case, *, lineage: Lineage | None = None) -> Verdict | None:
+    return _move(case, *_lost_and_leaving(case), case.round.free_hosts(case.job.spec), lineage=lineage)
+
+
+def _move(
+    case: Case,
+    lost: list[str],
+    leaving: list[str],
+    free: list[HostView],
+    *,
+    lineage: Lineage | None = None,
+    given_up: Collection[str] = (),
+) -> Verdict | None:
     if not lost and not leaving:
         return None
     incident, generation = _incident(case), _generation(case)
-    free = case.round.free_hosts(case.job.spec)
     moving = (lost + leaving)[: max(len(lost), len(free))]  # who leaves on notice can wait; who is lost cannot
     hosts = spare_choice.replace(generation.hosts, moving, free, case.round.hosts) if moving else None
     if hosts is None:
         return None
-    plan = plans.restart_plan(
-        case, generation, hosts, kind=DecisionKind.MIGRATE_TO_SPARE, incident=incident, lineage=lineage
-    )
+    kind = DecisionKind.MIGRATE_TO_SPARE
+    plan = plans.restart_plan(case, generation, hosts, kind=kind, incident=incident, lineage=lineage, given_up=given_up)
     return Verdict(
         DecisionKind.MIGRATE_TO_SPARE,
         f"{incident.message} {_history(case)}{_moves(generation.hosts, hosts)}",
@@ -282,7 +303,8 @@ def _lost_and_leaving(case: Case) -> tuple[list[str], list[str]]:
     return lost, leaving
 
 
-def _fail(case: Case, reason: str, evidence: Evidence) -> Verdict:
+def fail(case: Case, reason: str, evidence: Evidence) -> Verdict:
+    """End the job, for a reason in complete sentences."""
     return Verdict(
         DecisionKind.FAIL_JOB,
         reason,

@@ -39,7 +39,8 @@ class Verdict(msgspec.Struct, frozen=True):
     hold_until: float = 0.0
     job_state: JobState | None = None  # that the job gets with this decision
     gives_up: bool = False  # the incident escalates
-    cordons: str = ""  # a host that gets no work until an operator has looked at it
+    cordons: tuple[str, ...] = ()  # hosts that get no work until an operator has looked at them
+    is_patient: bool = False  # it does not count against the decisions that an incident may take
     refuses_drain_of: str = ""  # a host that an operator wanted to be left
 
 
@@ -201,11 +202,12 @@ class Round:
                 case.incident,
                 IncidentEvent.GAVE_UP if verdict.gives_up else IncidentEvent.ACTED,
                 action_id=action_id or case.incident.action_id,
-                decisions_made=case.incident.decisions_made + (1 if action_id else 0),
+                decisions_made=case.incident.decisions_made + (1 if action_id and not verdict.is_patient else 0),
             )
-        cordoned = self.hosts.get(verdict.cordons)
-        if cordoned is not None and cordoned.state not in (HostState.CORDONED, HostState.SILENT):
-            self.change_host(verdict.cordons, HostEvent.CORDONED, verdict.reason)
+        for host_id in verdict.cordons:
+            cordoned = self.hosts.get(host_id)
+            if cordoned is not None and cordoned.state not in (HostState.CORDONED, HostState.SILENT):
+                self.change_host(host_id, HostEvent.CORDONED, verdict.reason)
         if verdict.refuses_drain_of in self.hosts:
             self.change_host(verdict.refuses_drain_of, None, verdict.reason, ends_drain=True)
         if verdict.job_state is not None:

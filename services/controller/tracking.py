@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from flyball.contracts.cluster import HostState, JobState, Phase
 from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
-from services.controller import diagnosis
+from services.controller import diagnosis, start_rules
 from services.controller.diagnosis import (
     DEPARTURES,
     DRAIN_REQUESTED,
@@ -59,6 +60,9 @@ def diagnose(round_: Round, job: JobView) -> None:
     if failure is not None:
         round_.diagnoses[job.spec.job] = failure
         _record(round_, job, generation, failure)
+    incident = failure_of(round_, job.spec.job)
+    if incident is not None:
+        start_rules.note_failed_starts(round_, incident, generation)
     _find_notices(round_, job, generation)
     _find_drains(round_, job, generation)
     _find_stale_workers(round_, job, generation)
@@ -209,6 +213,7 @@ def _find_failure(round_: Round, job: JobView, generation: GenerationView) -> Fa
     failures = [diagnosis.exit_failure(rank, generation) for rank in generation.ranks]
     failures.append(diagnosis.silence_failure(_silent_hosts(round_, generation), generation))
     failures.append(diagnosis.restart_failure(generation, round_.now))
+    failures += diagnosis.failed_starts(round_.actions.values(), job.spec.job, generation, round_.now)
     failures += round_.reported.get(job.spec.job, [])
     found = diagnosis.root_cause(failure for failure in failures if failure is not None)
     return found or _never_started(round_, job, generation)
@@ -243,7 +248,7 @@ def _never_started(round_: Round, job: JobView, generation: GenerationView) -> F
 def _record(round_: Round, job: JobView, generation: GenerationView, failure: Failure) -> None:
     """Open the job's incident, start it anew for a newer generation, or deepen its cause."""
     incident = failure_of(round_, job.spec.job)
-    facts = {
+    facts: dict[str, Any] = {
         "cause": failure.cause,
         "message": failure.message,
         "host_id": failure.host_id,
@@ -255,8 +260,10 @@ def _record(round_: Round, job: JobView, generation: GenerationView, failure: Fa
         )
     elif incident.generation < generation.generation:
         failed = max(incident.failed_step, newest_common_step(generation))
-        made = 0 if progress_of(generation, round_.settings) else incident.decisions_made  # then the last one was right
-        round_.advance(incident, IncidentEvent.FAILED_AGAIN, failed_step=failed, decisions_made=made, **facts)
+        facts["failed_step"] = failed
+        if progress_of(generation, round_.settings):  # then the last decision was right
+            facts |= {"decisions_made": 0, "failed_starts": ()}
+        round_.advance(incident, IncidentEvent.FAILED_AGAIN, **facts)
     elif incident.state is IncidentState.DECIDING and failure.explains(incident.cause):
         round_.advance(incident, None, **facts)
     else:

@@ -30,6 +30,7 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     identical_exception_limit: int = 2  # the same exception at the same step this often is a bug in the job
     max_decisions_per_incident: int = 8
     unwatched_verify_s: float = 10.0  # a script that never attached shows no steps: living this long is its proof
+    start_patience_s: float = 60.0  # for a file that no host has, a disk that is full everywhere: then the job fails
     spare_fresh_s: float = 15.0  # a host without a report for this long is not given work
     refill_steps: int = 10  # new steps of a generation that refill the restart budget
     refill_slow_steps_s: float = 60.0  # a generation that ran this long refills it with one new step
@@ -152,6 +153,7 @@ class ActionView(msgspec.Struct, frozen=True):
     positions: Mapping[str, int] = {}  # str(rank) -> newest completed step, from the hosts that stopped
     restore_step: int | None = None
     restore_fixed: bool = False
+    failed: Mapping[str, tuple[str, str]] = {}  # hosts that failed in this phase: code, message
 
 
 class View(msgspec.Struct, frozen=True):
@@ -160,7 +162,7 @@ class View(msgspec.Struct, frozen=True):
     jobs: tuple[JobView, ...]
     hosts: tuple[HostView, ...]
     incidents: tuple[Incident, ...]  # not closed
-    actions: tuple[ActionView, ...]  # the newest of each incident that is not closed, and all that have not ended
+    actions: tuple[ActionView, ...]  # of each open incident the newest, all open ones, failed starts of running jobs
     copies: tuple[ShardCopy, ...]  # as last reported
     next_incident: int
     next_decision: int

@@ -6,13 +6,13 @@ answer bears the log's revision, which grows in the order of the commits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from sqlalchemy import Connection, Row, Select, select
 
-from flyball.contracts.decisions import ActionPlan, Command, CommandUpdate, RankPosition
+from flyball.contracts.decisions import ActionPlan, Command, CommandResult, CommandUpdate, UpdateState
 from services.actuator.ports import CommandRecord
 from services.store import events
 from services.store.codec import load
@@ -61,38 +61,58 @@ class ActionCache:
         return known
 
 
-class PositionCache:
-    """Where the hosts' answers say that ranks stopped. Belongs to one thread."""
+class Said(msgspec.Struct, frozen=True):
+    """What the hosts of an action have answered so far."""
+
+    positions: Mapping[str, int]  # str(rank) -> newest completed step that any answer names
+    failed: Mapping[tuple[str, str], tuple[str, str]]  # phase and host, if its last answer there is that it failed
+
+
+class AnswerCache:
+    """What the hosts' answers say of where ranks stopped, and of hosts that failed. Belongs to one thread."""
 
     def __init__(self) -> None:
-        self._told: dict[int, dict[int, Sequence[RankPosition]]] = {}  # action -> command -> what its answer names
-        self._newest: dict[int, Mapping[str, int]] = {}
+        self._told: dict[int, dict[int, CommandUpdate]] = {}  # action -> command -> its answer, without copies
+        self._newest: dict[int, Said] = {}
         self._revision = 0
 
-    def read(self, connection: Connection, numbers: Collection[int]) -> Mapping[int, Mapping[str, int]]:
-        """Of each of these actions: str(rank) -> newest completed step that any host's answer names."""
+    def read(self, connection: Connection, numbers: Collection[int]) -> Mapping[int, Said]:
+        """Of each of these actions what its hosts said."""
         revision = events.revision(connection)
         known = {number: self._told[number] for number in numbers if number in self._told}
         fresh = [*_answers(connection, known, after=self._revision)]
         fresh += _answers(connection, set(numbers) - known.keys(), after=None)
         told = {number: known.get(number, {}) for number in numbers}
         for action, number, answer in fresh:
-            told[action][number] = load(answer, CommandUpdate).result.positions
+            update = load(answer, CommandUpdate)
+            positions = CommandResult(positions=update.result.positions)
+            told[action][number] = msgspec.structs.replace(update, result=positions)
         changed = {action for action, _, _ in fresh} | (told.keys() - known.keys())
-        newest = {number: positions for number, positions in self._newest.items() if number in told}
-        newest |= {action: newest_steps(told[action].values()) for action in changed}
+        newest = {number: known for number, known in self._newest.items() if number in told}
+        newest |= {action: said(told[action][number] for number in sorted(told[action])) for action in changed}
         self._told, self._newest, self._revision = told, newest, revision
         return newest
 
 
-def newest_steps(told: Collection[Sequence[RankPosition]]) -> dict[str, int]:
-    """str(rank) -> the newest step of it that any answer names. Pure."""
+def said(answers: Iterable[CommandUpdate]) -> Said:
+    """What answers of one action say together, in the order of their commands. Pure."""
     newest: dict[str, int] = {}
-    for positions in told:
-        for position in positions:
+    failed: dict[tuple[str, str], tuple[str, str]] = {}
+    for update in answers:
+        for position in update.result.positions:
             rank = str(position.rank)
             newest[rank] = max(position.step, newest.get(rank, position.step))
-    return newest
+        asked = (update.command_id.split(".")[1], update.host_id)
+        if update.state is UpdateState.FAILED:
+            failed[asked] = (update.code, update.message)
+        elif update.state is UpdateState.SUCCEEDED:
+            failed.pop(asked, None)
+    return Said(newest, failed)
+
+
+def failed_in(answers: Said, phase: str) -> dict[str, tuple[str, str]]:
+    """Host -> code and message, of those that failed in a phase. Pure."""
+    return {host: why for (of_phase, host), why in answers.failed.items() if of_phase == phase}
 
 
 def load_plans(connection: Connection, numbers: Collection[int]) -> Iterator[tuple[int, ActionPlan]]:

@@ -27,7 +27,7 @@ from services.controller.view import (
     View,
 )
 from services.store import vouching
-from services.store.action_cache import COLUMNS, PositionCache, load_plans
+from services.store.action_cache import COLUMNS, AnswerCache, Said, failed_in, load_plans
 from services.store.codec import load, number_of
 from services.store.drain_store import load_drains
 from services.store.host_cache import CachedHost, HostCache, newest_ranks
@@ -62,7 +62,7 @@ class ViewLoader:
         self._hosts = HostCache(clock)
         self._plans: dict[tuple[str, int], _Plan] = {}
         self._actions: dict[int, ActionPlan] = {}
-        self._positions = PositionCache()
+        self._answers = AnswerCache()
         self._copies = PersistentCopies()
         self._failed: set[str] = set()  # actions, as of the last view
         self._heard = vouching.Heard()
@@ -96,8 +96,8 @@ class ViewLoader:
         numbers = {row.number for row in action_rows}
         self._actions = {number: plan for number, plan in self._actions.items() if number in numbers}
         self._actions.update(load_plans(connection, numbers - self._actions.keys()))
-        positions = self._positions.read(connection, numbers)
-        action_views = _actions(connection, action_rows, self._actions, positions)
+        answers = self._answers.read(connection, numbers)
+        action_views = _actions(connection, action_rows, self._actions, answers)
         failed = {action.action_id: action.plan.stop_hosts for action in action_views if action.state in _FAILED}
         for action_id in failed.keys() - self._failed:  # perhaps for a step that its hosts do not have any more
             self._hosts.expire(failed[action_id])
@@ -294,15 +294,19 @@ def _job_rows(connection: Connection, named: Collection[str]) -> Sequence[Row[An
 
 def _action_rows(connection: Connection, open_incidents: Sequence[Incident]) -> Sequence[Row[Any]]:
     newest = [number_of(incident.action_id) for incident in open_incidents if incident.action_id]
-    query = select(*COLUMNS).where(or_(~actions.c.ended, actions.c.number.in_(newest))).order_by(actions.c.number)
-    return connection.execute(query).all()
+    granted = (jobs.c.job == generations.c.job) & (jobs.c.generation == generations.c.generation)
+    running = select(generations.c.decision).join(jobs, granted).where(jobs.c.state == JobState.RUNNING.value)
+    has_failed = (actions.c.phase == "start") & actions.c.state.in_([state.value for state in _FAILED])
+    failed_starts = has_failed & actions.c.number.in_(running)
+    wanted = or_(~actions.c.ended, actions.c.number.in_(newest), failed_starts)
+    return connection.execute(select(*COLUMNS).where(wanted).order_by(actions.c.number)).all()
 
 
 def _actions(
     connection: Connection,
     rows: Sequence[Row[Any]],
     plans: Mapping[int, ActionPlan],
-    positions: Mapping[int, Mapping[str, int]],
+    answers: Mapping[int, Said],
 ) -> tuple[ActionView, ...]:
     if not rows:
         return ()
@@ -324,7 +328,8 @@ def _actions(
             phase=row.phase,
             started_at=row.started_at,
             message=row.message,
-            positions=positions[row.number],
+            positions=answers[row.number].positions,
+            failed=failed_in(answers[row.number], row.phase),
             restore_step=fixed.get(row.number),
             restore_fixed=row.number in fixed,
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flyball.contracts.cluster import Phase
-from flyball.contracts.decisions import Incident
+from flyball.contracts.decisions import ActionState, Incident
 from services.controller.view import ActionView, GenerationView, JobView, RankView, View
-from services.store.action_cache import newest_steps
+from services.store.action_cache import failed_in, said
 from services.store.codec import number_of
 from services.store.host_views import host_views, placement_of
 from simulator.ports.memory import ActionRow, JobRow, Memory
@@ -88,13 +88,19 @@ def _generation(memory: Memory, job: JobRow) -> GenerationView | None:
 
 def _wanted(memory: Memory, incidents: Iterable[Incident]) -> list[ActionRow]:
     newest = {number_of(incident.action_id) for incident in incidents if incident.action_id}
-    return [row for number, row in memory.actions.items() if number in newest or not row.state.ended]
+    running = [(name, job.generation) for name, job in memory.jobs.items() if not job.state.ended]
+    granted = {memory.generations[key].decision for key in running if key in memory.generations}
+    return [
+        row
+        for number, row in memory.actions.items()
+        if number in newest
+        or not row.state.ended
+        or (number in granted and row.phase == "start" and row.state in (ActionState.FAILED, ActionState.TIMED_OUT))
+    ]
 
 
 def _action(memory: Memory, row: ActionRow) -> ActionView:
-    positions = newest_steps(
-        [command.update.result.positions for command in row.commands if command.update is not None]
-    )
+    answers = said(command.update for command in row.commands if command.update is not None)
     fixed = next((g for g in memory.generations.values() if g.decision == row.number and g.started_at > 0.0), None)
     return ActionView(
         action_id=f"act-{row.number}",
@@ -105,7 +111,8 @@ def _action(memory: Memory, row: ActionRow) -> ActionView:
         phase=row.phase,
         started_at=row.started_at,
         message=row.message,
-        positions=positions,
+        positions=answers.positions,
+        failed=failed_in(answers, row.phase),
         restore_step=fixed.restore_step if fixed is not None else None,
         restore_fixed=fixed is not None,
     )

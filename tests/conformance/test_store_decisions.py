@@ -281,6 +281,23 @@ def test_the_newest_action_of_an_open_incident_stays_in_the_view_after_it_ended(
     assert stores.decisions.load_view().actions == ()
 
 
+def test_a_start_that_failed_is_in_the_view_with_the_hosts_that_failed_it(stores, make) -> None:
+    """Also without an incident: a daemon that can note nothing can signal nothing, and has only its answer."""
+    stores.run_job()
+    restart = stores.begin_restart()
+    stores.actions.record(make.update("act-2.stop.host-a.1", state="failed", code="storage_full"))
+    assert stores.decisions.load_view().actions[0].failed == {"host-a": ("storage_full", "")}
+    (progress,) = stores.actions.open_actions()
+    assert stores.actions.apply(progress, make.start_step(restart, 7), 1001.0)
+    assert stores.decisions.load_view().actions[0].failed == {}, "of the phase before"
+    stores.actions.record(make.update("act-2.start.host-a.1", state="failed", code="not_found"))
+    stores.commit(incidents=(make.incident(state="escalated", action_id="act-2"),))
+    (progress,) = stores.actions.open_actions()
+    assert stores.actions.apply(progress, PlaybookStep("start", ActionState.FAILED, message="not there"), 1002.0)
+    (action,) = stores.decisions.load_view().actions
+    assert (action.state, action.failed) == (ActionState.FAILED, {"host-a": ("not_found", "")})
+
+
 def test_changes_of_hosts_and_jobs(stores, make, clock) -> None:
     stores.run_job()
     clock.now_s = 1005.0

@@ -66,3 +66,25 @@ def test_a_host_that_comes_back_empty_before_anybody_missed_it_is_found_at_once(
         (incident,) = [found.incident for found in done.record.incidents]
         assert incident.cause == "host_restarted"
         assert incident.opened_at - BEGAN_AT < 34.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "lasts_s", "nodes", "spares"),
+    [
+        (FaultKind.SPARE_LACKS_FILES, 100.0, 1, 2),
+        (FaultKind.SPARE_LACKS_FILES, 100.0, 3, 2),
+        (FaultKind.SHARE_AWAY, 5.0, 1, 1),
+        (FaultKind.SHARE_AWAY, 25.0, 3, 1),
+        (FaultKind.PORTS_TAKEN, 0.0, 1, 1),
+        (FaultKind.PORTS_TAKEN, 0.0, 2, 1),
+    ],
+)
+def test_what_a_host_cannot_start_neither_ends_the_job_nor_burns_a_restart(
+    kind: FaultKind, lasts_s: float, nodes: int, spares: int
+) -> None:
+    scenario = Scenario(nodes=nodes, ranks_per_node=2, spares=spares, racks=2, step_s=1.0, faults=1)
+    for seed in range(4):
+        done = run(seed, scenario=scenario, faults=(Fault(kind, 30.0, lasts_s, 0.3, 0.9),))
+        assert done.violations == []
+        assert done.generations > 2, "nothing was tried twice"
+        assert done.record.generations[-1].plan.restart_count <= 1, "the worker that was killed"
