@@ -51,6 +51,7 @@ _HINTS: dict[int | None, str] = {
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space there",
 }
+_FIRST_NUMBER = 1  # of an epoch's steps, at most
 _SLOW_TIERS = (Tier.DISK, Tier.PERSISTENT)
 
 _Value: TypeAlias = str | int | float | bool | list[int | float | str] | None
@@ -92,6 +93,7 @@ class EventFile:
         self._progress: Progress = NoProgress()
         self._durable_step = -1  # told
         self._newest = _Moment(0)  # step that was told of this generation
+        self._first_number = _FIRST_NUMBER  # that an epoch of a script begins with which numbers the steps of each
         self._told_phase = beacon.current_phase
         beacon.on_phase = self._enter_phase
         self._told_marks: Mapping[str, _Value] = {}
@@ -226,6 +228,7 @@ class EventFile:
             else:
                 steps.append(moment)
                 self._newest = moment
+                self._first_number = min(self._first_number, moment.step)
                 if self._awaits_first_step:
                     self._awaits_first_step = False
                     self._tell(self._world, [self._entered.first_step(self._launch, at)])
@@ -233,8 +236,10 @@ class EventFile:
 
     def _goes_back(self, moment: _Moment) -> bool:
         """Whether steps are about to be done again: a state is restored after steps were completed, or, where the
-        script does not say so, a step has a lower number than the one before."""
-        return self._newest.step >= 0 and (moment.phase is Phase.RESTORING or 0 <= moment.step < self._newest.step)
+        script does not say so, a step has a lower number than the one before. One that is a first number is an epoch's
+        of a script that numbers the steps of each epoch."""
+        is_lower = self._first_number < moment.step < self._newest.step
+        return self._newest.step >= 0 and (moment.phase is Phase.RESTORING or is_lower)
 
     def _roll_back(self, moment: _Moment) -> None:
         """Begin the next generation, or join it: as a restart does, for what comes counts as done again in the same

@@ -36,6 +36,7 @@ from goodput.rank_clocks import RankClock
 from goodput.recommendation import Recommendation
 from goodput.saves import recommendation_for
 from goodput.steps import Executed
+from goodput.wording import counted
 
 SCHEMA = "flyball.goodput.v1"
 _NAMED = 5  # ranks, in a note
@@ -253,6 +254,7 @@ def _notes(history: History, line: Timeline, executed: Sequence[Executed], optio
         named = ", ".join(str(lost) for lost in sorted(lost_logs)[:_NAMED])
         more = f" and {len(lost_logs) - _NAMED} more" if len(lost_logs) > _NAMED else ""
         notes.append(f"The steps of rank {named}{more} stop long before the others': from there on the others' count.")
+    notes += _epoch_notes(history)
     notes += _clock_notes(clock for generation in history.generations for clock in generation.clocks)
     if any(g.capacity < 1.0 and g.capacity_is_guess for g in history.generations):
         notes.append("The log does not say the job's full size: it was taken to be the largest that it ran at.")
@@ -270,6 +272,16 @@ def _notes(history: History, line: Timeline, executed: Sequence[Executed], optio
             f"One GPU for each of the {ranks} ranks was assumed." if ranks else "The log has no ranks: no cost is told."
         )
     return tuple(notes)
+
+
+def _epoch_notes(history: History) -> list[str]:
+    anew = sum(generation.epochs - 1 for generation in history.generations)
+    if not anew:
+        return []
+    return [
+        f"Step numbers begin anew {counted(anew, 'time')} without a new generation: they were taken for those of"
+        " epochs, and numbered through."
+    ]
 
 
 def _clock_notes(clocks: Iterable[RankClock]) -> list[str]:

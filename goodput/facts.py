@@ -39,6 +39,7 @@ class Generation(msgspec.Struct, frozen=True):
     saved_steps: frozenset[int] = frozenset()  # that the log says were saved
     lost_logs: tuple[int, ...] = ()  # ranks that told of no more steps long before the others did
     clocks: tuple[RankClock, ...] = ()  # of ranks, that had to be set right
+    epochs: int = 1  # at so many the numbers of its steps begin
     tells_of_blocked: bool = False  # the log says how long saves blocked, be it not at all
 
 

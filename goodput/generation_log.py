@@ -147,15 +147,18 @@ def generations(
     logs = sorted((n, log) for n, log in logs_of.items() if log.is_known)
     answered = _answered_incidents(logs, incidents)
     most_hosts = max((log.hosts for _, log in logs), default=0)
+    added = _added_by_epochs(logs)
     found: list[Generation] = []
     resumed_from: int | None = None
     for n, log in reversed(logs):
         restore_step = log.restore_step()
-        steps, last_ranks, clocks = log.steps.world_steps(resumed_from)
+        if restore_step is not None and restore_step >= 0:
+            restore_step += added[n]
+        world = log.steps.world_steps(resumed_from, added[n])
         told = log.phases.start_up()
         started = [t for t in (log.started_at, log.spawned_first_at, told.began_at) if t is not None]
         started_at = log.started_at if log.started_at < math.inf else min(started)
-        signs = [*started, *(s.at for s in steps[:1])]
+        signs = [*started, *(s.at for s in world.steps[:1])]
         restored_at = log.restored_at if log.restored_at > -math.inf else log.attached_at
         capacity = _share(log.world_size, full_size.ranks) if log.world_size else _share(log.hosts, most_hosts)
         found.append(
@@ -168,20 +171,41 @@ def generations(
                 restore_began_at=_known(log.restore_began_at, told.restore_began_at),
                 restored_at=_known(restored_at, told.restored_at),
                 restore_step=restore_step,
-                steps=steps,
-                last_ranks=last_ranks,
-                clocks=clocks,
+                steps=world.steps,
+                last_ranks=world.last_ranks,
+                clocks=world.clocks,
+                epochs=world.epochs,
                 waited=log.longest_waits(),
                 phases=log.phases.spans(),
                 capacity=capacity,
                 capacity_is_guess=not (log.world_size and full_size.is_told),
                 saved_steps=frozenset(log.saved_steps),
-                lost_logs=log.steps.lost_logs(),
+                lost_logs=world.lost_logs,
                 tells_of_blocked=log.tells_of_blocked,
             )
         )
         resumed_from = restore_step if restore_step is not None else resumed_from
     return tuple(reversed(found))
+
+
+def _added_by_epochs(logs: Sequence[tuple[int, GenerationLog]]) -> dict[int, int]:
+    """What is added to the numbers of each generation where scripts begin them anew with every epoch: it goes on within
+    the newest epoch before it, or within the one before that, if its step is beyond what the newest had come to."""
+    added: dict[int, int] = {}
+    starts, newest = [0], -1
+    for n, log in logs:
+        restore_step = log.restore_step()
+        if log.restore_steps and restore_step == -1:
+            starts = [0]  # from scratch
+        elif restore_step is not None and restore_step > newest and len(starts) > 1:
+            starts.pop()
+        added[n] = starts[-1]
+        epochs = log.steps.epochs()
+        if epochs is not None:
+            starts = [*starts[:-1], *(starts[-1] + start for start in epochs.starts)]
+        last = log.steps.last_number(epochs)
+        newest = newest if last is None else last
+    return added
 
 
 def larger(one: int | None, other: int | None) -> int | None:

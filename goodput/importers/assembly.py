@@ -16,6 +16,7 @@ from typing import TypeAlias
 from flyball.contracts.events import Event, EventKind
 from goodput.importers.node_clocks import aligned
 from goodput.importers.records import SAME_MOMENT_S, UNKNOWN_STEP, Kind, Record
+from goodput.importers.through_epochs import numbered_through
 
 MAX_STEPS_PER_EVENT = 1000
 # Some lines say what a step took. What is left of the time since the line before was spent otherwise, if it is more
@@ -36,7 +37,9 @@ def events_of(records: Iterable[Record], assumed: list[str], *, saves_are_steps:
     for record in records:
         jobs[record.job].add(record)
     for job in sorted(jobs):
-        yield from _History(job, saves_are_steps=saves_are_steps).events(sorted(aligned(job, jobs.pop(job), assumed)))
+        in_order = sorted(aligned(job, jobs.pop(job), assumed))
+        numbered = numbered_through(job, in_order, assumed, saves_are_steps=saves_are_steps)
+        yield from _History(job, saves_are_steps=saves_are_steps).events(numbered)
 
 
 class _History:

@@ -134,7 +134,9 @@ def test_whatever_clocks_do_the_truth_comes_out_again(
 
     def late(rank: int, step: int) -> float:
         who, seconds = lates.get(step, (-1, 0.0))
-        return seconds if who % ranks == rank and who >= 0 else 0.0
+        # A rank that is late just where its clock is set may have been late, or not: the log is the same.
+        unclear = rank < len(clocks) and abs(step - clocks[rank][2]) < 2
+        return seconds if who % ranks == rank and who >= 0 and not unclear else 0.0
 
     run = Run(ahead, late, ranks=ranks)
     report = run.report()

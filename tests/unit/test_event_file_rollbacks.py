@@ -144,3 +144,15 @@ def test_a_rank_finds_its_rollback_among_those_of_others(path: Path) -> None:
     assert [entered("a", n) for n in (0, 1, 2)] == [(1, True), (2, True), (3, True)]
     assert [entered("a", n) for n in (0, 1, 2)] == [(1, False), (2, False), (3, False)]
     assert [entered("b", n) for n in (0, 1)] == [(4, True), (5, True)]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_numbers_that_begin_anew_with_an_epoch_are_no_rollback(first: int, alone: WorkerIdentity, path: Path) -> None:
+    with Job(alone, events=str(path)) as job:
+        for _ in range(5):
+            train(job, *range(first, first + 20))
+
+    found = report(path)
+    assert (found.steps.kept, found.steps.recomputed, found.interruptions) == (100, 0, 0)
+    assert len(of_kind(path, EventKind.GENERATION_STARTED)) == 1
+    assert [note for note in found.notes if "begin anew 4 times" in note]
