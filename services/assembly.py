@@ -169,6 +169,7 @@ class Assembly:
         self._add_loop("report-writer", writer.run)
         self._background["expectations"] = lambda _: ingest.run_expectations(status.hosts_with_placement)
         self._background["placements"] = lambda _: ingest.run_placements(SqlPlacements(self.db).read)
+        self._background["learned"] = lambda _: ingest.run_learned(status.learn)
         self._background["vouches"] = lambda _: ingest.run_vouches(status.vouch)
         self._background["detector"] = lambda _: ingest.run_detector(settings.detector_tick_s)
         self._background["committed"] = lambda bells: committed.run(bells.events)

@@ -16,6 +16,7 @@ from services.sensor.heard_hosts import SilenceSettings
 from services.sensor.host_silence import SilenceWatch, Suspicion
 from services.sensor.patience import StallSettings
 from services.sensor.rank_stalls import StallWatch
+from services.sensor.rank_states import LearnedJob
 from services.sensor.rules import PeerRules
 
 __all__ = ["DetectorSettings", "FaultDetector", "Suspicion"]
@@ -61,6 +62,14 @@ class FaultDetector:
     def set_hang_timeouts(self, known: Mapping[str, float]) -> None:
         """job -> after how many seconds without a move a rank is hung, of jobs that say so themselves."""
         self._stalls.set_hang_timeouts(known)
+
+    def learned(self) -> dict[str, LearnedJob]:
+        """job -> what a sensor that comes after this one need not learn anew."""
+        return self._stalls.learned()
+
+    def recall(self, known: Mapping[str, LearnedJob]) -> None:
+        """job -> what an earlier sensor learned."""
+        self._stalls.recall(known)
 
     def questions(self, host_id: str) -> tuple[str, ...]:
         """The hosts that this one is to be asked about with the reply to its report."""

@@ -24,6 +24,7 @@ from services.sensor.early_steps import EarlySteps
 from services.sensor.fault_detector import FaultDetector
 from services.sensor.own_signals import OwnSignals
 from services.sensor.placed import Placed
+from services.sensor.rank_states import LearnedJob
 from services.sensor.report_queue import Received, ReportQueue
 from services.sensor.step_log import StepLog
 from services.sensor.vouches import Vouches
@@ -43,6 +44,9 @@ class Placements(Protocol):
     @property
     def hang_timeouts(self) -> Mapping[str, float]: ...
 
+    @property
+    def learned(self) -> Mapping[str, LearnedJob]: ...
+
 
 class WriteVouches(Protocol):
     def __call__(self, *, sensor: str, at: float, ages_ms: Sequence[int], hosts: Sequence[str] | None) -> None: ...
@@ -55,6 +59,8 @@ OWN_AT_ONCE = 500  # far below what the bus takes at once
 MOVED_AFTER_S = 2.0  # a host that another sensor heard of so much later than this one reports there
 MAX_ASKED_FOR = 1_000
 VOUCH_EVERY_S = 1.0
+LEARNED_EVERY_S = 5.0
+STEPS_LEARNED_EVERY_S = 60.0  # what changes with every step
 BACKLOG_S = 3.0  # after an outage of the database, for other sensors to store what they heard meanwhile
 EXPECTED_AT_ONCE = 500
 EXPECT_EVERY_S = 1.0  # how often to look which hosts should report, and whether they do so elsewhere
@@ -197,10 +203,37 @@ class Ingest:
                 wait_s = outage.pause_s(error)
             await asyncio.sleep(wait_s)
 
+    async def run_learned(self, write: Callable[[Mapping[str, LearnedJob], float], None]) -> None:
+        """Go on storing what the detector has learned of jobs, for the sensor that comes after this one."""
+        outage = Outage("learned", self._clock)
+        told: dict[str, LearnedJob] = {}
+        told_s: dict[str, float] = {}
+        while True:
+            wait_s = LEARNED_EVERY_S
+            now_s = self._clock.monotonic_s()
+            known = self._detector.learned()
+            news = {
+                job: learned
+                for job, learned in known.items()
+                if job not in told
+                or now_s - told_s[job] >= STEPS_LEARNED_EVERY_S
+                or learned.lasting != told[job].lasting
+            }
+            try:
+                if news:
+                    await asyncio.to_thread(write, news, self._clock.wall_s())
+                told = {job: learned for job, learned in (told | news).items() if job in known}
+                told_s = {job: now_s if job in news else told_s[job] for job in told}
+                outage.ended()
+            except OUTAGES as error:
+                wait_s = outage.pause_s(error)
+            await asyncio.sleep(wait_s)
+
     async def run_placements(self, read: Callable[[], Placements]) -> None:
         """Go on knowing which host has which ranks, whom to ask about one that falls silent (see
         `witnesses.neighbours`), and which jobs say themselves when they are hung."""
         outage = Outage("placements", self._clock)
+        recalled: Mapping[str, LearnedJob] = {}
         while True:
             wait_s = PLACEMENTS_EVERY_S
             self._is_new_heard.clear()
@@ -208,6 +241,9 @@ class Ingest:
                 found = await asyncio.to_thread(read)
                 self._detector.set_neighbours(found.neighbours)
                 self._detector.set_hang_timeouts(found.hang_timeouts)
+                if found.learned is not recalled:
+                    recalled = found.learned
+                    self._detector.recall(recalled)
                 self.know(found.placed)
                 outage.ended()
             except OUTAGES as error:

@@ -10,16 +10,19 @@ patience is doubled for the rest of its life.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
+
+import msgspec
 
 from flyball.contracts.cluster import Phase
 from services.sensor.patience import StallSettings, limit_s, quantile_of
 from services.sensor.stances import Stance
 
 _STAYS = 16  # remembered per phase
+_STEPS_LEARNED = 64  # enough of those that a pace remembers for a restarted sensor to say what is usual
 _PARTS_OF_A_STEP = (Phase.CHECKPOINT, Phase.DATA)  # the time between two steps bounds them
 _ORDER = (Stance.STANDS, Stance.TOGETHER, Stance.BLOCKED, Stance.WORKING)  # a pause of one kind speaks for those after
 
@@ -39,6 +42,26 @@ class Pause(NamedTuple):
 
     alarm: Alarm
     paused_s: float
+
+
+class LearnedPace(msgspec.Struct, frozen=True, gc=False):
+    """What a `JobPace` knows, for the sensor that comes after this one. Durations in seconds."""
+
+    has_attached: bool = False
+    first_step_s: float = 0.0
+    steps: tuple[float, ...] = ()
+    steps_seen: int = 0
+    stepping_s: float = 0.0
+    stays: Mapping[Phase, tuple[float, ...]] = {}
+    survived: Mapping[Stance, float] = {}
+    alarm: Alarm | None = None
+    repeats: int = 0
+    false_alarms: int = 0
+
+    @property
+    def lasting(self) -> LearnedPace:
+        """Without what changes with every step."""
+        return msgspec.structs.replace(self, steps=(), steps_seen=0, stepping_s=0.0)
 
 
 class JobPace:
@@ -64,6 +87,39 @@ class JobPace:
         self._started_s = 0.0  # the first step of this generation, of the rank that took longest
         self._alarm: Alarm | None = None  # of an earlier generation, until the job is past its step
         self._deadlines: dict[tuple[Stance, Phase, bool], float] = {}  # until more is learnt
+
+    # --- across restarts of the sensor --------------------------------------------------------------------------------
+
+    @property
+    def learned(self) -> LearnedPace:
+        return LearnedPace(
+            self.has_attached,
+            self._first_step_s,
+            tuple(self._steps)[-_STEPS_LEARNED:],
+            self._steps_seen,
+            self._stepping_s,
+            {phase: tuple(stays) for phase, stays in self._stays.items()},
+            dict(self._survived),
+            self._alarm,
+            self.repeats,
+            self.false_alarms,
+        )
+
+    def recall(self, learned: LearnedPace) -> bool:
+        """Go on with what an earlier sensor learned; False if this one has learned of steps itself."""
+        if self._steps_seen:
+            return False
+        self.has_attached |= learned.has_attached
+        self._first_step_s = learned.first_step_s
+        self._steps.extend(learned.steps)
+        self._timed = len(learned.steps)
+        self._steps_seen, self._stepping_s = learned.steps_seen, learned.stepping_s
+        self._stays = {phase: deque(stays, maxlen=_STAYS) for phase, stays in learned.stays.items()}
+        self._survived = dict(learned.survived)
+        self._alarm, self.repeats, self.false_alarms = learned.alarm, learned.repeats, learned.false_alarms
+        self._usual_step_s = None
+        self._deadlines.clear()
+        return True
 
     # --- learning -----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from flyball.contracts.rank_columns import CompletedSteps, Workers, statuses_in
 from flyball.contracts.signals import FalseAlarm, RankStalled, Report, SignalBody
 from services.sensor.job_pace import Alarm, JobPace
 from services.sensor.patience import StallSettings
-from services.sensor.rank_states import Rank, RanksInSteps, WatchedJob
+from services.sensor.rank_states import LearnedJob, Rank, RanksInSteps, WatchedJob
 from services.sensor.stances import Stance, seen_in
 
 _APART_FROM_STEPS = (Phase.EVAL, Phase.OTHER, Phase.PARKED)  # the time between two steps does not tell of a step
@@ -30,6 +30,7 @@ class StallWatch:
         self._jobs: dict[str, WatchedJob] = {}  # in the order in which they were last heard of
         self._on_host: dict[str, tuple[Workers, ...]] = {}  # of the newest generations of their jobs
         self._in_steps: dict[str, RanksInSteps] = {}  # by host
+        self._recalled: dict[str, LearnedJob] = {}  # of jobs that were not heard of here
 
     def observe(self, report: Report, now_s: float) -> list[SignalBody]:
         """RankStalled for every generation that this report shows to have stopped, once per episode. `now_s` only
@@ -57,6 +58,17 @@ class StallWatch:
         self._never_overdue_s = (
             min(self._settings.frozen.floor_s, *known.values()) if known else (self._settings.frozen.floor_s)
         )
+
+    def learned(self) -> dict[str, LearnedJob]:
+        """What a sensor that comes after this one need not learn anew, of jobs that have made steps."""
+        known = ((name, job.learned) for name, job in self._jobs.items())
+        return {name: learned for name, learned in known if learned.pace.steps_seen}
+
+    def recall(self, known: Mapping[str, LearnedJob]) -> None:
+        """What an earlier sensor learned of jobs; of those that this one knows better nothing is taken."""
+        self._recalled = {name: learned for name, learned in known.items() if name not in self._jobs}
+        for name in known.keys() & self._jobs.keys():
+            self._jobs[name].recall(known[name])
 
     def forget(self, host_id: str) -> None:
         """Drop the ranks of a host that will not speak for them any more."""
@@ -197,6 +209,8 @@ class StallWatch:
         self._jobs[name] = job
         if generation > job.generation:
             job.begin(generation)
+            if (learned := self._recalled.pop(name, None)) is not None:
+                job.recall(learned)
         return job if generation == job.generation else None
 
     def _update(self, job: WatchedJob, host_id: str, status: RankStatus, *, now_s: float, lagged_s: float) -> Rank:
@@ -205,6 +219,7 @@ class StallWatch:
         rank = job.ranks.get(status.rank)
         if rank is None:
             rank = job.ranks[status.rank] = Rank(host_id, status, moved_s)
+            job.see(rank)
         elif rank.host_id != host_id:
             self._settle(rank.host_id)
             rank.host_id = host_id

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import TypeVar
 
+import msgspec
+
 from flyball.contracts.cluster import Activity, RankStatus
 from flyball.contracts.rank_columns import Progress, Workers
-from services.sensor.job_pace import Alarm, JobPace
+from services.sensor.job_pace import Alarm, JobPace, LearnedPace
 from services.sensor.stances import Stance, stance_of
 
 K = TypeVar("K")
@@ -52,6 +54,20 @@ class Rank:
         self.done_at = 0.0
 
 
+class LearnedJob(msgspec.Struct, frozen=True, gc=False):
+    """What is known of a job, for the sensor that comes after this one."""
+
+    pace: LearnedPace
+    generation: int = -1
+    stepped_to: int = -1  # the newest step in that generation; -1: none was made
+    alarm: Alarm | None = None  # that holds there
+
+    @property
+    def lasting(self) -> tuple[object, ...]:
+        """What does not change with every step."""
+        return self.pace.lasting, self.generation, self.stepped_to >= 0, self.alarm
+
+
 class WatchedJob:
     """The ranks of a job's newest generation, and its pace."""
 
@@ -71,6 +87,30 @@ class WatchedJob:
         self._places: dict[str, set[int]] = {}  # where the idle ones are
         self._stance_since_s = 0.0
         self._stood: dict[Stance, float] = {}  # since the newest step
+        self._stepped_before = (-1, -1)  # generation and newest step that an earlier sensor saw
+
+    @property
+    def learned(self) -> LearnedJob:
+        has_stepped = any(rank.has_stepped for rank in self.ranks.values())
+        return LearnedJob(self.pace.learned, self.generation, self.newest_step if has_stepped else -1, self.alarm)
+
+    def recall(self, learned: LearnedJob) -> None:
+        """Go on with what an earlier sensor knew."""
+        if not self.pace.recall(learned.pace):
+            return
+        self._stepped_before = learned.generation, learned.stepped_to
+        if learned.generation == self.generation:
+            self.alarm = self.alarm or learned.alarm
+        elif learned.alarm is not None and learned.generation < self.generation:
+            self.pace.begin(learned.alarm)
+        for rank in self.ranks.values():
+            self.see(rank)
+        self.changes += 1
+
+    def see(self, rank: Rank) -> None:
+        """A rank that is new to this sensor may have made steps."""
+        generation, step = self._stepped_before
+        rank.has_stepped |= generation == self.generation and 0 <= step <= rank.step
 
     def begin(self, generation: int) -> None:
         """A new generation starts afresh, with what was learnt of the job."""

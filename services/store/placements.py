@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 from sqlalchemy import Connection, select
@@ -10,11 +10,12 @@ from sqlalchemy import Connection, select
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.decisions import GenerationPlan
 from services.sensor.placed import GivenRanks, Placed, given_in
+from services.sensor.rank_states import LearnedJob
 from services.sensor.witnesses import neighbours
 from services.store.codec import load
 from services.store.database import Database
 from services.store.running_plans import RunningPlans
-from services.store.tables import jobs
+from services.store.tables import jobs, learned_jobs
 
 Neighbours = Mapping[str, tuple[str, ...]]
 _Generation = tuple[str, int]
@@ -34,6 +35,7 @@ class Placements(msgspec.Struct, frozen=True):
     neighbours: Neighbours
     placed: Placed
     hang_timeouts: Mapping[str, float] = {}
+    learned: Mapping[str, LearnedJob] = {}  # by an earlier sensor, of jobs that are new here
 
 
 class SqlPlacements:
@@ -50,13 +52,15 @@ class SqlPlacements:
         """Of all running jobs; the same value while nothing changed."""
         with self._db.read() as connection:
             known = self._plans.read(connection)
-            timeouts = _hang_timeouts(connection) if known is not self._seen else {}
-        if known is not self._seen:
-            self._before = _before(known, self._seen, self._before)
-            self._seen = known
-            near = {host_id: names for key in sorted(known) for host_id, names in known[key].neighbours.items()}
-            given = {key: part.given for key, part in known.items()}
-            self._all = Placements(near, Placed(self._before | given), timeouts)
+            if known is self._seen:
+                return self._all
+            timeouts = _hang_timeouts(connection)
+            learned = _learned(connection, {job for job, _ in known} - {job for job, _ in self._seen})
+        self._before = _before(known, self._seen, self._before)
+        self._seen = known
+        near = {host_id: names for key in sorted(known) for host_id, names in known[key].neighbours.items()}
+        given = {key: part.given for key, part in known.items()}
+        self._all = Placements(near, Placed(self._before | given), timeouts, learned)
         return self._all
 
 
@@ -64,6 +68,13 @@ def _hang_timeouts(connection: Connection) -> dict[str, float]:
     running = select(jobs.c.job, jobs.c.spec).where(jobs.c.state == JobState.RUNNING.value)
     specs: dict[str, JobSpec] = {row.job: load(row.spec, JobSpec) for row in connection.execute(running)}
     return {name: spec.hang_timeout_s for name, spec in specs.items() if spec.hang_timeout_s}
+
+
+def _learned(connection: Connection, names: Collection[str]) -> dict[str, LearnedJob]:
+    """Of another run of a name nothing counts."""
+    of_this_run = (jobs.c.job == learned_jobs.c.job) & (jobs.c.submitted_at <= learned_jobs.c.told_at)
+    query = select(learned_jobs).join(jobs, of_this_run).where(learned_jobs.c.job.in_(sorted(names)))
+    return {row.job: load(row.learned, LearnedJob) for row in connection.execute(query)}
 
 
 def _part_of(plan: GenerationPlan) -> _Part:

@@ -14,6 +14,7 @@ from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.signals import Report
 from flyball.contracts.wire import encode
+from services.sensor.rank_states import LearnedJob
 from services.sensor.step_log import StepSummary
 from services.store import events, persistent_steps, report_events, vouching
 from services.store.codec import dump
@@ -21,7 +22,7 @@ from services.store.database import Database
 from services.store.positions import document_of, read_positions, rows_of
 from services.store.report_events import RankKey, RankRow, Received
 from services.store.running_plans import GivenPlans, RunningPlans, hosts_of
-from services.store.tables import generations, host_reports, hosts, jobs, ranks, watermarks
+from services.store.tables import generations, host_reports, hosts, jobs, learned_jobs, ranks, watermarks
 from services.store.upsert import upsert
 from services.store.versions import new_version
 
@@ -83,6 +84,13 @@ class SqlStatusStore:
         self._db.transact(
             lambda connection: vouching.write(connection, sensor=sensor, at=at, ages_ms=ages_ms, hosts=hosts),
             durable=False,
+        )
+
+    def learn(self, known: Mapping[str, LearnedJob], at: float) -> None:
+        """Store what a sensor has learned of jobs, for the next one; `at` wall clock."""
+        rows = [{"job": job, "told_at": at, "learned": dump(learned)} for job, learned in known.items()]
+        self._db.transact(
+            lambda connection: upsert(connection, learned_jobs, rows, replace=("told_at", "learned")), durable=False
         )
 
     def committed(self, incarnations: Iterable[str]) -> dict[str, int]:

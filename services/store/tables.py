@@ -140,6 +140,13 @@ vouches = _table(
     Column("ages_ms", Document, nullable=False),  # in the order of `hosts`
 )
 
+learned_jobs = _table(
+    "learned_jobs",  # what sensors have learned of jobs: how long steps take, which pauses they went on from
+    Column("job", Name, primary_key=True),
+    Column("told_at", Seconds, nullable=False),
+    Column("learned", Document, nullable=False),
+)
+
 drains = _table(
     "drains",  # what operators want of hosts; a wish that was granted and taken back has no row
     Column("host_id", Name, primary_key=True),

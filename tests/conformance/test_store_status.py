@@ -13,6 +13,9 @@ from flyball.contracts.events import Event, EventKind
 from flyball.contracts.rank_columns import RankSteps
 from flyball.contracts.signals import EngineStatus, RankMarks
 from services.controller.view import HostChange, JobChange
+from services.sensor.job_pace import Alarm, LearnedPace
+from services.sensor.rank_states import LearnedJob
+from services.sensor.stances import Stance
 from services.sensor.step_log import StepSummary
 from services.store.placements import SqlPlacements
 from services.store.read_models import ReadModels
@@ -279,6 +282,28 @@ def test_neighbours_are_those_of_the_placements_of_running_jobs(sql_stores, db) 
     assert found.hang_timeouts == {}
     sql_stores.commit(jobs=(JobChange("job", JobState.SUCCEEDED, "done"),))
     assert placements.read().neighbours == {}
+
+
+def test_what_a_sensor_learned_of_a_job_is_there_for_the_next_one(sql_stores, db) -> None:
+    pace = LearnedPace(
+        has_attached=True,
+        steps=(0.1, 0.25),
+        steps_seen=500,
+        stays={Phase.CHECKPOINT: (1.5,)},
+        survived={Stance.TOGETHER: 250.0},
+        alarm=Alarm(0, (2,), 7, 31.0, Stance.STANDS),
+    )
+    first, second = LearnedJob(pace, 1, 99), LearnedJob(pace, 1, 120)
+    sql_stores.run_job()
+    at = sql_stores.decisions.load_view().jobs[0].submitted_at
+    sql_stores.status.learn({"job": first}, at + 1.0)
+    sql_stores.status.learn({"job": second, "of no job": first}, at + 2.0)
+    placements = SqlPlacements(db)
+    assert placements.read().learned == {"job": second}
+    sql_stores.begin_restart()
+    assert placements.read().learned == {}, "it knows the job by now"
+    sql_stores.status.learn({"job": first}, at - 1.0)
+    assert SqlPlacements(db).read().learned == {}, "of an earlier run of that name"
 
 
 def test_a_value_that_fits_no_column_is_refused_whole(sql_stores, make) -> None:

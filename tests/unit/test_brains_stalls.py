@@ -11,6 +11,7 @@ from flyball.contracts.signals import EngineStatus, FalseAlarm, RankStalled, Rep
 from flyball.contracts.wire import WIRE_VERSION
 from services.sensor.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.patience import Patience
+from services.sensor.rank_states import LearnedJob
 from services.sensor.stances import Stance
 
 ALL = (0, 1, 2, 3)
@@ -516,3 +517,54 @@ def test_a_setting_that_names_one_stance_or_phase_leaves_the_others() -> None:
     usual = DetectorSettings().stalls
     assert changed.stances == {**usual.stances, Stance.TOGETHER: 600.0}
     assert changed.phases == {**usual.phases, Phase(2): Patience(1.0, 2.0, 3.0)}
+
+
+def restarted(job: Job) -> None:
+    """Another sensor, which has what this one stored."""
+    stored = msgspec.json.decode(msgspec.json.encode(job.detector.learned()), type=dict[str, LearnedJob])
+    job.detector = FaultDetector(DetectorSettings(tick_interval_s=60.0))
+    job.report()
+    job.detector.recall(stored)
+
+
+def test_a_hang_in_progress_is_found_by_a_restarted_sensor_as_it_would_have_been(job: Job) -> None:
+    job.pause(10.0, Activity.IDLE, SLEEPS, 2)
+    restarted(job)
+    job.wait(40.0)
+    assert [(stall.ranks, stall.deadline_s) for stall in job.stalls] == [((2,), 30.0)]
+
+
+def test_a_restarted_sensor_knows_the_pauses_that_a_job_went_on_from(job: Job) -> None:
+    job.pause(250.0)
+    job.train(10)
+    restarted(job)
+    job.train(10)
+    job.pause(900.0)
+    assert job.stalls == []
+    job.wait(200.0)
+    assert [stall.deadline_s for stall in job.stalls] == [pytest.approx(4 * 250.0, rel=0.03)]
+
+
+def test_a_restarted_sensor_takes_an_alarm_back_that_was_false(job: Job) -> None:
+    job.pause(310.0)
+    assert len(job.stalls) == 1
+    restarted(job)
+    job.restart()
+    job.train(1)
+    assert job.detector.learned()["j"].pace.repeats == 1
+
+
+def test_a_generation_without_a_step_is_stored_as_one(job: Job) -> None:
+    assert job.detector.learned()["j"].stepped_to == 999
+    job.restart()
+    job.wait(1.0)
+    assert (job.detector.learned()["j"].generation, job.detector.learned()["j"].stepped_to) == (2, -1)
+
+
+def test_what_a_sensor_learned_itself_counts_more_than_what_was_stored(job: Job) -> None:
+    stored = job.detector.learned()
+    job.pause(280.0)
+    job.train(5)
+    before = job.detector.learned()
+    job.detector.recall(stored)
+    assert job.detector.learned() == before

@@ -20,6 +20,7 @@ from services.sensor.early_steps import EarlySteps
 from services.sensor.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.ingest import Ingest
 from services.sensor.placed import Placed, given_in
+from services.sensor.rank_states import LearnedJob
 from services.sensor.report_queue import ReportQueue
 from services.sensor.step_log import StepSummary
 from services.store.placements import Placements
@@ -158,6 +159,21 @@ class Rig:
 
         asyncio.run(read())
 
+    def learned(self) -> dict[str, LearnedJob]:
+        """What the sensor stores of what it has learned."""
+
+        async def write() -> Mapping[str, LearnedJob]:
+            loop, told = asyncio.get_running_loop(), asyncio.Queue[Mapping[str, LearnedJob]]()
+            writing = asyncio.create_task(
+                self.ingest.run_learned(lambda known, _: loop.call_soon_threadsafe(told.put_nowait, known) and None)
+            )
+            try:
+                return await asyncio.wait_for(told.get(), 60.0)
+            finally:
+                writing.cancel()
+
+        return dict(asyncio.run(write()))
+
     def say(self, host_id: str, **parts: object) -> None:
         self.ingest.accept(report(host_id, sent_at=self.clock.now_s, **parts), host_id=host_id, size_bytes=10)
 
@@ -192,6 +208,21 @@ def test_a_stall_is_found_whatever_another_host_claims(lie: Mapping[str, int]) -
         rig.pass_a_second()
     (found,) = rig.stalled()
     assert (found.generation, found.step, found.ranks) == (3, 29, (3,))
+
+
+def test_a_sensor_goes_on_with_what_the_one_before_it_stored() -> None:
+    first, second = Rig(), Rig()
+    first.know(Placements({}, PLACED))
+    for step in range(30):
+        first.say("a", ranks=(status(0, step=step), status(1, step=step)), steps=(steps(0, step=step),))
+        first.pass_a_second()
+    stored = first.learned()
+    assert stored["job"].stepped_to == 29 and stored["job"].pace.steps_seen > 20
+    second.say("a", ranks=(status(0, step=29), status(1, step=29)))
+    second.know(Placements({}, PLACED, learned=stored))
+    second.pass_a_second()
+    second.say("a", ranks=(status(0, step=29), status(1, step=29)))
+    assert second.learned()["job"].pace.steps == stored["job"].pace.steps
 
 
 def test_a_generation_that_is_new_to_the_sensor_is_looked_for_at_once() -> None:
