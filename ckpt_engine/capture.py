@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ckpt_engine import manifest as manifests
 from ckpt_engine import shard_format
 from ckpt_engine.copying import TensorCopy, copy_whole, is_plain, move_bytes
 from ckpt_engine.device_copies import CudaStreams, DeviceJob, PinnedSlots, Streams
 from ckpt_engine.kept_structure import StateReader
+from ckpt_engine.memory_plan import readable_size
 from ckpt_engine.optimizer_watch import Extent, extent_of
 from ckpt_engine.running_capture import Copies, RunningCapture
 from ckpt_engine.shard_format import LENGTH_BYTES, Block, TensorHeader
@@ -265,7 +267,15 @@ def _make_plan(signature: _Signature, flat: FlatState, tree_chars: int) -> _Plan
     capacity = pages * _HEADER_STEP_BYTES - LENGTH_BYTES
     if capacity > shard_format.MAX_HEADER_BYTES:
         raise UnsupportedState(
-            f"What the state holds beside tensors takes {tree_chars} characters.", hint="keep large data in tensors"
+            f"The names and shapes of the state's {len(tensors)} tensors take {len(tensors_json)} bytes, and what it "
+            f"holds beside tensors {tree_chars} characters: more than the header of a safetensors file has room for.",
+            hint="keep large data in tensors, and many small tensors in a few large ones",
         )
     payload_bytes = LENGTH_BYTES + capacity + offset
+    if payload_bytes > manifests.MAX_PAYLOAD_BYTES:
+        raise UnsupportedState(
+            f"The state of this rank takes {readable_size(payload_bytes)}, and a shard has at most "
+            f"{readable_size(manifests.MAX_PAYLOAD_BYTES)}.",
+            hint="have more ranks share the state, so that each has less of it",
+        )
     return _Plan(signature, flat.structure, capacity, tensors, tensors_json, sharding, payload_bytes)

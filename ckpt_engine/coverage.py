@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ckpt_engine.manifest import Manifest
+from ckpt_engine.manifest import TensorEntry
 
 
 class Box(NamedTuple):
@@ -54,15 +54,16 @@ def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     return None
 
 
-def step_problems(manifests: Iterable[Manifest]) -> tuple[CoverageProblem, ...]:
-    """What the shards of one step lack: [] if every tensor that some rank holds a block of is there as a whole.
+def step_problems(shards: Iterable[Iterable[TensorEntry]]) -> tuple[CoverageProblem, ...]:
+    """What the shards of one step, each by its tensors, lack: () if every tensor that some rank holds a block of is
+    there as a whole.
 
     A tensor that a rank holds whole may be its own (a random generator's state), so that ranks may differ in its shape;
     the blocks of a tensor that is split must agree in dtype and global shape, cover it, and overlap only as replicas.
     """
     split: dict[str, list[tuple[tuple[str, tuple[int, ...]], Box]]] = defaultdict(list)
-    for manifest in manifests:
-        for tensor in manifest.tensors:
+    for tensors in shards:
+        for tensor in tensors:
             split[tensor.fqn].append(((tensor.dtype, tensor.global_shape), Box(tensor.offsets, tensor.shape)))
     problems = []
     for fqn, blocks in sorted(split.items()):

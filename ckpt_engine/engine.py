@@ -104,6 +104,7 @@ class TrainerEngine:
         self._newest: SaveHandle | None = None
         self._newest_durable: SaveHandle | None = None  # that a disk or persistent tier is to have
         self._unreported = ""  # the first failure that `check_for_errors` has not raised yet
+        self._not_counting = (-1, "")  # the newest step that was captured and could not be committed, and why
         self._aborting = threading.Lock()
         self.saves = 0
         self.failed_saves = 0
@@ -129,7 +130,7 @@ class TrainerEngine:
         self._segments = RankSegments.open(rank_segment(me.shm_prefix, me.job, me.rank), create=True, options=options)
         self._segments.control.attach_trainer(me.generation)
         if self._link is None:
-            self._link = LocalCommitter(me, self._segments)
+            self._link = LocalCommitter(me, self._segments, self._not_committed)
         self._saver = Saver(me, self._segments, self._link, self._held_up, self._waits)
         if me.restore_step is not None:
             self._reader = ShardReader(me, self._segments, self._link, me.restore_step)
@@ -232,6 +233,20 @@ class TrainerEngine:
         handle.error = error
         _log.warning("the save of step %d failed: %s", handle.step, error)
 
+    def _not_committed(self, step: int, error: str) -> None:
+        """The copy was made, and can never count. In a thread of the committer's, perhaps before `save` returns."""
+        self.failed_saves += 1
+        self._unreported = self._unreported or error
+        self._not_counting = (step, error)
+        if self._newest is not None:
+            self._tell_if_not_counting(self._newest)
+        _log.warning("the save of step %d failed: %s", step, error)
+
+    def _tell_if_not_counting(self, handle: SaveHandle) -> None:
+        step, error = self._not_counting
+        if handle.step == step:
+            handle.error = error
+
     def _abort(self, step: int, reason: str) -> None:
         """The world must not wait for this step."""
         if self._segments is not None:
@@ -242,6 +257,7 @@ class TrainerEngine:
 
     def _note_newest(self, handle: SaveHandle) -> None:
         self._newest = handle
+        self._tell_if_not_counting(handle)
         slow = (self._me.checkpoint.policy(tier).every_steps for tier in _SLOW_TIERS)
         if any(every_steps > 0 and handle.step % every_steps == 0 for every_steps in slow):
             self._newest_durable = handle

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_engine.copy_places import Ignored, Place, reason
-from ckpt_engine.manifest import Manifest
+from ckpt_engine.manifest import Manifest, TensorEntry
 from ckpt_engine.shard_reading import CopyGone
 from ckpt_engine.step_listing import StepKey, StepListing, infer_lineage, list_steps
 from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
@@ -114,5 +114,14 @@ def read_manifest(held: HeldCopy) -> Manifest | None:
     try:
         with held.place.reading(held.copy) as reading:
             return reading.manifest
+    except (CopyGone, CorruptShard, OSError):
+        return None
+
+
+def read_tensors(held: HeldCopy) -> tuple[TensorEntry, ...] | None:
+    """What the copy holds, by its header; None if it is gone or bad by now."""
+    try:
+        with held.place.reading(held.copy) as reading:
+            return reading.tensors()
     except (CopyGone, CorruptShard, OSError):
         return None

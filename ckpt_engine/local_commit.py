@@ -7,9 +7,9 @@ common step (`slot_rules`) needs no coordinator.
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import threading
+from collections.abc import Callable
 
 from ckpt_engine import manifest as manifests
 from ckpt_engine.slot_rules import MIN_SLOTS
@@ -20,17 +20,20 @@ from flyball.contracts.errors import FlyballError
 from flyball.contracts.segments import rank_segment
 from flyball.worker_identity import WorkerIdentity
 
-_log = logging.getLogger("flyball.engine")
-
 _CLOSE_TIMEOUT_S = 10.0
 
 
 class LocalCommitter:
     """The trainer's own committer; see the module."""
 
-    def __init__(self, identity: WorkerIdentity, segments: RankSegments) -> None:
+    def __init__(
+        self, identity: WorkerIdentity, segments: RankSegments, on_failure: Callable[[int, str], None]
+    ) -> None:
+        """`on_failure(step, message)` hears, in a thread of this object, of a step that was captured and will never be
+        committed."""
         self._identity = identity
         self._segments = segments
+        self._on_failure = on_failure
         self._neighbours: dict[int, RankSegments] = {identity.rank: segments}
         self._queue: queue.Queue[SlotView | None] = queue.Queue(maxsize=MIN_SLOTS)
         restored = identity.restore_step
@@ -91,9 +94,10 @@ class LocalCommitter:
         while (view := self._queue.get()) is not None:
             try:
                 self.commit(view)
-                self.refresh()
             except (FlyballError, OSError) as error:
-                _log.warning("step %d was captured and could not be committed: %s", view.step, error)
+                self._segments.discard(view)  # nothing would ever come of it, and a later save needs the slot
+                self._on_failure(view.step, f"Step {view.step} was captured and could not be committed: {error}")
+            self.refresh()
 
     def _neighbour(self, rank: int) -> RankSegments | None:
         if rank not in self._neighbours:

@@ -1,4 +1,8 @@
-"""The manifest: what a shard must be, byte for byte. Written last, at every tier. Pure."""
+"""The manifest: what a shard must be, byte for byte. Written last, at every tier. Pure.
+
+It does not repeat what the shard's own header says of its tensors: that is covered by the digests, and can have many
+times the size of all the rest. Manifests of version 2 did, and are still read.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,16 @@ from flyball.contracts.errors import CorruptShard
 from flyball.contracts.identity import JobName, Rank, RunId, Step
 from flyball.contracts.wire import MALFORMED, decoder_of
 
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
+_VERSION_WITH_TENSORS = 2
 MAX_MANIFEST_BYTES = 8 << 20
 MAX_MANIFEST_FILE_BYTES = MAX_MANIFEST_BYTES + 64  # with the line that has its checksum
 MAX_CHUNK_BYTES = 64 << 20
+_MAX_NAMES_BYTES = 64 << 10  # of a manifest, beside the digests
+# The largest shard that can be described: its digests are in base64, 4 characters for 3 bytes.
+MAX_PAYLOAD_BYTES = (
+    (MAX_MANIFEST_BYTES - _MAX_NAMES_BYTES) * 3 // 4 // integrity.DIGEST_BYTES * integrity.DEFAULT_CHUNK_BYTES
+)
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -47,9 +57,10 @@ class Manifest(msgspec.Struct, frozen=True):
     payload_bytes: _Size
     chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]
     chunk_digests: bytes  # DIGEST_BYTES per chunk
-    tensors: tuple[TensorEntry, ...]
+    tensors: tuple[TensorEntry, ...] = ()  # of version 2; else they are in the shard's header (`entries_of`)
     run: RunId = ""
     committed_at: float = 0.0  # wall clock, seconds since the epoch, of the host that hashed it; 0: not said
+    tensor_count: _Size = 0
 
 
 def describe(
@@ -68,8 +79,7 @@ def describe(
 ) -> Manifest:
     """Hash a captured shard, but for `known_digests` (`integrity.chunk_digests`), and describe it. Raises CorruptShard
     if it is not a safetensors file."""
-    header = shard_format.read_header(payload)
-    tensors = tuple(_entry(name, header) for name in header.tensors)
+    tensor_count = _structures.count_tensors(payload)
     return Manifest(
         version=MANIFEST_VERSION,
         code_version=code_version,
@@ -81,10 +91,15 @@ def describe(
         payload_bytes=len(payload),
         chunk_bytes=chunk_bytes,
         chunk_digests=integrity.chunk_digests(payload, chunk_bytes, known_digests),
-        tensors=tensors,
         run=run,
         committed_at=committed_at,
+        tensor_count=tensor_count,
     )
+
+
+def entries_of(header: shard_format.ShardHeader) -> tuple[TensorEntry, ...]:
+    """The tensors of a shard, in the order of its header."""
+    return tuple(_entry(name, header) for name in header.tensors)
 
 
 def _entry(name: str, header: shard_format.ShardHeader) -> TensorEntry:
@@ -101,6 +116,7 @@ def _entry(name: str, header: shard_format.ShardHeader) -> TensorEntry:
     )
 
 
+_structures = shard_format.KnownStructures()
 _encoder = msgspec.json.Encoder()
 _decoder = decoder_of(Manifest)
 
@@ -112,7 +128,7 @@ def encode(manifest: Manifest) -> bytes:
         raise CorruptShard(
             f"The manifest of rank {manifest.rank}, step {manifest.step} has {len(data)} bytes, the limit is "
             f"{MAX_MANIFEST_BYTES}.",
-            hint="use larger chunks, or fewer tensors",
+            hint="have more ranks share the state, so that each has less of it",
         )
     return data
 
@@ -125,9 +141,10 @@ def decode(data: bytes | memoryview) -> Manifest:
         manifest = _decoder.decode(data)
     except MALFORMED as error:
         raise CorruptShard(f"A manifest does not parse: {error}.") from error
-    if manifest.version != MANIFEST_VERSION:
+    if manifest.version not in (_VERSION_WITH_TENSORS, MANIFEST_VERSION):
         raise CorruptShard(
-            f"A manifest has version {manifest.version}, this release reads {MANIFEST_VERSION}.",
+            f"A manifest has version {manifest.version}, this release reads {_VERSION_WITH_TENSORS} and "
+            f"{MANIFEST_VERSION}.",
             hint="restore with the release that wrote it",
         )
     chunks = integrity.chunk_count(manifest.payload_bytes, manifest.chunk_bytes)
@@ -137,6 +154,8 @@ def decode(data: bytes | memoryview) -> Manifest:
         raise CorruptShard("A manifest names a tensor twice.")
     for tensor in manifest.tensors:
         _check_entry(tensor, manifest.payload_bytes)
+    if manifest.version == _VERSION_WITH_TENSORS:
+        return msgspec.structs.replace(manifest, tensor_count=len(manifest.tensors))
     return manifest
 
 

@@ -20,7 +20,7 @@ from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.identity import HostId, JobName, Rank, Step
 from flyball.contracts.testimony import Age
 
-PEER_PROTOCOL = "flyball-engine/3"
+PEER_PROTOCOL = "flyball-engine/4"
 MAX_FRAME_BYTES = 64 << 10
 
 Nonce = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]  # 32 bytes, hex

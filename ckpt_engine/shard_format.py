@@ -10,10 +10,13 @@ A tensor may be one block of a larger one, of which other ranks hold the rest: `
 from __future__ import annotations
 
 import math
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
+import xxhash
 
 from flyball.contracts.errors import CorruptShard
 from flyball.contracts.wire import MALFORMED, decoder_of
@@ -60,10 +63,19 @@ class ShardHeader(msgspec.Struct, frozen=True):
     data_start: int  # offset of the first tensor byte in the file
 
 
+class _Head(msgspec.Struct, frozen=True):
+    """What the header says beside tensors."""
+
+    metadata: msgspec.Raw = msgspec.field(name=METADATA_KEY, default=msgspec.Raw(b"{}"))
+
+
+_head_decoder = decoder_of(_Head)
 _raw_decoder = decoder_of(dict[str, msgspec.Raw])
 _metadata_decoder = decoder_of(dict[str, str])
-_tensor_decoder = decoder_of(TensorHeader)
+_tensors_decoder = decoder_of(dict[str, TensorHeader])
 _blocks_decoder = decoder_of(dict[str, Block])
+
+_REMEMBERED_STRUCTURES: Final = 16  # a rank's is the same for every step; a host has so many ranks
 
 
 def size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -111,20 +123,78 @@ def read_header(payload: memoryview, payload_bytes: int | None = None) -> ShardH
     be its beginning only, up to the end of the header. Raises CorruptShard."""
     payload_bytes = len(payload) if payload_bytes is None else payload_bytes
     data_start = header_bytes(payload, payload_bytes)
-    header = bytes(payload[LENGTH_BYTES:data_start])  # not in place: a slot may be written over while it is parsed
+    metadata, tensors_json = _split(bytes(payload[LENGTH_BYTES:data_start]))  # a slot may change while it is parsed
+    tensors, blocks = _parse(tensors_json, metadata)
+    _check_layout(tensors, payload_bytes - data_start)
+    _check_blocks(tensors, blocks)
+    return ShardHeader(metadata, tensors, blocks, data_start)
+
+
+class KnownStructures:
+    """Counts the tensors of shards whose headers were checked; what is not new in them is not checked anew. The steps
+    of a rank differ in metadata only, and their tensors can be hundreds of thousands. For any number of threads."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[bytes, int] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def count_tensors(self, payload: memoryview) -> int:
+        """Raises CorruptShard for what `read_header` refuses."""
+        data_start = header_bytes(payload, len(payload))
+        metadata, tensors_json = _split(bytes(payload[LENGTH_BYTES:data_start]))
+        hasher = xxhash.xxh3_128(tensors_json)
+        hasher.update(f"{len(payload) - data_start} {metadata.get(SHARDING_KEY, '')}".encode())
+        structure = hasher.digest()
+        with self._lock:
+            count = self._counts.get(structure)
+        if count is None:
+            tensors, blocks = _parse(tensors_json, metadata)
+            _check_layout(tensors, len(payload) - data_start)
+            _check_blocks(tensors, blocks)
+            count = len(tensors)
+            with self._lock:
+                self._counts[structure] = count
+                while len(self._counts) > _REMEMBERED_STRUCTURES:
+                    self._counts.popitem(last=False)
+        return count
+
+
+def _split(header: bytes) -> tuple[dict[str, str], bytes]:
+    """The metadata, and the JSON of all tensors."""
     try:
+        head = bytes(_head_decoder.decode(header).metadata)
+        metadata = _metadata_decoder.decode(head)
+        first = b'{"' + METADATA_KEY.encode() + b'":' + head
+        if header.startswith(first):  # where every shard of ours, and of the safetensors library, has it
+            begin = len(first)
+            while header[begin : begin + 1].isspace():
+                begin += 1
+            begin += header[begin : begin + 1] == b","
+            return metadata, b"".join((b"{", memoryview(header)[begin:]))
         raw = _raw_decoder.decode(header)
-        metadata_raw = raw.pop(METADATA_KEY, None)
-        metadata = _metadata_decoder.decode(metadata_raw) if metadata_raw is not None else {}
-        tensors = {name: _tensor_decoder.decode(entry) for name, entry in raw.items()}
+        raw.pop(METADATA_KEY, None)
+        return metadata, msgspec.json.encode(raw)
+    except MALFORMED as error:
+        raise _not_parsed(error) from error
+
+
+def _parse(tensors_json: bytes, metadata: Mapping[str, str]) -> tuple[dict[str, TensorHeader], dict[str, Block]]:
+    try:
+        tensors = _tensors_decoder.decode(tensors_json)
         blocks = _blocks_decoder.decode(metadata[SHARDING_KEY]) if SHARDING_KEY in metadata else {}
     except MALFORMED as error:
-        raise CorruptShard(f"The header of a shard does not parse: {error}.") from error
-    _check_layout(tensors, payload_bytes - data_start)
+        raise _not_parsed(error) from error
+    return tensors, blocks
+
+
+def _not_parsed(error: Exception) -> CorruptShard:
+    return CorruptShard(f"The header of a shard does not parse: {error}.")
+
+
+def _check_blocks(tensors: Mapping[str, TensorHeader], blocks: Mapping[str, Block]) -> None:
     for name, block in blocks.items():
         if name not in tensors or not block.holds(tensors[name].shape):
             raise CorruptShard(f"A shard places {name!r} outside of the tensor that it is a part of.")
-    return ShardHeader(metadata, tensors, blocks, data_start)
 
 
 def _check_layout(tensors: Mapping[str, TensorHeader], data_bytes: int) -> None:

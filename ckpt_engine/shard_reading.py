@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ckpt_engine import integrity
-from ckpt_engine.manifest import Manifest
+from ckpt_engine.manifest import Manifest, TensorEntry, entries_of
+from ckpt_engine.verified_read import read_header
 from flyball.contracts.errors import CheckpointError, CorruptShard
 
 
@@ -30,8 +31,19 @@ class ShardReading:
         the place of what was read."""
         self.manifest = manifest
         self.manifest_bytes = manifest_bytes
-        self._read_into = read_into
+        self.read_into = read_into
         self._check_still_there = check_still_there
+
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        """What the shard holds. Raises as `verified_chunks`."""
+        if self.manifest.tensors:
+            return self.manifest.tensors
+        try:
+            header, _ = read_header(self, self.manifest)
+        except CorruptShard:
+            self._check_still_there()
+            raise
+        return entries_of(header)
 
     def chunks(self) -> Iterator[tuple[memoryview, CorruptShard | None]]:
         """Every chunk: its bytes, valid until the next one is asked for, and what is wrong with them. Raises CopyGone,
@@ -42,7 +54,7 @@ class ShardReading:
             chunk = buffer[: min(chunk_bytes, size_bytes - start)]
             problem: CorruptShard | None = None
             try:
-                self._read_into(chunk, start)
+                self.read_into(chunk, start)
             except CorruptShard:
                 self._check_still_there()
                 raise

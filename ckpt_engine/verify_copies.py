@@ -14,7 +14,7 @@ from ckpt_engine import integrity
 from ckpt_engine.copy_places import reason
 from ckpt_engine.coverage import step_problems
 from ckpt_engine.inventory import HeldCopy
-from ckpt_engine.manifest import Manifest
+from ckpt_engine.manifest import Manifest, TensorEntry
 from ckpt_engine.shard_reading import CopyGone
 from ckpt_engine.step_listing import StepKey
 from flyball.contracts.checkpoints import ShardCopy
@@ -42,6 +42,13 @@ class Verified(msgspec.Struct, frozen=True):
     bad_chunks: tuple[int, ...]
 
 
+class ReadShard(msgspec.Struct, frozen=True):
+    """What a copy that could be read is. `tensors` () unless it is good."""
+
+    manifest: Manifest
+    tensors: tuple[TensorEntry, ...] = ()
+
+
 class VerifiedStep(msgspec.Struct, frozen=True):
     """Whether the good copies of a step make up the whole of it. `problems` are tensors that they do not cover."""
 
@@ -58,9 +65,9 @@ class VerifiedStep(msgspec.Struct, frozen=True):
 
 def verify_copies(
     held_copies: Sequence[HeldCopy], on_bytes: Callable[[int], None]
-) -> Iterator[tuple[Verified, Manifest | None]]:
-    """Read the copies, two at a time; in their order, each with its manifest if that could be read. `on_bytes` hears of
-    every chunk, from any thread. Whoever stops asking ends the reading."""
+) -> Iterator[tuple[Verified, ReadShard | None]]:
+    """Read the copies, two at a time; in their order, each with what it is if its manifest could be read. `on_bytes`
+    hears of every chunk, from any thread. Whoever stops asking ends the reading."""
     over = threading.Event()
 
     def count(size_bytes: int) -> None:
@@ -75,11 +82,12 @@ def verify_copies(
             over.set()
 
 
-def judge_steps(manifests: Iterable[Manifest], world_sizes: Mapping[StepKey, int]) -> tuple[VerifiedStep, ...]:
-    """The steps, newest first. `manifests` are those of the good copies that count, any number for one rank."""
-    by_step: dict[StepKey, dict[int, Manifest]] = defaultdict(dict)
-    for manifest in manifests:
-        by_step[manifest.generation, manifest.step].setdefault(manifest.rank, manifest)
+def judge_steps(shards: Iterable[ReadShard], world_sizes: Mapping[StepKey, int]) -> tuple[VerifiedStep, ...]:
+    """The steps, newest first. `shards` are the good copies that count, any number for one rank."""
+    by_step: dict[StepKey, dict[int, tuple[TensorEntry, ...]]] = defaultdict(dict)
+    for shard in shards:
+        manifest = shard.manifest
+        by_step[manifest.generation, manifest.step].setdefault(manifest.rank, shard.tensors)
     return tuple(
         VerifiedStep(
             step=step,
@@ -94,23 +102,25 @@ def judge_steps(manifests: Iterable[Manifest], world_sizes: Mapping[StepKey, int
     )
 
 
-def _verify(held: HeldCopy, on_bytes: Callable[[int], None]) -> tuple[Verified, Manifest | None]:
+def _verify(held: HeldCopy, on_bytes: Callable[[int], None]) -> tuple[Verified, ReadShard | None]:
     path = held.path
-    manifest: Manifest | None = None
+    shard: ReadShard | None = None
     verdict, problem = Verdict.GOOD, ""
     bad: list[int] = []
     try:
         with held.place.reading(held.copy) as reading:
-            manifest = reading.manifest
+            shard = ReadShard(reading.manifest)
             for index, (chunk, error) in enumerate(reading.chunks()):
                 on_bytes(len(chunk))
                 if error is not None:
                     bad.append(index)
                     verdict, problem = Verdict.BAD, problem or error.message
+            if verdict is Verdict.GOOD:
+                shard = ReadShard(reading.manifest, reading.tensors())
     except CopyGone as error:
         verdict, problem = Verdict.GONE, error.message
     except (FlyballError, OSError) as error:
         verdict, problem = Verdict.BAD, reason(error)
-    chunk_bytes = manifest.chunk_bytes if manifest else 0
-    chunks = integrity.chunk_count(manifest.payload_bytes, chunk_bytes) if manifest else 0
-    return Verified(held.copy, path, verdict, problem, chunks, chunk_bytes, tuple(bad)), manifest
+    chunk_bytes = shard.manifest.chunk_bytes if shard else 0
+    chunks = integrity.chunk_count(shard.manifest.payload_bytes, chunk_bytes) if shard else 0
+    return Verified(held.copy, path, verdict, problem, chunks, chunk_bytes, tuple(bad)), shard

@@ -56,7 +56,7 @@ def show(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Show a step's copies and what their manifests say."""
-    from ckpt_engine.inventory import read_manifest
+    from ckpt_engine.inventory import read_manifest, read_tensors
     from flyball.cli.ckpt_tables import print_step, print_tensors, shard_json
 
     wanted = parse_step(step)
@@ -66,13 +66,16 @@ def show(
     shards = [(found, read_manifest(found)) for found in held]
     if output is Format.JSON:
         described = [
-            shard_json(found, manifest, counts=inventory.counts(found), tensors=tensors) for found, manifest in shards
+            shard_json(
+                found, manifest, counts=inventory.counts(found), tensors=read_tensors(found) if tensors else None
+            )
+            for found, manifest in shards
         ]
         print_json({"job": inventory.job, "run": inventory.run, "step": listing, "shards": described})
         return
     print_step(inventory, listing, shards)
     if tensors:
-        print_tensors(shards)
+        print_tensors(held)
 
 
 @app.command("restore", epilog=examples("flyball ckpt restore latest --to out", "flyball ckpt restore 120 --to out"))

@@ -10,8 +10,8 @@ import msgspec
 from ckpt_engine import integrity
 from ckpt_engine.copy_places import Ignored
 from ckpt_engine.extract_step import ExtractedShard
-from ckpt_engine.inventory import HeldCopy, Inventory
-from ckpt_engine.manifest import Manifest
+from ckpt_engine.inventory import HeldCopy, Inventory, read_tensors
+from ckpt_engine.manifest import Manifest, TensorEntry
 from ckpt_engine.memory_plan import readable_size
 from ckpt_engine.step_listing import StepListing
 from flyball.cli.output import print_fields, print_table, say
@@ -106,7 +106,10 @@ def _named_ranks(ranks: Sequence[int]) -> str:
 # --- show ---
 
 
-def shard_json(held: HeldCopy, manifest: Manifest | None, *, counts: bool, tensors: bool) -> dict[str, Any]:
+def shard_json(
+    held: HeldCopy, manifest: Manifest | None, *, counts: bool, tensors: Sequence[TensorEntry] | None
+) -> dict[str, Any]:
+    """`tensors` None: their number is told."""
     found: dict[str, Any] = {
         **msgspec.to_builtins(held.copy),
         "path": held.path,
@@ -121,7 +124,7 @@ def shard_json(held: HeldCopy, manifest: Manifest | None, *, counts: bool, tenso
             "payload_bytes": manifest.payload_bytes,
             "chunk_bytes": manifest.chunk_bytes,
             "chunks": integrity.chunk_count(manifest.payload_bytes, manifest.chunk_bytes),
-            "tensors": manifest.tensors if tensors else len(manifest.tensors),
+            "tensors": manifest.tensor_count if tensors is None else tensors,
         }
     return found
 
@@ -160,14 +163,14 @@ def _shard_row(held: HeldCopy, manifest: Manifest | None) -> list[object]:
     if manifest is None:
         return [*row, None, None, "gone meanwhile"]
     chunks = integrity.chunk_count(manifest.payload_bytes, manifest.chunk_bytes)
-    return [*row, chunks, len(manifest.tensors), copy.digest[:DIGEST_SHOWN]]
+    return [*row, chunks, manifest.tensor_count, copy.digest[:DIGEST_SHOWN]]
 
 
-def print_tensors(shards: Iterable[tuple[HeldCopy, Manifest | None]]) -> None:
+def print_tensors(held_copies: Iterable[HeldCopy]) -> None:
     """A table per rank: the copies of a rank have the same tensors."""
     seen: set[tuple[int, str]] = set()
-    for held, manifest in shards:
-        if manifest is None or (held.copy.rank, held.copy.digest) in seen:
+    for held in held_copies:
+        if (held.copy.rank, held.copy.digest) in seen or (tensors := read_tensors(held)) is None:
             continue
         seen.add((held.copy.rank, held.copy.digest))
         print_table(
@@ -180,7 +183,7 @@ def print_tensors(shards: Iterable[tuple[HeldCopy, Manifest | None]]) -> None:
                     _shape(tensor.shape),
                     *_block(tensor.shape, tensor.global_shape, tensor.offsets),
                 ]
-                for tensor in manifest.tensors
+                for tensor in tensors
             ),
         )
 

@@ -64,10 +64,10 @@ def _verify(inventory: Inventory, world_sizes: dict[StepKey, int]) -> tuple[list
     results: list[Verified] = []
     usable = []
     with bytes_bar("verifying", sum(held.copy.size_bytes for held in held_copies)) as advance:
-        for held, (result, manifest) in zip(held_copies, verify_copies(held_copies, advance), strict=True):
+        for held, (result, shard) in zip(held_copies, verify_copies(held_copies, advance), strict=True):
             results.append(result)
-            if result.verdict is Verdict.GOOD and manifest is not None and inventory.counts(held):
-                usable.append(manifest)
+            if result.verdict is Verdict.GOOD and shard is not None and inventory.counts(held):
+                usable.append(shard)
     return results, judge_steps(usable, world_sizes)
 
 

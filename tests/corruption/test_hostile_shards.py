@@ -322,14 +322,15 @@ ENTRY = {"fqn": "a", "dtype": "U8", "shape": [4], "global_shape": [4], "offsets"
         manifest_json(world_size=0),
         manifest_json(version=1),
         manifest_json(version="2"),
-        manifest_json(tensors=[ENTRY, ENTRY]),
-        manifest_json(tensors=[{**ENTRY, "shape": [1 << 62, 1 << 62]}]),
-        manifest_json(tensors=[{**ENTRY, "byte_range": [0, 1 << 62]}]),
-        manifest_json(tensors=[{**ENTRY, "byte_range": [4, 0]}]),
-        manifest_json(tensors=[{**ENTRY, "offsets": [1 << 62]}]),
-        manifest_json(tensors=[{**ENTRY, "dtype": "O"}]),
+        manifest_json(version=4),
+        manifest_json(version=2, tensors=[ENTRY, ENTRY]),
+        manifest_json(version=2, tensors=[{**ENTRY, "shape": [1 << 62, 1 << 62]}]),
+        manifest_json(version=2, tensors=[{**ENTRY, "byte_range": [0, 1 << 62]}]),
+        manifest_json(version=2, tensors=[{**ENTRY, "byte_range": [4, 0]}]),
+        manifest_json(version=2, tensors=[{**ENTRY, "offsets": [1 << 62]}]),
+        manifest_json(version=2, tensors=[{**ENTRY, "dtype": "O"}]),
     ],
-    ids=range(27),
+    ids=range(28),
 )
 def test_a_hostile_manifest_is_corrupt_and_costs_no_memory(data: bytes) -> None:
     tracemalloc.start()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.coverage import Box, overlap, step_problems, uncovered
-from ckpt_engine.manifest import Manifest, TensorEntry
+from ckpt_engine.manifest import TensorEntry
 
 SIDE = 5
 
@@ -50,10 +50,6 @@ def test_different_boxes_overlap_if_they_share_an_element(case: tuple[Box, list[
         assert both[0] != both[1] and marked(len(target.offsets), list(both)).max() == 2
 
 
-def manifest(rank: int, *tensors: TensorEntry) -> Manifest:
-    return Manifest(2, "v", "job", 1, 5, rank, 2, 0, 1, b"", tensors)
-
-
 def block(fqn: str, whole: tuple[int, ...], box: Box, dtype: str = "F32") -> TensorEntry:
     return TensorEntry(fqn, dtype, box.shape, whole, box.offsets, (0, 0))
 
@@ -61,7 +57,7 @@ def block(fqn: str, whole: tuple[int, ...], box: Box, dtype: str = "F32") -> Ten
 @given(st.integers(1, 3).flatmap(lambda dimensions: st.lists(boxes_in(dimensions), min_size=1, max_size=6)))
 def test_a_step_is_complete_if_its_blocks_make_up_the_tensor_and_overlap_as_replicas_only(boxes: list[Box]) -> None:
     whole = (SIDE,) * len(boxes[0].offsets)
-    problems = step_problems(manifest(rank, block("w", whole, box)) for rank, box in enumerate(boxes))
+    problems = step_problems([block("w", whole, box)] for box in boxes)
     count = marked(len(whole), sorted(set(boxes)))
     expected = all(box.shape == whole for box in boxes) or bool((count == 1).all())
     assert (problems == ()) == expected
@@ -69,19 +65,15 @@ def test_a_step_is_complete_if_its_blocks_make_up_the_tensor_and_overlap_as_repl
 
 def test_what_is_wrong_is_said() -> None:
     left, right = Box((0, 0), (2, 4)), Box((2, 0), (2, 4))
-    assert step_problems([manifest(0, block("w", (4, 4), left)), manifest(1, block("w", (4, 4), right))]) == ()
-    ((fqn, reason),) = step_problems([manifest(0, block("w", (4, 4), left))])
+    assert step_problems([[block("w", (4, 4), left)], [block("w", (4, 4), right)]]) == ()
+    ((fqn, reason),) = step_problems([[block("w", (4, 4), left)]])
     assert (fqn, reason) == ("w", "8 of its 16 elements are in no shard, the first of them in [2:4, 0:4]")
-    ((_, reason),) = step_problems(
-        [manifest(0, block("w", (4, 4), left)), manifest(1, block("w", (4, 4), Box((1, 0), (3, 4))))]
-    )
+    ((_, reason),) = step_problems([[block("w", (4, 4), left)], [block("w", (4, 4), Box((1, 0), (3, 4)))]])
     assert reason == "its blocks [0:2, 0:4] and [1:4, 0:4] overlap, and neither is a replica of the other"
-    ((_, reason),) = step_problems(
-        [manifest(0, block("w", (4, 4), left)), manifest(1, block("w", (4, 4), right, "BF16"))]
-    )
+    ((_, reason),) = step_problems([[block("w", (4, 4), left)], [block("w", (4, 4), right, "BF16")]])
     assert "of different tensors" in reason
 
 
 def test_a_ranks_own_whole_tensors_may_differ() -> None:
     mine, yours = block("rng", (3,), Box((0,), (3,))), block("rng", (5,), Box((0,), (5,)))
-    assert step_problems([manifest(0, mine), manifest(1, yours)]) == ()
+    assert step_problems([[mine], [yours]]) == ()

@@ -18,13 +18,14 @@ import pytest
 import torch
 from safetensors.torch import load as load_with_the_library
 
-from ckpt_engine import capture
+from ckpt_engine import capture, shard_format
+from ckpt_engine import manifest as manifests
 from ckpt_engine.background import Background
 from ckpt_engine.engine import NOT_DUE
 from ckpt_engine.slots import ParkState, RankSegments, SlotState
 from flyball.contracts import fault_points, worker_env
 from flyball.contracts.checkpoints import CheckpointSpec, Tier, branch
-from flyball.contracts.errors import CheckpointError, RestoreFailed
+from flyball.contracts.errors import CheckpointError, RestoreFailed, UnsupportedState
 from flyball.contracts.segments import rank_segment
 from flyball.trainer import Job
 from flyball.worker_identity import WorkerIdentity
@@ -166,6 +167,41 @@ def test_a_world_that_stands_still_costs_training_one_time_out_and_no_more(ident
         segments.control.advance_world(6)
         assert job.save(8, state(8.0)).staged
         assert "No slot was free" in job.save(9, state(9.0)).error  # it moved: this is another wait
+
+
+def test_a_state_that_no_manifest_can_describe_is_an_error_at_the_first_save(
+    identity: WorkerIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "MAX_PAYLOAD_BYTES", 1000)
+    with Job(identity) as job:
+        with pytest.raises(UnsupportedState, match="a shard has at most") as raised:
+            job.save(0, state(0.0))
+        assert "more ranks" in (raised.value.hint or "")
+
+
+def test_a_state_with_too_many_names_is_an_error_at_the_first_save(
+    identity: WorkerIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_format, "MAX_HEADER_BYTES", 10_000)
+    with Job(identity) as job, pytest.raises(UnsupportedState, match="names and shapes of the state's 200 tensors"):
+        job.save(0, {f"tensor {index}": torch.zeros(1) for index in range(200)})
+
+
+def test_what_was_captured_and_cannot_be_committed_is_told_at_once_and_is_in_nobodys_way(
+    identity: WorkerIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "MAX_MANIFEST_BYTES", 100)
+    with Job(replace(identity, checkpoint=CheckpointSpec(save_timeout_s=DEADLINE_S))) as job:
+        handle = job.save(0, state(0.0))
+        assert not handle.replicated.wait(DEADLINE_S)
+        assert "Step 0 was captured and could not be committed" in handle.error and "100" in handle.error
+        with pytest.raises(CheckpointError, match="could not be committed"):
+            job.check_for_errors()
+        assert job.failed_saves == 1
+        assert not any(job.save(step, state(0.0)).replicated.wait(DEADLINE_S) for step in range(1, 5))
+        assert job.failed_saves == 5 and job.skipped_saves == 0
+        monkeypatch.undo()
+        assert job.save(5, state(5.0)).replicated.wait(DEADLINE_S)
 
 
 def test_memory_is_planned_for_the_replicas_that_the_hosts_can_hold(

@@ -27,8 +27,10 @@ def test_a_manifest_describes_a_shard_of_the_safetensors_library_and_survives_en
     payload = shard()
     made = described(payload)
     assert manifest.decode(manifest.encode(made)) == made
-    assert {(t.fqn, t.dtype, t.shape) for t in made.tensors} == {("a", "I64", (5000,)), ("b", "F32", (2, 3))}
-    tensor = next(t for t in made.tensors if t.fqn == "a")
+    entries = manifest.entries_of(shard_format.read_header(payload))
+    assert {(t.fqn, t.dtype, t.shape) for t in entries} == {("a", "I64", (5000,)), ("b", "F32", (2, 3))}
+    assert made.tensor_count == 2
+    tensor = next(t for t in entries if t.fqn == "a")
     begin, end = tensor.byte_range
     assert np.frombuffer(payload[begin:end], np.int64).tolist() == list(range(5000))
 
@@ -72,6 +74,50 @@ def test_a_manifest_that_contradicts_itself_is_refused(change: dict[str, Any]) -
         manifest.decode(msgspec.json.encode(fields))
 
 
+def of_version_2(made: manifest.Manifest) -> manifest.Manifest:
+    """As releases wrote them that repeated the shard's header."""
+    return msgspec.structs.replace(made, version=2, tensor_count=0)
+
+
+def test_a_manifest_that_lists_the_tensors_is_still_read() -> None:
+    payload = shard()
+    entries = manifest.entries_of(shard_format.read_header(payload))
+    old = msgspec.structs.replace(of_version_2(described(payload)), tensors=entries)
+    found = manifest.decode(manifest.encode(old))
+    assert (found.tensors, found.tensor_count) == (entries, 2)
+    assert found.chunk_digests == described(payload).chunk_digests
+
+
+def shard_of_many(tensors: int, step: int = 0) -> memoryview:
+    """Of one byte each."""
+    names = (f"model.layers.{index // 40}.block.{index % 40}.attention.projection.weight" for index in range(tensors))
+    entries = {name: shard_format.TensorHeader("U8", (1,), (at, at + 1)) for at, name in enumerate(names)}
+    header = shard_format.join_header({"step": str(step)}, shard_format.encode_tensors(entries))
+    payload = memoryview(bytearray(8 + len(header) + tensors))
+    shard_format.write_header(payload, header, len(header))
+    return payload
+
+
+def test_a_manifest_does_not_grow_with_the_number_of_tensors() -> None:
+    payload = shard_of_many(200_000)
+    made = described(payload, chunk_bytes=1 << 20)
+    data = manifest.encode(made)
+    assert len(data) < 2000
+    assert manifest.decode(data) == made
+    assert made.tensor_count == 200_000
+
+
+def test_a_structure_that_is_known_is_not_checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = shard_format.KnownStructures()
+    assert known.count_tensors(shard_of_many(100)) == 100
+    with monkeypatch.context() as patched:
+        patched.setattr(shard_format, "_parse", lambda *_: pytest.fail("the step changes the metadata only"))
+        assert known.count_tensors(shard_of_many(100, step=7)) == 100
+    assert known.count_tensors(shard_of_many(99, step=8)) == 99
+    with pytest.raises(CorruptShard, match="the file has 101"):
+        known.count_tensors(memoryview(bytes(shard_of_many(100)) + b"\0"))
+
+
 ENTRY = manifest.TensorEntry("x", "F32", (2, 3), (2, 3), (0, 0), (8, 32))
 
 
@@ -92,7 +138,7 @@ ENTRY = manifest.TensorEntry("x", "F32", (2, 3), (2, 3), (0, 0), (8, 32))
     ],
 )
 def test_a_tensor_that_cannot_be_where_the_manifest_says_is_refused(change: dict[str, Any], message: str) -> None:
-    made = described(shard())
+    made = of_version_2(described(shard()))
     manifest.decode(manifest.encode(msgspec.structs.replace(made, tensors=(ENTRY,))))
     entry = msgspec.structs.replace(ENTRY, **change)
     with pytest.raises(CorruptShard, match=message):
@@ -101,7 +147,9 @@ def test_a_tensor_that_cannot_be_where_the_manifest_says_is_refused(change: dict
 
 def test_a_tensor_that_is_named_twice_is_refused() -> None:
     with pytest.raises(CorruptShard, match="twice"):
-        manifest.decode(manifest.encode(msgspec.structs.replace(described(shard()), tensors=(ENTRY, ENTRY))))
+        manifest.decode(
+            manifest.encode(msgspec.structs.replace(of_version_2(described(shard())), tensors=(ENTRY, ENTRY)))
+        )
 
 
 def sharded(block: str) -> memoryview:
@@ -113,9 +161,9 @@ def sharded(block: str) -> memoryview:
     return payload
 
 
-def test_the_manifest_says_which_block_of_a_sharded_tensor_it_is() -> None:
+def test_the_header_says_which_block_of_a_sharded_tensor_it_is() -> None:
     block = shard_format.Block((9, 3), (4, 0))
-    (entry,) = described(sharded(shard_format.encode_blocks({"w": block}))).tensors
+    (entry,) = manifest.entries_of(shard_format.read_header(sharded(shard_format.encode_blocks({"w": block}))))
     assert (entry.shape, entry.global_shape, entry.offsets) == ((2, 3), (9, 3), (4, 0))
 
 

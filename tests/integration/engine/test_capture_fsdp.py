@@ -19,6 +19,8 @@ import safetensors.torch, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from ckpt_engine import copying
+from ckpt_engine.manifest import entries_of
+from ckpt_engine.shard_format import read_header
 from ckpt_engine.state_tree import flatten
 from flyball.contracts.checkpoints import branch
 from flyball.trainer import Job
@@ -72,7 +74,7 @@ for step in range(3):
     view = segments.find(1, step)
     found = safetensors.torch.load(bytes(segments.payload(view.index)))
     torn += [name for name in expected if not torch.equal(expected[name], found[name])]
-    entries = segments.committed(view.index).tensors
+    entries = entries_of(read_header(segments.payload(view.index)))
     blocks = {entry.fqn: (entry.shape, entry.global_shape, entry.offsets) for entry in entries}
     dist.barrier()
 job.close()
