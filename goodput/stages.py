@@ -92,6 +92,7 @@ _DECIDED_STAGE = {
     DecisionKind.SHRINK: Category.STOP,
     DecisionKind.GROW: Category.STOP,
     DecisionKind.EMERGENCY_CHECKPOINT: Category.CHECKPOINT_BLOCKED,
+    DecisionKind.RESUME: Category.CHECKPOINT_BLOCKED,
     DecisionKind.FAIL_JOB: Category.SHUTDOWN,
     DecisionKind.STOP_JOB: Category.SHUTDOWN,
     DecisionKind.COMPLETE_JOB: Category.SHUTDOWN,

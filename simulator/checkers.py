@@ -10,7 +10,7 @@ import msgspec
 
 from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState, StartWorkers
 from flyball.contracts.identity import Fence
-from services.controller.diagnosis import PREEMPTION_NOTICE, SUPERSEDED_WORKERS
+from services.controller.diagnosis import DEPARTURES, SUPERSEDED_WORKERS
 from services.controller.replay import Replay, StoredRound, compared, differences
 from simulator.history import (
     EXPECTED,
@@ -20,6 +20,7 @@ from simulator.history import (
     CoreFault,
     Fact,
     Obeyed,
+    Parked,
     Restored,
     Saved,
     StartFailed,
@@ -28,7 +29,10 @@ from simulator.history import (
 )
 from simulator.record import ActionRecord, DecisionRecord, GenerationRecord, IncidentRecord, Record
 
-_BESIDE = frozenset({PREEMPTION_NOTICE, SUPERSEDED_WORKERS})  # causes that may stand beside a failure of the generation
+_BESIDE = frozenset({*DEPARTURES, SUPERSEDED_WORKERS})  # causes that may stand beside a failure of the generation
+
+
+_PARKED_S = 110.0  # for a save before a move, with the control plane away meanwhile
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -65,6 +69,7 @@ def check_history(facts: Sequence[Fact], record: Record) -> list[Violation]:
         *_restored_whole_steps(facts, record),
         *_nobody_heard_is_condemned(facts),
         *_failed_starts_are_free(facts, record),
+        *_nobody_is_parked_for_nothing(facts),
         *(Violation("core_fault", f"{f.event} {f.detail}") for f in facts if isinstance(f, CoreFault)),
     ]
 
@@ -316,3 +321,10 @@ def _failed_starts_are_free(facts: Iterable[Fact], record: Record) -> Iterator[V
             yield Violation(
                 "start_charged", f"generation {number} could not be started, and a restart was burnt for it"
             )
+
+
+def _nobody_is_parked_for_nothing(facts: Iterable[Fact]) -> Iterator[Violation]:
+    """Ranks stand at an emergency step until they are moved, or let go: it is no place to wait at."""
+    for fact in facts:
+        if isinstance(fact, Parked) and fact.stood_s > _PARKED_S:
+            yield Violation("parked_in_vain", f"ranks of generation {fact.generation} stood for {fact.stood_s:.0f} s")

@@ -25,6 +25,7 @@ from flyball.contracts.identity import Fence
 from flyball.contracts.signals import WorkerStartFailed
 from host_daemon.command_journal import Admission, admit
 from host_daemon.commands import gives_way, job_of
+from host_daemon.job_control import ENGINE_RETURN_S
 from simulator.history import Obeyed, StartFailed
 from simulator.training import SIGKILL, Group
 
@@ -111,7 +112,7 @@ class Commands:
         match body:
             case StopWorkers() | EndJob():
                 self._end_workers(body.generation)
-                self._finish_after(uniform(0.05, 0.8), running, lambda: self._inventory(body.generation))
+                self._world.after(uniform(0.05, 0.8), self._host.while_alive(lambda: self._list_copies(running, body)))
             case StartWorkers():
                 self._end_workers(body.placement.generation - 1)
                 problem = self._start_problem(body)
@@ -162,6 +163,18 @@ class Commands:
         for group, worker in list(self._host.workers.values()):
             if group.generation <= upto_generation:
                 self._world.exit(group, worker, signal_number=SIGKILL, is_expected=True)
+
+    def _list_copies(self, running: _Running, body: StopWorkers | EndJob) -> None:
+        """A stop that listed no copies would have the job go on from an older step: an engine that is away is waited
+        for, and then said to be."""
+        if self._running.get(running.command.command_id) is not running:
+            return
+        if self._host.is_engine_up:
+            self._answer(running.command, UpdateState.SUCCEEDED, result=self._inventory(body.generation))
+        elif self._world.now - running.began_at > ENGINE_RETURN_S:
+            self._answer(running.command, UpdateState.FAILED, code="unreachable", message="The engine is away.")
+        else:
+            self._world.after(0.2, self._host.while_alive(lambda: self._list_copies(running, body)))
 
     def _inventory(self, generation: int) -> CommandResult:
         group = self._world.groups.get(generation)

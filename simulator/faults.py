@@ -36,6 +36,8 @@ class FaultKind(StrEnum):
     HOST_CLOCK_JUMPS = "host_clock_jumps"
     CONTROLLER_CLOCK_JUMPS = "controller_clock_jumps"
     WORKERS_KILLED_TOGETHER = "workers_killed_together"  # on two hosts
+    NOTICE_IN_VAIN = "notice_in_vain"  # nobody takes the host away, and there is no spare
+    DRAIN_IN_VAIN = "drain_in_vain"  # the spares are gone, which nobody has noticed yet
     PORTS_TAKEN = "ports_taken"  # when the next few generations begin
     SHARE_AWAY = "share_away"  # and the script with it, on all hosts, when a worker is killed
     SPARE_LACKS_FILES = "spare_lacks_files"  # when another host goes down
@@ -65,6 +67,8 @@ _LASTS_S = {
     FaultKind.DATABASE_AWAY: (1.0, 60.0),
     FaultKind.HOST_CLOCK_JUMPS: (5.0, 40.0),
     FaultKind.CONTROLLER_CLOCK_JUMPS: (5.0, 40.0),
+    FaultKind.NOTICE_IN_VAIN: (10.0, 100.0),
+    FaultKind.DRAIN_IN_VAIN: (20.0, 200.0),
     FaultKind.SHARE_AWAY: (2.0, 30.0),
     FaultKind.SPARE_LACKS_FILES: (30.0, 150.0),
     FaultKind.HOST_DISK_FULL: (5.0, 120.0),
@@ -79,6 +83,8 @@ _FAILURES = (
     FaultKind.HOST_CUT_OFF,
     FaultKind.PREEMPTED,
     FaultKind.WORKERS_KILLED_TOGETHER,
+    FaultKind.NOTICE_IN_VAIN,
+    FaultKind.DRAIN_IN_VAIN,
     FaultKind.PORTS_TAKEN,
     FaultKind.SHARE_AWAY,
     FaultKind.SPARE_LACKS_FILES,

@@ -85,6 +85,14 @@ class Restored(msgspec.Struct, frozen=True, tag=True):
     is_one_step: bool  # for all ranks, saved by one generation
 
 
+class Parked(msgspec.Struct, frozen=True, tag=True):
+    """Ranks of a generation stood at an emergency step until now."""
+
+    at: float
+    generation: int
+    stood_s: float
+
+
 class Saved(msgspec.Struct, frozen=True, tag=True):
     """Every rank has a verified copy of a step."""
 
@@ -120,6 +128,7 @@ Fact: TypeAlias = (
     | StartFailed
     | WorkerWent
     | Restored
+    | Parked
     | Saved
     | Condemned
     | CoreFault

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from flyball.contracts.drains import DrainState
+from services.controller.view import DrainView
 from simulator.faults import Fault, FaultKind
 from simulator.history import FaultBegan, FaultEnded
 from simulator.host import ACTUATOR, SENSOR
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from simulator.processes import Process
 
 _AWAY_AFTER_PREEMPTION_S = 60.0
+_MISSED_AFTER_S = 20.0  # a spare that is gone
+_STAYS_S = 20.0  # after its time was over
 
 
 class Injector:
@@ -47,6 +51,8 @@ class Injector:
     def _apply(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
         """Do it; the target's name, what ends it, and when."""
         name = fault.kind.value
+        if fault.kind in (FaultKind.NOTICE_IN_VAIN, FaultKind.DRAIN_IN_VAIN):
+            return self._in_vain(fault)
         if fault.kind in (FaultKind.PORTS_TAKEN, FaultKind.SHARE_AWAY, FaultKind.SPARE_LACKS_FILES):
             return self._on_starts(fault)
         if name.startswith(("worker", "daemon")):
@@ -80,6 +86,29 @@ class Injector:
             case _:
                 world.exit(group, worker, signal_number=SIGKILL)
         return target, _nothing, 0.0
+
+    def _in_vain(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
+        """A host is to be left, and there is no other."""
+        world, memory = self._world, self._cluster.memory
+        host = self._host(fault)
+        free = [other for other in world.hosts.values() if other.is_up and not other.workers and other is not host]
+
+        def drain() -> None:
+            memory.drains[host.host_id] = DrainView(DrainState.REQUESTED, world.now, world.now + fault.lasts_s)
+
+        def end() -> None:
+            for spare in free:
+                world.bring_up(spare.host_id)
+            if host.host_id in memory.drains:
+                memory.drains[host.host_id] = DrainView(DrainState.CANCELLED, world.now, world.now)
+
+        for spare in free:
+            world.take_down(spare.host_id)
+        if fault.kind is FaultKind.NOTICE_IN_VAIN:
+            world.after(_MISSED_AFTER_S, partial(host.notice, fault.lasts_s))
+            return host.host_id, end, _MISSED_AFTER_S + fault.lasts_s + _STAYS_S
+        world.after(_MISSED_AFTER_S / 2 * fault.size, drain)
+        return host.host_id, end, _MISSED_AFTER_S + fault.lasts_s
 
     def _on_starts(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
         """What shows only when ranks are started: so they have to be."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.cluster import Activity, Phase, Placement, WorkerError
 from flyball.contracts.errors import RestoreFailed
-from simulator.history import NO_SOURCE, Restored, Saved
+from simulator.history import NO_SOURCE, Parked, Restored, Saved
 
 if TYPE_CHECKING:
     from simulator.world import World
@@ -57,6 +57,7 @@ class Group:
         self._has_restored = False
         self._is_stepping = False
         self._stuck_since: float | None = None
+        self._parked_since: float | None = None
         self._committed = self._replicated = -1
         self._began_saving_at = 0.0
         world.after(RENDEZVOUS_TIMEOUT_S, self._check_rendezvous)
@@ -80,6 +81,7 @@ class Group:
         """A rank's process is gone: the others lose their connections, once they notice."""
         if self.workers.get(worker.rank) is worker:
             del self.workers[worker.rank]
+            self._note_parked()
         for other in list(self.workers.values()):
             if self.world.network.are_joined(worker.host_id, other.host_id) and self.world.is_up(worker.host_id):
                 self._fail_soon(other, "Connection closed by peer")
@@ -99,6 +101,7 @@ class Group:
                 if worker.host_id == host_id and worker.phase is Phase.PARKED:
                     worker.phase = Phase.STEP
                     worker.moved_at = self.world.now
+            self._note_parked()
 
     def has_saved(self, step: int) -> bool:
         """Whether every rank's bytes of `step` are committed and replicated."""
@@ -184,7 +187,16 @@ class Group:
         for worker in self.workers.values():
             if self.parks_at.get(worker.host_id) == step:
                 worker.phase = Phase.PARKED
+        self._note_parked()
         self._begin_step()
+
+    def _note_parked(self) -> None:
+        now, is_parked = self.world.now, any(worker.phase is Phase.PARKED for worker in self.workers.values())
+        if is_parked and self._parked_since is None:
+            self._parked_since = now
+        elif not is_parked and self._parked_since is not None:
+            self.world.note(Parked(now, self.generation, now - self._parked_since))
+            self._parked_since = None
 
     def _wait_for_the_others(self) -> None:
         """A collective that does not end is given up after its timeout."""

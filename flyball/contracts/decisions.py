@@ -32,6 +32,7 @@ class DecisionKind(StrEnum):
     RESTART_IN_PLACE = "restart_in_place"
     MIGRATE_TO_SPARE = "migrate_to_spare"
     EMERGENCY_CHECKPOINT = "emergency_checkpoint"
+    RESUME = "resume"  # ranks that stand at an emergency step train on where they are
     CORDON = "cordon"
     UNCORDON = "uncordon"
     SHRINK = "shrink"

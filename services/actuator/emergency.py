@@ -5,6 +5,7 @@ from __future__ import annotations
 from flyball.contracts.decisions import DecisionKind, FlushState, SaveEmergency, UpdateState
 from services.actuator.ports import ActionProgress, CommandRecord
 
+_RELEASE_FLUSH_S = 2.0
 _ANSWER_S = 1.0  # of what is left, for the answers to be heard
 
 
@@ -23,6 +24,12 @@ def flush_body(progress: ActionProgress, now: float) -> FlushState:
     plan, left_s = progress.plan, progress.remaining_s(now)
     timeout_s = left_s - min(_ANSWER_S, left_s / 2)
     return FlushState(plan.job, plan.generation, timeout_s, disarm=bool(save_failure(progress)))
+
+
+def release_body(progress: ActionProgress, now: float) -> FlushState:
+    """Take the step back: ranks that wait at it train on. What they saved there may reach the slow tiers meanwhile."""
+    plan = progress.plan
+    return FlushState(plan.job, plan.generation, min(_RELEASE_FLUSH_S, progress.remaining_s(now) / 2), disarm=True)
 
 
 def save_limit_s(body: SaveEmergency, left_s: float) -> float:

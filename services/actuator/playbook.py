@@ -32,13 +32,14 @@ from services.actuator.ports import ActionProgress, CommandDraft, CommandRecord,
 from services.controller.incident_states import ACTION, ActionEvent
 from services.controller.recovery_point import plan_restore
 
-STOP, START, SAVE, FLUSH, END = "stop", "start", "save", "flush", "end"
+STOP, START, SAVE, FLUSH, RELEASE, END = "stop", "start", "save", "flush", "release", "end"
 
 PHASES: Mapping[DecisionKind, tuple[str, ...]] = {
     DecisionKind.START_JOB: (START,),
     DecisionKind.RESTART_IN_PLACE: (STOP, START),
     DecisionKind.MIGRATE_TO_SPARE: (STOP, START),
     DecisionKind.EMERGENCY_CHECKPOINT: (SAVE, FLUSH),
+    DecisionKind.RESUME: (RELEASE,),
     DecisionKind.CORDON: (STOP,),
     DecisionKind.FAIL_JOB: (STOP, END),
     DecisionKind.STOP_JOB: (SAVE, STOP, END),
@@ -47,7 +48,7 @@ PHASES: Mapping[DecisionKind, tuple[str, ...]] = {
 # A job ends also when one of its hosts does not answer: the others are tidied up all the same.
 _BEST_EFFORT = endings.FREEING
 # A start that failed may have begun: only a new generation may try again. A refused command did nothing.
-_ATTEMPTS = {STOP: 3, START: 1, SAVE: 1, FLUSH: 1, END: 3}
+_ATTEMPTS = {STOP: 3, START: 1, SAVE: 1, FLUSH: 1, RELEASE: 3, END: 3}
 _REFUSALS = 3
 _LATE_MARGIN_STEPS = 4  # doubled with each new name
 _MAX_NAMES = 4
@@ -183,6 +184,10 @@ def _enter(progress: ActionProgress, phase: str, now: float) -> PlaybookStep:
         STOP: (lambda: endings.stop_body(plan), f"stopping generation {plan.generation}"),
         SAVE: (lambda: emergency.save_body(progress, plan.emergency_step, now), f"saving step {plan.emergency_step}"),
         FLUSH: (lambda: emergency.flush_body(progress, now), "flushing the newest recovery point"),
+        RELEASE: (
+            lambda: emergency.release_body(progress, now),
+            f"letting generation {plan.generation} go on",
+        ),
         END: (lambda: endings.end_body(progress), f"ending job {plan.job}"),
     }
     make, doing = bodies[phase]

@@ -12,8 +12,7 @@ _ASK_AGAIN_S = 1.0
 
 
 def refuse_what_took_too_long(case: Case) -> Verdict | None:
-    """In time or not at all: an operator who asks for a host does not want it half an hour later, unasked. Once ranks
-    were parked, the move is finished."""
+    """In time or not at all: an operator who asks for a host does not want it half an hour later, unasked."""
     incident, limit = _incident(case), case.settings.max_decisions_per_incident
     if incident.decisions_made >= limit:
         why = f"{limit} actions have not moved its ranks"

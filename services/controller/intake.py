@@ -30,6 +30,7 @@ from services.controller.wording import listed, ranks_of
 _UNHEARD = (HostState.SILENT, HostState.SUSPECT)
 _WATCHED_S = 20.0
 _RETURNED_AFTER_S = 2.0  # reports that much newer than the silence are a return, even if no sensor said so
+_STAYED_S = 10.0  # as below, for one that has ranks: they may stand and wait
 _OUTLIVED_S = 30.0  # reports that much newer than a notice's deadline: nobody took the host away
 _SAME_NOTICE_S = 1.0  # notices that end that close to each other are one, told again
 
@@ -83,6 +84,15 @@ def settle_hosts(round_: Round) -> None:
         elif host.state is HostState.CORDONED and _outlived_its_notice(host):
             reason = f"it reports {_OUTLIVED_S:.0f} s after it was to be taken away, and so was not"
             _release(round_, host, reason)
+        elif host.job and 0.0 < host.preempt_deadline_at < host.last_report_at - _STAYED_S and _may_stay(host):
+            reason = f"it reports {_STAYED_S:.0f} s after it was to be taken away, and so was not"
+            said = f"{host.host_id}: {reason}. Its notice is void."
+            round_.decide_host(host.host_id, DecisionKind.HOLD, "withdraw_an_outlived_notice", said)
+            round_.change_host(host.host_id, None, reason, preempt_deadline_at=0.0)
+
+
+def _may_stay(host: HostView) -> bool:
+    return host.state not in (HostState.SILENT, HostState.CORDONED)
 
 
 def _left(round_: Round, host: HostView) -> None:
@@ -97,7 +107,7 @@ def _left(round_: Round, host: HostView) -> None:
 
 
 def _undrained(round_: Round, host: HostView) -> None:
-    """An operator gives a host back. A move that has begun is finished; then the host is free all the same."""
+    """An operator gives a host back. Ranks that stand for it train on; those that were moved stay where they are."""
     reason = "an operator released it: it may have work again"
     if host.state is HostState.CORDONED:
         rule, said = "release_an_undrained_host", f"{host.host_id}: {reason}."

@@ -117,6 +117,19 @@ def save_plan(
     )
 
 
+def resume_plan(case: Case, generation: GenerationView) -> ActionPlan:
+    """Let ranks go that stand at an emergency step. Steps beyond their newest, `emergency_step`, show that they did."""
+    return ActionPlan(
+        kind=DecisionKind.RESUME,
+        job=case.job.spec.job,
+        spec=case.job.spec,
+        generation=generation.generation,
+        stop_hosts=tuple(part.host_id for part in generation.hosts),
+        emergency_step=max((rank.step for rank in generation.ranks), default=-1),
+        deadline_s=case.settings.action_deadline_s,
+    )
+
+
 def end_plan(case: Case, kind: DecisionKind, grace_s: float, *, last_step: int = -1) -> ActionPlan:
     """End the job on every host that has something of it: workers, or copies from an earlier placement. `last_step`:
     what all ranks are to save before, -1 for nothing."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState
-from services.controller import plans, tracking
-from services.controller.diagnosis import DEPARTURES
+from services.controller import plans, recovery_rules, tracking
+from services.controller.diagnosis import DEPARTURES, PREEMPTION_NOTICE
 from services.controller.round import Case, Verdict
 from services.controller.step_ahead import is_stepping, step_ahead
-from services.controller.view import HostView
+from services.controller.view import GenerationView, HostView
 
 _ASK_AGAIN_S = 1.0
+_SPARE_BACK_S = 3.0  # for a spare that was lost while ranks saved, or another, before they are let go
 
 
 def give_up_after_too_many_decisions(case: Case) -> Verdict | None:
@@ -86,6 +87,54 @@ def save_and_park(case: Case, remaining_s: float, *, deadline_s: float, spares: 
             "step": step,
             "newest_step": max(rank.step for rank in generation.ranks),
         },
+    )
+
+
+def restart_ranks_that_did_not_go_on(case: Case) -> Verdict | None:
+    """They were let go, and could not be told or did not move."""
+    earlier = case.round.actions.get(case.incident.action_id) if case.incident else None
+    if earlier is None or earlier.plan.kind is not DecisionKind.RESUME or earlier.state is ActionState.SUPERSEDED:
+        return None
+    return recovery_rules.restart_in_place(case)
+
+
+def let_the_ranks_go(case: Case) -> Verdict | None:
+    """Ranks that saved and stand are for a host to go on at. Without one, or when the host is not to be left any more,
+    they train on where they are; if the host is about to go, they stay."""
+    incident, generation = case.incident, case.job.generation
+    if incident is None or generation is None or not _stand(case):
+        return None
+    if not tracking.is_wanted(case.round, incident):
+        return _resume(case, generation, "It is not to be left any more")
+    is_last_call = incident.cause == PREEMPTION_NOTICE and _remaining_s(case) <= 2.0 * case.settings.emergency_reserve_s
+    if is_last_call or case.round.free_hosts(case.job.spec):
+        return None
+    until = incident.since + _SPARE_BACK_S
+    if case.now >= until:
+        return _resume(case, generation, "No host is free to take its ranks any more")
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{incident.message} All ranks stand, and the spare is gone: another is waited for.",
+        holding_for="another spare",
+        hold_until=until,
+    )
+
+
+def _stand(case: Case) -> bool:
+    """Whether ranks were told to save and stand, and nothing else since."""
+    earlier = case.round.actions.get(case.incident.action_id) if case.incident else None
+    is_save = earlier is not None and earlier.plan.kind is DecisionKind.EMERGENCY_CHECKPOINT
+    return is_save and earlier is not None and earlier.state.ended and earlier.state is not ActionState.SUPERSEDED
+
+
+def _resume(case: Case, generation: GenerationView, why: str) -> Verdict:
+    assert case.incident is not None
+    return Verdict(
+        DecisionKind.RESUME,
+        f"{case.incident.message} {why}: the ranks of generation {generation.generation} train on where they are.",
+        plan=plans.resume_plan(case, generation),
+        evidence={"host": case.incident.host_id},
+        is_patient=True,
     )
 
 

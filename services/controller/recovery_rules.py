@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import msgspec
+
 from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.cluster import HostRanks, HostState, JobState
 from flyball.contracts.decisions import ActionState, DecisionKind, Incident
 from services.controller import guardrails, plans, recovery_point, spare_choice
 from services.controller.diagnosis import (
     CONNECTION_LOST,
-    DEPARTURES,
+    DRAIN_REQUESTED,
     HOST_SILENT,
     RESTORE_FAILED,
     WORKER_EXCEPTION,
@@ -206,6 +208,24 @@ def wait_for_a_spare(case: Case) -> Verdict | None:
     )
 
 
+def take_a_drained_host_back(case: Case) -> Verdict | None:
+    """A drain whose spare is lost before the ranks train there cannot be carried out: they go back."""
+    lost, leaving = _lost_and_leaving(case)
+    present = {part.host_id for part in _generation(case).hosts}
+    drains = (i for i in case.round.open_incidents(case.job.spec.job) if i.cause == DRAIN_REQUESTED)
+    hosts = (case.round.hosts.get(incident.host_id) for incident in drains)
+    well = (host for host in hosts if host is not None and host.is_drained and host.host_id not in present)
+    free = case.round.free_hosts(case.job.spec)
+    for host in well:
+        if not lost or case.round.is_silent(host.host_id) or host.preempt_deadline_at or host.job:
+            continue
+        moved = _move(case, lost, leaving, [*free, host])
+        if moved is not None:
+            reason = f"{moved.reason} The drain of {host.host_id} is refused: there is no other host."
+            return msgspec.structs.replace(moved, reason=reason, refuses_drain_of=host.host_id)
+    return None
+
+
 def restart_in_place(case: Case) -> Verdict:
     """With its hosts well, the job starts again where it is, from the newest recovery point."""
     following = _generation(case).generation + 1
@@ -291,14 +311,11 @@ def _moved(before: tuple[HostRanks, ...], after: tuple[HostRanks, ...]) -> list[
 def _lost_and_leaving(case: Case) -> tuple[list[str], list[str]]:
     """Hosts of the present generation that cannot be asked, and those that should be left while they can."""
     lost, leaving = [], []
-    incident = _incident(case)
-    # Ranks were parked for it, or the move was begun: it is finished also if the notice or the drain was taken back.
-    parked_for = incident.host_id if incident.cause in DEPARTURES and incident.action_id else ""
     for part in _generation(case).hosts:
         host = case.round.hosts.get(part.host_id)
         if host is None or case.round.is_silent(part.host_id):
             lost.append(part.host_id)
-        elif host.is_leaving or host.state in _LEAVING or part.host_id == parked_for:
+        elif host.is_leaving or host.state in _LEAVING:
             leaving.append(part.host_id)
     return lost, leaving
 

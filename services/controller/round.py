@@ -192,6 +192,9 @@ class Round:
             self._hold(case, rule, verdict)
             return
         decision = self._decide(case, rule, verdict)
+        if (refused := self.hosts.get(verdict.refuses_drain_of)) is not None:
+            event = HostEvent.RELEASED if refused.state is HostState.CORDONED else None
+            self.change_host(refused.host_id, event, verdict.reason, ends_drain=True)
         action_id = ""
         if verdict.plan is not None:
             action_id = f"act-{decision.decision_id.removeprefix('dec-')}"
@@ -208,8 +211,6 @@ class Round:
             cordoned = self.hosts.get(host_id)
             if cordoned is not None and cordoned.state not in (HostState.CORDONED, HostState.SILENT):
                 self.change_host(host_id, HostEvent.CORDONED, verdict.reason)
-        if verdict.refuses_drain_of in self.hosts:
-            self.change_host(verdict.refuses_drain_of, None, verdict.reason, ends_drain=True)
         if verdict.job_state is not None:
             name = case.job.spec.job
             self.change_job(name, verdict.job_state, verdict.reason)

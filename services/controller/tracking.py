@@ -88,6 +88,9 @@ def _follow_action(round_: Round, job: JobView, incident: Incident) -> None:
         round_.advance(incident, IncidentEvent.SUPERSEDED, failed_step=_failed_step(incident, action))
     elif action.state is ActionState.SUCCEEDED and action.plan.kind is DecisionKind.EMERGENCY_CHECKPOINT:
         round_.advance(incident, IncidentEvent.SAVED)
+    elif action.state is ActionState.SUCCEEDED and action.plan.kind is DecisionKind.RESUME:
+        stood_at = max(incident.failed_step, action.plan.emergency_step)
+        round_.advance(incident, IncidentEvent.ACTION_SUCCEEDED, failed_step=stood_at, lost_steps=0)
     elif action.state is ActionState.SUCCEEDED:
         failed = _failed_step(incident, action)
         restored = -1 if action.restore_step is None else action.restore_step
@@ -171,7 +174,8 @@ def _clear(round_: Round, job: JobView, incident: Incident) -> None:
         action = round_.actions.get(incident.action_id)
         migrates = action is not None and action.plan.next is not None  # then it sees to its own end
         is_left = all(part.host_id != incident.host_id for part in generation.hosts)
-        if (not migrates and is_left) or (not incident.action_id and not _is_wanted(round_, incident)):
+        stands = action is not None and action.state is not ActionState.SUPERSEDED  # where it is, or was told to
+        if (not migrates and is_left) or (not stands and not is_wanted(round_, incident)):
             round_.advance(incident, IncidentEvent.CLEARED)
     elif incident.cause == HOST_SILENT and incident.generation == generation.generation:
         ranks = generation.ranks
@@ -183,8 +187,8 @@ def _clear(round_: Round, job: JobView, incident: Incident) -> None:
             round_.advance(incident, IncidentEvent.CLEARED, lost_steps=0)
 
 
-def _is_wanted(round_: Round, incident: Incident) -> bool:
-    """Whether the host is still to be left. Once ranks were parked for it, the move is finished in any case."""
+def is_wanted(round_: Round, incident: Incident) -> bool:
+    """Whether the host is still to be left: a notice or a drain may come to nothing."""
     host = round_.hosts.get(incident.host_id)
     if host is None:
         return False

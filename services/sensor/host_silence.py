@@ -167,7 +167,7 @@ class SilenceWatch:
             if overdue[name].is_red:
                 self._forget(name)
         yellow = {name: host for name, host in overdue.items() if not host.is_red}
-        self._witnesses.ask_about(yellow, doubtful=overdue)
+        self._witnesses.ask_about(yellow)
         signals: list[SignalBody] = []
         if now_s >= self._doubt_until_s:
             cases = {name: self._weigh(name, host, overdue, now_s) for name, host in yellow.items()}

@@ -60,15 +60,16 @@ class Witnesses:
             alive_s = now_s - testimony.engine_s - testimony.daemon_s
             told[witness] = max(alive_s, told.get(witness, alive_s))
 
-    def ask_about(self, suspects: Iterable[str], *, doubtful: Collection[str]) -> None:
-        """These are asked about from now on, and no others; nobody `doubtful` is asked."""
+    def ask_about(self, suspects: Iterable[str]) -> None:
+        """These are asked about from now on, and no others. Who is late himself is asked too: the question goes out
+        with the reply to his next report, and then he is not. Else nobody would be where all reports come late."""
         questions: dict[str, tuple[str, ...]] = {}
         heard: dict[str, dict[str, float]] = {}
         for suspect in suspects:
             heard[suspect] = self._heard.get(suspect, {})
             for witness in self._neighbours.get(suspect, ()):
                 asked = questions.get(witness, ())
-                if witness not in doubtful and len(asked) < MAX_ASKED:
+                if len(asked) < MAX_ASKED:
                     questions[witness] = (*asked, suspect)
         self._questions, self._heard = questions, heard
 

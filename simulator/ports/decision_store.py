@@ -136,6 +136,9 @@ def _store_hosts(memory: Memory, changes: Sequence[HostChange], now: float) -> l
         if change.state is not row.state:
             row.since = now
         row.state, row.reason = change.state, change.reason
+        seen = change.ended_drain
+        if seen is not None and memory.drains.get(change.host_id) == seen:
+            del memory.drains[change.host_id]
         if change.preempt_deadline_at is not None:
             row.preempt_deadline_at = change.preempt_deadline_at
     return events

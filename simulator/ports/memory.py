@@ -31,7 +31,7 @@ from flyball.contracts.events import Event
 from flyball.contracts.signals import Signal, WorkerExited
 from services.controller.ports import Cursor
 from services.controller.replay import StoredRound
-from services.controller.view import PastFailure
+from services.controller.view import DrainView, PastFailure
 from services.store.lease import Held
 from services.store.report_events import RankKey, RankRow
 from services.store.signal_writer import SignalKey
@@ -131,6 +131,7 @@ class Memory:
         self.signals: dict[SignalKey, Signal] = {}  # in the order in which they were stored
         self.watermarks: dict[str, int] = {}
         self.hosts: dict[str, HostRow] = {}
+        self.drains: dict[str, DrainView] = {}  # by host
         self.ranks: defaultdict[tuple[str, int], dict[int, RankRow]] = defaultdict(dict)
         self.exits: dict[RankKey, ExitRow] = {}
         self.persistent_copies: dict[tuple[str, int, int, int], ShardCopy] = {}

@@ -30,7 +30,7 @@ def load_view(memory: Memory) -> View:
     persistent = (copy for copy in memory.persistent_copies.values() if copy.job in shown)
     return View(
         jobs=jobs,
-        hosts=host_views(rows, *placement_of(jobs)),
+        hosts=host_views(rows, *placement_of(jobs), memory.drains.copy()),
         incidents=incidents,
         actions=actions,
         copies=(*(copy for row in rows for copy in row.copies), *persistent),

@@ -10,9 +10,10 @@ import sys
 import pytest
 
 from simulator.cluster import Scenario
-from simulator.driver import run
+from simulator.driver import Run, run
 from simulator.events import BEGAN_AT
 from simulator.faults import Fault, FaultKind
+from simulator.history import Parked
 
 SEEDS = 200
 AT_ONCE = 20
@@ -88,3 +89,43 @@ def test_what_a_host_cannot_start_neither_ends_the_job_nor_burns_a_restart(
         assert done.violations == []
         assert done.generations > 2, "nothing was tried twice"
         assert done.record.generations[-1].plan.restart_count <= 1, "the worker that was killed"
+
+
+def stood_parked(done: Run) -> float:
+    return sum(fact.stood_s for fact in done.facts if isinstance(fact, Parked))
+
+
+def kinds(done: Run) -> list[str]:
+    return [decided.decision.kind.value for decided in done.record.decisions if decided.decision.action is not None]
+
+
+def test_a_notice_that_comes_to_nothing_lets_the_ranks_go() -> None:
+    """Nor does a spare that appears later make them move."""
+    scenario = Scenario(nodes=2, ranks_per_node=1, spares=1, racks=2, step_s=1.0, faults=1)
+    for seed in range(4):
+        done = run(seed, scenario=scenario, faults=(Fault(FaultKind.NOTICE_IN_VAIN, 30.0, 30.0, 0.3, 0.3),))
+        assert done.violations == []
+        assert kinds(done) == ["start_job", "emergency_checkpoint", "resume"]
+        assert stood_parked(done) < 30.0
+
+
+def test_a_second_notice_is_a_notice_again() -> None:
+    scenario = Scenario(nodes=2, ranks_per_node=1, spares=1, racks=2, step_s=1.0, faults=2)
+    first = Fault(FaultKind.NOTICE_IN_VAIN, 30.0, 30.0, 0.3, 0.3)
+    for seed in range(4):
+        done = run(seed, scenario=scenario, faults=(first, Fault(FaultKind.PREEMPTED, 140.0, 40.0, 0.3, 0.3)))
+        assert done.violations == []
+        assert kinds(done)[2:5] == ["resume", "emergency_checkpoint", "migrate_to_spare"]
+        assert [found.incident.lost_steps for found in done.record.incidents] == [0, 0]
+
+
+@pytest.mark.parametrize(("noticed_late", "then"), [(0.3, ["migrate_to_spare"] * 2), (0.75, ["resume"])])
+def test_a_drain_whose_only_spare_dies_gives_the_ranks_their_host_back(noticed_late: float, then: list[str]) -> None:
+    """Whether they have left it by then, or stand and wait."""
+    scenario = Scenario(nodes=2, ranks_per_node=1, spares=1, racks=2, step_s=1.0, faults=1)
+    for seed in range(4):
+        done = run(seed, scenario=scenario, faults=(Fault(FaultKind.DRAIN_IN_VAIN, 30.0, 150.0, 0.3, noticed_late),))
+        assert done.violations == []
+        assert kinds(done) == ["start_job", "emergency_checkpoint", *then]
+        assert stood_parked(done) < 30.0
+        assert done.record.incidents[0].incident.resolved_at - BEGAN_AT < 60.0

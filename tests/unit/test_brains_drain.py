@@ -93,13 +93,86 @@ def test_a_drained_host_is_left_at_a_step_that_all_ranks_save() -> None:
     assert [part.host_id for part in moved.action.next.hosts] == ["a", "c"]
 
 
-def test_a_move_that_was_begun_is_finished_also_if_the_drain_is_taken_back() -> None:
+def test_ranks_that_stand_train_on_where_they_are_if_the_drain_is_taken_back() -> None:
     first = look(view(host("a"), host("b", drain=ASKED), host("c")))
     for state in (ActionState.SUCCEEDED, ActionState.FAILED):
         acted = {"incidents": first.incidents, "actions": [saved(first, state)]}
         for drain in (CANCELLED, None):
             (decision,) = look(view(host("a"), host("b", drain=drain), host("c"), **acted)).decisions  # type: ignore[arg-type]  # as named
-            assert decision.kind is DecisionKind.MIGRATE_TO_SPARE
+            assert (decision.kind, decision.rule) == (DecisionKind.RESUME, "let_the_ranks_go")
+            assert decision.action is not None and decision.action.stop_hosts == ("a", "b")
+            assert decision.action.emergency_step == 52, "steps beyond it show that they went on"
+
+
+def test_ranks_that_stand_are_let_go_when_the_spare_is_lost() -> None:
+    first = look(view(host("a"), host("b", drain=ASKED), host("c")))
+    seen = {"incidents": first.incidents, "actions": [saved(first, ActionState.SUCCEEDED)]}
+    hosts = (host("a"), host("b", drain=ASKED), host("c", state=HostState.SILENT, last_report_at=NOW - 20))
+    waits = look(view(*hosts, **seen))  # type: ignore[arg-type]  # as named
+    assert (waits.decisions[0].kind, waits.wake_at) == (DecisionKind.HOLD, NOW + 3)
+    seen["incidents"] = waits.incidents
+    (decision,) = look(view(*hosts, **seen), now=NOW + 3).decisions  # type: ignore[arg-type]  # as named
+    assert decision.kind is DecisionKind.RESUME
+    assert "No host is free to take its ranks any more: the ranks of generation 2 train on" in decision.reason
+
+
+def resumed(state: ActionState) -> tuple[Sequence[Incident], ActionView]:
+    first = look(view(host("a"), host("b", drain=ASKED), host("c")))
+    (decision,) = look(
+        view(host("a"), host("b"), host("c"), incidents=first.incidents, actions=[saved(first, ActionState.SUCCEEDED)])
+    ).decisions
+    assert decision.action is not None
+    acting = msgspec.structs.replace(first.incidents[0], action_id="act-71", state=IncidentState.ACTING)
+    return [acting], ActionView("act-71", "dec-71", "inc-7", decision.action, state, "release", NOW)
+
+
+def test_ranks_that_were_let_go_have_gone_on_when_they_step() -> None:
+    incidents, action = resumed(ActionState.SUCCEEDED)
+    (verifying,) = look(view(host("a"), host("b"), host("c"), incidents=incidents, actions=[action])).incidents
+    assert (verifying.state, verifying.failed_step, verifying.lost_steps) == (IncidentState.VERIFYING, 52, 0)
+    ranks = tuple(msgspec.structs.replace(rank, step=53) for rank in GENERATION.ranks)
+    further = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, ranks=ranks))
+    (closed,) = look(view(host("a"), host("b"), incidents=[verifying], actions=[action], job=further)).incidents
+    assert closed.state is IncidentState.RESOLVED
+
+
+def test_ranks_that_cannot_be_let_go_start_again() -> None:
+    incidents, action = resumed(ActionState.FAILED)
+    (decision,) = look(view(host("a"), host("b"), host("c"), incidents=incidents, actions=[action])).decisions
+    assert decision.kind is DecisionKind.RESTART_IN_PLACE
+
+
+@pytest.mark.parametrize(("ago_s", "is_void"), [(9.0, False), (11.0, True)])
+def test_a_notice_is_void_when_its_host_outlives_it(ago_s: float, is_void: bool) -> None:
+    first = look(view(host("a"), host("b", preempt_deadline_at=NOW + 9)))
+    assert first.decisions[0].kind is DecisionKind.EMERGENCY_CHECKPOINT, "the last call, without a spare"
+    now = NOW + 9 + ago_s
+    hosts = (host("a", last_report_at=now), host("b", preempt_deadline_at=NOW + 9, last_report_at=now))
+    seen = view(*hosts, incidents=first.incidents, actions=[saved(first, ActionState.SUCCEEDED)])
+    outcome = look(seen, now=now)
+    assert [d.kind for d in outcome.decisions if d.action] == ([DecisionKind.RESUME] if is_void else [])
+    assert [change.preempt_deadline_at for change in outcome.hosts] == ([0.0] if is_void else [])
+
+
+def test_a_host_that_was_to_be_left_takes_its_ranks_back_if_the_spare_is_lost_first() -> None:
+    """Else the job would stand until the operator gives the host back."""
+    moved = (HostRanks("a", "ip", "a:7", (0,)), HostRanks("c", "ip", "c:7", (1,)))
+    generation = msgspec.structs.replace(GENERATION, generation=3, hosts=moved, ranks=())
+    job = msgspec.structs.replace(JOB, generation=generation)
+    before = (host("a"), host("b", drain=ASKED), host("c"))
+    first = look(view(*before))
+    then = look(view(*before, incidents=first.incidents, actions=[saved(first, ActionState.SUCCEEDED)]))
+    move = msgspec.structs.replace(saved(then, ActionState.DISPATCHED), phase="start")
+    facts = {"incident_id": "inc-6", "state": IncidentState.ACTING, "action_id": move.action_id}
+    acting = msgspec.structs.replace(first.incidents[0], **facts)
+    lost = host("c", state=HostState.SILENT, job="job", last_report_at=NOW - 600)
+    left = host("b", state=HostState.CORDONED, job="", drain=ASKED)
+    outcome = look(view(host("a"), left, lost, incidents=[acting], actions=[move], job=job))
+    decision = next(d for d in outcome.decisions if d.action is not None)
+    assert (decision.kind, decision.rule) == (DecisionKind.MIGRATE_TO_SPARE, "take_a_drained_host_back")
+    assert decision.reason.endswith("The drain of b is refused: there is no other host.")
+    (back,) = [change for change in outcome.hosts if change.host_id == "b"]
+    assert (back.state, back.ended_drain) == (HostState.HEALTHY, ASKED)
 
 
 def test_without_a_spare_training_goes_on_and_the_operator_is_told_once() -> None:
