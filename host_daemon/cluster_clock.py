@@ -1,4 +1,5 @@
-"""The host's clock, set right by the supervisor's where it is plainly wrong."""
+"""The host's clock, set right by the supervisor's where it is plainly wrong, and never set back: by their dates sensors
+and the database tell new reports from old ones."""
 
 from __future__ import annotations
 
@@ -11,15 +12,23 @@ from flyball.contracts.signals import Report
 _log = structlog.get_logger(__name__)
 
 
+_SLOWED = 0.5  # of true time, after the host's clock was set back and until it has caught up
+
+
 class ClusterClock:
-    """Wall time as the cluster has it: that of this host, plus a correction when the supervisor refused its dates."""
+    """Wall time as the cluster has it: that of this host, plus a correction when the supervisor refused its dates. When
+    the host's clock is set back, this one goes on at half its pace until they meet."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._offset_s = 0.0
+        self._told = (clock.wall_s(), clock.monotonic_s())  # the time last told, and when that was
 
     def wall_s(self) -> float:
-        return self._clock.wall_s() + self._offset_s
+        now_s, (told, told_s) = self._clock.monotonic_s(), self._told
+        told = max(self._clock.wall_s() + self._offset_s, told + _SLOWED * (now_s - told_s))
+        self._told = told, now_s
+        return told
 
     def monotonic_s(self) -> float:
         return self._clock.monotonic_s()
@@ -27,6 +36,7 @@ class ClusterClock:
     def follow(self, server_time: float) -> None:
         """From now on, go by the supervisor's time, which is this."""
         self._offset_s = server_time - self._clock.wall_s()
+        self._told = server_time, self._clock.monotonic_s()
         _log.error(
             "clock_corrected",
             offset_s=round(self._offset_s, 3),

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,7 @@ from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.credentials import host_credential
 from flyball.contracts.errors import ConfigurationError, NotFound, StateVersionMismatch, UsageError
 from host_daemon import free_ports
+from host_daemon.cluster_clock import ClusterClock
 from host_daemon.free_ports import FreePorts, is_free
 from host_daemon.generation_start import check_script
 from host_daemon.preflight import check_host
@@ -335,3 +337,38 @@ def test_a_host_without_descriptors_starts_cold_and_says_why(tmp_path, monkeypat
 
     monkeypatch.setattr("host_daemon.standby.RESTART_DELAY_S", 0.0)
     asyncio.run(scenario())
+
+
+class SetClock:
+    """A host's clock, which somebody sets."""
+
+    def __init__(self) -> None:
+        self.wall, self.passed_s = 1_000.0, 0.0
+
+    def go_on(self, seconds: float) -> None:
+        self.wall += seconds
+        self.passed_s += seconds
+
+    def wall_s(self) -> float:
+        return self.wall
+
+    def monotonic_s(self) -> float:
+        return self.passed_s
+
+
+def test_a_clock_that_is_set_back_makes_no_report_older_than_the_one_before():
+    clock = SetClock()
+    cluster = ClusterClock(clock)
+    told = []
+    for second in range(100):
+        clock.go_on(1.0)
+        if second == 10:
+            clock.wall -= 40.0
+        told.append(cluster.wall_s())
+    assert all(later > earlier for earlier, later in pairwise(told))
+    assert told[49] == told[9] + 20.0 and told[99] == clock.wall, "at half the pace, until they meet"
+    clock.wall += 500.0
+    assert cluster.wall_s() == clock.wall
+    cluster.follow(900.0)
+    clock.go_on(1.0)
+    assert cluster.wall_s() == 901.0
