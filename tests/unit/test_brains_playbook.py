@@ -359,6 +359,28 @@ def test_the_newest_recovery_point_is_flushed_if_a_rank_hangs(plan: ActionPlan) 
         assert "The newest recovery point in memory stands instead" in step.message
 
 
+RESUME = ActionPlan(DecisionKind.RESUME, "job", SPEC, generation=2, stop_hosts=("a", "b"), emergency_step=57)
+
+
+def test_ranks_that_stand_are_let_go_by_taking_their_step_back() -> None:
+    step = advance(begun(RESUME), NOW)
+    assert (step.phase, flushed(step)) == ("release", {"a": True, "b": True})
+    progress = apply(begun(RESUME), step)
+    done = advance(answer(progress, UpdateState.SUCCEEDED, {"a": CommandResult(), "b": CommandResult()}), NOW)
+    assert done.state is ActionState.SUCCEEDED
+
+
+def test_a_host_that_cannot_let_its_ranks_go_is_asked_three_times() -> None:
+    progress = apply(begun(RESUME), advance(begun(RESUME), NOW))
+    for _ in range(2):
+        progress = answer(progress, UpdateState.FAILED, {"b": CommandResult()}, message="the engine is away")
+        again = advance(progress, NOW)
+        assert [draft.host_id for draft in again.commands] == ["b"]
+        progress = apply(progress, again)
+    ended = advance(answer(progress, UpdateState.FAILED, {"b": CommandResult()}, message="the engine is away"), NOW)
+    assert (ended.state, ended.message) == (ActionState.FAILED, "b could not release: the engine is away")
+
+
 def test_a_job_that_is_stopped_saves_a_last_step_if_one_is_named_and_is_stopped_in_any_case() -> None:
     plan = msgspec.structs.replace(DURABLE, kind=DecisionKind.STOP_JOB, grace_s=5.0, deadline_s=100.0)
     step = advance(begun(plan), NOW)
