@@ -12,11 +12,16 @@ from typing import NamedTuple
 
 from flyball.contracts.events import Event
 from goodput.facts import Generation, Incident, WaitSample
-from goodput.phases import PhaseLog, Waiting
+from goodput.phases import PhaseLog, StartUp, Waiting
 from goodput.step_log import StepLog
 from goodput.values import moment, number, text, whole
 
 _TOTALS = {"save_blocked_s": Waiting.CHECKPOINT, "data_wait_s": Waiting.DATA}
+
+
+_ATTACHED, _RESTORES, _RESTORED = 1, 2, 4  # bits of what a rank came to
+_MARKS = {"attached_at": _ATTACHED, "restore_began_at": _RESTORES, "restored_at": _RESTORED}
+_MOST_RANKS = 1_000_000  # of which this is kept
 
 
 class GenerationLog:
@@ -24,6 +29,7 @@ class GenerationLog:
 
     __slots__ = (
         "attached_at",
+        "came_to",
         "granted_at",
         "hosts",
         "incidents",
@@ -48,6 +54,7 @@ class GenerationLog:
         self.is_known = False  # it was more than granted
         self.started_at = self.granted_at = self.spawned_first_at = math.inf  # of the first
         self.spawned_at = self.restore_began_at = self.restored_at = self.attached_at = -math.inf  # of the last
+        self.came_to = bytearray()  # each rank
         self.restore_steps: set[int] = set()  # as the controller named them
         self.restored_steps: set[int] = set()  # as the engines fetched them
         self.incidents: set[str] = set()
@@ -67,9 +74,16 @@ class GenerationLog:
             self.spawned_first_at = min(self.spawned_first_at, at)
             self.spawned_at = max(self.spawned_at, at)
         for name in ("attached_at", "restore_began_at", "restored_at"):
-            if (at := moment(event, name)) is not None and at > getattr(self, name):
-                setattr(self, name, at)
+            if (at := moment(event, name)) is not None:
+                setattr(self, name, max(at, getattr(self, name)))
+                self._mark(event.rank, _MARKS[name])
         self.take_waits(event)
+
+    def _mark(self, rank: int, mark: int) -> None:
+        """A byte for each rank: a job has 100,000 of them, and a hundred generations."""
+        if 0 <= rank < _MOST_RANKS:
+            self.came_to.extend(bytes(max(0, rank + 1 - len(self.came_to))))
+            self.came_to[rank] |= mark
 
     def take_waits(self, event: Event) -> None:
         """Take in how long saves blocked and data was waited for, of any event that tells of it."""
@@ -115,6 +129,20 @@ class GenerationLog:
                 longest[waiting] = tuple(sorted(samples))
         return longest
 
+    def restore(self, told: StartUp, *, has_steps: bool) -> tuple[float | None, float | None]:
+        """When the last rank began to restore, and when it had its state, or attached where there was nothing to
+        restore; None: one did not come so far. A rank that completed steps did, whatever is missing from the log."""
+        began_at = _known(self.restore_began_at, told.restore_began_at)
+        restored_at = _known(self.restored_at, told.restored_at)
+        if not has_steps:
+            if told.starting or (_ATTACHED in self.came_to and max(self.came_to) > _ATTACHED):
+                return None, None
+            if told.restoring or _RESTORES in self.came_to or (_ATTACHED | _RESTORES) in self.came_to:
+                return began_at, None
+        if began_at is None and restored_at is None and (has_steps or self.restore_steps == {-1}):
+            restored_at = _known(self.attached_at)
+        return began_at, restored_at
+
     def restore_step(self) -> int | None:
         """The step that it went on from: as the controller named it, else as the engines restored it, else the step
         before the first one seen."""
@@ -159,7 +187,7 @@ def generations(
         started = [t for t in (log.started_at, log.spawned_first_at, told.began_at) if t is not None]
         started_at = log.started_at if log.started_at < math.inf else min(started)
         signs = [*started, *(s.at for s in world.steps[:1])]
-        restored_at = log.restored_at if log.restored_at > -math.inf else log.attached_at
+        restore_began_at, restored_at = log.restore(told, has_steps=bool(world.steps))
         capacity = _share(log.world_size, full_size.ranks) if log.world_size else _share(log.hosts, most_hosts)
         found.append(
             Generation(
@@ -168,8 +196,8 @@ def generations(
                 began_at=_known(min(signs)),
                 started_at=_known(started_at),
                 spawned_at=_known(log.spawned_at),
-                restore_began_at=_known(log.restore_began_at, told.restore_began_at),
-                restored_at=_known(restored_at, told.restored_at),
+                restore_began_at=restore_began_at,
+                restored_at=restored_at,
                 restore_step=restore_step,
                 steps=world.steps,
                 last_ranks=world.last_ranks,

@@ -39,6 +39,8 @@ class StartUp(msgspec.Struct, frozen=True):
     began_at: float | None = None  # of the first rank
     restore_began_at: float | None = None
     restored_at: float | None = None
+    starting: bool = False  # some rank tells of no restore, and others do
+    restoring: bool = False  # some rank did not come to the end of it
 
 
 _WAITING = {waiting.value: waiting for waiting in Waiting}
@@ -91,6 +93,8 @@ class PhaseLog:
             began_at=min((*began.values(), *restoring.values()), default=None),
             restore_began_at=max(restoring.values(), default=None),
             restored_at=max(ready.values(), default=None),
+            starting=bool(restoring and began.keys() - restoring.keys() - ready.keys()),
+            restoring=bool(restoring.keys() - ready.keys()),
         )
 
     def _each(self) -> Iterator[tuple[int, float, str, float | None]]:

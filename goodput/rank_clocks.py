@@ -123,8 +123,8 @@ def _ahead_s(block: _Block, steps: Sequence[int], lags: Sequence[float], pace: _
 def _was_late_s(place: int, steps: Sequence[int], lags: Sequence[float], block: _Block, pace: _Pace) -> float:
     """By how much the rank can have been late at a step, which is not its last, for all that came of it."""
     step = steps[place]
-    # One that was as late at the step before made nothing up then: its clock was set.
-    made_up_s = lags[place] - max(lags[place + 1], lags[place - 1] if place else -math.inf)
+    # One that was as late at the step before made nothing up then: its clock was set. Of the first nobody knows.
+    made_up_s = lags[place] - max(lags[place + 1], lags[max(0, place - 1)])
     after_s = pace.after_s.get(step)
     waited_s = 0.0 if after_s is None else (after_s - block.usual_s) * (pace.until[step] - step)
     return max(made_up_s, waited_s, 0.0)

@@ -114,7 +114,7 @@ clocks = st.lists(
     min_size=2,
     max_size=8,
 )
-lates = st.dictionaries(st.integers(1, 298), st.tuples(st.integers(0, 7), st.floats(0.3, 8.0)), max_size=12)
+lates = st.dictionaries(st.integers(11, 298), st.tuples(st.integers(0, 7), st.floats(0.3, 8.0)), max_size=12)
 
 
 @given(clocks, lates)
