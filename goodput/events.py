@@ -54,6 +54,7 @@ class Refusals:
         self.named: list[MalformedLine] = []
         self.count = 0
         self.assumed: list[str] = []
+        self.unclear: dict[str, frozenset[float]] = {}  # file -> times of it that turned out to be refused
 
     def add(self, line: Line, reason: str) -> None:
         """Leave `line` out. Raises InvalidMessage if malformed lines are not to be left out."""

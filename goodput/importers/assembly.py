@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from flyball.contracts.events import Event, EventKind
+from goodput.events import Refusals
 from goodput.importers.node_clocks import aligned
 from goodput.importers.records import SAME_MOMENT_S, UNKNOWN_STEP, Kind, Record
 from goodput.importers.through_epochs import numbered_through
@@ -29,13 +30,20 @@ _BEHIND_S = 30.0
 _Value: TypeAlias = str | int | float | bool | list[int | float | str] | None
 
 
-def events_of(records: Iterable[Record], assumed: list[str], *, saves_are_steps: bool = False) -> Iterator[Event]:
-    """The events of every job in `records`, which come in any order; what was assumed of them is added to `assumed`.
+def events_of(records: Iterable[Record], refusals: Refusals, *, saves_are_steps: bool = False) -> Iterator[Event]:
+    """The events of every job in `records`, which come in any order, without those of times that turn out to be
+    unclear when all were read; what was assumed of them is added to `refusals`.
     With `saves_are_steps` the log has no other sign of a step than that its state was saved; a step that is saved twice
     in a row was then saved by two nodes."""
     jobs: dict[str, set[Record]] = defaultdict(set)
     for record in records:
         jobs[record.job].add(record)
+    assumed = refusals.assumed
+    if unclear := refusals.unclear:
+        jobs = {
+            job: {record for record in of_job if record.at not in unclear.get(record.file, ())}
+            for job, of_job in jobs.items()
+        }
     for job in sorted(jobs):
         in_order = sorted(aligned(job, jobs.pop(job), assumed))
         numbered = numbered_through(job, in_order, assumed, saves_are_steps=saves_are_steps)

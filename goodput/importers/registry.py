@@ -125,7 +125,7 @@ def _events(name: str, files: Sequence[Path], refusals: Refusals, mapping: Mappi
     lines = chain.from_iterable(map(read_lines, files))
     importer = IMPORTERS[name]
     records = importer.records(lines, refusals, options(mapping, job=name))
-    yield from events_of(records, refusals.assumed, saves_are_steps=importer.saves_are_steps)
+    yield from events_of(records, refusals, saves_are_steps=importer.saves_are_steps)
 
 
 def _is_event(line: bytes) -> bool:

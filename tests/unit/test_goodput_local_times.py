@@ -1,0 +1,98 @@
+"""Local times of a zone with summer time: what is read is right, and what nobody can tell is refused or told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from flyball.contracts.errors import InvalidMessage
+from flyball.contracts.events import EventKind
+from goodput.calculator import calculate
+from goodput.events import EventLog
+from goodput.importers.registry import read
+
+BERLIN = {"tz": "Europe/Berlin"}
+BEGINS = datetime(2026, 10, 24, 22, 30, tzinfo=UTC)  # 00:30 summer time; the hour from 02:00 on comes twice
+STEPS = 300  # of a minute each
+
+
+def lines(start: datetime = BEGINS, steps: int = STEPS) -> list[str]:
+    stamps = [start + timedelta(minutes=step) for step in range(steps)]
+    local = [at.astimezone(ZoneInfo("Europe/Berlin")).strftime("%F %T") for at in stamps]
+    return [f"{at},{step}\n" for step, at in enumerate(local)]
+
+
+def table(path: Path, rows: Sequence[str]) -> Path:
+    path.write_text("time,step\n" + "".join(rows))
+    return path
+
+
+def told(log: EventLog) -> dict[int, float]:
+    return {
+        int(str(event.data["first_step"])) + place: float(at)
+        for event in log.events
+        if event.kind is EventKind.STEPS and isinstance(times := event.data["completed_at"], list)
+        for place, at in enumerate(times)
+    }
+
+
+def true(step: int, start: datetime = BEGINS) -> float:
+    return (start + timedelta(minutes=step)).timestamp()
+
+
+def test_lines_in_their_order_are_read_as_they_were_written(tmp_path: Path) -> None:
+    log = read([table(tmp_path / "a.csv", lines())], mapping=BERLIN)
+    assert told(log) == {step: true(step) for step in range(STEPS)}
+    assert (log.malformed_count, len(log.assumed)) == (0, 1)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_of_lines_in_no_order_those_of_the_hour_that_comes_twice_are_refused(seed: int, tmp_path: Path) -> None:
+    rows = lines()
+    random.Random(seed).shuffle(rows)
+    path = table(tmp_path / "a.csv", rows)
+    log = read([path], mapping=BERLIN)
+    steps = told(log)
+    assert steps == {step: true(step) for step in steps}
+    assert set(steps) == {*range(90), *range(210, STEPS)}
+    assert log.malformed_count == 120 and "comes twice" in log.malformed[0].reason
+    assert rows[log.malformed[0].line - 2].startswith("2026-10-25 02:")
+    report = calculate(log.events)
+    assert (report.elapsed_s, report.interruptions) == (60.0 * (STEPS - 1), 0)
+    with pytest.raises(InvalidMessage, match="comes twice"):
+        read([path], mapping=BERLIN, strict=True)
+
+
+def test_lines_in_no_order_that_are_of_no_such_hour_are_read(tmp_path: Path) -> None:
+    rows = lines(BEGINS + timedelta(hours=12))
+    random.Random(1).shuffle(rows)
+    log = read([table(tmp_path / "a.csv", rows)], mapping=BERLIN)
+    assert told(log) == {step: true(step, BEGINS + timedelta(hours=12)) for step in range(STEPS)}
+    assert (log.malformed_count, log.assumed) == (0, ())
+
+
+def test_a_file_that_tells_of_one_passage_only_is_taken_for_the_first_aloud(tmp_path: Path) -> None:
+    log = read([table(tmp_path / "a.csv", lines()[:120])], mapping=BERLIN)
+    assert told(log) == {step: true(step) for step in range(120)}
+    (note,) = log.assumed
+    assert "comes twice" in note and "first passage" in note and "line 92" in note
+
+
+def test_times_of_the_hour_that_is_skipped_are_refused(tmp_path: Path) -> None:
+    rows = ["2026-03-29 01:59:00,1\n", "2026-03-29 02:30:00,2\n", "2026-03-29 03:01:00,3\n"]
+    log = read([table(tmp_path / "a.csv", rows)], mapping=BERLIN)
+    assert sorted(told(log)) == [1, 3]
+    assert log.malformed_count == 1 and "skipped" in log.malformed[0].reason
+
+
+def test_times_with_an_offset_are_clear_in_any_order(tmp_path: Path) -> None:
+    rows = [f"{(BEGINS + timedelta(minutes=step)).isoformat()},{step}\n" for step in range(STEPS)]
+    random.Random(1).shuffle(rows)
+    log = read([table(tmp_path / "a.csv", rows)], mapping=BERLIN)
+    assert told(log) == {step: true(step) for step in range(STEPS)}
+    assert (log.malformed_count, log.assumed) == (0, ())
