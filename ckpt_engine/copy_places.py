@@ -239,8 +239,7 @@ class StoragePlace(Place):
 
     def remove(self, key: ShardKey) -> None:
         """Remove one shard, valid or not; its manifest first. Raises OSError or FlyballError."""
-        nameless = ShardCopy(self.store.job, key.generation, key.step, key.rank, self.tier, self.host_id, 0, "")
-        self.store.remove(nameless)
+        self.store.remove(self.store.nameless(key))
 
     def ignored(self) -> list[Ignored]:
         return self._ignored

@@ -19,6 +19,7 @@ from ckpt_engine.tiers.shard_names import (
     PINNED,
     ShardKey,
     is_generation_folder,
+    parse_rank_file,
     parse_rank_manifest,
     parse_step_file,
     parse_step_folder,
@@ -45,6 +46,7 @@ class Listing:
     worlds: dict[StepKey, tuple[str, WorldManifest | None]] = field(default_factory=dict)  # None: there, unusable
     unread: dict[ShardKey, str] = field(default_factory=dict)  # -> why its manifest could not be read just now
     unread_worlds: set[StepKey] = field(default_factory=set)  # of `worlds` those that may well be good
+    bare: set[ShardKey] = field(default_factory=set)  # shards that have no manifest: their writer, or remover, died
     steps: set[StepKey] = field(default_factory=set)  # that have a folder
 
     def counting_steps(self, tier: Tier) -> set[StepKey]:
@@ -85,6 +87,7 @@ class Listing:
             {step: world for step, world in self.worlds.items() if step not in steps},
             {key: why for key, why in self.unread.items() if key not in keys},
             self.unread_worlds.difference(steps),
+            self.bare.difference(keys),
             set(self.steps),
         )
 
@@ -93,6 +96,7 @@ class Listing:
         self.worlds |= other.worlds
         self.unread |= other.unread
         self.unread_worlds |= other.unread_worlds
+        self.bare |= other.bare
         self.steps |= other.steps
         return self
 
@@ -116,7 +120,7 @@ class ShardListing:
     def one_step(self, step: StepKey, known: Listing) -> Listing:
         """One step anew, with the shards of all ranks, and all others as they were known."""
         there = self._listed(self._storage.entries(step_folder(*step)), known)
-        of_step = {key for key in (*known.copies, *known.unread) if (key.generation, key.step) == step}
+        of_step = {key for key in (*known.copies, *known.unread, *known.bare) if (key.generation, key.step) == step}
         return known.without(of_step, (step,)).add(there)
 
     def of_ranks(self, ranks: Collection[int], known: Listing) -> Listing:
@@ -175,6 +179,8 @@ class ShardListing:
                     unknown.append((key, entry))
                 else:
                     self._look_at_shard(key, entry, entries.get(key.shard), known, found)
+            elif (key := parse_rank_file(entry.name)) is not None and key.manifest not in entries:
+                found.bare.add(key)
 
         def look(item: tuple[ShardKey, Entry]) -> Listing:
             key, entry = item
@@ -193,6 +199,8 @@ class ShardListing:
     def _ask_shard(self, key: ShardKey, known: Listing, found: Listing) -> None:
         if (manifest := self._storage.stat(key.manifest)) is not None:
             self._look_at_shard(key, manifest, self._storage.stat(key.shard), known, found)
+        elif self._storage.stat(key.shard) is not None:
+            found.bare.add(key)
 
     def _ask_world(self, step: StepKey, known: Listing, found: Listing) -> None:
         if (entry := self._storage.stat(world_manifest_name(*step))) is not None:

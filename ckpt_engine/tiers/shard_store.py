@@ -213,6 +213,7 @@ class ShardStore:
         pieces = verified_pieces(payload, chunk_bytes, before=before, described=described)
         with closing(pieces):
             self._storage.write(key.shard, pieces, len(payload))
+        self._change(lambda listing: listing.bare.add(key))  # until its manifest is there
         manifest, manifest_bytes = found[0]
         reach(f"{self.tier}.manifest")
         written = len(payload) + self._write_checked(key.manifest, manifest_bytes)
@@ -223,6 +224,7 @@ class ShardStore:
         def note(listing: Listing) -> None:
             listing.copies[key] = (UNKNOWN, copy)
             listing.unread.pop(key, None)
+            listing.bare.discard(key)
 
         self._change(note)
         return written
@@ -304,15 +306,17 @@ class ShardStore:
         keep_every: int = 0,
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Remove copies of `ranks` (None: all) that `retention.removable` names and that are not pinned; nothing that
-        could not be read. Manifests go first, that of the world with rank 0's. Costs a few requests for each copy that
-        goes, and none for those that stay. `may_go_on` is asked ahead of each step that goes: a slow store makes this
-        last, and who prunes may be superseded meanwhile. False if it said no, and something may be left."""
+        """Remove copies of `ranks` (None: all) that `retention.removable` names and that are not pinned, and shards
+        without a manifest likewise, of multiples too; nothing that could not be read. Manifests go first, that of the
+        world with rank 0's. Costs a few requests for each that goes. `may_go_on` is asked ahead of each step: a slow
+        store makes this last, and who prunes may be superseded meanwhile. False if it said no."""
         with self._pruning:
             with self._lock:
                 found = [copy for _, copy in self._listing.copies.values()]
+                bare = {self.nameless(key): key.manifest for key in self._listing.bare}
                 sealed = frozenset(self._listing.worlds) if self.tier is Tier.PERSISTENT else None
             gone = removable(found, naming=naming, lineage=lineage, ranks=ranks, keep_every=keep_every, sealed=sealed)
+            gone += removable(bare, naming=naming, lineage=lineage, ranks=ranks)
             for step in sorted({(copy.generation, copy.step) for copy in gone}):
                 if not may_go_on():
                     return False
@@ -320,8 +324,8 @@ class ShardStore:
                 if multiple and sealed is not None and self._is_sealed(step):
                     continue
                 if self._storage.stat(pinned_name(*step)) is None:  # asked now: people pin at any time
-                    for copy in gone:
-                        if (copy.generation, copy.step) == step:
+                    for copy in (copy for copy in gone if (copy.generation, copy.step) == step):
+                        if copy not in bare or self._storage.stat(bare[copy]) is None:  # it may have one by now
                             self.remove(copy)
         return True
 
@@ -336,6 +340,10 @@ class ShardStore:
         self._change(note)
         return True
 
+    def nameless(self, key: ShardKey) -> ShardCopy:
+        """What stands for a shard of which no manifest tells."""
+        return ShardCopy(self.job, key.generation, key.step, key.rank, self.tier, self.host_id, 0, "")
+
     def remove(self, copy: ShardCopy) -> None:
         """Remove one shard, whatever retention says."""
         key = ShardKey(copy.generation, copy.step, copy.rank)
@@ -348,6 +356,7 @@ class ShardStore:
         def forget(listing: Listing) -> None:
             listing.copies.pop(key, None)
             listing.unread.pop(key, None)
+            listing.bare.discard(key)
             if key.rank == 0 or self._ranks is not None:  # rank 0's host removes it, too
                 listing.worlds.pop((key.generation, key.step), None)
                 listing.unread_worlds.discard((key.generation, key.step))

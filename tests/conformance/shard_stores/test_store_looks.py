@@ -17,7 +17,7 @@ from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.tiers.side_by_side import side_by_side
 from ckpt_engine.tiers.storage import Storage
 from flyball.contracts.checkpoints import LineageEntry, Tier
-from flyball.contracts.errors import Unreachable
+from flyball.contracts.errors import StorageFull, Unreachable
 
 MakeShard = Callable[..., tuple[Manifest, bytes, memoryview]]
 Place = Any  # the conftest's
@@ -267,3 +267,52 @@ def test_what_is_asked_side_by_side_ends_and_fails_as_if_it_was_asked_one_by_one
     with pytest.raises(OSError, match="later"):
         side_by_side(ask, [5, 6, 7], threads=4)
     assert asked == [5]
+
+
+def test_shards_that_killed_engines_left_without_a_manifest_go_with_their_step(place: Place, shard: MakeShard) -> None:
+    """Killed before the manifest was written, or after it was removed: nothing lists them, and they hold room."""
+    fill(place, shard, 2)
+    left = ["g1/step5/rank0.safetensors", "g1/step15/rank1.safetensors", "g1/step25/rank0.safetensors"]
+    newer = ["g1/step30/rank2.safetensors", "g1/step35/rank0.safetensors", "g2/step10/rank0.safetensors"]
+    for name in (*left, *newer):
+        place.put(name, bytes(100))
+    store, _ = view(place, 0, 1, 2)
+    store.scan()
+    store.prune(naming=TierNaming(store.tier, 30, (20, 30)), lineage=LINEAGE, ranks=(1,), keep_every=5)
+    assert {*place.names()} & {*left} == {left[0], left[2]}
+    store.prune(naming=TierNaming(store.tier, 30, (20, 30)), lineage=LINEAGE, ranks=(0, 1, 2), keep_every=5)
+    assert not {*place.names()} & {*left}
+    assert {*newer} <= {*place.names()}  # somebody may be writing them, or their manifests
+    assert {copy.step for copy in store.copies()} == {10, 20, 30}
+
+
+def test_a_shard_whose_manifest_could_not_be_written_goes_with_its_step(
+    place: Place, shard: MakeShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = view(place, 0)
+    store.scan()
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_write_checked", full)
+        with pytest.raises(StorageFull):
+            store.write(*shard(10))
+    store.write(*shard(20))
+    assert "g1/step10/rank0.safetensors" in place.names()
+    store.prune(naming=TierNaming(store.tier, 20, (20,)), lineage=LINEAGE, ranks=(0,))
+    assert "g1/step10/rank0.safetensors" not in place.names()
+    assert store.held(0, LINEAGE) == (20,)
+
+
+def test_a_shard_gets_its_manifest_before_it_is_removed_for_want_of_one(place: Place, shard: MakeShard) -> None:
+    """A host that is not in touch any more writes what it was told to write when it was."""
+    fill(place, shard, 1, (20,))
+    manifest, manifest_bytes, payload = shard(10)
+    place.put("g1/step10/rank0.safetensors", bytes(payload))
+    store, _ = view(place, 0)
+    store.scan()
+    place.store().write(manifest, manifest_bytes, payload)
+    store.prune(naming=TierNaming(store.tier, 20, (20,)), lineage=LINEAGE, ranks=(0,))
+    assert {"g1/step10/rank0.safetensors", "g1/step10/rank0.manifest"} <= {*place.names()}
+
+
+def full(name: str, data: bytes) -> int:
+    raise StorageFull(f"There is no room for {name}.")
