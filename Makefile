@@ -14,7 +14,7 @@ demo: $(RUNTIME)
 	@$(BIN)/flyball demo
 
 test: $(DEV)
-	$(BIN)/pytest -n $(JOBS) --dist loadfile
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --durations 25 --durations-min 5
 
 lint: $(DEV)
 	$(BIN)/ruff check .
