@@ -82,4 +82,4 @@ def focused(view: View, focus: Focus) -> View:
         for host in view.hosts
         if not host.job or host.host_id in involved or host.job in wanted or host.stale_jobs or host.drain is not None
     )
-    return msgspec.structs.replace(view, jobs=jobs, hosts=hosts, copies=copies)
+    return msgspec.structs.replace(view, jobs=jobs, hosts=hosts, copies=copies, is_whole=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flyball.contracts.cluster import JobState
+from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.decisions import DecisionKind
 from services.controller import plans, spare_choice
 from services.controller.diagnosis import crash_after_done, is_done
@@ -12,6 +12,7 @@ from services.controller.view import JobView
 from services.controller.wording import kept, listed
 
 _ASK_AGAIN_S = 1.0
+_WELL = (HostState.HEALTHY, HostState.SPARE, HostState.SUSPECT)
 
 
 def stop_on_request(case: Case) -> Verdict | None:
@@ -66,12 +67,13 @@ def complete_when_all_ranks_are_done(case: Case) -> Verdict | None:
 
 
 def start_when_hosts_suffice(case: Case) -> Verdict | None:
-    """A submitted job starts as soon as enough healthy hosts are free."""
+    """A submitted job starts as soon as enough healthy hosts are free that no earlier one waits for."""
     job = case.job
     if job.state is not JobState.SUBMITTED:
         return None
     before = job.before.hosts if job.before else ()
-    hosts = spare_choice.place(job.spec, case.round.free_hosts(job.spec), before)
+    free = [host for host in case.round.free_hosts(job.spec) if host.host_id not in case.round.kept_for]
+    hosts = spare_choice.place(job.spec, free, before)
     if hosts is None:
         return None
     again = " It goes on from its newest recovery point." if job.before and job.before.lineage else ""
@@ -86,12 +88,28 @@ def start_when_hosts_suffice(case: Case) -> Verdict | None:
 
 
 def say_what_is_missing(round_: Round, job: JobView) -> None:
-    """A job that waits says what for."""
+    """A job that waits says what for, and has the hosts kept that are free already: first come, first served. Later
+    jobs go before it where they do not delay it: on hosts that it may not use, or if there are too few for it."""
     free = [host.host_id for host in round_.free_hosts(job.spec)]
+    kept_for = {host_id: round_.kept_for[host_id] for host_id in free if host_id in round_.kept_for}
+    free = [host_id for host_id in free if host_id not in kept_for]
     among = f" of {listed(job.spec.hosts)}" if job.spec.hosts else ""
-    message = f"waits for hosts: it needs {_hosts(job.spec.nnodes)}{among}, free: {listed(free) or 'none'}"
+    first = next(iter(kept_for.values()), "")
+    earlier = f" (job {first} came first and waits for {listed(list(kept_for))})" if kept_for else ""
+    message = f"waits for hosts: it needs {_hosts(job.spec.nnodes)}{among}, free: {listed(free) or 'none'}{earlier}"
     if message != job.message:
         round_.change_job(job.spec.job, job.state, message)
+    if _may_start_one_day(round_, job):
+        round_.kept_for.update(dict.fromkeys(free[: job.spec.nnodes], job.spec.job))
+
+
+def _may_start_one_day(round_: Round, job: JobView) -> bool:
+    """Whether there are hosts enough for it, busy ones included."""
+    if not round_.view.is_whole:
+        return True  # of very many hosts not all are looked at
+    named = frozenset(job.spec.hosts)
+    well = (h for h in round_.hosts.values() if h.state in _WELL and not h.left_at and not h.is_leaving)
+    return sum(not named or host.host_id in named for host in well) >= job.spec.nnodes
 
 
 def stop_superseded_workers(case: Case) -> Verdict | None:

@@ -166,6 +166,7 @@ class View(msgspec.Struct, frozen=True):
     copies: tuple[ShardCopy, ...]  # as last reported
     next_incident: int
     next_decision: int
+    is_whole: bool = True  # all hosts are in it; of very many only those that a round is about
 
 
 class HostChange(msgspec.Struct, frozen=True):

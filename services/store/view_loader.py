@@ -135,6 +135,7 @@ class ViewLoader:
             ),
             next_incident=_next(connection, incidents),
             next_decision=_next(connection, decisions),
+            is_whole=focus is None,
         )
 
     def _placed(self, rows: Sequence[Row[Any]], running: Mapping[str, Any]) -> tuple[Mapping[str, str], Newest]:

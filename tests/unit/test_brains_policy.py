@@ -795,3 +795,34 @@ def test_superseded_workers_that_cannot_be_stopped_cordon_the_host() -> None:
     assert outcome.hosts[0].state is HostState.CORDONED
     assert outcome.incidents[0].state is IncidentState.ESCALATED
     assert not outcome.jobs  # the job goes on
+
+
+# --- the queue -------------------------------------------------------------------------------------------------------
+
+
+def waiting(name: str, nnodes: int, *, hosts: tuple[str, ...] = ()) -> JobView:
+    return msgspec.structs.replace(
+        submitted(), spec=msgspec.structs.replace(SPEC, job=name, nnodes=nnodes, hosts=hosts)
+    )
+
+
+def started(*jobs: JobView, hosts: Sequence[HostView]) -> tuple[list[str], dict[str, str]]:
+    outcome = decide(msgspec.structs.replace(view(hosts=hosts), jobs=jobs), [], SETTINGS, NOW)
+    said = {change.job: change.message for change in outcome.jobs}
+    return [decision.job for decision in outcome.decisions], said
+
+
+def test_a_job_of_many_hosts_is_not_starved_by_later_jobs_of_one() -> None:
+    hosts = (host("a"), host("b", job="other"), host("c", state=HostState.CORDONED))
+    names, said = started(waiting("large", 2), waiting("small", 1), hosts=hosts)
+    assert names == []
+    assert said["large"] == "waits for hosts: it needs 2 hosts, free: a"
+    assert said["small"] == "waits for hosts: it needs 1 host, free: none (job large came first and waits for a)"
+
+
+def test_what_does_not_delay_the_first_job_goes_before_it() -> None:
+    hosts = (host("a"), host("b"), host("c", job="other"))
+    assert started(waiting("large", 2, hosts=("a", "c")), waiting("small", 1), hosts=hosts)[0] == ["small"]
+    assert started(waiting("huge", 4), waiting("small", 1), hosts=hosts)[0] == ["small"], "it may wait for ever"
+    stopped = msgspec.structs.replace(waiting("large", 3), stop_requested=True)
+    assert "small" in started(stopped, waiting("small", 1), hosts=hosts)[0]
