@@ -173,9 +173,10 @@ class StepLog:
         for step in sorted({*latest, *(s for s in summed if s <= newest)}):
             of_ranks, rank = latest.get(step, (-math.inf, -1))
             at = max(at, of_ranks, summed.get(step, -math.inf))
-            steps.append(WorldStep(step + added, at))
+            number = step + added if added else step
+            steps.append(WorldStep(number, at))
             if step in medians and step not in summed:
-                last_ranks.append(LastRank(step + added, medians[step], self._host_of.get(rank, "")))
+                last_ranks.append(LastRank(number, medians[step], self._host_of.get(rank, "")))
         moved = (
             RankClock(rank, self._host_of.get(rank, ""), clock.least_s, clock.most_s)
             for rank, clock in sorted(clocks.items())

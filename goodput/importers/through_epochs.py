@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 from goodput.epochs import Epochs, Telling, epochs_in
 from goodput.importers.records import Kind, Record
@@ -22,9 +23,11 @@ def numbered_through(
     steps = {Kind.STEP, Kind.BEGAN, *([Kind.SAVED] if saves_are_steps else [])}
     tellers = Counter((record.file, record.rank) for record in records if record.kind in steps)
     leader = max(sorted(tellers), key=lambda teller: tellers[teller], default=None)
-    told = (Telling(r.at, r.step) for r in records if r.kind in steps and (r.file, r.rank) == leader)
+    told = [r for r in records if r.kind in steps and (r.file, r.rank) == leader]
+    if all(one.step < two.step for one, two in pairwise(told)):
+        return records
     signs = [record.at for record in records if _is_sign(record)]
-    epochs = epochs_in(told, restarts=signs)
+    epochs = epochs_in((Telling(record.at, record.step) for record in told), restarts=signs)
     if epochs is None:
         return records
     again = " A restart at the first of them is taken to begin the newest epoch again." if epochs.restarts else ""
