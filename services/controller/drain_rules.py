@@ -3,7 +3,7 @@ ranks could go to they stay, and the operator is told."""
 
 from __future__ import annotations
 
-from flyball.contracts.decisions import ActionState, DecisionKind, Incident
+from flyball.contracts.decisions import DecisionKind, Incident
 from services.controller import preemption_rules
 from services.controller.round import Case, Verdict
 from services.controller.step_ahead import is_stepping
@@ -55,8 +55,7 @@ def save_before_the_host_is_left(case: Case) -> Verdict | None:
     generation = case.job.generation
     if generation is None:
         return None
-    earlier = case.round.actions.get(_incident(case).action_id)
-    if earlier is not None and earlier.state is not ActionState.SUPERSEDED:
+    if preemption_rules.last_action(case) is not None:
         return None
     spares = case.round.free_hosts(case.job.spec)
     if not spares or not is_stepping(case, generation):

@@ -9,7 +9,7 @@ from services.controller import plans, recovery_rules, tracking
 from services.controller.diagnosis import DEPARTURES, PREEMPTION_NOTICE
 from services.controller.round import Case, Verdict
 from services.controller.step_ahead import is_stepping, step_ahead
-from services.controller.view import GenerationView, HostView
+from services.controller.view import ActionView, GenerationView, HostView
 
 _ASK_AGAIN_S = 1.0
 _SPARE_BACK_S = 3.0  # for a spare that was lost while ranks saved, or another, before they are let go
@@ -57,8 +57,7 @@ def save_before_the_host_goes(case: Case) -> Verdict | None:
     incident, generation = case.incident, case.job.generation
     if incident is None or generation is None:
         return None
-    earlier = case.round.actions.get(incident.action_id)
-    if earlier is not None and earlier.state is not ActionState.SUPERSEDED:
+    if last_action(case) is not None:
         return None
     remaining_s = _remaining_s(case)
     reserve_s = case.settings.emergency_reserve_s
@@ -92,8 +91,8 @@ def save_and_park(case: Case, remaining_s: float, *, deadline_s: float, spares: 
 
 def restart_ranks_that_did_not_go_on(case: Case) -> Verdict | None:
     """They were let go, and could not be told or did not move."""
-    earlier = case.round.actions.get(case.incident.action_id) if case.incident else None
-    if earlier is None or earlier.plan.kind is not DecisionKind.RESUME or earlier.state is ActionState.SUPERSEDED:
+    earlier = last_action(case)
+    if earlier is None or earlier.plan.kind is not DecisionKind.RESUME:
         return None
     return recovery_rules.restart_in_place(case)
 
@@ -120,11 +119,19 @@ def let_the_ranks_go(case: Case) -> Verdict | None:
     )
 
 
+def last_action(case: Case) -> ActionView | None:
+    """What was done for the incident last, if it still holds: neither superseded nor of an earlier generation."""
+    incident, generation = case.incident, case.job.generation
+    action = case.round.actions.get(incident.action_id) if incident is not None else None
+    if action is None or generation is None or action.state is ActionState.SUPERSEDED:
+        return None
+    return action if action.of_generation == generation.generation else None
+
+
 def _stand(case: Case) -> bool:
     """Whether ranks were told to save and stand, and nothing else since."""
-    earlier = case.round.actions.get(case.incident.action_id) if case.incident else None
-    is_save = earlier is not None and earlier.plan.kind is DecisionKind.EMERGENCY_CHECKPOINT
-    return is_save and earlier is not None and earlier.state.ended and earlier.state is not ActionState.SUPERSEDED
+    earlier = last_action(case)
+    return earlier is not None and earlier.plan.kind is DecisionKind.EMERGENCY_CHECKPOINT and earlier.state.ended
 
 
 def _resume(case: Case, generation: GenerationView, why: str) -> Verdict:

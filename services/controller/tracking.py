@@ -174,7 +174,11 @@ def _clear(round_: Round, job: JobView, incident: Incident) -> None:
         action = round_.actions.get(incident.action_id)
         migrates = action is not None and action.plan.next is not None  # then it sees to its own end
         is_left = all(part.host_id != incident.host_id for part in generation.hosts)
-        stands = action is not None and action.state is not ActionState.SUPERSEDED  # where it is, or was told to
+        stands = (
+            action is not None
+            and action.state is not ActionState.SUPERSEDED
+            and action.of_generation == generation.generation
+        )  # what was done for it still holds
         if (not migrates and is_left) or (not stands and not is_wanted(round_, incident)):
             round_.advance(incident, IncidentEvent.CLEARED)
     elif incident.cause == HOST_SILENT and incident.generation == generation.generation:

@@ -155,6 +155,11 @@ class ActionView(msgspec.Struct, frozen=True):
     restore_fixed: bool = False
     failed: Mapping[str, tuple[str, str]] = {}  # hosts that failed in this phase: code, message
 
+    @property
+    def of_generation(self) -> int:
+        """The newest generation that it is about."""
+        return self.plan.next.generation if self.plan.next is not None else self.plan.generation
+
 
 class View(msgspec.Struct, frozen=True):
     """One consistent read of the store."""

@@ -142,6 +142,21 @@ def test_ranks_that_cannot_be_let_go_start_again() -> None:
     assert decision.kind is DecisionKind.RESTART_IN_PLACE
 
 
+def test_what_stood_in_an_earlier_generation_saves_again_or_is_over() -> None:
+    """A failure made the job start again meanwhile, on the very host."""
+    first = look(view(host("a"), host("b", drain=ASKED), host("c")))
+    (incident,) = first.incidents
+    seen = {
+        "incidents": [msgspec.structs.replace(incident, state=IncidentState.DECIDING)],
+        "actions": [saved(first, ActionState.SUCCEEDED)],
+        "job": msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, generation=3)),
+    }
+    (decision,) = look(view(host("a"), host("b", drain=ASKED), host("c"), **seen)).decisions  # type: ignore[arg-type]  # as named
+    assert decision.kind is DecisionKind.EMERGENCY_CHECKPOINT
+    (over,) = look(view(host("a"), host("b"), host("c"), **seen)).incidents  # type: ignore[arg-type]  # as named
+    assert over.state is IncidentState.RESOLVED
+
+
 @pytest.mark.parametrize(("ago_s", "is_void"), [(9.0, False), (11.0, True)])
 def test_a_notice_is_void_when_its_host_outlives_it(ago_s: float, is_void: bool) -> None:
     first = look(view(host("a"), host("b", preempt_deadline_at=NOW + 9)))
