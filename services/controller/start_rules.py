@@ -115,7 +115,8 @@ def fail_what_starts_nowhere(case: Case) -> Verdict | None:
     here, incident, generation = _here(case), case.incident, case.job.generation
     if not here or incident is None or generation is None or not _is_overdue(case, here):
         return None
-    tried = {start.host_id for start in incident.failed_starts}
+    codes = {start.code for start in here}  # what others failed with before may be mended by now
+    tried = {start.host_id for start in incident.failed_starts if start.code in codes}
     is_alike = any(_is_alike(start, incident) for start in here) and not _is_well_elsewhere(generation, incident)
     others = [host for host in _others(case) if host not in tried]
     if others and not is_alike:

@@ -176,6 +176,16 @@ def test_a_job_that_no_host_can_start_fails_when_patience_is_over() -> None:
     assert held.kind is DecisionKind.HOLD, "a host that could start it may come back"
 
 
+def test_what_other_hosts_once_failed_with_is_no_reason_to_fail_for_a_full_disk() -> None:
+    """A share was away, and is back; since then one host's disk keeps the job from being tried."""
+    known = incident(FailedStart("a", FULL, 3, NOW - 61, 9), FailedStart("c", MISSING, 2, NOW - 61, 5))
+    (held,) = look(job(nnodes=1), host("a"), host("c"), incidents=[known]).decisions
+    assert held.kind is DecisionKind.HOLD
+    alike = incident(FailedStart("a", FULL, 3, NOW - 61, 9), FailedStart("c", FULL, 2, NOW - 61, 5))
+    (decision,) = look(job(nnodes=1), host("a"), host("c"), incidents=[alike]).decisions
+    assert decision.kind is DecisionKind.FAIL_JOB
+
+
 def test_a_host_that_can_note_nothing_is_left_without_its_answer() -> None:
     stuck = incident(generation=2, cause="worker_killed", action_id="act-1")
     generation = msgspec.structs.replace(GENERATION, started_at=0.0)
