@@ -120,6 +120,7 @@ class FailedStart(msgspec.Struct, frozen=True):
     generation: int  # the newest in which it did
     first_at: float
     times: int = 1  # generations
+    last_at: float = 0.0  # 0.0: an older release noted it
 
 
 class Incident(msgspec.Struct, frozen=True):

@@ -7,6 +7,8 @@ for, and what is nobody's fault but ours (a port race) is tried again. None of i
 
 from __future__ import annotations
 
+import msgspec
+
 from flyball.contracts.cluster import HostState
 from flyball.contracts.decisions import ActionState, DecisionKind, FailedStart, Incident
 from flyball.contracts.errors import PortInUse, StaleCommand, StorageFull
@@ -21,7 +23,7 @@ from services.controller.wording import listed
 _OURS = frozenset({PortInUse.code, STORE_ENDED, StaleCommand.code, "interrupted", "superseded"})
 _OURS_TIMES = 3  # so often in a row on one host, and it is the host's after all
 _ASK_AGAIN_S = 1.0  # a spare may come first
-_LONG_BACK_OFF_S = 60.0  # when patience is over, and a host is waited for
+_LONG_BACK_OFF_S = 45.0  # when patience is over, and a host is waited for; less than patience: still in a row
 
 
 def note_failed_starts(round_: Round, incident: Incident, generation: GenerationView) -> None:
@@ -31,10 +33,13 @@ def note_failed_starts(round_: Round, incident: Incident, generation: Generation
     known = {(start.host_id, start.code): start for start in incident.failed_starts}
     for key in _failed(round_, incident, generation):
         before = known.get(key)
-        if before is None:
-            known[key] = FailedStart(*key, generation.generation, round_.now)
-        elif before.generation < generation.generation:
-            known[key] = FailedStart(*key, generation.generation, before.first_at, before.times + 1)
+        if before is not None and before.generation >= generation.generation:
+            continue
+        if before is None or 0.0 < before.last_at < round_.now - round_.settings.start_patience_s:
+            known[key] = FailedStart(*key, generation.generation, first_at=round_.now, last_at=round_.now)
+        else:
+            again = {"generation": generation.generation, "times": before.times + 1, "last_at": round_.now}
+            known[key] = msgspec.structs.replace(before, **again)
     if not known:
         return
     incident = round_.advance(incident, None, failed_starts=tuple(known.values()))

@@ -176,6 +176,14 @@ def test_a_job_that_no_host_can_start_fails_when_patience_is_over() -> None:
     assert held.kind is DecisionKind.HOLD, "a host that could start it may come back"
 
 
+def test_failures_with_a_long_time_between_them_are_not_one_row_of_them() -> None:
+    """A spare lacked the script, and was left; minutes later it is the share that is away, for all."""
+    both = incident(*(FailedStart(name, MISSING, 2, NOW - 95, 3, NOW - 90) for name in "ab"))
+    outcome = look(job(), host("a"), host("b"), incidents=[both], actions=[action("start", a=MISSING, b=MISSING)])
+    assert outcome.decisions[-1].kind is not DecisionKind.FAIL_JOB
+    assert {(start.first_at, start.times) for start in outcome.incidents[-1].failed_starts} == {(NOW, 1)}
+
+
 def test_what_other_hosts_once_failed_with_is_no_reason_to_fail_for_a_full_disk() -> None:
     """A share was away, and is back; since then one host's disk keeps the job from being tried."""
     known = incident(FailedStart("a", FULL, 3, NOW - 61, 9), FailedStart("c", MISSING, 2, NOW - 61, 5))
