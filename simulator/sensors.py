@@ -44,6 +44,7 @@ class Sensor(Process):
         self._reports: list[tuple[Report, float]] = []
         self._steps: list[StepSummary] = []
         self._outage = Outage(self.name, self.clock)
+        self._has_recalled = False
         self.heard_at: dict[str, float] = {}
         self.every(self._tick)
         self.every(self._look)
@@ -72,6 +73,10 @@ class Sensor(Process):
             self._ingest.expect_hosts(self._status.hosts_with_placement())
             if plan := next((g.plan for g in reversed(self._memory.generations.values())), None):
                 self._detector.set_neighbours(neighbours(plan.hosts, plan.peers))
+            if not self._has_recalled:
+                self._detector.recall(self._status.learned())
+                self._has_recalled = True
+            self._status.learn(self._detector.learned())
             name, at = f"sensor.{self.name}", self.clock.wall_s()
             self._status.vouch(sensor=name, at=at, ages_ms=told.ages_ms, hosts=told.hosts)
         except OUTAGES:

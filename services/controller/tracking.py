@@ -131,15 +131,16 @@ def _verify(round_: Round, job: JobView, incident: Incident) -> None:
         return
     threshold = max(incident.failed_step, incident.restored_step)
     is_whole = len(generation.ranks) == job.spec.world_size
-    patience_s = round_.settings.verify_deadline_s if is_whole else _TOLD_OF_WITHIN_S
     ranks = generation.ranks if is_whole else ()
+    stands = any(rank.phase is Phase.PARKED for rank in ranks)  # it was let go: the detector waits for no such rank
+    patience_s = round_.settings.verify_deadline_s if is_whole and not stands else _TOLD_OF_WITHIN_S
     if ranks and all(rank.step > threshold for rank in ranks):
         round_.advance(incident, IncidentEvent.STEPS_ADVANCED)
     elif threshold < 0 and ranks and all(_shows_no_steps(rank) for rank in ranks):
         _watch_life(round_, incident, ranks)
     elif not _is_known_since(round_, generation, due := incident.since + patience_s):
         round_.wake(max(due, round_.now + _ASK_AGAIN_S))
-    elif ranks and all(rank.phase not in (Phase.STARTING, Phase.RESTORING) for rank in ranks):
+    elif ranks and all(rank.phase not in (Phase.STARTING, Phase.RESTORING, Phase.PARKED) for rank in ranks):
         round_.wake(round_.now + round_.settings.verify_deadline_s)  # long steps; if they stop, the detector tells
     elif failure_of(round_, job.spec.job) in (None, incident):  # else that one is about to start another generation
         round_.advance(incident, IncidentEvent.VERIFY_OVERDUE)

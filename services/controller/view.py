@@ -30,7 +30,7 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     identical_exception_limit: int = 2  # the same exception at the same step this often is a bug in the job
     max_decisions_per_incident: int = 8
     unwatched_verify_s: float = 10.0  # a script that never attached shows no steps: living this long is its proof
-    start_patience_s: float = 60.0  # for a file that no host has, a disk that is full everywhere: then the job fails
+    start_patience_s: float = 120.0  # for a file that no host has, a disk that is full everywhere: then the job fails
     spare_fresh_s: float = 15.0  # a host without a report for this long is not given work
     refill_steps: int = 10  # new steps of a generation that refill the restart budget
     refill_slow_steps_s: float = 60.0  # a generation that ran this long refills it with one new step

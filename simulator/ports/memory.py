@@ -32,6 +32,7 @@ from flyball.contracts.signals import Signal, WorkerExited
 from services.controller.ports import Cursor
 from services.controller.replay import StoredRound
 from services.controller.view import DrainView, PastFailure
+from services.sensor.rank_states import LearnedJob
 from services.store.lease import Held
 from services.store.report_events import RankKey, RankRow
 from services.store.signal_writer import SignalKey
@@ -131,6 +132,7 @@ class Memory:
         self.signals: dict[SignalKey, Signal] = {}  # in the order in which they were stored
         self.watermarks: dict[str, int] = {}
         self.hosts: dict[str, HostRow] = {}
+        self.learned: dict[str, LearnedJob] = {}  # of jobs, by sensors
         self.drains: dict[str, DrainView] = {}  # by host
         self.ranks: defaultdict[tuple[str, int], dict[int, RankRow]] = defaultdict(dict)
         self.exits: dict[RankKey, ExitRow] = {}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.cluster import HostState, JobSpec, JobState
 from flyball.contracts.errors import Conflict, NotFound
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.signals import Report
+from services.sensor.rank_states import LearnedJob
 from services.sensor.step_log import StepSummary
 from services.store import report_events
 from services.store.report_events import RankRow
@@ -67,6 +68,16 @@ class MemoryStatusStore:
                 if (row := self._memory.hosts.get(host_id)) is not None:
                     row.last_report_at = max(row.last_report_at, at - age_ms / 1000.0)
             self._memory.changed()
+
+    def learn(self, known: Mapping[str, LearnedJob]) -> None:
+        """Store what a sensor has learned of jobs."""
+        with self._memory.transaction():
+            self._memory.learned.update(known)
+
+    def learned(self) -> dict[str, LearnedJob]:
+        """By any sensor."""
+        with self._memory.transaction():
+            return dict(self._memory.learned)
 
     def committed(self, incarnations: Iterable[str]) -> dict[str, int]:
         """For each incarnation that is known: every signal up to this seq is committed."""

@@ -136,6 +136,19 @@ def test_ranks_that_were_let_go_have_gone_on_when_they_step() -> None:
     assert closed.state is IncidentState.RESOLVED
 
 
+def test_ranks_that_were_let_go_and_stand_all_the_same_start_again() -> None:
+    """No detector waits for a rank that is parked."""
+    incidents, action = resumed(ActionState.SUCCEEDED)
+    parked = tuple(msgspec.structs.replace(rank, phase=Phase.PARKED) for rank in GENERATION.ranks)
+    standing = msgspec.structs.replace(JOB, generation=msgspec.structs.replace(GENERATION, ranks=parked))
+    seen = {"actions": [action], "job": standing}
+    (verifying,) = look(view(host("a"), host("b"), host("c"), incidents=incidents, **seen)).incidents  # type: ignore[arg-type]  # as named
+    later = NOW + 11.0
+    hosts = [msgspec.structs.replace(host(name), last_report_at=later) for name in "abc"]
+    (decision,) = look(view(*hosts, incidents=[verifying], **seen), now=later).decisions  # type: ignore[arg-type]  # as named
+    assert decision.kind is DecisionKind.RESTART_IN_PLACE
+
+
 def test_ranks_that_cannot_be_let_go_start_again() -> None:
     incidents, action = resumed(ActionState.FAILED)
     (decision,) = look(view(host("a"), host("b"), host("c"), incidents=incidents, actions=[action])).decisions

@@ -164,13 +164,13 @@ def test_pauses_between_starts_grow() -> None:
 
 
 def test_a_job_that_no_host_can_start_fails_when_patience_is_over() -> None:
-    alone = incident(FailedStart("a", MISSING, 3, NOW - 61, 9))
+    alone = incident(FailedStart("a", MISSING, 3, NOW - 121, 9))
     (decision,) = look(job(nnodes=1), host("a"), incidents=[alone]).decisions
     assert (decision.kind, decision.rule) == (DecisionKind.FAIL_JOB, "fail_what_starts_nowhere")
-    assert decision.reason.endswith("It was tried for 61 s, and there is no other host.")
-    both = incident(FailedStart("a", MISSING, 3, NOW - 61, 9), FailedStart("b", MISSING, 3, NOW - 61, 9))
+    assert decision.reason.endswith("It was tried for 121 s, and there is no other host.")
+    both = incident(FailedStart("a", MISSING, 3, NOW - 121, 9), FailedStart("b", MISSING, 3, NOW - 121, 9))
     (decision,) = look(job(), host("a"), host("b"), host("c"), incidents=[both]).decisions
-    assert decision.reason.endswith("It was tried for 61 s, on no other host either.")
+    assert decision.reason.endswith("It was tried for 121 s, on no other host either.")
     away = msgspec.structs.replace(host("z", HostState.SILENT), last_report_at=NOW - 900)
     (held,) = look(job(nnodes=1), host("a"), away, incidents=[alone]).decisions
     assert held.kind is DecisionKind.HOLD, "a host that could start it may come back"
@@ -178,7 +178,7 @@ def test_a_job_that_no_host_can_start_fails_when_patience_is_over() -> None:
 
 def test_failures_with_a_long_time_between_them_are_not_one_row_of_them() -> None:
     """A spare lacked the script, and was left; minutes later it is the share that is away, for all."""
-    both = incident(*(FailedStart(name, MISSING, 2, NOW - 95, 3, NOW - 90) for name in "ab"))
+    both = incident(*(FailedStart(name, MISSING, 2, NOW - 150, 3, NOW - 121) for name in "ab"))
     outcome = look(job(), host("a"), host("b"), incidents=[both], actions=[action("start", a=MISSING, b=MISSING)])
     assert outcome.decisions[-1].kind is not DecisionKind.FAIL_JOB
     assert {(start.first_at, start.times) for start in outcome.incidents[-1].failed_starts} == {(NOW, 1)}
@@ -186,10 +186,10 @@ def test_failures_with_a_long_time_between_them_are_not_one_row_of_them() -> Non
 
 def test_what_other_hosts_once_failed_with_is_no_reason_to_fail_for_a_full_disk() -> None:
     """A share was away, and is back; since then one host's disk keeps the job from being tried."""
-    known = incident(FailedStart("a", FULL, 3, NOW - 61, 9), FailedStart("c", MISSING, 2, NOW - 61, 5))
+    known = incident(FailedStart("a", FULL, 3, NOW - 121, 9), FailedStart("c", MISSING, 2, NOW - 121, 5))
     (held,) = look(job(nnodes=1), host("a"), host("c"), incidents=[known]).decisions
     assert held.kind is DecisionKind.HOLD
-    alike = incident(FailedStart("a", FULL, 3, NOW - 61, 9), FailedStart("c", FULL, 2, NOW - 61, 5))
+    alike = incident(FailedStart("a", FULL, 3, NOW - 121, 9), FailedStart("c", FULL, 2, NOW - 121, 5))
     (decision,) = look(job(nnodes=1), host("a"), host("c"), incidents=[alike]).decisions
     assert decision.kind is DecisionKind.FAIL_JOB
 
