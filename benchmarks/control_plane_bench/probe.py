@@ -73,7 +73,7 @@ class Probe:
         token = host_credential(order.secret, self._host).token
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._sensor = http.client.HTTPConnection("127.0.0.1", order.sensor_port, timeout=WAIT_S)
-        self._incarnation = f"{self._host}-{int(_CLOCK.wall_s())}"  # watermarks know signals by it
+        self._incarnation = f"{self._host}-{int(_CLOCK.wall_s())}"  # its signals count from 1
         self._reports = 0
         self._signals = 0
         self._generation = 0

@@ -35,6 +35,7 @@ Counters = Annotated[
     Mapping[Annotated[str, msgspec.Meta(max_length=64)], Annotated[int, msgspec.Meta(ge=-1, le=2**62)]],
     msgspec.Meta(max_length=256),
 ]
+Sender: TypeAlias = tuple[str, str]  # (source, incarnation) of signals
 ExitNumber = Annotated[int, msgspec.Meta(gt=-(2**31), lt=2**31)]
 
 

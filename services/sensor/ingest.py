@@ -139,7 +139,7 @@ class Ingest:
             report = msgspec.structs.replace(report, marks=self._new_marks(report, now_s))
         new: tuple[Signal, ...] = ()
         if report.signals:
-            new = tuple(s for s in report.signals if not self._committed.is_committed(s.incarnation, s.seq))
+            new = tuple(s for s in report.signals if not self._committed.is_committed(s))
         if not self._queue.offer(Received(report, new, size_bytes, now, now_s)):
             self._steps.forget_marks(report.marks)
             self._metrics.reports_refused.labels(reason="queue_full").inc()
@@ -158,9 +158,9 @@ class Ingest:
             self.vouches.left(host_id)
         self._received.count += 1
         for signal in new:
-            self._committed.expect(signal.incarnation, signal.seq)
+            self._committed.expect(host_id, signal.incarnation, signal.seq)
         incarnations = {report.incarnation, *(s.incarnation for s in report.signals)} if report.signals else None
-        known = self._committed.known(incarnations or (report.incarnation,))
+        known = self._committed.known(host_id, incarnations or (report.incarnation,))
         ask = self._detector.questions(host_id)
         return ReportReply(known, ask) if known or ask else NOTHING_NEW
 
@@ -276,7 +276,7 @@ class Ingest:
                     self._metrics.job_loss.labels(training_job=summary.job).set(float(summary.loss))
                     self._with_loss.add(summary.job)
         incarnation = self._own.incarnation
-        self._own.committed(self._committed.known({incarnation}).get(incarnation, 0))
+        self._own.committed(self._committed.known(self._own.source, (incarnation,)).get(incarnation, 0))
         self._hand_on(self._own.due(now_s), now_s)
 
     def _may_say(self, report: Report) -> tuple[Report, Report]:
@@ -329,4 +329,4 @@ class Ingest:
         for first in range(0, len(signals), OWN_AT_ONCE):
             part = tuple(signals[first : first + OWN_AT_ONCE])
             self._queue.offer(Received(report=None, signals=part, size_bytes=0, at=at, at_monotonic_s=now_s))
-        self._committed.expect(self._own.incarnation, self._own.newest_seq())
+        self._committed.expect(self._own.source, self._own.incarnation, self._own.newest_seq())

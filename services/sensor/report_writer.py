@@ -16,7 +16,7 @@ import structlog
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.fault_points import reach
-from flyball.contracts.signals import Report, Signal
+from flyball.contracts.signals import Report, Sender, Signal
 from services.controller.ports import SignalBus, Wakeup
 from services.runtime.lifecycle import LoopThread
 from services.runtime.outages import OUTAGES, Outage
@@ -46,8 +46,8 @@ class StatusStore(Protocol):
         """Store how long before `at` (wall clock) a sensor heard of each host; `hosts` None: those of the last time."""
         ...
 
-    def committed(self, incarnations: Sequence[str]) -> dict[str, int]:
-        """The highest seq per incarnation up to which every signal is committed."""
+    def committed(self, senders: Sequence[Sender]) -> dict[Sender, int]:
+        """The highest seq per sender up to which every signal is committed."""
         ...
 
     def hosts_with_placement(self) -> dict[str, float]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import structlog
 from sqlalchemy import Connection, and_, insert, or_, select, tuple_
 
 from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.signals import Signal, WorkerExited
+from flyball.contracts.signals import Sender, Signal, WorkerExited
 from services.controller.unreadable import unstorable
 from services.store.codec import dump, load, subject_of
 from services.store.status_store import raise_newest_step
@@ -164,18 +164,25 @@ def _hosts_of_ranks(connection: Connection, wanted: set[tuple[str, int]]) -> dic
     }
 
 
+def read_watermarks(connection: Connection, senders: Collection[Sender]) -> dict[Sender, int]:
+    """For each sender that is known: every signal up to this seq is stored."""
+    incarnations = sorted({incarnation for _, incarnation in senders})
+    query = select(watermarks).where(watermarks.c.incarnation.in_(incarnations))
+    marks = {(row.source, row.incarnation): row.seq for row in connection.execute(query)}
+    return {sender: marks[sender] for sender in senders if sender in marks}
+
+
 def _raise_watermarks(connection: Connection, fresh: Sequence[Signal]) -> None:
-    sources = {signal.incarnation: signal.source for signal in fresh}
-    query = select(watermarks.c.incarnation, watermarks.c.seq).where(watermarks.c.incarnation.in_(sorted(sources)))
-    marks = {row.incarnation: row.seq for row in connection.execute(query)}
+    senders = {(signal.source, signal.incarnation) for signal in fresh}
+    marks = read_watermarks(connection, senders)
     rows = []
-    for incarnation, source in sorted(sources.items()):
-        mark = before = marks.get(incarnation, 0)
+    for source, incarnation in sorted(senders):
+        mark = before = marks.get((source, incarnation), 0)
         mine = (signals.c.source == source, signals.c.incarnation == incarnation, signals.c.seq > before)
         for seq in connection.scalars(select(signals.c.seq).where(*mine).order_by(signals.c.seq).limit(MAX_GAP)):
             if seq != mark + 1:
                 break
             mark = seq
         if mark > before:
-            rows.append({"incarnation": incarnation, "seq": mark})
+            rows.append({"incarnation": incarnation, "source": source, "seq": mark})
     upsert(connection, watermarks, rows, maximum=("seq",))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,17 +12,17 @@ from sqlalchemy import Connection, select, update
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.signals import Report
+from flyball.contracts.signals import Report, Sender
 from flyball.contracts.wire import encode
 from services.sensor.rank_states import LearnedJob
 from services.sensor.step_log import StepSummary
-from services.store import events, persistent_steps, report_events, vouching
+from services.store import events, persistent_steps, report_events, signal_writer, vouching
 from services.store.codec import dump
 from services.store.database import Database
 from services.store.positions import document_of, read_positions, rows_of
 from services.store.report_events import RankKey, RankRow, Received
 from services.store.running_plans import GivenPlans, RunningPlans, hosts_of
-from services.store.tables import generations, host_reports, hosts, jobs, learned_jobs, ranks, watermarks
+from services.store.tables import generations, host_reports, hosts, jobs, learned_jobs, ranks
 from services.store.upsert import upsert
 from services.store.versions import new_version
 
@@ -93,14 +93,12 @@ class SqlStatusStore:
             lambda connection: upsert(connection, learned_jobs, rows, replace=("told_at", "learned")), durable=False
         )
 
-    def committed(self, incarnations: Iterable[str]) -> dict[str, int]:
-        """For each incarnation that is known: every signal up to this seq is committed."""
-        wanted = sorted(set(incarnations))
-        if not wanted:
+    def committed(self, senders: Collection[Sender]) -> dict[Sender, int]:
+        """For each sender that is known: every signal up to this seq is committed."""
+        if not senders:
             return {}
-        query = select(watermarks.c.incarnation, watermarks.c.seq).where(watermarks.c.incarnation.in_(wanted))
         with self._db.read() as connection:
-            return {row.incarnation: row.seq for row in connection.execute(query)}
+            return signal_writer.read_watermarks(connection, senders)
 
     def hosts_with_placement(self) -> dict[str, float]:
         """The hosts on which workers of running jobs should be -> when any sensor last heard of each (wall clock)."""

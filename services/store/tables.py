@@ -94,8 +94,9 @@ signals = _table(
 )
 
 watermarks = _table(
-    "watermarks",  # every signal of an incarnation up to seq is stored
+    "watermarks",  # every signal of a sender up to seq is stored; hosts choose the names of their incarnations
     Column("incarnation", Name, primary_key=True),
+    Column("source", String(128), primary_key=True),
     Column("seq", BigInteger, nullable=False),
 )
 

@@ -150,11 +150,11 @@ def _store_signals(memory: Memory, fresh: Sequence[Signal], now: float) -> list[
         assert unique not in memory.signals, f"{unique} is stored already"  # as a UNIQUE constraint has it
         memory.signals[unique] = signal
     for source, incarnation in {(signal.source, signal.incarnation): None for signal in fresh}:
-        mark = memory.watermarks.get(incarnation, 0)
+        mark = memory.watermarks.get((source, incarnation), 0)
         while (source, incarnation, mark + 1) in memory.signals:
             mark += 1
         if mark:
-            memory.watermarks[incarnation] = mark
+            memory.watermarks[source, incarnation] = mark
     for signal in fresh:
         body = signal.body
         if not isinstance(body, WorkerExited):

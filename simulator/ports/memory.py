@@ -28,7 +28,7 @@ from flyball.contracts.decisions import (
 )
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.events import Event
-from flyball.contracts.signals import Signal, WorkerExited
+from flyball.contracts.signals import Sender, Signal, WorkerExited
 from services.controller.ports import Cursor
 from services.controller.replay import StoredRound
 from services.controller.view import DrainView, PastFailure
@@ -130,7 +130,7 @@ class Memory:
         self.held = Held()
         self.cursor: Cursor | None = None
         self.signals: dict[SignalKey, Signal] = {}  # in the order in which they were stored
-        self.watermarks: dict[str, int] = {}
+        self.watermarks: dict[Sender, int] = {}
         self.hosts: dict[str, HostRow] = {}
         self.learned: dict[str, LearnedJob] = {}  # of jobs, by sensors
         self.drains: dict[str, DrainView] = {}  # by host

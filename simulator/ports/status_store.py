@@ -8,7 +8,7 @@ from flyball.contracts.checkpoints import Tier
 from flyball.contracts.cluster import HostState, JobSpec, JobState
 from flyball.contracts.errors import Conflict, NotFound
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.signals import Report
+from flyball.contracts.signals import Report, Sender
 from services.sensor.rank_states import LearnedJob
 from services.sensor.step_log import StepSummary
 from services.store import report_events
@@ -79,11 +79,11 @@ class MemoryStatusStore:
         with self._memory.transaction():
             return dict(self._memory.learned)
 
-    def committed(self, incarnations: Iterable[str]) -> dict[str, int]:
-        """For each incarnation that is known: every signal up to this seq is committed."""
+    def committed(self, senders: Iterable[Sender]) -> dict[Sender, int]:
+        """For each sender that is known: every signal up to this seq is committed."""
         with self._memory.transaction():
             marks = self._memory.watermarks
-            return {name: marks[name] for name in incarnations if name in marks}
+            return {sender: marks[sender] for sender in senders if sender in marks}
 
     def hosts_with_placement(self) -> dict[str, float]:
         """The hosts on which workers of running jobs should be -> when any sensor last heard of each."""

@@ -22,7 +22,7 @@ from services.store import database, fresh_schema
 from services.store.database import Database, migrate
 from services.store.host_cache import HostCache
 from services.store.migrations import runner
-from services.store.tables import bus_streams, log_head, metadata, ranks
+from services.store.tables import bus_streams, log_head, metadata, ranks, watermarks
 
 DEADLINE_S = 120.0
 # As patient as the tests themselves are: the others wait for one that is held up in the middle.
@@ -133,24 +133,24 @@ VALUES ('job', 1, 0, 'h', 7, 9, 2, 6.0, 0.0, 0.0)
 """
 
 
+def _upgrade(connection: Connection, revision: str) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(Path(runner.__file__).parent).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = connection
+    command.upgrade(config, revision)
+
+
 @pytest.mark.parametrize("stopped_at", ["", "0003", "half of 0004", "0005"])
 def test_a_database_of_the_first_schema_keeps_its_hosts(database_url: str, stopped_at: str) -> None:
     db = Database(database_url)
-
-    def upgrade(connection: Connection, revision: str) -> None:
-        config = Config()
-        config.set_main_option("script_location", str(Path(runner.__file__).parent).replace("%", "%%"))
-        config.set_main_option("path_separator", "os")
-        config.attributes["connection"] = connection
-        command.upgrade(config, revision)
-
     with db.write() as connection:
-        upgrade(connection, "0001")
+        _upgrade(connection, "0001")
         connection.execute(text(OLD_HOST))
         connection.execute(text(OLD_RANK))
     if stopped_at:  # and killed there; within a revision only MySQL has committed anything
         with db.write() as connection:
-            upgrade(connection, "0004" if stopped_at.startswith("half") else stopped_at)
+            _upgrade(connection, "0004" if stopped_at.startswith("half") else stopped_at)
             if stopped_at.startswith("half"):
                 connection.execute(text("ALTER TABLE ranks ADD COLUMN reported_at DOUBLE"))
                 connection.execute(text("UPDATE alembic_version SET version_num = '0003'"))
@@ -160,6 +160,34 @@ def test_a_database_of_the_first_schema_keeps_its_hosts(database_url: str, stopp
         (host,) = HostCache(SystemClock()).read(connection).values()
         assert connection.execute(select(ranks.c.job, ranks.c.rank, ranks.c.host_id)).all() == [("job", 0, "h")]
     assert (host.host_id, host.address, host.last_report_at, host.workers) == ("h", "10.0.0.1", 6.0, {"job": 1})
+    db.close()
+
+
+OLD_SIGNAL = """
+INSERT INTO signals (source, incarnation, seq, kind, job, generation, host_id, observed_at, stored_at, document)
+VALUES (:source, 'i', :seq, 'worker_exited', 'job', 1, :source, 1.0, 1.0, '{}')
+"""
+
+
+@pytest.mark.parametrize("killed_after", ["", "drop", "create", "insert"])
+def test_watermarks_of_incarnations_become_those_of_their_sources(database_url: str, killed_after: str) -> None:
+    db = Database(database_url)
+    with db.write() as connection:
+        _upgrade(connection, "0013")
+        for source, seq in (("a", 1), ("b", 1), ("b", 2), ("b", 4), ("c", 2), ("d", 0), ("d", 1)):
+            connection.execute(text(OLD_SIGNAL), {"source": source, "seq": seq})
+        connection.execute(text("INSERT INTO watermarks (incarnation, seq) VALUES ('i', 2)"))  # whose?
+        if killed_after:  # as MySQL leaves it
+            connection.execute(text("DROP TABLE watermarks"))
+        if killed_after in ("create", "insert"):
+            watermarks.create(connection)
+        if killed_after == "insert":
+            connection.execute(watermarks.insert().values(incarnation="i", source="a", seq=1))
+    migrate(db)
+    with db.read() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        marks = {row.source: row.seq for row in connection.execute(select(watermarks))}
+    assert marks == {"a": 1, "b": 2, "d": 1}
     db.close()
 
 

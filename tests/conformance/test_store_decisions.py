@@ -19,6 +19,7 @@ from services.controller.view import HostChange, JobChange, PastFailure
 from services.store import tables
 
 DEADLINE_S = 120.0
+A = ("host-a", "inc-a")  # who sends, unless told otherwise
 
 
 @pytest.fixture
@@ -122,15 +123,23 @@ def test_the_same_seq_of_another_incarnation_or_source_is_another_signal(stores,
 
 def test_what_is_committed_is_told_up_to_the_first_gap(stores, make) -> None:
     committed = stores.status.committed
-    assert committed(["inc-a"]) == {}
+    assert committed([A]) == {}
     stores.commit(signals=(make.signal(2), make.signal(3)))
-    assert committed(["inc-a"]).get("inc-a", 0) == 0  # 1 is still missing: a daemon must keep it
+    assert committed([A]).get(A, 0) == 0  # 1 is still missing: a daemon must keep it
     stores.commit(signals=(make.signal(1),))
-    assert committed(["inc-a"]) == {"inc-a": 3}
+    assert committed([A]) == {A: 3}
     stores.commit(signals=(make.signal(5),))
-    assert committed(["inc-a", "unknown"]) == {"inc-a": 3}
+    assert committed([A, ("host-a", "unknown")]) == {A: 3}
     stores.commit(signals=(make.signal(4), make.signal(6)))
-    assert committed(["inc-a"]) == {"inc-a": 6}
+    assert committed([A]) == {A: 6}
+
+
+def test_a_host_acknowledges_nothing_of_another_whose_incarnation_it_has(stores, make) -> None:
+    stores.commit(signals=tuple(make.signal(seq, source="host-b") for seq in (1, 2, 3)))
+    assert stores.status.committed([A]) == {}
+    stores.commit(signals=(make.signal(1), make.signal(4, source="host-b")))
+    assert stores.status.committed([A]) == {A: 1}
+    assert stores.status.committed([("host-b", "inc-a"), A]) == {("host-b", "inc-a"): 4, A: 1}
 
 
 def test_a_signal_of_a_job_or_generation_that_never_was_is_kept_and_harmless(stores, make) -> None:
@@ -147,7 +156,7 @@ def test_a_signal_of_a_job_or_generation_that_never_was_is_kept_and_harmless(sto
     after = stores.decisions.load_view()
     assert after.jobs[0].generation == before.jobs[0].generation
     assert after.hosts == before.hosts
-    assert stores.status.committed(["inc-a"])["inc-a"] == 3
+    assert stores.status.committed([A])[A] == 3
 
 
 def test_a_signal_that_fits_no_column_does_not_hold_up_the_others(stores, make) -> None:

@@ -38,6 +38,7 @@ from services.store.decision_store import SqlDecisionStore
 from services.store.read_models import ReadModels
 
 DEADLINE_S = 120.0
+A = ("host-a", "inc-a")  # who sends, unless told otherwise
 LEASE_S = 3600.0  # it is not to run out between two steps of a test, nor in the middle of one
 SETTINGS = PolicySettings(spare_fresh_s=3600.0)  # hosts report once here, and stay there
 
@@ -199,7 +200,7 @@ def test_a_killed_worker_is_recovered_from_once(running, cluster: Cluster, store
     assert isinstance(started, StartWorkers)
     assert started.placement.restore is not None
     assert (started.placement.restore.step, started.placement.master_port) == (10, 29501)
-    assert stores.status.committed(["inc-a"]) == {"inc-a": 1}
+    assert stores.status.committed([A]) == {A: 1}
     assert cluster.bus.read(None, limit=10) == []  # behind the stored cursor nothing is kept
 
 
@@ -307,16 +308,16 @@ def test_without_the_bus_what_needs_none_is_decided_and_signals_wait(running, cl
     cluster.kill()
     stores.jobs.request_stop("job", cluster.clock.wall_s())
     eventually(lambda: (loop.run_once(), DecisionKind.STOP_JOB.value in cluster.decisions())[1], "the stop was decided")
-    assert stores.status.committed(["inc-a"]) == {}
+    assert stores.status.committed([A]) == {}
     bus.away = ()
-    eventually(lambda: (loop.run_once(), stores.status.committed(["inc-a"]))[1], "the signal was committed")
+    eventually(lambda: (loop.run_once(), stores.status.committed([A]))[1], "the signal was committed")
 
 
 def test_what_could_not_be_trimmed_is_trimmed_later_by_whoever_leads(running, cluster: Cluster, stores) -> None:
     bus = BusAtTimes(stores.db)
     bus.away = ("trim",)
     cluster.kill()
-    while not stores.status.committed(["inc-a"]):
+    while not stores.status.committed([A]):
         with_bus(stores, bus).run_once()
     assert len(bus.read(None, limit=10)) == 1
     bus.away = ()
@@ -340,7 +341,7 @@ def test_a_controller_killed_in_the_middle_finishes_after_its_restart_and_acts_o
     assert victim.wait(DEADLINE_S) == -signal.SIGKILL
     decided = point == "controller.after_commit"
     assert (len(cluster.decisions()) == 2) is decided
-    assert bool(stores.status.committed(["inc-a"])) is decided
+    assert bool(stores.status.committed([A])) is decided
     heir = start("heir")
     try:
         eventually(lambda: (cluster.answer(), cluster.generation == 2)[1], "the restart was carried out")
@@ -357,4 +358,4 @@ def test_a_controller_killed_in_the_middle_finishes_after_its_restart_and_acts_o
     assert len([c for c in cluster.obeyed if isinstance(c.body, StartWorkers)]) == 4
     action = cluster.reads.decision("dec-2")["action"]
     assert action["state"] == ActionState.SUCCEEDED.value
-    assert stores.status.committed(["inc-a"]) == {"inc-a": 1}
+    assert stores.status.committed([A]) == {A: 1}

@@ -88,6 +88,7 @@ def test_signals_in_any_order_and_number_are_stored_once_and_confirmed_without_g
         for source in "ab":
             mine = {seq for name, seq in stored if name == source}
             contiguous = next(n for n in range(10) if n + 1 not in mine)
-            assert stores.status.committed([f"inc-{source}"]).get(f"inc-{source}", 0) == contiguous
+            sender = (f"host-{source}", f"inc-{source}")
+            assert stores.status.committed([sender]).get(sender, 0) == contiguous
     assert stored == set(arrivals)
     assert stores.decisions.cursor() == cursor

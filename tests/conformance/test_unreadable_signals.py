@@ -41,6 +41,9 @@ class ItsSignal(msgspec.Struct):
     body: OfAnotherRelease
 
 
+A = ("host-a", "inc-a")
+
+
 def strange(seq: int) -> ItsSignal:
     return ItsSignal("host-a", "inc-a", seq, 5.0, OfAnotherRelease(451))
 
@@ -90,7 +93,7 @@ def test_an_unreadable_signal_is_told_and_counts_as_committed(stores, make, bus_
     bus, _ = bus_and_loss
     bus.publish([make.signal(1), strange(2), make.signal(3)])
     loop.run_once()
-    assert stores.status.committed(["inc-a"]) == {"inc-a": 3}
+    assert stores.status.committed([A]) == {A: 3}
     assert told(stores) == ["worker_exited", "signal_unreadable", "worker_exited"]
     bus.publish([strange(2)])  # as a daemon does whose reply was lost
     loop.run_once()
@@ -103,10 +106,10 @@ def test_what_the_bus_lost_is_waited_for_and_comes_again(stores, make, bus_and_l
     bus.publish(signals)
     lose()
     loop.run_once()
-    assert stores.status.committed(["inc-a"]).get("inc-a", 0) == 0  # the daemon keeps all of them
+    assert stores.status.committed([A]).get(A, 0) == 0  # the daemon keeps all of them
     bus.publish(signals)  # and sends them again
     loop.run_once()
-    assert stores.status.committed(["inc-a"]) == {"inc-a": 3}
+    assert stores.status.committed([A]) == {A: 3}
     assert told(stores) == ["worker_exited"] * 3
 
 
@@ -129,5 +132,5 @@ def test_a_signal_that_fits_no_column_counts_as_committed_too(stores, make) -> N
     unseen = stores.decisions.unseen([make.signal(1), huge, make.signal(3)])
     assert [type(signal.body).__name__ for signal in unseen] == ["WorkerExited", "SignalUnreadable", "WorkerExited"]
     stores.commit(signals=unseen)
-    assert stores.status.committed(["inc-a"]) == {"inc-a": 3}
+    assert stores.status.committed([A]) == {A: 3}
     assert stores.decisions.unseen([huge]) == []

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from flyball.contracts.cluster import HostFacts
-from flyball.contracts.signals import EngineStatus, HostReturned, HostSilent, Report, Signal
+from flyball.contracts.signals import EngineStatus, HostReturned, HostSilent, Report, Sender, Signal
 from flyball.contracts.wire import WIRE_VERSION, encode
 from services.actuator.notify import AsyncWakeup
 from services.runtime.auth import Authenticator
@@ -57,7 +57,7 @@ class ManualClock:
 def test_what_the_sensor_found_out_is_published_again_until_it_is_committed() -> None:
     clock = ManualClock()
     queue = ReportQueue(max_items=1000, max_size_bytes=1_000_000)
-    stored: dict[str, int] = {}
+    stored: dict[Sender, int] = {}
     committed = CommittedPositions(lambda _: dict(stored), clock)
     detector = FaultDetector(DetectorSettings())
     ingest = Ingest(
@@ -92,11 +92,11 @@ def test_what_the_sensor_found_out_is_published_again_until_it_is_committed() ->
     assert isinstance(silent.body, HostSilent) and (silent.source, silent.seq) == ("sensor.s", 1)
     let_pass(10, "a")  # whatever was on the bus is lost
     assert published == [silent] * 3
-    stored["i1"] = 1
+    stored["sensor.s", "i1"] = 1
 
     async def look() -> None:
         looking = asyncio.create_task(committed.run(AsyncWakeup(LocalWakeup(), "events")))
-        while not committed.is_committed("i1", 1):
+        while not committed.is_committed(silent):
             await asyncio.sleep(0)
         looking.cancel()
 

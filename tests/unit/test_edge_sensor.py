@@ -13,7 +13,7 @@ import pytest
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostFacts
 from flyball.contracts.errors import Unreachable
-from flyball.contracts.signals import EngineStatus, PreemptionNotice, RankMarks, Report, Signal
+from flyball.contracts.signals import EngineStatus, PreemptionNotice, RankMarks, Report, Sender, Signal
 from flyball.contracts.wire import WIRE_VERSION
 from services.actuator.notify import AsyncWakeup
 from services.controller.ports import Cursor, Delivered
@@ -114,7 +114,7 @@ class Status:
         self.steps.extend(summary.job for summary in steps)
         self.hosts.extend(r.facts.host_id for r, _ in reports)
 
-    def committed(self, incarnations: Sequence[str]) -> dict[str, int]:
+    def committed(self, senders: Sequence[Sender]) -> dict[Sender, int]:
         return {}
 
     def hosts_with_placement(self) -> dict[str, float]:
@@ -313,37 +313,38 @@ def test_stopping_does_not_wait_for_an_absent_database(rig: Rig) -> None:
 
 
 def test_committed_positions_are_asked_for_only_while_something_is_outstanding() -> None:
-    asked: list[list[str]] = []
-    committed = {"i1": 2}
+    asked: list[list[Sender]] = []
+    committed = {("h", "i1"): 2}
 
-    def read(incarnations: Sequence[str]) -> dict[str, int]:
-        asked.append(list(incarnations))
-        return {i: committed[i] for i in incarnations if i in committed}
+    def read(senders: Sequence[Sender]) -> dict[Sender, int]:
+        asked.append(list(senders))
+        return {sender: committed[sender] for sender in senders if sender in committed}
 
     async def scenario() -> None:
         wakeup = LocalWakeup()
         bell = AsyncWakeup(wakeup, "events")
         positions = CommittedPositions(read, SystemClock())
         task = asyncio.create_task(positions.run(bell))
-        positions.expect("i1", 3)
+        positions.expect("h", "i1", 3)
         async with asyncio.timeout(60):
-            while not positions.is_committed("i1", 2):
+            while not positions.known("h", ["i1"]):
                 await asyncio.sleep(0)
-        assert not positions.is_committed("i1", 3)
-        committed["i1"] = 3
+        assert positions.known("h", ["i1"]) == {"i1": 2}
+        committed["h", "i1"] = 3
         wakeup.notify("events")
         async with asyncio.timeout(60):
-            while not positions.is_committed("i1", 3):
+            while positions.known("h", ["i1"]) != {"i1": 3}:
                 await asyncio.sleep(0)
-        assert positions.known(["i1", "i2"]) == {"i1": 3}
+        assert positions.known("h", ["i1", "i2"]) == {"i1": 3}
+        assert positions.known("other", ["i1"]) == {}
         n_asked = len(asked)
-        positions.expect("i1", 3)  # a repeat of what is committed
-        positions.expect("i9", 1)
+        positions.expect("h", "i1", 3)  # a repeat of what is committed
+        positions.expect("h", "i9", 1)
         wakeup.notify("events")
         async with asyncio.timeout(60):
             while len(asked) == n_asked:
                 await asyncio.sleep(0)
-        assert all(question == ["i9"] for question in asked[n_asked:])
+        assert all(question == [("h", "i9")] for question in asked[n_asked:])
         task.cancel()
 
     asyncio.run(scenario())
