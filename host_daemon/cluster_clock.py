@@ -1,5 +1,5 @@
-"""The host's clock, set right by the supervisor's where it is plainly wrong, and never set back: by their dates sensors
-and the database tell new reports from old ones."""
+"""The host's clock, set right by the supervisor's where it is plainly wrong, and set back by nobody else: by their
+dates sensors and the database tell new reports from old ones."""
 
 from __future__ import annotations
 

@@ -83,22 +83,24 @@ class JobWatch:
 
     def wait(self) -> Job:
         """The job when it has ended, or as it is when the person lost patience (a second Ctrl-C)."""
-        stop_by = 0.0
+        stop_by, known = 0.0, _UNKNOWN
         while True:
             shown_at = time.monotonic()
-            self._away_limit_s = min(self._away_limit_s, AWAY_AT_END_S) if stop_by else self._away_limit_s
+            if stop_by and self._away_limit_s == AWAY_LIMIT_S:  # of a supervisor that ends with the job
+                self._away_limit_s = AWAY_AT_END_S
             try:
                 job = self._look()
             except Unreachable:
                 if not stop_by:
                     raise
-                return _UNKNOWN  # it ended with the job, before this command heard of that
+                return known  # it ended with the job, before this command heard of that
             if job:
+                known = job
                 self._say_what_is_not_seen(job)
             has_ended = job is not None and JobState(job["state"]).ended
             then = self._on_signal(job) if self._signals.count and not (stop_by or has_ended) else Next.WAIT
             if then is Next.END:
-                return job or _UNKNOWN
+                return known
             if then is Next.STOP_JOB:
                 say(f"stopping job {self._spec.job} (again: at once)")
                 waits_s = self._end_takes_s if self._ask_to_stop() else 0.0
@@ -108,7 +110,7 @@ class JobWatch:
                     return job
                 stop_by = stop_by or time.monotonic() + self._end_takes_s
             if self._signals.count > 1 or (stop_by and time.monotonic() > stop_by):
-                return job or _UNKNOWN
+                return known
             while time.monotonic() - shown_at < STATUS_INTERVAL_S:
                 self._keep_all()
                 if self._rest():

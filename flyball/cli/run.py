@@ -7,7 +7,6 @@ import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -35,9 +34,6 @@ from flyball.forwarded_environment import explicit
 from flyball.launch_grammar import help_text
 from flyball.launcher import RunRequest, default_job_name, parse_run
 from flyball.programs import find_program
-
-if TYPE_CHECKING:
-    pass
 
 
 def run(arguments: list[str]) -> int:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flyball.cli.client import ApiClient
 
 OWN_HOST_REPORT_INTERVAL_S: Final = 0.5
-OTHERS_HEAR_WITHIN_S: Final = 15.0
+OTHERS_HEAR_WITHIN_S: Final = 10.0
 OTHERS_LOOK_INTERVAL_S: Final = 0.2
 
 

@@ -104,11 +104,16 @@ def say_what_is_missing(round_: Round, job: JobView) -> None:
 
 
 def _may_start_one_day(round_: Round, job: JobView) -> bool:
-    """Whether there are hosts enough for it, busy ones included."""
+    """Whether there are hosts enough for it, busy ones included. In very large clusters not all hosts are looked at,
+    and nothing is kept: a job that can never start would keep all others waiting."""
     if not round_.view.is_whole:
-        return True  # of very many hosts not all are looked at
-    named = frozenset(job.spec.hosts)
-    well = (h for h in round_.hosts.values() if h.state in _WELL and not h.left_at and not h.is_leaving)
+        return False
+    named, fresh_at = frozenset(job.spec.hosts), round_.now - round_.settings.spare_fresh_s
+    well = (
+        h
+        for h in round_.hosts.values()
+        if h.state in _WELL and not h.left_at and not h.is_leaving and (h.job or h.last_report_at >= fresh_at)
+    )  # nobody looks for a free host that is switched off
     return sum(not named or host.host_id in named for host in well) >= job.spec.nnodes
 
 

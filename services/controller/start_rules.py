@@ -11,7 +11,7 @@ import msgspec
 
 from flyball.contracts.cluster import HostState
 from flyball.contracts.decisions import ActionState, DecisionKind, FailedStart, Incident
-from flyball.contracts.errors import PortInUse, StaleCommand, StorageFull
+from flyball.contracts.errors import FlyballError, PortInUse, StaleCommand, StorageFull, Unreachable
 from flyball.contracts.signals import STORE_ENDED
 from services.controller import diagnosis, guardrails, plans, recovery_rules
 from services.controller.diagnosis import WORKER_START_FAILED
@@ -20,7 +20,11 @@ from services.controller.round import Case, Round, Verdict
 from services.controller.view import GenerationView
 from services.controller.wording import listed
 
-_OURS = frozenset({PortInUse.code, STORE_ENDED, StaleCommand.code, "interrupted", "superseded"})
+# Also what a daemon brings upon itself: a spawner that died, an exception, an answer that came late.
+_OURS = frozenset(
+    {PortInUse.code, STORE_ENDED, StaleCommand.code, Unreachable.code, FlyballError.code}
+    | {"interrupted", "superseded", "spawn_failed", "timed_out"}
+)
 _OURS_TIMES = 3  # so often in a row on one host, and it is the host's after all
 _ASK_AGAIN_S = 1.0  # a spare may come first
 _LONG_BACK_OFF_S = 45.0  # when patience is over, and a host is waited for; less than patience: still in a row
@@ -173,11 +177,9 @@ def _is_well_elsewhere(generation: GenerationView, incident: Incident) -> bool:
 
 def _others(case: Case) -> list[str]:
     """Hosts that could have the ranks one day: busy ones too, and those that are not heard of."""
-    named, job = case.job.spec.hosts, case.job.spec.job
+    named = case.job.spec.hosts
     return [
-        host.host_id
-        for host in case.round.hosts.values()
-        if not host.left_at and (not named or host.host_id in named) and host.job in ("", job)
+        host.host_id for host in case.round.hosts.values() if not host.left_at and (not named or host.host_id in named)
     ]
 
 

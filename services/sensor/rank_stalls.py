@@ -66,7 +66,7 @@ class StallWatch:
 
     def recall(self, known: Mapping[str, LearnedJob]) -> None:
         """What an earlier sensor learned of jobs; of those that this one knows better nothing is taken."""
-        self._recalled = {name: learned for name, learned in known.items() if name not in self._jobs}
+        self._recalled.update((name, learned) for name, learned in known.items() if name not in self._jobs)
         for name in known.keys() & self._jobs.keys():
             self._jobs[name].recall(known[name])
 

@@ -99,10 +99,10 @@ class WatchedJob:
         if not self.pace.recall(learned.pace):
             return
         self._stepped_before = learned.generation, learned.stepped_to
-        if learned.generation == self.generation:
-            self.alarm = self.alarm or learned.alarm
-        elif learned.alarm is not None and learned.generation < self.generation:
+        if learned.generation < self.generation:
             self.pace.begin(learned.alarm)
+        elif learned.generation == self.generation and learned.alarm is not None:
+            self.alarm, self.stalled = learned.alarm, frozenset(learned.alarm.ranks)
         for rank in self.ranks.values():
             self.see(rank)
         self.changes += 1

@@ -24,6 +24,7 @@ from services.store.sqlite_turns import begin_immediate
 
 T = TypeVar("T")
 
+MIGRATION_ATTEMPTS = 6  # on SQLite
 BUSY_TIMEOUT_S = 10.0  # the longest that a transaction waits for another one's lock
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 20.0  # the longest wait for one answer of a MySQL server; longer than a lock wait
@@ -153,13 +154,20 @@ def migrate(db: Database) -> None:
     """
     from services.store.fresh_schema import is_newest_or_made
 
-    if db.is_sqlite:
-        with db.write() as connection:
-            if is_newest_or_made(connection):
-                return
-    from services.store.migrations.runner import upgrade  # alembic takes long to import
+    for attempt in range(1, MIGRATION_ATTEMPTS + 1):
+        try:
+            if db.is_sqlite:
+                with db.write() as connection:
+                    if is_newest_or_made(connection):
+                        return
+            from services.store.migrations.runner import upgrade  # alembic takes long to import
 
-    upgrade(db)
+            upgrade(db)
+        except Unreachable:  # another process migrates for longer than a transaction waits
+            if not db.is_sqlite or attempt == MIGRATION_ATTEMPTS:
+                raise
+        else:
+            return
 
 
 def _parse(url: str) -> URL:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import xxhash
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, delete, select, update
 
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.cluster import HostState, JobState
@@ -87,11 +87,17 @@ class SqlStatusStore:
         )
 
     def learn(self, known: Mapping[str, LearnedJob], at: float) -> None:
-        """Store what a sensor has learned of jobs, for the next one; `at` wall clock."""
-        rows = [{"job": job, "told_at": at, "learned": dump(learned)} for job, learned in known.items()]
-        self._db.transact(
-            lambda connection: upsert(connection, learned_jobs, rows, replace=("told_at", "learned")), durable=False
-        )
+        """Store what a sensor has learned of running jobs, for the next one; `at` wall clock. What is known of jobs
+        that have ended is forgotten."""
+        running = select(jobs.c.job).where(jobs.c.state == JobState.RUNNING.value)
+
+        def store(connection: Connection) -> None:
+            names = known.keys() & set(connection.scalars(running))
+            rows = [{"job": job, "told_at": at, "learned": dump(known[job])} for job in sorted(names)]
+            upsert(connection, learned_jobs, rows, replace=("told_at", "learned"))
+            connection.execute(delete(learned_jobs).where(learned_jobs.c.job.not_in(running)))
+
+        self._db.transact(store, durable=False)
 
     def committed(self, senders: Collection[Sender]) -> dict[Sender, int]:
         """For each sender that is known: every signal up to this seq is committed."""

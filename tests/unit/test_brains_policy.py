@@ -824,5 +824,7 @@ def test_what_does_not_delay_the_first_job_goes_before_it() -> None:
     hosts = (host("a"), host("b"), host("c", job="other"))
     assert started(waiting("large", 2, hosts=("a", "c")), waiting("small", 1), hosts=hosts)[0] == ["small"]
     assert started(waiting("huge", 4), waiting("small", 1), hosts=hosts)[0] == ["small"], "it may wait for ever"
+    ghost = msgspec.structs.replace(host("z"), last_report_at=NOW - 900)
+    assert started(waiting("large", 3), waiting("small", 1), hosts=(*hosts[:2], ghost))[0] == ["small"], "it is off"
     stopped = msgspec.structs.replace(waiting("large", 3), stop_requested=True)
     assert "small" in started(stopped, waiting("small", 1), hosts=hosts)[0]

@@ -568,3 +568,31 @@ def test_what_a_sensor_learned_itself_counts_more_than_what_was_stored(job: Job)
     before = job.detector.learned()
     job.detector.recall(stored)
     assert job.detector.learned() == before
+
+
+def test_what_was_stored_of_a_job_outlives_news_of_other_jobs(job: Job) -> None:
+    stored = job.detector.learned()
+    job.detector = FaultDetector(DetectorSettings(tick_interval_s=60.0))
+    job.detector.recall(stored)
+    job.detector.recall({})
+    job.report()
+    assert job.detector.learned()["j"].pace.steps == stored["j"].pace.steps
+
+
+def test_a_job_that_restarts_with_its_sensor_warms_up_anew(job: Job) -> None:
+    stored = job.detector.learned()
+    job.detector = FaultDetector(DetectorSettings(tick_interval_s=60.0))
+    job.detector.recall(stored)
+    job.restart()
+    pace = job.detector._stalls._jobs["j"].pace
+    pace.stepped_first(1000, 60.0)
+    assert pace.usual_step_s() == 60.0, "its second step may take as long as the first"
+
+
+def test_an_alarm_that_was_recalled_ends_when_its_rank_goes_on(job: Job) -> None:
+    job.pause(310.0)
+    assert len(job.stalls) == 1
+    restarted(job)
+    assert job.detector.learned()["j"].alarm is not None
+    job.train(1)
+    assert job.detector.learned()["j"].alarm is None

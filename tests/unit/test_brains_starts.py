@@ -176,6 +176,19 @@ def test_a_job_that_no_host_can_start_fails_when_patience_is_over() -> None:
     assert held.kind is DecisionKind.HOLD, "a host that could start it may come back"
 
 
+def test_a_busy_host_could_start_the_job_one_day() -> None:
+    alone = incident(FailedStart("a", FULL, 3, NOW - 121, 9))
+    busy = msgspec.structs.replace(host("z"), job="another")
+    (held,) = look(job(nnodes=1), host("a"), busy, incidents=[alone]).decisions
+    assert held.kind is DecisionKind.HOLD
+
+
+@pytest.mark.parametrize("code", ["error", "spawn_failed", "timed_out", "unreachable"])
+def test_a_daemon_that_fails_by_itself_is_asked_again_before_its_host_is_blamed(code: str) -> None:
+    outcome = look(job(), host("a"), host("b"), host("c"), incidents=[incident()], signals=[failed("a", code)])
+    assert outcome.decisions[-1].rule == "start_again"
+
+
 def test_failures_with_a_long_time_between_them_are_not_one_row_of_them() -> None:
     """A spare lacked the script, and was left; minutes later it is the share that is away, for all."""
     both = incident(*(FailedStart(name, MISSING, 2, NOW - 150, 3, NOW - 121) for name in "ab"))

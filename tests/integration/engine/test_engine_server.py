@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
+from ckpt_engine.coordinator import MAX_ABANDONED
 from ckpt_engine.notices import SaveAborted, SaveWaited
 from ckpt_engine.slots import RankSegments, RestoreState, SlotState
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier
@@ -94,7 +95,7 @@ def test_a_host_that_was_away_while_more_steps_were_abandoned_than_have_names_go
     b.kill()
     for step in range(1, 21):
         first.notify(SaveAborted("job", 0, 1, step, "no room"))
-    until(lambda: first.segments.read_world().abandoned.upto >= 12)
+    until(lambda: len(first.segments.read_world().abandoned.named) == MAX_ABANDONED)
     b.start()
     for rank in (second, first):  # the second waits until step 1 is abandoned for it
         rank.save(30)
