@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import structlog
 from sqlalchemy import Connection, and_, insert, or_, select, tuple_
 
 from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.signals import Sender, Signal, WorkerExited
+from flyball.contracts.signals import Signal, WorkerExited
 from services.controller.unreadable import unstorable
 from services.store.codec import dump, load, subject_of
-from services.store.status_store import raise_newest_step
+from services.store.status_store import raise_newest_step, read_watermarks
 from services.store.tables import generations, ranks, signals, watermarks
 from services.store.upsert import upsert
 
@@ -162,14 +162,6 @@ def _hosts_of_ranks(connection: Connection, wanted: set[tuple[str, int]]) -> dic
     return {
         (plan.job, plan.generation, rank): host.host_id for plan in plans for host in plan.hosts for rank in host.ranks
     }
-
-
-def read_watermarks(connection: Connection, senders: Collection[Sender]) -> dict[Sender, int]:
-    """For each sender that is known: every signal up to this seq is stored."""
-    incarnations = sorted({incarnation for _, incarnation in senders})
-    query = select(watermarks).where(watermarks.c.incarnation.in_(incarnations))
-    marks = {(row.source, row.incarnation): row.seq for row in connection.execute(query)}
-    return {sender: marks[sender] for sender in senders if sender in marks}
 
 
 def _raise_watermarks(connection: Connection, fresh: Sequence[Signal]) -> None:

@@ -16,13 +16,13 @@ from flyball.contracts.signals import Report, Sender
 from flyball.contracts.wire import encode
 from services.sensor.rank_states import LearnedJob
 from services.sensor.step_log import StepSummary
-from services.store import events, persistent_steps, report_events, signal_writer, vouching
+from services.store import events, persistent_steps, report_events, vouching
 from services.store.codec import dump
 from services.store.database import Database
 from services.store.positions import document_of, read_positions, rows_of
 from services.store.report_events import RankKey, RankRow, Received
 from services.store.running_plans import GivenPlans, RunningPlans, hosts_of
-from services.store.tables import generations, host_reports, hosts, jobs, learned_jobs, ranks
+from services.store.tables import generations, host_reports, hosts, jobs, learned_jobs, ranks, watermarks
 from services.store.upsert import upsert
 from services.store.versions import new_version
 
@@ -104,7 +104,7 @@ class SqlStatusStore:
         if not senders:
             return {}
         with self._db.read() as connection:
-            return signal_writer.read_watermarks(connection, senders)
+            return read_watermarks(connection, senders)
 
     def hosts_with_placement(self) -> dict[str, float]:
         """The hosts on which workers of running jobs should be -> when any sensor last heard of each (wall clock)."""
@@ -117,6 +117,14 @@ class SqlStatusStore:
             for row in connection.execute(query.where(host_reports.c.host_id.in_(sorted(wanted)))):
                 heard_at[row.host_id] = max(row.received_at, heard_at.get(row.host_id, 0.0))
         return {host_id: heard_at.get(host_id, 0.0) for host_id in sorted(named)}
+
+
+def read_watermarks(connection: Connection, senders: Collection[Sender]) -> dict[Sender, int]:
+    """For each sender that is known: every signal up to this seq is stored."""
+    incarnations = sorted({incarnation for _, incarnation in senders})
+    query = select(watermarks).where(watermarks.c.incarnation.in_(incarnations))
+    marks = {(row.source, row.incarnation): row.seq for row in connection.execute(query)}
+    return {sender: marks[sender] for sender in senders if sender in marks}
 
 
 def _record(
