@@ -23,6 +23,7 @@ from flyball.contracts.errors import (
     InvalidMessage,
     ReportOutOfOrder,
     ReportReplayed,
+    TooBusy,
     WrongClock,
 )
 from flyball.contracts.identity import is_name
@@ -51,6 +52,12 @@ class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     max_clock_error_s: float = 60.0  # by which the sender's clock may be wrong, either way
     resume_after_s: float = 30.0  # a superseded daemon is heard again when its successor was silent for this long
     max_hosts: int = 20_000  # the one not heard of for longest makes room
+    max_signals: int = 1_000  # in one report; a daemon sends 200
+    # Of one host, on the average. A spool of 10,000 signals is told in less than a minute.
+    signals_per_s: float = 200.0
+    signal_bytes_per_s: float = 256 << 10
+    large_bytes_per_s: float = 2 << 20  # of large reports, which cost time to decode
+    burst_s: float = 10.0  # so much of each at once
 
 
 class _Host:
@@ -76,6 +83,33 @@ class _Host:
         self.incarnation = incarnation
 
 
+class Allowance:
+    """What each host may send of something, counted in seconds of its rate (a token bucket): up to `burst_s` at once.
+    Who has some left may go beyond, and waits the longer: so everything gets through in the end."""
+
+    def __init__(self, what: str, *, burst_s: float, max_hosts: int) -> None:
+        self._what = what
+        self._burst_s = burst_s
+        self._max_hosts = max_hosts
+        self._paid_until_s: dict[str, float] = {}
+
+    def check(self, host_id: str, now_s: float) -> None:
+        """Raise TooBusy while the host has nothing left."""
+        wait_s = self._paid_until_s.get(host_id, 0.0) - self._burst_s - now_s
+        if wait_s > 0.0:
+            raise TooBusy(
+                f"Host {host_id!r} sends more {self._what} than one host may.",
+                retry_after_s=wait_s,
+                hint="send the report again after Retry-After; signals stay in the spool until then",
+            )
+
+    def spend(self, host_id: str, cost_s: float, now_s: float) -> None:
+        paid_until_s = max(now_s, self._paid_until_s.pop(host_id, now_s)) + cost_s
+        while len(self._paid_until_s) >= self._max_hosts:
+            del self._paid_until_s[next(iter(self._paid_until_s))]
+        self._paid_until_s[host_id] = paid_until_s
+
+
 class Admission:
     """`check` asks, `taken` remembers: between them the report may still find the queue full, and then it may come
     again as it is. Not thread-safe: one loop feeds it."""
@@ -84,6 +118,8 @@ class Admission:
         self._settings = settings
         self._hosts: dict[str, _Host] = {}  # in the order of heard_s
         self._names: set[str] = set()
+        self._signals = Allowance("signals", burst_s=settings.burst_s, max_hosts=settings.max_hosts)
+        self._large = Allowance("bytes", burst_s=settings.burst_s, max_hosts=settings.max_hosts)
 
     def check(self, report: Report, *, host_id: str, now: float, now_s: float) -> None:
         """Raise the reason for which a report, that came with the token of `host_id`, is not taken.
@@ -113,9 +149,24 @@ class Admission:
             self._check_names(report.losses)
         self._check_clock(report, now)
         if report.signals:
-            _check_signals(report.signals, host_id)
+            self._check_signals(report.signals, host_id)
         if report.copies and (known is None or report.copies is not known.copies):
             _check_copies(report.copies, host_id)
+
+    def check_large(self, host_id: str, size_bytes: int, *, now_s: float) -> None:
+        """Raise TooBusy for a large report, before it is decoded, of a host that sent too much of that kind."""
+        self._large.check(host_id, now_s)
+        self._large.spend(host_id, size_bytes / self._settings.large_bytes_per_s, now_s)
+
+    def check_quota(self, host_id: str, *, now_s: float) -> None:
+        """Raise TooBusy while a host may send no further signals."""
+        self._signals.check(host_id, now_s)
+
+    def spend(self, host_id: str, n_signals: int, size_bytes: int, *, now_s: float) -> None:
+        """Signals of the host were taken, so many and so large."""
+        settings = self._settings
+        cost_s = max(n_signals / settings.signals_per_s, size_bytes / settings.signal_bytes_per_s)
+        self._signals.spend(host_id, cost_s, now_s)
 
     def taken(self, report: Report, *, now_s: float) -> None:
         """The report was taken: what is not newer is refused from now on."""
@@ -131,6 +182,15 @@ class Admission:
         host.heard_s = now_s
         self._hosts[host_id] = host
         host.copies, host.workers = report.copies, report.workers
+
+    def _check_signals(self, signals: Sequence[Signal], host_id: str) -> None:
+        limit = self._settings.max_signals
+        if len(signals) > limit:
+            raise InvalidMessage(
+                f"The report of {host_id!r} carries {len(signals)} signals; {limit} are the most.",
+                hint="send them in several reports",
+            )
+        _check_signals(signals, host_id)
 
     def _check_order(self, report: Report, host: _Host, now_s: float) -> None:
         if report.incarnation == host.incarnation:

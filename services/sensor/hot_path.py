@@ -28,7 +28,7 @@ from services.runtime.auth import Authenticator, Role
 from services.runtime.http_protocol import BoundedProtocol
 from services.runtime.problem_details import MEDIA_TYPE, BodyTooSlow, Problem, details, details_of
 from services.runtime.telemetry import Metrics
-from services.sensor.ingest import NOTHING_NEW, Ingest
+from services.sensor.ingest import LARGE_REPORT_BYTES, NOTHING_NEW, Ingest
 from services.sensor.report_decoding import ReportDecoder
 
 PATH = "/v1/reports"
@@ -161,6 +161,8 @@ class ReportDesk:
             self._ok = _head(200, headers, "application/json")
             self._ok_nothing_new = _answer(self._ok, _NOTHING_NEW)
         try:
+            if len(body) > LARGE_REPORT_BYTES:
+                self._ingest.admit_large(host_id, len(body))
             reply = self._ingest.accept(self._decode(body, host_id), host_id=host_id, size_bytes=len(body))
         except FlyballError as error:
             if isinstance(error, OtherVersion):

@@ -16,6 +16,7 @@ from flyball.contracts.errors import FlyballError, TooBusy
 from flyball.contracts.losses import RankLoss
 from flyball.contracts.rank_columns import CompletedSteps
 from flyball.contracts.signals import RankMarks, Report, ReportReply, Signal, SignalBody
+from flyball.contracts.wire import encode
 from services.runtime.outages import OUTAGES, Outage
 from services.runtime.telemetry import Metrics
 from services.sensor.admission import Admission, reason_of
@@ -53,6 +54,7 @@ class WriteVouches(Protocol):
 
 
 RETRY_AFTER_S = 1.0
+LARGE_REPORT_BYTES = 32 << 10
 PLACEMENTS_EVERY_S = 1.0
 PLACEMENTS_AT_MOST_EVERY_S = 0.1  # also when hosts tell of generations that are not known here
 OWN_AT_ONCE = 500  # far below what the bus takes at once
@@ -123,7 +125,7 @@ class Ingest:
 
     def accept(self, report: Report, *, host_id: str, size_bytes: int) -> ReportReply:
         """Take one report that came with the token of `host_id`. Raises what `Admission.check` does, or TooBusy when
-        the queue is full: the daemon sends it again."""
+        the queue is full or the host has sent too many signals: the daemon sends it again."""
         now_s, now = self._clock.monotonic_s(), self._clock.wall_s()
         try:
             self._admission.check(report, host_id=host_id, now=now, now_s=now_s)
@@ -135,11 +137,9 @@ class Ingest:
         if found := self._detector.observe(heard, now_s):
             self._raise_signals(found, now_s)
         self.vouches.heard(host_id, now_s)
+        new = self._new_signals(report.signals, host_id, now_s) if report.signals else ()
         if report.marks:
             report = msgspec.structs.replace(report, marks=self._new_marks(report, now_s))
-        new: tuple[Signal, ...] = ()
-        if report.signals:
-            new = tuple(s for s in report.signals if not self._committed.is_committed(s))
         if not self._queue.offer(Received(report, new, size_bytes, now, now_s)):
             self._steps.forget_marks(report.marks)
             self._metrics.reports_refused.labels(reason="queue_full").inc()
@@ -157,6 +157,8 @@ class Ingest:
             self._detector.leave(host_id)
             self.vouches.left(host_id)
         self._received.count += 1
+        if new:
+            self._admission.spend(host_id, len(new), len(encode(new)), now_s=now_s)
         for signal in new:
             self._committed.expect(host_id, signal.incarnation, signal.seq)
         incarnations = {report.incarnation, *(s.incarnation for s in report.signals)} if report.signals else None
@@ -164,9 +166,18 @@ class Ingest:
         ask = self._detector.questions(host_id)
         return ReportReply(known, ask) if known or ask else NOTHING_NEW
 
+    def admit_large(self, host_id: str, size_bytes: int) -> None:
+        """To be asked before a report of more than LARGE_REPORT_BYTES is decoded. Raises TooBusy; the host is alive."""
+        try:
+            self._admission.check_large(host_id, size_bytes, now_s=self._clock.monotonic_s())
+        except TooBusy:
+            self._metrics.reports_refused.labels(reason="host_quota").inc()
+            self.hear(host_id)
+            raise
+
     def hear(self, host_id: str) -> None:
-        """A report of another wire version came with the token of `host_id`: it is refused, and nothing in it is
-        believed, but the host is alive."""
+        """A report that is not read came with the token of `host_id`, of another wire version, or too large: it is
+        refused, and nothing in it is believed, but the host is alive."""
         now_s = self._clock.monotonic_s()
         self._raise_signals(self._detector.hear(host_id, now_s), now_s)
         self.vouches.heard(host_id, now_s)
@@ -278,6 +289,17 @@ class Ingest:
         incarnation = self._own.incarnation
         self._own.committed(self._committed.known(self._own.source, (incarnation,)).get(incarnation, 0))
         self._hand_on(self._own.due(now_s), now_s)
+
+    def _new_signals(self, signals: Sequence[Signal], host_id: str, now_s: float) -> tuple[Signal, ...]:
+        """Those that are not committed. Raises TooBusy when the host has sent too many."""
+        new = tuple(signal for signal in signals if not self._committed.is_committed(signal))
+        if new:
+            try:
+                self._admission.check_quota(host_id, now_s=now_s)
+            except TooBusy:
+                self._metrics.reports_refused.labels(reason="host_quota").inc()
+                raise
+        return new
 
     def _may_say(self, report: Report) -> tuple[Report, Report]:
         """As `Placed.split`; a generation that is not known is looked for at once, the first time."""

@@ -14,6 +14,11 @@ import msgspec
 from flyball.contracts.signals import Report, Signal
 from services.sensor.step_log import StepSummary
 
+MAX_SIGNALS_AT_ONCE = 1000  # far below what the bus holds: more than that it would refuse for ever
+MAX_BYTES_AT_ONCE = 1 << 20  # of reports with signals; or one of them
+MAX_HOST_ITEMS = 128  # of one host; a daemon's whole spool is 50
+MAX_HOST_BYTES = 8 << 20  # two of the largest reports
+
 _KEY: Any = attrgetter("source", "incarnation", "seq")
 
 
@@ -39,15 +44,28 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class ReportQueue:
-    """Signals wait first in, first out, each of them once: while they wait their hosts send them again. Of a host's
+    """Signals wait first in, first out, each of them once: while they wait their hosts send them again. Hosts take
+    turns with them, a report each, so that one that sends many delays the others' by one of its reports. Of a host's
     state only the newest waits, with the older reports that tell what is told once (moments of workers, restores); of
     hosts that tell such things, or send signals, it goes before the others': somebody waits for what they do next.
-    Bounded by the number of what is kept for its own sake, and by bytes in all. Thread-safe."""
+    Bounded by the number of what is kept for its own sake, and by bytes in all, those with signals and the others
+    each; both also for each host, so that none takes the room of the others. Thread-safe."""
 
-    def __init__(self, *, max_items: int, max_size_bytes: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_items: int,
+        max_size_bytes: int,
+        max_host_items: int = MAX_HOST_ITEMS,
+        max_host_bytes: int = MAX_HOST_BYTES,
+    ) -> None:
         self._max_items = max_items
         self._max_size_bytes = max_size_bytes
-        self._signals: deque[Received] = deque()
+        self._max_host_items = max_host_items
+        self._max_host_bytes = max_host_bytes
+        self._signals: dict[str, deque[Received]] = {}  # by host, '' the sensor's own; whose turn it is comes first
+        self._n_signals = 0  # items in it
+        self._signal_bytes = 0  # of the reports in it, whose state may have been taken
         self._waiting: set[tuple[str, str, int]] = set()  # the signals in it
         self._newest: dict[str, Received] = {}  # by host, the one that waits for longest first
         self._older: dict[str, list[Received]] = {}
@@ -77,10 +95,9 @@ class ReportQueue:
             before = self._newest.get(host_id)
             tells_once = before is not None and before.report is not None and _told_once(before.report)
             freed_bytes = 0 if before is None or tells_once else before.size_bytes
-            kept = len(self._signals) + self._kept
-            if (kept >= self._max_items and (item.signals or tells_once)) or (
-                self._size_bytes + item.size_bytes - freed_bytes > self._max_size_bytes
-            ):
+            if self._size_bytes + item.size_bytes - freed_bytes > self._max_size_bytes:
+                return False
+            if (item.signals or tells_once) and not self._has_room(item, host_id):
                 return False
             if before is not None and tells_once:
                 self._older.setdefault(host_id, []).append(before)
@@ -95,8 +112,23 @@ class ReportQueue:
                 self._changed.notify()
             return True
 
+    def _has_room(self, item: Received, host_id: str) -> bool:
+        """For what is kept for its own sake."""
+        if self._n_signals + self._kept >= self._max_items:
+            return False
+        signals, older = self._signals.get(host_id, ()), self._older.get(host_id, ())
+        of_host = sum(waiting.size_bytes for waiting in (*signals, *older))
+        return (
+            self._signal_bytes + item.size_bytes <= self._max_size_bytes
+            and len(signals) + len(older) < self._max_host_items
+            and of_host + item.size_bytes <= self._max_host_bytes
+        )
+
     def _add_signals(self, item: Received) -> None:
-        self._signals.append(item)
+        host_id = item.report.facts.host_id if item.report is not None else ""
+        self._signals.setdefault(host_id, deque()).append(item)
+        self._n_signals += 1
+        self._signal_bytes += item.size_bytes
         self._waiting.update(map(_KEY, item.signals))
         self._signals_came.notify()
         self._changed.notify()
@@ -112,8 +144,8 @@ class ReportQueue:
         return len(self._steps) < self._max_items
 
     def take(self, *, max_hosts: int, timeout_s: float, with_signals: bool = True) -> Batch:
-        """All signals, unless they are to go on waiting, and the state of up to `max_hosts` hosts; waits up to
-        `timeout_s` for the first of what is asked for."""
+        """As many signals as are published at once, unless they are to go on waiting, and the state of up to
+        `max_hosts` hosts; waits up to `timeout_s` for the first of what is asked for."""
         with self._changed:
             if timeout_s > 0.0:
                 changed = self._changed if max_hosts > 0 else self._signals_came
@@ -127,8 +159,7 @@ class ReportQueue:
                 )
             signals: tuple[Received, ...] = ()
             if with_signals:
-                signals, self._signals = tuple(self._signals), deque()
-                self._waiting.clear()
+                signals = self._take_signals()
             if max_hosts <= 0:
                 return Batch(signals)
             reports: list[Received] = []
@@ -144,6 +175,25 @@ class ReportQueue:
             steps, self._steps = tuple(self._steps), []
             return Batch(signals, tuple(reports), steps)
 
+    def _take_signals(self) -> tuple[Received, ...]:
+        taken: list[Received] = []
+        count = size_bytes = 0
+        while self._signals:
+            host_id, waiting = next(iter(self._signals.items()))
+            item = waiting[0]
+            count += len(item.signals)
+            size_bytes += item.size_bytes
+            if taken and (count > MAX_SIGNALS_AT_ONCE or size_bytes > MAX_BYTES_AT_ONCE):
+                break
+            taken.append(waiting.popleft())
+            del self._signals[host_id]
+            if waiting:  # the others' turn comes first
+                self._signals[host_id] = waiting
+            self._waiting.difference_update(map(_KEY, item.signals))
+            self._signal_bytes -= item.size_bytes
+        self._n_signals -= len(taken)
+        return tuple(taken)
+
     def release(self) -> None:
         """Let nobody wait in `take` any more: the threads that do are about to end."""
         with self._lock:
@@ -152,7 +202,7 @@ class ReportQueue:
             self._signals_came.notify_all()
 
     def __len__(self) -> int:
-        return len(self._signals) + len(self._newest)
+        return self._n_signals + len(self._newest)
 
 
 def _told_once(report: Report) -> bool:

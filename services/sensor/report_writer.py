@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import structlog
@@ -28,7 +28,6 @@ from services.sensor.step_log import StepSummary
 log = structlog.get_logger()
 
 MAX_HOSTS = 128  # whose state is stored at once
-MAX_SIGNALS_AT_ONCE = 1000  # far below what the bus holds: more than that it would refuse for ever
 IDLE_WAIT_S = 0.5
 LONGEST_END_S = 10.0  # of the thread that stores state
 
@@ -79,7 +78,7 @@ class ReportWriter:
         self._metrics = metrics
         self._outage = Outage("report-writer", clock)
         self._bus_outage = Outage("report-writer-bus", clock)
-        self._unpublished: deque[list[Received]] = deque()  # taken, in parts; while some are, no more are taken
+        self._unpublished: deque[list[Received]] = deque()  # taken; while some are, no more are taken until the end
         self._publish_at_s = 0.0
 
     def run(self, stop: threading.Event) -> None:
@@ -120,7 +119,8 @@ class ReportWriter:
             stop.wait(spare.rest_s())
 
     def _publish_batch(self, batch: Batch) -> None:
-        self._unpublished.extend(_grouped(batch.signals))
+        if batch.signals:
+            self._unpublished.append(list(batch.signals))
         self._publish_what_waits()
         self._metrics.report_queue_length.set(len(self._queue))
 
@@ -209,17 +209,3 @@ def _job(steps: StepSummary) -> str:
 
 def _sender(item: Received) -> str:
     return item.report.facts.host_id if item.report else "the sensor"
-
-
-def _grouped(items: Sequence[Received]) -> Iterator[list[Received]]:
-    """The items in order, in groups that the bus can take."""
-    group: list[Received] = []
-    count = 0
-    for item in items:
-        if group and count + len(item.signals) > MAX_SIGNALS_AT_ONCE:
-            yield group
-            group, count = [], 0
-        group.append(item)
-        count += len(item.signals)
-    if group:
-        yield group

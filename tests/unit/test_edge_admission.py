@@ -16,6 +16,7 @@ from flyball.contracts.errors import (
     InvalidMessage,
     ReportOutOfOrder,
     ReportReplayed,
+    TooBusy,
     WrongClock,
 )
 from flyball.contracts.rank_columns import CompletedSteps, Progress, Workers
@@ -279,3 +280,51 @@ def test_absurd_values_are_named_before_anything_else_is_looked_at(message: Repo
     put(tree)
     with pytest.raises(InvalidMessage):
         decode(msgspec.json.encode(tree), Report)
+
+
+def test_a_report_of_more_signals_than_are_published_at_once_is_refused() -> None:
+    many = tuple(signal(seq) for seq in range(1, 1_002))
+    assert isinstance(refusal(Admission(), report(signals=many)), InvalidMessage)
+    take(Admission(), report(signals=many[:-1]))
+
+
+def test_a_host_that_sends_signals_without_end_waits_and_others_do_not() -> None:
+    admission = Admission()
+    taken = 0
+    for tenth in range(1_000):
+        now_s = tenth / 10.0
+        try:
+            admission.check_quota("host-a", now_s=now_s)
+        except TooBusy as error:
+            assert 0.0 < error.retry_after_s < 30.0, "as long as a daemon waits"
+        else:
+            admission.spend("host-a", 1, 4 << 20, now_s=now_s)
+            taken += 4 << 20
+        admission.check_quota("host-b", now_s=now_s)
+    assert taken <= (256 << 10) * 110 + (4 << 20)
+
+
+def test_a_long_spool_gets_through_in_pieces() -> None:
+    admission = Admission()
+    now_s, left = 0.0, 10_000
+    while left:
+        try:
+            admission.check_quota("host-a", now_s=now_s)
+        except TooBusy as error:
+            now_s += max(1.0, error.retry_after_s)  # in whole seconds, as the header has it
+        else:
+            admission.spend("host-a", 200, 200 * 500, now_s=now_s)
+            left -= 200
+    assert now_s < 60.0
+
+
+def test_large_reports_of_one_host_are_refused_before_they_are_decoded() -> None:
+    admission = Admission()
+    for _ in range(5):
+        admission.check_large("host-a", 4 << 20, now_s=0.0)
+    admission.check_large("host-a", 4 << 20, now_s=0.0)
+    with pytest.raises(TooBusy) as caught:
+        admission.check_large("host-a", 40 << 10, now_s=0.0)
+    assert caught.value.retry_after_s == pytest.approx(2.0)
+    admission.check_large("host-b", 4 << 20, now_s=0.0)
+    admission.check_large("host-a", 40 << 10, now_s=2.1)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from flyball.contracts.cluster import HostFacts
-from flyball.contracts.signals import EngineStatus, HostReturned, HostSilent, Report, Sender, Signal
+from flyball.contracts.signals import EngineRestarted, EngineStatus, HostReturned, HostSilent, Report, Sender, Signal
 from flyball.contracts.wire import WIRE_VERSION, encode
 from services.actuator.notify import AsyncWakeup
 from services.runtime.auth import Authenticator
@@ -148,3 +148,42 @@ def test_a_report_of_another_release_is_refused_and_its_host_is_alive(body: byte
     assert [type(signal.body) for signal in raised.values()] == [HostSilent]
     let_pass(10, is_there=True)
     assert [type(signal.body) for signal in raised.values()] == [HostSilent, HostReturned]
+
+
+def test_a_host_that_sends_too_much_is_refused_is_alive_and_its_quiet_neighbour_is_heard() -> None:
+    clock, metrics = ManualClock(), Metrics()
+    queue = ReportQueue(max_items=1000, max_size_bytes=64 << 20)
+    ingest = Ingest(
+        sensor_id="s",
+        incarnation="i1",
+        detector=FaultDetector(DetectorSettings()),
+        queue=queue,
+        committed=CommittedPositions(lambda _: {}, clock),
+        clock=clock,
+        metrics=metrics,
+    )
+    desk = ReportDesk(ingest, Authenticator("s" * 32), metrics)
+    stored: dict[str, int] = {"flood": 0, "quiet": 0}
+
+    def send(host_id: str, seq: int, words: int, n_signals: int = 1) -> bytes:
+        signals = tuple(
+            Signal(host_id, "i", seq * 100 + n, clock.now_s, EngineRestarted("x" * words)) for n in range(n_signals)
+        )
+        message = msgspec.structs.replace(report(host_id), seq=seq, sent_at=clock.now_s, signals=signals)
+        return desk.answer(encode(message), host_id, [])
+
+    answers = []
+    for seq in range(1, 601):  # for a minute
+        clock.now_s += 0.1
+        answers.append(send("flood", seq, 16_000, 50 if seq % 2 else 1))
+        if seq % 10 == 0:
+            assert send("quiet", seq, 100).startswith(b"HTTP/1.1 200")
+        for item in queue.take(max_hosts=9, timeout_s=0.0).signals:
+            stored[item.signals[0].source] += item.size_bytes
+        ingest.tick(clock.now_s)
+    refused = [answer for answer in answers if answer.startswith(b"HTTP/1.1 429")]
+    assert refused and all(b"retry-after: " in answer for answer in refused)
+    assert metrics.registry.get_sample_value("flyball_reports_refused_total", {"reason": "host_quota"}) == len(refused)
+    assert (256 << 10) * 60 <= stored["flood"] <= (256 << 10) * 70 + (1 << 20)
+    assert stored["quiet"] > 60 * 100
+    assert ingest.vouches.age_s("flood", clock.now_s) == 0.0, "whoever is refused is alive"

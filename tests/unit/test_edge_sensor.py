@@ -163,8 +163,45 @@ def test_the_queue_is_bounded_by_number_and_bytes() -> None:
     assert queue.offer(received("b", size_bytes=40, n_signals=2))
     assert not queue.offer(received("b", size_bytes=40, n_signals=3)), "signals are not given up for newer ones"
     assert queue.offer(own_signal()), "the sensor's own signals are never refused"
-    assert take(queue) == (["b", "b", "sensor.x"], ["b", "a"])
+    assert take(queue) == (["b", "sensor.x", "b"], ["b", "a"])
     assert queue.offer(received("d", size_bytes=100)), "what was taken makes room"
+
+
+def flood(seq: int, size_bytes: int) -> Received:
+    new = (signal("flood", seq),)
+    return Received(report("flood", new), new, size_bytes, 0.0, 0.0)
+
+
+def test_a_host_that_floods_fills_its_own_room_and_delays_others_by_one_report() -> None:
+    queue = ReportQueue(max_items=1_000, max_size_bytes=64 << 20, max_host_bytes=8 << 20)
+    taken = [queue.offer(flood(seq, 1 << 20)) for seq in range(1, 100)]
+    assert taken == [True] * 8 + [False] * 91
+    assert queue.offer(received("quiet", n_signals=1))
+    whose = [[item.signals[0].source for item in queue.take(max_hosts=0, timeout_s=0.0).signals] for _ in range(2)]
+    assert "quiet" in whose[0] + whose[1]
+    assert max(len(sources) for sources in whose) <= 2
+    assert queue.offer(flood(100, 1 << 20)), "what was taken makes room"
+    assert queue.offer(own_signal())
+
+
+def test_the_bytes_of_signals_that_wait_are_bounded_also_when_their_state_was_taken() -> None:
+    queue = ReportQueue(max_items=1_000, max_size_bytes=16 << 20, max_host_bytes=8 << 20)
+    for seq in range(1, 100):
+        for host in "abcdef":
+            new = (signal(host, seq),)
+            queue.offer(Received(report(host, new), new, 1 << 20, 0.0, 0.0))
+        queue.take(max_hosts=99, timeout_s=0.0, with_signals=False)
+    waiting = 0
+    while batch := queue.take(max_hosts=0, timeout_s=0.0):
+        waiting += sum(item.size_bytes for item in batch.signals)
+    assert waiting == 16 << 20
+
+
+def test_many_small_reports_of_one_host_leave_room_for_others() -> None:
+    queue = ReportQueue(max_items=100, max_size_bytes=64 << 20, max_host_items=20)
+    assert sum(queue.offer(flood(seq, 100)) for seq in range(1, 100)) == 20
+    assert queue.offer(received("quiet", n_signals=1))
+    assert [item.signals[0].source for item in queue.take(max_hosts=0, timeout_s=0.0).signals][:2] == ["flood", "quiet"]
 
 
 def test_of_a_hosts_state_the_newest_waits_and_what_is_told_once_stays() -> None:

@@ -10,7 +10,7 @@ from flyball.contracts.wire import MAX_MESSAGE_BYTES, OtherVersion
 from services.api.auth import principal_in
 from services.api.exchange import json_response, read_body
 from services.api.openapi import body_of, reply_of
-from services.sensor.ingest import Ingest
+from services.sensor.ingest import LARGE_REPORT_BYTES, Ingest
 from services.sensor.report_decoding import decode_report
 
 
@@ -22,6 +22,8 @@ def router(ingest: Ingest) -> APIRouter:
         """Take a daemon's report. The reply says which signals are committed, and may leave the daemon's spool."""
         body = await read_body(request, max_bytes=MAX_MESSAGE_BYTES)
         host_id = principal_in(request.scope).host_id
+        if len(body) > LARGE_REPORT_BYTES:
+            ingest.admit_large(host_id, len(body))
         try:
             reply = ingest.accept(decode_report(body), host_id=host_id, size_bytes=len(body))
         except OtherVersion:
