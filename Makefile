@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-JOBS   ?= 2
+JOBS   ?= 4
 RUNTIME := $(VENV)/.runtime
 DEV     := $(VENV)/.dev
 
@@ -24,7 +24,7 @@ lint: $(DEV)
 
 # A user's first hour, from the wheel: pip installs it, and all that it needs, into an environment outside the repository.
 first-hour: $(DEV)
-	FLYBALL_FIRST_HOUR_INSTALL=full $(BIN)/pytest -m first_hour tests/first_hour -n $(JOBS) --dist load
+	FLYBALL_FIRST_HOUR_INSTALL=full $(BIN)/pytest -m first_hour tests/first_hour -n 2 --dist load
 
 wheel: $(RUNTIME)
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
