@@ -7,16 +7,17 @@ import contextlib
 import math
 import signal
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 import structlog
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.decisions import Command, CommandResult
 from flyball.contracts.engine_wire import EngineReply
-from flyball.contracts.errors import FlyballError
+from flyball.contracts.errors import DaemonSuperseded, FlyballError
 from flyball.contracts.segments import shm_prefix
 from flyball.contracts.signals import STORE_ENDED, EngineRestarted, SignalBody, WorkerExited, WorkerStartFailed
+from flyball.contracts.succession import MAX_PREDECESSORS
 from host_daemon.activity import ActivityWatch
 from host_daemon.beacons import Beacons
 from host_daemon.cluster_clock import ClusterClock
@@ -43,6 +44,7 @@ from host_daemon.settings import DaemonSettings, read_token_file
 from host_daemon.spawner_start import StartedSpawner
 from host_daemon.standby import Standbys
 from host_daemon.state_dir import StateDir
+from host_daemon.superseded import Refusals
 from host_daemon.terminals import Terminals
 from host_daemon.worker_errors import read_error
 from host_daemon.worker_records import Facts, WorkerRecords
@@ -54,6 +56,7 @@ PREEMPTION_INTERVAL_S = 0.1
 LAST_REPORT_TIMEOUT_S = 2.0
 ENGINE_MEET_S = 30.0
 HASTY_GRACE_S = 5.0  # for workers, when the time to leave is over: whoever sent SIGTERM is about to send SIGKILL
+INCARNATIONS_FACT = "incarnations"  # newest first
 PREEMPTION_FACT = "preemption_notice_told"
 
 _log = structlog.get_logger(__name__)
@@ -112,6 +115,7 @@ class Agent:
             engine=self._engine,
             ports=ports,
             facts=self._facts,
+            refusals=Refusals(clock, settings.report_interval_s),
         )
         self._control = JobControl(
             host_id=settings.host_id,
@@ -143,6 +147,7 @@ class Agent:
             clock=clock,
             handler=self._carry_out,
             take_log_requests=LogReading(settings.host_id, state_dir, self._http).take,
+            refusals=Refusals(clock, settings.report_interval_s),
         )
         self._leaving = Leaving(
             timeout_s=settings.leave_timeout_s,
@@ -153,18 +158,28 @@ class Agent:
             facts=self._facts,
         )
         self._incarnation = incarnation
+        self._superseded: DaemonSuperseded | None = None
         self._warm_nproc = settings.warm_nproc
 
     async def run(self) -> None:
         """Until SIGTERM, which gives notice and waits until the ranks train elsewhere, or SIGINT, or a second signal,
         which do not wait; then workers and engine are ended in order. If this process is killed or fails, they live on,
-        and the next daemon adopts them."""
+        and the next daemon adopts them. Raises DaemonSuperseded, when all is ended, if another daemon speaks for the
+        host: what runs here would run twice."""
         told_to_end, at_once = asyncio.Event(), asyncio.Event()
 
         def note(number: signal.Signals) -> None:
             if number is signal.SIGINT or told_to_end.is_set():
                 at_once.set()
             told_to_end.set()
+
+        async def until_superseded(loop: Coroutine[None, None, None]) -> None:
+            try:
+                await loop
+            except DaemonSuperseded as error:
+                self._superseded = error
+                at_once.set()
+                told_to_end.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, note, number)
@@ -179,8 +194,8 @@ class Agent:
             loops = [
                 group.create_task(loop)
                 for loop in (
-                    self._reporter.run(),
-                    self._commands.run(),
+                    until_superseded(self._reporter.run()),
+                    until_superseded(self._commands.run()),
                     self._watch_beacons(),
                     self._watch_activity(),
                     self._watch_for_preemption(),
@@ -193,6 +208,8 @@ class Agent:
             for task in (engine, *loops):
                 task.cancel()
         await self._end(left)
+        if self._superseded is not None:
+            raise self._superseded
 
     async def _leave(self, at_once: asyncio.Event) -> Left:
         if at_once.is_set():
@@ -208,8 +225,10 @@ class Agent:
     async def _end(self, left: Left) -> None:
         await self._commands.close()
         try:
+            is_hasty = left is Left.OVERDUE or self._superseded is not None
             await self._control.stop_all(
-                at_most_s=HASTY_GRACE_S if left is Left.OVERDUE else math.inf, flush=left is not Left.MOVED
+                at_most_s=HASTY_GRACE_S if is_hasty else math.inf,
+                flush=left is not Left.MOVED and self._superseded is None,
             )
         finally:  # also if workers remain, which is then what `run` raises
             await self._engine.stop()
@@ -223,6 +242,7 @@ class Agent:
 
     async def _take_over(self) -> None:
         """Go on where an earlier daemon of this folder stopped."""
+        await self._succeed()
         signals = await self._outbox.load()
         workers, jobs = await self._records.load()
         for job in jobs:
@@ -240,6 +260,14 @@ class Agent:
         self._engine.restores_since = float(await self._facts.get(RESTORES_FACT) or 0.0)
         if workers or signals:
             _log.info("taken_over", workers=len(workers), jobs=len(jobs), spooled_signals=signals)
+
+    async def _succeed(self) -> None:
+        """Tell the supervisor who had this folder before, and the next daemon of it that this one had."""
+        before = tuple((await self._facts.get(INCARNATIONS_FACT) or "").split())
+        self._reporter.predecessors = self._http.predecessors = before
+        mine = " ".join((self._incarnation, *before)[:MAX_PREDECESSORS])
+        with contextlib.suppress(FlyballError):  # a full disk: the next one is heard a little later
+            await self._facts.set(INCARNATIONS_FACT, mine)
 
     async def _carry_out(self, command: Command, progress: Progress) -> CommandResult:
         try:

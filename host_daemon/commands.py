@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
 import stamina
 import structlog
 
@@ -22,10 +23,11 @@ from flyball.contracts.decisions import (
     UpdateState,
     WarmUp,
 )
-from flyball.contracts.errors import FlyballError, StaleCommand, TooBusy, Unreachable
+from flyball.contracts.errors import DaemonSuperseded, FlyballError, StaleCommand, TooBusy, Unreachable
 from flyball.contracts.rank_logs import LogRequest
 from host_daemon.command_journal import Admission, CommandJournal
 from host_daemon.http_client import SupervisorClient
+from host_daemon.superseded import Refusals
 
 POLL_WAIT_S = 20.0
 POLL_RETRY_S = 0.2
@@ -94,6 +96,7 @@ class CommandLoop:
         clock: Clock,
         handler: Handler,
         take_log_requests: Callable[[Sequence[LogRequest]], None],
+        refusals: Refusals,
     ) -> None:
         self._host_id = host_id
         self._incarnation = incarnation
@@ -105,10 +108,11 @@ class CommandLoop:
         self._running: dict[str, tuple[Command, asyncio.Task[None]]] = {}  # by command_id
         self._answers: dict[str, asyncio.Task[None]] = {}
         self._turns: dict[str, asyncio.Lock] = {}  # by job
+        self._refusals = refusals
         self._closing = False
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled. Raises DaemonSuperseded when another daemon has spoken for the host for a while."""
         retry_s = POLL_RETRY_S
         while True:
             try:
@@ -116,12 +120,18 @@ class CommandLoop:
             except TooBusy as error:
                 await asyncio.sleep(error.retry_after_s)
                 continue
+            except DaemonSuperseded as error:  # or it begins, and its first report is not stored yet
+                _log.debug("no_commands", error=str(error))
+                self._refusals.note(error)
+                await asyncio.sleep(POLL_RETRY_S)
+                continue
             except FlyballError as error:
                 _log.debug("no_commands", error=str(error))
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, MAX_POLL_RETRY_S)
                 continue
             retry_s = POLL_RETRY_S
+            self._refusals.ended()
             self._take_log_requests(batch.log_requests)
             new = [c for c in batch.commands if c.command_id not in self._running]
             for command in new:
@@ -149,7 +159,8 @@ class CommandLoop:
             await self._answer(command, _failed(error), stored=False)
             return
         if admission is Admission.ANSWERED and answer is not None:
-            self._send(answer)
+            # It may be another daemon's, whose word counts no more.
+            self._send(msgspec.structs.replace(answer, incarnation=self._incarnation))
             return
         if admission is Admission.STALE:
             message = f"{command.command_id} carries {command.fence}, and a newer one was obeyed."

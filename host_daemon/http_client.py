@@ -66,6 +66,7 @@ class SupervisorClient:
         self._actuators = actuators
         self._read_token = read_token
         self._token = read_token()
+        self.predecessors: tuple[str, ...] = ()  # incarnations that this daemon succeeds, see `succession`
         urls = (*sensors.in_order(), *actuators.in_order())
         self._http = httpx.AsyncClient(
             headers={"Content-Type": "application/json"},
@@ -85,7 +86,7 @@ class SupervisorClient:
             self._actuators,
             "GET",
             f"/v1/hosts/{host_id}/commands",
-            params={"incarnation": incarnation, "wait_s": str(wait_s)},
+            params={"incarnation": incarnation, "wait_s": str(wait_s), **self._succession()},
             wait_s=wait_s,
         )
         return wire.decode(response.content, CommandBatch)
@@ -97,7 +98,12 @@ class SupervisorClient:
 
     async def update(self, update: CommandUpdate) -> None:
         content = wire.encode(update)
-        await self._send(self._actuators, "POST", f"/v1/hosts/{update.host_id}/updates", content=content)
+        await self._send(
+            self._actuators, "POST", f"/v1/hosts/{update.host_id}/updates", content=content, params=self._succession()
+        )
+
+    def _succession(self) -> dict[str, str]:
+        return {"succeeds": ",".join(self.predecessors)} if self.predecessors else {}
 
     async def log_piece(self, piece: LogPiece) -> None:
         await self._send(self._actuators, "POST", f"/v1/hosts/{piece.host_id}/log-pieces", content=wire.encode(piece))

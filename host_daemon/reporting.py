@@ -33,6 +33,7 @@ from host_daemon.free_ports import FreePorts, is_free
 from host_daemon.http_client import SupervisorClient
 from host_daemon.outbox import RESEND_AFTER_S, Outbox
 from host_daemon.settings import DaemonSettings
+from host_daemon.superseded import Refusals
 from host_daemon.worker_records import Facts
 
 MIN_INTERVAL_S = 0.005  # between two reports, also when much happens
@@ -61,6 +62,7 @@ class Reporter:
         engine: EngineKeeper,
         ports: FreePorts,
         facts: Facts,
+        refusals: Refusals,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -82,6 +84,8 @@ class Reporter:
         self._version = importlib.metadata.version("flyball")
         self._trouble = ""
         self._leaves = False
+        self._refusals = refusals
+        self.predecessors: tuple[str, ...] = ()  # incarnations that this daemon succeeds
         self.lagged_s = 0.0  # the worst of the loop's delays since the last report
 
     def wake(self) -> None:
@@ -116,7 +120,7 @@ class Reporter:
             self.wake()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled. Raises DaemonSuperseded when another daemon has spoken for the host for a while."""
         retry_s = RETRY_S
         while True:
             self._urgent.clear()
@@ -124,6 +128,10 @@ class Reporter:
                 await self.send_once()
             except TooBusy as error:
                 await asyncio.sleep(error.retry_after_s)
+            except DaemonSuperseded as error:
+                self._say(error)
+                self._refusals.note(error)
+                await asyncio.sleep(RETRY_S)
             except FlyballError as error:
                 self._say(error)
                 await asyncio.sleep(retry_s)
@@ -131,6 +139,7 @@ class Reporter:
             else:
                 self._say(None)
                 retry_s = RETRY_S
+                self._refusals.ended()
                 if not self._outbox.has_unsent:
                     await asyncio.sleep(MIN_INTERVAL_S)
                     interval_s = self._settings.report_interval_s
@@ -178,6 +187,7 @@ class Reporter:
             restores=restores,
             losses=readings.losses,
             copies=self._engine.status.copies if self._engine.alive else (),
+            succeeds=self.predecessors,
             lagged_s=lagged_s,
             leaves=self._leaves,
         )

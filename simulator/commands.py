@@ -72,7 +72,7 @@ class Commands:
         is_known = command.command_id in self._answers
         admission = admit(command.fence, self._fences.get(job), is_known=is_known, answer=answer)
         if admission is Admission.ANSWERED and answer is not None:
-            self._send(answer)
+            self._send(msgspec.structs.replace(answer, incarnation=self._host.incarnation))
             return
         if admission is Admission.STALE:
             self._answer(command, UpdateState.REFUSED, code="stale_command")

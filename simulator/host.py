@@ -23,6 +23,7 @@ from flyball.contracts.signals import (
     SignalBody,
     WorkerExited,
 )
+from flyball.contracts.succession import MAX_PREDECESSORS
 from flyball.contracts.testimony import Testimony
 from flyball.contracts.wire import WIRE_VERSION
 from simulator.commands import Commands
@@ -62,6 +63,8 @@ class Host:
         self._up_since = world.now
         # on disk
         self._incarnations = 0
+        self.incarnation = ""
+        self.predecessors: tuple[str, ...] = ()
         self._spool: dict[tuple[str, int], Signal] = {}
         self._unseen_exits: list[tuple[Group, Worker]] = []  # while no daemon ran
         self.commands = Commands(self)
@@ -118,6 +121,7 @@ class Host:
             return
         self.is_daemon_up = True
         self._up_since = self.world.now
+        self.predecessors = (self.incarnation, *self.predecessors)[:MAX_PREDECESSORS] if self.incarnation else ()
         self._incarnations += 1
         self.incarnation = f"{self.host_id}-{self._incarnations}"
         self._seq = self._report_seq = self._replied_seq = 0
@@ -241,6 +245,7 @@ class Host:
                 progress=progress,
                 completed=steps_together(self._steps(group, worker) for group, worker in mine),
                 copies=self.told_copies(),
+                succeeds=self.predecessors,
                 seq=self._report_seq,
             ),
         )

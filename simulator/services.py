@@ -9,6 +9,7 @@ from functools import partial
 from flyball.contracts.cluster import HostState
 from flyball.contracts.decisions import Command, CommandUpdate
 from flyball.contracts.signals import HostSilent, Report, ReportReply, Signal
+from flyball.contracts.succession import speaks_for_host
 from services.actuator.executor import Executor
 from services.actuator.ports import PlaybookStep
 from services.controller.loop import ControllerLoop
@@ -139,21 +140,28 @@ class Actuator(Process):
         self._executor = Executor(store=self.store, wakeup=self._wakeup, clock=self.clock)
         self.woken = self.every(self._round)
 
-    def commands(self, host_id: str) -> Sequence[Command]:
+    def commands(self, host: Host) -> Sequence[Command]:
         """What a poll of a host is answered with."""
         try:
-            return self.store.commands_for(host_id, self.clock.wall_s())
+            if not self._hears(host.host_id, host.incarnation, host.predecessors):
+                return ()
+            return self.store.commands_for(host.host_id, self.clock.wall_s())
         except OUTAGES:
             return ()
 
-    def take(self, update: CommandUpdate) -> bool:
+    def take(self, update: CommandUpdate, predecessors: Sequence[str]) -> bool:
         """Store a host's answer; whether that worked."""
         try:
+            if not self._hears(update.host_id, update.incarnation, predecessors):
+                return False
             self.store.record(update)
         except OUTAGES:
             return False
         self._wakeup.notify("actions")
         return True
+
+    def _hears(self, host_id: str, incarnation: str, predecessors: Sequence[str]) -> bool:
+        return speaks_for_host(incarnation, predecessors, self.store.daemons_of([host_id]).get(host_id, ""))
 
     def _round(self) -> float:
         try:
@@ -196,7 +204,7 @@ class Gateway:
         network = self._world.network
         if actuator is None or not network.are_joined(host.host_id, ACTUATOR):
             return
-        for command in actuator.commands(host.host_id):
+        for command in actuator.commands(host):
             network.send(ACTUATOR, host.host_id, partial(host.commands.obey, command))
 
     def answer(self, host: Host, update: CommandUpdate) -> None:
@@ -204,9 +212,10 @@ class Gateway:
         actuator = self._pick(self._actuators, host)
         if actuator is None:
             return
+        predecessors = host.predecessors
 
         def arrive() -> None:
-            if actuator.answers and actuator.take(update):
+            if actuator.answers and actuator.take(update, predecessors):
                 self._world.network.send(ACTUATOR, host.host_id, lambda: host.commands.delivered(update))
 
         self._world.network.send(host.host_id, ACTUATOR, arrive)

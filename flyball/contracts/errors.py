@@ -173,7 +173,7 @@ class ReportOutOfOrder(FlyballError):
 
 
 class DaemonSuperseded(FlyballError):
-    """Another daemon, started later, reports for this host; the report of this one changed nothing."""
+    """Another daemon speaks for this host; what this one sent changed nothing, and it is given no commands."""
 
     code = "daemon_superseded"
     status = 409

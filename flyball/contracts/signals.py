@@ -28,6 +28,7 @@ from flyball.contracts.identity import (
 )
 from flyball.contracts.losses import RankLoss
 from flyball.contracts.rank_columns import CompletedSteps, Progress, Workers
+from flyball.contracts.succession import Predecessors
 from flyball.contracts.testimony import Asked, Testimonies
 
 Text = Annotated[str, msgspec.Meta(max_length=16_384)]
@@ -241,6 +242,7 @@ class Report(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     engine: EngineStatus
     workers: tuple[Workers, ...] = ()
     copies: tuple[ShardCopy, ...] = ()
+    succeeds: Predecessors = ()  # daemons that had its state folder before it, newest first
     sent_at: Moment  # from here on all of it changes with every report, or is told once
     seq: Seq = 0  # grows with every report of an incarnation, sent or not; 0: not told, `sent_at` is the order
     progress: tuple[Progress, ...] = ()  # of `workers`, in their order

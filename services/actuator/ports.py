@@ -118,6 +118,10 @@ class Outbox(Protocol):
         """Each host with unanswered commands of open actions -> a pair that is another whenever they changed."""
         ...
 
+    def daemons_of(self, host_ids: Sequence[str]) -> dict[str, str]:
+        """Host -> the incarnation whose report is the newest stored; without those that never reported."""
+        ...
+
     def commands_for_hosts(self, host_ids: Sequence[str], now: float) -> dict[str, list[Command]]:
         """As `ActionStore.commands_for`, for several hosts at once; those without any are left out."""
         ...

@@ -4,6 +4,7 @@ What the types say (bounds of numbers, lengths, alphabets) is checked when a rep
 context tells: whose token came with it, what this daemon said before, what time it is. A report that is refused
 changes nothing, here or elsewhere.
 
+A daemon that succeeds the present one of its host is heard at once; a second one is not, as long as the first reports.
 A daemon numbers its reports. One whose reply was lost sends the next with the next number, and so is never stuck; its
 signals carry numbers of their own and are deduplicated where they are stored. One whose clock is wrong is told the
 time, and comes again at once. Each sensor knows only what it saw itself.
@@ -39,6 +40,7 @@ from flyball.contracts.signals import (
     Signal,
     SignalUnreadable,
 )
+from flyball.contracts.succession import is_given_up
 from flyball.contracts.wire import check_version
 
 INCARNATIONS_KEPT = 5  # per host
@@ -61,7 +63,7 @@ class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class _Host:
-    __slots__ = ("copies", "heard_s", "incarnation", "older", "sent_at", "seq", "workers")
+    __slots__ = ("copies", "has_left", "heard_s", "incarnation", "interval_s", "older", "sent_at", "seq", "workers")
 
     def __init__(self, incarnation: str) -> None:
         self.heard_s = 0.0
@@ -72,6 +74,8 @@ class _Host:
         self.incarnation = incarnation
         self.seq = 0
         self.sent_at = 0.0
+        self.interval_s = 0.0
+        self.has_left = False
         self.older: dict[str, tuple[int, float]] = {}  # of daemons before it: incarnation -> (seq, sent_at)
 
     def begin(self, incarnation: str) -> None:
@@ -179,6 +183,7 @@ class Admission:
         elif host.incarnation != report.incarnation:
             host.begin(report.incarnation)
         host.seq, host.sent_at = report.seq, report.sent_at
+        host.interval_s, host.has_left = report.interval_s, report.leaves
         host.heard_s = now_s
         self._hosts[host_id] = host
         host.copies, host.workers = report.copies, report.workers
@@ -203,6 +208,12 @@ class Admission:
                 )
             last_seq, last_sent_at = host.older[report.incarnation]
         else:
+            is_next = host.has_left or host.incarnation in report.succeeds
+            if not is_next and not is_given_up(now_s - host.heard_s, max(host.interval_s, report.interval_s)):
+                raise DaemonSuperseded(
+                    f"Another daemon reports for host {report.facts.host_id!r} right now.",
+                    hint="give each machine its own --host-id; of two daemons with one id the first one is heard",
+                )
             return
         numbered = report.seq > 0 and last_seq > 0
         this, last = (report.seq, last_seq) if numbered else (report.sent_at, last_sent_at)

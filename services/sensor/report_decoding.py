@@ -73,6 +73,7 @@ class ReportDecoder:
             engine=part.engine,
             workers=part.workers,
             copies=part.copies,
+            succeeds=part.succeeds,
             sent_at=new.sent_at,
             seq=new.seq,
             progress=new.progress,

@@ -22,7 +22,7 @@ from services.store.codec import dump, load, number_of
 from services.store.database import Database
 from services.store.persistent_steps import PersistentCopies, Wanted
 from services.store.step_writer import Position
-from services.store.tables import actions, commands, hosts, log_head
+from services.store.tables import actions, commands, host_reports, hosts, log_head
 
 ACKNOWLEDGED = 1
 ANSWERED = 2
@@ -115,6 +115,12 @@ class SqlActionStore:
         )
         with self._db.read() as connection:
             return {host_id: (newest, count) for host_id, newest, count in connection.execute(query)}
+
+    def daemons_of(self, host_ids: Sequence[str]) -> dict[str, str]:
+        """Host -> the incarnation whose report is the newest stored; without those that never reported."""
+        query = select(host_reports.c.host_id, host_reports.c.incarnation).where(host_reports.c.host_id.in_(host_ids))
+        with self._db.read() as connection:
+            return {row.host_id: row.incarnation for row in connection.execute(query)}
 
     def commands_for_hosts(self, host_ids: Sequence[str], now: float) -> dict[str, list[Command]]:
         """As `commands_for`, for several hosts at once; those without any are left out."""

@@ -14,6 +14,7 @@ from flyball.contracts.events import Event, EventKind
 from flyball.contracts.rank_columns import CompletedSteps, Workers, statuses_in
 from flyball.contracts.rank_events import summed_up
 from flyball.contracts.signals import RankMarks, Report
+from flyball.contracts.succession import is_given_up, speaks_for_host
 from services.sensor.step_log import StepSummary
 from services.store.codec import dump, load
 
@@ -22,6 +23,17 @@ EventData: TypeAlias = Mapping[str, str | int | float | bool | list[int | float 
 
 
 LATE_S = 30.0  # a report that much older than the newest came late; older still, and the host's clock was set back
+
+
+class Before(msgspec.Struct, frozen=True):
+    """What is known of a host's newest report."""
+
+    incarnation: str = ""
+    sent_at: float = 0.0
+    received_at: float = 0.0
+    interval_s: float = 0.0
+    has_left: bool = False
+
 
 Received: TypeAlias = tuple[Report, float]  # with the wall clock of its receipt
 
@@ -40,25 +52,32 @@ class RankRow(msgspec.Struct):
     restored: str | None = None
 
 
-def sift(
-    reports: Sequence[Received], known: Mapping[str, tuple[str, float]]
-) -> tuple[list[Received], dict[str, Received]]:
+def sift(reports: Sequence[Received], known: Mapping[str, Before]) -> tuple[list[Received], dict[str, Received]]:
     """Those that did not come before, and by host the one whose facts count: the newest, unless all came late.
-    `known`: host -> (incarnation, sent_at) of its newest report."""
+    What a second daemon of a host says is left out: its sensor may not know the first, which reports to another."""
     newest = dict(known)
     fresh: list[Received] = []
     current: dict[str, Received] = {}
     for report, received_at in reports:
         host_id = report.facts.host_id
-        incarnation, sent_at = newest.get(host_id, ("", 0.0))
+        before = newest.get(host_id, Before())
+        incarnation, sent_at = before.incarnation, before.sent_at
         if report.incarnation == incarnation and report.sent_at == sent_at:
+            continue
+        if _is_one_too_many(report, received_at, before):
             continue
         fresh.append((report, received_at))
         is_late = report.incarnation == incarnation and 0.0 < sent_at - report.sent_at < LATE_S
         if not is_late:
             current[host_id] = (report, received_at)
-            newest[host_id] = (report.incarnation, report.sent_at)
+            newest[host_id] = Before(report.incarnation, report.sent_at, received_at, report.interval_s, report.leaves)
     return fresh, current
+
+
+def _is_one_too_many(report: Report, received_at: float, before: Before) -> bool:
+    if before.has_left or speaks_for_host(report.incarnation, report.succeeds, before.incarnation):
+        return False
+    return not is_given_up(received_at - before.received_at, max(before.interval_s, report.interval_s))
 
 
 def workers_of(report: Report) -> dict[str, int]:

@@ -20,7 +20,7 @@ from services.store import events, persistent_steps, report_events, vouching
 from services.store.codec import dump
 from services.store.database import Database
 from services.store.positions import document_of, read_positions, rows_of
-from services.store.report_events import RankKey, RankRow, Received
+from services.store.report_events import Before, RankKey, RankRow, Received
 from services.store.running_plans import GivenPlans, RunningPlans, hosts_of
 from services.store.tables import generations, host_reports, hosts, jobs, learned_jobs, ranks, watermarks
 from services.store.upsert import upsert
@@ -52,6 +52,12 @@ class _Known(msgspec.Struct, frozen=True):
     digest: str = ""
     workers: str = "{}"
     rows: Mapping[RankKey, RankRow] = {}
+    interval_s: float = 0.0
+    has_left: bool = False
+
+    @property
+    def before(self) -> Before:
+        return Before(self.incarnation, self.sent_at, self.received_at, self.interval_s, self.has_left)
 
 
 class _Jobs(msgspec.Struct, frozen=True):
@@ -131,8 +137,7 @@ def _record(
     connection: Connection, reports: Sequence[Received], steps: Sequence[StepSummary], plans: GivenPlans
 ) -> None:
     known = _known_reports(connection, sorted({report.facts.host_id for report, _ in reports}))
-    newest = {host_id: (row.incarnation, row.sent_at) for host_id, row in known.items()}
-    fresh, current = report_events.sift(reports, newest)
+    fresh, current = report_events.sift(reports, {host_id: row.before for host_id, row in known.items()})
     spoken_of = _jobs(connection, [report for report, _ in fresh], steps, known)
     granted = spoken_of.granted
     digests = {host_id: _digest(report) for host_id, (report, _) in current.items()}
@@ -167,7 +172,11 @@ def _record(
 
 
 def _known_reports(connection: Connection, host_ids: Sequence[str]) -> dict[str, _Known]:
-    query = select(host_reports).where(host_reports.c.host_id.in_(host_ids))
+    query = (
+        select(host_reports, hosts.c.interval_s, hosts.c.left_at)
+        .join(hosts, hosts.c.host_id == host_reports.c.host_id)
+        .where(host_reports.c.host_id.in_(host_ids))
+    )
     return {
         row.host_id: _Known(
             row.incarnation,
@@ -176,6 +185,8 @@ def _known_reports(connection: Connection, host_ids: Sequence[str]) -> dict[str,
             row.digest,
             row.workers,
             rows_of(read_positions(row.positions), row.host_id),
+            row.interval_s,
+            row.left_at > 0.0,
         )
         for row in (connection.execute(query) if host_ids else ())
     }

@@ -54,6 +54,12 @@ class MemoryActionStore:
             memory.changed(steps.store(memory, row, step, now))
             return True
 
+    def daemons_of(self, host_ids: Sequence[str]) -> dict[str, str]:
+        """Host -> the incarnation whose report is the newest stored; without those that never reported."""
+        with self._memory.transaction():
+            hosts = self._memory.hosts
+            return {host_id: hosts[host_id].incarnation for host_id in host_ids if host_id in hosts}
+
     def commands_for(self, host_id: str, now: float) -> Sequence[Command]:
         """The host's commands of open actions that it has not finally answered, oldest first."""
         with self._memory.transaction():

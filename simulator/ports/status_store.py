@@ -12,7 +12,7 @@ from flyball.contracts.signals import Report, Sender
 from services.sensor.rank_states import LearnedJob
 from services.sensor.step_log import StepSummary
 from services.store import report_events
-from services.store.report_events import RankRow
+from services.store.report_events import Before, RankRow
 from simulator.ports.memory import HostRow, JobRow, Memory
 
 
@@ -31,7 +31,9 @@ class MemoryStatusStore:
         with memory.transaction():
             named = {report.facts.host_id for report, _ in reports}
             known = {
-                name: (memory.hosts[name].incarnation, memory.hosts[name].sent_at) for name in named & set(memory.hosts)
+                name: Before(row.incarnation, row.sent_at, row.last_report_at, has_left=row.left_at > 0.0)
+                for name in named & set(memory.hosts)
+                for row in (memory.hosts[name],)
             }
             fresh, current = report_events.sift(reports, known)
             news: list[Event] = []
@@ -45,7 +47,7 @@ class MemoryStatusStore:
                     rows, report, received_at, granted=memory.generations.keys(), is_current=is_current
                 )
                 if is_current:
-                    self._mark_gone(report, known.get(report.facts.host_id, ("",))[0])
+                    self._mark_gone(report, known.get(report.facts.host_id, Before()).incarnation)
                 for (job, generation, rank), row in rows.items():
                     memory.ranks[job, generation][rank] = row
                     memory.raise_newest_step(job, row.step)

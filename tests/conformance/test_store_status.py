@@ -145,7 +145,10 @@ def test_a_rank_that_a_newer_daemon_does_not_know_is_gone_until_one_tells_of_it(
 
     def report(at: float, incarnation: str, *numbers: int):
         ranks = tuple(status(number, 5) for number in numbers)
-        running.status.record_reports([(make.report("host-a", sent_at=at, incarnation=incarnation, ranks=ranks), at)])
+        told = make.report(
+            "host-a", sent_at=at, incarnation=incarnation, ranks=ranks, succeeds=("daemon-1", "daemon-2")
+        )
+        running.status.record_reports([(told, at)])
 
     report(1010.0, "daemon-1", 0, 1)
     report(1011.0, "daemon-1", 1)  # its end is told by a signal
@@ -157,6 +160,28 @@ def test_a_rank_that_a_newer_daemon_does_not_know_is_gone_until_one_tells_of_it(
     report(1014.0, "daemon-3")
     report(1015.0, "daemon-3")
     assert gone() == [0, 1]
+
+
+def test_a_second_daemon_that_another_sensor_hears_changes_nothing_while_the_first_reports(running, make) -> None:
+    def report(at: float, incarnation: str, step: int, **parts) -> None:
+        told = make.report("host-a", sent_at=at, incarnation=incarnation, ranks=(status(0, step),), **parts)
+        running.status.record_reports([(told, at)])
+
+    def speaker() -> str:
+        return running.actions.daemons_of(["host-a", "host-never-seen"])["host-a"]
+
+    report(1010.0, "first", 5)
+    report(1010.5, "second", 50)
+    report(1011.0, "first", 6)
+    report(1012.0, "second", 51)
+    assert (speaker(), ranks_of(running)) == ("first", {0: ("host-a", 6, Phase.STEP)})
+    report(1012.1, "third", 7, succeeds=("first",))  # a restart
+    assert speaker() == "third"
+    report(1100.0, "reborn", 8)  # long after the last word of the one before
+    assert speaker() == "reborn"
+    report(1101.0, "reborn", 8, leaves=True)
+    report(1101.1, "after it left", 9)
+    assert speaker() == "after it left"
 
 
 def test_a_report_that_comes_late_adds_its_steps_and_leaves_newer_facts(running, make) -> None:
@@ -177,7 +202,8 @@ def test_a_host_whose_clock_was_set_back_is_not_ignored(running, make) -> None:
     running.status.record_reports([(make.report("host-a", sent_at=5000.0, ranks=(status(0, 5),)), 1011.0)])
     running.status.record_reports([(make.report("host-a", sent_at=1012.0, ranks=(status(0, 6),)), 1012.0)])
     assert ranks_of(running) == {0: ("host-a", 6, Phase.STEP)}
-    restarted = make.report("host-a", sent_at=1010.0, incarnation="another", ranks=(status(0, 8),))
+    first = make.report("host-a").incarnation
+    restarted = make.report("host-a", sent_at=1010.0, incarnation="another", ranks=(status(0, 8),), succeeds=(first,))
     running.status.record_reports([(restarted, 1013.0)])
     assert ranks_of(running) == {0: ("host-a", 8, Phase.STEP)}
 

@@ -483,7 +483,7 @@ def test_stopping_answers_who_waits_and_a_restart_goes_on(start: Callable[..., S
         until(lambda: items(client, "/v1/hosts"), "the host is known")
 
         def poll() -> None:
-            query = {"incarnation": "i", "wait_s": "30"}
+            query = {"incarnation": "inc-host-a", "wait_s": "30"}
             answers.append(client.get("/v1/hosts/host-a/commands", params=query, headers=as_host(client)))
 
         waiting = threading.Thread(target=poll)

@@ -148,7 +148,8 @@ def test_refused_reports_change_nothing(supervisor: Supervisor, client: httpx.Cl
     assert send(seq=5)[0] == 200
     assert send(seq=5)[1]["code"] == "report_replayed"
     assert send(seq=4)[1]["code"] == "report_out_of_order"
-    assert send(seq=1, incarnation="new")[0] == 200
+    assert send(seq=1, incarnation="new")[1]["code"] == "daemon_superseded"
+    assert send(seq=1, incarnation="new", succeeds=("i-host-r",))[0] == 200
     status, problem = send(seq=6)
     assert (status, problem["code"]) == (409, "daemon_superseded")
     stored = until(lambda: hosts(client, supervisor).get("host-r"), "the host")
@@ -218,17 +219,25 @@ def test_a_daemon_whose_report_was_sent_twice_on_the_way_is_not_stuck(supervisor
     asyncio.run(scenario())
 
 
-def test_of_two_daemons_with_one_host_id_the_older_is_told(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_of_two_daemons_with_one_id_the_first_is_heard_until_it_is_restarted(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
     async def scenario() -> FlyballError:
         first = agent_of(supervisor, tmp_path / "a", "host-t", CLOCK)
         second = agent_of(supervisor, tmp_path / "b", "host-t", CLOCK)
+        await first._succeed()
         await first._reporter.send_once()
-        await second._reporter.send_once()
         with pytest.raises(DaemonSuperseded) as caught:
+            await second._reporter.send_once()
+        await first._reporter.send_once()
+        first._state_dir.close()  # as its death does
+        again = agent_of(supervisor, tmp_path / "a", "host-t", CLOCK)
+        await again._succeed()
+        await again._reporter.send_once()
+        with pytest.raises(DaemonSuperseded):
             await first._reporter.send_once()
-        await second._reporter.send_once()
-        await first._http.close()
-        await second._http.close()
+        for agent in (first, second, again):
+            await agent._http.close()
         return caught.value
 
     error = asyncio.run(scenario())

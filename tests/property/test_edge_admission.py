@@ -32,6 +32,7 @@ class Daemon:
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = f"i{incarnation}"
+        self.succeeds = tuple(f"i{before}" for before in range(incarnation - 1, max(incarnation - 5, -1), -1))
         self.seq = 0
         self.offset_s = 0.0
 
@@ -44,6 +45,7 @@ class Daemon:
             interval_s=1.0,
             facts=FACTS,
             engine=EngineStatus(True),
+            succeeds=self.succeeds,
             seq=self.seq,
         )
 

@@ -34,6 +34,7 @@ from host_daemon.engine_process import EngineKeeper
 from host_daemon.job_control import JobControl
 from host_daemon.owed_releases import OwedReleases
 from host_daemon.reporting import MAX_RESTORES, Reporter
+from host_daemon.superseded import Refusals
 
 COMMAND = Command("act-1.stop.host.1", "act-1", "host", Fence(1, 1), StopWorkers("job", 1, 0.0), 30.0)
 
@@ -72,6 +73,7 @@ def with_loop(
             clock=SystemClock(),
             handler=handler,
             take_log_requests=lambda _requests: None,
+            refusals=Refusals(SystemClock(), 1.0),
         )
         polling = asyncio.create_task(loop.run())
         async with asyncio.timeout(60.0):
@@ -346,6 +348,7 @@ def test_more_restores_than_are_kept_do_not_end_the_reports() -> None:
             engine=part,
             ports=part,
             facts=facts,
+            refusals=part,
         )
         await reporter.note_engine(EngineReply(ok=True, restores=tuple(restore(n) for n in range(MAX_RESTORES))))
         under_way = tuple(reporter._restores)

@@ -98,20 +98,39 @@ def test_a_daemon_that_does_not_number_its_reports_is_ordered_by_their_dates() -
 def test_a_restarted_daemon_is_taken_at_once_and_the_older_one_no_more() -> None:
     admission = Admission(AdmissionSettings(resume_after_s=30.0))
     take(admission, report(50))
-    take(admission, report(1, incarnation="two"), now_s=1.0)
+    take(admission, report(1, incarnation="two", succeeds=("one",)), now_s=0.1)
     error = refusal(admission, report(51), now_s=2.0)
     assert isinstance(error, DaemonSuperseded)
     assert "--host-id" in error.hint
     take(admission, report(2, incarnation="two"), now_s=3.0)
-    take(admission, report(1, incarnation="three"), now_s=4.0)
+    take(admission, report(1, incarnation="three", succeeds=("never reported", "two")), now_s=4.0)
     for older in ("one", "two"):
         assert isinstance(refusal(admission, report(60, incarnation=older), now_s=5.0), DaemonSuperseded)
+
+
+def test_a_second_daemon_is_refused_as_long_as_the_first_one_reports() -> None:
+    admission = Admission()
+    take(admission, report(1, interval_s=2.0))
+    for second in range(1, 60, 2):
+        error = refusal(admission, report(second, incarnation="two"), now_s=float(second))
+        assert isinstance(error, DaemonSuperseded) and "right now" in error.message and "--host-id" in error.hint
+        take(admission, report(second + 1, interval_s=2.0), now_s=second + 1.0)
+    assert isinstance(refusal(admission, report(61, incarnation="two"), now_s=65.9), DaemonSuperseded)
+    take(admission, report(62, incarnation="two"), now_s=66.1)  # three intervals without the first
+
+
+def test_a_machine_that_was_set_up_anew_is_heard_at_once_when_the_old_daemon_is_silent_or_has_left() -> None:
+    admission = Admission()
+    take(admission, report(1))
+    take(admission, report(1, incarnation="reborn"), now_s=3.1)
+    take(admission, report(2, incarnation="reborn", leaves=True), now_s=4.0)
+    take(admission, report(1, incarnation="elsewhere"), now_s=4.1)
 
 
 def test_the_older_daemon_is_heard_again_when_the_one_too_many_was_ended() -> None:
     admission = Admission(AdmissionSettings(resume_after_s=30.0))
     take(admission, report(50))
-    take(admission, report(1, incarnation="two"), now_s=1.0)
+    take(admission, report(1, incarnation="two", succeeds=("one",)), now_s=1.0)
     refusal(admission, report(51), now_s=30.0)
     take(admission, report(52), now_s=31.5)
     assert isinstance(refusal(admission, report(9, incarnation="two"), now_s=32.0), DaemonSuperseded)

@@ -9,7 +9,7 @@ import pytest
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.decisions import Command, CommandBatch, CommandUpdate, StopWorkers, UpdateState
-from flyball.contracts.errors import TooBusy, Unreachable
+from flyball.contracts.errors import DaemonSuperseded, TooBusy, Unreachable
 from flyball.contracts.identity import Fence
 from flyball.contracts.rank_logs import LogPiece, LogRequest
 from services.actuator.backends import host_daemons, log_requests
@@ -40,6 +40,7 @@ class Outbox:
         self.looked_at_all = 0
         self.looked_for: list[str] = []
         self.away = False
+        self.present: dict[str, str] = {}  # host -> incarnation that reports
 
     def unanswered(self) -> dict[str, tuple[int, int]]:
         self.looked_at_all += 1
@@ -47,6 +48,11 @@ class Outbox:
             raise Unreachable("The database does not answer.")
         ids = {c.host_id: [int(o.action_id[4:]) for o in self.open if o.host_id == c.host_id] for c in self.open}
         return {host_id: (max(numbers), len(numbers)) for host_id, numbers in ids.items()}
+
+    def daemons_of(self, host_ids: Sequence[str]) -> dict[str, str]:
+        if self.away:
+            raise Unreachable("The database does not answer.")
+        return {h: self.present[h] for h in host_ids if h in self.present}
 
     def commands_for_hosts(self, host_ids: Sequence[str], now: float) -> dict[str, list[Command]]:
         self.looked += 1
@@ -338,5 +344,62 @@ def test_a_log_of_a_host_that_does_not_ask_is_given_up(monkeypatch: pytest.Monke
         with pytest.raises(TooBusy):
             await rig.daemons.read_log("host-a", LogRequest("", "j", 4))
         first.cancel()
+
+    run(scenario)
+
+
+def answer(incarnation: str) -> CommandUpdate:
+    return CommandUpdate(
+        command_id="act-1.stop.host-a.1", host_id="host-a", incarnation=incarnation, state=UpdateState.SUCCEEDED, at=1.0
+    )
+
+
+def test_of_two_daemons_with_one_id_only_the_one_that_reports_is_given_commands() -> None:
+    async def scenario() -> None:
+        rig = Rig()
+        rig.outbox.open.append(command(1))
+        rig.outbox.present["host-a"] = "i1"
+        with pytest.raises(DaemonSuperseded, match="Another daemon speaks for host 'host-a'") as refused:
+            await rig.ids(incarnation="i2")
+        assert refused.value.hint
+        assert await rig.ids(incarnation="i1") == ["act-1"]
+        with pytest.raises(DaemonSuperseded):
+            await rig.daemons.take_update(answer("i2"))
+        assert rig.outbox.updates == []
+        await rig.daemons.take_update(answer("i1"))
+        assert rig.outbox.updates == [answer("i1")]
+
+    run(scenario)
+
+
+def test_who_waits_for_commands_while_another_daemon_takes_over_is_given_none() -> None:
+    async def scenario() -> None:
+        rig = Rig()
+        rig.outbox.present["host-a"] = "i1"
+        waiting = asyncio.create_task(rig.ids(incarnation="i1"))
+        await rig.until_looked(1)
+        rig.outbox.present["host-a"] = "i2"
+        rig.outbox.open.append(command(1))
+        rig.wakeup.notify("commands")
+        with pytest.raises(DaemonSuperseded):
+            await waiting
+
+    run(scenario)
+
+
+def test_a_restarted_daemon_is_given_commands_before_it_has_reported() -> None:
+    async def scenario() -> None:
+        rig = Rig()
+        rig.outbox.present["host-a"] = "i1"
+        rig.outbox.open.append(command(1))
+        rig.runs = asyncio.create_task(rig.daemons.run())
+
+        async def gone() -> bool:
+            return False
+
+        batch = await rig.daemons.next_commands("host-a", "i2", wait_s=30.0, is_gone=gone, succeeds=("i1",))
+        assert [c.action_id for c in batch.commands] == ["act-1"]
+        await rig.daemons.take_update(answer("i2"), succeeds=("i1",))
+        assert rig.outbox.updates == [answer("i2")]
 
     run(scenario)

@@ -129,6 +129,7 @@ def test_the_daemon_makes_one_signal_of_what_its_engine_tells_again_and_again() 
             engine=part,
             ports=part,
             facts=part,
+            refusals=part,
         )
         for answer in (late[:1], late, late):
             reply = EngineReply(ok=True, late=tuple(answer))

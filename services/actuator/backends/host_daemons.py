@@ -4,6 +4,9 @@ A daemon asks for its commands and is answered when there are some, or after `wa
 kept beyond its connection: any actuator can answer any daemon, and what was handed out and not answered is handed out
 again. Daemons obey each command_id once.
 
+Of several daemons with one host id only that is given commands, and its answers are taken, whose reports are stored, or
+that succeeds it: whose state folder it has.
+
 However many hosts wait here, one task looks into the store for all of them: for those that came or were named by a
 wake-up at once, and every `poll_interval_s` for whose commands have changed.
 """
@@ -20,9 +23,10 @@ import structlog
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.decisions import Command, CommandBatch, CommandUpdate
-from flyball.contracts.errors import FlyballError, TooBusy, Unreachable
+from flyball.contracts.errors import DaemonSuperseded, FlyballError, TooBusy, Unreachable
 from flyball.contracts.fault_points import reach
 from flyball.contracts.rank_logs import LogPiece, LogRequest
+from flyball.contracts.succession import speaks_for_host
 from services.actuator.backends.log_requests import LogRequests
 from services.actuator.notify import Subscribable
 from services.actuator.ports import Outbox
@@ -50,6 +54,7 @@ class _Poll(msgspec.Struct, eq=False):
     """One waiting connection. `found` is set to its commands, or to none when it is to end."""
 
     incarnation: str
+    succeeds: Sequence[str]
     deadline_s: float
     found: asyncio.Future[list[Command]]
     looked: bool = False
@@ -108,12 +113,15 @@ class HostDaemons:
         """A host's answer to that."""
         self._logs.answered(piece)
 
-    async def next_commands(self, host_id: str, incarnation: str, *, wait_s: float, is_gone: IsGone) -> CommandBatch:
+    async def next_commands(
+        self, host_id: str, incarnation: str, *, wait_s: float, is_gone: IsGone, succeeds: Sequence[str] = ()
+    ) -> CommandBatch:
         """The host's commands as soon as there are some. A newer poll of the same host ends this one, with none.
-        Raises TooBusy when too many hosts wait already, and Unreachable when the store cannot be looked at."""
+        Raises DaemonSuperseded to a daemon that does not speak for the host, TooBusy when too many hosts wait already,
+        and Unreachable when the store cannot be looked at."""
         if self._stopping:
             return CommandBatch()
-        poll = self._enter(host_id, incarnation, min(max(wait_s, 0.0), MAX_WAIT_S))
+        poll = self._enter(host_id, incarnation, succeeds, min(max(wait_s, 0.0), MAX_WAIT_S))
         if self._logs.has_any(host_id):
             poll.end()
         try:
@@ -130,9 +138,12 @@ class HostDaemons:
                 del self._polls[host_id]
             self._metrics.waiting_polls.set(len(self._polls))
 
-    async def take_update(self, update: CommandUpdate) -> None:
-        """Store a host's answer, then let the executor go on."""
+    async def take_update(self, update: CommandUpdate, *, succeeds: Sequence[str] = ()) -> None:
+        """Store a host's answer, then let the executor go on. Raises DaemonSuperseded as `next_commands` does."""
         reach("actuator.before_ack")
+        present = await asyncio.to_thread(self._store.daemons_of, [update.host_id])
+        if not speaks_for_host(update.incarnation, succeeds, present.get(update.host_id, "")):
+            raise _superseded(update.host_id)
         await asyncio.to_thread(self._store.record, update)
         self._metrics.command_updates.labels(state=update.state.value).inc()
         log.info(
@@ -183,13 +194,14 @@ class HostDaemons:
             self._look_at_all = True
         self._ring.set()
 
-    def _enter(self, host_id: str, incarnation: str, wait_s: float) -> _Poll:
+    def _enter(self, host_id: str, incarnation: str, succeeds: Sequence[str], wait_s: float) -> _Poll:
         older = self._polls.get(host_id)
         if older:
             older.end()
         elif len(self._polls) >= self._max_waiting:
             raise TooBusy("Too many hosts wait for commands here.", retry_after_s=2.0, hint="try another actuator")
-        poll = _Poll(incarnation, self._clock.monotonic_s() + wait_s, asyncio.get_running_loop().create_future())
+        found = asyncio.get_running_loop().create_future()
+        poll = _Poll(incarnation, tuple(succeeds), self._clock.monotonic_s() + wait_s, found)
         self._polls[host_id] = poll
         self._metrics.waiting_polls.set(len(self._polls))
         self._call((host_id,))
@@ -201,6 +213,8 @@ class HostDaemons:
             now_s = self._clock.monotonic_s()
             until_s = poll.deadline_s if now_s < poll.deadline_s else give_up_s
             done, _ = await asyncio.wait({poll.found}, timeout=until_s - now_s)
+            if isinstance(poll.failure, DaemonSuperseded):
+                raise poll.failure
             if poll.failure is not None:
                 raise Unreachable(poll.failure.message, hint="try another actuator") from poll.failure
             if done:
@@ -250,6 +264,14 @@ class HostDaemons:
 
     async def _look_for(self, host_ids: Sequence[str]) -> None:
         polls = {host_id: self._polls[host_id] for host_id in host_ids if host_id in self._polls}
+        present = await asyncio.to_thread(self._store.daemons_of, list(polls))
+        for host_id, poll in list(polls.items()):
+            if not speaks_for_host(poll.incarnation, poll.succeeds, present.get(host_id, "")):
+                poll.failure = _superseded(host_id)
+                poll.end()
+                del polls[host_id]
+        if not polls:
+            return
         found = await asyncio.to_thread(self._store.commands_for_hosts, list(polls), self._clock.wall_s())
         now_s = self._clock.monotonic_s()
         for host_id, poll in polls.items():
@@ -287,3 +309,10 @@ class HostDaemons:
         for poll in self._polls.values():
             poll.failure = error
             poll.end()
+
+
+def _superseded(host_id: str) -> DaemonSuperseded:
+    return DaemonSuperseded(
+        f"Another daemon speaks for host {host_id!r}.",
+        hint="give each machine its own --host-id; one that was set up anew is heard when the one before it is silent",
+    )

@@ -12,6 +12,7 @@ from flyball.contracts.decisions import CommandBatch, CommandUpdate
 from flyball.contracts.drains import Departure
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.identity import NAME_PATTERN
+from flyball.contracts.succession import MAX_PREDECESSORS
 from flyball.contracts.wire import MAX_MESSAGE_BYTES
 from services.actuator.backends.host_daemons import MAX_WAIT_S, HostDaemons
 from services.api.exchange import json_response, read_message
@@ -19,6 +20,7 @@ from services.api.openapi import body_of, reply_of
 from services.api.ports import Departures
 
 HostIdPath = Annotated[str, Path(pattern=NAME_PATTERN)]
+SucceedsQuery = Annotated[str, Query(max_length=65 * MAX_PREDECESSORS)]  # incarnations, with commas between
 
 
 def router(daemons: HostDaemons, departures: Departures) -> APIRouter:
@@ -30,20 +32,27 @@ def router(daemons: HostDaemons, departures: Departures) -> APIRouter:
         host_id: HostIdPath,
         incarnation: Annotated[str, Query(min_length=1, max_length=64)],
         wait_s: Annotated[float, Query(ge=0.0, le=MAX_WAIT_S)] = 20.0,
+        succeeds: SucceedsQuery = "",
     ) -> Response:
         """Wait for the host's commands; returns at once when there are some, and empty after `wait_s`."""
-        batch = await daemons.next_commands(host_id, incarnation, wait_s=wait_s, is_gone=request.is_disconnected)
+        batch = await daemons.next_commands(
+            host_id,
+            incarnation,
+            wait_s=wait_s,
+            is_gone=request.is_disconnected,
+            succeeds=tuple(filter(None, succeeds.split(","))),
+        )
         return json_response(batch)
 
     @routes.post("/v1/hosts/{host_id}/updates", status_code=204, openapi_extra=body_of(CommandUpdate))
-    async def post_update(request: Request, host_id: HostIdPath) -> Response:
+    async def post_update(request: Request, host_id: HostIdPath, succeeds: SucceedsQuery = "") -> Response:
         """Take a host's answer to a command. Idempotent: it may come more than once."""
         update = await read_message(request, CommandUpdate, max_bytes=MAX_MESSAGE_BYTES)
         if update.host_id != host_id:
             raise InvalidMessage(
                 f"An update of {update.host_id!r} was sent for {host_id!r}.", hint="a daemon answers for itself"
             )
-        await daemons.take_update(update)
+        await daemons.take_update(update, succeeds=tuple(filter(None, succeeds.split(","))))
         return Response(status_code=204)
 
     @routes.get("/v1/hosts/{host_id}/departure", responses=reply_of(Departure))

@@ -72,6 +72,7 @@ class Supervisor:
         self.committed: dict[str, int] = {}
         self.commits = True  # False: signals are taken and never said to be committed
         self.refusal: tuple[int, dict[str, str]] | None = None
+        self.refusal_body = b"{}"
         self.refused = 0
         self.departure = Departure(may_leave=False, waits_for="the test")
         supervisor = self
@@ -148,7 +149,7 @@ class Supervisor:
                         self.committed[s.incarnation] = max(self.committed.get(s.incarnation, 0), s.seq)
                 reply = ReportReply(dict(self.committed))
             self._reply(request, 200, wire.encode(reply))
-        elif re.fullmatch(r"/v1/hosts/[^/]+/updates", request.path):
+        elif re.fullmatch(r"/v1/hosts/[^/]+/updates", request.path.partition("?")[0]):
             update = wire.decode(body, CommandUpdate)
             with self.lock:
                 self.updates.append(update)
@@ -182,7 +183,7 @@ class Supervisor:
             return False
         if self.refusal is not None:
             self.refused += 1
-            self._reply(request, self.refusal[0], b"{}", self.refusal[1])
+            self._reply(request, self.refusal[0], self.refusal_body, self.refusal[1])
             return False
         return True
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flyball.contracts.cluster import Phase, RankStatus
@@ -84,10 +86,12 @@ def test_a_restarted_daemon_adopts_its_workers(daemon, supervisor, make_job):
     advance(daemon, supervisor, pid, 2)
     engine = daemon.until("the engine", lambda: supervisor.newest.facts.engine_address)
     wait_until_all_has_arrived(daemon, supervisor)
+    before = supervisor.newest.incarnation
     daemon.kill()
     assert alive(pid)
     os.kill(pid, signal.SIGUSR1)  # a step that no daemon is there to see
     daemon.start()
+    assert supervisor.newest.succeeds == (before,), "what lets it take over at once"
     daemon.until("the worker in a report", lambda: [r for r in ranks_in(supervisor.newest) if r.pid == pid])
     daemon.until("the step of the meantime", lambda: 3 in steps_of(supervisor))
     advance(daemon, supervisor, pid, 4)
@@ -98,6 +102,20 @@ def test_a_restarted_daemon_adopts_its_workers(daemon, supervisor, make_job):
     assert not alive(pid)
     exited = supervisor.exit_of(0)
     assert (exited.exit_code, exited.signal_number, exited.expected, exited.last_step) == (None, None, True, 4)
+
+
+def test_a_daemon_that_is_not_the_only_one_of_its_host_id_ends_its_workers_and_says_why(daemon, supervisor, make_job):
+    daemon.start()
+    job = make_job(WAIT)
+    pid = job.start().result.pids["0"]
+    job.wait_up()
+    problem = {"code": "daemon_superseded", "detail": "Another daemon speaks for it.", "hint": "Give it another id."}
+    supervisor.refusal_body = json.dumps(problem).encode()
+    supervisor.refusal = (409, {})
+    assert daemon.process.wait(60.0) != 0
+    assert not alive(pid)
+    assert "error: Another daemon speaks for it.\nNext step: Give it another id.\n" in daemon.log()
+    daemon.until("the end of all that it had", lambda: not daemon.owned())
 
 
 def test_a_worker_that_ended_without_a_daemon_is_reported_once(daemon, supervisor, make_job):
@@ -209,7 +227,9 @@ def test_a_repeated_command_is_answered_and_not_obeyed_again(daemon, supervisor,
     daemon.kill()
     daemon.start()
     supervisor.send(start)
-    assert supervisor.answer(start, count=3) == first
+    repeated = supervisor.answer(start, count=3)
+    assert repeated.incarnation == supervisor.newest.incarnation, "the word of the one before counts no more"
+    assert msgspec.structs.replace(repeated, incarnation=first.incarnation) == first
     assert alive(first.result.pids["0"])
     assert supervisor.exits() == []
 

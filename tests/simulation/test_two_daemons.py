@@ -1,0 +1,52 @@
+"""Two daemons with one host id: no rank is started twice, and the first is obeyed as if the second were not there."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from simulator import checkers
+from simulator.cluster import Cluster, Scenario
+from simulator.events import BEGAN_AT, MachineClock
+from simulator.history import Obeyed
+from simulator.host import Host
+from simulator.ports.records import of_memory
+from simulator.training import SIGKILL
+
+
+class Twin(Host):
+    """A daemon on another machine that has the host id of one that is there."""
+
+    def start_daemon(self) -> None:
+        self._incarnations = self._incarnations or 100
+        super().start_daemon()
+
+
+def restart_a_rank(cluster: Cluster) -> None:
+    group, worker = next(pair for host in cluster.world.hosts.values() for pair in host.workers.values())
+    cluster.world.exit(group, worker, signal_number=SIGKILL)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_second_of_two_daemons_with_one_id_is_given_nothing_to_do(seed: int) -> None:
+    scenario = Scenario(nodes=2, ranks_per_node=1, spares=1, racks=1, step_s=1.0, faults=0)
+    cluster = Cluster(scenario, Random(seed))
+    world, timeline = cluster.world, cluster.timeline
+    timeline.run_until(BEGAN_AT + 20.0)
+    first = next(host for host in world.hosts.values() if host.workers)
+    twin = Twin(world, first.control, first.host_id, first.domain, MachineClock(timeline))
+    timeline.run_until(BEGAN_AT + 25.0)
+    restart_a_rank(cluster)
+    timeline.run_until(BEGAN_AT + 45.0)
+    first.kill_daemon()  # and it is started again at once: no chance for the twin
+    first.start_daemon()
+    restart_a_rank(cluster)
+    timeline.run_until(BEGAN_AT + 70.0)
+
+    assert not twin.workers
+    assert len(cluster.memory.generations) == 3
+    assert cluster.memory.hosts[first.host_id].incarnation == first.incarnation
+    assert sum(isinstance(fact, Obeyed) and fact.host_id == first.host_id for fact in world.facts) >= 3
+    assert checkers.check_history(world.facts, of_memory(cluster.memory)) == []
+    assert world.truth.newest > 40
