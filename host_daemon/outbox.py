@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 
 import msgspec
 import structlog
@@ -19,6 +20,7 @@ from host_daemon.database import Database
 MAX_SIGNALS = 10_000
 MAX_IN_MEMORY = 1_000  # signals that found the disk full or broken
 BATCH = 200  # signals in one report
+BATCH_BYTES = 1 << 20  # of them; sensors take no report of more than 4 MiB, and refused that one for ever
 RESEND_AFTER_S = 1.0
 
 Work = Callable[[sqlite3.Connection], object]
@@ -78,13 +80,20 @@ class Outbox:
             await self._store()
 
     def due(self) -> tuple[Signal, ...]:
-        """Signals never sent, or sent a while ago and not committed since; oldest first. Marks them sent."""
+        """Signals never sent, or sent a while ago and not committed since; oldest first, as many as go into one report.
+        Marks them sent."""
         now = self._clock.monotonic_s()
         due = [
             signal
             for key, signal in self._pending.items()
             if now - self._sent_at.get(key, -RESEND_AFTER_S) >= RESEND_AFTER_S
         ][:BATCH]
+        sizes = accumulate(len(wire.encode(signal)) for signal in due)
+        due = [
+            signal
+            for number, (signal, size) in enumerate(zip(due, sizes, strict=True))
+            if not number or size <= BATCH_BYTES
+        ]
         self._sent_at.update(((s.incarnation, s.seq), now) for s in due)
         return tuple(due)
 

@@ -16,7 +16,7 @@ from services.sensor.step_log import StepSummary
 
 MAX_SIGNALS_AT_ONCE = 1000  # far below what the bus holds: more than that it would refuse for ever
 MAX_BYTES_AT_ONCE = 1 << 20  # of reports with signals; or one of them
-MAX_HOST_ITEMS = 128  # of one host; a daemon's whole spool is 50
+MAX_HOST_ITEMS = 128  # of one host; a daemon's whole spool is 50, of short signals
 MAX_HOST_BYTES = 8 << 20  # two of the largest reports
 
 _KEY: Any = attrgetter("source", "incarnation", "seq")

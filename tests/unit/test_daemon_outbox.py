@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flyball.contracts import wire
 from flyball.contracts.decisions import Command, CommandUpdate, StopWorkers, UpdateState
 from flyball.contracts.errors import ConfigurationError, StateVersionMismatch, StorageFull
 from flyball.contracts.identity import Fence
@@ -240,6 +241,21 @@ def test_the_journal_is_bounded(tmp_path):
         count = await database.run(lambda c: c.execute("SELECT count(*) FROM commands").fetchone()[0])
         assert count == 500
         assert (await journal.admit(command("c519", 1, 1), "job"))[0] is Admission.RESUMED
+        database.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_report_of_the_longest_signals_is_one_that_a_sensor_takes(tmp_path):
+    async def scenario() -> None:
+        box, database = spool(tmp_path, Clock(), "one")
+        for _ in range(200):
+            await box.put(EngineRestarted("\u96ea" * 16_000))
+        sent = []
+        while batch := box.due():
+            assert len(wire.encode(batch)) <= wire.MAX_MESSAGE_BYTES / 2
+            sent += [signal.seq for signal in batch]
+        assert sent == list(range(1, 201))
         database.close()
 
     asyncio.run(scenario())
