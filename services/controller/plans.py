@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from flyball.contracts.checkpoints import JobHistory, Lineage, Tier
 from flyball.contracts.cluster import HostRanks
 from flyball.contracts.decisions import ActionPlan, DecisionKind, GenerationPlan, Incident
+from services.controller.diagnosis import newest_step_of
 from services.controller.guardrails import budget_after
 from services.controller.peer_choice import PeerMap, choose_peers
 from services.controller.recovery_point import newest_step
@@ -67,7 +68,8 @@ def restart_plan(
     """Stop what runs, and go on in a new generation on `hosts`; `lineage` where another history than all of the
     present one is to count. Hosts that are `given_up` are not asked for anything."""
     spec = case.job.spec
-    history = generation.lineage if lineage is None else lineage
+    history = _history(generation) if lineage is None else lineage
+    is_ancestor = generation.started_at > 0.0 and any(entry.generation == generation.generation for entry in history)
     reachable, unreachable = _involved(case, generation, given_up=given_up)
     left = _others_that_hold(case, (*reachable, *unreachable))
     if left and _known_step(case, history, (*reachable, *left)) > _known_step(case, history, reachable):
@@ -85,7 +87,7 @@ def restart_plan(
         next=GenerationPlan(
             job=spec.job,
             generation=generation.generation + 1,
-            parent=generation.generation if generation.started_at > 0.0 else generation.parent,
+            parent=generation.generation if is_ancestor else generation.parent,
             hosts=hosts,
             peers=_peers(case, hosts, generation),
             parent_lineage=history,
@@ -189,6 +191,14 @@ def _involved(
     unique = tuple(dict.fromkeys(names))
     silent = {host_id: host_id in given_up or case.round.is_silent(host_id) for host_id in unique}
     return tuple(h for h, is_silent in silent.items() if not is_silent), tuple(h for h in unique if silent[h])
+
+
+def _history(generation: GenerationView) -> Lineage:
+    """The history that a restart goes on from. A generation that made no step cuts nothing off: what it restored was
+    what could be had then, and whoever holds newer steps may be back."""
+    restored = -1 if generation.restore_step is None else generation.restore_step
+    has_stepped = any(newest_step_of(rank, generation) > restored for rank in generation.ranks)
+    return generation.lineage if has_stepped or not generation.parent_lineage else generation.parent_lineage
 
 
 def loses_without(case: Case, generation: GenerationView, host_ids: Collection[str]) -> bool:

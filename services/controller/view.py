@@ -105,6 +105,7 @@ class GenerationView(msgspec.Struct, frozen=True):
     restarts_used: int = -1  # of the budget, see GenerationPlan
     furthest_step: int = -1
     run: str = ""
+    parent_lineage: Lineage = ()  # the history that it was to go on from
 
     @property
     def used_restarts(self) -> int:

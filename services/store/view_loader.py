@@ -265,6 +265,7 @@ def _generation(row: Any, plan: GenerationPlan, seen: Mapping[int, RankView]) ->
         restarts_used=plan.restarts_used,
         furthest_step=plan.furthest_step,
         run=plan.run,
+        parent_lineage=plan.parent_lineage,
         ranks=tuple(seen[number] for number in sorted(seen)),
     )
 

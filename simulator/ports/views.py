@@ -70,6 +70,7 @@ def _generation(memory: Memory, job: JobRow) -> GenerationView | None:
         restart_count=row.plan.restart_count,
         restarts_used=row.plan.restarts_used,
         furthest_step=row.plan.furthest_step,
+        parent_lineage=row.plan.parent_lineage,
         ranks=tuple(
             RankView(
                 rank=number,

@@ -416,6 +416,23 @@ def test_a_worker_whose_end_a_restarted_daemon_told_has_failed_by_that() -> None
     assert decide(view(job=job), [], SETTINGS, NOW).incidents[0].cause == "worker_killed"
 
 
+@pytest.mark.parametrize(("step", "known"), [(-1, 47), (3, 3)])
+def test_a_generation_that_made_no_step_cuts_no_history_off(step: int, known: int) -> None:
+    """It was to begin from scratch on a spare that was dead, while the holder of step 47 could not be reached."""
+    ranks = (rank(0, "a", step=step, phase=Phase.STARTING), rank(1, "b", step=step, phase=Phase.STARTING))
+    generation = msgspec.structs.replace(
+        GENERATION, lineage=(LineageEntry(2),), parent_lineage=(LineageEntry(1),), restore_step=None, ranks=ranks
+    )
+    held = [ShardCopy("job", 1, 47, number, Tier.MEMORY, "c", 1, "x") for number in (0, 1)]
+    held += [ShardCopy("job", 2, 3, number, Tier.MEMORY, "ab"[number], 1, "x") for number in (0, 1) if step >= 3]
+    job = msgspec.structs.replace(JOB, generation=generation)
+    killed = msgspec.structs.replace(KILLED, last_step=step)
+    (decision,) = decide(view(job=job, copies=held), [say(killed)], SETTINGS, NOW).decisions
+    assert decision.action is not None and decision.action.next is not None
+    plan = decision.action.next
+    assert (plan.known_step, plan.parent) == (known, 1 if step < 0 else 2)
+
+
 def test_a_restart_asks_a_host_that_the_job_has_left_if_it_holds_more() -> None:
     """b's memory went with its restart; c had been left by the job, and still has what a and b do not have together."""
     held = [ShardCopy("job", 1, 30, number, Tier.MEMORY, "c", 1, "x") for number in (0, 1)]
