@@ -83,7 +83,7 @@ class JobWatch:
 
     def wait(self) -> Job:
         """The job when it has ended, or as it is when the person lost patience (a second Ctrl-C)."""
-        stop_by, known = 0.0, _UNKNOWN
+        stop_by, ended = 0.0, _UNKNOWN  # the job, once it was seen to have ended
         while True:
             shown_at = time.monotonic()
             if stop_by and self._away_limit_s == AWAY_LIMIT_S:  # of a supervisor that ends with the job
@@ -93,24 +93,24 @@ class JobWatch:
             except Unreachable:
                 if not stop_by:
                     raise
-                return known  # it ended with the job, before this command heard of that
+                return ended  # it ended with the job, perhaps before this command heard of that
             if job:
-                known = job
                 self._say_what_is_not_seen(job)
             has_ended = job is not None and JobState(job["state"]).ended
             then = self._on_signal(job) if self._signals.count and not (stop_by or has_ended) else Next.WAIT
             if then is Next.END:
-                return known
+                return job or ended
             if then is Next.STOP_JOB:
                 say(f"stopping job {self._spec.job} (again: at once)")
                 waits_s = self._end_takes_s if self._ask_to_stop() else 0.0
                 stop_by = time.monotonic() + waits_s
             if job and has_ended:
+                ended = job
                 if not self._is_acting:  # its newest step is brought to disk, and it is tidied up
                     return job
                 stop_by = stop_by or time.monotonic() + self._end_takes_s
             if self._signals.count > 1 or (stop_by and time.monotonic() > stop_by):
-                return known
+                return job or ended
             while time.monotonic() - shown_at < STATUS_INTERVAL_S:
                 self._keep_all()
                 if self._rest():

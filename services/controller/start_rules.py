@@ -27,7 +27,7 @@ _OURS = frozenset(
 )
 _OURS_TIMES = 3  # so often in a row on one host, and it is the host's after all
 _ASK_AGAIN_S = 1.0  # a spare may come first
-_LONG_BACK_OFF_S = 45.0  # when patience is over, and a host is waited for; less than patience: still in a row
+_LONG_BACK_OFF_S = 45.0  # when patience is over, and a host is waited for
 
 
 def note_failed_starts(round_: Round, incident: Incident, generation: GenerationView) -> None:
@@ -35,11 +35,13 @@ def note_failed_starts(round_: Round, incident: Incident, generation: Generation
     to stop the one before. What hosts fail alike that share nothing is no host's fault: those that were to have no
     work for it get some again."""
     known = {(start.host_id, start.code): start for start in incident.failed_starts}
+    # Longer ago, it is not the same row: the longest pause, and an attempt that takes as long as one may, belong to it.
+    row_s = max(round_.settings.start_patience_s, _LONG_BACK_OFF_S + round_.settings.action_deadline_s)
     for key in _failed(round_, incident, generation):
         before = known.get(key)
         if before is not None and before.generation >= generation.generation:
             continue
-        if before is None or 0.0 < before.last_at < round_.now - round_.settings.start_patience_s:
+        if before is None or 0.0 < before.last_at < round_.now - row_s:
             known[key] = FailedStart(*key, generation.generation, first_at=round_.now, last_at=round_.now)
         else:
             again = {"generation": generation.generation, "times": before.times + 1, "last_at": round_.now}

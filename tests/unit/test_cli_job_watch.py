@@ -251,6 +251,17 @@ def test_a_stopped_job_is_over_when_its_last_step_is_saved_but_not_awaited_for_e
     assert limit_s <= time.now_s - began_s < limit_s + 3.0
 
 
+def test_a_job_that_was_seen_to_succeed_has_although_its_supervisor_ends_before_all_is_tidied_up(time: Time) -> None:
+    class Ends(Stopping):
+        def get(self, path: str) -> dict[str, Any]:
+            if self._time.now_s > 3.0:
+                raise Unreachable("The supervisor is away.")
+            return {**super().get(path), "state": "succeeded"}
+
+    assert JobWatch(Ends(time, 10_000.0), SPEC, SimpleNamespace(count=0)).wait()["state"] == "succeeded"
+    assert time.now_s < 20.0
+
+
 def test_a_script_that_tells_no_steps_is_named_once_with_what_is_not_seen(
     time: Time, capsys: pytest.CaptureFixture[str]
 ) -> None:
