@@ -22,14 +22,7 @@ from collections.abc import Collection
 import xxhash
 
 from ckpt_engine import segment_files
-from ckpt_engine.control_file import (
-    HEADER_BYTES,
-    LAST_USE_WORD,
-    LAYOUT_VERSION,
-    MAGIC,
-    boot_time_ns,
-    open_in_use,
-)
+from ckpt_engine.control_file import HEADER_BYTES, LAST_USE_WORD, LAYOUT_VERSION, MAGIC, boot_time_ns, open_in_use
 from ckpt_engine.control_views import ParkState, RestoreAnswer, RestoreState, RestoreWords, World
 from ckpt_engine.manifest import MAX_MANIFEST_BYTES
 from ckpt_engine.memory_order import this_machines_fence
@@ -200,6 +193,10 @@ class ControlSegment:
         words[_WORLD_GENERATION] = generation
         self._fence()
         words[_WORLD_STEP] = step
+
+    def forget_run(self) -> None:
+        """Everything but the slots as if new: it was said by, and to, another run of the job."""
+        self._words[_FENCE_EPOCH:] = memoryview(_initial_words()).cast("q")[_FENCE_EPOCH:]
 
     def advance_world(self, step: int) -> None:
         """All ranks have `step`. Never goes back."""

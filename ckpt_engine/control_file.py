@@ -12,6 +12,8 @@ import struct
 import time
 from collections.abc import Callable
 
+import xxhash
+
 from ckpt_engine import segment_files
 from ckpt_engine.manifest import MAX_MANIFEST_BYTES
 from ckpt_engine.slot_rules import MAX_SLOTS
@@ -20,6 +22,7 @@ from flyball.contracts.errors import Conflict, StateVersionMismatch
 MAGIC = int.from_bytes(b"FLYBSLOT", "little")
 LAYOUT_VERSION = 4
 LAST_USE_WORD = 2  # after magic and version
+_RUN_WORD = 4  # whose slots these are, as `run_key` has it; 0: nobody has said it
 HEADER_BYTES = 8192  # the words, and one text; the manifests follow
 DIGESTS_OFFSET = HEADER_BYTES + MAX_SLOTS * MAX_MANIFEST_BYTES  # see source_digests
 MAX_DIGESTS_BYTES = 8 << 20  # of one slot
@@ -78,6 +81,21 @@ def read_last_use(descriptor: int) -> int | None:
 def write_last_use(descriptor: int, last_use_ns: int) -> None:
     """Note that a segment was seen in use."""
     os.pwrite(descriptor, last_use_ns.to_bytes(8, "little"), 8 * LAST_USE_WORD)
+
+
+def run_key(run: str) -> int:
+    """A run as one word; 0 for one without a name."""
+    return xxhash.xxh3_64_intdigest(run.encode()) >> 1 if run else 0
+
+
+def read_run(descriptor: int) -> int:
+    """The `run_key` of the run whose slots these are, 0 if nobody has said it."""
+    return int.from_bytes(os.pread(descriptor, 8, 8 * _RUN_WORD), "little")
+
+
+def write_run(descriptor: int, key: int) -> None:
+    """Say whose slots these are from now on."""
+    os.pwrite(descriptor, key.to_bytes(8, "little"), 8 * _RUN_WORD)
 
 
 def other_layout(path: str) -> StateVersionMismatch:

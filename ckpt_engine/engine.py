@@ -128,6 +128,8 @@ class TrainerEngine:
             self._link = EngineLink(me)
         options = SegmentOptions.of(load_settings(os.environ))
         self._segments = RankSegments.open(rank_segment(me.shm_prefix, me.job, me.rank), create=True, options=options)
+        if self._link is None:
+            self._segments.claim(me.run)
         self._segments.control.attach_trainer(me.generation)
         if self._link is None:
             self._link = LocalCommitter(me, self._segments, self._not_committed)

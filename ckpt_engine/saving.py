@@ -204,6 +204,11 @@ class Saver:
                     f"Generation {world.fence_generation} has taken over from {self._me.generation}.",
                     hint="nothing to do: this process is about to be ended",
                 )
+            if not self._segments.belongs_to(self._me.run):
+                raise CheckpointError(
+                    f"The slots of rank {self._me.rank} are those of another run of job {self._me.job}.",
+                    hint="an older run's process is to be ended; a newer one's saves again when its host's engine runs",
+                )
             slot = self._choose(world)
             now_s = time.monotonic()
             if slot is not None:

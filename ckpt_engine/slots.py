@@ -17,6 +17,7 @@ from pathlib import Path
 from ckpt_engine import huge_pages, memory_limits, segment_files, source_digests
 from ckpt_engine import manifest as manifests
 from ckpt_engine.control import ControlSegment
+from ckpt_engine.control_file import read_run, run_key, write_run
 from ckpt_engine.control_views import ParkState, RestoreState, RestoreWords, World
 from ckpt_engine.manifest import Manifest
 from ckpt_engine.memory_plan import MemoryPlan
@@ -153,6 +154,26 @@ class RankSegments:
         described = (manifest.generation, manifest.step, manifest.payload_bytes)
         return manifest if described == (view.generation, view.step, view.payload_bytes) else None
 
+    # --- whose they are ---
+
+    def claim(self, run: str) -> list[int]:
+        """These are slots of `run` from now on. What another run of the job left goes, whatever its generation: none of
+        its steps is of the history that counts. Returns these steps. For the engine, or a trainer without one."""
+        key, owner = run_key(run), read_run(self.control.descriptor)
+        if key in (0, owner):
+            return []
+        left = [view for view in self.slots() if view.state is not SlotState.EMPTY] if owner else []
+        if owner:  # else nobody has said whose they are, as in those of an older release
+            for view in left:
+                self._drop_with_memory(view.index)  # a trainer of that run may still be writing to it
+            self.control.forget_run()
+        write_run(self.control.descriptor, key)  # last: who is killed before this does it again
+        return sorted(view.step for view in left)
+
+    def belongs_to(self, run: str) -> bool:
+        """Whether no other run has claimed them."""
+        return 0 in (key := (run_key(run), read_run(self.control.descriptor))) or key[0] == key[1]
+
     # --- writing ---
 
     def settle(self, plan: MemoryPlan) -> MemoryPlan:
@@ -183,10 +204,13 @@ class RankSegments:
         given back as soon as nothing needs them."""
         views = self.slots()
         for view in unneeded_surplus(views, world_step, lineage, abandoned, held):
-            self.control.drop(view.index)
-            self._mappings.pop(view.index, None)
-            segment_files.remove(self.base + SLOT_SUFFIXES[view.index])
+            self._drop_with_memory(view.index)
         return choose_slot(views, world_step, lineage, abandoned, held)
+
+    def _drop_with_memory(self, index: int) -> None:
+        self.control.drop(index)
+        self._mappings.pop(index, None)
+        segment_files.remove(self.base + SLOT_SUFFIXES[index])
 
     def begin_write(
         self, index: int, generation: int, step: int, payload_bytes: int, plan: MemoryPlan | None = None

@@ -156,6 +156,8 @@ class SlotTier:
                 self._tell_once(rank, error)
                 return None
             entry = self._open[rank] = OpenSegments(rank, segments)
+        if create and self.run is not None and (steps := entry.segments.claim(self.run)):
+            log.warning("slots_of_another_run_dropped", job=self.job, tier=str(self.tier), rank=rank, steps=steps)
         entry.users += 1
         return entry
 

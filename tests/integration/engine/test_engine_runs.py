@@ -3,6 +3,7 @@ generations begin at 1 again."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,3 +98,41 @@ def test_a_run_takes_no_shard_of_another_run_from_slots_or_peers(
     )
     assert trainer(a, 0, 2, lineage).await_restore(2) is RestoreState.FAILED
     assert a.status.copies == b.status.copies == ()
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_slots_of_a_run_before_that_are_still_in_memory_block_nothing(
+    cluster: Cluster, trainer: type[Trainer], until: Until, replicas: int
+) -> None:
+    """The state folders were removed and shared memory was not; the first run had got to its third generation."""
+    spec = CheckpointSpec(replicas=replicas)
+    hosts = [cluster.host(name) for name in ("a", "b")]
+    ranks = {"a": (0,), "b": (1,)}
+    lineage = (LineageEntry(3),)
+    cluster.configure(cluster.placement(ranks, generation=3, lineage=lineage, run=FIRST_RUN), spec)
+    older = [trainer(host, rank, 3, lineage, seed=1) for rank, host in enumerate(hosts)]
+    for step in range(40, 44):
+        for worker in older:
+            worker.save(step)
+        until(lambda step=step: all(worker.world_step == step for worker in older))
+    for host in hosts:
+        host.kill()
+    for worker in older:
+        assert worker.try_save(44)  # captured, and committed by nobody
+    for host in hosts:
+        shutil.rmtree(host.state_dir)
+        host.start()
+
+    cluster.configure(cluster.placement(ranks, run=SECOND_RUN), spec)
+    workers = [trainer(host, rank, seed=2) for rank, host in enumerate(hosts)]
+    assert [worker.world_step for worker in workers] == [-1, -1]
+    for step in range(3):
+        for worker in workers:
+            worker.save(step)
+        until(lambda step=step: all(worker.world_step == step for worker in workers))
+    assert [worker.stored(1, 2) for worker in workers] == [worker.payload(2) for worker in workers]
+    listed = {(copy.generation, copy.step) for host in hosts for copy in host.status.copies}
+    assert {generation for generation, _ in listed} == {1}
+    assert not any(worker.segments.belongs_to(FIRST_RUN) for worker in workers)
+    dropped = [line["steps"] for host in hosts for line in host.logged("slots_of_another_run_dropped")]
+    assert [43, 44] in dropped
