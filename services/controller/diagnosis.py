@@ -201,8 +201,10 @@ def start_failure(body: WorkerStartFailed, host_id: str, at: float) -> Failure:
 
 
 def failed_starts(actions: Iterable[ActionView], job: str, generation: GenerationView, at: float) -> list[Failure]:
-    """Hosts that answered that they could not start their ranks: one whose disk is full has no other way to say it."""
-    ranks = {part.host_id: part.ranks for part in generation.hosts}
+    """Hosts that answered that they could not start their ranks: one whose disk is full has no other way to say it. An
+    answer says nothing where all of the host's ranks have reported since."""
+    reported = {rank.rank for rank in generation.ranks}
+    ranks = {part.host_id: part.ranks for part in generation.hosts if not reported.issuperset(part.ranks)}
     return [
         start_failure(WorkerStartFailed(job, generation.generation, ranks[host_id][0], message, code), host_id, at)
         for action in actions

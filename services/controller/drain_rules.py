@@ -14,6 +14,9 @@ _ASK_AGAIN_S = 1.0
 def refuse_what_took_too_long(case: Case) -> Verdict | None:
     """In time or not at all: an operator who asks for a host does not want it half an hour later, unasked."""
     incident, limit = _incident(case), case.settings.max_decisions_per_incident
+    generation = case.job.generation
+    if generation is None or all(part.host_id != incident.host_id for part in generation.hosts):
+        return None  # a failure has moved them; should they have to come back, that decision refuses it
     if incident.decisions_made >= limit:
         why = f"{limit} actions have not moved its ranks"
     elif not incident.action_id and case.now >= _deadline_at(case):
@@ -21,9 +24,11 @@ def refuse_what_took_too_long(case: Case) -> Verdict | None:
         why = f"the time for it is over{waited}"
     else:
         return None
+    plan = preemption_rules.plan_for_those_that_stand(case)
     return Verdict(
-        DecisionKind.HOLD,
+        DecisionKind.HOLD if plan is None else plan.kind,
         f"{incident.message} It is refused: {why}. Job {case.job.spec.job} goes on where it is.",
+        plan=plan,
         evidence={"host": incident.host_id, "decisions": incident.decisions_made},
         gives_up=True,
         refuses_drain_of=incident.host_id,

@@ -79,7 +79,12 @@ def settle_hosts(round_: Round) -> None:
             round_.change_host(host.host_id, HostEvent.CLEANED, "the superseded workers on it are gone")
         elif host.drain is not None and host.drain.state is DrainState.CANCELLED:
             _undrained(round_, host)
-        elif host.is_leaving and not host.job and host.state is not HostState.SILENT and _may(host, HostEvent.CORDONED):
+        elif (
+            host.is_leaving
+            and _is_empty(host)
+            and host.state is not HostState.SILENT
+            and _may(host, HostEvent.CORDONED)
+        ):
             _left(round_, host)
         elif host.state is HostState.CORDONED and _outlived_its_notice(host):
             reason = f"it reports {_OUTLIVED_S:.0f} s after it was to be taken away, and so was not"
@@ -89,6 +94,11 @@ def settle_hosts(round_: Round) -> None:
             said = f"{host.host_id}: {reason}. Its notice is void."
             round_.decide_host(host.host_id, DecisionKind.HOLD, "withdraw_an_outlived_notice", said)
             round_.change_host(host.host_id, None, reason, preempt_deadline_at=0.0)
+
+
+def _is_empty(host: HostView) -> bool:
+    """Whether no worker is on it, nor to be on it. Superseded ones are stopped while it is in repair."""
+    return not host.job and not host.stale_jobs
 
 
 def _may_stay(host: HostView) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState
+from flyball.contracts.decisions import ActionPlan, ActionState, DecisionKind, IncidentState
 from services.controller import plans, recovery_rules, tracking
 from services.controller.diagnosis import DEPARTURES, PREEMPTION_NOTICE
 from services.controller.round import Case, Verdict
@@ -20,9 +20,12 @@ def give_up_after_too_many_decisions(case: Case) -> Verdict | None:
     incident, limit = case.incident, case.settings.max_decisions_per_incident
     if incident is None or incident.decisions_made < limit:
         return None
+    plan = plan_for_those_that_stand(case)
+    train_on = "" if plan is None else " The ranks train on where they are."
     return Verdict(
-        DecisionKind.HOLD,
-        f"{incident.message} {limit} actions have not ended it: it is left to an operator.",
+        DecisionKind.HOLD if plan is None else plan.kind,
+        f"{incident.message} {limit} actions have not ended it: it is left to an operator.{train_on}",
+        plan=plan,
         evidence={"decisions": incident.decisions_made},
         gives_up=True,
         cordons=(incident.host_id,),
@@ -126,6 +129,12 @@ def last_action(case: Case) -> ActionView | None:
     if action is None or generation is None or action.state is ActionState.SUPERSEDED:
         return None
     return action if action.of_generation == generation.generation else None
+
+
+def plan_for_those_that_stand(case: Case) -> ActionPlan | None:
+    """Ranks that stand at an emergency step are let go with the incident that they stand for."""
+    generation = case.job.generation
+    return plans.resume_plan(case, generation) if generation is not None and _stand(case) else None
 
 
 def _stand(case: Case) -> bool:

@@ -27,6 +27,8 @@ from services.controller.wording import listed
 
 Evidence = Mapping[str, str | int | float | bool | None]
 
+_BACK_TO_WORK = {HostState.CORDONED: HostEvent.RELEASED, HostState.IN_REPAIR: HostEvent.CLEANED}
+
 
 class Verdict(msgspec.Struct, frozen=True):
     """What a rule wants. Without a plan it is a hold, for `holding_for`, at most until `hold_until`."""
@@ -194,8 +196,7 @@ class Round:
             return
         decision = self._decide(case, rule, verdict)
         if (refused := self.hosts.get(verdict.refuses_drain_of)) is not None:
-            event = HostEvent.RELEASED if refused.state is HostState.CORDONED else None
-            self.change_host(refused.host_id, event, verdict.reason, ends_drain=True)
+            self.change_host(refused.host_id, _BACK_TO_WORK.get(refused.state), verdict.reason, ends_drain=True)
         action_id = ""
         if verdict.plan is not None:
             action_id = f"act-{decision.decision_id.removeprefix('dec-')}"

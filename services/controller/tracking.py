@@ -47,8 +47,9 @@ def follow(round_: Round, job: JobView) -> None:
             _follow_action(round_, job, incident)
         elif incident.state is IncidentState.VERIFYING:
             _verify(round_, job, incident)
-        if round_.incidents[incident.incident_id].state is IncidentState.DECIDING:
-            _clear(round_, job, round_.incidents[incident.incident_id])
+    for incident in round_.open_incidents(job.spec.job):
+        if incident.state is IncidentState.DECIDING:
+            _clear(round_, job, incident)
 
 
 def diagnose(round_: Round, job: JobView) -> None:
@@ -173,14 +174,17 @@ def _clear(round_: Round, job: JobView, incident: Incident) -> None:
         return
     if incident.cause in DEPARTURES:
         action = round_.actions.get(incident.action_id)
-        migrates = action is not None and action.plan.next is not None  # then it sees to its own end
-        is_left = all(part.host_id != incident.host_id for part in generation.hosts)
         stands = (
             action is not None
             and action.state is not ActionState.SUPERSEDED
             and action.of_generation == generation.generation
         )  # what was done for it still holds
-        if (not migrates and is_left) or (not stands and not is_wanted(round_, incident)):
+        migrates = stands and action is not None and action.plan.next is not None  # then it sees to its own end
+        is_left = all(part.host_id != incident.host_id for part in generation.hosts)
+        # A drained host may have to take its ranks back, as long as they do not train elsewhere.
+        may_return = incident.cause == DRAIN_REQUESTED and failure_of(round_, job.spec.job) is not None
+        is_over = is_left and not migrates and not (may_return and is_wanted(round_, incident))
+        if is_over or (not stands and not is_wanted(round_, incident)):
             round_.advance(incident, IncidentEvent.CLEARED)
     elif incident.cause == HOST_SILENT and incident.generation == generation.generation:
         ranks = generation.ranks

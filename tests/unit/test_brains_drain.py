@@ -203,6 +203,103 @@ def test_a_host_that_was_to_be_left_takes_its_ranks_back_if_the_spare_is_lost_fi
     assert (back.state, back.ended_drain) == (HostState.HEALTHY, ASKED)
 
 
+def moved_to_c(*, ranks: tuple[RankView, ...] = ()) -> JobView:
+    moved = (HostRanks("a", "ip", "a:7", (0,)), HostRanks("c", "ip", "c:7", (1,)))
+    generation = msgspec.structs.replace(GENERATION, generation=3, hosts=moved, ranks=ranks, parent_lineage=())
+    return msgspec.structs.replace(JOB, generation=generation)
+
+
+def test_a_drained_host_that_was_cut_off_takes_its_ranks_back_if_those_that_took_them_are_lost() -> None:
+    """Simulator seeds 300140 and 400226: its silence moved the ranks that stood on it, to a host that was gone."""
+    before = (host("a"), host("b", drain=ASKED), host("c"))
+    first = look(view(*before))
+    drain = msgspec.structs.replace(first.incidents[0], state=IncidentState.ACTING, action_id="act-70")
+    acted = [drain, msgspec.structs.replace(drain, incident_id="inc-8", cause="host_silent", action_id="act-71")]
+    (moved,) = look(view(*before, incidents=first.incidents, actions=[saved(first, ActionState.SUCCEEDED)])).decisions
+    assert moved.action is not None
+    move = ActionView("act-71", "dec-71", "inc-8", moved.action, ActionState.DISPATCHED, "start", NOW)
+    lost = host("c", state=HostState.SILENT, job="job", last_report_at=NOW - 600)
+    cut = host("b", state=HostState.SILENT, job="", drain=ASKED, last_report_at=NOW - 600)
+    actions = [saved(first, ActionState.SUPERSEDED), move]
+    waits = look(view(host("a"), cut, lost, incidents=acted, actions=actions, job=moved_to_c()))
+    assert {i.incident_id: i.state for i in waits.incidents} == dict.fromkeys(
+        ("inc-7", "inc-8"), IncidentState.DECIDING
+    )
+
+    back = host("b", state=HostState.IN_REPAIR, job="", drain=ASKED, stale_jobs={"job": 2})
+    incidents = {"incidents": waits.incidents, "actions": actions, "job": moved_to_c()}
+    outcome = look(view(host("a"), back, lost, **incidents))  # type: ignore[arg-type]  # as named
+    decision = next(d for d in outcome.decisions if d.action is not None)
+    assert (decision.kind, decision.rule) == (DecisionKind.MIGRATE_TO_SPARE, "take_a_drained_host_back")
+    (change,) = [change for change in outcome.hosts if change.host_id == "b"]
+    assert (change.state, change.ended_drain) == (HostState.HEALTHY, ASKED)
+
+
+def test_a_drained_host_is_drained_when_its_ranks_train_elsewhere() -> None:
+    first = look(view(host("a"), host("b", drain=ASKED), host("c")))
+    drain = msgspec.structs.replace(first.incidents[0], state=IncidentState.DECIDING, action_id="act-70")
+    overtaken = saved(first, ActionState.SUPERSEDED)
+    hosts = (host("a"), host("b", job="", drain=ASKED), host("c", job="job"))
+    trains = moved_to_c(ranks=GENERATION.ranks)
+    outcome = look(view(*hosts, incidents=[drain], actions=[overtaken], job=trains))
+    assert [incident.state for incident in outcome.incidents] == [IncidentState.RESOLVED]
+
+
+def test_superseded_workers_on_a_drained_host_are_stopped_before_it_is_cordoned() -> None:
+    """They would stand there, and keep its GPUs, until the operator gave it back."""
+    stays = host("b", job="", drain=ASKED, state=HostState.IN_REPAIR, stale_jobs={"job": 2})
+    outcome = look(view(host("a"), stays, host("c", job="job"), job=moved_to_c(ranks=GENERATION.ranks)))
+    (decision,) = outcome.decisions
+    assert (decision.rule, outcome.hosts) == ("stop_superseded_workers", ())
+    gone = host("b", job="", drain=ASKED)
+    (change,) = look(view(host("a"), gone, host("c", job="job"), job=moved_to_c(ranks=GENERATION.ranks))).hosts
+    assert change.state is HostState.CORDONED
+
+
+@pytest.mark.parametrize("ended", [ActionState.SUPERSEDED, ActionState.FAILED])
+def test_a_host_that_the_job_has_left_is_no_reason_to_save(ended: ActionState) -> None:
+    """Simulator seed 400210: the move had failed, and what another incident did about that left the host as well."""
+    hosts = (host("a"), host("b", job="", preempt_deadline_at=NOW + 25), host("c", job="job"), host("d"))
+    first = look(view(host("a"), host("b", preempt_deadline_at=NOW + 25), host("c")))
+    then = look(
+        view(
+            *hosts[:1],
+            host("b", preempt_deadline_at=NOW + 25),
+            host("c"),
+            incidents=first.incidents,
+            actions=[saved(first, ActionState.SUCCEEDED)],
+        )
+    )
+    move = msgspec.structs.replace(saved(then, ended), phase="stop")
+    notice = msgspec.structs.replace(then.incidents[0], state=IncidentState.DECIDING, action_id=move.action_id)
+    ranks = (RankView(0, "a", 52, Phase.STEP, NOW - 0.1), RankView(1, "c", 52, Phase.STEP, NOW - 0.1))
+    further = moved_to_c(ranks=ranks)
+    assert further.generation is not None
+    further = msgspec.structs.replace(further, generation=msgspec.structs.replace(further.generation, generation=4))
+    outcome = look(view(*hosts, incidents=[notice], actions=[move], job=further))
+    assert [incident.state for incident in outcome.incidents] == [IncidentState.RESOLVED]
+    assert not [decision for decision in outcome.decisions if decision.action is not None]
+
+
+@pytest.mark.parametrize(("asked", "left_to"), [({"drain": ASKED}, "b"), ({"preempt_deadline_at": NOW + 60}, "")])
+def test_ranks_that_stand_are_let_go_with_the_incident_that_took_too_many_decisions(
+    asked: dict[str, object], left_to: str
+) -> None:
+    """They stood until the engine's own 120 s were over."""
+    first = look(view(host("a"), host("b", **asked), host("c")))
+    standing = msgspec.structs.replace(
+        first.incidents[0], state=IncidentState.DECIDING, decisions_made=SETTINGS.max_decisions_per_incident
+    )
+    actions = [saved(first, ActionState.FAILED)]
+    outcome = look(view(host("a"), host("b", **asked), host("c"), incidents=[standing], actions=actions))
+    (decision,) = outcome.decisions
+    assert decision.kind is DecisionKind.RESUME
+    assert decision.action is not None and decision.action.stop_hosts == ("a", "b")
+    assert outcome.incidents[0].state is IncidentState.ESCALATED
+    (change,) = outcome.hosts
+    assert (change.host_id, change.ended_drain is not None) == ("b", bool(left_to))
+
+
 def test_without_a_spare_training_goes_on_and_the_operator_is_told_once() -> None:
     first = look(view(host("a"), host("b", drain=ASKED)))
     (decision,) = first.decisions

@@ -237,3 +237,13 @@ def test_hosts_that_started_show_that_nothing_is_missing_everywhere() -> None:
     (decision,) = outcome.decisions
     assert moves(decision) == ["d", "b"]
     assert [(c.host_id, c.state) for c in outcome.hosts] == [("a", HostState.CORDONED)]
+
+
+def test_a_start_on_record_as_failed_says_nothing_of_a_host_whose_ranks_train() -> None:
+    """A daemon that was restarted while it started them answers that it was interrupted; they train all the same."""
+    ranks = tuple(RankView(number, on, 45, Phase.STEP, NOW - 0.1) for number, on in enumerate("ab"))
+    training = msgspec.structs.replace(GENERATION, started_at=NOW - 60, ranks=ranks)
+    assert not look(job(training), host("a"), host("b"), actions=[action("start", a="interrupted")]).decisions
+    half = msgspec.structs.replace(training, ranks=ranks[1:])
+    outcome = look(job(half), host("a"), host("b"), actions=[action("start", a="interrupted")])
+    assert [found.cause for found in outcome.incidents] == ["worker_start_failed"]
