@@ -43,6 +43,8 @@ from services.store.job_store import SqlJobStore
 from services.store.lease import leader
 from services.store.placements import SqlPlacements
 from services.store.read_models import ReadModels
+from services.store.retention.hosts import SqlHostRemoval
+from services.store.retention.sweep import Sweeper
 from services.store.shared_clock import SharedClock
 from services.store.status_store import SqlStatusStore
 
@@ -177,16 +179,18 @@ class Assembly:
 
     def _build_controller(self) -> None:
         self.checks["leader"] = self._leader_problem
+        holder = f"{self._instance}#{self._incarnation}"
         loop = ControllerLoop(
             store=SqlDecisionStore(self.db, self._clock),
             bus=self.messaging.bus,
             wakeup=self._wakeup,
             clock=self._clock,
             settings=self._settings.policy_settings,
-            holder=f"{self._instance}#{self._incarnation}",
+            holder=holder,
             lease_ttl_s=self._settings.lease_ttl_s,
         )
         self._add_loop("controller", loop.run)
+        self._add_loop("sweeper", Sweeper(self.db, self._settings.retention_settings, self._clock, holder).run)
 
     def _build_actuator(self) -> HostDaemons:
         store = SqlActionStore(self.db, self._clock)
@@ -210,6 +214,7 @@ class Assembly:
         return ApiPart(
             jobs=SqlJobStore(self.db),
             drains=SqlDrainStore(self.db),
+            host_removal=SqlHostRemoval(self.db),
             reads=reads,
             events=self._events,
             streams=EventStreams(

@@ -87,6 +87,10 @@ class ApiClient:
         content = None if body is None else msgspec.json.encode(body)
         return self._ask("POST", path, content=content, headers={"Content-Type": "application/json"})
 
+    def delete(self, path: str) -> None:
+        """DELETE what is at `path`."""
+        self._ask("DELETE", path)
+
     def _ask(self, method: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - httpx's own arguments
         try:
             response = self._http.request(method, path, **request)

@@ -1,11 +1,11 @@
-"""`flyball host`: this machine joins a cluster."""
+"""`flyball host`: this machine joins a cluster; `flyball host rm`: the cluster forgets one that is gone."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,21 +15,30 @@ from flyball.cli.options import (
     CaFileOption,
     ClientCertOption,
     ClientKeyOption,
+    StateDirOption,
     SupervisorOption,
     TokenFileOption,
+    connect,
     examples,
 )
+from flyball.cli.output import Format, OutputOption, print_json, say
 from flyball.cli.places import find_supervisor, keep_token, make_state_dir, state_root
 from flyball.client_tls import ClientTls
 from flyball.contracts.identity import check_name
 
-COMMAND: dict[str, Any] = {
-    "help": "Run this machine's host daemon in the foreground; it starts and watches workers for a supervisor.",
-    "epilog": examples("flyball host --host-id node-7 --supervisor http://10.0.0.1:7370 --token-file node-7.token"),
-}
+app = typer.Typer(
+    help="Run this machine's host daemon in the foreground; it starts and watches workers for a supervisor.",
+    epilog=examples(
+        "flyball host --host-id node-7 --supervisor http://10.0.0.1:7370 --token-file node-7.token",
+        "flyball host rm node-7",
+    ),
+    invoke_without_command=True,
+)
 
 
-def command(
+@app.callback()
+def daemon(
+    context: typer.Context,
     *,
     supervisor: SupervisorOption = "",
     token_file: TokenFileOption = "",
@@ -56,6 +65,8 @@ def command(
     report_interval_s: Annotated[float, typer.Option(min=0.05, max=60.0, help="seconds between reports")] = 1.0,
 ) -> None:
     """Becomes the daemon: signals and the exit code are the daemon's own."""
+    if context.invoked_subcommand is not None:
+        return
     environment = _checkpoint_settings(dict(os.environ), ckpt_config)
     environment |= ClientTls(ca_file, client_cert_file, client_key_file).environment()
     found = find_supervisor(os.environ, url=supervisor, token_file=token_file)
@@ -70,6 +81,29 @@ def command(
     ]
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-P", "-m", "host_daemon", *arguments], environment)
+
+
+@app.command("rm", epilog=examples("flyball host rm node-7", "flyball host rm node-7 node-8"))
+def remove(
+    *,
+    hosts: Annotated[list[str], typer.Argument(metavar="HOST", help="host ids, as `flyball status` shows them")],
+    supervisor: SupervisorOption = "",
+    token_file: TokenFileOption = "",
+    state_dir: StateDirOption = "",
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Forget hosts that are gone for good. Those that report, or have ranks, are refused.
+
+    Hosts without ranks that nobody hears of are forgotten by themselves after a week (`dead_host_days`).
+    """
+    names = [check_name("The host", host) for host in hosts]
+    with connect(supervisor, token_file, state_dir) as client:
+        for name in names:
+            client.delete(f"/v1/hosts/{name}")
+            if output is Format.TABLE:
+                say(f"host {name} is forgotten; it joins anew if its daemon starts again")
+    if output is Format.JSON:
+        print_json({"removed": names})
 
 
 def _checkpoint_settings(environment: dict[str, str], config: str) -> dict[str, str]:

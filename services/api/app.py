@@ -16,13 +16,13 @@ from services.api.access import AccessLog
 from services.api.auth import Guard, allowed_roles
 from services.api.goodput import GoodputReports
 from services.api.lifespan import Background, running
-from services.api.ports import Departures, DrainStore, EventLog, JobStore, ReadModels
+from services.api.ports import Departures, DrainStore, EventLog, HostRemoval, JobStore, ReadModels
 from services.api.routes import (
-    drains,
     events,
     health,
     host_commands,
     host_tokens,
+    hosts,
     jobs,
     observations,
     rank_logs,
@@ -43,6 +43,7 @@ class ApiPart:
 
     jobs: JobStore
     drains: DrainStore
+    host_removal: HostRemoval
     reads: ReadModels
     events: EventLog
     streams: EventStreams
@@ -86,7 +87,7 @@ def create_app(deps: Dependencies) -> FastAPI:
     if deps.api:
         part = deps.api
         app.include_router(jobs.router(part.jobs, part.reads, deps.wakeup, deps.clock))
-        app.include_router(drains.router(part.drains, part.reads, deps.wakeup, deps.clock))
+        app.include_router(hosts.router(part.drains, part.host_removal, part.reads, deps.wakeup, deps.clock))
         app.include_router(observations.router(part.reads, part.goodput))
         app.include_router(host_tokens.router(deps.authenticator))
         app.include_router(events.router(part.events, part.streams, deps.wakeup))

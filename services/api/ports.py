@@ -38,6 +38,12 @@ class DrainStore(Protocol):
         ...
 
 
+class HostRemoval(Protocol):
+    def remove(self, host_id: str, now: float) -> None:
+        """Raises NotFound, or Conflict for a host that is alive or has ranks."""
+        ...
+
+
 class Departures(Protocol):
     def departure(self, host_id: str) -> Departure:
         """What a host that gave notice still has to wait for."""

@@ -16,6 +16,7 @@ from flyball.contracts.errors import ConfigurationError
 from flyball.contracts.identity import NAME_PATTERN
 from services.controller.view import PolicySettings
 from services.sensor.fault_detector import DetectorSettings
+from services.store.retention.rules import RetentionSettings
 
 ENV_PREFIX = "FLYBALL_"
 MIN_TOKEN_LENGTH = 16
@@ -70,6 +71,7 @@ class Settings(BaseSettings):
 
     policy: dict[str, Any] = Field(default_factory=dict)  # fields of PolicySettings
     detector: dict[str, Any] = Field(default_factory=dict)  # fields of DetectorSettings
+    retention: dict[str, Any] = Field(default_factory=dict)  # fields of RetentionSettings
 
     @field_validator("token", "former_token")
     @classmethod
@@ -96,6 +98,11 @@ class Settings(BaseSettings):
     def detector_settings(self) -> DetectorSettings:
         """The fault detector's numbers, with those of `detector` in place of the defaults."""
         return _convert(self.detector, DetectorSettings, "detector")
+
+    @property
+    def retention_settings(self) -> RetentionSettings:
+        """How long what is over is kept, with the ages of `retention` in place of the defaults."""
+        return _convert(self.retention, RetentionSettings, "retention")
 
 
 def _convert(numbers: dict[str, Any], kind: type[S], setting: str) -> S:
@@ -130,5 +137,6 @@ def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - validated fie
         raise ConfigurationError(
             "A client CA without TLS protects nothing.", hint="set tls_cert_file and tls_key_file too"
         )
-    _ = settings.policy_settings, settings.detector_settings  # so that a wrong number is found before anything starts
+    # So that a wrong number is found before anything starts.
+    _ = settings.policy_settings, settings.detector_settings, settings.retention_settings
     return settings

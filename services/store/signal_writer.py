@@ -67,7 +67,9 @@ def known_keys(connection: Connection, wanted: Sequence[Signal]) -> set[SignalKe
         )
     )
     query = select(signals.c.source, signals.c.incarnation, signals.c.seq).where(found)
-    return {(row.source, row.incarnation, row.seq) for row in connection.execute(query)}
+    stored = {(row.source, row.incarnation, row.seq) for row in connection.execute(query)}
+    marks = read_watermarks(connection, seqs)  # old signals are removed, and may come again all the same
+    return stored | {(*sender, seq) for sender, mark in marks.items() for seq in seqs[sender] if seq <= mark}
 
 
 def store(connection: Connection, fresh: Sequence[Signal], now: float) -> list[Event]:

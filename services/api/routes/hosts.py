@@ -1,4 +1,4 @@
-"""What operators ask of hosts: to be left, and to come back."""
+"""What operators ask of hosts: to be left, to come back, to be forgotten."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.drains import DrainRequest
 from services.api.exchange import json_response, read_message
 from services.api.openapi import body_of
-from services.api.ports import DrainStore, ReadModels
+from services.api.ports import DrainStore, HostRemoval, ReadModels
 from services.api.routes.host_commands import HostIdPath
 from services.controller.ports import Wakeup
 
 MAX_REQUEST_BYTES = 8 << 10
 
 
-def router(drains: DrainStore, reads: ReadModels, wakeup: Wakeup, clock: Clock) -> APIRouter:
+def router(drains: DrainStore, removal: HostRemoval, reads: ReadModels, wakeup: Wakeup, clock: Clock) -> APIRouter:
     routes = APIRouter(tags=["hosts"])
 
     @routes.post("/v1/hosts/{host_id}/drain", status_code=202, openapi_extra=body_of(DrainRequest))
@@ -35,6 +35,13 @@ def router(drains: DrainStore, reads: ReadModels, wakeup: Wakeup, clock: Clock) 
         """Let a host have work again, whatever it was cordoned for. Idempotent; 404 for an unknown host."""
         await asyncio.to_thread(drains.undrain, host_id, clock.wall_s())
         return await _announced(host_id)
+
+    @routes.delete("/v1/hosts/{host_id}", status_code=204)
+    async def remove_host(host_id: HostIdPath) -> Response:
+        """Forget a host that is gone for good. 404 for an unknown host, 409 for one that reports or has ranks."""
+        await asyncio.to_thread(removal.remove, host_id, clock.wall_s())
+        wakeup.notify("events")
+        return Response(status_code=204)
 
     async def _announced(host_id: str) -> Response:
         for topic in ("signals", "events"):

@@ -1,0 +1,169 @@
+"""What is over is merged or removed, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import func, insert, select
+
+from flyball.contracts.cluster import HostState, JobState
+from flyball.contracts.errors import Conflict, NotFound
+from flyball.contracts.events import Event, EventKind
+from services.controller.replay import RoundInputs
+from services.controller.view import HostChange, JobChange, Outcome, PolicySettings
+from services.store import rounds as round_store
+from services.store import tables
+from services.store.read_models import ReadModels
+from services.store.retention.hosts import SqlHostRemoval
+from services.store.retention.rules import DAY_S, RetentionSettings
+from services.store.retention.sweep import Sweeper
+
+T = 1000.0
+WEEK_S = 7 * DAY_S
+YEAR_S = 365 * DAY_S
+
+
+def sweep(stores, now: float, **settings: float) -> int:
+    sweeper = Sweeper(stores.db, RetentionSettings(**settings), stores.clock, "controller#1")
+    return sum(sweeper.sweep(now))
+
+
+def count(stores, table) -> int:
+    with stores.db.read() as connection:
+        return int(connection.scalar(select(func.count()).select_from(table)))
+
+
+def told(step: int, at: float) -> Event:
+    data = {"first_step": step, "completed_at": [at], "slowest_step": step, "ranks": 4, "sensor": "s"}
+    return Event(at, EventKind.STEPS, "job", 1, data=data)
+
+
+def test_step_events_are_merged_once_they_are_an_hour_old(stores) -> None:
+    stores.log.append([told(step, 10_000.0 + step) for step in range(3000)])
+    assert sweep(stores, 13_600.0) == 0, "none is an hour old"
+    assert sweep(stores, 16_000.0) == 2000 - 4
+    found = [event for _, event in stores.log.read("job", 0, 10_000)]
+    steps = [step for event in found for step, _ in enumerate(event.data["completed_at"], event.data["first_step"])]
+    assert steps == list(range(3000))
+    assert sweep(stores, 16_000.0) == 0, "it goes on from where it was"
+    stores.log.append([told(step, 10_000.0 + step) for step in range(3000, 3100)])
+    numbers = [number for number, _ in stores.log.read("job", 0, 10_000)]
+    assert numbers == sorted(numbers) and numbers[-1] == stores.log.last()
+    assert sweep(stores, 60_000.0) > 500
+
+
+def test_signals_go_after_a_week_and_are_known_all_the_same(stores, make) -> None:
+    stores.run_job()
+    old = make.signal(incarnation="daemon-host-a")
+    stores.commit(signals=(old,))
+    assert stores.decisions.unseen([old]) == []
+    assert count(stores, tables.signals) == 1
+    sweep(stores, T + WEEK_S - 1)
+    assert count(stores, tables.signals) == 1
+    sweep(stores, T + WEEK_S + 1)
+    assert count(stores, tables.signals) == 0
+    assert stores.decisions.unseen([old]) == [], "one that comes again does nothing"
+    new = make.signal(2, incarnation="daemon-host-a")
+    assert stores.decisions.unseen([new]) == [new]
+
+
+def test_rounds_go_with_the_signals_that_they_read(stores, make) -> None:
+    stores.run_job()
+    for seq in range(1, 6):
+        stores.clock.now_s += 1.0
+        signal = make.signal(seq)
+        inputs = RoundInputs(stores.decisions.load_view(), PolicySettings())
+        stores.decisions.commit(
+            epoch=stores.epoch,
+            now=stores.clock.wall_s(),
+            signals=(signal,),
+            cursor=None,
+            outcome=Outcome(),
+            first_steps={},
+            inputs=inputs,
+        )
+    sweep(stores, T + 60.0, max_signals=2)
+    assert count(stores, tables.signals) == 2
+    with stores.db.read() as connection:
+        kept = list(round_store.read(connection))
+    assert [signal.seq for one in kept for signal in one.signals] == [4, 5], "what is kept can be replayed"
+
+
+def test_commands_go_after_a_week_and_decisions_stay(stores, make) -> None:
+    stores.run_job()
+    stores.begin_restart()
+    finished, under_way = 2, 2
+    assert count(stores, tables.commands) == finished + under_way
+    sweep(stores, T + WEEK_S + 1)
+    assert count(stores, tables.commands) == under_way, "an action that has not ended keeps them"
+    assert count(stores, tables.decisions) == 2
+    shown = ReadModels(stores.db).decision("dec-1")
+    assert shown["decision_id"] == "dec-1" and shown["reason"]
+
+
+def test_a_job_goes_a_year_after_its_end_with_everything_of_it(stores, make) -> None:
+    stores.run_job()
+    stores.clock.now_s = T + 10
+    stores.commit(jobs=(JobChange("job", JobState.SUCCEEDED, "all ranks ended"),))
+    stores.jobs.submit(make.spec(job="other"), T)
+    sweep(stores, T + YEAR_S)
+    assert count(stores, tables.jobs) == 2
+    sweep(stores, T + YEAR_S + 60)
+    assert count(stores, tables.jobs) == 2, "its decision is the newest: the number would be given out again"
+    with stores.db.write() as connection:
+        row = {"number": 9, "incident": None, "job": "other", "kind": "hold", "at": T, "epoch": 1, "document": "{}"}
+        connection.execute(insert(tables.decisions).values(row))
+    sweep(stores, T + YEAR_S + 60)
+    with stores.db.read() as connection:
+        for table in tables.metadata.tables.values():
+            if "job" in table.c:
+                assert connection.scalars(select(table.c.job).where(table.c.job == "job")).all() == [], table.name
+    assert count(stores, tables.jobs) == 1
+    assert count(stores, tables.commands) == count(stores, tables.action_changes) == 0
+
+
+def test_a_running_job_stays_however_old_it_is(stores) -> None:
+    stores.run_job()
+    before = {table.name: count(stores, table) for table in (tables.jobs, tables.generations, tables.ranks)}
+    sweep(stores, T + 5 * YEAR_S)
+    assert {table.name: count(stores, table) for table in (tables.jobs, tables.generations, tables.ranks)} == before
+
+
+def test_dead_hosts_are_forgotten_after_a_week(stores, make) -> None:
+    stores.run_job()  # on host-a and host-b
+    stores.status.record_reports([(make.report("host-c"), T), (make.report("host-d"), T), (make.report("host-e"), T)])
+    stores.commit(hosts=(HostChange("host-e", HostState.CORDONED, "its fan is loud"),))
+    stores.status.record_reports([(make.report("host-d", sent_at=T + WEEK_S), T + WEEK_S)])
+    sweep(stores, T + WEEK_S + 60)
+    found = {host["host_id"] for host in ReadModels(stores.db).hosts(also_left=True)}
+    assert found == {"host-a", "host-b", "host-d", "host-e"}, "ranks, reports and an operator's word keep a host"
+    assert {host.host_id for host in stores.other_decisions().load_view().hosts} == found
+
+
+def test_a_host_is_removed_at_once_where_an_operator_says_so(stores, make) -> None:
+    stores.run_job()
+    stores.status.record_reports([(make.report("host-c"), T)])
+    removal = SqlHostRemoval(stores.db)
+    with pytest.raises(NotFound, match="no host 'host-x'"):
+        removal.remove("host-x", T)
+    with pytest.raises(Conflict, match="has ranks of job job"):
+        removal.remove("host-a", T + 100)
+    with pytest.raises(Conflict, match="reported 3 s ago"):
+        removal.remove("host-c", T + 3)
+    revision = stores.decisions.revision()
+    removal.remove("host-c", T + 60)
+    assert stores.decisions.revision() > revision
+    with pytest.raises(NotFound):
+        ReadModels(stores.db).host("host-c")
+    stores.status.record_reports([(make.report("host-c", sent_at=T + 61), T + 61)])
+    assert ReadModels(stores.db).host("host-c")["state"] == "healthy", "it may join again"
+
+
+def test_watermarks_of_incarnations_that_others_followed_go_with_their_signals(stores, make) -> None:
+    stores.run_job()
+    with stores.db.write() as connection:
+        rows = [{"incarnation": name, "source": "host-a", "seq": 5} for name in ("old", "daemon-host-a")]
+        connection.execute(insert(tables.watermarks), rows)
+    stores.commit(signals=(make.signal(),))  # of the incarnation inc-a
+    sweep(stores, T + 60)
+    with stores.db.read() as connection:
+        assert set(connection.scalars(select(tables.watermarks.c.incarnation))) == {"daemon-host-a", "inc-a"}
