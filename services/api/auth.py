@@ -18,7 +18,7 @@ READERS: frozenset[Role | None] = frozenset({Role.READER, Role.OPERATOR})
 OPERATORS: frozenset[Role | None] = frozenset({Role.OPERATOR})
 DAEMONS: frozenset[Role | None] = frozenset({Role.DAEMON})  # of the host that the path names, where it names one
 
-Method = Literal["GET", "HEAD", "POST"]
+Method = Literal["GET", "HEAD", "POST", "DELETE"]
 
 # (method, path template) -> roles. A page of another site can make a browser send the cookie, which stands for a
 # reader: readers may GET only.
@@ -41,6 +41,7 @@ ACCESS: dict[tuple[Method, str], frozenset[Role | None]] = {
     ("POST", "/v1/reader-token"): OPERATORS,
     ("GET", "/v1/hosts"): READERS,
     ("GET", "/v1/hosts/{host_id}"): READERS,
+    ("DELETE", "/v1/hosts/{host_id}"): OPERATORS,
     ("POST", "/v1/jobs"): OPERATORS,
     ("GET", "/v1/jobs"): READERS,
     ("GET", "/v1/jobs/{job}"): READERS,

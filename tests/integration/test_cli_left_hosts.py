@@ -94,6 +94,10 @@ def test_a_host_that_ends_is_gone_and_comes_back(
             assert run_cli(["status", "--all"]) == 0
             assert "left" in capsys.readouterr().out
             assert run_cli(["drain", "node-7"]) == 16
+            assert run_cli(["host", "rm", "node-7"]) == 0
+            assert "node-7 is forgotten" in capsys.readouterr().err
+            assert hosts(all="true") == []
+            assert run_cli(["host", "rm", "node-7"]) == 8
     finally:
         for process in (host, up):
             if process is not None and process.poll() is None:

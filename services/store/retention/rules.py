@@ -1,7 +1,7 @@
 """What is kept for how long, and how step events are merged. Pure.
 
-A running job writes one step event a second for each sensor: 47 MB a day. Those of ten minutes are merged into one
-that tells of the same steps at the same moments, so that goodput stays what it was; 47 MB become less than 2.
+A running job writes one step event a second for each sensor: 29 MB a day on SQLite. Those of ten minutes are merged
+into one that tells of the same steps at the same moments, so that goodput stays what it was: 2.2 MB are left.
 """
 
 from __future__ import annotations
