@@ -242,7 +242,7 @@ class Engine:
             code="not_saved",
             message=f"Step {request.step} is not committed and replicated for ranks {missing}.",
             copies=copies,
-            failures=tuple(job.failures()),
+            failures=tuple(job.save_failures.newest()),
         )
 
     def _release(self, request: Release) -> EngineReply:
@@ -274,12 +274,13 @@ class Engine:
         if self._late_told is not None:  # who asked before this has got that answer
             self._late_saves_file.remove()
         self._late_told = self._late()
-        jobs = list(self._jobs.values())
+        jobs, now = list(self._jobs.values()), self._services.clock.wall_s()
         return self._reply(
             copies=tuple(copy for job in jobs for copy in job.tell_copies()),
             restores=self._services.restores.since(request.restores_since),
-            failures=tuple(failure for job in jobs for failure in job.failures()),
+            failures=tuple(failure for job in jobs for failure in job.save_failures.newest()),
             late=self._late_told,
+            failing=tuple(failing for job in jobs if (failing := job.save_failures.failing(now)) is not None),
             testimonies=self._links.testimonies(request.about),
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -23,6 +22,7 @@ from ckpt_engine.refill import Refill
 from ckpt_engine.replication import Offer, send_replica
 from ckpt_engine.restoring import Restoring
 from ckpt_engine.save_clock import SaveClock
+from ckpt_engine.save_failures import SaveFailures
 from ckpt_engine.save_schedule import is_due
 from ckpt_engine.slots import SegmentOptions
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
@@ -34,7 +34,6 @@ from flyball.contracts.errors import Conflict, StaleCommand
 
 log = structlog.get_logger()
 
-_REMEMBERED_FAILURES = 64
 TOLD_STEPS = 16  # of each slow tier
 
 
@@ -47,12 +46,12 @@ class Job:
         self.memory = MemoryTier(services.shm_prefix, name, services.host_id, options)
         self.replicas = PeerTier(services.shm_prefix, name, services.host_id, options)
         self.late_saves = LateSaveLog(name)
+        self.save_failures = SaveFailures(name)
         self.generation: Generation | None = None
         self.coordination: Coordination | None = None
         self._services = services
         self._pipelines: dict[int, RankPipeline] = {}
         self._durable: DurableTiers | None = None
-        self._failures: deque[SaveFailure] = deque(maxlen=_REMEMBERED_FAILURES)
         self._swept: Generation | None = None
         self._lock = threading.Lock()  # generation changes
         self._progress = threading.Condition()
@@ -81,6 +80,7 @@ class Job:
             self._end_running()
             generation = Generation(configure, self._services.host_id)
             self.memory.run = self.replicas.run = generation.run
+            self.save_failures.begin(generation.number)
             coordination, durable = self._coordinate(generation)
             self.generation, self.coordination, self._durable = generation, coordination, durable
             self._pipelines = {
@@ -142,7 +142,7 @@ class Job:
             generation,
             self._services,
             memory=self.memory,
-            on_failure=partial(self._note_failure, generation),
+            on_failure=partial(self._note_failure, generation, self.save_failures.remember),
             on_progress=progressed,
             on_sealed=sealed,
         )
@@ -163,7 +163,7 @@ class Job:
         self, rank: int, generation: Generation, coordination: Coordination, resumed: bool
     ) -> RankPipeline:
         services = self._services
-        on_failure = partial(self._note_failure, generation)
+        on_failure = partial(self._note_failure, generation, self.save_failures.failed)
         on_progress = partial(self._rank_progressed, coordination)
         first: list[Callable[[OpenSegments], bool]] = []
         if resumed and services.settings.refill and generation.replica_hosts:
@@ -304,10 +304,6 @@ class Job:
             durable.told(copies)
         return copies
 
-    def failures(self) -> list[SaveFailure]:
-        """The newest saves that failed, oldest first."""
-        return list(self._failures)
-
     # --- what trainers and peers say ---
 
     def notice(self, notice: Notice) -> None:
@@ -372,7 +368,9 @@ class Job:
             with self._reporting:  # the newest report takes the place of older ones, so it must be the newest
                 reports = self._durable.reports(rank) if self._durable is not None else ()
                 saving = pipeline.saving_step  # first: steps that are saved meanwhile are in what is read next
-                coordination.report(rank, pipeline.saved_steps, pipeline.failed_steps, reports, saving)
+                saved = pipeline.saved_steps
+                coordination.report(rank, saved, pipeline.failed_steps, reports, saving)
+                self.save_failures.kept(rank, max(saved, default=-1), self._services.clock.wall_s())
         with self._progress:
             self._progress.notify_all()
 
@@ -392,6 +390,7 @@ class Job:
                     if rank not in kept and tier.remove(rank):
                         log.info("segments_freed", job=self.name, rank=rank, tier=str(tier.tier))
 
-    def _note_failure(self, generation: Generation, rank: int, step: int, message: str) -> None:
-        at = self._services.clock.wall_s()
-        self._failures.append(SaveFailure(self.name, generation.number, rank, step, message, at))
+    def _note_failure(
+        self, generation: Generation, note: Callable[[SaveFailure], None], rank: int, step: int, message: str
+    ) -> None:
+        note(SaveFailure(self.name, generation.number, rank, step, message, at=self._services.clock.wall_s()))

@@ -26,6 +26,7 @@ FAILURE_CLASSES = {
     "start_overdue": "hang",
     "connection_lost": "network",
     "restore_failed": "checkpoint",
+    "saves_failing": "checkpoint",
     "preemption_notice": "preemption",
     "drain_requested": "maintenance",
     "superseded_workers": "control_plane",

@@ -12,7 +12,7 @@ import structlog
 
 from flyball.contracts.checkpoints import RestoreReport
 from flyball.contracts.cluster import HostFacts
-from flyball.contracts.engine_wire import EngineReply, LateSaves, SaveFailure
+from flyball.contracts.engine_wire import EngineReply, FailingSaves, LateSaves, SaveFailure
 from flyball.contracts.errors import (
     DaemonSuperseded,
     FlyballError,
@@ -24,7 +24,15 @@ from flyball.contracts.errors import (
     WrongClock,
 )
 from flyball.contracts.rank_columns import in_columns, steps_together
-from flyball.contracts.signals import EngineStatus, Report, ReportReply, SaveFailed, SaveLate
+from flyball.contracts.signals import (
+    EngineStatus,
+    Report,
+    ReportReply,
+    SaveFailed,
+    SaveLate,
+    SavesFailing,
+    SavesRecovered,
+)
 from flyball.contracts.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
 from host_daemon.beacons import BeaconReadings, Beacons
 from host_daemon.cluster_clock import ClusterClock, no_later
@@ -78,6 +86,7 @@ class Reporter:
         self._restores: deque[RestoreReport] = deque(maxlen=MAX_RESTORES)
         self._save_failures: deque[SaveFailure] = deque(maxlen=MAX_SAVE_FAILURES)
         self._late_saves: deque[LateSaves] = deque(maxlen=MAX_SAVE_FAILURES)
+        self._failing: dict[str, FailingSaves] = {}  # by job, what its engine said last
         self._unreachable: tuple[str, ...] = ()
         self._answered: set[str] = set()  # peers that the sensor asked about, and the engine could tell of
         self._free_port = 0
@@ -109,6 +118,8 @@ class Reporter:
                     SaveLate(late.job, late.generation, late.rank, late.step, late.waited_s, late.count)
                 )
                 self.wake()
+        for failing in status.failing:
+            await self._note_failing(failing)
         if status.unreachable_peers != self._unreachable:
             self._unreachable = status.unreachable_peers
             self.wake()
@@ -118,6 +129,30 @@ class Reporter:
         self._answered = answered
         if status.restores:
             self.wake()
+
+    async def _note_failing(self, failing: FailingSaves) -> None:
+        """A job's saves fail, or are kept again; that they fail an earlier engine or daemon may have said."""
+        before = self._failing.get(failing.job)
+        if failing == before:
+            return
+        self._failing[failing.job] = failing
+        if failing.ranks:
+            await self._outbox.put(
+                SavesFailing(
+                    failing.job,
+                    failing.generation,
+                    failing.ranks,
+                    failing.since,
+                    failing.count,
+                    failing.step,
+                    failing.message[:4_000],
+                )
+            )
+        elif failing.since > 0.0 or (before is not None and before.ranks):
+            await self._outbox.put(SavesRecovered(failing.job, failing.generation))
+        else:
+            return
+        self.wake()
 
     async def run(self) -> None:
         """Until cancelled. Raises DaemonSuperseded when another daemon has spoken for the host for a while."""

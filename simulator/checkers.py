@@ -10,7 +10,7 @@ import msgspec
 
 from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState, StartWorkers
 from flyball.contracts.identity import Fence
-from services.controller.diagnosis import DEPARTURES, SUPERSEDED_WORKERS
+from services.controller.diagnosis import BESIDE_FAILURES
 from services.controller.replay import Replay, StoredRound, compared, differences
 from simulator.history import (
     EXPECTED,
@@ -28,9 +28,6 @@ from simulator.history import (
     WorkerWent,
 )
 from simulator.record import ActionRecord, DecisionRecord, GenerationRecord, IncidentRecord, Record
-
-_BESIDE = frozenset({*DEPARTURES, SUPERSEDED_WORKERS})  # causes that may stand beside a failure of the generation
-
 
 _PARKED_S = 110.0  # for a save before a move, with the control plane away meanwhile
 
@@ -121,7 +118,7 @@ def _one_failure_per_job(incidents: Sequence[IncidentRecord]) -> Iterator[Violat
     """One failure of a job is one incident: a second opens only when the first is closed."""
     by_job: dict[str, IncidentRecord] = {}
     for found in incidents:
-        if found.incident.cause in _BESIDE or not found.states:
+        if found.incident.cause in BESIDE_FAILURES or not found.states:
             continue
         before = by_job.get(found.incident.job)
         if before is not None:

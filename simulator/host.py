@@ -60,6 +60,7 @@ class Host:
         self.is_engine_up = True
         self.has_files = True
         self.is_disk_full = False
+        self.keeps_saves = True
         self._up_since = world.now
         # on disk
         self._incarnations = 0

@@ -163,6 +163,9 @@ class Injector:
             case FaultKind.HOST_DISK_FULL:
                 host.is_disk_full = True
                 end = partial(setattr, host, "is_disk_full", False)
+            case FaultKind.HOST_KEEPS_NO_SAVE:
+                host.keeps_saves = False
+                end = partial(setattr, host, "keeps_saves", True)
             case FaultKind.HOST_CUT_OFF:
                 end = self._cut([(name, far) for far in (*others, SENSOR, ACTUATOR)])
             case FaultKind.HOSTS_CUT_FROM_EACH_OTHER:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.cluster import Activity, Phase, Placement, WorkerError
 from flyball.contracts.errors import RestoreFailed
+from flyball.contracts.signals import SavesFailing, SavesRecovered
 from simulator.history import NO_SOURCE, Parked, Restored, Saved
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ RENDEZVOUS_TIMEOUT_S = 60.0
 COLLECTIVE_TIMEOUT_S = 45.0
 REPLICA_WAIT_S = 10.0  # then the world goes on without those that cannot be had
 SHARD_SIZE_BYTES = 1000
+FAILING_AFTER_S = 60.0  # as an engine has it
 STANDS_AFTER_S = 2.5  # no step takes as long
 
 
@@ -54,6 +56,8 @@ class Group:
         self.step_s = world.step_s
         self.beacons: dict[str, dict[int, int]] = {}  # host -> rank -> newest step, also of the dead
         self.parks_at: dict[str, int] = {}  # host -> step at which its ranks park
+        self._failing: dict[str, tuple[float, int]] = {}  # host -> since when its saves fail, and how many
+        self._told_failing: set[str] = set()
         self._has_restored = False
         self._is_stepping = False
         self._stuck_since: float | None = None
@@ -224,6 +228,8 @@ class Group:
 
     def _save(self, step: int) -> None:
         """Every rank has two slots: a save waits while the one before lacks replicas that can still be had."""
+        if not self._can_save(step):
+            return
         waits_s = self.world.now - self._began_saving_at
         if self._committed > self._replicated:
             if waits_s < REPLICA_WAIT_S:
@@ -234,6 +240,27 @@ class Group:
             self.world.hold(worker.host_id, self._copy(worker, step, Tier.MEMORY, worker.host_id))
         self.world.note(Saved(self.world.now, self.job, self.generation, step))
         self.world.after(self._rng.uniform(0.02, 0.3), lambda: self._replicate(step))
+
+    def _can_save(self, step: int) -> bool:
+        """Whether every host can; a host tells what has failed for long there, and when that is over."""
+        can_all = True
+        for host_id in sorted({worker.host_id for worker in self.workers.values()}):
+            host = self.world.hosts[host_id]
+            if not host.keeps_saves:
+                can_all = False
+                since, count = self._failing.get(host_id, (self.world.now, 0))
+                self._failing[host_id] = since, count + 1
+                is_long = self.world.now - since >= FAILING_AFTER_S
+                if is_long and host.is_daemon_up and host_id not in self._told_failing:
+                    self._told_failing.add(host_id)
+                    ranks = tuple(w.rank for w in self.workers.values() if w.host_id == host_id)
+                    host.put(SavesFailing(self.job, self.generation, ranks, since, count + 1, step, "No slot."))
+                continue
+            self._failing.pop(host_id, None)
+            if host.is_daemon_up and host_id in self._told_failing:
+                self._told_failing.discard(host_id)
+                host.put(SavesRecovered(self.job, self.generation))
+        return can_all
 
     def _copy(self, worker: Worker, step: int, tier: Tier, host_id: str) -> ShardCopy:
         digest = f"{self.generation}.{step}.{worker.rank}"

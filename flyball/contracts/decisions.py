@@ -145,6 +145,7 @@ class Incident(msgspec.Struct, frozen=True):
     restored_step: int = -1
     lost_steps: int = -1  # -1 until known
     failed_starts: tuple[FailedStart, ...] = ()
+    hosts: tuple[HostId, ...] = ()  # of saves_failing: on which they fail
 
 
 # --- commands: from the outbox to one host ---------------------------------------------------------------------------

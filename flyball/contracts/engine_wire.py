@@ -112,6 +112,19 @@ class LateSaves(msgspec.Struct, frozen=True):
     at: float
 
 
+class FailingSaves(msgspec.Struct, frozen=True):
+    """How saves of a job fare on a host: those of `ranks` have failed for long; no ranks: saves are kept. The rest
+    is of the rank that failed first: since when (0.0: none ever did), how many, the newest step, and why it failed."""
+
+    job: JobName
+    generation: int
+    ranks: tuple[Rank, ...]
+    since: float
+    count: int
+    step: int
+    message: str = ""
+
+
 class EngineReply(msgspec.Struct, frozen=True):
     """`ok` or a `code` with a message; the other fields as far as the request has them."""
 
@@ -125,6 +138,7 @@ class EngineReply(msgspec.Struct, frozen=True):
     restores: tuple[RestoreReport, ...] = ()
     failures: tuple[SaveFailure, ...] = ()  # the newest few
     late: tuple[LateSaves, ...] = ()  # the newest few
+    failing: tuple[FailingSaves, ...] = ()  # of each job of which that is known
     flushed: Mapping[str, int] = {}  # by tier, the newest step that every local rank has there; for a durable Flush
     unreachable_peers: tuple[HostId, ...] = ()
     testimonies: Testimonies = ()

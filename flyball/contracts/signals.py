@@ -163,6 +163,26 @@ class SaveLate(msgspec.Struct, frozen=True, tag="save_late"):
     count: Seq
 
 
+class SavesFailing(msgspec.Struct, frozen=True, tag="saves_failing"):
+    """Saves of these ranks, all on the sender's host, have failed for long: none was kept since. `count`, `step` (the
+    newest) and `message` are of the rank that failed first."""
+
+    job: JobName
+    generation: Generation
+    ranks: tuple[Rank, ...]
+    since: Moment
+    count: Seq
+    step: SeenStep
+    message: Text
+
+
+class SavesRecovered(msgspec.Struct, frozen=True, tag="saves_recovered"):
+    """What the sender's `SavesFailing` said is over: each of its ranks has a newer step."""
+
+    job: JobName
+    generation: Generation
+
+
 class EngineRestarted(msgspec.Struct, frozen=True, tag="engine_restarted"):
     """The daemon found its checkpoint engine dead and started another."""
 
@@ -189,6 +209,8 @@ SignalBody: TypeAlias = (
     | PreemptionNotice
     | SaveFailed
     | SaveLate
+    | SavesFailing
+    | SavesRecovered
     | EngineRestarted
     | SignalUnreadable
 )

@@ -30,7 +30,9 @@ PREEMPTION_NOTICE = "preemption_notice"
 DRAIN_REQUESTED = "drain_requested"
 SUPERSEDED_WORKERS = "superseded_workers"
 START_OVERDUE = "start_overdue"
+SAVES_FAILING = "saves_failing"
 DEPARTURES = frozenset({PREEMPTION_NOTICE, DRAIN_REQUESTED})  # a host is to be left while it is well
+BESIDE_FAILURES = frozenset({*DEPARTURES, SUPERSEDED_WORKERS, SAVES_FAILING})  # the generation goes on all the same
 
 # A cause explains those behind it. A kill comes before an exception, because the exceptions that a kill causes
 # elsewhere are not all known by their message.

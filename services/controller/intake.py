@@ -21,7 +21,7 @@ from flyball.contracts.signals import (
     WorkerExited,
     WorkerStartFailed,
 )
-from services.controller import diagnosis
+from services.controller import diagnosis, save_rules
 from services.controller.incident_states import HOST, HostEvent
 from services.controller.round import Round
 from services.controller.view import GenerationView, HostView, PastFailure, RankView
@@ -61,8 +61,8 @@ def take_signals(round_: Round, signals: Sequence[Signal]) -> None:
                     _returned(round_, host, f"it reports again, after {body.away_s:.1f} s")
             case PreemptionNotice() as body:
                 _preempted(round_, signal, body)
-            case _:  # a peer out of reach, a failed or late save, a restarted engine: on record, nothing to decide
-                pass
+            case _:  # of the rest only saves that fail for long are an incident; the others are on record
+                save_rules.take_signal(round_, signal)
     workers.settle()
 
 

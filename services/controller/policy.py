@@ -12,8 +12,17 @@ from collections.abc import Callable, Sequence
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import IncidentState
 from flyball.contracts.signals import Signal
-from services.controller import drain_rules, intake, job_rules, preemption_rules, recovery_rules, start_rules, tracking
-from services.controller.diagnosis import DRAIN_REQUESTED, PREEMPTION_NOTICE, SUPERSEDED_WORKERS
+from services.controller import (
+    drain_rules,
+    intake,
+    job_rules,
+    preemption_rules,
+    recovery_rules,
+    save_rules,
+    start_rules,
+    tracking,
+)
+from services.controller.diagnosis import DRAIN_REQUESTED, PREEMPTION_NOTICE, SAVES_FAILING, SUPERSEDED_WORKERS
 from services.controller.round import Case, Round, Verdict
 from services.controller.view import Outcome, PolicySettings, View
 
@@ -79,6 +88,7 @@ _RULES_OF = {
     PREEMPTION_NOTICE: PREEMPTION_RULES,
     DRAIN_REQUESTED: DRAIN_RULES,
     SUPERSEDED_WORKERS: STALE_WORKER_RULES,
+    SAVES_FAILING: (save_rules.hold_while_saves_fail,),
 }
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 from flyball.contracts.cluster import HostState, JobState, Phase
 from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
-from services.controller import diagnosis, start_rules
+from services.controller import diagnosis, save_rules, start_rules
 from services.controller.diagnosis import (
+    BESIDE_FAILURES,
     DEPARTURES,
     DRAIN_REQUESTED,
     HOST_SILENT,
     PREEMPTION_NOTICE,
+    SAVES_FAILING,
     START_OVERDUE,
     SUPERSEDED_WORKERS,
     Failure,
@@ -30,12 +32,11 @@ _CLEAN_WITHIN_S = 15.0
 _TOLD_OF_WITHIN_S = 10.0  # of a start that succeeded: a host that tells of no worker since then has none
 _ASK_AGAIN_S = 1.0
 _ENDED_AFTER_S = 20.0  # as above, for a job that ended: by then its hosts have been told, with their workers' grace
-_NOT_OF_THE_GENERATION = frozenset({*DEPARTURES, SUPERSEDED_WORKERS})
 
 
 def failure_of(round_: Round, job: str) -> Incident | None:
     """The job's open incident about a generation that failed; there is at most one."""
-    return next((i for i in round_.open_incidents(job) if i.cause not in _NOT_OF_THE_GENERATION), None)
+    return next((i for i in round_.open_incidents(job) if i.cause not in BESIDE_FAILURES), None)
 
 
 def follow(round_: Round, job: JobView) -> None:
@@ -43,6 +44,8 @@ def follow(round_: Round, job: JobView) -> None:
     for incident in round_.open_incidents(job.spec.job):
         if incident.cause == SUPERSEDED_WORKERS:
             _follow_stale_workers(round_, incident)
+        elif incident.cause == SAVES_FAILING:
+            save_rules.follow(round_, job, incident)
         elif incident.state is IncidentState.ACTING:
             _follow_action(round_, job, incident)
         elif incident.state is IncidentState.VERIFYING:

@@ -129,3 +129,15 @@ def test_a_drain_whose_only_spare_dies_gives_the_ranks_their_host_back(noticed_l
         assert kinds(done) == ["start_job", "emergency_checkpoint", *then]
         assert stood_parked(done) < 30.0
         assert done.record.incidents[0].incident.resolved_at - BEGAN_AT < 60.0
+
+
+def test_saves_that_fail_for_long_are_one_incident_and_no_restart() -> None:
+    scenario = Scenario(nodes=2, ranks_per_node=2, spares=1, racks=2, step_s=1.0, faults=1)
+    for seed in range(4):
+        done = run(seed, scenario=scenario, faults=(Fault(FaultKind.HOST_KEEPS_NO_SAVE, 30.0, 100.0, 0.3, 0.3),))
+        assert done.violations == []
+        assert kinds(done) == ["start_job"]
+        (incident,) = (found.incident for found in done.record.incidents)
+        assert incident.cause == "saves_failing"
+        assert 90.0 < incident.opened_at - BEGAN_AT < 110.0
+        assert incident.resolved_at - BEGAN_AT < 150.0

@@ -165,7 +165,7 @@ def test_a_shard_on_disk_is_durable_also_when_older_ones_cannot_be_removed(
         while entry.segments.control.durable_step(1) != 0 and time.monotonic() < deadline:
             time.sleep(0.002)
         assert entry.segments.control.durable_step(1) == 0
-    assert job.failures() == []
+    assert job.save_failures.newest() == []
 
 
 def test_a_rank_reports_what_is_newest_whichever_thread_was_first(job: Job) -> None:
@@ -295,7 +295,7 @@ def test_nothing_is_left_of_a_step_that_was_written_ahead_and_never_named(
     assert list((tmp_path / "disk").rglob("*.new.*"))
     job.end(join_timeout_s=60.0)
     wait_for(lambda: not any((tmp_path / "disk" / "host" / "job").iterdir()))
-    assert job.failures() == []
+    assert job.save_failures.newest() == []
 
 
 def test_a_writer_outlives_a_machine_without_threads(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +311,7 @@ def test_a_writer_outlives_a_machine_without_threads(job: Job, tmp_path: Path, m
     wait_for(lambda: job._durable is not None and bool(job._durable.reports(0)))
     capture(job, 1, 0)
     job.notice(Captured("job", 0, 1, 0, 0))
-    wait_for(lambda: bool(job.failures()))
+    wait_for(lambda: bool(job.save_failures.newest()))
     with job.memory.using(0) as entry:  # so that nobody waits for it
         assert entry is not None
         wait_for(lambda: entry.segments.control.settled_step(Tier.DISK, 1) == 0)
@@ -319,7 +319,7 @@ def test_a_writer_outlives_a_machine_without_threads(job: Job, tmp_path: Path, m
     capture(job, 1, 1)
     job.notice(Captured("job", 0, 1, 1, 1))
     wait_for(lambda: job.disks[Tier.DISK].holds(1, 1, 0))
-    assert [failure.step for failure in job.failures()] == [0]
+    assert [failure.step for failure in job.save_failures.newest()] == [0]
     with job.memory.using(0) as entry:
         assert entry is not None
         wait_for(lambda: not entry.segments.read_world().held)
@@ -348,9 +348,9 @@ def test_a_writer_outlives_what_nobody_expected(
         with job.memory.using(0) as entry:
             assert entry is not None
             wait_for(lambda step=step: entry.segments.control.settled_step(Tier.DISK, 1) == step)
-    wait_for(lambda: bool(job.failures()))
+    wait_for(lambda: bool(job.save_failures.newest()))
     assert job.disks[Tier.DISK].holds(1, 1, 0)
-    assert type(error).__name__ in job.failures()[0].message
+    assert type(error).__name__ in job.save_failures.newest()[0].message
     assert job._services.counters.snapshot()["disk_write_failures"] == 1
 
 
@@ -433,7 +433,7 @@ def test_a_rank_whose_manifest_cannot_be_read_tells_of_it_as_held_and_not_before
     for _ in range(3):
         assert tries.acquire(timeout=60.0)
     assert job._durable.reports(0) == ()  # so nothing is named, and nobody removes anything
-    assert "Input/output error" in job.failures()[0].message
+    assert "Input/output error" in job.save_failures.newest()[0].message
     job._durable._writers[0]._unread_until_s = 0.0  # for good, it seems
     wait_for(lambda: bool(job._durable.reports(0)))
     assert (job._durable.reports(0)[0].held, job._durable.reports(0)[0].unread) == ((1,), (0,))
@@ -505,9 +505,9 @@ def test_a_slot_that_is_not_what_it_was_copied_from_is_dropped_when_the_disk_tak
         entry.segments.begin_write(0, 1, 0, len(payload))[:] = payload
         entry.segments.mark_captured(0, chunk_digests(memoryview(source)))
         job.flush(60.0)
-        wait_for(lambda: bool(job.failures()))
+        wait_for(lambda: bool(job.save_failures.newest()))
         wait_for(lambda: entry.segments.slots()[0].state is SlotState.EMPTY)
-    assert "chunks changed" in job.failures()[0].message
+    assert "chunks changed" in job.save_failures.newest()[0].message
     wait_for(lambda: job._services.counters.snapshot().get("corrupt_copies") == 1)
     assert job.copies() == []
 

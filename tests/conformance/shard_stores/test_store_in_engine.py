@@ -149,8 +149,8 @@ def test_a_write_that_fails_is_told_and_the_next_step_is_written(
     capture(job, 0, slot=0)
     wait_for(lambda: persistent_steps(job) == [0])
     capture(job, 1, slot=1)
-    wait_for(lambda: [failure.step for failure in job.failures()] == [1])
-    assert "free space there" in job.failures()[0].message
+    wait_for(lambda: [failure.step for failure in job.save_failures.newest()] == [1])
+    assert "free space there" in job.save_failures.newest()[0].message
     with job.memory.using(0) as entry:
         assert entry is not None
         wait_for(lambda: not entry.segments.read_world().held)
@@ -176,7 +176,7 @@ def test_the_limit_is_asked_for_every_byte(shared_place: Place, start_job: Calla
     payload = capture(job, 0, slot=0)
     wait_for(lambda: persistent_steps(job) == [0])
     assert limit.asked == len(payload)
-    assert msgspec.to_builtins(job.failures()) == []
+    assert msgspec.to_builtins(job.save_failures.newest()) == []
 
 
 class CutHost:
