@@ -21,9 +21,10 @@ from ckpt_engine.disk_writer import DiskWriter
 from ckpt_engine.integrity import chunk_digests
 from ckpt_engine.job import Job
 from ckpt_engine.links import PeerLinks
-from ckpt_engine.notices import Captured, SaveWaited
+from ckpt_engine.notices import Captured, SaveAborted, SaveWaited
 from ckpt_engine.peer_wire import TierNaming
 from ckpt_engine.rate_limit import RateLimit
+from ckpt_engine.save_failures import FAILING_AFTER_S
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots import SlotState, may_overwrite
 from ckpt_engine.tiers.folder import FolderStorage
@@ -526,3 +527,21 @@ def test_late_saves_that_were_not_told_yet_are_told_when_their_generation_ends(j
         job.notice(SaveWaited("job", 0, 2, step, 0.5))
     job.begin(configure(3, 0))
     assert [(late.generation, late.step, late.count) for late in job.late_saves.newest()] == [(2, 7, 1), (2, 8, 1)]
+
+
+def test_a_rank_that_gives_up_one_save_after_the_other_fails_until_one_is_kept(job: Job) -> None:
+    job.begin(configure(2, 0))
+    for step in (5, 6):
+        job.notice(SaveAborted("job", 0, 2, step, "no slot was free"))
+    later = SystemClock().wall_s() + FAILING_AFTER_S + 1
+    failing = job.save_failures.failing(later)
+    assert failing is not None
+    assert (failing.ranks, failing.count, failing.step, failing.message) == ((0,), 2, 6, "no slot was free")
+    capture(job, 2, 7)
+    job.notice(Captured("job", 0, 2, 7, 1))
+
+    def is_over() -> bool:
+        said = job.save_failures.failing(later)
+        return said is not None and said.ranks == ()
+
+    wait_for(is_over)
