@@ -36,13 +36,33 @@ class Held(msgspec.Struct, frozen=True):
     expires_at: float = 0.0
 
 
-def epoch_for(holder: str, held: Held, now: float, *, has_held: bool) -> int | None:
+class Renewals:
+    """Watches whether a lease that another one holds is renewed, on this process's own clock.
+
+    The database's clock may be set back, by an hour or a year: then a lease whose holder died does not run out for as
+    long. A live holder renews it several times in its time to live, so that one which stood still for longer is over.
+    """
+
+    def __init__(self) -> None:
+        self._seen = Held()
+        self._since_s = 0.0
+
+    def is_over(self, held: Held, now_s: float, ttl_s: float) -> bool:
+        """Note what the row says now; whether it has said so for longer than its holder may lead. `now_s` is a
+        monotonic clock. All controllers of a cluster have the same `ttl_s`."""
+        if held != self._seen:
+            self._seen, self._since_s = held, now_s
+        return now_s - self._since_s > ttl_s * (1.0 + MARGIN)
+
+
+def epoch_for(holder: str, held: Held, now: float, *, has_held: bool, is_over: bool) -> int | None:
     """The epoch under which `holder` may lead from now on, None if it may not. Pure. `has_held`: this process led
-    before, see `ControllerLease`."""
-    if held.holder == holder and held.expires_at > now:
+    before, see `ControllerLease`. `is_over`: the lease was not renewed in time, whatever the database's clock says."""
+    has_run_out = held.expires_at <= now or is_over
+    if held.holder == holder and not has_run_out:
         return held.epoch
     is_successor = not has_held and _name(held.holder) == _name(holder)
-    return held.epoch + 1 if is_successor or held.expires_at <= now else None
+    return held.epoch + 1 if is_successor or has_run_out else None
 
 
 class ControllerLease:
@@ -56,6 +76,7 @@ class ControllerLease:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._has_held = False
+        self._renewals = Renewals()
 
     def acquire(self, connection: Connection, holder: str, ttl_s: float) -> Acquired | None:
         """Take or renew; None while another one holds it. The caller's transaction must be a write."""
@@ -63,7 +84,8 @@ class ControllerLease:
         row = connection.execute(select(lease).where(lease.c.name == CONTROLLER).with_for_update()).one()
         now = database_now(connection)
         held = Held(row.holder, row.epoch, row.expires_at)
-        epoch = epoch_for(holder, held, now, has_held=self._has_held)
+        is_over = self._renewals.is_over(held, began_s, ttl_s)
+        epoch = epoch_for(holder, held, now, has_held=self._has_held, is_over=is_over)
         if epoch is None:
             return None
         connection.execute(

@@ -17,7 +17,7 @@ from services.controller.replay import RoundInputs, StoredRound
 from services.controller.view import HostChange, JobChange, Outcome, View
 from services.store import outcome_events, signal_writer, step_writer
 from services.store.codec import number_of
-from services.store.lease import MARGIN, Held, epoch_for
+from services.store.lease import MARGIN, Held, Renewals, epoch_for
 from services.store.report_events import RankRow
 from services.store.signal_writer import SignalKey
 from simulator.ports import steps
@@ -32,13 +32,15 @@ class MemoryDecisionStore:
         self._memory = memory
         self._clock = clock
         self._has_held = False
+        self._renewals = Renewals()
 
     def acquire_lease(self, holder: str, ttl_s: float) -> LeaseGrant | None:
         """Take or renew the lease; None while another holds it."""
         memory, began_s = self._memory, self._clock.monotonic_s()
         with memory.transaction():
             now = memory.clock.wall_s()
-            epoch = epoch_for(holder, memory.held, now, has_held=self._has_held)
+            is_over = self._renewals.is_over(memory.held, began_s, ttl_s)
+            epoch = epoch_for(holder, memory.held, now, has_held=self._has_held, is_over=is_over)
             if epoch is None:
                 return None
             if epoch != memory.held.epoch:

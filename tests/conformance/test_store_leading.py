@@ -103,6 +103,29 @@ def test_a_round_in_which_another_controller_led_is_not_stored(submitted, clock,
     assert decided(submitted) == 1
 
 
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_database_clock_that_is_set_back_does_not_delay_an_election(
+    stores, clock, monkeypatch, is_alive: bool
+) -> None:
+    """The lease of a leader that died would last for an hour; one that lives renews it, and stays."""
+    now = lease_module.database_now
+    others = stores.other_decisions()
+    assert stores.decisions.acquire_lease("one#1", TTL_S) is not None
+    monkeypatch.setattr(lease_module, "database_now", lambda connection: now(connection) - 3600.0)
+    taken_after_s = None
+    for _ in range(20):
+        if is_alive:
+            assert stores.decisions.acquire_lease("one#1", TTL_S) is not None
+        if others.acquire_lease("two#1", TTL_S) is not None:
+            taken_after_s = clock.now_s - 1000.0
+            break
+        clock.now_s += TTL_S / 3
+    if is_alive:
+        assert taken_after_s is None
+    else:
+        assert TTL_S < taken_after_s <= 2 * TTL_S
+
+
 def test_who_leads_again_looks_at_once(submitted, clock, monkeypatch) -> None:
     """After a long round there is a rest. What another one led meanwhile was not part of that round."""
 
