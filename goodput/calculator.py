@@ -13,13 +13,11 @@ from statistics import fmean
 import msgspec
 
 from flyball.contracts.events import Event
-from goodput.categories import PRODUCTIVE, RUNNING, Category
-from goodput.facts import History
-from goodput.history import build
-from goodput.incident_costs import IncidentReport, incident_reports, repair_parts, seconds_by_category
-from goodput.intervals import Timeline, timeline
-from goodput.losses import Loss, Price, losses, summed
-from goodput.measures import (
+from goodput.account.categories import PRODUCTIVE, RUNNING, Category
+from goodput.account.incident_costs import IncidentReport, incident_reports, repair_parts, seconds_by_category
+from goodput.account.intervals import Timeline, timeline
+from goodput.account.losses import Loss, Price, losses, summed
+from goodput.account.measures import (
     Productivity,
     Quantiles,
     RollingPoint,
@@ -31,11 +29,13 @@ from goodput.measures import (
     rolling,
     step_quantiles,
 )
-from goodput.options import Options
-from goodput.rank_clocks import RankClock
-from goodput.recommendation import Recommendation
-from goodput.saves import recommendation_for
-from goodput.steps import Executed
+from goodput.account.options import Options
+from goodput.account.steps import Executed
+from goodput.history.facts import History
+from goodput.history.job_history import build
+from goodput.history.rank_clocks import RankClock
+from goodput.predict.recommendation import Recommendation
+from goodput.predict.saves import recommendation_for
 from goodput.wording import counted
 
 SCHEMA = "flyball.goodput.v1"

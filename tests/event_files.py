@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from flyball.contracts.events import Event, EventKind
-from goodput.events import read_logs
+from goodput.read.event_files import read_logs
 
 DEADLINE_S = 120.0
 

@@ -10,7 +10,7 @@ from statistics import median
 import msgspec
 
 from flyball.contracts.events import Event, EventKind
-from goodput.prediction import young_interval_s
+from goodput.predict.prediction import young_interval_s
 from goodput_bench.saves_file import Save
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from flyball.contracts.events import Event
 from flyball.contracts.segments import shm_prefix
-from goodput.events import read_logs
+from goodput.read.event_files import read_logs
 from goodput_bench.agent_log import Line, agent_events
 from goodput_bench.world_steps import summed_up
 from host_daemon.worker_environment import COPY_PAST_CACHES

@@ -135,7 +135,7 @@ class _Demo:
 
     def _goodput(self) -> Any:  # noqa: ANN401 - goodput.calculator.Report, imported late
         from goodput.calculator import calculate
-        from goodput.events import write_events
+        from goodput.read.event_files import write_events
 
         write_events(self._folder / "events.jsonl", self._stack.feed.events)
         return calculate(self._stack.feed.events, now=SystemClock().wall_s(), job=JOB)

@@ -53,7 +53,7 @@ def command(
 ) -> None:
     """Each of A and B is an event log, a folder of them, one job of these, or a job at the supervisor."""
     from goodput.comparison import compare
-    from goodput.report import to_json
+    from goodput.show.report import to_json
 
     chosen = choose_format(output, out, (ReportFormat.TABLE, ReportFormat.JSON, ReportFormat.CSV))
     one, other = map(find, named_runs(a, b, query))
@@ -66,7 +66,7 @@ def command(
             }
             write_out(msgspec.json.format(msgspec.json.encode(whole), indent=2).decode(), out)
         case ReportFormat.CSV:
-            from goodput.csv_report import comparison_csv
+            from goodput.show.csv_report import comparison_csv
 
             write_out(comparison_csv(found), out)
         case _:

@@ -29,7 +29,7 @@ def command(
     out: OutOption = None,
 ) -> None:
     """A file is replaced as a whole, as collectors ask for."""
-    from goodput.exposition import exposition
+    from goodput.show.exposition import exposition
 
     if not prometheus:
         raise UsageError("Export to what?", hint="add --prometheus; `flyball goodput report` has json and csv")

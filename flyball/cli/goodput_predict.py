@@ -12,12 +12,12 @@ from flyball.cli.goodput_sources import Query, find
 from flyball.cli.options import examples
 from flyball.cli.output import Format, OutputOption, print_fields, print_json, print_table
 from flyball.contracts.errors import UsageError
-from goodput.recommendation import Recommendation
+from goodput.predict.recommendation import Recommendation
 
 if TYPE_CHECKING:
     from goodput.calculator import Report
-    from goodput.outlook import Outlook
-    from goodput.prediction import Tier
+    from goodput.predict.outlook import Outlook
+    from goodput.predict.prediction import Tier
 
 COMMAND: dict[str, Any] = {
     "help": "Predict goodput and the best checkpoint interval: from what was seen of a run, or from given numbers. "
@@ -64,8 +64,8 @@ def command(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Without a log, --job or a rate, the supervisor's only job is what was seen."""
-    from goodput.outlook import Assumptions, outlook
-    from goodput.prediction import job_mtti_s
+    from goodput.predict.outlook import Assumptions, outlook
+    from goodput.predict.prediction import job_mtti_s
 
     if (nodes is None) != (failures_per_1000_node_days is None):
         raise UsageError("--nodes and --failures-per-1000-node-days go together.", hint="give both, or --mtti-s")
@@ -116,7 +116,7 @@ def _saved_every_s(seen: Recommendation) -> float | None:
 
 
 def _tier(text: str) -> Tier:
-    from goodput.prediction import Tier
+    from goodput.predict.prediction import Tier
 
     name, *numbers = text.split(":")
     try:

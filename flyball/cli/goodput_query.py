@@ -12,7 +12,7 @@ import typer
 from flyball.cli.goodput_sources import AUTO, Query
 from flyball.cli.goodput_times import parse_duration, parse_moment
 from flyball.cli.options import DatabaseOption, JobOption, StateDirOption, SupervisorOption, TokenFileOption
-from goodput.options import Options
+from goodput.account.options import Options
 
 
 def query_of(

@@ -70,18 +70,18 @@ def command(
 
 def render(found: Found, chosen: ReportFormat) -> str:
     """The report in one of the formats."""
-    from goodput.report import to_json, to_text
+    from goodput.show.report import to_json, to_text
 
     report: Report = found.report
     match chosen:
         case ReportFormat.JSON:
             return msgspec.json.format(msgspec.json.encode(to_json(report)), indent=2).decode()
         case ReportFormat.CSV:
-            from goodput.csv_report import report_csv
+            from goodput.show.csv_report import report_csv
 
             return report_csv(report)
         case ReportFormat.HTML:
-            from goodput.html_report import to_html
+            from goodput.show.html_report import to_html
 
             return to_html(report, found.timeline, source=found.source, left_out=found.left_out)
         case ReportFormat.TABLE:
@@ -90,9 +90,9 @@ def render(found: Found, chosen: ReportFormat) -> str:
 
 def google_text(query: Query, chosen: ReportFormat) -> str:
     """What the calculator of Google's resiliency library says, with its own keys. Raises UsageError, NotFound."""
-    from goodput.events import Refusals
-    from goodput.google_resiliency import measure
-    from goodput.importers.registry import read_entries
+    from goodput.account.google_resiliency import measure
+    from goodput.read.event_files import Refusals
+    from goodput.read.importers.registry import read_entries
 
     if not query.logs:
         raise UsageError("--method google-resiliency reads that library's log files.", hint="name them")

@@ -18,13 +18,13 @@ from flyball.contracts import wire
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import NotFound, UsageError
 from flyball.contracts.identity import is_name
-from goodput.options import Options
+from goodput.account.options import Options
 
 if TYPE_CHECKING:
     from flyball.cli.client import ApiClient
+    from goodput.account.timeline_bins import TimelineBin
     from goodput.calculator import Report
-    from goodput.events import MalformedLine
-    from goodput.timeline_bins import TimelineBin
+    from goodput.read.event_files import MalformedLine
 
 AUTO = "auto"
 
@@ -112,12 +112,12 @@ def refuse_supervisor(query: Query) -> None:
 
 def _from_logs(query: Query, bins: int) -> Found:
     from flyball.cli.progress import counted
+    from goodput.account.timeline_bins import binned
     from goodput.calculator import analysis_of
-    from goodput.events import Refusals
-    from goodput.history import SeveralJobs, build
-    from goodput.importers.options import parse_mapping
-    from goodput.importers.registry import stream
-    from goodput.timeline_bins import binned
+    from goodput.history.job_history import SeveralJobs, build
+    from goodput.read.event_files import Refusals
+    from goodput.read.importers.options import parse_mapping
+    from goodput.read.importers.registry import stream
 
     refuse_supervisor(query)
     refusals = Refusals(strict=query.strict)
@@ -161,8 +161,8 @@ def _clipped(query: Query, start: float, end: float) -> Options:
 
 
 def _from_supervisor(query: Query, bins: int) -> Found:
+    from goodput.account.timeline_bins import TimelineBin
     from goodput.calculator import Report
-    from goodput.timeline_bins import TimelineBin
 
     if query.log_format != AUTO or query.log_map or query.strict:
         raise UsageError("--format, --map and --strict are for log files, and none is named.", hint="name the files")

@@ -91,7 +91,7 @@ def _looks(query: Query, every_s: float, signals: EndSignals) -> Iterator[tuple[
 
 def _stamp(logs: Sequence[Path]) -> object:
     """What changes whenever one of the files does; None without files."""
-    from goodput.events import log_files
+    from goodput.read.event_files import log_files
 
     if not logs:
         return None
@@ -128,7 +128,7 @@ def _line(report: Report) -> str:
 
 
 def _show(looks: Iterable[tuple[Report, str]], console: Console) -> None:
-    from goodput.report import render_live
+    from goodput.show.report import render_live
 
     with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
         for report, trouble in looks:

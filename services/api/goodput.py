@@ -15,12 +15,12 @@ import msgspec
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import NotFound, TooBusy
 from flyball.contracts.events import Event
-from goodput.options import Options
+from goodput.account.options import Options
 from services.api.ports import EventLog, Json, ReadModels
 
 if TYPE_CHECKING:  # the calculator is imported when somebody asks: a supervisor starts without it
-    from goodput.facts import History
-    from goodput.history import HistoryBuilder
+    from goodput.history.facts import History
+    from goodput.history.job_history import HistoryBuilder
 
 FRESH_S = 2.0
 FRESH_SHARE = 3.0  # and for so many times as long as it took
@@ -110,7 +110,7 @@ class GoodputReports:
         return content
 
     def _read(self, job: str) -> HistoryBuilder:
-        from goodput.history import HistoryBuilder
+        from goodput.history.job_history import HistoryBuilder
 
         log = self._logs.setdefault(job, _JobLog(HistoryBuilder(job)))
         self._logs.move_to_end(job)
@@ -141,9 +141,9 @@ def values_in(event: Event) -> int:
 
 
 def _content(history: History, asked: Asked) -> Json:
+    from goodput.account.timeline_bins import binned
     from goodput.calculator import analysis_of
-    from goodput.report import to_json
-    from goodput.timeline_bins import binned
+    from goodput.show.report import to_json
 
     analysis = analysis_of(history, asked.options)
     report = analysis.report

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from goodput_runs import interrupted_run
 
+from goodput.account.timeline_bins import binned
 from goodput.calculator import analyse
-from goodput.html_report import to_html
-from goodput.timeline_bins import binned
+from goodput.show.html_report import to_html
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 OWNED = "document.title='owned'"

@@ -26,7 +26,7 @@ from goodput_bench.sides import Job, Side
 from train_gpt import StandardLibrary
 
 from flyball.contracts.events import EventKind
-from goodput.events import read_logs
+from goodput.read.event_files import read_logs
 
 DEADLINE_S = 300.0
 SMALL = Job(every_steps=20, hang_timeout_s=10.0, step_floor_s=0.05, width=64, layers=2)

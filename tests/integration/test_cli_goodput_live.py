@@ -22,10 +22,10 @@ from flyball.cli.main import run_cli
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.events import Event
 from flyball.contracts.wire import encode
+from goodput.account.options import Options
 from goodput.calculator import calculate
-from goodput.events import write_events
-from goodput.options import Options
-from goodput.report import to_json
+from goodput.read.event_files import write_events
+from goodput.show.report import to_json
 from services.main import Supervisor
 from services.runtime.settings import load_settings
 from services.store import tables

@@ -16,7 +16,7 @@ import pytest
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.events import Event, EventKind
 from goodput.calculator import calculate
-from goodput.events import read_logs
+from goodput.read.event_files import read_logs
 
 DEADLINE_S = 300.0
 

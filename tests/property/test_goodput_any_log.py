@@ -16,8 +16,8 @@ from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.wire import decode, encode
 from goodput.calculator import Options, Report, analyse, analysis_of, calculate
-from goodput.events import read_logs, write_events
-from goodput.history import HistoryBuilder
+from goodput.history.job_history import HistoryBuilder
+from goodput.read.event_files import read_logs, write_events
 
 SIZES = ("world_size", "full_world_size", "hosts")
 ABSURD = [1e308, -1e308, -1.0, math.inf, math.nan, 1e12, 2**70, 10**400, -(10**400), 5e-324, True]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from flyball.contracts.errors import InvalidMessage
 from goodput.calculator import calculate
-from goodput.events import EventLog
-from goodput.importers.registry import FORMATS, read
+from goodput.read.event_files import EventLog
+from goodput.read.importers.registry import FORMATS, read
 
 SAMPLES = [path.read_bytes() for path in sorted((Path(__file__).parents[1] / "goodput_logs").iterdir())]
 STEP_S = 5.0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flyball.contracts.events import Event, EventKind
 from goodput.calculator import Options, calculate
-from goodput.step_log import StepLog
+from goodput.history.step_log import StepLog
 
 RANKS = 4
 CATEGORIES = {"data": "data_wait", "checkpoint": "checkpoint_blocked", "eval": "evaluation", "straggler": "straggler"}

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goodput.outlook import Assumptions, outlook
-from goodput.prediction import Tier, daly_interval_s, expected_goodput, optimal_tiers, rate_interval
-from goodput.recommendation import recommend
+from goodput.predict.outlook import Assumptions, outlook
+from goodput.predict.prediction import Tier, daly_interval_s, expected_goodput, optimal_tiers, rate_interval
+from goodput.predict.recommendation import recommend
 
 seconds = st.floats(1e-3, 1e6)
 costs = st.floats(0.0, 1e4)

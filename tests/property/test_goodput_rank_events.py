@@ -11,7 +11,7 @@ from flyball.contracts.events import Event, EventKind
 from flyball.contracts.rank_events import per_rank, summed_up
 from flyball.contracts.wire import decode, encode
 from goodput.calculator import calculate
-from goodput.history import build
+from goodput.history.job_history import build
 
 MARKS = (
     "spawned_at",

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from goodput.categories import Category
-from goodput.sweep import Interval
-from goodput.timeline_bins import binned
+from goodput.account.categories import Category
+from goodput.account.sweep import Interval
+from goodput.account.timeline_bins import binned
 
 cuts = st.lists(st.floats(0.0, 1e6), min_size=2, max_size=30, unique=True).map(sorted)
 

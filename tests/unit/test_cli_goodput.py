@@ -13,10 +13,10 @@ from flyball.cli import goodput_sources, goodput_watch
 from flyball.cli.main import run_cli
 from flyball.contracts.errors import TooBusy, Unreachable
 from flyball.contracts.events import Event
+from goodput.account.options import Options
 from goodput.calculator import calculate
-from goodput.events import write_events
-from goodput.options import Options
-from goodput.report import to_json
+from goodput.read.event_files import write_events
+from goodput.show.report import to_json
 
 EVENTS = interrupted_run()
 GOOGLE = [

@@ -11,8 +11,8 @@ from goodput_runs import interrupted_run
 
 from flyball.cli.main import run_cli
 from goodput.calculator import calculate
-from goodput.events import write_events
-from goodput.prediction import Tier, optimal_tiers
+from goodput.predict.prediction import Tier, optimal_tiers
+from goodput.read.event_files import write_events
 
 EVENTS = interrupted_run()
 

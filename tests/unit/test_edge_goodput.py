@@ -11,9 +11,9 @@ from goodput_runs import START, interrupted_run
 
 from flyball.contracts.errors import NotFound, UsageError
 from flyball.contracts.events import Event
+from goodput.account.options import Options
 from goodput.calculator import calculate
-from goodput.options import Options
-from goodput.report import to_json
+from goodput.show.report import to_json
 from services.api import goodput
 from services.api.goodput import FRESH_S, FRESH_SHARE, MAX_AT_ONCE, Asked, GoodputReports, ReportsBusy
 from services.runtime.problem_details import details_of

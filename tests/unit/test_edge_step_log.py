@@ -13,8 +13,8 @@ from flyball.contracts.losses import RankLoss
 from flyball.contracts.rank_columns import RankSteps, steps_together
 from flyball.contracts.signals import RankMarks
 from flyball.contracts.wire import encode
-from goodput import history
-from goodput.phases import Waiting
+from goodput.history import job_history
+from goodput.history.phases import Waiting
 from services.sensor.step_log import StepLog, StepSummary
 from services.store.report_events import event_of_steps
 
@@ -72,7 +72,7 @@ def test_marks_are_handed_on_when_a_moment_is_new_and_blocked_time_is_summed_up(
     assert (summary.completed_at, summary.save_blocked_s, summary.data_wait_s, summary.at) == ((), 1.0, 0.5, 1.0)
     hear(log, "a", 5.0, steps(0, 0, 10.0))
     events = [event_of_steps(summary), *map(event_of_steps, log.take(5.0))]
-    (generation,) = history.build(events).generations
+    (generation,) = job_history.build(events).generations
     assert generation.waited == {
         Waiting.CHECKPOINT: ((1.0, 1.0), (10.0, 1.0)),
         Waiting.DATA: ((1.0, 0.5), (10.0, 0.5)),
@@ -92,9 +92,9 @@ def test_a_sensor_that_died_does_not_hold_back_those_that_hear_its_hosts_now() -
 
     both = [event(100.0 + step, sensor, step) for step in range(10) for sensor in ("s", "t")]
     alone = [event(100.0 + step, "t", step) for step in range(10, 40)]
-    (generation,) = history.build([*both, *alone]).generations
+    (generation,) = job_history.build([*both, *alone]).generations
     assert generation.steps[-1].step == 39
-    (generation,) = history.build([*both, *alone[:5]]).generations
+    (generation,) = job_history.build([*both, *alone[:5]]).generations
     assert generation.steps[-1].step == 9, "until it was quiet for long, its ranks count"
 
 
@@ -125,7 +125,7 @@ def test_goodput_sees_the_same_steps_of_the_world(ranks: list[list[int]], pauses
             summed += map(event_of_steps, log.take(now_s))
     for log in logs:
         summed += map(event_of_steps, log.take(now_s, everything=True))
-    of_each, of_sums = (history.build(events).generations[0].steps for events in (each, summed))
+    of_each, of_sums = (job_history.build(events).generations[0].steps for events in (each, summed))
     assert [step.step for step in of_sums] == [step.step for step in of_each]
     apart_s = 0.01 * (len(ranks) - 1)  # rank 3 is late by so much at every step, which looks like its clock
     assert all(abs(s.at - e.at) <= apart_s + 1e-6 for s, e in zip(of_sums, of_each, strict=True))

@@ -24,7 +24,7 @@ from flyball.event_generation import Entered, Launch, _lines_from_the_end, enter
 from flyball.trainer import Job
 from flyball.worker_identity import WorkerIdentity, read_identity
 from goodput.calculator import calculate
-from goodput.events import read_logs
+from goodput.read.event_files import read_logs
 
 pytestmark = pytest.mark.usefixtures("patient_close")
 

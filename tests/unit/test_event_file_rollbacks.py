@@ -17,7 +17,7 @@ from flyball.event_generation import Launch, enter
 from flyball.trainer import Job
 from flyball.worker_identity import WorkerIdentity, read_identity
 from goodput.calculator import Report, calculate
-from goodput.events import read_logs
+from goodput.read.event_files import read_logs
 
 pytestmark = pytest.mark.usefixtures("patient_close")
 

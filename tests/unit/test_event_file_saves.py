@@ -18,7 +18,7 @@ from flyball.contracts.segments import rank_segment
 from flyball.trainer import Job
 from flyball.worker_identity import WorkerIdentity
 from goodput.calculator import calculate
-from goodput.events import read_logs
+from goodput.read.event_files import read_logs
 
 pytestmark = pytest.mark.usefixtures("patient_close")
 

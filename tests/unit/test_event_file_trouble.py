@@ -23,7 +23,7 @@ from flyball.event_generation import Launch, begin
 from flyball.trainer import Job
 from flyball.worker_identity import WorkerIdentity, read_identity
 from goodput.calculator import Report, calculate
-from goodput.events import read_logs, write_events
+from goodput.read.event_files import read_logs, write_events
 
 pytestmark = pytest.mark.usefixtures("patient_close")
 

@@ -10,7 +10,7 @@ import pytest
 
 from flyball.contracts.events import Event, EventKind
 from goodput.calculator import Report, calculate
-from goodput.importers.registry import read
+from goodput.read.importers.registry import read
 
 BASE = 1_700_000_000.0
 EPOCHS = 5

@@ -7,7 +7,7 @@ import pytest
 from flyball.contracts.errors import ConfigurationError, InvalidMessage, NotFound
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.wire import MAX_MESSAGE_BYTES
-from goodput.events import MAX_NAMED_LINES, read_logs, write_events
+from goodput.read.event_files import MAX_NAMED_LINES, read_logs, write_events
 
 EVENTS = (
     Event(at=1.5, kind=EventKind.JOB_SUBMITTED, job="j"),

@@ -12,9 +12,9 @@ import pytest
 
 from flyball.cli.main import run_cli
 from flyball.contracts.errors import NotFound, UsageError
-from goodput.events import Refusals
-from goodput.google_resiliency import Entry, EntryKind, GoogleGoodput, collapsed, measure
-from goodput.importers.registry import read_entries
+from goodput.account.google_resiliency import Entry, EntryKind, GoogleGoodput, collapsed, measure
+from goodput.read.event_files import Refusals
+from goodput.read.importers.registry import read_entries
 
 SAMPLE = Path(__file__).parents[1] / "goodput_logs" / "google_resiliency.jsonl"
 START, LOAD, SAVE, END = (

@@ -13,9 +13,9 @@ from flyball.cli.main import run_cli
 from flyball.contracts.errors import InvalidMessage, NotFound, UsageError
 from flyball.contracts.events import Event, EventKind
 from goodput.calculator import Report, calculate
-from goodput.events import EventLog
-from goodput.importers.options import parse_mapping
-from goodput.importers.registry import FORMATS, read
+from goodput.read.event_files import EventLog
+from goodput.read.importers.options import parse_mapping
+from goodput.read.importers.registry import FORMATS, read
 
 SAMPLES = Path(__file__).parents[1] / "goodput_logs"
 BASE = 1_700_000_000.0

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from flyball.cli.main import run_cli
-from goodput.events import Refusals
-from goodput.google_resiliency import measure
-from goodput.importers.options import KEYS
-from goodput.importers.registry import FORMATS, read_entries
+from goodput.account.google_resiliency import measure
+from goodput.read.event_files import Refusals
+from goodput.read.importers.options import KEYS
+from goodput.read.importers.registry import FORMATS, read_entries
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "goodput-importers.md").read_text()

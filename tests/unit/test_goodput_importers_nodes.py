@@ -10,8 +10,8 @@ import pytest
 
 from flyball.contracts.events import EventKind
 from goodput.calculator import Report, calculate
-from goodput.events import EventLog
-from goodput.importers.registry import read
+from goodput.read.event_files import EventLog
+from goodput.read.importers.registry import read
 
 BASE = 1_700_000_000.0
 # When which step was complete: steps of 1 s; after step 100 200 s pass, and step 91 is done again.

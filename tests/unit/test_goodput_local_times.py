@@ -13,8 +13,8 @@ import pytest
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.events import EventKind
 from goodput.calculator import calculate
-from goodput.events import EventLog
-from goodput.importers.registry import read
+from goodput.read.event_files import EventLog
+from goodput.read.importers.registry import read
 
 BERLIN = {"tz": "Europe/Berlin"}
 BEGINS = datetime(2026, 10, 24, 22, 30, tzinfo=UTC)  # 00:30 summer time; the hour from 02:00 on comes twice

@@ -9,10 +9,10 @@ import pytest
 
 from flyball.contracts.errors import UsageError
 from flyball.contracts.events import Event, EventKind
+from goodput.account.categories import Category
+from goodput.account.measures import quantile, quantiles, rolling
+from goodput.account.sweep import Interval
 from goodput.calculator import Options, Report, calculate
-from goodput.categories import Category
-from goodput.measures import quantile, quantiles, rolling
-from goodput.sweep import Interval
 
 DAY_S = 86_400.0
 

@@ -15,14 +15,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from flyball.contracts.events import Event, EventKind
+from goodput.account.options import Options
+from goodput.account.timeline_bins import binned
 from goodput.calculator import Report, analyse, calculate
 from goodput.comparison import compare
-from goodput.csv_report import comparison_csv, report_csv
-from goodput.exposition import exposition
-from goodput.html_report import MAX_INCIDENTS, to_html
-from goodput.options import Options
-from goodput.report import render_live, to_json, to_text
-from goodput.timeline_bins import binned
+from goodput.show.csv_report import comparison_csv, report_csv
+from goodput.show.exposition import exposition
+from goodput.show.html_report import MAX_INCIDENTS, to_html
+from goodput.show.report import render_live, to_json, to_text
 from goodput.wording import seconds
 
 HOSTILE_JOB = "<script>alert(1)</script>"

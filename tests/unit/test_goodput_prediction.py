@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flyball.contracts.errors import UsageError
-from goodput.prediction import (
+from goodput.predict.prediction import (
     Tier,
     daly_interval_s,
     expected_ettr,

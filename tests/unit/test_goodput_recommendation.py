@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from goodput.prediction import daly_interval_s
-from goodput.recommendation import Recommendation, recommend
+from goodput.predict.prediction import daly_interval_s
+from goodput.predict.recommendation import Recommendation, recommend
 
 HOUR_S = 3_600.0
 SEEN: dict[str, Any] = {

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from flyball.contracts.events import Event, EventKind
+from goodput.account.categories import Category
 from goodput.calculator import calculate
-from goodput.categories import Category
-from goodput.report import seconds, to_json, to_text
+from goodput.show.report import seconds, to_json, to_text
 
 EVENTS = [
     Event(at=0.0, kind=EventKind.JOB_SUBMITTED, job="gpt"),

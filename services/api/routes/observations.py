@@ -9,8 +9,8 @@ from fastapi import APIRouter, Path, Query
 from starlette.responses import Response
 
 from flyball.contracts.identity import NAME_PATTERN
-from goodput.options import Options
-from goodput.timeline_bins import MAX_BINS
+from goodput.account.options import Options
+from goodput.account.timeline_bins import MAX_BINS
 from services.api.exchange import json_response, page_response
 from services.api.goodput import Asked, GoodputReports
 from services.api.ports import ReadModels

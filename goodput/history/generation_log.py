@@ -1,0 +1,269 @@
+"""The generations of one job, from the events of each. Pure.
+
+Every value is a minimum, a maximum or a union over events, so that neither their order nor their repetition matters.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from flyball.contracts.events import Event
+from goodput.history.facts import Generation, Incident, WaitSample
+from goodput.history.phases import PhaseLog, StartUp, Waiting
+from goodput.history.step_log import StepLog
+from goodput.history.values import moment, number, text, whole
+
+_TOTALS = {"save_blocked_s": Waiting.CHECKPOINT, "data_wait_s": Waiting.DATA}
+
+
+_ATTACHED, _RESTORES, _RESTORED = 1, 2, 4  # bits of what a rank came to
+_MARKS = {"attached_at": _ATTACHED, "restore_began_at": _RESTORES, "restored_at": _RESTORED}
+_MOST_RANKS = 1_000_000  # of which this is kept
+
+
+class GenerationLog:
+    """What the events of one generation come to."""
+
+    __slots__ = (
+        "attached_at",
+        "came_to",
+        "granted_at",
+        "hosts",
+        "incidents",
+        "is_known",
+        "phases",
+        "restore_began_at",
+        "restore_steps",
+        "restored_at",
+        "restored_steps",
+        "saved_steps",
+        "spawned_at",
+        "spawned_first_at",
+        "started_at",
+        "steps",
+        "tells_of_blocked",
+        "waited",
+        "world_size",
+        "world_size_full",
+    )
+
+    def __init__(self) -> None:
+        self.is_known = False  # it was more than granted
+        self.started_at = self.granted_at = self.spawned_first_at = math.inf  # of the first
+        self.spawned_at = self.restore_began_at = self.restored_at = self.attached_at = -math.inf  # of the last
+        self.came_to = bytearray()  # each rank
+        self.restore_steps: set[int] = set()  # as the controller named them
+        self.restored_steps: set[int] = set()  # as the engines fetched them
+        self.incidents: set[str] = set()
+        self.steps = StepLog()
+        self.phases = PhaseLog()
+        self.waited: dict[Waiting, dict[int | str, set[WaitSample]]] = {waiting: {} for waiting in _TOTALS.values()}
+        self.tells_of_blocked = False
+        self.saved_steps: set[int] = set()
+        self.hosts = 0
+        self.world_size: int | None = None
+        self.world_size_full: int | None = None
+
+    def take_marks(self, event: Event) -> None:
+        """Take in one RANK_MARKS event."""
+        self.is_known = True
+        if (at := moment(event, "spawned_at")) is not None:
+            self.spawned_first_at = min(self.spawned_first_at, at)
+            self.spawned_at = max(self.spawned_at, at)
+        for name in ("attached_at", "restore_began_at", "restored_at"):
+            if (at := moment(event, name)) is not None:
+                setattr(self, name, max(at, getattr(self, name)))
+                self._mark(event.rank, _MARKS[name])
+        self.take_waits(event)
+
+    def _mark(self, rank: int, mark: int) -> None:
+        """A byte for each rank: a job has 100,000 of them, and a hundred generations."""
+        if 0 <= rank < _MOST_RANKS:
+            self.came_to.extend(bytes(max(0, rank + 1 - len(self.came_to))))
+            self.came_to[rank] |= mark
+
+    def take_waits(self, event: Event) -> None:
+        """Take in how long saves blocked and data was waited for, of any event that tells of it."""
+        for name, waiting in _TOTALS.items():
+            if name not in event.data:
+                continue
+            total_s = number(event.data, name)
+            self.tells_of_blocked |= total_s is not None and waiting is Waiting.CHECKPOINT
+            if total_s is not None and total_s > 0:
+                who: int | str = text(event.data, "sensor") or event.rank
+                self.waited[waiting].setdefault(who, set()).add(WaitSample(event.at, total_s))
+
+    def take_started(self, event: Event) -> None:
+        """Take in one GENERATION_STARTED event."""
+        self.is_known = True
+        self.started_at = min(self.started_at, event.at)
+        if "restore_step" in event.data:
+            step = whole(event.data, "restore_step")
+            self.restore_steps.add(-1 if step is None else step)
+        self._take_plan(event)
+
+    def take_granted(self, event: Event) -> None:
+        """Take in one GENERATION_GRANTED event."""
+        self.granted_at = min(self.granted_at, event.at)
+        self._take_plan(event)
+
+    def _take_plan(self, event: Event) -> None:
+        """Take in why there is this generation, and how large it is."""
+        if event.incident_id:
+            self.incidents.add(event.incident_id)
+        hosts = event.data.get("hosts")
+        count = len(hosts) if isinstance(hosts, list) else whole(event.data, "hosts")
+        self.hosts = max(self.hosts, count or 0)
+        self.world_size = larger(self.world_size, whole(event.data, "world_size", least=1))
+        self.world_size_full = larger(self.world_size_full, whole(event.data, "full_world_size", least=1))
+
+    def longest_waits(self) -> dict[Waiting, tuple[WaitSample, ...]]:
+        """Of the rank that waited longest, or as a sensor summed it up: the others' waits lie within."""
+        longest = {}
+        for waiting, told in self.waited.items():
+            if told:
+                samples = max(told.values(), key=lambda samples: (max(s.total_s for s in samples), sorted(samples)))
+                longest[waiting] = tuple(sorted(samples))
+        return longest
+
+    def restore(self, told: StartUp, *, has_steps: bool) -> tuple[float | None, float | None]:
+        """When the last rank began to restore, and when it had its state, or attached where there was nothing to
+        restore; None: one did not come so far. A rank that completed steps did, whatever is missing from the log."""
+        began_at = _known(self.restore_began_at, told.restore_began_at)
+        restored_at = _known(self.restored_at, told.restored_at)
+        if not has_steps:
+            if told.starting or (_ATTACHED in self.came_to and max(self.came_to) > _ATTACHED):
+                return None, None
+            if told.restoring or _RESTORES in self.came_to or (_ATTACHED | _RESTORES) in self.came_to:
+                return began_at, None
+        if began_at is None and restored_at is None and (has_steps or self.restore_steps == {-1}):
+            restored_at = _known(self.attached_at)
+        return began_at, restored_at
+
+    def restore_step(self) -> int | None:
+        """The step that it went on from: as the controller named it, else as the engines restored it, else the step
+        before the first one seen."""
+        if self.restore_steps or self.restored_steps:
+            return min(self.restore_steps or self.restored_steps)
+        first = self.steps.first_step
+        return None if first is None else first - 1
+
+
+class FullSize(NamedTuple):
+    """How many ranks a job has at its full size; None: nothing tells of any."""
+
+    ranks: int | None
+    is_told: bool  # not guessed from what it ran with
+
+
+def full_size(logs: Collection[GenerationLog], submitted: int | None) -> FullSize:
+    """As the generations say, else as the job was submitted, else the largest that it ran with."""
+    told = max((log.world_size_full or 0 for log in logs), default=0) or submitted
+    if told:
+        return FullSize(told, is_told=True)
+    largest = max((log.world_size or 0 for log in logs), default=0)
+    return FullSize(largest or max((log.steps.ranks for log in logs), default=0) or None, is_told=False)
+
+
+def generations(
+    logs_of: Mapping[int, GenerationLog], incidents: Sequence[Incident], full_size: FullSize
+) -> tuple[Generation, ...]:
+    """In order."""
+    logs = sorted((n, log) for n, log in logs_of.items() if log.is_known)
+    answered = _answered_incidents(logs, incidents)
+    most_hosts = max((log.hosts for _, log in logs), default=0)
+    added = _added_by_epochs(logs)
+    found: list[Generation] = []
+    resumed_from: int | None = None
+    for n, log in reversed(logs):
+        restore_step = log.restore_step()
+        if restore_step is not None and restore_step >= 0:
+            restore_step += added[n]
+        world = log.steps.world_steps(resumed_from, added[n])
+        told = log.phases.start_up()
+        started = [t for t in (log.started_at, log.spawned_first_at, told.began_at) if t is not None]
+        started_at = log.started_at if log.started_at < math.inf else min(started)
+        signs = [*started, *(s.at for s in world.steps[:1])]
+        restore_began_at, restored_at = log.restore(told, has_steps=bool(world.steps))
+        capacity = _share(log.world_size, full_size.ranks) if log.world_size else _share(log.hosts, most_hosts)
+        found.append(
+            Generation(
+                generation=n,
+                incident_id=answered[n],
+                began_at=_known(min(signs)),
+                started_at=_known(started_at),
+                spawned_at=_known(log.spawned_at),
+                restore_began_at=restore_began_at,
+                restored_at=restored_at,
+                restore_step=restore_step,
+                steps=world.steps,
+                last_ranks=world.last_ranks,
+                clocks=world.clocks,
+                epochs=world.epochs,
+                waited=log.longest_waits(),
+                phases=log.phases.spans(),
+                capacity=capacity,
+                capacity_is_guess=not (log.world_size and full_size.is_told),
+                saved_steps=frozenset(log.saved_steps),
+                lost_logs=world.lost_logs,
+                tells_of_blocked=log.tells_of_blocked,
+            )
+        )
+        resumed_from = restore_step if restore_step is not None else resumed_from
+    return tuple(reversed(found))
+
+
+def _added_by_epochs(logs: Sequence[tuple[int, GenerationLog]]) -> dict[int, int]:
+    """What is added to the numbers of each generation where scripts begin them anew with every epoch: it goes on within
+    the newest epoch before it, or within the one before that, if its step is beyond what the newest had come to."""
+    added: dict[int, int] = {}
+    starts, newest = [0], -1
+    for n, log in logs:
+        restore_step = log.restore_step()
+        if log.restore_steps and restore_step == -1:
+            starts = [0]  # from scratch
+        elif restore_step is not None and restore_step > newest and len(starts) > 1:
+            starts.pop()
+        added[n] = starts[-1]
+        epochs = log.steps.epochs()
+        if epochs is not None:
+            starts = [*starts[:-1], *(starts[-1] + start for start in epochs.starts)]
+        last = log.steps.last_number(epochs)
+        newest = newest if last is None else last
+    return added
+
+
+def larger(one: int | None, other: int | None) -> int | None:
+    """The larger one of those that are known."""
+    return max(one, other) if one is not None and other is not None else other if one is None else one
+
+
+def _known(value: float, otherwise: float | None = None) -> float | None:
+    return value if math.isfinite(value) else otherwise
+
+
+def _share(used: int, full: int | None) -> float:
+    return used / full if used and full else 1.0
+
+
+def _answered_incidents(logs: Sequence[tuple[int, GenerationLog]], incidents: Sequence[Incident]) -> Mapping[int, str]:
+    """The incident that each generation answers: as its events say, else the newest one that was open then."""
+    answered = {n: max(log.incidents, default="") for n, log in logs}
+    asking = sorted((min(log.granted_at, log.started_at), n) for n, log in logs if not answered[n])
+    open_ones: list[tuple[int, float]] = []  # minus the place in `incidents`, and when it closed: the newest first
+    coming = 0
+    for at, n in asking:
+        if not math.isfinite(at):
+            continue
+        while coming < len(incidents) and incidents[coming].opened_at <= at:
+            closed_at = incidents[coming].closed_at
+            heapq.heappush(open_ones, (-coming, math.inf if closed_at is None else closed_at))
+            coming += 1
+        while open_ones and open_ones[0][1] < at:
+            heapq.heappop(open_ones)
+        if open_ones:
+            answered[n] = incidents[-open_ones[0][0]].incident_id
+    return answered

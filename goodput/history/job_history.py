@@ -1,0 +1,253 @@
+"""What an event log says about one job, put in order.
+
+Logs are incomplete, out of order and full of repetitions. Every value here is therefore a minimum, a maximum or a
+union over events, so that neither the order of lines nor a line that comes twice changes anything; a field that is
+missing, of the wrong type or absurd is treated as not there. Events are taken in one by one and not kept: a log of a
+million of them fits into little memory.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from flyball.contracts.errors import NotFound, UsageError
+from flyball.contracts.events import Event, EventKind
+from flyball.contracts.rank_events import per_rank
+from goodput.history.facts import Decision, Generation, History, Wait
+from goodput.history.generation_log import GenerationLog, full_size, generations, larger
+from goodput.history.incident_log import IncidentLog
+from goodput.history.values import CLOCK_SET_S, LATEST_S, moment, text, whole
+
+# Of these, events without a job concern every job.
+_HISTORY_OF_EVERY_JOB = frozenset({EventKind.FAULT_INJECTED, EventKind.CONTROLLER_ELECTED, EventKind.SIGNAL})
+_RANK_MARKS = (EventKind.RANK_MARKS, EventKind.RESTORED)  # may tell of several ranks at once
+
+
+class SeveralJobs(UsageError):
+    """The log has several jobs, and none was chosen."""
+
+
+def build(events: Iterable[Event], *, job: str | None = None, now: float | None = None) -> History:
+    """The history of one job, up to its end, else up to `now`, else up to the last moment in the log.
+
+    `events` is gone through once. Raises NotFound when the log has no such job, SeveralJobs when it has several and
+    none was chosen.
+    """
+    builder = HistoryBuilder(job)
+    builder.take(events)
+    return builder.history(now)
+
+
+class HistoryBuilder:
+    """Events go in by `take`, the history of what came so far comes out, as often as it is wanted."""
+
+    def __init__(self, job: str | None = None) -> None:
+        self._job = job
+        self._gathered: dict[str, _JobEvents] = {}
+        self._of_every_job = _JobEvents()
+
+    def take(self, events: Iterable[Event]) -> None:
+        """Take in events, of which none is kept."""
+        gathered, job = self._gathered, self._job
+        for event in events:
+            name = event.job
+            if not name and event.kind in _HISTORY_OF_EVERY_JOB:
+                self._of_every_job.add(event)
+                continue
+            log = gathered.get(name)
+            if log is None:
+                log = gathered[name] = _JobEvents()
+            if job is None or name == job:
+                log.add(event)
+
+    def history(self, now: float | None = None) -> History:
+        """As `build` gives it, of the same errors."""
+        name = choose_job(self._gathered, self._job)
+        return self._gathered[name].history(name, self._of_every_job, now)
+
+
+def choose_job(names: Iterable[str], job: str | None) -> str:
+    """The job to report on; raises NotFound when the log has none, SeveralJobs when it has several to choose from."""
+    names = sorted(names)
+    if job is not None:
+        if job not in names:
+            raise NotFound(f"The log has no event of job {job!r}.", hint=f"it has: {', '.join(names) or 'no job'}")
+        return job
+    named = [name for name in names if name] or names
+    if not named:
+        raise NotFound("The log has no event of any job.", hint="give the log of a job that was submitted")
+    if len(named) > 1:
+        raise SeveralJobs(f"The log holds {len(named)} jobs.", hint=f"choose one of: {', '.join(named)}")
+    return named[0]
+
+
+class _JobEvents:
+    """The events of one job, those of a clock that was not set apart: beside others they tell nothing, and a log of
+    nothing else counts from a zero of its own."""
+
+    def __init__(self) -> None:
+        self._log, self._unset = _JobLog(), _JobLog()
+        self._absurd_times = False
+
+    def add(self, event: Event) -> None:
+        for one in per_rank(event) if event.kind in _RANK_MARKS else (event,):
+            if 0.0 <= one.at <= LATEST_S:
+                (self._log if one.at >= CLOCK_SET_S else self._unset).add(one)
+            else:
+                self._absurd_times = True
+
+    def history(self, name: str, of_every_job: _JobEvents, now: float | None) -> History:
+        """What was taken in, with what concerns every job."""
+        if self._log.is_empty:
+            found, unset_clocks = self._unset.history(name, of_every_job._unset, now), False
+        else:
+            found = self._log.history(name, of_every_job._log, now)
+            unset_clocks = not (self._unset.is_empty and of_every_job._unset.is_empty)
+        absurd_times = self._absurd_times or of_every_job._absurd_times
+        return msgspec.structs.replace(found, absurd_times=absurd_times, unset_clocks=unset_clocks)
+
+
+class _JobLog:
+    """What the events of one job come to."""
+
+    def __init__(self) -> None:
+        self.first_at, self.last_at = math.inf, -math.inf
+        self.submitted_at = math.inf
+        self.ended: tuple[float, str] | None = None
+        self.world_size: int | None = None
+        self.save_every_steps: int | None = None
+        self.generations: defaultdict[int, GenerationLog] = defaultdict(GenerationLog)
+        self.incidents = IncidentLog()
+        self.decisions: set[Decision] = set()
+        self.faults: set[float] = set()
+        self.stops: set[float] = set()
+        self.elections: set[float] = set()
+        self.signals: set[tuple[float, float]] = set()  # heard at, observed at
+        self._take: Mapping[EventKind, Callable[[Event], None]] = {
+            EventKind.JOB_SUBMITTED: self._submitted,
+            EventKind.JOB_ENDED: self._ended,
+            EventKind.GENERATION_GRANTED: lambda e: self.generations[e.generation].take_granted(e),
+            EventKind.GENERATION_STARTED: lambda e: self.generations[e.generation].take_started(e),
+            EventKind.RANK_MARKS: lambda e: self.generations[e.generation].take_marks(e),
+            EventKind.RESTORED: self._restored,
+            EventKind.CHECKPOINT_SAVED: self._saved,
+            EventKind.PHASE: self._phase,
+            EventKind.STEPS: self._steps,
+            EventKind.WORKERS_STOPPED: lambda e: self.stops.add(e.at),
+            EventKind.FAULT_INJECTED: lambda e: self.faults.add(e.at),
+            EventKind.CONTROLLER_ELECTED: lambda e: self.elections.add(e.at),
+            EventKind.SIGNAL: self._signal,
+            EventKind.DECISION: self._decision,
+            EventKind.INCIDENT_OPENED: self.incidents.opened,
+            EventKind.INCIDENT_CLOSED: self.incidents.closed,
+        }
+
+    @property
+    def is_empty(self) -> bool:
+        return self.first_at == math.inf
+
+    def add(self, event: Event) -> None:
+        at = event.at
+        self.first_at = min(self.first_at, at)
+        self.last_at = max(self.last_at, at)
+        take = self._take.get(event.kind)
+        if take is not None:
+            take(event)
+
+    def _submitted(self, event: Event) -> None:
+        self.submitted_at = min(self.submitted_at, event.at)
+        self.world_size = larger(self.world_size, whole(event.data, "world_size", least=1))
+        self.save_every_steps = larger(self.save_every_steps, whole(event.data, "save_every_steps", least=1))
+
+    def _ended(self, event: Event) -> None:
+        ended = (event.at, text(event.data, "outcome"))
+        self.ended = ended if self.ended is None else max(self.ended, ended)
+
+    def _restored(self, event: Event) -> None:
+        step = whole(event.data, "step", least=-1)
+        if step is not None:
+            self.generations[event.generation].restored_steps.add(step)
+
+    def _phase(self, event: Event) -> None:
+        generation = self.generations[event.generation]
+        generation.is_known = True
+        generation.phases.add(event)
+
+    def _saved(self, event: Event) -> None:
+        step = whole(event.data, "step")
+        if step is not None:
+            self.generations[event.generation].saved_steps.add(step)
+
+    def _steps(self, event: Event) -> None:
+        generation = self.generations[event.generation]
+        generation.is_known = True
+        generation.steps.add(event)
+        generation.take_waits(event)
+
+    def _signal(self, event: Event) -> None:
+        observed_at = moment(event, "observed_at")
+        if observed_at is not None:
+            self.signals.add((event.at, observed_at))
+
+    def _decision(self, event: Event) -> None:
+        kind, rule = text(event.data, "kind"), text(event.data, "rule")
+        self.decisions.add(Decision(event.at, kind, event.incident_id, rule))
+        self.incidents.named(event)
+
+    def history(self, name: str, of_every_job: _JobLog, now: float | None) -> History:
+        """What was taken in, with what concerns every job."""
+        incidents = self.incidents.all()
+        full = full_size(self.generations.values(), self.world_size)
+        found = generations(self.generations, incidents, full)
+        # A script that has ended may be started again with the same event file, to go on.
+        goes_on = self.ended and any(g.started_at is not None and g.started_at > self.ended[0] for g in found)
+        ended = None if goes_on else self.ended
+        start, end = self._bounds(found, of_every_job if not name else self, ended, now)
+        return History(
+            job=name,
+            start=start,
+            end=end,
+            submitted=self.submitted_at < math.inf,
+            outcome=(ended[1] or "ended") if ended else "",
+            generations=found,
+            incidents=incidents,
+            decisions=tuple(sorted(self.decisions)),
+            faults=tuple(sorted(self.faults | of_every_job.faults)),
+            stops=tuple(sorted(self.stops)),
+            waits=_waits(self.elections | of_every_job.elections, self.signals | of_every_job.signals),
+            world_size=full.ranks,
+            save_every_steps=self.save_every_steps,
+        )
+
+    def _bounds(
+        self, generations: Iterable[Generation], also: _JobLog, ended: tuple[float, str] | None, now: float | None
+    ) -> tuple[float, float]:
+        moments = [t for t in (self.first_at, self.last_at, also.first_at, also.last_at) if math.isfinite(t)]
+        for generation in generations:
+            moments += [t for t in (generation.began_at, generation.restored_at) if t is not None]
+            moments += [s.at for s in (*generation.steps[:1], *generation.steps[-1:])]
+        if not moments:
+            moments = [now or 0.0]
+        start = self.submitted_at if self.submitted_at < math.inf else min(moments)
+        end = ended[0] if ended else max(moments) if now is None else now
+        return start, max(start, end)
+
+
+def _waits(elections: Iterable[float], signals: Iterable[tuple[float, float]]) -> tuple[Wait, ...]:
+    """Signals that were observed before an election and taken in only after it: nobody was there to hear them."""
+    heard = sorted(signals)
+    earliest = [math.inf]  # from the end on: the earliest observation of this signal and those heard after it
+    for _, observed_at in reversed(heard):
+        earliest.append(min(earliest[-1], observed_at))
+    earliest.reverse()
+    waits = set()
+    for election in elections:
+        since = earliest[bisect_left(heard, (election, -math.inf))]
+        if since < election:
+            waits.add(Wait(since, election))
+    return tuple(sorted(waits))

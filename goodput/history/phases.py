@@ -1,0 +1,109 @@
+"""What ranks said that they were doing: phases entered, each ended by the rank's next one. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+
+from flyball.contracts.cluster import Phase
+from flyball.contracts.events import Event
+from goodput.history.values import text
+
+
+class Waiting(Enum):
+    """Phases in which training waits for something."""
+
+    EVALUATION = "eval"
+    DATA = "data"
+    CHECKPOINT = "checkpoint"
+    OTHER = "other"  # neither steps nor anything that has a name
+
+
+class PhaseSpan(NamedTuple):
+    """A rank was in a phase from `entered` to `left`; None: the log does not say that it left."""
+
+    entered: float
+    left: float | None
+    rank: int
+    host_id: str
+
+
+class StartUp(msgspec.Struct, frozen=True):
+    """Moments of a generation's start as its phases tell them, of the last rank; None where they do not."""
+
+    began_at: float | None = None  # of the first rank
+    restore_began_at: float | None = None
+    restored_at: float | None = None
+    starting: bool = False  # some rank tells of no restore, and others do
+    restoring: bool = False  # some rank did not come to the end of it
+
+
+_WAITING = {waiting.value: waiting for waiting in Waiting}
+_STARTING = {"init", Phase.STARTING.name.lower()}
+_RESTORING = {"restore", Phase.RESTORING.name.lower()}
+_TRAINING = {"step", *_WAITING}
+
+
+class PhaseLog:
+    """Events go in by `add`; a set per rank keeps it free of order and repetition."""
+
+    __slots__ = ("_entered", "_host_of")
+
+    def __init__(self) -> None:
+        self._entered: dict[int, set[tuple[float, str]]] = {}
+        self._host_of: dict[int, str] = {}
+
+    def add(self, event: Event) -> None:
+        """Take in one PHASE event."""
+        rank = event.rank
+        entered = self._entered.get(rank)
+        if entered is None:
+            entered = self._entered[rank] = set()
+        entered.add((event.at, text(event.data, "phase")))
+        if event.host_id and event.host_id > self._host_of.get(rank, ""):
+            self._host_of[rank] = event.host_id
+
+    def spans(self) -> dict[Waiting, tuple[PhaseSpan, ...]]:
+        """Where ranks waited, in the order of time."""
+        found: defaultdict[Waiting, set[PhaseSpan]] = defaultdict(set)
+        for rank, at, phase, left in self._each():
+            waiting = _WAITING.get(phase)
+            if waiting is not None:
+                found[waiting].add(PhaseSpan(at, left, rank, self._host_of.get(rank, "")))
+        return {waiting: tuple(sorted(spans, key=_in_time)) for waiting, spans in found.items()}
+
+    def start_up(self) -> StartUp:
+        """When ranks started, began to restore, and could train."""
+        began: dict[int, float] = {}
+        restoring: dict[int, float] = {}
+        ready: dict[int, float] = {}
+        for rank, at, phase, _ in self._each():
+            if phase in _STARTING:
+                began.setdefault(rank, at)
+            elif phase in _RESTORING:
+                restoring.setdefault(rank, at)
+            elif phase in _TRAINING and (rank in began or rank in restoring):
+                ready.setdefault(rank, at)
+        return StartUp(
+            began_at=min((*began.values(), *restoring.values()), default=None),
+            restore_began_at=max(restoring.values(), default=None),
+            restored_at=max(ready.values(), default=None),
+            starting=bool(restoring and began.keys() - restoring.keys() - ready.keys()),
+            restoring=bool(restoring.keys() - ready.keys()),
+        )
+
+    def _each(self) -> Iterator[tuple[int, float, str, float | None]]:
+        """Rank, moment, phase, and when it ended."""
+        for rank, entered in self._entered.items():
+            entries = sorted(entered)
+            for index, (at, phase) in enumerate(entries):
+                yield rank, at, phase, entries[index + 1][0] if index + 1 < len(entries) else None
+
+
+def _in_time(span: PhaseSpan) -> tuple[float, float, int]:
+    return span.entered, math.inf if span.left is None else span.left, span.rank

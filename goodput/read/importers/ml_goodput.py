@@ -1,0 +1,86 @@
+"""The log entries of ml-goodput-measurement (AI-Hypercomputer/ml-goodput-measurement), one JSON object per line.
+
+An entry has `job_name` and one moment, in seconds since 1970: `job_start_time`, `job_end_time`, `step_start_time` with
+`step_count`, or the start or end of `tpu_init`, `training_prep`, `data_loading` or a custom event. A job starts once
+per restart. Steps tell of their beginning only: one is complete when the next begins, of the last nobody knows.
+Entries of its checkpoint logger have `event_type` `save` or `restore`, with starts and durations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from goodput.read.event_files import Line, Refusals
+from goodput.read.importers.json_entries import entry_of, has_any, name_in
+from goodput.read.importers.options import Options
+from goodput.read.importers.records import Kind, Record, Unusable, moment_of, seconds_of, step_of
+
+_STEP_START = "step_start_time"
+# A start is told by one entry, its end by another: each says that the rank entered a phase.
+_ENTERS = {
+    "tpu_init_start_time": "init",
+    "tpu_init_end_time": "init",
+    "training_prep_start_time": "init",
+    "training_prep_end_time": "step",
+    "data_loading_start_time": "data",
+    "data_loading_end_time": "step",
+    "custom_badput_event_start_time": "other",
+    "custom_badput_event_end_time": "step",
+}
+_MOMENTS = ("job_start_time", "job_end_time", _STEP_START, *_ENTERS)
+_SAVE, _RESTORE = "checkpoint_manager_blocking", "checkpoint_manager"
+
+
+def recognises(line: bytes) -> bool:
+    return has_any(line, (*_MOMENTS, f"{_SAVE}_start_time", f"{_RESTORE}_start_time"))
+
+
+def records(lines: Iterable[Line], refusals: Refusals, options: Options) -> Iterator[Record]:
+    """The records of all entries."""
+    for line in lines:
+        try:
+            entry = entry_of(line.data)
+            job = name_in(entry, "job_name") or options.job
+            for record in _records(entry):
+                yield record._replace(job=job, file=line.file)
+        except Unusable as error:
+            refusals.add(line, str(error))
+
+
+def _records(entry: Mapping[str, object]) -> Iterator[Record]:
+    if "event_type" in entry:
+        yield from _checkpoint_records(entry)
+        return
+    found = [key for key in _MOMENTS if entry.get(key) is not None]
+    if not found:
+        raise Unusable(f"an entry without any of {', '.join(_MOMENTS)}")
+    for key in found:
+        at = moment_of(entry[key])
+        if key == "job_start_time":
+            yield Record(at, Kind.STARTED)
+        elif key == "job_end_time":
+            yield Record(at, Kind.ENDED, label="succeeded")
+        elif key == _STEP_START:
+            yield Record(at, Kind.BEGAN, step_of(entry.get("step_count")))
+        else:
+            yield Record(at, Kind.ENTERED, label=_ENTERS[key])
+
+
+def _checkpoint_records(entry: Mapping[str, object]) -> Iterator[Record]:
+    """What training waited for: the part of a save that blocks, and a restore."""
+    what = name_in(entry, "event_type")
+    step = step_of(entry.get("step"))
+    if what == "save":
+        seconds = seconds_of(entry.get(f"{_SAVE}_duration_secs") or 0.0)
+        at = moment_of(entry.get(f"{_SAVE}_start_time")) + seconds
+        yield Record(at, Kind.SAVED, step, label=name_in(entry, "directory")[:200])
+        if seconds > 0:
+            yield Record(at, Kind.PHASE, label="checkpoint", seconds=seconds)
+    elif what == "restore":
+        seconds = seconds_of(entry.get(f"{_RESTORE}_duration_secs") or 0.0)
+        at = moment_of(entry.get(f"{_RESTORE}_start_time")) + seconds
+        yield Record(at, Kind.LOADED, step)
+        if seconds > 0:
+            yield Record(at, Kind.PHASE, label="restore", seconds=seconds)
+    else:
+        raise Unusable(f"event_type {what[:40]!r} is neither save nor restore")

@@ -1,0 +1,30 @@
+"""The JSON Schema of a report: what docs/goodput.schema.json holds.
+
+python -m goodput.show.schema > docs/goodput.schema.json
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import msgspec
+
+from goodput.calculator import SCHEMA, Report
+
+
+def report_schema() -> dict[str, Any]:
+    """JSON Schema 2020-12 of the JSON that `flyball goodput report -o json` and `GET /v1/goodput` give."""
+    found = msgspec.json.schema(Report)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"Goodput report, {SCHEMA}",
+        "description": "Fields are added under the same `schema`, and never change their meaning.",
+        **found,
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(
+        msgspec.json.format(msgspec.json.encode(report_schema(), order="sorted"), indent=2).decode() + "\n"
+    )
