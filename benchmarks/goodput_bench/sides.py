@@ -98,7 +98,7 @@ def segments(folder: Path) -> list[Path]:
 
 def _tied(module: str) -> list[str]:
     """A launcher that gets SIGTERM, and ends its workers, when this process dies without having ended it."""
-    return [sys.executable, "-P", "-m", "flyball.cli.tied", str(os.getpid()), module]
+    return [sys.executable, "-P", "-m", "flyball.cli.run.tied", str(os.getpid()), module]
 
 
 def _torchrun(job: Job, folder: Path) -> list[str]:

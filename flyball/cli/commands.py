@@ -8,9 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from flyball import __version__
-from flyball.cli import ckpt, demo, drain, explain, goodput, host, inject, logs, ls, replay, status, stop, tokens, up
+from flyball.cli import drain, explain, host, inject, ls, replay, status, stop, tokens, up
+from flyball.cli.ckpt import command as ckpt
 from flyball.cli.completion import VARIABLE
-from flyball.cli.output import say
+from flyball.cli.demo import command as demo
+from flyball.cli.goodput import command as goodput
+from flyball.cli.logs import command as logs
+from flyball.cli.show.output import say
 from flyball.contracts.errors import UsageError
 
 # typer's own exceptions have moved between packages; this one is a base of a public one.
@@ -34,7 +38,7 @@ app = typer.Typer(
 )
 def _run(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> int:
     """Listed in the help; main() hands the words on before typer sees them, since torchrun's grammar is argparse's."""
-    from flyball.cli.run import run
+    from flyball.cli.run.command import run
 
     return run(arguments or [])
 

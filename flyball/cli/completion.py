@@ -115,7 +115,7 @@ def _values(name: str, option: Mapping[str, Any], incomplete: str, environ: Mapp
 
 
 def _jobs(incomplete: str, environ: Mapping[str, str]) -> Found:
-    from flyball.cli.local_runs import find_runs
+    from flyball.cli.reach.local_runs import find_runs
 
     newest: dict[str, str] = {}
     with contextlib.suppress(OSError):  # a folder that is another's: a prompt is no place to say so
@@ -162,7 +162,7 @@ def _zsh(text: str) -> str:
 
 def tree() -> Tree:
     """All commands with their options."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
     state = hashlib.sha256(str([(file.name, file.stat().st_mtime_ns) for file in sources]).encode()).hexdigest()[:16]
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     kept = Path(base) / "flyball" / f"completion-{state}.json"

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from flyball.cli.client import ApiClient
-from flyball.cli.options import StateDirOption, SupervisorOption, TokenFileOption, connect, examples
-from flyball.cli.output import Format, OutputOption, print_fields, print_json, say
+from flyball.cli.reach.client import ApiClient
+from flyball.cli.reach.options import StateDirOption, SupervisorOption, TokenFileOption, connect, examples
+from flyball.cli.show.output import Format, OutputOption, print_fields, print_json, say
 from flyball.contracts.drains import DrainRequest
 from flyball.contracts.errors import Conflict, Unreachable, UsageError
 from flyball.contracts.identity import check_name

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flyball.cli.options import (
+from flyball.cli.reach.options import (
     DatabaseOption,
     JobOption,
     StateDirOption,
@@ -16,7 +16,7 @@ from flyball.cli.options import (
     examples,
     look,
 )
-from flyball.cli.output import Format, OutputOption, moment, print_fields, print_json, print_table
+from flyball.cli.show.output import Format, OutputOption, moment, print_fields, print_json, print_table
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import UsageError
 

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from ckpt_engine.settings import CONFIG_VARIABLE, check_variables, load_settings
-from flyball.cli import this_host
-from flyball.cli.options import (
+from flyball.cli.reach import this_host
+from flyball.cli.reach.options import (
     CaFileOption,
     ClientCertOption,
     ClientKeyOption,
@@ -21,8 +21,8 @@ from flyball.cli.options import (
     connect,
     examples,
 )
-from flyball.cli.output import Format, OutputOption, print_json, say
-from flyball.cli.places import find_supervisor, keep_token, make_state_dir, state_root
+from flyball.cli.reach.places import find_supervisor, keep_token, make_state_dir, state_root
+from flyball.cli.show.output import Format, OutputOption, print_json, say
 from flyball.client_tls import ClientTls
 from flyball.contracts.identity import check_name
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flyball.cli.client import ApiClient
-from flyball.cli.options import SupervisorOption, TokenFileOption, connect, examples
-from flyball.cli.output import Format, OutputOption, moment, print_fields, print_json
+from flyball.cli.reach.client import ApiClient
+from flyball.cli.reach.options import SupervisorOption, TokenFileOption, connect, examples
+from flyball.cli.show.output import Format, OutputOption, moment, print_fields, print_json
 from flyball.contracts.clock import SystemClock
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import msgspec
 import typer
 from rich.console import Console
 
-from flyball.cli.local_runs import LocalRun, find_runs
-from flyball.cli.options import StateDirOption, SupervisorOption, TokenFileOption, connect, examples
-from flyball.cli.output import Format, OutputOption, print_json, print_table, say
-from flyball.cli.places import state_root
-from flyball.cli.times import clock, iso, lasted
+from flyball.cli.reach.local_runs import LocalRun, find_runs
+from flyball.cli.reach.options import StateDirOption, SupervisorOption, TokenFileOption, connect, examples
+from flyball.cli.reach.places import state_root
+from flyball.cli.show.output import Format, OutputOption, print_json, print_table, say
+from flyball.cli.show.times import clock, iso, lasted
 from flyball.contracts.clock import SystemClock
 
 WIDE = 110  # columns of a terminal that has room for the end and the whole folder

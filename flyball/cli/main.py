@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from flyball.cli import completion
-from flyball.cli.messages import say_error
 from flyball.cli.own_packages import prefer_own_packages
+from flyball.cli.show.messages import say_error
 from flyball.cli.signals import Interrupted
 from flyball.contracts.errors import FlyballError
 from flyball.lean_imports import import_lean, without_collector
@@ -74,7 +74,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
     """Only what the command needs is imported: that takes longer than many of them."""
     if arguments[:1] == ["run"]:
         with without_collector():
-            from flyball.cli.run import run
+            from flyball.cli.run.command import run
 
         return run(list(arguments[1:]))  # torchrun's grammar is argparse's: what follows the script is the script's
     import_lean("structlog", "httpx")

@@ -10,8 +10,8 @@ import msgspec
 import typer
 
 from flyball import __version__
-from flyball.cli.options import JobOption, examples
-from flyball.cli.output import Format, OutputOption, print_json, say
+from flyball.cli.reach.options import JobOption, examples
+from flyball.cli.show.output import Format, OutputOption, print_json, say
 
 if TYPE_CHECKING:
     from services.store.replaying import ReplayResult

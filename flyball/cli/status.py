@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from flyball.cli.client import ApiClient
-from flyball.cli.job_names import get_job
-from flyball.cli.left_state import LeftState
-from flyball.cli.options import (
+from flyball.cli.reach.client import ApiClient
+from flyball.cli.reach.job_names import get_job
+from flyball.cli.reach.left_state import LeftState
+from flyball.cli.reach.options import (
     DatabaseOption,
     JobOption,
     StateDirOption,
@@ -19,8 +19,8 @@ from flyball.cli.options import (
     examples,
     look,
 )
-from flyball.cli.output import Format, OutputOption, print_json, print_table, printable
-from flyball.cli.times import ago, clock, lasted, rough, short
+from flyball.cli.show.output import Format, OutputOption, print_json, print_table, printable
+from flyball.cli.show.times import ago, clock, lasted, rough, short
 from flyball.contracts.clock import SystemClock
 
 COMMAND: dict[str, Any] = {

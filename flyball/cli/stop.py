@@ -8,10 +8,10 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from flyball.cli.client import ApiClient
-from flyball.cli.job_names import get_job
-from flyball.cli.left_state import LeftState
-from flyball.cli.options import (
+from flyball.cli.reach.client import ApiClient
+from flyball.cli.reach.job_names import get_job
+from flyball.cli.reach.left_state import LeftState
+from flyball.cli.reach.options import (
     StateDirOption,
     SupervisorOption,
     TokenFileOption,
@@ -19,9 +19,9 @@ from flyball.cli.options import (
     examples,
     look,
 )
-from flyball.cli.output import Format, OutputOption, print_fields, print_json, say
-from flyball.cli.places import is_running
-from flyball.cli.times import ago, clock, lasted
+from flyball.cli.reach.places import is_running
+from flyball.cli.show.output import Format, OutputOption, print_fields, print_json, say
+from flyball.cli.show.times import ago, clock, lasted
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import ActionState

@@ -10,9 +10,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from flyball.cli.options import StateDirOption, SupervisorOption, TokenFileOption, connect, examples
-from flyball.cli.output import say
-from flyball.cli.places import keep_token, supervisor_dir
+from flyball.cli.reach.options import StateDirOption, SupervisorOption, TokenFileOption, connect, examples
+from flyball.cli.reach.places import keep_token, supervisor_dir
+from flyball.cli.show.output import say
 from flyball.contracts import wire
 from flyball.contracts.credentials import PREFIXES, host_credential, reader_token
 from flyball.contracts.errors import ConfigurationError, Conflict, NotFound

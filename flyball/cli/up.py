@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from flyball.cli.embedded import start_supervisor
-from flyball.cli.options import examples
-from flyball.cli.output import Format, OutputOption, print_fields, print_json, say
-from flyball.cli.places import make_state_dir, supervisor_dir
+from flyball.cli.reach.options import examples
+from flyball.cli.reach.places import make_state_dir, supervisor_dir
+from flyball.cli.reach.this_host import is_here_only
+from flyball.cli.run.embedded import start_supervisor
+from flyball.cli.show.output import Format, OutputOption, print_fields, print_json, say
 from flyball.cli.signals import EndSignals
-from flyball.cli.this_host import is_here_only
 from flyball.contracts.errors import FlyballError
 
 DEFAULT_PORT = 7370

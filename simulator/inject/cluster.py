@@ -14,8 +14,9 @@ from simulator.inject.processes import look_at
 
 
 class Api(Protocol):
-    """The supervisor's HTTP API: plain JSON out, contract types in; raises FlyballError. `flyball.cli.client.ApiClient`
-    is one."""
+    """The supervisor's HTTP API: plain JSON out, contract types in; raises FlyballError.
+
+    `flyball.cli.reach.client.ApiClient` is one."""
 
     def get(self, path: str, **params: str | int | None) -> Any: ...  # noqa: ANN401 - JSON
 

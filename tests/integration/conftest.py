@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flyball.cli import client
+from flyball.cli.reach import client
 from host_daemon import http_client
 
 PATIENCE_S = 120.0

@@ -17,9 +17,9 @@ import psutil
 import pytest
 from sqlalchemy import text
 
-from flyball.cli.client import ApiClient
-from flyball.cli.embedded import start_supervisor
-from flyball.cli.local_runs import find_run
+from flyball.cli.reach.client import ApiClient
+from flyball.cli.reach.local_runs import find_run
+from flyball.cli.run.embedded import start_supervisor
 from services.store.database import Database
 
 TIMEOUT_S = 300.0

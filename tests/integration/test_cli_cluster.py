@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from own_servers import free_port
 
-from flyball.cli.client import ApiClient
+from flyball.cli.reach.client import ApiClient
 from flyball.contracts.errors import NotFound
 
 TOKEN = "a-token-for-this-test-only"

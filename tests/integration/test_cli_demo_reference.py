@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flyball.cli import demo_reference
+from flyball.cli.demo import reference as demo_reference
 
 DEAF = """
 import signal, sys, time

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from own_servers import free_port
 
-from flyball.cli.client import ApiClient
+from flyball.cli.reach.client import ApiClient
 from flyball.contracts.errors import NotFound, Unreachable
 
 TOKEN = "a-token-for-this-test-only"

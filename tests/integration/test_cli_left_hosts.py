@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from flyball.cli.client import ApiClient
 from flyball.cli.main import run_cli
+from flyball.cli.reach.client import ApiClient
 
 TIMEOUT_S = 240.0
 TOKEN = "a-token-of-the-environment"

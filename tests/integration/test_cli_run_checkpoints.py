@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from flyball.cli.client import ApiClient
-from flyball.cli.places import find_supervisor
+from flyball.cli.reach.client import ApiClient
+from flyball.cli.reach.places import find_supervisor
 
 TIMEOUT_S = 300.0
 

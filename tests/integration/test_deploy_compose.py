@@ -23,7 +23,7 @@ import pytest
 import yaml
 from own_servers import free_port
 
-from flyball.cli.client import ApiClient
+from flyball.cli.reach.client import ApiClient
 from flyball.contracts.cluster import Phase
 from flyball.contracts.segments import SHM_DIR_VARIABLE
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from flyball.cli.client import ApiClient
+from flyball.cli.reach.client import ApiClient
 from flyball.client_tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, ClientTls
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.credentials import host_credential

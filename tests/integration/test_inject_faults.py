@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from flyball.cli.client import ApiClient
+from flyball.cli.reach.client import ApiClient
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import NotFound, StateVersionMismatch, Unreachable, UsageError
 from flyball.contracts.events import EventKind

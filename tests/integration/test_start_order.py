@@ -28,7 +28,8 @@ HEAVY = ("fastapi", "sqlalchemy", "uvicorn", "httpx", "structlog", "services.mai
 
 RUN = """
 import sys
-from flyball.cli import host_process, main
+from flyball.cli import main
+from flyball.cli.run import host_process
 start = host_process.HostProcess.start
 
 def noted(process):

@@ -6,9 +6,9 @@ import pytest
 
 from ckpt_engine.tier_folders import find_in_folder
 from ckpt_engine.verify_copies import Verdict, Verified, judge_steps
-from flyball.cli.ckpt_options import parse_step, storage_tiers
-from flyball.cli.ckpt_tables import ranks_text
-from flyball.cli.ckpt_verify import advice, describe
+from flyball.cli.ckpt.options import parse_step, storage_tiers
+from flyball.cli.ckpt.tables import ranks_text
+from flyball.cli.ckpt.verify import advice, describe
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import UsageError
 

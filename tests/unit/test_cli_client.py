@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from flyball.cli.client import ApiClient
+from flyball.cli.reach.client import ApiClient
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.errors import Conflict, FlyballError, Forbidden, NotFound, TooBusy, Unauthorized, Unreachable
 
@@ -68,9 +68,9 @@ def test_answers_and_bodies(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert client.get("/ok", job=None, after=3)["path"] == "/ok?after=3"
         posted = client.post("/any", JobSpec(job="j", argv=("t.py",), workdir="/"))
         assert client.newest("/pages", 3) == [4, 5, 6]
-        monkeypatch.setattr("flyball.cli.client.PAGE", 3)
+        monkeypatch.setattr("flyball.cli.reach.client.PAGE", 3)
         assert client.everything("/pages") == list(range(7))
-        monkeypatch.setattr("flyball.cli.client.PAGE", 2)
+        monkeypatch.setattr("flyball.cli.reach.client.PAGE", 2)
         assert client.newest("/pages", 5) == [2, 3, 4, 5, 6]
         assert client.newest("/pages", 100) == [0, 1, 2, 3, 4, 5, 6]
     assert posted["token"] == "Bearer tok"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flyball.cli.console import LogFollower
-from flyball.cli.messages import beside_output, say
+from flyball.cli.logs.console import LogFollower
+from flyball.cli.show.messages import beside_output, say
 from flyball.output_flags import Console
 
 TIMEOUT_S = 60.0

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from flyball.cli import embedded
-from flyball.cli.client import ApiClient
-from flyball.cli.embedded import MAX_RESTARTS, KeptSupervisor
-from flyball.cli.host_process import HostProcess
+from flyball.cli.reach.client import ApiClient
+from flyball.cli.run import embedded
+from flyball.cli.run.embedded import MAX_RESTARTS, KeptSupervisor
+from flyball.cli.run.host_process import HostProcess
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.errors import FlyballError, PortInUse
 

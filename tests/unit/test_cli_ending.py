@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from flyball.cli.beginning import begin, record_of
-from flyball.cli.ending import Ending
-from flyball.cli.going_on import open_jobs
-from flyball.cli.host_process import HostProcess
-from flyball.cli.places import Connection
-from flyball.cli.runs import RECORD, RunFolder, take
-from flyball.cli.session import start_daemon
+from flyball.cli.reach.places import Connection
+from flyball.cli.run.beginning import begin, record_of
+from flyball.cli.run.ending import Ending
+from flyball.cli.run.going_on import open_jobs
+from flyball.cli.run.host_process import HostProcess
+from flyball.cli.run.run_folders import RECORD, RunFolder, take
+from flyball.cli.run.session import start_daemon
 from flyball.cli.signals import EndSignals
 from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.cluster import Again, JobSpec

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flyball.cli.main import run_cli
-from flyball.cli.output import print_fields, print_table, say, say_error
+from flyball.cli.show.output import print_fields, print_table, say, say_error
 from flyball.contracts import errors
 from flyball.contracts.errors import FlyballError, NotFound
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from goodput_runs import START, interrupted_run
 
-from flyball.cli import goodput_sources, goodput_watch
+from flyball.cli.goodput import sources as goodput_sources
+from flyball.cli.goodput import watch as goodput_watch
 from flyball.cli.main import run_cli
 from flyball.contracts.errors import TooBusy, Unreachable
 from flyball.contracts.events import Event

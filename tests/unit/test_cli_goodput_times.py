@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flyball.cli.goodput_times import parse_duration, parse_moment
+from flyball.cli.goodput.times import parse_duration, parse_moment
 from flyball.contracts.errors import UsageError
 
 

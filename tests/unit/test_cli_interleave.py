@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyball.cli.interleave import MOST_S, QUIET_S, Interleaver, Lines, Piece
+from flyball.cli.logs.interleave import MOST_S, QUIET_S, Interleaver, Lines, Piece
 from flyball.contracts.console_wish import OUT
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flyball.cli import job_watch
-from flyball.cli.job_watch import DAEMON_RESTART_WINDOW_S, MAX_DAEMON_RESTARTS, JobWatch
+from flyball.cli.run import job_watch
+from flyball.cli.run.job_watch import DAEMON_RESTART_WINDOW_S, MAX_DAEMON_RESTARTS, JobWatch
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.errors import ConfigurationError, FlyballError, NotFound, StorageFull, Unreachable
 

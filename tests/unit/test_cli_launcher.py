@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyball.cli.this_host import EVERYWHERE, is_here, is_here_only, listen_address
+from flyball.cli.reach.this_host import EVERYWHERE, is_here, is_here_only, listen_address
 from flyball.client_tls import ClientTls
 from flyball.contracts.errors import UsageError
 from flyball.launch_flags import ALL_FLAGS
@@ -124,7 +124,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch, names: dict[str, str]) -> None:
     def lookup(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
         return [(None, None, None, "", (names.get(host, host), 0))]
 
-    monkeypatch.setattr("flyball.cli.this_host.socket.getaddrinfo", lookup)
+    monkeypatch.setattr("flyball.cli.reach.this_host.socket.getaddrinfo", lookup)
 
 
 def test_a_host_listens_where_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:

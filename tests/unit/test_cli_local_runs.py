@@ -10,7 +10,7 @@ import pytest
 from left_runs import left
 
 from flyball.cli import main
-from flyball.cli.local_runs import find_run, find_runs, known_names
+from flyball.cli.reach.local_runs import find_run, find_runs, known_names
 from flyball.contracts.cluster import JobState
 from flyball.contracts.errors import NotFound
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flyball.cli.places import (
+from flyball.cli.reach.places import (
     find_supervisor,
     keep_token,
     make_state_dir,

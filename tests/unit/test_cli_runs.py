@@ -12,8 +12,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flyball.cli.run import run
-from flyball.cli.runs import CHECKPOINTS, RECORD, RunRecord, find_run, folder_name, read_record, segments_prefix, take
+from flyball.cli.run.command import run
+from flyball.cli.run.run_folders import (
+    CHECKPOINTS,
+    RECORD,
+    RunRecord,
+    find_run,
+    folder_name,
+    read_record,
+    segments_prefix,
+    take,
+)
 from flyball.contracts.errors import Conflict, NotFound
 
 DAY_S = 86_400

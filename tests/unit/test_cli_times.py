@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from flyball.cli.times import ago, clock, iso, lasted, rough, short
+from flyball.cli.show.times import ago, clock, iso, lasted, rough, short
 
 NOW = 1_795_413_958.0  # 2026-11-23 06:05:58 UTC
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from ckpt_sites import FROM_SCRATCH, JOB, Site
 
-from flyball.cli.beginning import begin
-from flyball.cli.going_on import Left
-from flyball.cli.runs import RunFolder, take
+from flyball.cli.run.beginning import begin
+from flyball.cli.run.going_on import Left
+from flyball.cli.run.run_folders import RunFolder, take
 from flyball.cli.signals import EndSignals, Interrupted
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.cluster import JobSpec

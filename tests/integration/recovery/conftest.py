@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flyball.cli.client import ApiClient
+from flyball.cli.reach.client import ApiClient
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.segments import SHM_DIR_VARIABLE
 

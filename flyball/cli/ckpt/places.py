@@ -1,0 +1,184 @@
+"""Where `flyball ckpt` finds copies: the state folders of hosts, and folders of disk and persistent tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from ckpt_engine.copy_places import Ignored, Place, SlotPlace, StoragePlace
+from ckpt_engine.host_folder import HostFolder, find_host_folders
+from ckpt_engine.inventory import Inventory
+from ckpt_engine.settings import EngineSettings, load_settings
+from ckpt_engine.step_folder import StepFolder
+from ckpt_engine.tier_folders import TierFolder, find_in_folder, find_in_store
+from ckpt_engine.tiers.opening import open_storage
+from flyball.cli.reach.places import state_root
+from flyball.cli.show.output import say
+from flyball.contracts.checkpoints import Tier
+from flyball.contracts.engine_wire import Configure
+from flyball.contracts.errors import ConfigurationError, FlyballError, NotFound, UsageError
+from flyball.contracts.identity import check_name
+from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE
+
+MAX_STORE_RETRY_S = 10.0  # a person waits for it
+
+
+@dataclass(frozen=True)
+class JobCopies:
+    """A job's inventory, and what the hosts that were looked at know of the job."""
+
+    inventory: Inventory
+    hosts: tuple[HostFolder, ...]  # of this run
+    runs: tuple[str, ...] = ()  # of the job, all that are known, oldest first
+
+    @property
+    def job(self) -> str:
+        return self.inventory.job
+
+    @property
+    def configure(self) -> Configure | None:
+        """The newest generation that any of the hosts knows."""
+        return _newest_configure(self.hosts, self.job)
+
+
+def find_copies(environ: Mapping[str, str], *, state_dir: str, folders: Sequence[str], job: str) -> JobCopies:
+    """Look where the options say: a state folder (of a host, a run, or the root of all), folders of tiers, or both;
+    without either, at all runs of this machine.
+
+    `job` is JOB or JOB/RUN; of several runs the newest. Raises NotFound if there is no such job or run, UsageError if
+    there are several jobs and none is named, ConfigurationError for a folder that cannot be read.
+    """
+    job, _, wanted_run = job.partition("/")
+    if job or wanted_run:
+        check_name("The job", job)
+    hosts = [] if folders and not state_dir else _hosts(Path(state_dir) if state_dir else state_root(environ), environ)
+    settings = load_settings(environ)
+    settings = msgspec.structs.replace(settings, store_retry_s=min(settings.store_retry_s, MAX_STORE_RETRY_S))
+    tier_folders = [found for folder in folders for found in _tier_folders(folder, settings)]
+    name = _choose_job(job, hosts, tier_folders, looked_in=[*([state_dir] if state_dir else []), *folders])
+    hosts_of_job = [host for host in hosts if name in host.jobs]
+    of_job = [found for found in tier_folders if found.job == name]
+    of_job += _configured_folders(hosts_of_job, name, settings)
+    runs = sorted(
+        {found.run for found in of_job} | {run for host in hosts_of_job if (run := host.run(name)) is not None}
+    )
+    run = _choose_run(name, wanted_run, runs)
+    here = _one_folder_per_host([host for host in hosts_of_job if host.run(name) in (None, run)], name)
+    places: list[Place] = [
+        SlotPlace(tier, host.prefix, name, host.host_id(name), run=run)
+        for host in here
+        for tier in (Tier.MEMORY, Tier.PEER)
+    ]
+    places += [_storage_place(found, settings) for found in of_job if found.run == run]
+    known = _newest_configure(here, name)
+    inventory = Inventory(name, _unique(places), run=run or "", lineage=known.placement.lineage if known else ())
+    inventory.ignored += [Ignored(file, why) for host in hosts for file, why in host.unreadable.items()]
+    return JobCopies(inventory, tuple(here), tuple(runs))
+
+
+def _newest_configure(hosts: Sequence[HostFolder], job: str) -> Configure | None:
+    known = [c for host in hosts if (c := host.configures.get(job)) is not None]
+    return max(known, key=lambda configure: configure.placement.generation, default=None)
+
+
+def _hosts(root: Path, environ: Mapping[str, str]) -> list[HostFolder]:
+    if not root.is_dir():
+        raise NotFound(
+            f"There is no state folder {root}.",
+            hint="give that of `flyball run` or `flyball host` with --state-dir, or a checkpoint folder with --dir",
+        )
+    try:
+        list(root.iterdir())
+        return find_host_folders(root, environ.get(SHM_DIR_VARIABLE) or DEFAULT_SHM_DIR)
+    except PermissionError as error:
+        raise ConfigurationError(
+            f"{error.filename} cannot be read: {error.strerror}.", hint="run this as the user whose job it is"
+        ) from error
+
+
+def _choose_job(job: str, hosts: list[HostFolder], folders: list[TierFolder], *, looked_in: list[str]) -> str:
+    names = sorted({name for host in hosts for name in host.jobs} | {found.job for found in folders})
+    if job in names:
+        return job
+    where = f" in {', '.join(looked_in)}" if looked_in else " on this machine"
+    if job or not names:
+        raise NotFound(
+            f"No checkpoints of {f'job {job}' if job else 'any job'} are known{where}."
+            + (f" Known are {', '.join(names)}." if names else ""),
+            hint="name a state folder with --state-dir DIR, or a disk or persistent folder with --dir DIR",
+        )
+    if len(names) > 1:
+        raise UsageError(f"There are checkpoints of several jobs: {', '.join(names)}.", hint="choose with --job NAME")
+    return names[0]
+
+
+def _choose_run(job: str, wanted: str, runs: Sequence[str]) -> str | None:
+    """The newest, unless another is wanted; None if no run is known, but only segments."""
+    if wanted and wanted not in runs:
+        raise NotFound(
+            f"No checkpoints of run {wanted} of {job} are known here.",
+            hint=f"known are {', '.join(filter(None, runs)) or 'none'}; {job} alone is the newest",
+        )
+    run = wanted or (runs[-1] if runs else None)
+    if others := [other for other in runs if other and other != run]:
+        said = f"{job} has {len(runs)} runs; this is {'' if wanted else 'the newest, '}{run}"
+        say(f"{said} (--job {job}/{others[-1]}: another)")
+    return run
+
+
+def _one_folder_per_host(hosts: list[HostFolder], job: str) -> list[HostFolder]:
+    """Where several state folders are of one host, those that were in use last: engines that were not told their run
+    do not tell them apart."""
+    if len({host.host_id(job) for host in hosts}) == len(hosts):
+        return hosts
+    newest = max(hosts, key=lambda host: host.changed_at)
+    say(f"several state folders are of {job}; this is the newest, {newest.path} (--state-dir DIR: another)")
+    return [host for host in hosts if host is newest or host.path.parent == newest.path.parent]
+
+
+def _configured_folders(hosts: Sequence[HostFolder], job: str, settings: EngineSettings) -> list[TierFolder]:
+    """What the hosts' last orders name: folders of their run, which may be empty, away or lost, and those of other runs
+    beside them."""
+    named: dict[TierFolder, None] = {}  # hosts name the same persistent folder
+    for host in hosts:
+        configure = host.configures.get(job)
+        if configure is None:
+            continue
+        host_id, run = host.host_id(job), configure.placement.run
+        if configure.spec.disk_dir:
+            disk = configure.spec.disk_folder(host.path)
+            named[TierFolder(f"{disk}/{host_id}", job, Tier.DISK, host_id, run)] = None
+        if configure.spec.persistent_dir:
+            named[TierFolder(configure.spec.persistent_dir, job, Tier.PERSISTENT, "", run)] = None
+    return [*named, *(replace(place, run=other) for place in named for other in _runs_beside(place, settings))]
+
+
+def _runs_beside(place: TierFolder, settings: EngineSettings) -> set[str]:
+    """The other runs in the job's folder; none if it cannot be read: the inventory says so of the place itself."""
+    try:
+        found = _tier_folders(replace(place, run="").location, settings)
+    except (FlyballError, OSError):
+        return set()
+    return {other.run for other in found if other.job == place.job} - {place.run}
+
+
+def _tier_folders(location: str, settings: EngineSettings) -> list[TierFolder]:
+    if "://" in location:
+        return find_in_store(open_storage(location, settings))
+    return find_in_folder(Path(location))
+
+
+def _storage_place(found: TierFolder, settings: EngineSettings) -> StoragePlace:
+    if found.step is not None:
+        step_folder = StepFolder(Path(found.root), *found.step)
+        return StoragePlace(step_folder, tier=found.tier, job=found.job, run=found.run, host_id=found.host_id)
+    storage = open_storage(found.location, settings)
+    return StoragePlace(storage, tier=found.tier, job=found.job, run=found.run, host_id=found.host_id)
+
+
+def _unique(places: Sequence[Place]) -> list[Place]:
+    """One of each: all hosts name the same persistent folder, and --dir may name it again."""
+    return list({(place.tier, place.where): place for place in places}.values())

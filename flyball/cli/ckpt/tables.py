@@ -1,0 +1,229 @@
+"""What `flyball ckpt` shows, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from ckpt_engine import integrity
+from ckpt_engine.copy_places import Ignored
+from ckpt_engine.extract_step import ExtractedShard
+from ckpt_engine.inventory import HeldCopy, Inventory, read_tensors
+from ckpt_engine.manifest import Manifest, TensorEntry
+from ckpt_engine.memory_plan import readable_size
+from ckpt_engine.step_listing import StepListing
+from flyball.cli.show.output import print_fields, print_table, say
+from flyball.contracts.checkpoints import Tier
+
+DIGEST_SHOWN = 12
+RANKS_SHOWN = 8
+_UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """'0, 3, 4' or '0, 1, 2, ... (64)'"""
+    shown = ", ".join(map(str, ranks[:RANKS_SHOWN]))
+    return shown if len(ranks) <= RANKS_SHOWN else f"{shown}, ... ({len(ranks)})"
+
+
+# --- ls ---
+
+
+def listing_json(
+    inventory: Inventory, steps: Sequence[StepListing], *, runs: Sequence[str], now: float
+) -> dict[str, Any]:
+    """`now` is the wall clock, seconds since the epoch."""
+    point = inventory.recovery_point
+    return {
+        "job": inventory.job,
+        "run": inventory.run,
+        "runs": runs,
+        "recovery_point": point.step if point else None,
+        "recovery_generation": point.generation if point else None,
+        "lineage": inventory.lineage,
+        "places": [{"tier": p.tier, "host_id": p.host_id, "where": p.where} for p in inventory.places],
+        "steps": [{**msgspec.to_builtins(step), "age_s": age_s(step, now)} for step in steps],
+        "ignored": ignored_json(inventory.ignored),
+    }
+
+
+def age_s(step: StepListing, now: float) -> float | None:
+    """Seconds since the step was committed, by this machine's clock and that of the host that hashed it; never less
+    than 0. None if no manifest says when."""
+    return None if step.committed_at is None else max(0.0, now - step.committed_at)
+
+
+def age_text(seconds: float | None) -> str | None:
+    """'8 s', '12 min', '3 h', '5 d': whole, and rounded down."""
+    if seconds is None:
+        return None
+    unit_s, name = next((unit for unit in _UNITS if seconds >= unit[0]), _UNITS[-1])
+    return f"{int(seconds // unit_s)} {name}"
+
+
+def print_listing(inventory: Inventory, steps: Sequence[StepListing], *, hidden: int, now: float) -> None:
+    tiers = [tier for tier in Tier if any(share.tier is tier for step in steps for share in step.tiers)]
+    print_table(
+        f"Checkpoints of {inventory.job}" + (f", run {inventory.run}" if inventory.run else "") + ", ranks per tier",
+        ("step", "gen", *(str(tier) for tier in tiers), "size", "age", "state"),
+        (
+            [
+                *(step.step, step.generation),
+                *(_share(step, tier) for tier in tiers),
+                *(readable_size(step.size_bytes), age_text(age_s(step, now)), _state(step)),
+            ]
+            for step in steps
+        ),
+    )
+    if hidden:
+        say(f"{hidden} steps that were given up by a restart are not shown; --all shows them")
+    say_ignored(inventory.ignored)
+
+
+def _share(step: StepListing, tier: Tier) -> str | None:
+    share = next((share for share in step.tiers if share.tier is tier), None)
+    if share is None:
+        return None
+    return f"{len(share.ranks)}/{step.world_size}" + ("" if share.counts else " unsealed")
+
+
+def _state(step: StepListing) -> str:
+    if not step.alive:
+        state = "given up"
+    elif step.recovery_point:
+        state = "recovery point"
+    else:
+        state = "complete" if step.complete else f"lacks {_named_ranks(step.missing_ranks)}"
+    return f"{state}, pinned" if step.pinned else state
+
+
+def _named_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+
+
+# --- show ---
+
+
+def shard_json(
+    held: HeldCopy, manifest: Manifest | None, *, counts: bool, tensors: Sequence[TensorEntry] | None
+) -> dict[str, Any]:
+    """`tensors` None: their number is told."""
+    found: dict[str, Any] = {
+        **msgspec.to_builtins(held.copy),
+        "path": held.path,
+        "counts": counts,
+        "manifest": None,
+    }
+    if manifest is not None:
+        found["manifest"] = {
+            "version": manifest.version,
+            "code_version": manifest.code_version,
+            "world_size": manifest.world_size,
+            "payload_bytes": manifest.payload_bytes,
+            "chunk_bytes": manifest.chunk_bytes,
+            "chunks": integrity.chunk_count(manifest.payload_bytes, manifest.chunk_bytes),
+            "tensors": manifest.tensor_count if tensors is None else tensors,
+        }
+    return found
+
+
+def print_step(inventory: Inventory, step: StepListing, shards: Sequence[tuple[HeldCopy, Manifest | None]]) -> None:
+    versions = sorted({manifest.code_version for _, manifest in shards if manifest})
+    print_fields(
+        {
+            "job": inventory.job,
+            "run": inventory.run or None,
+            "step": step.step,
+            "generation": step.generation,
+            "world size": step.world_size,
+            "state": _state(step),
+            "size": f"{readable_size(step.size_bytes)} (one copy per rank)",
+            "written by": [f"flyball {version}" for version in versions],
+            **_places([held for held, _ in shards]),
+        }
+    )
+    print_table(
+        "Copies",
+        ("rank", "tier", "host", "size", "chunks", "tensors", "manifest"),
+        (_shard_row(held, manifest) for held, manifest in shards),
+    )
+
+
+def _places(held_copies: Sequence[HeldCopy]) -> dict[str, str]:
+    """Where the files are, by tier and host."""
+    places = dict.fromkeys(held.place for held in held_copies)
+    return {f"in {place.tier}" + (f" of {place.host_id}" if place.host_id else ""): place.where for place in places}
+
+
+def _shard_row(held: HeldCopy, manifest: Manifest | None) -> list[object]:
+    copy = held.copy
+    row: list[object] = [copy.rank, copy.tier, copy.host_id, readable_size(copy.size_bytes)]
+    if manifest is None:
+        return [*row, None, None, "gone meanwhile"]
+    chunks = integrity.chunk_count(manifest.payload_bytes, manifest.chunk_bytes)
+    return [*row, chunks, manifest.tensor_count, copy.digest[:DIGEST_SHOWN]]
+
+
+def print_tensors(held_copies: Iterable[HeldCopy]) -> None:
+    """A table per rank: the copies of a rank have the same tensors."""
+    seen: set[tuple[int, str]] = set()
+    for held in held_copies:
+        if (held.copy.rank, held.copy.digest) in seen or (tensors := read_tensors(held)) is None:
+            continue
+        seen.add((held.copy.rank, held.copy.digest))
+        print_table(
+            f"Tensors of rank {held.copy.rank}",
+            ("name", "dtype", "shape", "of", "from"),
+            (
+                [
+                    tensor.fqn,
+                    tensor.dtype,
+                    _shape(tensor.shape),
+                    *_block(tensor.shape, tensor.global_shape, tensor.offsets),
+                ]
+                for tensor in tensors
+            ),
+        )
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _block(shape: Sequence[int], whole: Sequence[int], offsets: Sequence[int]) -> tuple[str | None, str | None]:
+    """Of which tensor, and from where in it; nothing for a whole one."""
+    if tuple(shape) == tuple(whole):
+        return None, None
+    return _shape(whole), ",".join(map(str, offsets))
+
+
+# --- restore ---
+
+
+def print_extracted(shards: Sequence[ExtractedShard], folder: str) -> None:
+    print_table(
+        f"Written to {folder}",
+        ("rank", "from", "host", "size", "file"),
+        ([s.rank, s.source.tier, s.source.host_id, readable_size(s.size_bytes), _name(s.path)] for s in shards),
+    )
+    for shard in shards:
+        for passed in shard.passed_over:
+            say(f"rank {shard.rank}: {passed.path} was passed over: {passed.reason}")
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+# --- all ---
+
+
+def ignored_json(ignored: Sequence[Ignored]) -> list[dict[str, str]]:
+    return [{"where": found.where, "reason": found.reason} for found in ignored]
+
+
+def say_ignored(ignored: Sequence[Ignored]) -> None:
+    for found in ignored:
+        say(f"does not count: {found.where}: {found.reason}")

@@ -1,0 +1,185 @@
+"""`flyball demo`: two hosts and a spare on this machine, four faults, and the proof that training did not notice."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import flyball
+from flyball.cli.demo.faults import (
+    PROGRESS_DEADLINE_S,
+    SPARE_DEADLINE_S,
+    START_DEADLINE_S,
+    STEPS_BETWEEN_FAULTS,
+    FaultRow,
+    inject_and_measure,
+)
+from flyball.cli.demo.losses import compare, newest_step, read_losses
+from flyball.cli.demo.reference import run_reference
+from flyball.cli.demo.report import FAULTS, DemoResult, print_result
+from flyball.cli.demo.stack import JOB, WORLD_SIZE, DemoStack
+from flyball.cli.demo.timeline import Timeline
+from flyball.cli.reach.options import examples
+from flyball.cli.reach.places import make_state_dir
+from flyball.cli.show.output import print_json
+from flyball.cli.signals import EndSignals
+from flyball.contracts.clock import SystemClock
+from flyball.contracts.errors import NotFound
+from flyball.contracts.events import EventKind
+
+FIRST_HOSTS = ("host-a", "host-b")
+SPARES = ("host-c", "host-d")
+STEPS_AFTER_LAST = 10
+MAX_STEPS = 100_000  # the job is stopped when the demo has seen enough
+REFERENCE_DEADLINE_S = 600.0
+
+COMMAND: dict[str, Any] = {
+    "help": "Show four faults and their recoveries on this machine, and compare the losses with an uninterrupted run.",
+    "epilog": examples("flyball demo", "flyball demo --json > result.json", "flyball demo --keep --port 7370"),
+}
+
+
+def command(
+    *,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout, progress on stderr")] = False,
+    steps: Annotated[int, typer.Option(min=0, help="train at least this many steps")] = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="keep logs, losses, database and event log")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port of the live page; 0: any free one")] = 0,
+    state_dir: Annotated[str, typer.Option(help="folder for all that (default: a temporary one)")] = "",
+    seed: Annotated[int, typer.Option(help="seed of the training")] = 1234,
+) -> int:
+    """Exit code 0 only if every fault was recovered and every loss is that of the uninterrupted run."""
+    script = _example()
+    parent = Path(state_dir) if state_dir else Path(tempfile.gettempdir())
+    folder = make_state_dir(parent / f"flyball-demo-{secrets.token_hex(3)}")
+    done = False
+    try:
+        with EndSignals(("SIGTERM", "SIGINT", "SIGHUP")) as signals, Timeline(json_on_stdout=json) as timeline:
+            result = _Demo(folder, script, seed, timeline, signals).run(steps, port)
+            done = result.passed
+        if json:
+            print_json(result.to_json())
+        else:
+            print_result(result)
+    finally:
+        if done and not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            typer.echo(f"logs, losses and event log: {folder}", err=True)
+    return 0 if done else 1
+
+
+class _Demo:
+    def __init__(self, folder: Path, script: Path, seed: int, timeline: Timeline, signals: EndSignals) -> None:
+        self._folder = folder
+        self._script = script
+        self._seed = seed
+        self._timeline = timeline
+        self._signals = signals
+        self._stack = DemoStack(folder, timeline, signals)
+
+    def run(self, steps: int, port: int) -> DemoResult:
+        """The whole demo; leaves no process and no shared memory behind, however it ends."""
+        with ExitStack() as cleanup:
+            cleanup.callback(self._stack.stop)
+            self._start(port)
+            rows = tuple(self._fault(fault) for fault in FAULTS)
+            self._progress(max(self._newest() + STEPS_AFTER_LAST, steps - 1))
+            self._stack.stop_job()
+            report = self._goodput()
+        decisions = sum(1 for _ in self._stack.feed.of(EventKind.DECISION))
+        return self._compare(rows, report, decisions)
+
+    def _start(self, port: int) -> None:
+        stack = self._stack
+        self._timeline.doing("bringing up the supervisor, two hosts and a spare")
+        stack.start(port)
+        self._timeline.say(f"live page: {stack.supervisor.url}/?token={stack.supervisor.token}")
+        for host_id in (*FIRST_HOSTS, SPARES[0]):
+            stack.add_host(host_id)
+        wanted = {*FIRST_HOSTS, SPARES[0]}
+        stack.wait(lambda: wanted <= stack.ready_hosts(), "the start of the host daemons", START_DEADLINE_S)
+        stack.submit(self._script, self._arguments(stack.losses_dir, MAX_STEPS))
+        stack.wait(lambda: self._newest() >= STEPS_BETWEEN_FAULTS, "the first steps of training", START_DEADLINE_S)
+
+    def _fault(self, fault: str) -> FaultRow:
+        """Let training go on for a few steps, see that there is a spare, inject, and measure the recovery."""
+        stack = self._stack
+        if fault in ("host-down", "preempt"):
+            self._timeline.doing("waiting for a spare host")
+            stack.wait(self._has_spare, f"a spare host before the fault {fault}", SPARE_DEADLINE_S)
+        self._progress(self._newest() + STEPS_BETWEEN_FAULTS)
+        self._timeline.doing(f"fault {fault}: watching the recovery")
+        row = inject_and_measure(stack, fault)
+        if fault == "host-down":
+            stack.add_host(SPARES[1])
+        return row
+
+    def _progress(self, step: int) -> None:
+        self._timeline.doing("training")
+        self._stack.wait(lambda: self._newest() >= step, f"step {step} of training", PROGRESS_DEADLINE_S)
+
+    def _newest(self) -> int:
+        return self._stack.feed.newest_world_step(WORLD_SIZE)
+
+    def _has_spare(self) -> bool:
+        busy = {rank["host_id"] for rank in self._stack.job()["ranks"]}
+        return bool(self._stack.ready_hosts() - busy)
+
+    def _goodput(self) -> Any:  # noqa: ANN401 - goodput.calculator.Report, imported late
+        from goodput.calculator import calculate
+        from goodput.read.event_files import write_events
+
+        write_events(self._folder / "events.jsonl", self._stack.feed.events)
+        return calculate(self._stack.feed.events, now=SystemClock().wall_s(), job=JOB)
+
+    def _compare(self, rows: tuple[FaultRow, ...], report: Any, decisions: int) -> DemoResult:  # noqa: ANN401
+        losses = read_losses(self._stack.losses_dir)
+        count = newest_step(losses) + 1
+        self._timeline.say(f"the same {count} steps without faults, under plain torchrun")
+        folder = self._folder / "reference-losses"
+        run_reference(
+            self._script,
+            self._arguments(folder, count),
+            world_size=WORLD_SIZE,
+            log_file=self._folder / "reference.log",
+            deadline_s=REFERENCE_DEADLINE_S,
+            on_wait=self._while_reference_runs(folder, count),
+        )
+        return DemoResult(
+            steps=count,
+            faults=rows,
+            comparison=compare(losses, read_losses(folder)),
+            goodput=report.goodput,
+            badput_s=dict(report.badput_s),
+            decisions=decisions,
+        )
+
+    def _while_reference_runs(self, folder: Path, count: int) -> Callable[[], None]:
+        def look() -> None:
+            self._signals.check()
+            self._timeline.doing(f"uninterrupted run: {newest_step(read_losses(folder)) + 1} of {count} steps")
+
+        return look
+
+    def _arguments(self, losses_dir: Path, steps: int) -> tuple[str, ...]:
+        return ("--steps", str(steps), "--seed", str(self._seed), "--losses-dir", str(losses_dir))
+
+
+def _example() -> Path:
+    """The training script: in a checkout beside the package, in a wheel inside it."""
+    package = Path(flyball.__file__).parent
+    for folder in (package.parent / "examples", package / "examples"):
+        if (folder / "train_gpt.py").is_file():
+            return folder / "train_gpt.py"
+    raise NotFound(
+        f"The example train_gpt.py is not installed with {package}.",
+        hint="install Flyball from its repository or wheel",
+    )

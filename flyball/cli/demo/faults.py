@@ -1,0 +1,148 @@
+"""The four faults of the demo, and what is measured of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flyball.cli.demo.events import EventFeed
+from flyball.cli.demo.stack import JOB, WORLD_SIZE, DemoStack
+from flyball.cli.demo.targets import inject
+from flyball.contracts.checkpoints import Tier
+from flyball.contracts.decisions import DecisionKind, IncidentState
+from flyball.contracts.events import Event, EventKind
+
+STEPS_BETWEEN_FAULTS = 5
+START_DEADLINE_S = 180.0  # import torch on a slow machine
+PROGRESS_DEADLINE_S = 120.0
+RECOVERY_DEADLINE_S = 120.0
+SPARE_DEADLINE_S = 180.0  # import torch once more, beside ranks that train
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Where one rank's bytes came from."""
+
+    rank: int
+    tier: str
+    host: str
+    size_bytes: int
+    socket_bytes: int
+
+
+@dataclass(frozen=True)
+class FaultRow:
+    """One fault and its recovery; seconds are counted from the injector's stamp, taken before the fault."""
+
+    fault: str
+    target: str
+    signal: str
+    decision: str
+    detected_s: float
+    decided_s: float
+    resumed_s: float
+    lost_steps: int
+    restored_step: int
+    restored_from: str
+    incident_id: str
+    recovered: bool
+    restored: tuple[Restored, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def inject_and_measure(stack: DemoStack, fault: str) -> FaultRow:
+    """Inject one fault into a running job and follow it until its incident is resolved."""
+    stack.wait(lambda: all(map(_is_closed, _incidents(stack))), "the end of earlier incidents", RECOVERY_DEADLINE_S)
+    before = {i["incident_id"] for i in _incidents(stack)}
+    injected = inject(stack, fault)
+    label = injected.target
+
+    def incident() -> dict[str, Any] | None:
+        found = [i for i in _incidents(stack) if i["incident_id"] not in before]
+        return min(found, key=lambda i: float(i["opened_at"])) if found else None
+
+    def closed() -> bool:
+        found = incident()
+        return found is not None and _is_closed(found)
+
+    stack.wait(lambda: incident() is not None, f"the detection of the fault {fault} ({label})", RECOVERY_DEADLINE_S)
+    stack.wait(closed, f"the recovery from the fault {fault} ({label})", RECOVERY_DEADLINE_S)
+    stack.look()  # the events that were written before the end of the incident
+    found = incident() or {}
+    generation = _last_generation(stack.feed, str(found["incident_id"]))
+    stack.wait(
+        lambda: _is_told(stack.feed, found, generation),
+        f"a step of every rank after the fault {fault}",
+        PROGRESS_DEADLINE_S,
+    )
+    return _row(stack.feed, fault=fault, label=label, stamp=injected.at, incident=found, generation=generation)
+
+
+def _incidents(stack: DemoStack) -> list[dict[str, Any]]:
+    return stack.client.items("/v1/incidents", job=JOB)
+
+
+def _is_closed(incident: Mapping[str, Any]) -> bool:
+    return IncidentState(incident["state"]).closed
+
+
+def _last_generation(feed: EventFeed, incident_id: str) -> int:
+    """The one that ended the incident, -1 if none was started for it."""
+    started = feed.of(EventKind.GENERATION_STARTED, incident_id=incident_id)
+    return max((event.generation for event in started), default=-1)
+
+
+def _is_told(feed: EventFeed, incident: Mapping[str, Any], generation: int) -> bool:
+    """Whether the log has all that is measured. What was restored is told by the engines, maybe after the steps."""
+    told = {event.rank for event in feed.of(EventKind.RESTORED, generation=generation)}
+    has_restored = generation < 0 or int(incident["restored_step"]) < 0 or len(told) == WORLD_SIZE
+    return has_restored and feed.resumed_at(generation, int(incident["failed_step"]), WORLD_SIZE) is not None
+
+
+def _row(
+    feed: EventFeed, *, fault: str, label: str, stamp: float, incident: Mapping[str, Any], generation: int
+) -> FaultRow:
+    incident_id = str(incident["incident_id"])
+    decisions = [
+        e for e in feed.of(EventKind.DECISION, incident_id=incident_id) if e.data.get("kind") != DecisionKind.HOLD.value
+    ]
+    resumed_at = feed.resumed_at(generation, int(incident["failed_step"]), WORLD_SIZE)
+    restored = tuple(
+        sorted((_restored(e) for e in feed.of(EventKind.RESTORED, generation=generation)), key=lambda r: r.rank)
+    )
+    detected_at = float(incident.get("observed_at") or incident["opened_at"])
+    return FaultRow(
+        fault=fault,
+        target=label,
+        signal=str(incident["signal"]),
+        decision=" + ".join(dict.fromkeys(str(e.data.get("kind")) for e in decisions)),
+        detected_s=round(detected_at - stamp, 3),
+        decided_s=round(decisions[0].at - stamp, 3) if decisions else -1.0,
+        resumed_s=round(resumed_at - stamp, 3) if resumed_at else -1.0,
+        lost_steps=int(incident["lost_steps"]),
+        restored_step=int(incident["restored_step"]),
+        restored_from=_sources(restored),
+        incident_id=incident_id,
+        recovered=incident["state"] == IncidentState.RESOLVED.value and bool(decisions) and resumed_at is not None,
+        restored=restored,
+    )
+
+
+def _restored(event: Event) -> Restored:
+    data = event.data
+    return Restored(
+        rank=event.rank,
+        tier=str(data.get("source_tier", "")),
+        host=str(data.get("source_host", "") or event.host_id),
+        size_bytes=int(str(data.get("size_bytes", 0))),
+        socket_bytes=int(str(data.get("socket_bytes", 0))),
+    )
+
+
+def _sources(restored: tuple[Restored, ...]) -> str:
+    """The farthest tier that any rank needed: 'memory' if all had their own bytes, 'peer host-a' if one had not."""
+    elsewhere = dict.fromkeys(f"{r.tier} {r.host}" for r in restored if r.tier != Tier.MEMORY)
+    return ", ".join(elsewhere) or (Tier.MEMORY.value if restored else "")

@@ -1,0 +1,140 @@
+"""`flyball goodput compare A B`: two runs side by side, and in which categories they differ."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from flyball.cli.goodput.options import (
+    OutOption,
+    ReportFormat,
+    ReportFormatOption,
+    choose_format,
+    write_out,
+)
+from flyball.cli.goodput.query import with_query
+from flyball.cli.goodput.sources import Found, Query, find, named_runs
+from flyball.cli.reach.options import examples
+from flyball.cli.show.output import printable
+
+if TYPE_CHECKING:
+    from goodput.comparison import CategoryRow, Comparison, Row
+
+COMMAND: dict[str, Any] = {
+    "help": "Compare two runs: measures side by side, and the difference by category and by cause.",
+    "epilog": examples(
+        "flyball goodput compare before.jsonl after.jsonl",
+        "flyball goodput compare llama-1 llama-2 -o json",
+        "flyball goodput compare all.jsonl:llama-1 all.jsonl:llama-2",
+        "flyball goodput compare torchrun.log llama --out difference.csv",
+    ),
+}
+
+
+@with_query(without=("logs", "job", "window"))
+def command(
+    *,
+    a: Annotated[
+        str,
+        typer.Argument(metavar="A", help="an event log, a folder of them, LOG:JOB where it has several, or a job"),
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="what to compare it with, named likewise")],
+    query: Query,
+    output: ReportFormatOption = None,
+    out: OutOption = None,
+) -> None:
+    """Each of A and B is an event log, a folder of them, one job of these, or a job at the supervisor."""
+    from goodput.comparison import compare
+    from goodput.show.report import to_json
+
+    chosen = choose_format(output, out, (ReportFormat.TABLE, ReportFormat.JSON, ReportFormat.CSV))
+    one, other = map(find, named_runs(a, b, query))
+    found = compare(one.report, other.report)
+    match chosen:
+        case ReportFormat.JSON:
+            whole = msgspec.to_builtins(found) | {
+                "a": {"source": one.source, "report": to_json(one.report)},
+                "b": {"source": other.source, "report": to_json(other.report)},
+            }
+            write_out(msgspec.json.format(msgspec.json.encode(whole), indent=2).decode(), out)
+        case ReportFormat.CSV:
+            from goodput.show.csv_report import comparison_csv
+
+            write_out(comparison_csv(found), out)
+        case _:
+            write_out(_text(found, one, other), out)
+
+
+def _text(found: Comparison, one: Found, other: Found) -> str:
+    console = Console(
+        width=min(120, shutil.get_terminal_size((100, 24)).columns), no_color=True, highlight=False, emoji=False
+    )
+    with console.capture() as capture:
+        for name, run in (("A", one), ("B", other)):
+            console.print(Text(printable(f"{name}: {run.report.job or 'a run'} ({run.source})")))
+        tables = [_measures(found.measures), _categories("Where the time went", found.categories)]
+        if found.causes:
+            tables.append(_categories("Time lost, by cause", found.causes))
+        for table in tables:
+            console.print(Padding(table, (1, 0, 0, 0)))
+    return capture.get()
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True
+    )
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
+    return table
+
+
+def _measures(rows: tuple[Row, ...]) -> Table:
+    from goodput.wording import percent, points, seconds
+
+    table = _table("Measures", "measure", "A", "B", "B - A")
+    for row in rows:
+        if row.a is None and row.b is None:
+            continue
+        name = row.name.removesuffix("_s").replace("_", " ")
+        if row.name in ("goodput", "ettr"):
+            table.add_row(name, percent(row.a), percent(row.b), points(row.difference))
+        elif row.name.endswith("_s"):
+            table.add_row(name, seconds(row.a), seconds(row.b), _signed(row.difference))
+        else:
+            digits = ".2f" if row.name in ("gpu_hours", "cost", "lost_cost") else ".0f"
+            values = ("-" if value is None else f"{value:,{digits}}" for value in (row.a, row.b))
+            table.add_row(name, *values, "-" if row.difference is None else f"{row.difference:+,{digits}}")
+    return table
+
+
+def _categories(title: str, rows: tuple[CategoryRow, ...]) -> Table:
+    from goodput.wording import percent, points, seconds
+
+    table = _table(title, "", "A", "share", "B", "share", "B - A")
+    for row in rows:
+        table.add_row(
+            Text(printable(row.name.replace("_", " "))),
+            seconds(row.a_s),
+            percent(row.a_share),
+            seconds(row.b_s),
+            percent(row.b_share),
+            points(row.share_difference),
+        )
+    return table
+
+
+def _signed(difference_s: float | None) -> str:
+    from goodput.wording import seconds
+
+    if difference_s is None:
+        return "-"
+    return ("-" if difference_s < 0 else "+") + seconds(abs(difference_s))

@@ -1,0 +1,190 @@
+"""`flyball goodput predict`: what goodput to expect, and how often to save, from a run or from given numbers."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flyball.cli.goodput.query import with_query
+from flyball.cli.goodput.sources import Query, find
+from flyball.cli.reach.options import examples
+from flyball.cli.show.output import Format, OutputOption, print_fields, print_json, print_table
+from flyball.contracts.errors import UsageError
+from goodput.predict.recommendation import Recommendation
+
+if TYPE_CHECKING:
+    from goodput.calculator import Report
+    from goodput.predict.outlook import Outlook
+    from goodput.predict.prediction import Tier
+
+COMMAND: dict[str, Any] = {
+    "help": "Predict goodput and the best checkpoint interval: from what was seen of a run, or from given numbers. "
+    "Numbers that are given take the place of what was seen.",
+    "epilog": examples(
+        "flyball goodput predict events.jsonl",
+        "flyball goodput predict --job llama --restart-s 5",
+        "flyball goodput predict --nodes 2048 --failures-per-1000-node-days 6.5 --restart-s 300 --interval-s 3600 "
+        "--save-s 30",
+        "flyball goodput predict --mtti-s 6500 --restart-s 20 --step-s 2 --tier memory:0.05:1:0.7 "
+        "--tier peer:0.1:5:0.95 --tier persistent:20:120:1:60",
+    ),
+}
+
+NOTHING_SEEN = Recommendation(text="")
+
+Seconds = float | None
+
+
+@with_query(without=("gpu_hour_price", "gpus", "window"))
+def command(
+    *,
+    query: Query,
+    nodes: Annotated[int | None, typer.Option(min=1, help="hosts of the job")] = None,
+    failures_per_1000_node_days: Annotated[
+        float | None, typer.Option(min=0.0, help="how often a host fails, with --nodes")
+    ] = None,
+    mtti_s: Annotated[Seconds, typer.Option(help="mean time between interruptions, in place of these two")] = None,
+    restart_s: Annotated[
+        Seconds,
+        typer.Option(min=0.0, help="from a fault to the first step after it; with --tier, without the restore"),
+    ] = None,
+    interval_s: Annotated[Seconds, typer.Option(help="time between two saves now")] = None,
+    save_s: Annotated[Seconds, typer.Option(min=0.0, help="for which a save blocks training")] = None,
+    step_s: Annotated[Seconds, typer.Option(help="what a step takes; intervals are then whole steps")] = None,
+    tiers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tier",
+            metavar="NAME:SAVE_S:RESTORE_S:SURVIVES[:READY_AFTER_S]",
+            help="a tier: its save, its restore, the share of interruptions that its copies survive; repeat",
+        ),
+    ] = None,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Without a log, --job or a rate, the supervisor's only job is what was seen."""
+    from goodput.predict.outlook import Assumptions, outlook
+    from goodput.predict.prediction import job_mtti_s
+
+    if (nodes is None) != (failures_per_1000_node_days is None):
+        raise UsageError("--nodes and --failures-per-1000-node-days go together.", hint="give both, or --mtti-s")
+    if nodes is not None and failures_per_1000_node_days is not None:
+        if mtti_s is not None:
+            raise UsageError("--mtti-s and --nodes both say how often the job is interrupted.", hint="give one")
+        mtti_s = job_mtti_s(nodes, failures_per_1000_node_days)
+    report: Report | None = None
+    if mtti_s is None or query != Query():  # else nothing is said of a run
+        report = find(query).report
+    told = report.recommendation if report else None
+    seen = told or NOTHING_SEEN
+    mtti_s, repair_s = _first(mtti_s, seen.mtti_s), _first(restart_s, seen.repair_s)
+    if mtti_s is not None and repair_s is None:
+        raise UsageError("Neither the run nor a flag says how long a restart takes.", hint="give --restart-s")
+    found = outlook(
+        Assumptions(
+            mtti_s=mtti_s,
+            repair_s=repair_s,
+            interval_s=_first(interval_s, _saved_every_s(seen)),
+            save_s=_first(save_s, seen.save_blocked_s),
+            step_s=_first(step_s, seen.step_s),
+            tiers=tuple(_tier(tier) for tier in tiers or ()),
+            restore_s=_restore_s(report) if restart_s is None else 0.0,
+        ),
+        told,
+    )
+    if output is Format.JSON:
+        print_json(found)
+    else:
+        _show(found)
+
+
+def _first(given: float | None, seen: float | None) -> float | None:
+    return seen if given is None else given
+
+
+def _restore_s(report: Report | None) -> float:
+    """What the restore took of the restarts that were seen."""
+    restore = report.repair.get("restore") if report else None
+    return 0.0 if restore is None else restore.mean_s or 0.0
+
+
+def _saved_every_s(seen: Recommendation) -> float | None:
+    if seen.saved_every_steps is None or seen.step_s is None:
+        return None
+    return seen.saved_every_steps * seen.step_s
+
+
+def _tier(text: str) -> Tier:
+    from goodput.predict.prediction import Tier
+
+    name, *numbers = text.split(":")
+    try:
+        values = [float(number) for number in numbers]
+        if not name or len(values) not in (3, 4):
+            raise ValueError
+    except ValueError:
+        raise UsageError(
+            f"--tier {text} is not a tier.",
+            hint="NAME:SAVE_S:RESTORE_S:SURVIVES[:READY_AFTER_S], for example memory:0.05:1:0.7",
+        ) from None
+    return Tier(name, *values)
+
+
+def _show(found: Outlook) -> None:
+    from goodput.wording import percent, points, seconds
+
+    assumed, seen = found.assumptions, found.recommendation
+    fields: dict[str, object] = {
+        "interrupted every": _interrupted_every(assumed.mtti_s, seen),
+        "restart takes": seconds(assumed.repair_s),
+        "a save blocks": seconds(assumed.save_s),
+        "saved every": seconds(assumed.interval_s),
+    }
+    if assumed.mtti_s is not None:
+        fields["expected goodput"] = (
+            f"{percent(found.goodput)} (ETTR by Meta's closed form: {percent(found.ettr)}, "
+            "in which what saves block is lost)"
+        )
+        fields["best interval"] = "- (give --save-s, what a save costs)"
+    if found.best_interval_s is not None:
+        steps = f", {found.best_interval_steps} steps" if found.best_interval_steps is not None else ""
+        fields |= {
+            "best interval": f"{seconds(found.best_interval_s)}{steps} (Young {seconds(found.young_interval_s)}, "
+            f"Daly {seconds(found.daly_interval_s)})",
+            "goodput with it": f"{percent(found.goodput_at_best)} ({points(found.gain)})",
+        }
+    print_fields(fields)
+    if found.tiers is not None:
+        has_steps = assumed.step_s is not None
+        print_table(
+            "Tiers",
+            ("tier", "save every", *(["steps"] if has_steps else []), "restores"),
+            (
+                [
+                    tier.name,
+                    "not worth it" if tier.interval_s is None else seconds(tier.interval_s),
+                    *([tier.interval_steps] if has_steps else []),
+                    f"{100 * tier.restores_share:.0f}%",
+                ]
+                for tier in found.tiers.tiers
+            ),
+        )
+        print_fields({"goodput with these tiers": percent(found.tiers.goodput)})
+    if seen is not None:
+        print_fields({"as seen": seen.text})
+    for note in found.notes:
+        print_fields({"note": note})
+
+
+def _interrupted_every(mtti_s: float | None, seen: Recommendation | None) -> str:
+    from goodput.wording import seconds
+
+    if mtti_s is not None:
+        return seconds(mtti_s)
+    if seen is None or seen.mtti_at_least_s is None:
+        return "- (give --mtti-s)"
+    return (
+        f"not seen; {seconds(seen.mtti_at_least_s)} or more, with 97.5% confidence "
+        f"(to predict, give --mtti-s and --restart-s, for example --mtti-s {ceil(seen.mtti_at_least_s)})"
+    )

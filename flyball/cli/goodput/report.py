@@ -1,0 +1,124 @@
+"""`flyball goodput report`: how much of the time became training, and what took the rest."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from flyball.cli.goodput.options import (
+    Method,
+    MethodOption,
+    OutOption,
+    PeakFlopsOption,
+    ReferenceOption,
+    ReportFormat,
+    ReportFormatOption,
+    StepFlopsOption,
+    choose_format,
+    write_out,
+)
+from flyball.cli.goodput.query import with_query
+from flyball.cli.goodput.sources import AUTO, Found, Query, find, refuse_supervisor, say_left_out
+from flyball.cli.reach.options import examples
+from flyball.cli.show.output import cell
+from flyball.contracts.errors import UsageError
+
+if TYPE_CHECKING:
+    from goodput.calculator import Report
+
+TIMELINE_BINS = 240  # of the HTML report: about three pixels each
+
+COMMAND: dict[str, Any] = {
+    "help": "Report a run's goodput and where the rest of its time went, from a supervisor or from event log files.",
+    "epilog": examples(
+        "flyball goodput report --job llama",
+        "flyball goodput report events.jsonl --from 24h -o json",
+        "flyball goodput report --job llama --gpu-hour-price 2.5 --out llama.html",
+        "flyball goodput report nvrx.log --method google-resiliency --reference-step-time 1.5",
+    ),
+}
+
+
+@with_query()
+def command(
+    *,
+    query: Query,
+    output: ReportFormatOption = None,
+    out: OutOption = None,
+    method: MethodOption = Method.FLYBALL,
+    reference_step_time: ReferenceOption = None,
+    model_flops_per_step: StepFlopsOption = None,
+    peak_flops_per_gpu: PeakFlopsOption = None,
+) -> None:
+    """Text on a terminal; the whole report with -o json, csv or html."""
+    chosen = choose_format(output, out, tuple(ReportFormat))
+    options = msgspec.structs.replace(
+        query.options,
+        reference_step_s=reference_step_time,
+        model_flops_per_step=model_flops_per_step,
+        peak_flops_per_gpu=peak_flops_per_gpu,
+    )
+    query = msgspec.structs.replace(query, options=options)
+    if method is Method.GOOGLE_RESILIENCY:
+        write_out(google_text(query, chosen), out)
+        return
+    found = find(query, bins=TIMELINE_BINS if chosen is ReportFormat.HTML else 0)
+    write_out(render(found, chosen), out)
+
+
+def render(found: Found, chosen: ReportFormat) -> str:
+    """The report in one of the formats."""
+    from goodput.show.report import to_json, to_text
+
+    report: Report = found.report
+    match chosen:
+        case ReportFormat.JSON:
+            return msgspec.json.format(msgspec.json.encode(to_json(report)), indent=2).decode()
+        case ReportFormat.CSV:
+            from goodput.show.csv_report import report_csv
+
+            return report_csv(report)
+        case ReportFormat.HTML:
+            from goodput.show.html_report import to_html
+
+            return to_html(report, found.timeline, source=found.source, left_out=found.left_out)
+        case ReportFormat.TABLE:
+            return to_text(report, width=min(120, shutil.get_terminal_size((100, 24)).columns))
+
+
+def google_text(query: Query, chosen: ReportFormat) -> str:
+    """What the calculator of Google's resiliency library says, with its own keys. Raises UsageError, NotFound."""
+    from goodput.account.google_resiliency import measure
+    from goodput.read.event_files import Refusals
+    from goodput.read.importers.registry import read_entries
+
+    if not query.logs:
+        raise UsageError("--method google-resiliency reads that library's log files.", hint="name them")
+    if chosen not in (ReportFormat.TABLE, ReportFormat.JSON):
+        raise UsageError(f"--method google-resiliency has no {chosen}.", hint="-o json, or --method flyball")
+    refuse_supervisor(query)
+    options = query.options
+    unknown = {
+        "--from": query.since,
+        "--to": query.until,
+        "--gpu-hour-price": options.gpu_hour_price,
+        "--gpus": options.gpus,
+        "--model-flops-per-step": options.model_flops_per_step,
+        "--peak-flops-per-gpu": options.peak_flops_per_gpu,
+        "--map": query.log_map or None,
+        "--format": None if query.log_format in (AUTO, Method.GOOGLE_RESILIENCY) else query.log_format,
+    }
+    for flag, value in unknown.items():
+        if value is not None:
+            raise UsageError(f"--method google-resiliency has no {flag}.", hint="leave it out, or --method flyball")
+    refusals = Refusals(strict=query.strict)
+    entries = list(read_entries(query.logs, refusals))
+    say_left_out(refusals.count, refusals.named)
+    found = measure(entries, reference_step_time_s=query.options.reference_step_s, job=query.job or None)
+    if chosen is ReportFormat.JSON:
+        return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+    fields = msgspec.structs.asdict(found)
+    width = max(map(len, fields))
+    return "\n".join(f"{name.ljust(width)}  {cell(value)}" for name, value in fields.items())

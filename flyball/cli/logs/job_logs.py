@@ -1,0 +1,114 @@
+"""Where the logs of a job's ranks are on this machine, while it runs and afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flyball.cli.logs.console import LOG_NAME
+from flyball.cli.reach import this_host
+from flyball.cli.reach.places import state_root
+from flyball.process_title import read_words
+
+_DAEMON = ("host_daemon", "--state-dir", "--host-id")
+
+
+@dataclass(frozen=True)
+class RankLog:
+    """One rank's log of one generation."""
+
+    host_id: str
+    generation: int
+    rank: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class JobLogs:
+    """What one host of this machine keeps of one run of a job."""
+
+    job: str
+    host_id: str
+    folder: Path  # with a folder per generation
+    state_dir: Path  # of the host's daemon
+
+    @property
+    def written_at(self) -> float:
+        """When the newest of its logs was last written."""
+        return max((log.path.stat().st_mtime for log in self.logs()), default=self.folder.stat().st_mtime)
+
+    def logs(self) -> list[RankLog]:
+        """All logs, by generation and rank."""
+        found = []
+        for path in self.folder.glob("g*/rank*.log"):
+            if match := LOG_NAME.search(path.as_posix()):
+                found.append(RankLog(self.host_id, int(match[1]), int(match[2]), path))
+        return sorted(found, key=lambda log: (log.generation, log.rank))
+
+
+def jobs_here(environ: Mapping[str, str], state_dir: str = "") -> list[JobLogs]:
+    """Every job with logs on this machine, the newest last; with `state_dir`, only of that folder."""
+    found = {
+        logs.folder.resolve(): logs
+        for host_id, folder in _hosts(environ, state_dir)
+        for logs in _jobs_of(host_id, folder)
+    }
+    return sorted(found.values(), key=lambda logs: logs.written_at)
+
+
+def jobs_of_daemons(job: str) -> list[JobLogs]:
+    """The logs of this job that daemons keep in folders of their own choice, as far as such a daemon runs."""
+    found = (logs for daemon in _daemons() for logs in _jobs_of(daemon.host_id, daemon.state_dir) if logs.job == job)
+    return sorted(found, key=lambda logs: logs.written_at)
+
+
+def daemon_dir(host_id: str, supervisor_url: str) -> Path | None:
+    """The state folder of the host daemon that runs on this machine under this name, if we may look at it."""
+    for daemon in _daemons():
+        if daemon.host_id == host_id and supervisor_url in daemon.supervisors:
+            return daemon.state_dir
+    return None
+
+
+def _hosts(environ: Mapping[str, str], state_dir: str) -> Iterable[tuple[str, Path]]:
+    """(host_id, its daemon's state folder) of every host that has one here."""
+    if state_dir:
+        named = Path(state_dir)
+        yield named.name, named
+        yield this_host.host_id(), named / "host"
+        return
+    root = state_root(environ)
+    yield from ((this_host.host_id(), folder) for folder in root.glob("jobs/*/host"))
+    yield from ((folder.name, folder) for folder in root.glob("hosts/*"))
+
+
+def _jobs_of(host_id: str, state_dir: Path) -> Iterable[JobLogs]:
+    for folder in state_dir.glob("logs/*"):
+        if any(folder.glob("g*/rank*.log")):
+            yield JobLogs(folder.name, host_id, folder, state_dir)
+
+
+@dataclass(frozen=True)
+class _Daemon:
+    host_id: str
+    state_dir: Path
+    supervisors: tuple[str, ...]
+
+
+def _daemons() -> Iterable[_Daemon]:
+    """The daemons that run here and that this user may look at."""
+    import psutil
+
+    for pid in psutil.pids():
+        try:
+            words = read_words(pid)
+        except OSError:
+            continue
+        if all(word in words for word in _DAEMON):
+            options = dict(itertools.pairwise(words))
+            folder = Path(options["--state-dir"])
+            if os.access(folder, os.R_OK | os.X_OK):
+                yield _Daemon(options["--host-id"], folder, tuple(options.get("--supervisor", "").split(",")))

@@ -1,0 +1,186 @@
+"""The runs of this machine, those that have ended too, read from the state folders that they left.
+
+Nothing but SQLite's own module is needed for that, so that `flyball ls` and shell completion are quick.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from flyball.cli.reach.places import live_record, state_root, supervisor_dir
+from flyball.contracts.cluster import JobState
+from flyball.contracts.errors import NotFound
+from flyball.contracts.wire import MALFORMED, decoder_of
+from services.store.left_state import LAST_SIGN_SQL, read_only_uri
+
+DATABASE = "flyball.sqlite"
+INTERRUPTED = "interrupted"  # it had not ended when its supervisor did; the same word as in services.api.left_state
+UNREADABLE = "unreadable"
+BUSY_TIMEOUT_S = 2.0
+NAMES_SHOWN = 8
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class LocalRun(msgspec.Struct, frozen=True):
+    """A job of one state folder, as the folder's database has it. Moments are wall clock."""
+
+    job: str
+    state: str  # a JobState, "interrupted", or "unreadable"
+    folder: Path  # with supervisor/ and host/; of `flyball up` the supervisor's own
+    supervisor_dir: Path  # with the database, the token and the log
+    url: str = ""  # of its supervisor, if that runs
+    recorded_state: str = ""  # the JobState in the database
+    message: str = ""
+    step: int = -1
+    generation: int = -1
+    restarts: int = 0
+    submitted_at: float = 0.0
+    started_at: float | None = None
+    ended_at: float | None = None
+    supervisor_ended_at: float | None = None  # its last sign of life, if it ended before the job did
+    log_dir: Path | None = None  # of the ranks' logs, if this folder's host has some
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its supervisor runs."""
+        return bool(self.url)
+
+    @property
+    def since(self) -> float | None:
+        """Since when it is in its state."""
+        return self.ended_at or self.supervisor_ended_at or self.started_at or self.submitted_at or None
+
+
+def find_runs(environ: Mapping[str, str], *, state_dir: str = "") -> list[LocalRun]:
+    """All runs of this machine, or of one state folder; newest first."""
+    found = [run for folder in supervisor_folders(environ, state_dir=state_dir) for run in runs_in(folder)]
+    return sorted(found, key=lambda run: (run.submitted_at, run.job), reverse=True)
+
+
+def find_run(environ: Mapping[str, str], job: str, *, state_dir: str = "") -> LocalRun:
+    """The run of that name: one that is supervised before one that is not, then the newest. Raises NotFound."""
+    runs = find_runs(environ, state_dir=state_dir)
+    mine = [run for run in runs if run.job == job]
+    if not mine:
+        raise NotFound(f"No job {job} is known on this machine.", hint=known_names(job, [run.job for run in runs]))
+    return next((run for run in mine if run.is_live), mine[0])
+
+
+def known_names(name: str, known: Sequence[str]) -> str:
+    """A hint for a name that is not there: what it may have meant, else what there is."""
+    names = list(dict.fromkeys(filter(None, known)))
+    if near := difflib.get_close_matches(name, names, n=3, cutoff=0.6):
+        return f"did you mean {' or '.join(near)}?"
+    if not names:
+        return "there is none yet; `flyball run` starts one"
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return f"known are {', '.join(names[:NAMES_SHOWN])}{more}"
+
+
+def supervisor_folders(environ: Mapping[str, str], *, state_dir: str = "") -> list[Path]:
+    """The folders on this machine that a supervisor keeps, or kept, its state in."""
+    if state_dir:
+        candidates = [Path(state_dir), Path(state_dir) / "supervisor"]
+    else:
+        candidates = [supervisor_dir(environ), *sorted((state_root(environ) / "jobs").glob("*/supervisor"))]
+    return [folder for folder in candidates if has_state(folder)]
+
+
+def has_state(folder: Path) -> bool:
+    """Whether a supervisor keeps, or kept, its database here; with one elsewhere it leaves an empty file."""
+    try:
+        return (folder / DATABASE).stat().st_size > 0
+    except OSError:
+        return False
+
+
+def runs_in(folder: Path) -> list[LocalRun]:
+    """The jobs of a supervisor's folder."""
+    record = live_record(folder)
+    home = folder.parent if folder.name == "supervisor" and _is_run(folder.parent) else folder
+    try:
+        with closing(_open(folder / DATABASE)) as connection:
+            rows = list(_jobs(connection))
+            signs = () if record else connection.execute(LAST_SIGN_SQL).fetchone()
+            seen_at = max(filter(None, signs), default=None)
+    except sqlite3.Error as error:
+        changed_at = (folder / DATABASE).stat().st_mtime
+        return [LocalRun("", UNREADABLE, home, folder, message=f"its database: {error}", submitted_at=changed_at)]
+    return [_run(row, home, folder, record.url if record else "", seen_at) for row in rows]
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether it is that of one `flyball run`, with its host's beside the supervisor's."""
+    return folder.parent.name == "jobs" or (folder / "host").is_dir()
+
+
+class _Row(msgspec.Struct):
+    job: str
+    spec: str
+    state: str
+    message: str
+    submitted_at: float
+    ended_at: float
+    newest_step: int
+    generation: int
+    started_at: float | None
+    plan: str | None
+
+
+class _Plan(msgspec.Struct):
+    restart_count: int = 0
+
+
+class _Spec(msgspec.Struct):
+    log_dir: str = ""
+
+
+def _open(database: Path) -> sqlite3.Connection:
+    return sqlite3.connect(read_only_uri(database), uri=True, timeout=BUSY_TIMEOUT_S)
+
+
+def _jobs(connection: sqlite3.Connection) -> Iterator[_Row]:
+    query = """
+        SELECT job, spec, state, message, submitted_at, ended_at, newest_step, generation,
+               (SELECT MIN(started_at) FROM generations g WHERE g.job = jobs.job AND started_at > 0),
+               (SELECT plan FROM generations g WHERE g.job = jobs.job ORDER BY generation DESC LIMIT 1)
+        FROM jobs
+    """
+    return (_Row(*row) for row in connection.execute(query))
+
+
+def _run(row: _Row, home: Path, folder: Path, url: str, seen_at: float | None) -> LocalRun:
+    has_ended = row.state in {state.value for state in JobState if state.ended}
+    logs = Path(_decoded(row.spec, _Spec).log_dir or home / "host" / "logs") / row.job
+    return LocalRun(
+        job=row.job,
+        state=row.state if has_ended or url else INTERRUPTED,
+        folder=home,
+        supervisor_dir=folder,
+        url=url,
+        recorded_state=row.state,
+        message=row.message,
+        step=row.newest_step,
+        generation=row.generation,
+        restarts=_decoded(row.plan or "{}", _Plan).restart_count,
+        submitted_at=row.submitted_at,
+        started_at=row.started_at,
+        ended_at=row.ended_at or None,
+        supervisor_ended_at=None if has_ended or url else seen_at or row.submitted_at,
+        log_dir=logs if logs.is_dir() else None,
+    )
+
+
+def _decoded(document: str, kind: type[S]) -> S:
+    try:
+        return decoder_of(kind).decode(document)
+    except MALFORMED:
+        return kind()

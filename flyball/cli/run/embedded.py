@@ -1,0 +1,121 @@
+"""A supervisor inside the process of a command."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from flyball.cli.show.messages import say
+from flyball.contracts.errors import FlyballError
+from flyball.lean_imports import import_lean, without_collector
+from services.runtime.claim import Claim
+from services.runtime.listener import url_of
+
+if TYPE_CHECKING:
+    from services.main import Supervisor
+
+MAX_RESTARTS = 5  # within RESTART_WINDOW_S, attempts that fail included
+RESTART_WINDOW_S = 600.0
+FIRST_PAUSE_S = 0.5  # before another attempt; doubled with each
+
+
+def start_supervisor(
+    state_dir: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    database_url: str | None = None,
+    token: str | None = None,
+    claim: Claim | None = None,
+    **settings: str | None,
+) -> Supervisor:
+    """Bring one up, with these and other settings by name; it answers when this returns. `claim`: its folder and its
+    socket, if they are taken already. Raises PortInUse, StateVersionMismatch, ConfigurationError."""
+    with without_collector():
+        import_lean("structlog", "httpx")
+        from services.main import Supervisor  # FastAPI, SQLAlchemy, ...: a second of imports that other commands save
+        from services.runtime.settings import load_settings
+
+    supervisor = Supervisor(
+        load_settings(state_dir=state_dir, host=host, port=port, database_url=database_url, token=token, **settings),
+        claim=claim,
+    )
+    supervisor.start()
+    return supervisor
+
+
+class KeptSupervisor:
+    """A supervisor that is started anew at its address when a part of it was given up: what it knows is in its state
+    folder, and training goes on meanwhile.
+
+    It has `url` and `token` from the beginning; what is sent before it answers waits.
+    """
+
+    def __init__(
+        self,
+        state_dir: Path,
+        *,
+        host: str = "127.0.0.1",
+        token: str | None = None,
+        listener: socket.socket | None = None,
+    ) -> None:
+        """Take its folder and its address: that of `listener`, else a free port of `host`. Raises StateVersionMismatch,
+        ConfigurationError."""
+        self._state_dir = state_dir
+        self._host = host
+        self._claim: Claim | None = Claim(state_dir, host=host, port=0, listener=listener)
+        self._running: Supervisor | None = None
+        given = {name.upper(): value for name, value in os.environ.items()}  # as the settings read it
+        self.news = threading.Event()  # set whenever there is something new to ask for
+        self.url = url_of(self._claim.listener, tls=bool(given.get("FLYBALL_TLS_CERT_FILE")))
+        self.token_file: Path | None = None  # where it is kept, if it was not given
+        self.token = token or given.get("FLYBALL_TOKEN", "")
+        if not self.token:
+            self.token, self.token_file = self._claim.state_dir.token(), state_dir / "token"
+        self._ended_at: list[float] = []
+        self._try_at = 0.0
+
+    def start(self) -> None:
+        """Once; it answers when this returns. Raises what `start_supervisor` does."""
+        running = start_supervisor(self._state_dir, host=self._host, token=self.token, claim=self._claim)
+        self._claim = None  # the supervisor's now
+        running.on_event(self.news.set)
+        self._running = running
+
+    def keep(self) -> None:
+        """Look whether it works, and start it anew if not. Raises FlyballError when that has been of no use."""
+        now = time.monotonic()
+        if now < self._try_at or (self._running is not None and not self._running.failed):
+            return
+        self.stop()
+        self._ended_at = [at for at in self._ended_at if now - at < RESTART_WINDOW_S] + [now]
+        if len(self._ended_at) > MAX_RESTARTS:
+            raise FlyballError(
+                f"The supervisor ended {len(self._ended_at)} times within {RESTART_WINDOW_S:.0f} s and is given up.",
+                hint=f"read {self._state_dir / 'supervisor.log'}",
+            )
+        try:
+            self._running = start_supervisor(
+                self._state_dir, host=self._host, port=urlsplit(self.url).port or 0, token=self.token
+            )
+        except FlyballError as error:
+            pause_s = FIRST_PAUSE_S * 2.0 ** len(self._ended_at)
+            self._try_at = now + pause_s
+            say(f"the supervisor cannot start again; the next attempt is made in {pause_s:.0f} s ({error.message})")
+        else:
+            self._running.on_event(self.news.set)
+            say("a part of the supervisor failed; it was started again, and training went on")
+
+    def stop(self) -> None:
+        """Let running requests end; nothing if it does not run."""
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.close()
+        running, self._running = self._running, None
+        if running is not None:
+            running.stop()

@@ -1,0 +1,201 @@
+"""What a command of `flyball run` goes on from: found and read before anything is started, and again at its end."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ckpt_engine.copy_places import Place, SlotPlace, StoragePlace
+from ckpt_engine.inventory import HeldCopy, Inventory
+from ckpt_engine.settings import load_settings
+from ckpt_engine.step_listing import StepListing
+from ckpt_engine.tier_folders import TierFolder, find_in_folder, find_in_store
+from ckpt_engine.tiers.opening import open_storage, run_location
+from ckpt_engine.verify_copies import Verdict, verify_copies
+from flyball.cli.run.run_folders import RunFolder, segments_prefix
+from flyball.cli.show.messages import say
+from flyball.contracts.checkpoints import CheckpointSpec, Lineage, Tier
+from flyball.contracts.errors import CheckpointError, FlyballError
+from services.store.database import Database, migrate
+from services.store.job_store import SqlJobStore
+
+MEMORY: Final = (Tier.MEMORY, Tier.PEER)
+DURABLE: Final = (Tier.DISK, Tier.PERSISTENT)
+ANY: Final = (*MEMORY, *DURABLE)  # nearest first
+VERIFY_WITHIN_S: Final = 30.0
+MAX_STORE_RETRY_S: Final = 10.0  # a person waits for it
+
+
+@dataclass(frozen=True)
+class Point:
+    """A step that every rank can be restored from, and how far that was proved."""
+
+    step: int
+    generation: int
+    world_size: int
+    tier: Tier  # the nearest that has all of it
+    run: str
+    committed_at: float | None
+    verified: bool  # every byte was read and compared
+
+    @property
+    def how(self) -> str:
+        return f"{self.tier.value}, verified" if self.verified else f"{self.tier.value}, not verified yet"
+
+
+class Left:
+    """What a job has left in the memory of this machine, on its disk and in a store, as of one look."""
+
+    def __init__(
+        self,
+        home: RunFolder,
+        spec: CheckpointSpec,
+        *,
+        host_id: str,
+        run: str,
+        lineage: Lineage,
+        environ: Mapping[str, str],
+    ) -> None:
+        settings = load_settings(environ)
+        settings = msgspec.structs.replace(settings, store_retry_s=min(settings.store_retry_s, MAX_STORE_RETRY_S))
+        prefix, job = segments_prefix(home.path, environ), home.job
+        places: list[Place] = [SlotPlace(tier, prefix, job, host_id, run=run) for tier in MEMORY]
+        for tier, root, owner in _roots(spec, host_id):
+            storage = open_storage(run_location(root, job, run), settings)
+            places.append(StoragePlace(storage, tier=tier, job=job, run=run, host_id=owner))
+        self.run = run
+        self._inventory = Inventory(job, places, run=run, lineage=lineage)
+
+    @property
+    def unread(self) -> list[str]:
+        """What could not be read just now of disk and store, each with the reason: it may hold a newer step."""
+        stores = {place.where for place in self._inventory.places if isinstance(place, StoragePlace)}
+        return [
+            f"{one.where}: {one.reason}"
+            for one in self._inventory.ignored
+            if one.where in stores or (one.place is not None and one.key in one.place.store.unread())
+        ]
+
+    @property
+    def unread_memory(self) -> list[str]:
+        """The same of the memory of this machine."""
+        stores = {place.where for place in self._inventory.places if isinstance(place, StoragePlace)}
+        ignored = (one for one in self._inventory.ignored if one.place is None and one.where not in stores)
+        return [f"{one.where}: {one.reason}" for one in ignored]
+
+    def newest(self, tiers: Collection[Tier] = ANY) -> Point | None:
+        """The newest step that every rank has in these tiers; nothing is read of it but its description."""
+        for listing, ranks in self._whole(tiers):
+            return self._point(listing, [copies[0] for copies in ranks], verified=False)
+        return None
+
+    def verified(
+        self,
+        tiers: Collection[Tier] = ANY,
+        within_s: float = VERIFY_WITHIN_S,
+        *,
+        check: Callable[[], None] = lambda: None,
+    ) -> Point | None:
+        """The newest of them whose bytes are good. If the time is over first, it is not said to be verified. `check` is
+        called between reads, and may raise."""
+        deadline_s = time.monotonic() + within_s
+        for listing, ranks in self._whole(tiers):
+            good = _good_copies(ranks, deadline_s, check)
+            if good is not None:
+                held, verified = good
+                return self._point(listing, held, verified=verified)
+        return None
+
+    def _whole(self, tiers: Collection[Tier]) -> list[tuple[StepListing, list[list[HeldCopy]]]]:
+        """Newest first; of each rank its copies, nearest first."""
+        found = []
+        for listing in self._inventory.steps:
+            by_rank: dict[int, list[HeldCopy]] = defaultdict(list)
+            for held in self._inventory.copies_of(listing):
+                if held.copy.tier in tiers and self._inventory.counts(held) and held.copy.rank < listing.world_size:
+                    by_rank[held.copy.rank].append(held)
+            if listing.alive and len(by_rank) == listing.world_size:
+                found.append((listing, list(by_rank.values())))
+        return sorted(found, key=lambda item: item[0].step, reverse=True)
+
+    def _point(self, listing: StepListing, held: Sequence[HeldCopy], *, verified: bool) -> Point:
+        tier = max((one.copy.tier for one in held), key=ANY.index)
+        size = listing.world_size
+        return Point(listing.step, listing.generation, size, tier, self.run, listing.committed_at, verified)
+
+
+def other_runs(job: str, spec: CheckpointSpec, host_id: str, environ: Mapping[str, str]) -> list[str]:
+    """The runs of the job that lie in its tiers, newest first; of those that cannot be read, none, which is said."""
+    found: list[TierFolder] = []
+    for _, root, _ in _roots(spec, host_id):
+        place = run_location(root, job, "")
+        try:
+            if "://" in place:
+                found += find_in_store(open_storage(place, load_settings(environ)))
+            elif Path(place).is_dir():
+                found += find_in_folder(Path(place))
+        except (FlyballError, OSError) as error:
+            say(f"{place} could not be looked at: if it has checkpoints of job {job}, they are not used ({error})")
+    return sorted({one.run for one in found if one.job == job and one.run}, reverse=True)
+
+
+def _roots(spec: CheckpointSpec, host_id: str) -> list[tuple[Tier, str, str]]:
+    """(tier, where its jobs lie, whose it is)"""
+    roots = []
+    if spec.policy(Tier.DISK).is_on:
+        roots.append((Tier.DISK, f"{spec.disk_dir}/{host_id}", host_id))
+    if spec.policy(Tier.PERSISTENT).is_on:
+        roots.append((Tier.PERSISTENT, spec.persistent_dir, ""))
+    return roots
+
+
+def _good_copies(
+    ranks: Sequence[Sequence[HeldCopy]], deadline_s: float, check: Callable[[], None]
+) -> tuple[list[HeldCopy], bool] | None:
+    """Of each rank the nearest copy in which every byte is what it must be, and whether there was time to read them
+    all; None if all copies of a rank are bad."""
+    overdue = False
+
+    def count(_size_bytes: int) -> None:
+        nonlocal overdue
+        check()
+        if time.monotonic() > deadline_s:
+            overdue = True
+            raise CheckpointError("There was no time to read it all.")
+
+    good: list[HeldCopy] = []
+    untried = list(ranks)
+    while untried:
+        nearest = [copies[0] for copies in untried]
+        verdicts = [result.verdict for result, _ in verify_copies(nearest, count)]
+        if overdue:
+            return good + nearest, False
+        good += [held for held, verdict in zip(nearest, verdicts, strict=True) if verdict is Verdict.GOOD]
+        untried = [copies[1:] for copies, verdict in zip(untried, verdicts, strict=True) if verdict is not Verdict.GOOD]
+        if not all(untried):
+            return None
+    return good, True
+
+
+@contextmanager
+def open_jobs(folder: Path) -> Iterator[SqlJobStore | None]:
+    """The jobs in the database of the run with this state folder, whether or not its supervisor runs."""
+    from services.runtime.settings import load_settings
+
+    settings = load_settings(state_dir=folder / "supervisor")
+    if not settings.database_url and not (folder / "supervisor" / "flyball.sqlite").exists():
+        yield None
+        return
+    database = Database(settings.resolved_database_url)
+    try:
+        migrate(database)
+        yield SqlJobStore(database)
+    finally:
+        database.close()

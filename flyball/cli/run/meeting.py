@@ -1,0 +1,173 @@
+"""How one host of several joins a supervisor, or meets the others at a rendezvous address as torchrun's hosts do."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from flyball.cli.logs import job_logs
+from flyball.cli.reach import this_host
+from flyball.cli.reach.places import Connection, make_state_dir, state_root
+from flyball.cli.run.beginning import begin_at, say_where_it_goes
+from flyball.cli.run.embedded import KeptSupervisor
+from flyball.cli.run.host_end import say_what_is_kept, settle_memory
+from flyball.cli.run.host_leave import HostLeave, is_there
+from flyball.cli.run.run_folders import take
+from flyball.cli.run.session import Session, client_of, start_daemon
+from flyball.cli.show.messages import say
+from flyball.cli.signals import EndSignals
+from flyball.contracts.cluster import JobSpec
+from flyball.contracts.errors import ConfigurationError, NotFound, PortInUse, Unreachable
+from flyball.launcher import RunRequest
+from services.runtime.listener import bind_listener
+
+TRUSTED_VARIABLE = "FLYBALL_TRUSTED_NETWORK"
+MAX_NODES_HERE = 64
+RENDEZVOUS_TIMEOUT_S = 300.0
+RENDEZVOUS_RETRY_S = 0.5
+
+
+def join(request: RunRequest, spec: JobSpec, connection: Connection, stack: ExitStack) -> Session:
+    """A cluster's supervisor; this host joins it unless it has."""
+    name = request.host_id or this_host.host_id()
+    with client_of(connection) as client:
+        try:
+            joined = is_there(client.get(f"/v1/hosts/{name}"))
+        except NotFound:
+            joined = False
+        spec, submission = begin_at(client, request, spec)
+    if joined:
+        say(f"host {name} has joined {connection.url} already")
+        for variable in request.engine_environment:
+            say(f"{variable}: not used: the engine of {name} has its settings from `flyball host`")
+        session = Session(connection, None, HostLeave(spec, name, None))
+        session.spec, session.submission = spec, submission
+        session.host_dir = job_logs.daemon_dir(name, connection.url)
+        if session.host_dir:
+            say(f"logs in {Path(spec.log_dir or session.host_dir / 'logs') / spec.job}")
+            say_where_it_goes(spec.checkpoint, session.host_dir)
+        stack.callback(lambda: say_what_is_kept(spec, session.state, name, session.host_dir, again=session.again))
+        return session
+    folder = make_state_dir(Path(request.state_dir) if request.state_dir else state_root(os.environ) / "hosts" / name)
+    daemon = start_daemon(request, spec, connection, folder, stack)
+    say(f"host {name} joins {connection.url}")
+    say_where_it_goes(spec.checkpoint, folder.resolve())
+    leave = HostLeave(spec, name, daemon)
+    session = Session(connection, daemon, leave)
+    stack.callback(lambda: settle_memory(daemon, spec, session.state, has_left=leave.has_left, again=session.again))
+    session.spec, session.submission = spec, submission
+    return session
+
+
+def meet(request: RunRequest, spec: JobSpec, stack: ExitStack, signals: EndSignals) -> Session:
+    """Several hosts without a running supervisor: it comes up where the rendezvous address is, the others join it."""
+    token = common_token(request, os.environ)
+    request = msgspec.structs.replace(request, host_id=claim_host_id(request, os.environ, stack))
+    host, _, port = request.rendezvous.rpartition(":")
+    url = f"http://{request.rendezvous}"
+    connection = Connection(url, token, None)
+    supervisor: KeptSupervisor | None = None
+    here = request.node_rank == 0 if request.node_rank is not None else this_host.is_here(host)
+    if here:
+        address = this_host.listen_address(host)
+        try:  # before the job's folder is taken: that is for one node of this machine
+            listener = bind_listener(address, int(port))
+        except PortInUse:
+            if request.node_rank == 0:
+                raise
+            here = False  # another run on this machine was first
+    if here:
+        folder = make_state_dir(_folder_of_meeting(request, stack) / "supervisor")
+        supervisor = KeptSupervisor(folder, host=address, token=token, listener=listener)
+        stack.callback(supervisor.stop)
+        supervisor.start()
+        say(f"supervisor of job {request.job} at {url}")
+        if not this_host.is_loopback_name(host):
+            say("no TLS between the hosts: whoever listens on their network can read the token")
+    else:
+        _await_supervisor(connection, signals)
+    session = join(request, spec, connection, stack)
+    session.supervisor = supervisor if here else None
+    if here and session.leave is not None:
+        session.leave.keeps_supervisor(host.strip("[]"), port, folder)
+    session.keeps_supervisor_of_others = here
+    return session
+
+
+def _folder_of_meeting(request: RunRequest, stack: ExitStack) -> Path:
+    if request.state_dir:
+        return Path(request.state_dir)
+    home = take(request.job, os.environ)
+    stack.callback(home.close)
+    return home.path
+
+
+def _await_supervisor(connection: Connection, signals: EndSignals) -> None:
+    deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
+    say(f"waiting for the supervisor at {connection.url}")
+    with client_of(connection) as client:
+        while True:
+            try:
+                client.items("/v1/hosts")
+                return
+            except Unreachable:
+                if time.monotonic() > deadline:
+                    raise
+            signals.check()
+            time.sleep(RENDEZVOUS_RETRY_S)
+
+
+def common_token(request: RunRequest, environ: Mapping[str, str]) -> str:
+    """The secret that all hosts of the job share. Raises ConfigurationError with what to do if there is none."""
+    token = environ.get("FLYBALL_TOKEN", "").strip()
+    if token:
+        return token
+    if not request.trusted_network and environ.get(TRUSTED_VARIABLE, "") in ("", "0"):
+        raise ConfigurationError(
+            "Hosts that meet at a rendezvous address need a common secret.",
+            hint=f"run on every host, before the same command: export FLYBALL_TOKEN={secrets.token_hex(16)}   "
+            "(one secret for all; or add --trusted-network where everybody on the network may join)",
+        )
+    host, _, port = request.rendezvous.rpartition(":")
+    if not this_host.is_loopback_name(host):
+        say(
+            f"trusted network: who reaches port {port} and knows the job's name may join, and run programs on its hosts"
+        )
+    # Not the host: one machine may call it localhost, another by its name
+    return "trusted-network-" + hashlib.sha256(f"{request.job}:{port}".encode()).hexdigest()
+
+
+def claim_host_id(request: RunRequest, environ: Mapping[str, str], stack: ExitStack) -> str:
+    """A name for this node: the machine's, with a number where several nodes run on one machine. The lowest that is
+    free is taken, for as long as this process lives, so that the same nodes have the same names the next time."""
+    if request.host_id:
+        return request.host_id
+    name = this_host.host_id()
+    folder = state_root(environ) / "nodes"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for number in range(1, MAX_NODES_HERE + 1):
+        candidate = name if number == 1 else f"{name[:60]}-{number}"
+        if _lock(folder / candidate, stack):
+            return candidate
+    raise ConfigurationError(
+        f"{MAX_NODES_HERE} nodes of jobs run on this machine already.", hint="name this one with --host-id NAME"
+    )
+
+
+def _lock(file: Path, stack: ExitStack) -> bool:
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    stack.callback(os.close, descriptor)
+    return True

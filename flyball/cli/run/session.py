@@ -1,0 +1,162 @@
+"""What one `flyball run` holds while its job runs: a supervisor in reach, a daemon for this host, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from ckpt_engine.settings import CONFIG_VARIABLE
+from flyball.cli.reach import this_host
+from flyball.cli.reach.places import Connection, keep_token
+from flyball.cli.run.beginning import Submission
+from flyball.cli.run.embedded import KeptSupervisor
+from flyball.cli.run.ending import Ending
+from flyball.cli.run.host_leave import HostLeave, is_there
+from flyball.cli.run.host_process import HostProcess
+from flyball.cli.run.job_output import JobOutput
+from flyball.cli.run.job_watch import AWAY_LIMIT_S, Job, JobWatch, submit
+from flyball.cli.show.messages import say
+from flyball.cli.signals import EndSignals
+from flyball.contracts.cluster import JobSpec, JobState
+from flyball.contracts.errors import Conflict, FlyballError
+from flyball.forwarded_environment import explicit, select
+from flyball.launcher import RunRequest
+from flyball.sealed_values import seal
+
+if TYPE_CHECKING:
+    from flyball.cli.reach.client import ApiClient
+
+OWN_HOST_REPORT_INTERVAL_S: Final = 0.5
+OTHERS_HEAR_WITHIN_S: Final = 10.0
+OTHERS_LOOK_INTERVAL_S: Final = 0.2
+
+
+class Session:
+    """A supervisor in reach and, unless one runs already, a daemon for this host."""
+
+    def __init__(self, connection: Connection, daemon: HostProcess | None, leave: HostLeave | None = None) -> None:
+        self.connection = connection
+        self.daemon = daemon
+        self.leave = leave  # where other hosts may go on without this one
+        self.keeps_supervisor_of_others = False  # it lives in this process, and other hosts' commands ask it
+        self.supervisor: KeptSupervisor | None = None  # if it lives in this process
+        self.host_dir = daemon.state_dir if daemon else None  # of the daemon on this machine, whoever started it
+        self.away_limit_s = AWAY_LIMIT_S
+        self.spec: JobSpec | None = None  # if it has another name than it was given
+        self.submission = Submission()
+        self.ending: Ending | None = None  # if all of it ends with this command
+        self.state: JobState | None = None  # of the job, when this command is done with it
+        self.again = ""  # the command that goes on
+
+    def logs(self, request: RunRequest, spec: JobSpec) -> Path | None:
+        """The folder of this host's rank logs; None if it is not known."""
+        if request.log_dir:
+            return Path(spec.log_dir) / spec.job
+        return self.host_dir / "logs" / spec.job if self.host_dir else None
+
+    def follow(self, request: RunRequest, spec: JobSpec, signals: EndSignals, stack: ExitStack) -> Job:
+        client = stack.enter_context(client_of(self.connection))
+        if request.supervisor:
+            spec = _with_environment(spec, request, self.connection.token)
+        output = JobOutput(request, spec, stack)
+        output.lend_terminal(self.host_dir)
+        job = submit(client, spec, self.submission.query)
+        if JobState(job["state"]).ended:
+            raise Conflict(
+                f"The job {spec.job} has ended again already: {job['state']}.",
+                hint="run the same command once more to go on with it, or give this run another name with --job NAME",
+            )
+        logs = self.logs(request, spec)
+        # Another host may have submitted it again already: generations before its newest belong to its earlier life.
+        after = job["generation"] - (JobState(job["state"]) is not JobState.SUBMITTED)
+        if logs:
+            output.follow(logs, after=after)
+        if self.supervisor is None or spec.nnodes > 1:
+            output.follow_rank_zero(client, after=after, also_here=logs is None)
+        watch = JobWatch(
+            client,
+            spec,
+            signals,
+            daemon=self.daemon,
+            supervisor=self.supervisor,
+            trains=lambda: bool(self.daemon and logs and self.daemon.trains(logs)),
+            away_limit_s=self.away_limit_s,
+            leave=self.leave,
+        )
+        job = watch.wait()
+        self.state = JobState(job["state"])
+        if self.ending is not None:
+            self.ending.state = self.state
+        return job
+
+    def let_others_hear(self, signals: EndSignals) -> None:
+        """Keep the supervisor until the commands on the other hosts have heard of the end and left."""
+        deadline = time.monotonic() + OTHERS_HEAR_WITHIN_S
+        own = self.daemon.host_id if self.daemon else ""
+        with client_of(self.connection) as client:
+            while time.monotonic() < deadline and signals.count <= 1:
+                try:
+                    hosts = client.everything("/v1/hosts")
+                except FlyballError:  # then nobody else hears from it either
+                    return
+                if not any(is_there(host) for host in hosts if host["host_id"] != own):
+                    return
+                time.sleep(OTHERS_LOOK_INTERVAL_S)
+
+
+def client_of(connection: Connection) -> ApiClient:
+    from flyball.cli.reach.client import ApiClient  # httpx: the daemon starts before it is imported
+
+    return ApiClient(connection.url, connection.token)
+
+
+def start_daemon(
+    request: RunRequest, spec: JobSpec, connection: Connection, folder: Path, stack: ExitStack
+) -> HostProcess:
+    """What an earlier run left in its memory outlives this one too, until somebody knows better."""
+    token_file = connection.token_file or keep_token(folder.parent / f"{folder.name}.token", connection.token)
+    daemon = HostProcess(
+        host_id=request.host_id or this_host.host_id(),
+        state_dir=folder,
+        supervisor_url=connection.urls,
+        token_file=token_file,
+        address=request.local_addr or _own_address(request, connection),
+        report_interval_s=OWN_HOST_REPORT_INTERVAL_S,
+        warm_nproc=0 if spec.env else spec.nproc_per_node,  # while the job is being submitted
+        environ=_daemon_environment(request),
+    )
+    daemon.keeps_segments = True
+    stack.callback(daemon.stop)
+    daemon.start()
+    return daemon
+
+
+def _own_address(request: RunRequest, connection: Connection) -> str:
+    """The IP by which other hosts reach this one."""
+    host = request.rendezvous.rpartition(":")[0]
+    if host and this_host.listen_address(host) == this_host.EVERYWHERE:  # its name means 127.0.1.1 to itself
+        return this_host.address_towards(this_host.BEYOND)
+    return this_host.address_towards(connection.url)
+
+
+def _daemon_environment(request: RunRequest) -> dict[str, str]:
+    """That of this process, and the checkpoint settings of the host, for its engine and its workers."""
+    settings = dict(request.engine_environment)
+    if CONFIG_VARIABLE in settings:
+        settings[CONFIG_VARIABLE] = str(Path(settings[CONFIG_VARIABLE]).resolve())
+    return {**os.environ, **settings, **explicit(os.environ, request.env)}
+
+
+def _with_environment(spec: JobSpec, request: RunRequest, token: str) -> JobSpec:
+    """With this user's variables, for daemons that were started elsewhere. A daemon of this run has them all."""
+    forwarded = select(os.environ, request.env)
+    if forwarded.secret:
+        say(f"secret variables, encrypted for the hosts: {', '.join(sorted(forwarded.secret))}")
+    return msgspec.structs.replace(
+        spec, user_env=forwarded.plain, sealed_env=seal(forwarded.secret, secret=token, job=spec.job)
+    )

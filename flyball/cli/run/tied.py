@@ -1,0 +1,31 @@
+"""Run a module that ends when its parent does: `python -P -m flyball.cli.run.tied PARENT_PID MODULE arguments...`.
+
+The kernel sends SIGTERM when the parent dies, however it dies, so that a killed `flyball run` leaves no host daemon
+behind (which in turn ends its engine and its workers).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+
+from flyball.cli.own_packages import prefer_own_packages
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    parent, module = int(sys.argv[1]), sys.argv[2]
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the request
+        sys.exit(128 + signal.SIGTERM)
+    prefer_own_packages()
+    sys.argv = [module, *sys.argv[3:]]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
