@@ -97,6 +97,7 @@ FLYBALL_FLAGS = tuple(
             "",
         ),
         (("--env",), Kind.LIST, "with a supervisor: a variable for the workers; ALL, NONE", "NAME[=VALUE]"),
+        (("--never-from-scratch",), _S, "once a step is saved, wait for a copy of one rather than begin anew", ""),
         (("--hang-timeout",), _N, "seconds without a step that are a hang; 0: adapts (default)", "SECONDS"),
         (("--state-dir",), _T, "folder for state and logs (default: one per job name)", "DIR"),
         (("--host-id",), _T, "stable name of this host (default: its host name)", "NAME"),

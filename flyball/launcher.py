@@ -62,6 +62,7 @@ class RunRequest(msgspec.Struct, frozen=True):
     log_dir: str = ""
     console: Console = Console()
     stop_grace_s: float = DEFAULT_STOP_GRACE_S
+    never_from_scratch: bool = False
     hang_timeout_s: float = 0.0  # 0.0: adapts to what is seen of the job
     stop_signals: tuple[str, ...] = DEFAULT_STOP_SIGNALS
     env: tuple[str, ...] = ()  # words of --env
@@ -153,6 +154,7 @@ def parse_run(
             given.get("redirects", "0"), given.get("tee", "0"), given.get("local_ranks_filter") or "", environ
         ),
         stop_grace_s=float(given.get("shutdown_timeout", given.get("term_timeout", DEFAULT_STOP_GRACE_S))),
+        never_from_scratch=given.get("never_from_scratch", False),
         hang_timeout_s=_hang_timeout_s(given.get("hang_timeout", 0.0)),
         stop_signals=_stop_signals(given.get("signals_to_handle", "")),
         env=given.get("env", ()),

@@ -220,6 +220,9 @@ def _start(progress: ActionProgress, now: float) -> PlaybookStep:
     found = placement.restore.step if placement.restore else -1
     if found < following.known_step:
         return _ask_for_copies(progress, following.known_step, now)
+    if found < 0 and plan.spec.never_from_scratch and plan.history is not None and plan.history.lineage:
+        why = "No host has a copy of any step, and --never-from-scratch forbids to begin anew."
+        return end(progress, ActionEvent.FAILED, why)
     parts = host_parts(placement).items()
     bodies = [(host_id, StartWorkers(spec=plan.spec, placement=part)) for host_id, part in parts]
     asking = drafts(progress, START, bodies, now) + _warm_ups(progress, now)

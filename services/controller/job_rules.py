@@ -87,9 +87,10 @@ def start_when_hosts_suffice(case: Case) -> Verdict | None:
     )
 
 
-def say_what_is_missing(round_: Round, job: JobView) -> None:
+def say_what_is_missing(round_: Round, job: JobView, held: Verdict | None = None) -> None:
     """A job that waits says what for, and has the hosts kept that are free already: first come, first served. Later
-    jobs go before it where they do not delay it: on hosts that it may not use, or if there are too few for it."""
+    jobs go before it where they do not delay it: on hosts that it may not use, or if there are too few for it. `held`:
+    what it waits for where there are hosts enough."""
     free = [host.host_id for host in round_.free_hosts(job.spec)]
     kept_for = {host_id: round_.kept_for[host_id] for host_id in free if host_id in round_.kept_for}
     free = [host_id for host_id in free if host_id not in kept_for]
@@ -97,6 +98,9 @@ def say_what_is_missing(round_: Round, job: JobView) -> None:
     first = next(iter(kept_for.values()), "")
     earlier = f" (job {first} came first and waits for {listed(list(kept_for))})" if kept_for else ""
     message = f"waits for hosts: it needs {_hosts(job.spec.nnodes)}{among}, free: {listed(free) or 'none'}{earlier}"
+    if held is not None:
+        message = f"waits for {held.holding_for}"
+        round_.wake(held.hold_until)
     if message != job.message:
         round_.change_job(job.spec.job, job.state, message)
     if _may_start_one_day(round_, job):

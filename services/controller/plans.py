@@ -72,7 +72,7 @@ def restart_plan(
     is_ancestor = generation.started_at > 0.0 and any(entry.generation == generation.generation for entry in history)
     reachable, unreachable = _involved(case, generation, given_up=given_up)
     left = _others_that_hold(case, (*reachable, *unreachable))
-    if left and _known_step(case, history, (*reachable, *left)) > _known_step(case, history, reachable):
+    if left and known_step(case, history, (*reachable, *left)) > known_step(case, history, reachable):
         reachable, unreachable = _involved(case, generation, left, given_up=given_up)
     before = {part.host_id for part in generation.hosts}
     budget = budget_after(generation, incident, case.settings, case.job.failures)
@@ -94,7 +94,7 @@ def restart_plan(
             restart_count=budget.restart_count,
             restarts_used=budget.used,
             furthest_step=budget.furthest_step,
-            known_step=_known_step(case, history, reachable),
+            known_step=known_step(case, history, reachable),
             master_port=_master_port(case, hosts),
             run=case.job.run,
         ),
@@ -205,10 +205,10 @@ def loses_without(case: Case, generation: GenerationView, host_ids: Collection[s
     """Whether the newest recovery point is on these hosts alone."""
     asked, _ = _involved(case, generation)
     others = [host_id for host_id in asked if host_id not in host_ids]
-    return _known_step(case, generation.lineage, others) < _known_step(case, generation.lineage, asked)
+    return known_step(case, generation.lineage, others) < known_step(case, generation.lineage, asked)
 
 
-def _known_step(case: Case, lineage: Lineage, asked: Collection[str]) -> int:
+def known_step(case: Case, lineage: Lineage, asked: Collection[str]) -> int:
     """The recovery point that the hosts which are asked have reported, -1 if none."""
     asked = frozenset(asked)
     copies = [

@@ -1,8 +1,8 @@
 """The policy: what to do about everything that is known, as ordered lists of small rules.
 
-Of each list the first rule that has something to say decides, and its name is kept with the decision. Rules look at
-the view, never at what they did before: asked again about the same facts they want the same, and what is wanted
-already is not decided twice.
+Of each list the first rule that has something to say decides, unless a guard holds what it wants; the name of who
+decided is kept with the decision. Rules look at the view, never at what they did before: asked again about the same
+facts they want the same, and what is wanted already is not decided twice.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from services.controller import (
     job_rules,
     preemption_rules,
     recovery_rules,
+    rollback_rules,
     save_rules,
     start_rules,
     tracking,
@@ -27,6 +28,7 @@ from services.controller.round import Case, Round, Verdict
 from services.controller.view import Outcome, PolicySettings, View
 
 Rule = Callable[[Case], Verdict | None]
+Guard = Callable[[Case, Verdict], Verdict | None]
 
 JOB_RULES: tuple[Rule, ...] = (
     job_rules.stop_on_request,
@@ -84,6 +86,11 @@ STALE_WORKER_RULES: tuple[Rule, ...] = (
     job_rules.stop_superseded_workers,
 )
 
+GUARDS: tuple[Guard, ...] = (
+    rollback_rules.never_from_scratch,
+    rollback_rules.wait_for_newer_steps,
+)
+
 _RULES_OF = {
     PREEMPTION_NOTICE: PREEMPTION_RULES,
     DRAIN_REQUESTED: DRAIN_RULES,
@@ -99,15 +106,15 @@ def decide(view: View, signals: Sequence[Signal], settings: PolicySettings, now:
     intake.take_signals(round_, signals)
     intake.settle_hosts(round_)
     for name in list(round_.jobs):
-        has_ended = round_.jobs[name].state.ended
+        has_ended, held = round_.jobs[name].state.ended, None
         if has_ended:
             tracking.find_left_behind(round_, round_.jobs[name])
         else:
             tracking.follow(round_, round_.jobs[name])
             tracking.diagnose(round_, round_.jobs[name])
-            _ask(round_, JOB_RULES, Case(round_, round_.jobs[name]))
+            held = _ask(round_, JOB_RULES, Case(round_, round_.jobs[name]))
         if round_.jobs[name].state is JobState.SUBMITTED:
-            job_rules.say_what_is_missing(round_, round_.jobs[name])
+            job_rules.say_what_is_missing(round_, round_.jobs[name], held)
         for incident_id in [incident.incident_id for incident in round_.open_incidents(name)]:
             incident = round_.incidents[incident_id]  # a rule that was asked before may have closed it
             if has_ended and incident.cause != SUPERSEDED_WORKERS:
@@ -117,9 +124,20 @@ def decide(view: View, signals: Sequence[Signal], settings: PolicySettings, now:
     return round_.outcome()
 
 
-def _ask(round_: Round, rules: Sequence[Rule], case: Case) -> None:
+def _ask(round_: Round, rules: Sequence[Rule], case: Case) -> Verdict | None:
+    """Apply what is decided. Returns what a guard holds of a job without an incident: its message tells of that."""
     for rule in rules:
-        verdict = rule(case)
-        if verdict is not None:
-            round_.apply(case, rule.__name__, verdict)
-            return
+        wanted = rule(case)
+        if wanted is None:
+            continue
+        for guard in GUARDS:
+            held = guard(case, wanted)
+            if held is None:
+                continue
+            if case.incident is None:
+                return held
+            round_.apply(case, guard.__name__, held)
+            return None
+        round_.apply(case, rule.__name__, rollback_rules.say_what_is_given_up(case, wanted))
+        return None
+    return None

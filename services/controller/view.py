@@ -32,6 +32,8 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unwatched_verify_s: float = 10.0  # a script that never attached shows no steps: living this long is its proof
     start_patience_s: float = 120.0  # for a file that no host has, a disk that is full everywhere: then the job fails
     spare_fresh_s: float = 15.0  # a host without a report for this long is not given work
+    rollback_free_s: float = 10.0  # steps that take less than this to do again are given up without a wait
+    rollback_wait_s: float = 900.0  # the longest wait for hosts that hold newer steps; 0: none
     refill_steps: int = 10  # new steps of a generation that refill the restart budget
     refill_slow_steps_s: float = 60.0  # a generation that ran this long refills it with one new step
     refill_unwatched_s: float = 600.0  # a script that shows no steps refills it by running this long

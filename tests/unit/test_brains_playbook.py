@@ -496,3 +496,19 @@ def test_of_many_hosts_the_answers_are_gone_through_a_few_times_and_not_once_per
     assert bool(advance(progress, NOW).commands) is (state is not UpdateState.ACKNOWLEDGED)
     assert may_start(progress) is (state is UpdateState.SUCCEEDED)
     assert Passes.count < 10
+
+
+@pytest.mark.parametrize(("never", "lineage"), [(True, (LineageEntry(2),)), (True, ()), (False, (LineageEntry(2),))])
+def test_a_job_that_goes_on_without_a_copy_begins_anew_unless_that_is_forbidden(
+    never: bool, lineage: tuple[LineageEntry, ...]
+) -> None:
+    """What its hosts hold shows when they are told its history. An empty history is another run, which --fresh began."""
+    spec = msgspec.structs.replace(MIGRATE.spec, never_from_scratch=never)
+    history = JobHistory(spec.checkpoint, lineage)
+    plan = msgspec.structs.replace(MIGRATE, kind=DecisionKind.START_JOB, spec=spec, history=history, warm_hosts=())
+    progress = apply(begun(plan), advance(begun(plan), NOW))
+    step = advance(answer(progress, UpdateState.SUCCEEDED, {"a": CommandResult()}), NOW + 1)
+    is_forbidden = never and bool(lineage)
+    assert (step.state is ActionState.FAILED) == is_forbidden
+    if is_forbidden:
+        assert step.message == "No host has a copy of any step, and --never-from-scratch forbids to begin anew."

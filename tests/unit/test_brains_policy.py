@@ -82,6 +82,7 @@ GENERATION = GenerationView(
 )
 JOB = JobView(SPEC, JobState.RUNNING, NOW - 1000, False, GENERATION, newest_step=50, message="running on a, b")
 HOSTS = (host("a", job="job"), host("b", job="job"), host("c"))
+SAVED = tuple(ShardCopy("job", 2, 50, number, Tier.MEMORY, "a", 1, "d") for number in (0, 1))
 
 
 def view(
@@ -285,7 +286,7 @@ def test_a_job_ends_also_where_an_earlier_placement_left_copies() -> None:
 
 
 def test_a_killed_worker_restarts_in_place() -> None:
-    outcome = decide(view(), [say(KILLED, source="b")], SETTINGS, NOW)
+    outcome = decide(view(copies=SAVED), [say(KILLED, source="b")], SETTINGS, NOW)
     decision = decided(outcome)
     assert decision.rule == "restart_in_place" and decision.incident_id == "inc-7" and decision.decision_id == "dec-70"
     assert decision.reason == (
@@ -394,7 +395,7 @@ def came_back_empty(*numbers: int) -> JobView:
 
 
 def test_ranks_that_a_newer_daemon_of_their_host_does_not_know_have_failed() -> None:
-    decision = decided(decide(view(job=came_back_empty(1)), [], SETTINGS, NOW))
+    decision = decided(decide(view(job=came_back_empty(1), copies=SAVED), [], SETTINGS, NOW))
     assert (decision.kind, decision.rule) == (DecisionKind.RESTART_IN_PLACE, "restart_in_place")
     assert decision.reason == (
         "b came back empty: the daemon that runs there now knows nothing of rank 1. "

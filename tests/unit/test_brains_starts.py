@@ -144,7 +144,8 @@ def test_what_fails_on_the_spare_too_is_no_hosts_fault() -> None:
 def test_what_is_ours_is_tried_again_and_costs_nothing(code: str, times: int) -> None:
     known = incident(FailedStart("a", code, 2, NOW - 5, times - 1)) if times > 1 else incident()
     hosts = (host("a"), host("b"), host("c"))
-    outcome = look(job(), *hosts, incidents=[known], signals=[failed("a", code)], now=NOW + 30)
+    saved = [ShardCopy("job", 2, 40, number, Tier.MEMORY, "a", 1, "d") for number in (0, 1)]
+    outcome = look(job(), *hosts, incidents=[known], signals=[failed("a", code)], copies=saved, now=NOW + 30)
     (decision,) = outcome.decisions
     assert (decision.kind, decision.rule) == (DecisionKind.RESTART_IN_PLACE, "start_again")
     assert decision.reason.endswith("This burns no restart.")

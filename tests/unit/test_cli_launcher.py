@@ -249,6 +249,11 @@ def test_the_launcher_imports_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+def test_a_job_may_be_forbidden_to_begin_anew() -> None:
+    assert not parse("t.py").never_from_scratch
+    assert parse("--never-from-scratch t.py").never_from_scratch
+
+
 def test_a_hang_timeout_is_a_number_of_seconds_that_makes_sense() -> None:
     assert parse("t.py").hang_timeout_s == parse("--hang-timeout 0 t.py").hang_timeout_s == 0.0
     assert parse("--hang-timeout 90.5 t.py").hang_timeout_s == 90.5
