@@ -20,6 +20,8 @@ class FaultKind(StrEnum):
     HOST_CUT_FROM_SENSORS = "host_cut_from_sensors"  # in one direction
     HOST_CUT_FROM_ACTUATORS = "host_cut_from_actuators"
     HOSTS_CUT_FROM_EACH_OTHER = "hosts_cut_from_each_other"
+    ALL_HOSTS_PAUSED = "all_hosts_paused"  # of the job, as for a snapshot of virtual machines; their memory stays
+    ALL_HOSTS_CUT_FROM_SUPERVISOR = "all_hosts_cut_from_supervisor"  # of the job, which trains on
     PREEMPTED = "preempted"  # a notice; then the host goes, and comes back much later
     LOSSY_NETWORK = "lossy_network"
     SLOW_NETWORK = "slow_network"
@@ -54,6 +56,8 @@ _LASTS_S = {
     FaultKind.HOST_CUT_FROM_SENSORS: (2.0, 60.0),
     FaultKind.HOST_CUT_FROM_ACTUATORS: (2.0, 40.0),
     FaultKind.HOSTS_CUT_FROM_EACH_OTHER: (2.0, 40.0),
+    FaultKind.ALL_HOSTS_PAUSED: (5.0, 90.0),
+    FaultKind.ALL_HOSTS_CUT_FROM_SUPERVISOR: (5.0, 90.0),
     FaultKind.PREEMPTED: (15.0, 60.0),  # from the notice to the end
     FaultKind.LOSSY_NETWORK: (10.0, 60.0),
     FaultKind.SLOW_NETWORK: (10.0, 60.0),
@@ -83,6 +87,8 @@ _FAILURES = (
     FaultKind.HOST_DOWN,
     FaultKind.HOST_RESTARTS,
     FaultKind.HOST_CUT_OFF,
+    FaultKind.ALL_HOSTS_PAUSED,
+    FaultKind.ALL_HOSTS_CUT_FROM_SUPERVISOR,
     FaultKind.PREEMPTED,
     FaultKind.WORKERS_KILLED_TOGETHER,
     FaultKind.NOTICE_IN_VAIN,

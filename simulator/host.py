@@ -58,6 +58,8 @@ class Host:
         self.is_up = True
         self.is_daemon_up = False
         self.is_engine_up = True
+        self.is_paused = False
+        self._put_off: list[Callable[[], None]] = []  # until it is resumed
         self.has_files = True
         self.is_disk_full = False
         self.keeps_saves = True
@@ -83,10 +85,22 @@ class Host:
 
     def come_up(self) -> None:
         """Boot."""
-        self.is_up = True
+        self.is_up, self.is_paused = True, False
         self._up_since = self.world.now
         self.is_engine_up = True
         self.start_daemon()
+
+    def pause(self) -> None:
+        """Stop every process where it is, as for a snapshot of a virtual machine."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Go on as if nothing had happened."""
+        if self.is_paused:
+            self.is_paused, self._up_since = False, self.world.now
+            put_off, self._put_off = self._put_off, []
+            for happening in put_off:
+                happening()
 
     def stop_engine(self) -> None:
         """The engine's process is gone; what it holds lies in shared memory."""
@@ -99,7 +113,7 @@ class Host:
 
     def has_been_in_reach_for_s(self) -> float:
         """For how long it has been up, and every link to and from it open."""
-        if not (self.is_up and self.is_daemon_up and self.is_engine_up):
+        if not (self.is_up and self.is_daemon_up and self.is_engine_up) or self.is_paused:
             return 0.0
         others = [name for name in self.world.hosts if name != self.host_id]
         if any(not self.world.network.are_joined(self.host_id, other) for other in (*others, SENSOR, ACTUATOR)):
@@ -108,9 +122,8 @@ class Host:
 
     def has_heard_for_s(self, other: Host) -> float:
         """For how long the two machines have been up, with their daemons, and joined."""
-        if not (
-            self.is_daemon_up and other.is_daemon_up and self.world.network.are_joined(self.host_id, other.host_id)
-        ):
+        are_up = all(host.is_daemon_up and not host.is_paused for host in (self, other))
+        if not are_up or not self.world.network.are_joined(self.host_id, other.host_id):
             return 0.0
         return self.world.now - max(self._up_since, other._up_since, self.world.network.healed_at)
 
@@ -141,11 +154,15 @@ class Host:
         self.is_daemon_up = False
 
     def while_alive(self, happening: Callable[[], None]) -> Callable[[], None]:
-        """Nothing happens any more when this daemon is gone."""
+        """Nothing happens any more when this daemon is gone, and nothing yet while it is paused."""
         mine = self.incarnation
 
         def happen() -> None:
-            if self.is_daemon_up and self.incarnation == mine:
+            if not self.is_daemon_up or self.incarnation != mine:
+                return
+            if self.is_paused:
+                self._put_off.append(happen)
+            else:
                 happening()
 
         return happen
@@ -290,7 +307,7 @@ class Host:
 
     def _hears(self, peer: str, patience_s: float) -> bool:
         other = self.world.hosts.get(peer)
-        if other is None or not (other.is_up and other.is_engine_up and self.is_engine_up):
+        if other is None or not (other.is_up and other.is_engine_up and self.is_engine_up) or other.is_paused:
             return False
         joined = self.world.network.are_joined(self.host_id, peer)
         return joined or self.world.network.cut_for_s(self.host_id, peer) < patience_s

@@ -51,10 +51,13 @@ class Injector:
     def _apply(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
         """Do it; the target's name, what ends it, and when."""
         name = fault.kind.value
-        if fault.kind in (FaultKind.NOTICE_IN_VAIN, FaultKind.DRAIN_IN_VAIN):
-            return self._in_vain(fault)
-        if fault.kind in (FaultKind.PORTS_TAKEN, FaultKind.SHARE_AWAY, FaultKind.SPARE_LACKS_FILES):
-            return self._on_starts(fault)
+        for kinds, apply in (
+            ((FaultKind.NOTICE_IN_VAIN, FaultKind.DRAIN_IN_VAIN), self._in_vain),
+            ((FaultKind.ALL_HOSTS_PAUSED, FaultKind.ALL_HOSTS_CUT_FROM_SUPERVISOR), self._on_all_hosts_of_the_job),
+            ((FaultKind.PORTS_TAKEN, FaultKind.SHARE_AWAY, FaultKind.SPARE_LACKS_FILES), self._on_starts),
+        ):
+            if fault.kind in kinds:
+                return apply(fault)
         if name.startswith(("worker", "daemon")):
             return self._on_worker(fault)
         if name.startswith(("host", "preempted", "engine")):
@@ -109,6 +112,22 @@ class Injector:
             return host.host_id, end, _MISSED_AFTER_S + fault.lasts_s + _STAYS_S
         world.after(_MISSED_AFTER_S / 2 * fault.size, drain)
         return host.host_id, end, _MISSED_AFTER_S + fault.lasts_s
+
+    def _on_all_hosts_of_the_job(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
+        """Spares are left as they are: the job could begin anew on them at once."""
+        busy = [host for host in self._world.hosts.values() if host.workers]
+        target = ", ".join(host.host_id for host in busy) or "nobody"
+        if fault.kind is FaultKind.ALL_HOSTS_CUT_FROM_SUPERVISOR:
+            links = [(host.host_id, far) for host in busy for far in (SENSOR, ACTUATOR)]
+            return target, self._cut(links), fault.lasts_s
+
+        def end() -> None:
+            for host in busy:
+                host.resume()
+
+        for host in busy:
+            host.pause()
+        return target, end, fault.lasts_s
 
     def _on_starts(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
         """What shows only when ranks are started: so they have to be."""

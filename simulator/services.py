@@ -193,8 +193,8 @@ class Gateway:
                 self._world.network.send(SENSOR, host.host_id, partial(replied, reply))
 
         def replied(reply: ReportReply) -> None:
-            if host.is_daemon_up and host.incarnation == incarnation:
-                host.replied(reply, report.seq)
+            if host.incarnation == incarnation:
+                host.while_alive(partial(host.replied, reply, report.seq))()
 
         self._world.network.send(host.host_id, SENSOR, arrive)
 
@@ -205,7 +205,7 @@ class Gateway:
         if actuator is None or not network.are_joined(host.host_id, ACTUATOR):
             return
         for command in actuator.commands(host):
-            network.send(ACTUATOR, host.host_id, partial(host.commands.obey, command))
+            network.send(ACTUATOR, host.host_id, host.while_alive(partial(host.commands.obey, command)))
 
     def answer(self, host: Host, update: CommandUpdate) -> None:
         """Send an answer; it is sent again until it was taken."""
@@ -216,7 +216,9 @@ class Gateway:
 
         def arrive() -> None:
             if actuator.answers and actuator.take(update, predecessors):
-                self._world.network.send(ACTUATOR, host.host_id, lambda: host.commands.delivered(update))
+                self._world.network.send(
+                    ACTUATOR, host.host_id, host.while_alive(partial(host.commands.delivered, update))
+                )
 
         self._world.network.send(host.host_id, ACTUATOR, arrive)
 

@@ -6,6 +6,7 @@ other; it does not know what the supervisor believes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.cluster import Activity, Phase, Placement, WorkerError
 from flyball.contracts.errors import RestoreFailed
 from flyball.contracts.signals import SavesFailing, SavesRecovered
+from simulator.events import Happening
 from simulator.history import NO_SOURCE, Parked, Restored, Saved
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ REPLICA_WAIT_S = 10.0  # then the world goes on without those that cannot be had
 SHARD_SIZE_BYTES = 1000
 FAILING_AFTER_S = 60.0  # as an engine has it
 STANDS_AFTER_S = 2.5  # no step takes as long
+RESUME_LOOK_S = 0.25
 
 
 class Worker:
@@ -116,8 +119,15 @@ class Group:
     def _is_alive(self, worker: Worker) -> bool:
         return self.workers.get(worker.rank) is worker
 
+    def _put_off(self, workers: Iterable[Worker], happening: Happening) -> bool:
+        """Whether the machine of one of these ranks is paused: then it happens later."""
+        is_paused = any(self.world.hosts[worker.host_id].is_paused for worker in workers)
+        if is_paused:
+            self.world.after(RESUME_LOOK_S, happening)
+        return is_paused
+
     def _attached(self, worker: Worker) -> None:
-        if not self._is_alive(worker):
+        if not self._is_alive(worker) or self._put_off([worker], lambda: self._attached(worker)):
             return
         worker.phase, worker.moved_at = Phase.RESTORING, self.world.now
         if self._is_whole() and all(other.phase is Phase.RESTORING for other in self.workers.values()):
@@ -131,12 +141,12 @@ class Group:
         return all(self.world.network.are_joined(one, other) for i, one in enumerate(names) for other in names[i + 1 :])
 
     def _check_rendezvous(self) -> None:
-        if not self._has_restored:
+        if not self._has_restored and not self._put_off(self.workers.values(), self._check_rendezvous):
             for worker in list(self.workers.values()):
                 self._fail_soon(worker, "timed out waiting for the other ranks")
 
     def _restore(self) -> None:
-        if self._has_restored or not self._is_whole():
+        if self._has_restored or not self._is_whole() or self._put_off(self.workers.values(), self._restore):
             return
         loaded: set[tuple[int, int]] = set()  # step and the generation that saved it
         for worker in list(self.workers.values()):
@@ -174,7 +184,10 @@ class Group:
         self._is_stepping = False
         if not self.workers:
             return
-        can_step = self._is_whole() and not any(w.is_hung or w.phase is not Phase.STEP for w in self.workers.values())
+        if all(self.world.hosts[worker.host_id].is_paused for worker in self.workers.values()):
+            self._begin_step()
+            return
+        can_step = self._is_whole() and not any(map(self._stands, self.workers.values()))
         if not can_step:
             self._wait_for_the_others()
             return
@@ -193,6 +206,9 @@ class Group:
                 worker.phase = Phase.PARKED
         self._note_parked()
         self._begin_step()
+
+    def _stands(self, worker: Worker) -> bool:
+        return worker.is_hung or worker.phase is not Phase.STEP or self.world.hosts[worker.host_id].is_paused
 
     def _note_parked(self) -> None:
         now, is_parked = self.world.now, any(worker.phase is Phase.PARKED for worker in self.workers.values())
@@ -219,7 +235,7 @@ class Group:
 
     def _fail_soon(self, worker: Worker, message: str) -> None:
         def fail() -> None:
-            if self._is_alive(worker) and not worker.is_hung:
+            if self._is_alive(worker) and not worker.is_hung and not self._put_off([worker], fail):
                 self.world.exit(self, worker, exit_code=1, message=message)
 
         self.world.after(self._rng.uniform(0.02, 0.6), fail)
@@ -268,6 +284,8 @@ class Group:
 
     def _replicate(self, step: int) -> None:
         if self._committed != step or self._replicated >= step or not self.workers:
+            return
+        if self._put_off(self.workers.values(), lambda: self._replicate(step)):
             return
         are_all_there = True
         for worker in self.workers.values():

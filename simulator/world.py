@@ -97,7 +97,9 @@ class World:
     def can_copy(self, source: str, target: str) -> bool:
         """Whether the engines of two hosts reach each other."""
         ends = (self.hosts[source], self.hosts[target])
-        return all(end.is_up and end.is_engine_up for end in ends) and self.network.are_joined(source, target)
+        return all(end.is_up and end.is_engine_up and not end.is_paused for end in ends) and self.network.are_joined(
+            source, target
+        )
 
     def can_fetch(self, worker: Worker, job: str, source: ShardSource, step: int) -> bool:
         """Whether a rank's host can have the bytes from a source, now."""

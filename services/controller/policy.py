@@ -22,6 +22,7 @@ from services.controller import (
     save_rules,
     start_rules,
     tracking,
+    waiting_rules,
 )
 from services.controller.diagnosis import DRAIN_REQUESTED, PREEMPTION_NOTICE, SAVES_FAILING, SUPERSEDED_WORKERS
 from services.controller.round import Case, Round, Verdict
@@ -44,9 +45,10 @@ FAILURE_RULES: tuple[Rule, ...] = (
     recovery_rules.fail_after_too_many_decisions,
     recovery_rules.fail_on_identical_exception,
     recovery_rules.back_off_after_a_failed_action,
-    recovery_rules.wait_for_the_root_cause,
-    recovery_rules.wait_for_the_others_that_fell,
-    recovery_rules.watch_returned_hosts,
+    waiting_rules.wait_for_the_root_cause,
+    waiting_rules.wait_for_the_others_that_fell,
+    waiting_rules.wait_for_the_others_that_return,
+    waiting_rules.watch_returned_hosts,
     recovery_rules.fail_when_restarts_are_used_up,
     recovery_rules.restart_from_an_older_recovery_point,
     recovery_rules.migrate_to_spare,

@@ -11,9 +11,7 @@ from flyball.contracts.cluster import HostRanks, HostState, JobState
 from flyball.contracts.decisions import ActionState, DecisionKind, Incident
 from services.controller import guardrails, plans, recovery_point, spare_choice
 from services.controller.diagnosis import (
-    CONNECTION_LOST,
     DRAIN_REQUESTED,
-    HOST_SILENT,
     RESTORE_FAILED,
     WORKER_EXCEPTION,
 )
@@ -21,7 +19,6 @@ from services.controller.round import Case, Evidence, Verdict
 from services.controller.view import ActionView, GenerationView, HostView
 from services.controller.wording import NAMED, kept, listed, ranks_of
 
-_UNHEARD_WINDOWS = 5  # root-cause windows that a host's own word is waited for
 _ASK_AGAIN_S = 1.0
 _LEAVING = (HostState.CORDONED, HostState.IN_REPAIR, HostState.DEGRADED)
 
@@ -56,7 +53,7 @@ def fail_on_identical_exception(case: Case) -> Verdict | None:
 def back_off_after_a_failed_action(case: Case) -> Verdict | None:
     """Between actions that fail lies some time, more with each."""
     incident, action = _incident(case), _last_action(case)
-    if action is None or not _is_retry(case):
+    if action is None or not is_retry(case):
         return None
     until = incident.since + guardrails.back_off_s(incident.decisions_made)
     if case.now >= until:
@@ -67,84 +64,6 @@ def back_off_after_a_failed_action(case: Case) -> Verdict | None:
         f"The next attempt, number {incident.decisions_made + 1}, is made in {until - case.now:.1f} s.",
         evidence={"action": action.action_id, "decisions": incident.decisions_made},
         holding_for=f"some time to pass after {action.action_id}",
-        hold_until=until,
-    )
-
-
-def wait_for_the_root_cause(case: Case) -> Verdict | None:
-    """A lost connection says that somebody is gone, not who: wait for what tells it, longer while a host of the job has
-    not been heard of since."""
-    incident, generation = _incident(case), _generation(case)
-    if incident.cause != CONNECTION_LOST or incident.generation != generation.generation or _is_retry(case):
-        return None
-    window_s = case.settings.root_cause_window_s
-    known = [case.round.hosts[part.host_id] for part in generation.hosts if part.host_id in case.round.hosts]
-    unheard = [host.host_id for host in known if host.last_report_at < incident.since]
-    until = incident.since + window_s
-    if case.now >= until and unheard:
-        until = incident.since + _UNHEARD_WINDOWS * window_s
-    if case.now >= until:
-        return None
-    awaited = f"word of {listed(unheard)}" if case.now >= incident.since + window_s else "the root cause"
-    return Verdict(
-        DecisionKind.HOLD,
-        f"{incident.message} That follows from another failure, which has not been reported yet: "
-        f"{awaited} is awaited for up to {until - case.now:.1f} s.",
-        evidence={"unheard": kept(unheard), "window_s": window_s},
-        holding_for=awaited,
-        hold_until=until,
-    )
-
-
-def wait_for_the_others_that_fell(case: Case) -> Verdict | None:
-    """Where several hosts of a domain fell silent, others may have too, and report to other sensors: one decision for
-    all of them."""
-    incident, generation = _incident(case), _generation(case)
-    if incident.cause != HOST_SILENT or incident.generation != generation.generation or _is_retry(case):
-        return None
-    hosts = [case.round.hosts[part.host_id] for part in generation.hosts if part.host_id in case.round.hosts]
-    silent = [host for host in hosts if host.state is HostState.SILENT]
-    fell: dict[str, list[float]] = {}
-    for host in silent:
-        fell.setdefault(host.failure_domain, []).append(host.last_report_at)
-    until = max((host.since for host in silent), default=0.0) + case.settings.root_cause_window_s
-    unheard = [
-        host.host_id
-        for host in hosts
-        if host.failure_domain
-        and len(heard_at := fell.get(host.failure_domain, [])) > 1
-        and not case.round.is_silent(host.host_id)
-        and host.last_report_at - max(heard_at) < 0.5 * (case.now - max(heard_at))
-    ]
-    if not unheard or case.now >= until:
-        return None
-    named = listed(unheard)
-    return Verdict(
-        DecisionKind.HOLD,
-        f"{incident.message} Nothing was heard since of {named}: "
-        f"for {until - case.now:.1f} s it is seen whether more hosts are lost.",
-        evidence={"unheard": kept(unheard)},
-        holding_for=f"word of {named}",
-        hold_until=until,
-    )
-
-
-def watch_returned_hosts(case: Case) -> Verdict | None:
-    """Hosts that were silent and report again may never have stopped training: look whether steps advance."""
-    incident, generation = _incident(case), _generation(case)
-    if incident.cause != HOST_SILENT or incident.generation != generation.generation or _is_retry(case):
-        return None
-    hosts = [case.round.hosts[part.host_id] for part in generation.hosts if part.host_id in case.round.hosts]
-    if any(host.state is HostState.SILENT for host in hosts) or any(rank.exited for rank in generation.ranks):
-        return None
-    until = max(host.since for host in hosts) + case.settings.root_cause_window_s
-    if case.now >= until:
-        return None
-    return Verdict(
-        DecisionKind.HOLD,
-        f"All hosts of generation {generation.generation} report again, and no worker ended: "
-        f"for {until - case.now:.1f} s it is seen whether steps advance past {incident.failed_step}.",
-        holding_for="steps to advance after the return",
         hold_until=until,
     )
 
@@ -342,7 +261,7 @@ def _budget(case: Case, generation: GenerationView) -> str:
 
 def _history(case: Case) -> str:
     action = _last_action(case)
-    if action is None or not _is_retry(case):
+    if action is None or not is_retry(case):
         return ""
     return f"{action.action_id} ended {action.state.value}: {_sentence(action.message)} "
 
@@ -365,7 +284,7 @@ def _last_action(case: Case) -> ActionView | None:
     return case.round.actions.get(_incident(case).action_id)
 
 
-def _is_retry(case: Case) -> bool:
+def is_retry(case: Case) -> bool:
     """Whether the incident's last action failed: what it was for is known, and still wanted."""
     action = _last_action(case)
     return action is not None and action.state in (ActionState.FAILED, ActionState.TIMED_OUT)

@@ -502,7 +502,7 @@ def test_of_many_hosts_the_answers_are_gone_through_a_few_times_and_not_once_per
 def test_a_job_that_goes_on_without_a_copy_begins_anew_unless_that_is_forbidden(
     never: bool, lineage: tuple[LineageEntry, ...]
 ) -> None:
-    """What its hosts hold shows when they are told its history. An empty history is another run, which --fresh began."""
+    """What its hosts hold shows when they are told its history. An empty one is that of another run."""
     spec = msgspec.structs.replace(MIGRATE.spec, never_from_scratch=never)
     history = JobHistory(spec.checkpoint, lineage)
     plan = msgspec.structs.replace(MIGRATE, kind=DecisionKind.START_JOB, spec=spec, history=history, warm_hosts=())

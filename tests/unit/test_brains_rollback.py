@@ -133,10 +133,17 @@ def test_the_wait_begins_when_the_last_holder_fell_silent() -> None:
 
 
 def test_when_enough_holders_are_back_theirs_is_the_history() -> None:
+    """After a moment in which the others may come back as well, and no rank has to start again."""
     first = look(*ALL_SILENT, copies=BOTH_HOLD)
     both = [*BOTH_HOLD, *held(49, "a", 1)]
-    back = (host("a", job="job", since=NOW + 4), silent("b"), host("c", last_report_at=NOW + 5))
-    decision = restarted(look(*back, copies=both, incidents=first.incidents, now=NOW + 5))
+    back = (host("a", job="job", since=NOW + 4, last_report_at=NOW + 5), silent("b"), host("c", last_report_at=NOW + 5))
+    waits = look(*back, copies=both, incidents=first.incidents, now=NOW + 5)
+    (decision,) = waits.decisions
+    assert (decision.rule, waits.wake_at) == ("wait_for_the_others_that_return", NOW + 14)
+    assert decision.reason.endswith(
+        "a reports again, and no worker ended there: for 9.0 s it is seen whether b does too."
+    )
+    decision = restarted(look(*back, copies=both, incidents=waits.incidents, now=NOW + 14))
     assert decision.action is not None and decision.action.next is not None
     assert (decision.action.next.known_step, decision.action.stop_hosts) == (49, ("a",))
     assert "gives up" not in decision.reason
