@@ -19,6 +19,7 @@ from simulator.history import (
     Condemned,
     CoreFault,
     Fact,
+    Granted,
     Obeyed,
     Parked,
     Restored,
@@ -30,6 +31,7 @@ from simulator.history import (
 from simulator.record import ActionRecord, DecisionRecord, GenerationRecord, IncidentRecord, Record
 
 _PARKED_S = 110.0  # for a save before a move, with the control plane away meanwhile
+_WORTH_A_WAIT_S = 20.0  # of training; the policy's own threshold is lower, and its clock a guess
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -64,6 +66,7 @@ def check_history(facts: Sequence[Fact], record: Record) -> list[Violation]:
         *_obeyed_once(facts),
         *_no_older_rank_beside_a_newer(facts),
         *_restored_whole_steps(facts, record),
+        *_nothing_is_given_up_without_a_word(facts, record),
         *_nobody_heard_is_condemned(facts),
         *_failed_starts_are_free(facts, record),
         *_nobody_is_parked_for_nothing(facts),
@@ -295,6 +298,32 @@ def _restored_whole_steps(facts: Iterable[Fact], record: Record) -> Iterator[Vio
                 has_failed_restore = False
             case _:
                 pass
+
+
+def _nothing_is_given_up_without_a_word(facts: Iterable[Fact], record: Record) -> Iterator[Violation]:
+    """A restart that goes back behind the newest recovery point that was told says so, and has waited for its holders.
+    One that begins anew says so."""
+    decided = {decided.number: decided.decision for decided in record.decisions}
+    granted_by = {found.plan.generation: decided[found.decision] for found in record.generations}
+    waited = {d.incident_id: d.at for d in reversed(decided.values()) if d.rule == "wait_for_newer_steps"}
+    saved_at: dict[int, float] = {}
+    for fact in facts:
+        if isinstance(fact, Saved):
+            saved_at[fact.step] = fact.at
+        elif isinstance(fact, Granted) and fact.told > fact.asked and fact.generation in granted_by:
+            decision = granted_by[fact.generation]
+            name = f"generation {fact.generation} goes back to step {fact.asked}, behind step {fact.told}"
+            if "steps_given_up" not in decision.evidence:
+                yield Violation("rollback_unsaid", f"{name}, and {decision.decision_id} does not say so")
+            since = saved_at.get(fact.asked, min(saved_at.values(), default=fact.at))
+            is_worth_it = saved_at.get(fact.told, since) - since > _WORTH_A_WAIT_S
+            if is_worth_it and waited.get(decision.incident_id, decision.at) >= decision.at:
+                yield Violation("rollback_without_a_wait", f"{name}, and nobody was waited for")
+        elif isinstance(fact, Restored) and fact.step < 0 and fact.generation in granted_by:
+            decision = granted_by[fact.generation]
+            said = decision.evidence.keys() & {"steps_given_up", "newest_step"}
+            if decision.incident_id and saved_at and not said:
+                yield Violation("rollback_unsaid", f"generation {fact.generation} begins anew, which is not said")
 
 
 def _nobody_heard_is_condemned(facts: Iterable[Fact]) -> Iterator[Violation]:

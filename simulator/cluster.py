@@ -31,6 +31,7 @@ class Scenario(msgspec.Struct, frozen=True):
     step_s: float
     faults: int
     within_s: float = 120.0  # in which the faults begin
+    never_from_scratch: bool = False
 
 
 def draw_scenario(rng: Random) -> Scenario:
@@ -77,6 +78,7 @@ class Cluster:
             nnodes=scenario.nodes,
             nproc_per_node=scenario.ranks_per_node,
             max_restarts=1000,
+            never_from_scratch=scenario.never_from_scratch,
         )
         world.after(1.0, self._submit)
 

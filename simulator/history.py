@@ -71,9 +71,20 @@ class WorkerWent(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
+class Granted(msgspec.Struct, frozen=True, tag=True):
+    """A controller granted a generation. `told`: the newest whole step of its history among all copies that the
+    database knew, `asked`: among those of hosts that are asked; -1: none."""
+
+    at: float
+    job: str
+    generation: int
+    told: int
+    asked: int
+
+
 class Restored(msgspec.Struct, frozen=True, tag=True):
     """All ranks of a generation have loaded a step (-1: they began from scratch). `held`: the newest step of the
-    same history that hosts which were in reach all the time still held whole."""
+    same history that hosts which were in reach since before it was granted still held whole."""
 
     at: float
     job: str
@@ -127,6 +138,7 @@ Fact: TypeAlias = (
     | WorkerBegan
     | StartFailed
     | WorkerWent
+    | Granted
     | Restored
     | Parked
     | Saved

@@ -7,19 +7,20 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from flyball.contracts.cluster import HostState
-from flyball.contracts.decisions import Command, CommandUpdate
+from flyball.contracts.decisions import ActionPlan, Command, CommandUpdate
 from flyball.contracts.signals import HostSilent, Report, ReportReply, Signal
 from flyball.contracts.succession import speaks_for_host
 from services.actuator.executor import Executor
 from services.actuator.ports import PlaybookStep
 from services.controller.loop import ControllerLoop
 from services.controller.ports import Cursor
+from services.controller.recovery_point import newest_step
 from services.controller.replay import RoundInputs
 from services.controller.view import Outcome, PolicySettings
 from services.runtime.outages import OUTAGES, Outage
 from services.sensor.witnesses import neighbours
 from simulator.events import MachineClock
-from simulator.history import Condemned
+from simulator.history import Condemned, Granted
 from simulator.host import ACTUATOR, SENSOR, Host
 from simulator.ports.action_store import MemoryActionStore
 from simulator.ports.decision_store import MemoryDecisionStore
@@ -30,7 +31,7 @@ from simulator.world import World
 
 
 class WatchedStore(MemoryDecisionStore):
-    """A decision store whose commits can be held up, and whose condemnations are compared with the truth."""
+    """A decision store whose commits can be held up, and are compared with the truth."""
 
     def __init__(self, controller: Controller, memory: Memory) -> None:
         super().__init__(memory, controller.clock)
@@ -58,6 +59,8 @@ class WatchedStore(MemoryDecisionStore):
             first_steps=first_steps,
             inputs=inputs,
         )
+        for plan in (d.action for d in outcome.decisions if d.action is not None and d.action.next is not None):
+            self._controller.granted(plan)
         said_by = {s.body.host_id: s.source for s in signals if isinstance(s.body, HostSilent)}
         for change in outcome.hosts:
             if change.state is HostState.SILENT:
@@ -97,6 +100,16 @@ class Controller(Process):
         if self._hold_up_s > 0.0:
             until, self._hold_up_s = self.world.now + self._hold_up_s, 0.0
             self.world.timeline.run_until(until)
+
+    def granted(self, plan: ActionPlan) -> None:
+        """Note what was known of the steps that a generation could go on from."""
+        assert plan.next is not None
+        told = [copy for row in self._memory.hosts.values() for copy in row.copies]
+        asked = [copy for copy in told if copy.host_id in plan.stop_hosts]
+        found = (newest_step(copies, plan.next.parent_lineage, plan.spec.world_size) for copies in (told, asked))
+        steps = [-1 if step is None else step for step in found]
+        self.world.granted_at[plan.next.generation] = self.world.now
+        self.world.note(Granted(self.world.now, plan.job, plan.next.generation, *steps))
 
     def condemned(self, host_id: str, said_by: str) -> None:
         """Note what a controller said of a host that may be well."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from simulator.host import Host
 
 SLOTS = 2
-IN_REACH_S = 75.0  # in reach for longer than any action takes
+KNOWN_AFTER_S = 20.0  # in reach for so long, what a host holds is known, a database away or a message lost
 
 
 class Truth:
@@ -41,8 +41,10 @@ class Truth:
         self.newest = step
 
     def held_before(self, group: Group) -> tuple[int, int]:
-        """The newest whole step on hosts that were in reach all the time, and the newest completed; -1: none."""
-        hosts = [host for host in self._world.hosts.values() if host.has_been_in_reach_for_s() > IN_REACH_S]
+        """The newest whole step on hosts that were in reach since before the generation was granted, and the newest
+        completed; -1: none."""
+        since_s = self._world.now - self._world.granted_at.get(group.generation, 0.0) + KNOWN_AFTER_S
+        hosts = [host for host in self._world.hosts.values() if host.has_been_in_reach_for_s() > since_s]
         copies = [copy for host in hosts for copy in host.copies]
         points = complete_points(copies, self.lineage, group.placement.world_size)
         return max((step for step, _ in points), default=-1), self.newest
@@ -57,6 +59,7 @@ class World:
         self.truth = Truth(self)
         self.hosts: dict[str, Host] = {}
         self.groups: dict[int, Group] = {}  # by generation, of the one job
+        self.granted_at: dict[int, float] = {}  # by generation
         self.facts: list[Fact] = []
         self.ports_taken = 0  # generations that find theirs taken when they begin
 

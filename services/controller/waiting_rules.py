@@ -39,26 +39,22 @@ def wait_for_the_root_cause(case: Case) -> Verdict | None:
 
 
 def wait_for_the_others_that_fell(case: Case) -> Verdict | None:
-    """Where several hosts of a domain fell silent, others may have too, and report to other sensors: one decision for
-    all of them."""
+    """Where a host fell silent, others may have too (a switch, a cut, machines that are paused), and be found moments
+    later, or by other sensors: one decision for all of them."""
     asked = _asked_about(case, HOST_SILENT)
     if asked is None:
         return None
     incident, generation = asked
     hosts = _known_hosts(case, generation)
     silent = [host for host in hosts if host.state is HostState.SILENT]
-    fell: dict[str, list[float]] = {}
-    for host in silent:
-        fell.setdefault(host.failure_domain, []).append(host.last_report_at)
-    until = max((host.since for host in silent), default=0.0) + case.settings.root_cause_window_s
-    unheard = [
-        host.host_id
-        for host in hosts
-        if host.failure_domain
-        and len(heard_at := fell.get(host.failure_domain, [])) > 1
-        and not case.round.is_silent(host.host_id)
-        and host.last_report_at - max(heard_at) < 0.5 * (case.now - max(heard_at))
-    ]
+    window_s = case.settings.root_cause_window_s
+    until = max((host.since for host in silent), default=0.0) + window_s
+    newest = max(
+        host.last_report_at for host in case.round.hosts.values()
+    )  # the sensors' clock is not the controller's
+    fell_at = max((host.last_report_at for host in silent), default=newest)
+    heard_by = min(0.5 * (fell_at + newest), newest - window_s)  # whoever was not may have fallen as well
+    unheard = [h.host_id for h in hosts if not case.round.is_silent(h.host_id) and h.last_report_at < heard_by]
     if not unheard or case.now >= until:
         return None
     named = listed(unheard)

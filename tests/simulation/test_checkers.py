@@ -15,7 +15,7 @@ from simulator.checkers import check_history, check_record, check_replay
 from simulator.cluster import Scenario
 from simulator.driver import Run, run
 from simulator.faults import Fault, FaultKind
-from simulator.history import Condemned, CoreFault, Fact, Obeyed, Restored, Saved, WorkerBegan
+from simulator.history import Condemned, CoreFault, Fact, Granted, Obeyed, Restored, Saved, WorkerBegan
 from simulator.record import Record
 
 LATE = 2_000_000.0
@@ -115,6 +115,28 @@ def test_what_must_not_happen_is_found(good: Run, invariant: str) -> None:
     assert invariant in found
     harmless: list[Fact] = [obeyed(Fence(1, 1)), obeyed(Fence(1, 1), resumed=True), Condemned(1.0, "host-a", True, "")]
     assert check_history(harmless, good.record) == []
+
+
+def test_steps_that_are_given_up_without_a_wait_or_a_word_are_found(good: Run) -> None:
+    saved: list[Fact] = [Saved(float(step), "job", 1, step) for step in range(40)]
+    went_back = [*saved, Granted(50.0, "job", 2, told=39, asked=9)]
+    anew = [*saved, Restored(50.0, "job", 2, -1, -1, -1, 39, True)]
+
+    def found(facts: list[Fact], record: Record = good.record) -> set[str]:
+        return {violation.invariant for violation in check_history(facts, record)}
+
+    assert found(went_back) == {"rollback_unsaid", "rollback_without_a_wait"}
+    assert found([*saved, Granted(50.0, "job", 2, told=39, asked=30)]) == {"rollback_unsaid"}, "too little to wait for"
+    assert found([*saved, Granted(50.0, "job", 2, told=39, asked=39)]) == set()
+    assert found(anew) == {"rollback_unsaid"}
+    at = next(place for place, d in enumerate(good.record.decisions) if d.number == good.record.generations[1].decision)
+    restart = good.record.decisions[at].decision
+    said = msgspec.structs.replace(restart, evidence={"steps_given_up": 30})
+    wait = msgspec.structs.replace(restart, rule="wait_for_newer_steps", at=restart.at - 30.0, action=None)
+    decisions = changed(good.record.decisions, at, decision=said)
+    waited = but(good.record, decisions=(msgspec.structs.replace(decisions[at], number=99, decision=wait), *decisions))
+    assert found(went_back, waited) == set()
+    assert found(anew, waited) == set()
 
 
 def test_a_step_beyond_the_branch_of_its_history_is_dead(good: Run) -> None:

@@ -141,3 +141,36 @@ def test_saves_that_fail_for_long_are_one_incident_and_no_restart() -> None:
         assert incident.cause == "saves_failing"
         assert 90.0 < incident.opened_at - BEGAN_AT < 110.0
         assert incident.resolved_at - BEGAN_AT < 150.0
+
+
+ALL_SILENT = (FaultKind.ALL_HOSTS_PAUSED, FaultKind.ALL_HOSTS_CUT_FROM_SUPERVISOR)
+
+
+@pytest.mark.parametrize("kind", ALL_SILENT)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_whose_hosts_are_all_silent_for_a_while_is_not_begun_anew(kind: FaultKind, nodes: int) -> None:
+    """Nor started again: its ranks train, or go on where they were paused."""
+    scenario = Scenario(nodes=nodes, ranks_per_node=2, spares=nodes, racks=2, step_s=1.0, faults=1)
+    for seed in range(4):
+        done = run(seed, scenario=scenario, faults=(Fault(kind, 60.0, 35.0, 0.3, 0.3),))
+        assert done.violations == []
+        assert (kinds(done), done.generations) == (["start_job"], 1)
+        assert "wait_for_newer_steps" in {decided.decision.rule for decided in done.record.decisions}
+
+
+@pytest.mark.parametrize("never", [False, True])
+@pytest.mark.parametrize("kind", ALL_SILENT)
+def test_the_wait_for_newer_steps_has_an_end_unless_the_user_forbids_to_begin_anew(
+    kind: FaultKind, never: bool
+) -> None:
+    scenario = Scenario(nodes=2, ranks_per_node=1, spares=2, racks=2, step_s=1.0, faults=1, never_from_scratch=never)
+    done = run(3, scenario=scenario, faults=(Fault(kind, 60.0, 120.0, 0.3, 0.3),))
+    assert done.violations == []
+    assert kinds(done)[:2] == (["start_job"] if never else ["start_job", "migrate_to_spare"])
+    if never:
+        (incident,) = [found.incident for found in done.record.incidents]
+        assert (incident.cause, incident.lost_steps) == ("host_silent", 0)
+    else:
+        given_up = next(d.decision for d in done.record.decisions if d.decision.kind.value == "migrate_to_spare")
+        assert given_up.evidence["steps_given_up"] > 50
+        assert given_up.at - BEGAN_AT < 140.0

@@ -143,11 +143,12 @@ def test_a_world_is_gone_through_once_however_many_of_its_hosts_are_to_be_left(m
 @pytest.mark.parametrize("ahead_s", [-20.0, 0.0, 20.0])
 def test_a_host_is_lost_whatever_the_clock_of_its_sensor_says(ahead_s: float) -> None:
     told = view()
-    hosts = tuple(msgspec.structs.replace(host, last_report_at=NOW - 3.0 + ahead_s) for host in told.hosts[:HOSTS])
-    spare = told.hosts[HOSTS]
+    heard = {host.host_id: NOW - (3.0 if host.host_id == "h5" else 0.1) + ahead_s for host in told.hosts}
+    hosts = tuple(msgspec.structs.replace(host, last_report_at=heard[host.host_id]) for host in told.hosts[: HOSTS + 1])
     silent = HostSilent(host_id="h5", silent_s=3.0, deadline_s=3.0, witnesses=())
     signal = Signal("sensor.s", "i", 1, NOW + ahead_s, silent)
-    outcome = decide(msgspec.structs.replace(told, hosts=(*hosts, spare)), [signal], PolicySettings(), NOW)
+    settings = PolicySettings(spare_fresh_s=60.0)
+    outcome = decide(msgspec.structs.replace(told, hosts=hosts), [signal], settings, NOW)
     assert [(host.host_id, host.state) for host in outcome.hosts if host.host_id == "h5"] == [("h5", HostState.SILENT)]
     assert [decision.evidence["from"] for decision in outcome.decisions] == ["h5"]
 

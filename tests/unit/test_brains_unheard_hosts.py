@@ -9,7 +9,15 @@ import msgspec
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
 from flyball.contracts.decisions import DecisionKind, Incident, IncidentState
-from flyball.contracts.signals import HostReturned, HostSilent, HostSuspect, RankStalled, Signal, SignalBody
+from flyball.contracts.signals import (
+    HostReturned,
+    HostSilent,
+    HostSuspect,
+    RankStalled,
+    Signal,
+    SignalBody,
+    WorkerExited,
+)
 from services.controller.policy import decide
 from services.controller.view import GenerationView, HostView, JobView, Outcome, PolicySettings, RankView, View
 
@@ -150,3 +158,29 @@ def test_the_others_that_fell_are_waited_for_when_sensors_find_it_one_after_the_
     assert decision.action is not None and decision.action.unreachable_hosts == ("h1", "h2")
     late = round_(job, after, incidents=first.incidents, now=NOW + SETTINGS.root_cause_window_s)
     assert [d.kind for d in late.decisions] == [DecisionKind.MIGRATE_TO_SPARE]
+
+
+def test_hosts_that_share_nothing_may_have_fallen_together_too() -> None:
+    """Machines that were paused, or a cut to the supervisor alone: one is called silent moments before the other."""
+    job, hosts = cluster(3, spares=2)
+    paused = [msgspec.structs.replace(h, last_report_at=NOW - 3.7) if h.host_id in ("h0", "h2") else h for h in hosts]
+    (held,) = round_(job, paused, silent("h1")).decisions
+    assert (held.rule, held.evidence["unheard"]) == ("wait_for_the_others_that_fell", "h0,h2")
+
+
+def test_hosts_that_are_back_are_given_a_moment_for_the_others_to_come_back_unless_their_workers_ended() -> None:
+    job, hosts = cluster(3, spares=2, domain="s7")
+    fell = round_(job, hosts, silent("h1"), silent("h2"))
+    away = changed(hosts, fell)
+    incidents = [msgspec.structs.replace(fell.incidents[0], state=IncidentState.DECIDING, action_id="")]
+    later = NOW + 5.0
+    well = {h.host_id: h if h.host_id == "h2" else msgspec.structs.replace(h, last_report_at=later) for h in away}
+    well["h1"] = msgspec.structs.replace(well["h1"], state=HostState.HEALTHY, since=later)
+    back = list(well.values())
+    (held,) = round_(job, back, incidents=incidents, now=later).decisions
+    assert (held.rule, held.evidence["away"]) == ("wait_for_the_others_that_return", "h2")
+    exited = WorkerExited("job", 2, 1, 42, 1, None, 51)
+    signal = Signal("h1", "i", 9, later, exited)
+    seen = View((job,), tuple(back), tuple(incidents), (), (), 7, 70)
+    (decision,) = decide(seen, [signal], SETTINGS, later).decisions
+    assert decision.kind is DecisionKind.MIGRATE_TO_SPARE
