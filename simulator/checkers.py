@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from statistics import median
 
 import msgspec
 
@@ -306,24 +307,30 @@ def _nothing_is_given_up_without_a_word(facts: Iterable[Fact], record: Record) -
     decided = {decided.number: decided.decision for decided in record.decisions}
     granted_by = {found.plan.generation: decided[found.decision] for found in record.generations}
     waited = {d.incident_id: d.at for d in reversed(decided.values()) if d.rule == "wait_for_newer_steps"}
-    saved_at: dict[int, float] = {}
+    facts = list(facts)
+    step_s = _usual_step_s([fact for fact in facts if isinstance(fact, Saved)])
+    has_saved = False
     for fact in facts:
         if isinstance(fact, Saved):
-            saved_at[fact.step] = fact.at
+            has_saved = True
         elif isinstance(fact, Granted) and fact.told > fact.asked and fact.generation in granted_by:
             decision = granted_by[fact.generation]
             name = f"generation {fact.generation} goes back to step {fact.asked}, behind step {fact.told}"
             if "steps_given_up" not in decision.evidence:
                 yield Violation("rollback_unsaid", f"{name}, and {decision.decision_id} does not say so")
-            since = saved_at.get(fact.asked, min(saved_at.values(), default=fact.at))
-            is_worth_it = saved_at.get(fact.told, since) - since > _WORTH_A_WAIT_S
+            is_worth_it = (fact.told - fact.asked) * step_s > _WORTH_A_WAIT_S
             if is_worth_it and waited.get(decision.incident_id, decision.at) >= decision.at:
                 yield Violation("rollback_without_a_wait", f"{name}, and nobody was waited for")
         elif isinstance(fact, Restored) and fact.step < 0 and fact.generation in granted_by:
             decision = granted_by[fact.generation]
             said = decision.evidence.keys() & {"steps_given_up", "newest_step"}
-            if decision.incident_id and saved_at and not said:
+            if decision.incident_id and has_saved and not said:
                 yield Violation("rollback_unsaid", f"generation {fact.generation} begins anew, which is not said")
+
+
+def _usual_step_s(saved: Sequence[Saved]) -> float:
+    took = [(b.at - a.at) / (b.step - a.step) for a, b in pairwise(saved) if a.generation == b.generation]
+    return median(took) if took else 0.0
 
 
 def _nobody_heard_is_condemned(facts: Iterable[Fact]) -> Iterator[Violation]:

@@ -176,7 +176,7 @@ def _step_s(case: Case, told_step: int) -> float:
             heard_at = max(rank.reported_at for rank in generation.ranks)
             return max(0.0, heard_at - generation.started_at) / made
     since = case.incident.opened_at if case.incident is not None else case.now
-    return max(0.0, since - job.submitted_at) / (told_step + 1)
+    return max(0.0, since - job.submitted_at) / (max(told_step, job.newest_step) + 1)
 
 
 def _has_saved(job: JobView) -> bool:

@@ -16,7 +16,7 @@ from flyball.contracts.errors import NotFound, StaleEpoch, Unreachable
 from services.actuator.executor import Executor
 from services.bus.embedded import EmbeddedBus
 from services.controller import loop as loop_module
-from services.controller import policy, recovery_rules, round_keeper
+from services.controller import policy, round_keeper, waiting_rules
 from services.controller.loop import ControllerLoop
 from services.controller.replay import RoundInputs
 from services.controller.round_keeper import RoundKeeper
@@ -90,7 +90,7 @@ def test_a_decision_that_was_changed_afterwards_is_found_and_told_in_words(decid
 
 def test_a_policy_that_decides_otherwise_is_found_and_so_is_what_follows(decided, tmp_path, monkeypatch) -> None:
     """As a later release may: it does not wait for the root cause."""
-    hasty = tuple(rule for rule in policy.FAILURE_RULES if rule is not recovery_rules.wait_for_the_root_cause)
+    hasty = tuple(rule for rule in policy.FAILURE_RULES if rule is not waiting_rules.wait_for_the_root_cause)
     monkeypatch.setattr(policy, "FAILURE_RULES", hasty)
     result = replay_database(decided.db, tmp_path)
     assert not result.is_exact

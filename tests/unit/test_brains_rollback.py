@@ -199,6 +199,8 @@ def test_a_generation_that_made_no_step_is_judged_by_what_the_job_took_for_a_ste
     )
     stuck = msgspec.structs.replace(JOB, generation=empty, submitted_at=NOW - 150)
     assert look(*ALL_SILENT, copies=BOTH_HOLD, of=stuck).wake_at == NOW + 150.0
+    further = msgspec.structs.replace(stuck, newest_step=74)  # in a generation whose steps do not count any more
+    assert look(*ALL_SILENT, copies=BOTH_HOLD, of=further).wake_at == NOW + 100.0
 
 
 def test_a_job_that_goes_on_after_it_had_ended_waits_for_newer_steps_too() -> None:
