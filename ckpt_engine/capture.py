@@ -16,6 +16,7 @@ from ckpt_engine import shard_format
 from ckpt_engine.copying import TensorCopy, copy_whole, is_plain, move_bytes
 from ckpt_engine.device_copies import CudaStreams, DeviceJob, PinnedSlots, Streams
 from ckpt_engine.kept_structure import StateReader
+from ckpt_engine.live_samples import Samples, Windows
 from ckpt_engine.memory_plan import readable_size
 from ckpt_engine.optimizer_watch import Extent, extent_of
 from ckpt_engine.running_capture import Copies, RunningCapture
@@ -61,7 +62,7 @@ class _SlotViews:
     addresses: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Routes:
     """How each tensor gets into a slot, by its number in the plan; as long as nothing changes that decides it."""
 
@@ -75,6 +76,16 @@ class _Routes:
     lazy: list[int] = field(default_factory=list)
     eager_device: list[int] = field(default_factory=list)
     lazy_device: list[int] = field(default_factory=list)
+    windows: Windows | None = None
+    sample_numbers: dict[int, int] = field(default_factory=dict)  # of those of `lazy` that are plain
+
+    def read_samples(self, sizes: list[int]) -> Samples:
+        """A few bytes of each of those."""
+        if self.windows is None:
+            plain = [index for index in self.lazy if self.is_plain[index]]
+            self.windows = Windows((self.addresses[index], sizes[index]) for index in plain)
+            self.sample_numbers = {index: number for number, index in enumerate(plain)}
+        return self.windows.read()
 
 
 @dataclass(slots=True)
@@ -164,6 +175,9 @@ class PreparedCapture:
         for index in routes.copied:
             copy_whole(views.tensors[index], tensors[index])
 
+        samples = routes.read_samples(sizes) if routes.lazy else None
+        sampled = routes.sample_numbers
+
         def copies_of(indices: list[int], *, lazy: bool) -> list[TensorCopy]:
             return [
                 TensorCopy(
@@ -171,6 +185,8 @@ class PreparedCapture:
                     tensors[index],
                     views.tensors[index],
                     version=tensors[index]._version if lazy else None,
+                    samples=samples if index in sampled else None,
+                    sample_number=sampled.get(index, 0),
                     is_plain=routes.is_plain[index],
                 )
                 for index in indices

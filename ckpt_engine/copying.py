@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ckpt_engine.live_samples import Samples
 from ckpt_engine.source_digests import SourceDigests
 from flyball.contracts.fault_points import reach
 
@@ -49,13 +50,22 @@ class TensorCopy:
 
     __slots__ = (
         *("_claimed", "_in_flight", "address", "is_done", "is_lazy", "memory", "memory_address", "name"),
-        *("size_bytes", "source", "target", "target_address", "version"),
+        *("sample_number", "samples", "size_bytes", "source", "target", "target_address", "version"),
     )
 
     def __init__(
-        self, name: str, source: torch.Tensor, target: torch.Tensor, *, version: int | None = None, is_plain: bool
+        self,
+        name: str,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        version: int | None = None,
+        samples: Samples | None = None,
+        sample_number: int = 0,
+        is_plain: bool,
     ) -> None:
         """`version`: what `source._version` shall be until it is copied; None if nobody can write to it meanwhile.
+        `samples`: what some of its bytes shall be as well, under `sample_number`.
         `is_plain`: as `copying.is_plain` says of `source`; then it is copied in pieces, from where it lies now."""
         self.name = name
         self.source = source if is_plain else source.detach()  # `tensor.data = ...` does not change this one
@@ -65,6 +75,8 @@ class TensorCopy:
         self.address = source.data_ptr() if is_plain else 0
         self.target_address = target.data_ptr()
         self.version = version
+        self.samples = samples
+        self.sample_number = sample_number
         self.is_lazy = version is not None
         self.size_bytes = target.nbytes
         self._claimed = 0
@@ -77,8 +89,12 @@ class TensorCopy:
 
     @property
     def was_written(self) -> bool:
-        """Torch counts a write when it ends, so that one under way is not seen."""
-        return self.version is not None and self.source._version != self.version
+        """Torch counts a write when it ends: one under way is not seen. A sample sees some that it does not count."""
+        if self.version is None:
+            return False
+        if self.source._version != self.version:
+            return True
+        return self.samples is not None and not self.is_moved and not self.samples.is_unchanged(self.sample_number)
 
     @property
     def is_moved(self) -> bool:

@@ -35,6 +35,7 @@ class StepGuard(Protocol):
 
 _lock = threading.Lock()
 _seen: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()  # whether it writes in steps only
+_seen_ever = 0
 _guards: tuple[StepGuard, ...] = ()  # replaced, never changed: read without the lock
 _is_watching = False
 
@@ -54,10 +55,21 @@ def _before_step(optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str
             _seen[optimizer] = False
         return  # nothing is written now
     if optimizer not in _seen:
-        with _lock:
-            _seen[optimizer] = _writes_in_steps_only(type(optimizer))
+        _note_new(optimizer)
     for guard in _guards:
         guard.before_step(optimizer)
+
+
+def _note_new(optimizer: Optimizer) -> None:
+    global _seen_ever  # noqa: PLW0603
+    with _lock:
+        _seen[optimizer] = _writes_in_steps_only(type(optimizer))
+        _seen_ever += 1
+
+
+def seen_ever() -> int:
+    """How many optimizers were seen in a step; it only grows."""
+    return _seen_ever
 
 
 def _is_recorded() -> bool:

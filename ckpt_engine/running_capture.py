@@ -57,6 +57,16 @@ class RunningCapture:
         return bool(self._copies.lazy or self._copies.lazy_device.copies)
 
     @property
+    def lazy_copies(self) -> list[TensorCopy]:
+        """Those in the host's memory that may still be copied after `save` has returned."""
+        return self._copies.lazy
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has ended, and without an error."""
+        return self._finished.is_set() and self._host.is_done and not self._host.error
+
+    @property
     def is_light(self) -> bool:
         """Whether no other thread could help."""
         return not (self.is_lazy or self._copies.eager or self._copies.eager_device.copies)

@@ -24,6 +24,7 @@ from flyball.worker_identity import WorkerIdentity
 if TYPE_CHECKING:
     from ckpt_engine.capture import Capture, PreparedCapture
     from ckpt_engine.running_capture import RunningCapture
+    from ckpt_engine.save_trials import Trial, TrialPlan
 
 _log = logging.getLogger("flyball.engine")
 
@@ -67,6 +68,8 @@ class Saver:
         self._background = Background("flyball-copy")
         self._running: RunningCapture | None = None  # the newest, until it has ended: it holds the state
         self._lazy = identity.checkpoint.capture is CaptureMode.LAZY
+        self._trial_plan: TrialPlan | None = None
+        self._trial: Trial | None = None  # of the newest save
         self._stuck_at: tuple[int, int] | None = None  # where the world was when a save last ran out of time
         self.waited_s = 0.0  # of the newest save, for a slot and for the copy of the one before
         if "torch" in sys.modules:
@@ -117,12 +120,39 @@ class Saver:
             running.give_up("it was interrupted")
             running.run()  # to its end, if no other thread does
             raise
-        if not running.is_lazy or emergency:
+        on_trial = running.is_lazy and not emergency and self._is_trial_due()
+        if not running.is_lazy or emergency or on_trial:
             self.wait_captured(CAPTURE_TIMEOUT_S)
+        if on_trial and running.is_whole:
+            self._begin_trial(running)
+
+    def _is_trial_due(self) -> bool:
+        from ckpt_engine import optimizer_watch
+        from ckpt_engine.save_trials import TrialPlan
+
+        self._trial_plan = self._trial_plan or TrialPlan()
+        return self._trial_plan.is_due(optimizer_watch.seen_ever())
+
+    def _begin_trial(self, running: RunningCapture) -> None:
+        from ckpt_engine.save_trials import Trial
+
+        def written(name: str) -> None:
+            self._copy_at_once_from_now_on(f"{name!r} was written after a save, and not by an optimizer's step")
+
+        self._trial = Trial(running.lazy_copies, written)
+        self._trial.begin()
+
+    def _copy_at_once_from_now_on(self, reason: str) -> None:
+        if self._lazy:
+            self._lazy = False
+            _log.warning("from now on saves copy before they return: %s", reason)
 
     def wait_captured(self, timeout_s: float) -> bool:
         """Wait, and help, until the copy that was begun last has ended. False when the time is over first."""
-        running = self._running
+        running, trial = self._running, self._trial
+        if trial is not None:
+            self._trial = None
+            trial.end()
         if running is None or running.complete(timeout_s):
             self._running = None
             return True
@@ -171,9 +201,8 @@ class Saver:
         """The copy has ended. In whatever thread brought it to its end."""
         if error:
             self._segments.drop(index)
-            if was_written and self._lazy:
-                self._lazy = False
-                _log.warning("from now on saves copy before they return: %s", error)
+            if was_written:
+                self._copy_at_once_from_now_on(error)
         else:
             self._segments.mark_captured(index, bytes(digests))
             self._link.captured(self._segments.control.slot(index))

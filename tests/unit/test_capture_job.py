@@ -394,8 +394,9 @@ def test_no_thread_is_in_torch_when_the_interpreter_ends() -> None:
 
 TRAINER = """
 import os, signal, threading, torch, flyball
-from ckpt_engine import background, copying, engine
+from ckpt_engine import background, copying, engine, save_trials
 background._CLOSE_TIMEOUT_S = engine._EXIT_TIMEOUT_S = 60
+save_trials.TRIALS = 0
 job = flyball.attach()
 model = torch.nn.Linear(500, 500)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
