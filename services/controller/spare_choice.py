@@ -6,10 +6,24 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec
+from flyball.contracts.decisions import Incident
+from services.controller.diagnosis import HOST_RESTARTED, HOST_SILENT
 from services.controller.view import HostView
 
 _FIT = (HostState.HEALTHY, HostState.SPARE)
+FLAP_WINDOW_S = 3600.0  # a host that took ranks down with it counts as unsteady for that long
 _ENGINE_WAIT_S = 10.0  # a host that has just joined reports before its engine is up: placed then, it would get no peers
+
+
+def recent_losses(incidents: Iterable[Incident], now: float) -> Counter[str]:
+    """How often each host was lost with ranks on it within the last hour."""
+    return Counter(
+        incident.host_id
+        for incident in incidents
+        if incident.cause in (HOST_SILENT, HOST_RESTARTED)
+        and incident.host_id
+        and now - incident.opened_at <= FLAP_WINDOW_S
+    )
 
 
 def free_hosts(
@@ -17,7 +31,7 @@ def free_hosts(
 ) -> list[HostView]:
     """Hosts that may take ranks of the job: fit, without a job, not about to be left, not gone, not `taken`, heard of
     within `fresh_s`, with an engine unless it has long been without one. In the order of `spec.hosts` where the user
-    named hosts, else by host_id."""
+    named hosts, else those first that were lost least lately, by host_id: a host that comes and goes is taken last."""
     named = {host_id: position for position, host_id in enumerate(spec.hosts)}
     found = [
         host
@@ -32,7 +46,7 @@ def free_hosts(
         and (host.engine_address or now - host.since > _ENGINE_WAIT_S)
         and (not named or host.host_id in named)
     ]
-    return sorted(found, key=lambda host: (named.get(host.host_id, 0), host.host_id))
+    return sorted(found, key=lambda host: (named.get(host.host_id, 0), host.recent_losses, host.host_id))
 
 
 def place(spec: JobSpec, free: Sequence[HostView], before: Sequence[HostRanks] = ()) -> tuple[HostRanks, ...] | None:
@@ -59,7 +73,8 @@ def replace(
 ) -> tuple[HostRanks, ...] | None:
     """The placement with every leaving host's ranks on a spare; the others keep theirs, with their newest addresses.
 
-    Each spare is chosen from the failure domain that the remaining hosts use least, since those hold its replicas.
+    Each spare is chosen from those that were lost least lately, of these from the failure domain that the remaining
+    hosts use least, since those hold its replicas.
     None if there are too few spares.
     """
     used = Counter(
@@ -75,7 +90,13 @@ def replace(
         if not remaining:
             return None
         spare = min(
-            enumerate(remaining), key=lambda item: (used[item[1].failure_domain], not item[1].engine_address, item[0])
+            enumerate(remaining),
+            key=lambda item: (
+                item[1].recent_losses,
+                used[item[1].failure_domain],
+                not item[1].engine_address,
+                item[0],
+            ),
         )[1]
         remaining.remove(spare)
         used[spare.failure_domain] += 1

@@ -64,6 +64,7 @@ class HostView(msgspec.Struct, frozen=True):
     drain: DrainView | None = None
     stored_report_at: float = 0.0  # of the newest report that was stored, if that is not the last one
     left_at: float = 0.0  # when it said goodbye; 0.0: it has not, or came back
+    recent_losses: int = 0  # how often it was lost with ranks within the last hour
 
     @property
     def known_at(self) -> float:

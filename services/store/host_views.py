@@ -32,9 +32,11 @@ def host_views(
     newest: Newest,
     drains: Mapping[str, DrainView] = MappingProxyType({}),
     heard_at: Callable[[str], float] = lambda _: 0.0,
+    *,
+    losses: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[HostView, ...]:
     """From rows with the columns of `hosts` and `workers` (job -> generation of its live workers), what `placement_of`
-    says of all jobs, and what operators want of hosts. Pure."""
+    says of all jobs, what operators want of hosts, and how often each was lost lately. Pure."""
     return tuple(
         HostView(
             host_id=row.host_id,
@@ -52,6 +54,7 @@ def host_views(
             drain=drains.get(row.host_id),
             stored_report_at=row.last_report_at,
             left_at=row.left_at,
+            recent_losses=losses.get(row.host_id, 0),
         )
         for row in rows
     )

@@ -18,6 +18,7 @@ from flyball.contracts.cluster import JobSpec, JobState, Phase
 from flyball.contracts.decisions import ActionPlan, ActionState, GenerationPlan, Incident
 from flyball.contracts.identity import run_id
 from services.controller.focus import Focus, asks, named_hosts, named_jobs, open_hosts, open_jobs, placed_hosts
+from services.controller.spare_choice import FLAP_WINDOW_S, recent_losses
 from services.controller.view import (
     ActionView,
     GenerationView,
@@ -37,6 +38,7 @@ from services.store.rank_rows import ToldRank, told_ranks
 from services.store.tables import actions, decisions, generations, incidents, job_failures, jobs
 
 TURN_PAGES = 2  # of hosts, looked at with jobs whose turn it is: all hosts are before all jobs
+LOSSES_KEPT = 1000  # incidents that a new leader looks at
 HOST_RANKS = 8  # a host counts for, at least, in the size of a job
 
 _HOST_ID: Any = attrgetter("host_id")
@@ -55,6 +57,31 @@ class _Plan(msgspec.Struct, frozen=True):
         return sum(map(len, self.given.values()))
 
 
+class RecentLosses:
+    """How often hosts were lost lately: the newest incidents are read once, and followed while they are open."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._incidents: dict[str, Incident] | None = None
+
+    def forget(self) -> None:
+        """Another controller may have led."""
+        self._incidents = None
+
+    def read(self, connection: Connection, open_incidents: Sequence[Incident]) -> Mapping[str, int]:
+        """By host; those that were not lost are left out."""
+        if self._incidents is None:
+            query = select(incidents.c.document).order_by(incidents.c.number.desc()).limit(LOSSES_KEPT)
+            newest: list[Incident] = [load(document, Incident) for document in connection.scalars(query)]
+            self._incidents = {incident.incident_id: incident for incident in newest}
+        self._incidents |= {incident.incident_id: incident for incident in open_incidents}
+        now = self._clock.wall_s()
+        self._incidents = {
+            name: incident for name, incident in self._incidents.items() if now - incident.opened_at <= FLAP_WINDOW_S
+        }
+        return recent_losses(self._incidents.values(), now)
+
+
 class ViewLoader:
     """Keeps what it has decoded: plans, which never change, and hosts as long as they do not. Belongs to one thread."""
 
@@ -67,6 +94,7 @@ class ViewLoader:
         self._failed: set[str] = set()  # actions, as of the last view
         self._heard = vouching.Heard()
         self._others = OtherHosts()
+        self._losses = RecentLosses(clock)
 
     def expire_hosts(self, host_ids: Iterable[str]) -> None:
         """These hosts have changed."""
@@ -75,6 +103,7 @@ class ViewLoader:
     def expire_all_hosts(self) -> None:
         """Another controller may have changed any of them."""
         self._hosts.expire_all()
+        self._losses.forget()
 
     def running_jobs(self) -> list[tuple[str, int]]:
         """Jobs that have ranks, each with its size in ranks, as of the last view."""
@@ -123,10 +152,11 @@ class ViewLoader:
             shown = [cached[name] for name in involved if name in cached]
         shown.sort(key=_HOST_ID)
         heard = self._heard.read(connection)
+        losses = self._losses.read(connection, open_incidents)
         self._copies.forget_others(newest)
         return View(
             jobs=job_views,
-            hosts=host_views(shown, placed, newest, drains, heard.at),
+            hosts=host_views(shown, placed, newest, drains, heard.at, losses=losses),
             incidents=open_incidents,
             actions=action_views,
             copies=(

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import ActionState, Incident
+from services.controller.spare_choice import recent_losses
 from services.controller.view import ActionView, GenerationView, JobView, RankView, View
 from services.store.action_cache import failed_in, said
 from services.store.codec import number_of
@@ -28,9 +29,10 @@ def load_view(memory: Memory) -> View:
     )
     shown = {job.spec.job for job in jobs}
     persistent = (copy for copy in memory.persistent_copies.values() if copy.job in shown)
+    losses = recent_losses(memory.incidents.values(), memory.clock.wall_s())
     return View(
         jobs=jobs,
-        hosts=host_views(rows, *placement_of(jobs), memory.drains.copy()),
+        hosts=host_views(rows, *placement_of(jobs), memory.drains.copy(), losses=losses),
         incidents=incidents,
         actions=actions,
         copies=(*(copy for row in rows for copy in row.copies), *persistent),

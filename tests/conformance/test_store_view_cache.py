@@ -482,3 +482,16 @@ def test_after_any_changes_what_is_known_is_what_is_read_anew(new_stores, make, 
         assert stores.decisions.load_view(focus) == focused(anew, focus)
         assert stores.other_decisions().load_view(focus) == focused(anew, focus)
     assert stores.decisions.load_view() == anew
+
+
+def test_hosts_that_were_lost_lately_are_known_to_every_controller(stores, make, clock) -> None:
+    stores.run_job()
+    stores.commit(incidents=(make.incident(1, "resolved", host_id="host-b", cause="host_silent"),))
+    stores.commit(incidents=(make.incident(2, "acting", host_id="host-b", cause="host_silent"),))
+
+    def losses(decisions) -> dict[str, int]:
+        return {host.host_id: host.recent_losses for host in decisions.load_view().hosts}
+
+    assert losses(stores.decisions) == losses(stores.other_decisions()) == {"host-a": 0, "host-b": 2}
+    clock.now_s += 3601.0
+    assert losses(stores.decisions) == losses(stores.other_decisions()) == {"host-a": 0, "host-b": 0}

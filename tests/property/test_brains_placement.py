@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyball.contracts.cluster import HostState, JobSpec
-from services.controller.spare_choice import free_hosts, place, replace
+from flyball.contracts.decisions import Incident, IncidentState
+from services.controller.diagnosis import HOST_RESTARTED, HOST_SILENT, WORKER_KILLED
+from services.controller.spare_choice import free_hosts, place, recent_losses, replace
 from services.controller.view import HostView
 
 domains = st.lists(st.integers(0, 4), min_size=1, max_size=20).map(
@@ -14,8 +16,8 @@ domains = st.lists(st.integers(0, 4), min_size=1, max_size=20).map(
 )
 
 
-def view(name: str, domain: str) -> HostView:
-    return HostView(name, HostState.HEALTHY, 0.0, f"ip-{name}", domain, f"{name}:7", 1, 100.0)
+def view(name: str, domain: str, **changes: int) -> HostView:
+    return HostView(name, HostState.HEALTHY, 0.0, f"ip-{name}", domain, f"{name}:7", 1, 100.0, **changes)
 
 
 @given(domains, st.integers(1, 6), st.integers(1, 3), st.data())
@@ -40,3 +42,28 @@ def test_who_stays_keeps_its_ranks(hosts: list[tuple[str, str]], nnodes: int, np
     for old, new in zip(first, second, strict=True):
         assert (new.host_id == old.host_id) == (old.host_id not in leaving)
         assert new.host_id not in leaving
+
+
+def test_a_host_that_comes_and_goes_is_taken_last() -> None:
+    """Also if its failure domain is the better one; and it is taken before a job stands."""
+    spec = JobSpec(job="j", argv=("t",), workdir="/", nnodes=2, nproc_per_node=1)
+    hosts = [view("a", "r1"), view("b", "r2"), view("c", "r3", recent_losses=2), view("d", "r1")]
+    known = {host.host_id: host for host in hosts}
+    first = place(spec, hosts[:2])
+    assert first is not None
+    spares = free_hosts(hosts[2:], spec, taken=(), now=100.0, fresh_s=15.0)
+    assert [host.host_id for host in spares] == ["d", "c"]
+    assert [part.host_id for part in replace(first, {"b"}, spares, known) or ()] == ["a", "d"]
+    assert [part.host_id for part in replace(first, {"b"}, spares[1:], known) or ()] == ["a", "c"]
+
+
+def test_losses_count_for_an_hour() -> None:
+    def lost(number: int, opened_at: float, cause: str = HOST_SILENT, host: str = "a") -> Incident:
+        moments = {"opened_at": opened_at, "since": opened_at, "observed_at": opened_at}
+        state = IncidentState.RESOLVED
+        return Incident(f"inc-{number}", "j", host, cause=cause, state=state, message="", generation=1, **moments)
+
+    incidents = [lost(1, 100.0), lost(2, 3000.0), lost(3, 3500.0, WORKER_KILLED), lost(4, 3600.0, HOST_RESTARTED, "b")]
+    assert recent_losses(incidents, 3650.0) == {"a": 2, "b": 1}
+    assert recent_losses(incidents, 6000.0) == {"a": 1, "b": 1}
+    assert recent_losses(incidents, 9000.0) == {}
