@@ -42,7 +42,7 @@ _ABANDONED_UPTO, _ABANDONED = 102, range(103, 119)
 _REPLICATED_STEP, _DURABLE_STEP = 120, 121
 _HELD = {Tier.DISK: 122, Tier.PERSISTENT: 123}  # the step plus one, 0: none
 _NEXT_SAVE = 124
-_SETTLED = {Tier.DISK: 125, Tier.PERSISTENT: 126}  # likewise
+_SETTLED = {Tier.DISK: 125, Tier.PERSISTENT: 126, Tier.MEMORY: 127}  # likewise
 _RESTORE_GENERATION, _RESTORE_STATE, _RESTORE_STEP, _RESTORE_SLOT = 128, 129, 130, 131
 _RESTORE_TIER, _RESTORE_SOCKET_BYTES, _RESTORE_TEXT_BYTES = 132, 133, 134
 _TRAINER_GENERATION, _POSITION, _PARK = 160, 161, 162
@@ -239,6 +239,10 @@ class ControlSegment:
     def note_durable(self, step: int) -> None:
         """This rank's shard of `step` is on a configured disk or persistent tier. Never goes back."""
         self._words[_DURABLE_STEP] = max(step, self._words[_DURABLE_STEP])
+
+    def note_lost(self, step: int) -> None:
+        """This rank will never have `step`: it is settled in the memory tier."""
+        self._words[_SETTLED[Tier.MEMORY]] = max(step + 1, self._words[_SETTLED[Tier.MEMORY]])
 
     def replicated_step(self, generation: int) -> int:
         """Newest step of `generation` that `note_replicated` named, -1 if none."""

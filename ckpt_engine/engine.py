@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 
@@ -46,6 +47,7 @@ _SLOW_TIERS = (Tier.DISK, Tier.PERSISTENT)
 _PARK_POLL_S = 0.005
 PARK_DEADLINE_S = 120.0  # parked and never ended: train on
 _EXIT_TIMEOUT_S = 10.0
+_REMEMBERED_STEPS = 16
 
 NO_SUPERVISOR = "no supervisor keeps checkpoint slots for this process"
 NOT_DUE = "the job's checkpoint settings do not name this step"
@@ -104,6 +106,7 @@ class TrainerEngine:
         self._newest: SaveHandle | None = None
         self._newest_durable: SaveHandle | None = None  # that a disk or persistent tier is to have
         self._unreported = ""  # the first failure that `check_for_errors` has not raised yet
+        self._captured: deque[int] = deque(maxlen=_REMEMBERED_STEPS)
         self._not_counting = (-1, "")  # the newest step that was captured and could not be committed, and why
         self._aborting = threading.Lock()
         self.saves = 0
@@ -226,6 +229,7 @@ class TrainerEngine:
             self._failed(handle, f"The copy of step {handle.step} failed: {error}.")
         else:
             self.saves += 1
+            self._captured.append(handle.step)
             handle.mark_captured()
 
     def _failed(self, handle: SaveHandle, error: str) -> None:
@@ -243,6 +247,14 @@ class TrainerEngine:
         if self._newest is not None:
             self._tell_if_not_counting(self._newest)
         _log.warning("the save of step %d failed: %s", step, error)
+
+    def _hear_of_lost(self) -> None:
+        """What the engine could not commit, or copy to a peer."""
+        if self._segments is None:
+            return
+        step = self._segments.control.settled_step(Tier.MEMORY, self._me.generation)
+        if step > self._not_counting[0] and step in self._captured:  # else this side gave it up, and told
+            self._not_committed(step, f"Step {step} was captured, and the engine could not keep it: its log says why.")
 
     def _tell_if_not_counting(self, handle: SaveHandle) -> None:
         step, error = self._not_counting
@@ -266,6 +278,7 @@ class TrainerEngine:
 
     def check_for_errors(self) -> None:
         """Raise CheckpointError if a save failed since this was last asked."""
+        self._hear_of_lost()
         if self._unreported:
             error, self._unreported = self._unreported, ""
             raise CheckpointError(error, hint="see the engine's log in the state folder of this host")
@@ -298,6 +311,7 @@ class TrainerEngine:
 
     def _finishes(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
+        self._hear_of_lost()
         newest, durable = self._newest, self._newest_durable
         if newest is not None and not newest.replicated.wait(timeout_s) and not newest.is_over:
             return False

@@ -137,6 +137,9 @@ class RankPipeline:
             self._saved.discard(step)  # its slot turned out to be bad: it is said no more that the rank has it
         if not known:
             self._counters.add("saves_failed")
+            with self._memory.using(self.rank) as entry:
+                if entry is not None and not self._generation.ended.is_set():
+                    entry.segments.control.note_lost(step)
             log.warning("save_failed", job=self._generation.job, rank=self.rank, step=step, reason=message)
             self._on_failure(self.rank, step, message)
             self._on_progress(self.rank)

@@ -47,7 +47,20 @@ class Listing:
     unread: dict[ShardKey, str] = field(default_factory=dict)  # -> why its manifest could not be read just now
     unread_worlds: set[StepKey] = field(default_factory=set)  # of `worlds` those that may well be good
     bare: set[ShardKey] = field(default_factory=set)  # shards that have no manifest: their writer, or remover, died
+    broken: set[ShardKey] = field(default_factory=set)  # shards that are not what their manifests say, or these are bad
     steps: set[StepKey] = field(default_factory=set)  # that have a folder
+
+    def put(self, key: ShardKey, copy: ShardCopy) -> None:
+        """This process wrote it."""
+        self.forget(key)
+        self.copies[key] = (UNKNOWN, copy)
+
+    def forget(self, key: ShardKey) -> None:
+        """Nothing is known of it."""
+        for known in (self.copies, self.unread):
+            known.pop(key, None)
+        for told in (self.bare, self.broken):
+            told.discard(key)
 
     def counting_steps(self, tier: Tier) -> set[StepKey]:
         """Those of which something may count: in the persistent tier, those with a world manifest."""
@@ -88,6 +101,7 @@ class Listing:
             {key: why for key, why in self.unread.items() if key not in keys},
             self.unread_worlds.difference(steps),
             self.bare.difference(keys),
+            self.broken.difference(keys),
             set(self.steps),
         )
 
@@ -97,6 +111,7 @@ class Listing:
         self.unread |= other.unread
         self.unread_worlds |= other.unread_worlds
         self.bare |= other.bare
+        self.broken |= other.broken
         self.steps |= other.steps
         return self
 
@@ -120,7 +135,8 @@ class ShardListing:
     def one_step(self, step: StepKey, known: Listing) -> Listing:
         """One step anew, with the shards of all ranks, and all others as they were known."""
         there = self._listed(self._storage.entries(step_folder(*step)), known)
-        of_step = {key for key in (*known.copies, *known.unread, *known.bare) if (key.generation, key.step) == step}
+        told = (*known.copies, *known.unread, *known.bare, *known.broken)
+        of_step = {key for key in told if (key.generation, key.step) == step}
         return known.without(of_step, (step,)).add(there)
 
     def of_ranks(self, ranks: Collection[int], known: Listing) -> Listing:
@@ -223,6 +239,7 @@ class ShardListing:
         found: Listing,
     ) -> None:
         if self.distrusted.get(key) == entry.version:
+            found.broken.add(key)
             return
         copy = self._known_copy(key, entry, shard, known)
         try:
@@ -235,6 +252,7 @@ class ShardListing:
         except FileNotFoundError:
             return  # removed since it was listed
         except CorruptShard as error:
+            found.broken.add(key)
             log.warning("disk_copy_ignored", place=self._storage.place, name=entry.name, reason=str(error))
         except Unreachable:
             raise  # the whole storage is away, and each of its names would have to be waited for

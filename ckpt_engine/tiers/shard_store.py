@@ -175,7 +175,8 @@ class ShardStore:
             self._looks.distrusted[key] = entry.version
 
         def forget(listing: Listing) -> None:
-            listing.copies.pop(key, None)
+            listing.forget(key)
+            listing.broken.add(key)
 
         self._change(forget)
 
@@ -220,13 +221,7 @@ class ShardStore:
         reach(f"{self.tier}.written")
         copy = manifests.copy_in(self.tier, self.host_id, manifest, manifest_bytes)
         self._looks.distrusted.pop(key, None)  # an object that is written again with the same content keeps its version
-
-        def note(listing: Listing) -> None:
-            listing.copies[key] = (UNKNOWN, copy)
-            listing.unread.pop(key, None)
-            listing.bare.discard(key)
-
-        self._change(note)
+        self._change(lambda listing: listing.put(key, copy))
         return written
 
     def seal(self, generation: int, step: int, world_size: int) -> None:
@@ -307,16 +302,17 @@ class ShardStore:
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> bool:
         """Remove copies of `ranks` (None: all) that `retention.removable` names and that are not pinned, and shards
-        without a manifest likewise, of multiples too; nothing that could not be read. Manifests go first, that of the
-        world with rank 0's. Costs a few requests for each that goes. `may_go_on` is asked ahead of each step: a slow
-        store makes this last, and who prunes may be superseded meanwhile. False if it said no."""
+        without a valid manifest likewise, of multiples too; nothing that could not be read. Manifests go first, that of
+        the world with rank 0's. Costs a few requests for each that goes. `may_go_on` is asked ahead of each step: a
+        slow store makes this last, and who prunes may be superseded meanwhile. False if it said no."""
         with self._pruning:
             with self._lock:
                 found = [copy for _, copy in self._listing.copies.values()]
                 bare = {self.nameless(key): key.manifest for key in self._listing.bare}
+                useless = [*bare, *map(self.nameless, self._listing.broken)]
                 sealed = frozenset(self._listing.worlds) if self.tier is Tier.PERSISTENT else None
             gone = removable(found, naming=naming, lineage=lineage, ranks=ranks, keep_every=keep_every, sealed=sealed)
-            gone += removable(bare, naming=naming, lineage=lineage, ranks=ranks)
+            gone += removable(useless, naming=naming, lineage=lineage, ranks=ranks)
             for step in sorted({(copy.generation, copy.step) for copy in gone}):
                 if not may_go_on():
                     return False
@@ -354,9 +350,7 @@ class ShardStore:
         self._storage.remove([key.shard])
 
         def forget(listing: Listing) -> None:
-            listing.copies.pop(key, None)
-            listing.unread.pop(key, None)
-            listing.bare.discard(key)
+            listing.forget(key)
             if key.rank == 0 or self._ranks is not None:  # rank 0's host removes it, too
                 listing.worlds.pop((key.generation, key.step), None)
                 listing.unread_worlds.discard((key.generation, key.step))

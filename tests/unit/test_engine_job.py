@@ -536,6 +536,9 @@ def test_a_rank_that_gives_up_one_save_after_the_other_fails_until_one_is_kept(j
     later = SystemClock().wall_s() + FAILING_AFTER_S + 1
     failing = job.save_failures.failing(later)
     assert failing is not None
+    with job.memory.using(0) as entry:
+        assert entry is not None
+        assert entry.segments.control.settled_step(Tier.MEMORY, 2) == 6, "the trainer can hear of it"
     assert (failing.ranks, failing.count, failing.step, failing.message) == ((0,), 2, 6, "no slot was free")
     capture(job, 2, 7)
     job.notice(Captured("job", 0, 2, 7, 1))

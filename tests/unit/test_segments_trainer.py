@@ -592,3 +592,18 @@ def test_a_shard_of_another_run_is_not_restored_from_slot_or_file(
         this, generation=3, lineage=(LineageEntry(1, 6), LineageEntry(3)), checkpoint=with_engine.checkpoint
     )
     assert Job(next_one).restore(target) == 7 and target["n"] == {"value": 6.0}  # of its own run it takes the file
+
+
+def test_what_the_engine_could_not_keep_is_heard_of(with_engine: WorkerIdentity, engine: Engine) -> None:
+    with Job(with_engine) as job:
+        handle = job.save(0, state(0.0))
+        assert job.wait_captured(60.0)
+        engine.segments.control.note_lost(0)
+        assert job.wait_until_finished(60.0), "it is over"
+        assert "could not keep it" in handle.error
+        with pytest.raises(CheckpointError, match="Step 0 was captured"):
+            job.check_for_errors()
+        job.check_for_errors()  # it was told
+        assert job.failed_saves == 1
+        engine.segments.control.note_lost(7)  # which it never captured
+        job.check_for_errors()

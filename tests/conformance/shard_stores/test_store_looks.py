@@ -286,6 +286,25 @@ def test_shards_that_killed_engines_left_without_a_manifest_go_with_their_step(p
     assert {copy.step for copy in store.copies()} == {10, 20, 30}
 
 
+def test_shards_with_a_broken_manifest_and_those_whose_bytes_were_bad_go_with_their_step(
+    place: Place, shard: MakeShard
+) -> None:
+    fill(place, shard, 1)
+    place.put("g1/step10/rank0.manifest", b"garbage")
+    store, _ = view(place, 0)
+    store.scan()
+    store.prune(naming=TierNaming(store.tier, 20, (20,)), lineage=LINEAGE, ranks=(0,))
+    assert not [name for name in place.names() if "step10/rank0" in name]
+    store.distrust(1, 20, 0)
+    store.scan()
+    assert store.held(0, LINEAGE) == (30,)
+    store.prune(naming=TierNaming(store.tier, 30, (20, 30)), lineage=LINEAGE, ranks=(0,))
+    assert "g1/step20/rank0.safetensors" in place.names(), "its step stays"
+    store.prune(naming=TierNaming(store.tier, 30, (30,)), lineage=LINEAGE, ranks=(0,))
+    assert "g1/step20/rank0.safetensors" not in place.names()
+    assert "g1/step30/rank0.safetensors" in place.names()
+
+
 def test_a_shard_whose_manifest_could_not_be_written_goes_with_its_step(
     place: Place, shard: MakeShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
