@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -22,7 +23,14 @@ from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.transport.pool import Dial
 from ckpt_engine.verified_read import ByteSource, MemorySink, MemorySource, read_verified
 from flyball.contracts.checkpoints import RestorePlan, Tier
-from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed, StaleCommand, StorageFull
+from flyball.contracts.errors import (
+    CorruptShard,
+    FlyballError,
+    RestoreFailed,
+    StaleCommand,
+    StorageFull,
+    Unreachable,
+)
 from flyball.contracts.recovery import Origin
 
 log = structlog.get_logger()
@@ -43,6 +51,10 @@ class Fetched:
     @property
     def in_slot(self) -> bool:
         return self.slot >= 0
+
+
+_STORE_AWAY_S = 60.0  # for which the step that the supervisor named is looked for in a store that is away
+_LOOK_AGAIN_S = 1.0
 
 
 class Fetcher:
@@ -103,20 +115,41 @@ class Fetcher:
     def fetch(self, entry: OpenSegments, reasons: list[str]) -> Fetched:
         """Have the rank's shard in a committed, verified local slot, from wherever but that slot. Raises RestoreFailed
         with the reason of every source (`reasons` are earlier ones), or StaleCommand if the generation ended
-        meanwhile."""
-        for step in fetch_order(self._plan, entry.rank, host_id=self._generation.host_id):
-            try:
-                return self._try(entry, step)
-            except StaleCommand:
-                raise
-            except (FlyballError, OSError) as error:
-                where = f"{step.source.tier} of {step.source.host_id or 'the store'}"
-                self._demote(entry.rank, where, error, reasons)
+        meanwhile. A store that is away is asked again for a while."""
+        patience_s = min(_STORE_AWAY_S, self._generation.configure.spec.restore_timeout_s / 2)
+        deadline_s = time.monotonic() + patience_s
+        earlier = len(reasons)
+        is_away = True
+        while is_away:
+            del reasons[earlier:]
+            is_away = False
+            for step in fetch_order(self._plan, entry.rank, host_id=self._generation.host_id):
+                try:
+                    return self._try(entry, step)
+                except StaleCommand:
+                    raise
+                except (FlyballError, OSError) as error:
+                    where = f"{step.source.tier} of {step.source.host_id or 'the store'}"
+                    self._demote(entry.rank, where, error, reasons)
+                    is_away = is_away or (step.origin is Origin.PERSISTENT and self._is_away(error))
+            is_away = is_away and time.monotonic() < deadline_s
+            if is_away and self._generation.ended.wait(_LOOK_AGAIN_S):
+                raise StaleCommand("The restore was given up: a newer generation began.")
         raise RestoreFailed(
             f"Step {self._plan.step} of rank {entry.rank} cannot be had. "
             + (" ".join(reasons) or "The plan names no source for it."),
             hint="the controller is to choose an older recovery point",
         )
+
+    def _is_away(self, error: FlyballError | OSError) -> bool:
+        """Whether the store cannot be read just now, which says nothing of what it has. A share that is not mounted
+        looks like an empty folder; one that has a step of this run is none."""
+        if not isinstance(error, FileNotFoundError):
+            return isinstance(error, OSError | Unreachable)
+        try:
+            return self._disks[Tier.PERSISTENT].is_empty()
+        except (FlyballError, OSError):
+            return True
 
     def _demote(self, rank: int, where: str, error: FlyballError | OSError, reasons: list[str]) -> None:
         reasons.append(f"{where}: {error.message if isinstance(error, FlyballError) else error}")

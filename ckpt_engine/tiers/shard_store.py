@@ -180,6 +180,10 @@ class ShardStore:
 
         self._change(forget)
 
+    def is_empty(self) -> bool:
+        """Whether there is no step at all, of any generation."""
+        return not self._storage.folders()
+
     # --- writing ---
 
     def write(self, manifest: Manifest, manifest_bytes: bytes, payload: memoryview) -> int:
