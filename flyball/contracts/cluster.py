@@ -102,6 +102,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop_grace_s: float = 10.0
     program: bool = False  # argv is run as it is, without a Python before it
     virtual_local_rank: bool = False  # LOCAL_RANK is 0 for each, and CUDA_VISIBLE_DEVICES the rank's one device
+    spares: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0  # free hosts that no later job is started on meanwhile
     never_from_scratch: bool = False  # once it has saved a step, it waits for a copy rather than begin anew
     hang_timeout_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0  # 0.0: adapts to what was seen of the job
 

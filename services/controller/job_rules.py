@@ -67,12 +67,14 @@ def complete_when_all_ranks_are_done(case: Case) -> Verdict | None:
 
 
 def start_when_hosts_suffice(case: Case) -> Verdict | None:
-    """A submitted job starts as soon as enough healthy hosts are free that no earlier one waits for."""
+    """A submitted job starts as soon as enough healthy hosts are free that no earlier one waits for, and that are no
+    spares of a running one."""
     job = case.job
     if job.state is not JobState.SUBMITTED:
         return None
     before = job.before.hosts if job.before else ()
-    free = [host for host in case.round.free_hosts(job.spec) if host.host_id not in case.round.kept_for]
+    others = {**case.round.kept_for, **case.round.spare_of}
+    free = [host for host in case.round.free_hosts(job.spec) if host.host_id not in others]
     hosts = spare_choice.place(job.spec, free, before)
     if hosts is None:
         return None
@@ -87,16 +89,28 @@ def start_when_hosts_suffice(case: Case) -> Verdict | None:
     )
 
 
+def reserve_spares(round_: Round, job: JobView) -> None:
+    """Keep free hosts for a running job that asked for spares, against jobs that are not running yet. In very large
+    clusters not all hosts are looked at, and none is kept."""
+    if job.state is JobState.RUNNING and job.spec.spares and round_.view.is_whole:
+        free = [host.host_id for host in round_.free_hosts(job.spec) if host.host_id not in round_.spare_of]
+        round_.spare_of.update(dict.fromkeys(free[-job.spec.spares :], job.spec.job))
+
+
 def say_what_is_missing(round_: Round, job: JobView, held: Verdict | None = None) -> None:
     """A job that waits says what for, and has the hosts kept that are free already: first come, first served. Later
     jobs go before it where they do not delay it: on hosts that it may not use, or if there are too few for it. `held`:
     what it waits for where there are hosts enough."""
     free = [host.host_id for host in round_.free_hosts(job.spec)]
     kept_for = {host_id: round_.kept_for[host_id] for host_id in free if host_id in round_.kept_for}
-    free = [host_id for host_id in free if host_id not in kept_for]
+    spares = {host_id: round_.spare_of[host_id] for host_id in free if host_id in round_.spare_of}
+    free = [host_id for host_id in free if host_id not in kept_for and host_id not in spares]
     among = f" of {listed(job.spec.hosts)}" if job.spec.hosts else ""
     first = next(iter(kept_for.values()), "")
     earlier = f" (job {first} came first and waits for {listed(list(kept_for))})" if kept_for else ""
+    if spares:
+        running = listed(sorted(set(spares.values())))
+        earlier += f" ({listed(list(spares))}: spare{'' if len(spares) == 1 else 's'} of {running})"
     message = f"waits for hosts: it needs {_hosts(job.spec.nnodes)}{among}, free: {listed(free) or 'none'}{earlier}"
     if held is not None:
         message = f"waits for {held.holding_for}"

@@ -107,6 +107,8 @@ def decide(view: View, signals: Sequence[Signal], settings: PolicySettings, now:
     round_ = Round(view, settings, now)
     intake.take_signals(round_, signals)
     intake.settle_hosts(round_)
+    for job in round_.jobs.values():
+        job_rules.reserve_spares(round_, job)
     for name in list(round_.jobs):
         has_ended, held = round_.jobs[name].state.ended, None
         if has_ended:
@@ -114,7 +116,10 @@ def decide(view: View, signals: Sequence[Signal], settings: PolicySettings, now:
         else:
             tracking.follow(round_, round_.jobs[name])
             tracking.diagnose(round_, round_.jobs[name])
-            held = _ask(round_, JOB_RULES, Case(round_, round_.jobs[name]))
+            asked = round_.jobs[name]
+            held = _ask(round_, JOB_RULES, Case(round_, asked))
+            if asked.state is JobState.SUBMITTED:  # and runs by now, perhaps
+                job_rules.reserve_spares(round_, round_.jobs[name])
         if round_.jobs[name].state is JobState.SUBMITTED:
             job_rules.say_what_is_missing(round_, round_.jobs[name], held)
         for incident_id in [incident.incident_id for incident in round_.open_incidents(name)]:

@@ -77,6 +77,7 @@ class Round:
         self.noticed: dict[str, float] = {}  # host -> when its preemption notice was observed, if in this round
         self.diagnoses: dict[str, Failure] = {}  # job -> what is wrong with its present generation
         self.kept_for: dict[str, str] = {}  # free host -> the job that waits for more of them, and came first
+        self.spare_of: dict[str, str] = {}  # free host -> the running job that it is a spare of
         self._next_incident = view.next_incident
         self._next_decision = view.next_decision
         self._taken: set[str] = set()

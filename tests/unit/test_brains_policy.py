@@ -846,3 +846,24 @@ def test_what_does_not_delay_the_first_job_goes_before_it() -> None:
     assert started(waiting("large", 3), waiting("small", 1), hosts=(*hosts[:2], ghost))[0] == ["small"], "it is off"
     stopped = msgspec.structs.replace(waiting("large", 3), stop_requested=True)
     assert "small" in started(stopped, waiting("small", 1), hosts=hosts)[0]
+
+
+def with_spares(job: JobView, spares: int) -> JobView:
+    return msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, spares=spares))
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_new_job_leaves_the_spares_that_a_running_job_asked_for(runs: bool) -> None:
+    """Also of one that is started in the same round."""
+    hosts = (host("a", job="job" if runs else ""), host("b", job="job" if runs else ""), host("c"))
+    first = with_spares(JOB if runs else waiting("job", 2), 1)
+    names, said = started(first, waiting("small", 1), hosts=hosts)
+    assert names == ([] if runs else ["job"])
+    assert said["small"] == "waits for hosts: it needs 1 host, free: none (c: spare of job)"
+    assert "small" in started(first, waiting("small", 1), hosts=(*hosts, host("d")))[0], "there is one more"
+    assert "small" in started(with_spares(first, 0), waiting("small", 1), hosts=hosts)[0], "it asked for none"
+
+
+def test_a_running_job_that_loses_a_host_gets_its_spare() -> None:
+    lost = (HOSTS[0], host("b", job="job", state=HostState.SILENT, since=NOW - 1, last_report_at=NOW - 9), HOSTS[2])
+    assert started(waiting("small", 1), with_spares(JOB, 1), hosts=lost)[0] == ["job"]

@@ -171,6 +171,7 @@ def _job_spec(request: RunRequest) -> JobSpec:
             checkpoint, disk_dir=absolute(checkpoint.disk_dir), persistent_dir=absolute(checkpoint.persistent_dir)
         ),
         stop_grace_s=request.stop_grace_s,
+        spares=request.max_nnodes - request.nnodes,
         never_from_scratch=request.never_from_scratch,
         hang_timeout_s=request.hang_timeout_s,
     )
