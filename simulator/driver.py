@@ -109,7 +109,13 @@ def _is_well(cluster: Cluster) -> bool:
         and all(action.state.ended for action in memory.actions.values())
         and memory.jobs.keys() == {JOB}
         and memory.jobs[JOB].state is JobState.RUNNING
+        and not _not_committed(cluster)
     )
+
+
+def _not_committed(cluster: Cluster) -> list[str]:
+    """Hosts that have signals to tell, and somebody to tell them."""
+    return [name for name, host in cluster.world.hosts.items() if host.has_uncommitted and host.is_daemon_up]
 
 
 def _left_undone(cluster: Cluster, *, is_back: bool) -> Iterator[Violation]:
@@ -122,8 +128,7 @@ def _left_undone(cluster: Cluster, *, is_back: bool) -> Iterator[Violation]:
         job = memory.jobs.get(JOB)
         state = f"{job.state.value}: {job.message}" if job is not None else "not there"
         yield Violation("training_not_back", f"the job is {state}, at step {world.truth.newest}")
-    waiting = [name for name, host in world.hosts.items() if host.has_uncommitted and host.is_daemon_up]
-    if waiting:
+    if waiting := _not_committed(cluster):
         yield Violation("signal_not_committed", f"the spool of {', '.join(waiting)} is not empty")
 
 

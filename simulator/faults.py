@@ -44,6 +44,7 @@ class FaultKind(StrEnum):
     SHARE_AWAY = "share_away"  # and the script with it, on all hosts, when a worker is killed
     SPARE_LACKS_FILES = "spare_lacks_files"  # when another host goes down
     HOST_DISK_FULL = "host_disk_full"  # its daemon can obey nothing
+    HOST_FLOODS = "host_floods"  # with more signals than a host may send
     HOST_KEEPS_NO_SAVE = "host_keeps_no_save"  # of its ranks every save fails, and so the world's
 
 
@@ -77,6 +78,7 @@ _LASTS_S = {
     FaultKind.SHARE_AWAY: (2.0, 30.0),
     FaultKind.SPARE_LACKS_FILES: (30.0, 150.0),
     FaultKind.HOST_DISK_FULL: (5.0, 120.0),
+    FaultKind.HOST_FLOODS: (4.0, 8.0),
     FaultKind.HOST_KEEPS_NO_SAVE: (20.0, 150.0),
 }
 # What makes the others interesting: there is always one of them.

@@ -15,6 +15,7 @@ from flyball.contracts.decisions import (
 )
 from flyball.contracts.rank_columns import RankSteps, in_columns, steps_together
 from flyball.contracts.signals import (
+    EngineRestarted,
     EngineStatus,
     PreemptionNotice,
     Report,
@@ -26,6 +27,7 @@ from flyball.contracts.signals import (
 from flyball.contracts.succession import MAX_PREDECESSORS
 from flyball.contracts.testimony import Testimony
 from flyball.contracts.wire import WIRE_VERSION
+from host_daemon.outbox import BATCH
 from simulator.commands import Commands
 from simulator.events import MachineClock
 from simulator.training import Group, Worker, error_of
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 INTERVAL_S = 1.0
 RESEND_AFTER_S = 1.0
+FLOOD_AT_ONCE, FLOOD_EVERY_S = 150, 0.25  # three times as much as a host may send
 POLL_S = 0.5
 SENSOR, ACTUATOR = "sensor", "actuator"  # the far ends of a host's links to the control plane
 LINK_LOST_AFTER_S = 1.0  # a cut shorter than this leaves an engine's connection standing
@@ -169,10 +172,21 @@ class Host:
 
     def put(self, body: SignalBody) -> None:
         """Spool a signal, and report at once."""
+        self._spool_signal(body)
+        self.world.after(0.005, self.while_alive(self.send_report))
+
+    def _spool_signal(self, body: SignalBody) -> None:
         self._seq += 1
         signal = Signal(self.host_id, self.incarnation, self._seq, self.clock.wall_s(), body)
         self._spool[signal.incarnation, signal.seq] = signal
-        self.world.after(0.005, self.while_alive(self.send_report))
+
+    def flood(self, until: float) -> None:
+        """Spool more signals than a host may send, and report again and again, until then."""
+        for _ in range(FLOOD_AT_ONCE):
+            self._spool_signal(EngineRestarted("again"))
+        self.send_report()
+        if self.world.now < until:
+            self.world.after(FLOOD_EVERY_S, self.while_alive(lambda: self.flood(until)))
 
     def notice(self, remaining_s: float) -> None:
         """The host will be taken away."""
@@ -242,7 +256,7 @@ class Host:
     def send_report(self) -> None:
         """Say all that is known here."""
         now = self.world.now
-        due = [key for key in self._spool if now - self._sent_at.get(key, 0.0) >= RESEND_AFTER_S]
+        due = [key for key in self._spool if now - self._sent_at.get(key, 0.0) >= RESEND_AFTER_S][:BATCH]
         self._sent_at.update(dict.fromkeys(due, now))
         self._report_seq += 1
         mine = list(self.workers.values())

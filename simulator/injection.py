@@ -182,6 +182,8 @@ class Injector:
             case FaultKind.HOST_DISK_FULL:
                 host.is_disk_full = True
                 end = partial(setattr, host, "is_disk_full", False)
+            case FaultKind.HOST_FLOODS:
+                host.while_alive(partial(host.flood, world.now + lasts_s))()
             case FaultKind.HOST_KEEPS_NO_SAVE:
                 host.keeps_saves = False
                 end = partial(setattr, host, "keeps_saves", True)

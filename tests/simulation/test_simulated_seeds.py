@@ -174,3 +174,13 @@ def test_the_wait_for_newer_steps_has_an_end_unless_the_user_forbids_to_begin_an
         given_up = next(d.decision for d in done.record.decisions if d.decision.kind.value == "migrate_to_spare")
         assert given_up.evidence["steps_given_up"] > 50
         assert given_up.at - BEGAN_AT < 140.0
+
+
+def test_a_host_that_floods_delays_no_other_and_loses_nothing() -> None:
+    scenario = Scenario(nodes=2, ranks_per_node=1, spares=1, racks=2, step_s=1.0, faults=2)
+    flood = Fault(FaultKind.HOST_FLOODS, 30.0, 8.0, 0.3, 0.3)
+    done = run(5, scenario=scenario, faults=(flood, Fault(FaultKind.WORKER_KILLED, 36.0, 0.0, 0.9, 0.3)))
+    assert done.violations == [], "the spool is empty in the end"
+    (incident,) = [found.incident for found in done.record.incidents]
+    assert (incident.cause, incident.host_id) == ("worker_killed", "host-1")
+    assert incident.opened_at - BEGAN_AT < 37.0
