@@ -306,7 +306,8 @@ def _nothing_is_given_up_without_a_word(facts: Iterable[Fact], record: Record) -
     One that begins anew says so."""
     decided = {decided.number: decided.decision for decided in record.decisions}
     granted_by = {found.plan.generation: decided[found.decision] for found in record.generations}
-    waited = {d.incident_id: d.at for d in reversed(decided.values()) if d.rule == "wait_for_newer_steps"}
+    waits = ("wait_for_newer_steps", "wait_for_a_spare")  # while a spare was waited for, the holders were as well
+    waited = {d.incident_id: d.at for d in reversed(decided.values()) if d.rule in waits}
     facts = list(facts)
     step_s = _usual_step_s([fact for fact in facts if isinstance(fact, Saved)])
     has_saved = False
