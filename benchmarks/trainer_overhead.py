@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from ckpt_engine.slots import RankSegments
+from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.beacon import create_beacon
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, rank_segment

@@ -23,7 +23,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from ckpt_engine.save_handle import NoProgress, Progress, SaveHandle
+from ckpt_engine.trainer.save_handle import NoProgress, Progress, SaveHandle
 from flyball.beacon import RING_ENTRIES, BeaconReader, BeaconSnapshot, BeaconWriter
 from flyball.contracts import worker_env
 from flyball.contracts.checkpoints import Tier

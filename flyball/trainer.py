@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from ckpt_engine.engine import TrainerEngine
-from ckpt_engine.save_handle import SaveHandle
+from ckpt_engine.trainer.save_handle import SaveHandle
+from ckpt_engine.trainer.trainer_engine import TrainerEngine
 from flyball.beacon import BeaconWriter, Mark
 from flyball.contracts import fault_points
 from flyball.contracts.clock import SystemClock

@@ -152,11 +152,11 @@ class EngineKeeper:
             words = read_words(pid)
         except OSError:
             return False
-        return "ckpt_engine.server" in words and str(self._state_dir.root) in words
+        return "ckpt_engine.host.server" in words and str(self._state_dir.root) in words
 
     async def _start(self) -> None:
         settings = self._settings
-        argv = [sys.executable, "-P", "-m", "ckpt_engine.server"]
+        argv = [sys.executable, "-P", "-m", "ckpt_engine.host.server"]
         argv += ["--state-dir", str(self._state_dir.root), "--host-id", settings.host_id]
         key_file = self._state_dir.keep_peer_key(read_token_file(settings.token_file, settings.host_id).peer_key)
         argv += ["--address", settings.address, "--token-file", str(key_file)]

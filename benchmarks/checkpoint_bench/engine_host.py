@@ -62,7 +62,7 @@ class EngineHost:
         token = self._root / "token"
         token.write_text("of this benchmark\n", encoding="ascii")
         # It ends with this process, also when that is killed.
-        command = [sys.executable, "-P", "-m", "flyball.cli.run.tied", str(os.getpid()), "ckpt_engine.server"]
+        command = [sys.executable, "-P", "-m", "flyball.cli.run.tied", str(os.getpid()), "ckpt_engine.host.server"]
         command += ["--state-dir", str(self.state_dir)]
         command += ["--host-id", self.host_id, "--address", "127.0.0.1", "--token-file", str(token)]
         with self.log.open("ab") as log:

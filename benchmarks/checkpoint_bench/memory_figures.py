@@ -11,7 +11,7 @@ from checkpoint_bench.memory import PeakSampler, forget_peak, peak_bytes, reside
 from checkpoint_bench.options import Options
 from checkpoint_bench.state import Training
 from checkpoint_bench.trainer import Saver
-from ckpt_engine.slot_rules import slot_count
+from ckpt_engine.slots.slot_rules import slot_count
 from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec
 
 _TOKENS = 8

@@ -12,7 +12,7 @@ from checkpoint_bench.options import Options
 from checkpoint_bench.samples import interleaved, ratios, spread, wait_until
 from checkpoint_bench.state import Training
 from checkpoint_bench.trainer import Saver
-from ckpt_engine.slots import RankSegments
+from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec
 from flyball.contracts.segments import rank_segment
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt_engine.durable_files import finished_name, sync_folder, write_durably
+from ckpt_engine.format.verified_read import FileSource
+from ckpt_engine.tiers.durable_files import finished_name, sync_folder, write_durably
 from ckpt_engine.tiers.storage import Entry
-from ckpt_engine.verified_read import FileSource
 from flyball.contracts.errors import CorruptShard
 
 _DEPTH = 3  # parts of a name

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import structlog
 
-from ckpt_engine import manifest as manifests
-from ckpt_engine import segment_files
-from ckpt_engine.manifest import Manifest
-from ckpt_engine.slots import RankSegments, SegmentOptions, SlotState, SlotView
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.slots import segment_files
+from ckpt_engine.slots.rank_segments import RankSegments, SegmentOptions, SlotState, SlotView
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import StateVersionMismatch
 from flyball.contracts.segments import CONTROL_SUFFIX, SegmentName, rank_segment

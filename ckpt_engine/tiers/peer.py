@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_engine.slots import SlotState
+from ckpt_engine.slots.rank_segments import SlotState
 from ckpt_engine.tiers.memory import SlotTier
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.segments import replica_segment

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from ckpt_engine import manifest as manifests
-from ckpt_engine import world_manifest
-from ckpt_engine.manifest import MAX_MANIFEST_FILE_BYTES, Manifest
-from ckpt_engine.step_listing import StepKey
-from ckpt_engine.tiers.shard_names import (
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format import world_manifest
+from ckpt_engine.format.manifest import MAX_MANIFEST_FILE_BYTES, Manifest
+from ckpt_engine.format.shard_names import (
     PINNED,
     ShardKey,
     is_generation_folder,
@@ -26,9 +25,10 @@ from ckpt_engine.tiers.shard_names import (
     step_folder,
     world_manifest_name,
 )
+from ckpt_engine.format.step_listing import StepKey
+from ckpt_engine.format.world_manifest import WorldManifest
 from ckpt_engine.tiers.side_by_side import side_by_side
 from ckpt_engine.tiers.storage import Entry, Storage
-from ckpt_engine.world_manifest import WorldManifest
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, Unreachable
 

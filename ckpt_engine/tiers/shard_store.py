@@ -13,16 +13,12 @@ from contextlib import closing, contextmanager
 
 import structlog
 
-from ckpt_engine import manifest as manifests
-from ckpt_engine import world_manifest
-from ckpt_engine.integrity import DEFAULT_CHUNK_BYTES
-from ckpt_engine.manifest import Manifest
-from ckpt_engine.peer_wire import TierNaming
-from ckpt_engine.rate_limit import RateLimit, Throttle
-from ckpt_engine.retention import newest_alive, removable
-from ckpt_engine.step_listing import StepKey
-from ckpt_engine.tiers.shard_listing import UNKNOWN, Listing, ShardListing
-from ckpt_engine.tiers.shard_names import (
+from ckpt_engine.contracts.peer_wire import TierNaming
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format import world_manifest
+from ckpt_engine.format.integrity import DEFAULT_CHUNK_BYTES
+from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.format.shard_names import (
     PINNED,
     ShardKey,
     parse_rank_file,
@@ -31,6 +27,10 @@ from ckpt_engine.tiers.shard_names import (
     step_folder,
     world_manifest_name,
 )
+from ckpt_engine.format.step_listing import StepKey
+from ckpt_engine.tiers.rate_limit import RateLimit, Throttle
+from ckpt_engine.tiers.retention_rules import newest_alive, removable
+from ckpt_engine.tiers.shard_listing import UNKNOWN, Listing, ShardListing
 from ckpt_engine.tiers.storage import Storage, StoredBytes
 from ckpt_engine.tiers.verified_pieces import verified_pieces
 from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier, is_alive

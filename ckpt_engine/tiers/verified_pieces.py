@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ckpt_engine import integrity
-from ckpt_engine.manifest import Manifest
+from ckpt_engine.format import integrity
+from ckpt_engine.format.manifest import Manifest
 from flyball.contracts.errors import CorruptShard
 
 PIECE_BYTES = 8 << 20

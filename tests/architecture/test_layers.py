@@ -58,7 +58,9 @@ def test_a_training_process_carries_only_flyball_and_the_engine() -> None:
     assert "flyball.cli" not in loaded
 
 
-@pytest.mark.parametrize("module", ["ckpt_engine.server", "host_daemon.agent", "services.main", "goodput.calculator"])
+@pytest.mark.parametrize(
+    "module", ["ckpt_engine.host.server", "host_daemon.agent", "services.main", "goodput.calculator"]
+)
 def test_no_torch_outside_the_trainer(module: str) -> None:
     assert "torch" not in modules_after(f"import {module}")
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from ckpt_engine import integrity
-from ckpt_engine import manifest as manifests
-from ckpt_engine.manifest import Manifest
+from ckpt_engine.format import integrity
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.format.shard_names import ShardKey
+from ckpt_engine.format.verified_read import MemorySink, MemorySource, read_verified
 from ckpt_engine.tiers.folder import FolderStorage
 from ckpt_engine.tiers.memory import MemoryTier, SlotTier
 from ckpt_engine.tiers.peer import PeerTier
-from ckpt_engine.tiers.shard_names import ShardKey
 from ckpt_engine.tiers.shard_store import ShardStore
-from ckpt_engine.verified_read import MemorySink, MemorySource, read_verified
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard
 

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.peer_server import PeerServer
-from ckpt_engine.peer_wire import PEER_PROTOCOL, Challenge, Hello, PeerRequest, Ping, Reply, Verdict, Welcome
+from ckpt_engine.contracts.peer_wire import PEER_PROTOCOL, Challenge, Hello, PeerRequest, Ping, Reply, Verdict, Welcome
+from ckpt_engine.peers.peer_server import PeerServer
+from ckpt_engine.peers.transport.handshake import admit, introduce
+from ckpt_engine.peers.transport.pool import ConnectionPool
+from ckpt_engine.peers.transport.port import ByteCounters, Connection, Identity, Listener
+from ckpt_engine.peers.transport.tcp import TcpConnection, TcpListener, connect_tcp
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.transport.handshake import admit, introduce
-from ckpt_engine.transport.pool import ConnectionPool
-from ckpt_engine.transport.port import ByteCounters, Connection, Identity, Listener
-from ckpt_engine.transport.tcp import TcpConnection, TcpListener, connect_tcp
 from flyball.contracts.errors import FlyballError, InvalidMessage, PortInUse, Unauthorized, Unreachable
 
 SETTINGS = EngineSettings(handshake_timeout_s=0.3, io_timeout_s=0.3, idle_timeout_s=2.0, max_connections=4)

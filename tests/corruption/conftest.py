@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_engine import manifest as manifests
-from ckpt_engine import shard_format
-from ckpt_engine.capture import Capture
-from ckpt_engine.control_file import HEADER_BYTES
-from ckpt_engine.counters import Counters
-from ckpt_engine.fetch import Fetched, Fetcher
-from ckpt_engine.generation import Generation
-from ckpt_engine.manifest import MAX_MANIFEST_BYTES, Manifest
+from ckpt_engine.contracts.counters import Counters
+from ckpt_engine.contracts.generation import Generation
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format import shard_format
+from ckpt_engine.format.manifest import MAX_MANIFEST_BYTES, Manifest
+from ckpt_engine.format.shard_names import ShardKey
+from ckpt_engine.peers.fetch import Fetched, Fetcher
+from ckpt_engine.peers.transport.pool import Dial
+from ckpt_engine.peers.transport.port import Connection
 from ckpt_engine.settings import EngineSettings
+from ckpt_engine.slots.control_file import HEADER_BYTES
 from ckpt_engine.tiers.folder import FolderStorage
 from ckpt_engine.tiers.memory import MemoryTier, SlotTier
 from ckpt_engine.tiers.peer import PeerTier
-from ckpt_engine.tiers.shard_names import ShardKey
 from ckpt_engine.tiers.shard_store import ShardStore
-from ckpt_engine.transport.pool import Dial
-from ckpt_engine.transport.port import Connection
+from ckpt_engine.trainer.capture.prepared_capture import Capture
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, ShardSource, Tier
 from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.engine_wire import Configure

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from ckpt_engine import manifest as manifests
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format.shard_names import ShardKey
 from ckpt_engine.tiers.folder import FolderStorage
 from ckpt_engine.tiers.memory import MemoryTier
-from ckpt_engine.tiers.shard_names import ShardKey
 from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import LineageEntry, Tier
 from flyball.contracts.errors import RestoreFailed

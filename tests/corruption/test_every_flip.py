@@ -15,19 +15,19 @@ import pytest
 import torch
 import xxhash
 
-from ckpt_engine import manifest as manifests
-from ckpt_engine.control_views import RestoreState, RestoreWords
-from ckpt_engine.peer_wire import GetShard, Reply, Verdict
-from ckpt_engine.restore import restore_into
-from ckpt_engine.restore_file import load_file
+from ckpt_engine.contracts.peer_wire import GetShard, Reply, Verdict
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format.shard_names import world_manifest_name
+from ckpt_engine.format.verified_read import MemorySource
+from ckpt_engine.peers.transport.port import ByteCounters, Connection
+from ckpt_engine.peers.transport.tcp import TcpConnection
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.shard_reader import ShardReader
-from ckpt_engine.slots import RankSegments
+from ckpt_engine.slots.control_views import RestoreState, RestoreWords
+from ckpt_engine.slots.rank_segments import RankSegments
 from ckpt_engine.tiers.memory import MemoryTier
-from ckpt_engine.tiers.shard_names import world_manifest_name
-from ckpt_engine.transport.port import ByteCounters, Connection
-from ckpt_engine.transport.tcp import TcpConnection
-from ckpt_engine.verified_read import MemorySource
+from ckpt_engine.trainer.restore.load_shard import restore_into
+from ckpt_engine.trainer.restore.restore_file import load_file
+from ckpt_engine.trainer.shard_reader import ShardReader
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.notices import Notice
-from ckpt_engine.peer_wire import Challenge, Hello, Inventory, PeerRequest, Reply, Welcome
+from ckpt_engine.contracts.notices import Notice
+from ckpt_engine.contracts.peer_wire import Challenge, Hello, Inventory, PeerRequest, Reply, Welcome
 from flyball.contracts import wire
 from flyball.contracts.engine_wire import EngineReply, EngineRequest
 from flyball.contracts.errors import InvalidMessage

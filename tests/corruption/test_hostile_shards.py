@@ -18,10 +18,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine import integrity, shard_format, world_manifest
-from ckpt_engine import manifest as manifests
-from ckpt_engine.restore import read_state, restore_into
-from ckpt_engine.verified_read import MemorySource
+from ckpt_engine.format import integrity, shard_format, world_manifest
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format.verified_read import MemorySource
+from ckpt_engine.trainer.restore.load_shard import read_state, restore_into
 from flyball.contracts.errors import CorruptShard, FlyballError, StateMismatch
 
 if TYPE_CHECKING:
@@ -380,9 +380,9 @@ def test_no_damage_of_a_manifest_or_a_header_is_anything_but_corrupt(data: st.Da
 HUGE_CLAIMS = """
 import resource, sys
 import torch
-from ckpt_engine import manifest as manifests
-from ckpt_engine.restore import restore_into
-from ckpt_engine.restore_file import load_file
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.trainer.restore.load_shard import restore_into
+from ckpt_engine.trainer.restore.restore_file import load_file
 from flyball.contracts.errors import FlyballError
 
 used = int(open("/proc/self/statm").read().split()[0]) * 4096

@@ -165,7 +165,7 @@ dist.barrier()
         r"flyball: gpt rendezvous store: \S+:\d+$",
         r"flyball: spawner: host_daemon.spawner --state-dir ",
         r"flyball: host daemon node-7: host_daemon --state-dir ",
-        r"flyball: checkpoint engine node-7: ckpt_engine.server --state-dir ",
+        r"flyball: checkpoint engine node-7: ckpt_engine.host.server --state-dir ",
     ):
         assert re.search(title, done.stdout, re.MULTILINE), (title, done.stdout)
     assert "pgrep finds it: True" in done.stdout

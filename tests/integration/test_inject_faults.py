@@ -230,7 +230,7 @@ def test_a_worker_that_has_ended_is_not_found(api: ApiClient, host: Host) -> Non
 def test_host_down_leaves_nothing_of_the_host_and_everything_of_the_others(
     api: ApiClient, supervisor: Supervisor, host: Host, other_host: Host
 ) -> None:
-    host.start(PAUSE, "ckpt_engine.server", "--state-dir", str(host.root))
+    host.start(PAUSE, "ckpt_engine.host.server", "--state-dir", str(host.root))
     host.start(PAUSE, "host_daemon.spawner", f"--state-dir={host.root}")
     worker = host.worker(0, code=FORK_AND_PAUSE)
     assert worker.stdout

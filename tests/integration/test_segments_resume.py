@@ -14,7 +14,7 @@ import psutil
 import pytest
 from own_servers import free_port
 
-from ckpt_engine.slots import RankSegments, SlotState
+from ckpt_engine.slots.rank_segments import RankSegments, SlotState
 from flyball.contracts import fault_points, wire, worker_env
 from flyball.contracts.checkpoints import Lineage, LineageEntry, branch
 from flyball.contracts.segments import rank_segment, shm_prefix

@@ -21,11 +21,10 @@ from hypothesis.stateful import (
     rule,
 )
 
-from ckpt_engine import slot_rules
-from ckpt_engine.coordinator import Coordinator
-from ckpt_engine.generation import WorldView
-from ckpt_engine.peer_wire import WorldStep
-from ckpt_engine.slot_rules import (
+from ckpt_engine.contracts.generation import WorldView
+from ckpt_engine.contracts.peer_wire import WorldStep
+from ckpt_engine.slots import slot_rules
+from ckpt_engine.slots.slot_rules import (
     MAX_SLOTS,
     MIN_SLOTS,
     AbandonedSteps,
@@ -34,6 +33,7 @@ from ckpt_engine.slot_rules import (
     choose_slot,
     unneeded_surplus,
 )
+from ckpt_engine.world.coordinator import Coordinator
 from flyball.contracts.checkpoints import Lineage, LineageEntry, branch, is_alive
 
 _REMEMBERED_STEPS = 16  # as the pipeline

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine import peers
-from ckpt_engine.fetch_order import fetch_order
+from ckpt_engine.contracts import peer_plan as peers
+from ckpt_engine.peers.fetch_order import fetch_order
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import LineageEntry, Replication, RestorePlan, ShardSource, Tier
 from flyball.contracts.cluster import HostRanks, Placement

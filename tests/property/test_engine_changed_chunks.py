@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine import changed_chunks, integrity
-from ckpt_engine.manifest import Manifest
+from ckpt_engine.format import changed_chunks, integrity
+from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.peers.shard_transfer import receive_payload
+from ckpt_engine.peers.transport.port import ByteCounters
+from ckpt_engine.peers.transport.tcp import TcpConnection
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.shard_transfer import receive_payload
-from ckpt_engine.transport.port import ByteCounters
-from ckpt_engine.transport.tcp import TcpConnection
 from flyball.contracts.errors import CorruptShard, StaleCommand
 
 payloads = st.binary(min_size=1, max_size=200)

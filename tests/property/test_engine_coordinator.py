@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.coordinator import MAX_ABANDONED, Coordinator
-from ckpt_engine.save_schedule import SaveSchedule
+from ckpt_engine.world.coordinator import MAX_ABANDONED, Coordinator
+from ckpt_engine.world.save_schedule import SaveSchedule
 
 RANKS = 3
 

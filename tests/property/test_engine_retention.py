@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.peer_wire import TierNaming
-from ckpt_engine.retention import newest_alive, removable, reported_steps
+from ckpt_engine.contracts.peer_wire import TierNaming
+from ckpt_engine.tiers.retention_rules import newest_alive, removable, reported_steps
 from flyball.contracts.checkpoints import Lineage, LineageEntry, ShardCopy, Tier, TierPolicy, branch, is_alive
 
 RANKS = 3

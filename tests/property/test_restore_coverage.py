@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine.coverage import Box, overlap, step_problems, uncovered
-from ckpt_engine.manifest import TensorEntry
+from ckpt_engine.format.coverage import Box, overlap, step_problems, uncovered
+from ckpt_engine.format.manifest import TensorEntry
 
 SIDE = 5
 

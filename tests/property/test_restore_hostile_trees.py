@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_engine import integrity
-from ckpt_engine.capture import STATE_KEY, Capture
-from ckpt_engine.manifest import Manifest, describe
-from ckpt_engine.restore import read_state, restore_into
-from ckpt_engine.shard_format import LENGTH_BYTES, METADATA_KEY
-from ckpt_engine.verified_read import MemorySource
+from ckpt_engine.format import integrity
+from ckpt_engine.format.manifest import Manifest, describe
+from ckpt_engine.format.shard_format import LENGTH_BYTES, METADATA_KEY
+from ckpt_engine.format.verified_read import MemorySource
+from ckpt_engine.trainer.capture.prepared_capture import STATE_KEY, Capture
+from ckpt_engine.trainer.restore.load_shard import read_state, restore_into
 from flyball.contracts.errors import CorruptShard, StateMismatch
 
 Shard = tuple[dict[str, Any], bytes, Manifest]

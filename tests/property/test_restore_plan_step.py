@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine.manifest import Manifest
-from ckpt_engine.restore_planner import Bandwidths, Layout, StepPlan, plan_step
+from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.inspect.restore_planner import Bandwidths, Layout, StepPlan, plan_step
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier, is_alive
 from flyball.contracts.cluster import HostRanks
 from flyball.contracts.recovery import NotUsable, Origin

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load as load_with_the_library
 from torch import nn
 
-from ckpt_engine import copying, live_samples, optimizer_watch, save_trials
-from ckpt_engine.save_handle import SaveHandle
-from ckpt_engine.slots import RankSegments
-from ckpt_engine.state_tree import flatten
+from ckpt_engine.slots.rank_segments import RankSegments
+from ckpt_engine.trainer import save_trials
+from ckpt_engine.trainer.capture import copying, live_samples, optimizer_watch
+from ckpt_engine.trainer.save_handle import SaveHandle
+from ckpt_engine.trainer.state.state_tree import flatten
 from flyball.contracts.segments import rank_segment
 from flyball.trainer import Job
 from flyball.worker_identity import WorkerIdentity

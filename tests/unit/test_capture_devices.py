@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load as load_with_the_library
 
-from ckpt_engine import optimizer_watch
-from ckpt_engine.capture import Capture
-from ckpt_engine.copying import TensorCopy
-from ckpt_engine.device_copies import PinnedSlots
-from ckpt_engine.optimizer_watch import guarded_extents
-from ckpt_engine.running_capture import RunningCapture
-from ckpt_engine.state_tree import flatten
+from ckpt_engine.trainer.capture import optimizer_watch
+from ckpt_engine.trainer.capture.copying import TensorCopy
+from ckpt_engine.trainer.capture.device_copies import PinnedSlots
+from ckpt_engine.trainer.capture.optimizer_watch import guarded_extents
+from ckpt_engine.trainer.capture.prepared_capture import Capture
+from ckpt_engine.trainer.capture.running_capture import RunningCapture
+from ckpt_engine.trainer.state.state_tree import flatten
 
 
 class RecordingStreams:

@@ -11,14 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine import integrity, optimizer_watch, save_trials, source_digests
-from ckpt_engine.capture import Capture
-from ckpt_engine.control_file import DIGESTS_OFFSET
-from ckpt_engine.copying import TensorCopy
-from ckpt_engine.manifest import Manifest, describe
-from ckpt_engine.running_capture import RunningCapture
-from ckpt_engine.slots import RankSegments, SlotState, SlotView
-from ckpt_engine.source_digests import CHUNK_BYTES, SourceDigests
+from ckpt_engine.format import integrity
+from ckpt_engine.format.manifest import Manifest, describe
+from ckpt_engine.slots import source_digests
+from ckpt_engine.slots.control_file import DIGESTS_OFFSET
+from ckpt_engine.slots.rank_segments import RankSegments, SlotState, SlotView
+from ckpt_engine.slots.source_digests import CHUNK_BYTES, SourceDigests
+from ckpt_engine.trainer import save_trials
+from ckpt_engine.trainer.capture import optimizer_watch
+from ckpt_engine.trainer.capture.copying import TensorCopy
+from ckpt_engine.trainer.capture.prepared_capture import Capture
+from ckpt_engine.trainer.capture.running_capture import RunningCapture
 from flyball.contracts.errors import CorruptShard, MemoryTooSmall
 from flyball.contracts.segments import CONTROL_SUFFIX, rank_segment
 from flyball.trainer import Job

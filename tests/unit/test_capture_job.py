@@ -18,11 +18,12 @@ import pytest
 import torch
 from safetensors.torch import load as load_with_the_library
 
-from ckpt_engine import capture, shard_format
-from ckpt_engine import manifest as manifests
-from ckpt_engine.background import Background
-from ckpt_engine.engine import NOT_DUE
-from ckpt_engine.slots import ParkState, RankSegments, SlotState
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format import shard_format
+from ckpt_engine.slots.rank_segments import ParkState, RankSegments, SlotState
+from ckpt_engine.trainer.background import Background
+from ckpt_engine.trainer.capture import prepared_capture as capture
+from ckpt_engine.trainer.trainer_engine import NOT_DUE
 from flyball.contracts import fault_points, worker_env
 from flyball.contracts.checkpoints import CheckpointSpec, Tier, branch
 from flyball.contracts.errors import CheckpointError, RestoreFailed, UnsupportedState
@@ -249,8 +250,8 @@ def test_a_large_state_is_copied_by_two_threads_when_nobody_may_be_late(
         copy_piece(copy, begin, end)
 
     monkeypatch.setattr(capture.TensorCopy, "copy_piece", seen)
-    monkeypatch.setattr("ckpt_engine.copying.PIECE_BYTES", 1 << 16)
-    monkeypatch.setattr("ckpt_engine.saving.torch_threads", lambda: 1)  # as where a host has several ranks
+    monkeypatch.setattr("ckpt_engine.trainer.capture.copying.PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr("ckpt_engine.trainer.saving.torch_threads", lambda: 1)  # as where a host has several ranks
     with Job(identity) as job:
         handle = job.save(0, {"ema": torch.randn(1 << 20)})
         assert handle.staged
@@ -260,7 +261,7 @@ def test_a_large_state_is_copied_by_two_threads_when_nobody_may_be_late(
 def test_torch_copies_with_its_own_threads_if_it_has_some(
     identity: WorkerIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_engine.saving.torch_threads", lambda: 2)
+    monkeypatch.setattr("ckpt_engine.trainer.saving.torch_threads", lambda: 2)
     saved = {"ema": torch.randn(1 << 20), "other": torch.randn(100, 100).t()}
     with Job(identity) as job:
         threads = set(threading.enumerate())
@@ -279,7 +280,7 @@ def test_ctrl_c_in_a_copy_gives_the_slot_back(identity: WorkerIdentity, monkeypa
     saved = {"ema": torch.randn(1 << 16)}
     with Job(identity) as job:
         with monkeypatch.context() as patched:
-            patched.setattr("ckpt_engine.saving.torch_threads", lambda: 2)
+            patched.setattr("ckpt_engine.trainer.saving.torch_threads", lambda: 2)
             patched.setattr(capture.TensorCopy, "copy_by_torch", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 job.save(0, saved)
@@ -296,7 +297,7 @@ def test_ctrl_c_before_the_thread_has_its_work_gives_the_slot_back(
     def interrupted(background: Background, work: Callable[[], None]) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ckpt_engine.saving.torch_threads", lambda: 1)
+    monkeypatch.setattr("ckpt_engine.trainer.saving.torch_threads", lambda: 1)
     saved = {"ema": torch.randn(1 << 16)}
     with Job(identity) as job:
         with monkeypatch.context() as patched:
@@ -370,8 +371,8 @@ def test_work_that_cannot_have_a_thread_is_done_at_once(monkeypatch: pytest.Monk
 
 LEAVES_TORCH_LATE = """
 import sys, threading, time, torch
-from ckpt_engine import background
-from ckpt_engine.background import Background
+from ckpt_engine.trainer import background
+from ckpt_engine.trainer.background import Background
 background._CLOSE_TIMEOUT_S = 60
 begun, one, other = threading.Event(), torch.zeros(1 << 20), torch.zeros(1 << 20)
 def work():
@@ -394,7 +395,10 @@ def test_no_thread_is_in_torch_when_the_interpreter_ends() -> None:
 
 TRAINER = """
 import os, signal, threading, torch, flyball
-from ckpt_engine import background, copying, engine, save_trials
+from ckpt_engine.trainer import background
+from ckpt_engine.trainer.capture import copying
+from ckpt_engine.trainer import trainer_engine as engine
+from ckpt_engine.trainer import save_trials
 background._CLOSE_TIMEOUT_S = engine._EXIT_TIMEOUT_S = 60
 save_trials.TRIALS = 0
 job = flyball.attach()

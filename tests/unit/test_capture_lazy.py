@@ -16,12 +16,13 @@ import torch
 from safetensors.torch import load as load_with_the_library
 from torch import nn
 
-from ckpt_engine import copying, optimizer_watch, save_trials
-from ckpt_engine.capture import Capture
-from ckpt_engine.running_capture import RunningCapture
-from ckpt_engine.save_handle import SaveHandle
-from ckpt_engine.slots import RankSegments
-from ckpt_engine.state_tree import flatten
+from ckpt_engine.slots.rank_segments import RankSegments
+from ckpt_engine.trainer import save_trials
+from ckpt_engine.trainer.capture import copying, optimizer_watch
+from ckpt_engine.trainer.capture.prepared_capture import Capture
+from ckpt_engine.trainer.capture.running_capture import RunningCapture
+from ckpt_engine.trainer.save_handle import SaveHandle
+from ckpt_engine.trainer.state.state_tree import flatten
 from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec, LineageEntry, WhenFull
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import CheckpointError
@@ -573,7 +574,7 @@ def test_a_copy_that_fails_is_an_error_on_the_handle_and_training_goes_on(
         step()
         with monkeypatch.context() as patched:
             patched.setattr(copying, "move_bytes", broken)
-            patched.setattr("ckpt_engine.capture.SMALL_BYTES", 0)
+            patched.setattr("ckpt_engine.trainer.capture.prepared_capture.SMALL_BYTES", 0)
             handle = job.save(0, state)
             assert job.wait_captured(DEADLINE_S)
         assert "could not be copied: no such memory" in handle.error

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ckpt_engine.capture import Capture
-from ckpt_engine.manifest import Manifest, describe, entries_of
-from ckpt_engine.restore import restore_into
-from ckpt_engine.shard_format import read_header
-from ckpt_engine.verified_read import MemorySource
+from ckpt_engine.format.manifest import Manifest, describe, entries_of
+from ckpt_engine.format.shard_format import read_header
+from ckpt_engine.format.verified_read import MemorySource
+from ckpt_engine.trainer.capture.prepared_capture import Capture
+from ckpt_engine.trainer.restore.load_shard import restore_into
 from flyball.contracts.errors import StateMismatch, UnsupportedState
 
 

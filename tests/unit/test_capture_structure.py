@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpt_engine import optimizer_watch
-from ckpt_engine.capture import Capture
-from ckpt_engine.kept_structure import StateReader
-from ckpt_engine.manifest import describe
-from ckpt_engine.restore import read_state
-from ckpt_engine.state_tree import FlatState, flatten
-from ckpt_engine.verified_read import MemorySource
+from ckpt_engine.format.manifest import describe
+from ckpt_engine.format.verified_read import MemorySource
+from ckpt_engine.trainer.capture import optimizer_watch
+from ckpt_engine.trainer.capture.kept_structure import StateReader
+from ckpt_engine.trainer.capture.prepared_capture import Capture
+from ckpt_engine.trainer.restore.load_shard import read_state
+from ckpt_engine.trainer.state.state_tree import FlatState, flatten
 from flyball.contracts.errors import UnsupportedState
 
 State = dict[str, Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_engine.step_listing import infer_lineage, list_steps
+from ckpt_engine.format.step_listing import infer_lineage, list_steps
 from flyball.cli.ckpt.tables import age_s, age_text
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier, is_alive
 

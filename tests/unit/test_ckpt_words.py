@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine.tier_folders import find_in_folder
-from ckpt_engine.verify_copies import Verdict, Verified, judge_steps
+from ckpt_engine.inspect.tier_folders import find_in_folder
+from ckpt_engine.inspect.verify_copies import Verdict, Verified, judge_steps
 from flyball.cli.ckpt.options import parse_step, storage_tiers
 from flyball.cli.ckpt.tables import ranks_text
 from flyball.cli.ckpt.verify import advice, describe

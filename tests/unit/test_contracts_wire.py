@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine.notices import Notice
+from ckpt_engine.contracts.notices import Notice
 from flyball.contracts import wire
 from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.errors import InvalidMessage, UsageError

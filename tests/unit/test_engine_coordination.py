@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.coordination import Coordination
-from ckpt_engine.counters import Counters
-from ckpt_engine.generation import Generation
-from ckpt_engine.links import PeerLinks
-from ckpt_engine.peer_wire import RankSteps
+from ckpt_engine.contracts.counters import Counters
+from ckpt_engine.contracts.generation import Generation
+from ckpt_engine.contracts.peer_wire import RankSteps
+from ckpt_engine.peers.links import PeerLinks
+from ckpt_engine.peers.transport.port import Connection
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.memory import MemoryTier
-from ckpt_engine.transport.port import Connection
+from ckpt_engine.world.coordination import Coordination
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, Placement

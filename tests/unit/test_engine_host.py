@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.host_engine import Engine
-from ckpt_engine.notices import SaveWaited
+from ckpt_engine.contracts.notices import SaveWaited
+from ckpt_engine.host.host_engine import Engine
+from ckpt_engine.host.state_dir import StateDir
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.state_dir import StateDir
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.engine_wire import Configure, GetStatus, Release

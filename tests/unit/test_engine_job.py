@@ -15,23 +15,23 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from ckpt_engine.context import Services
-from ckpt_engine.counters import Counters
-from ckpt_engine.disk_writer import DiskWriter
-from ckpt_engine.integrity import chunk_digests
-from ckpt_engine.job import Job
-from ckpt_engine.links import PeerLinks
-from ckpt_engine.notices import Captured, SaveAborted, SaveWaited
-from ckpt_engine.peer_wire import TierNaming
-from ckpt_engine.rate_limit import RateLimit
-from ckpt_engine.save_failures import FAILING_AFTER_S
+from ckpt_engine.contracts.counters import Counters
+from ckpt_engine.contracts.notices import Captured, SaveAborted, SaveWaited
+from ckpt_engine.contracts.peer_wire import TierNaming
+from ckpt_engine.format.integrity import chunk_digests
+from ckpt_engine.format.shard_names import ShardKey
+from ckpt_engine.host.context import Services
+from ckpt_engine.host.job import Job
+from ckpt_engine.host.save_failures import FAILING_AFTER_S
+from ckpt_engine.peers.links import PeerLinks
+from ckpt_engine.peers.transport.pool import ConnectionPool
+from ckpt_engine.peers.transport.port import Connection
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots import SlotState, may_overwrite
+from ckpt_engine.slots.rank_segments import SlotState, may_overwrite
 from ckpt_engine.tiers.folder import FolderStorage
-from ckpt_engine.tiers.shard_names import ShardKey
+from ckpt_engine.tiers.rate_limit import RateLimit
 from ckpt_engine.tiers.shard_store import ShardStore
-from ckpt_engine.transport.pool import ConnectionPool
-from ckpt_engine.transport.port import Connection
+from ckpt_engine.tiers.writing.tier_writer import DiskWriter
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, Placement
@@ -339,7 +339,7 @@ def test_a_writer_outlives_what_nobody_expected(
             raise error
         return method(*arguments, **named)
 
-    monkeypatch.setattr("ckpt_engine.disk_writer._LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("ckpt_engine.tiers.writing.tier_writer._LOOK_AGAIN_S", 0.01)
     monkeypatch.setattr(ShardStore, fails, fail_once)
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
     wait_for(lambda: job._durable is not None and bool(job._durable.reports(0)))
@@ -427,8 +427,8 @@ def test_a_rank_whose_manifest_cannot_be_read_tells_of_it_as_held_and_not_before
         return read(storage, name, limit_bytes)
 
     monkeypatch.setattr(FolderStorage, "read", bad_block)
-    monkeypatch.setattr("ckpt_engine.disk_writer._LOOK_AGAIN_S", 0.01)
-    monkeypatch.setattr("ckpt_engine.disk_writer._UNREAD_S", 3600.0)
+    monkeypatch.setattr("ckpt_engine.tiers.writing.tier_writer._LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("ckpt_engine.tiers.writing.tier_writer._UNREAD_S", 3600.0)
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
     assert job._durable is not None
     for _ in range(3):

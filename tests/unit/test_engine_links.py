@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ckpt_engine.links import PeerLink, PeerLinks
-from ckpt_engine.peer_server import PeerServer
-from ckpt_engine.peer_wire import Ping, RankSteps, Reply, Verdict
+from ckpt_engine.contracts.peer_wire import Ping, RankSteps, Reply, Verdict
+from ckpt_engine.peers.links import PeerLink, PeerLinks
+from ckpt_engine.peers.peer_server import PeerServer
+from ckpt_engine.peers.transport.handshake import introduce
+from ckpt_engine.peers.transport.port import ByteCounters, Connection, Identity
+from ckpt_engine.peers.transport.tcp import TcpListener, connect_tcp
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.transport.handshake import introduce
-from ckpt_engine.transport.port import ByteCounters, Connection, Identity
-from ckpt_engine.transport.tcp import TcpListener, connect_tcp
 
 TOKEN = b"the token"
 SETTINGS = EngineSettings(  # a ping never comes to the rescue, and nobody is given up

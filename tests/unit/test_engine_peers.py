@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine import peers
+from ckpt_engine.contracts import peer_plan as peers
 from ckpt_engine.settings import EngineSettings, load_settings
 from flyball.contracts.checkpoints import LineageEntry
 from flyball.contracts.cluster import HostRanks, Placement

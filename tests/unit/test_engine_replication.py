@@ -13,15 +13,15 @@ import pytest
 import xxhash
 from safetensors.numpy import save
 
-from ckpt_engine import manifest as manifests
-from ckpt_engine.generation import Generation, WorldView
-from ckpt_engine.peer_wire import PutShard, Reply, Verdict, WorldStep
-from ckpt_engine.replication import receive_replica
+from ckpt_engine.contracts.generation import Generation, WorldView
+from ckpt_engine.contracts.peer_wire import PutShard, Reply, Verdict, WorldStep
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.peers.replication import receive_replica
+from ckpt_engine.peers.transport.port import ByteCounters
+from ckpt_engine.peers.transport.tcp import TcpConnection
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots import SegmentOptions
+from ckpt_engine.slots.rank_segments import SegmentOptions
 from ckpt_engine.tiers.peer import PeerTier
-from ckpt_engine.transport.port import ByteCounters
-from ckpt_engine.transport.tcp import TcpConnection
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.engine_wire import Configure

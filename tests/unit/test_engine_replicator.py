@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from ckpt_engine import manifest as manifests
-from ckpt_engine.counters import Counters
-from ckpt_engine.generation import Generation, WorldView
-from ckpt_engine.peer_patience import Patience
-from ckpt_engine.peer_wire import Reply, Verdict, WorldStep
-from ckpt_engine.pipeline import RankPipeline
-from ckpt_engine.replication import Offer
-from ckpt_engine.replicator import Outcome, Replicator
+from ckpt_engine.contracts.counters import Counters
+from ckpt_engine.contracts.generation import Generation, WorldView
+from ckpt_engine.contracts.peer_wire import Reply, Verdict, WorldStep
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.host.pipeline import RankPipeline
+from ckpt_engine.peers.peer_patience import Patience
+from ckpt_engine.peers.replication import Offer
+from ckpt_engine.peers.replicator import Outcome, Replicator
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots import SlotView
+from ckpt_engine.slots.rank_segments import SlotView
 from ckpt_engine.tiers.memory import MemoryTier
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.clock import SystemClock

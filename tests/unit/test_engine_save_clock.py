@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.generation import Generation
-from ckpt_engine.save_clock import SaveClock
+from ckpt_engine.contracts.generation import Generation
 from ckpt_engine.tiers.memory import MemoryTier
+from ckpt_engine.world.save_clock import SaveClock
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.engine_wire import Configure

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.durable_files import write_durably
-from ckpt_engine.state_dir import FenceFile, JobFiles, StateDir
+from ckpt_engine.host.state_dir import FenceFile, JobFiles, StateDir
+from ckpt_engine.tiers.durable_files import write_durably
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.engine_wire import Configure

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckpt_engine.counters import Counters
-from ckpt_engine.generation import Generation
+from ckpt_engine.contracts.counters import Counters
+from ckpt_engine.contracts.generation import Generation
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.opening import open_persistent
 from ckpt_engine.tiers.shard_store import ShardStore
-from ckpt_engine.world_sealer import WorldSealer
+from ckpt_engine.tiers.writing.world_sealer import WorldSealer
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, Placement

@@ -9,9 +9,9 @@ import pytest
 import torch
 from event_files import of_kind
 
-from ckpt_engine import manifest as manifests
-from ckpt_engine.control_views import RestoreState, RestoreWords
-from ckpt_engine.slots import RankSegments
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.slots.control_views import RestoreState, RestoreWords
+from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier
 from flyball.contracts.events import EventKind
 from flyball.contracts.segments import rank_segment

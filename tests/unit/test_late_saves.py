@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_engine.engine_link import EngineLink
-from ckpt_engine.late_saves import TELL_EVERY_S, LateSaveLog
-from ckpt_engine.notices import SaveWaited
-from ckpt_engine.save_handle import LATE_S
-from ckpt_engine.slots import SlotView
+from ckpt_engine.contracts.notices import SaveWaited
+from ckpt_engine.host.late_saves import TELL_EVERY_S, LateSaveLog
+from ckpt_engine.slots.rank_segments import SlotView
+from ckpt_engine.trainer.engine_link import EngineLink
+from ckpt_engine.trainer.save_handle import LATE_S
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.engine_wire import EngineReply, LateSaves

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_engine import integrity
-from ckpt_engine import manifest as manifests
-from ckpt_engine.capture import Capture
-from ckpt_engine.manifest import Manifest, describe, entries_of
-from ckpt_engine.restore import _Memory, read_state, restore_into
-from ckpt_engine.restore_file import load_file, read_file
-from ckpt_engine.shard_format import read_header
-from ckpt_engine.slot_source import SlotSource
-from ckpt_engine.verified_read import ByteSource, FileSource, MemorySink, MemorySource, read_verified
+from ckpt_engine.format import integrity
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format.manifest import Manifest, describe, entries_of
+from ckpt_engine.format.shard_format import read_header
+from ckpt_engine.format.verified_read import ByteSource, FileSource, MemorySink, MemorySource, read_verified
+from ckpt_engine.slots.slot_source import SlotSource
+from ckpt_engine.trainer.capture.prepared_capture import Capture
+from ckpt_engine.trainer.restore.load_shard import _Memory, read_state, restore_into
+from ckpt_engine.trainer.restore.restore_file import load_file, read_file
 from flyball.contracts.errors import CorruptShard, StateMismatch
 
 CHUNK = 4096  # so that a small state has many, and its header several

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from ckpt_engine.manifest import describe, encode
-from ckpt_engine.memory_plan import MemoryPlan
-from ckpt_engine.slots import RankSegments
+from ckpt_engine.format.manifest import describe, encode
+from ckpt_engine.slots.memory_plan import MemoryPlan
+from ckpt_engine.slots.rank_segments import RankSegments
 from ckpt_engine.tiers.memory import MemoryTier
 from flyball.contracts.errors import MemoryTooSmall, StateVersionMismatch
 from flyball.contracts.segments import rank_segment, shm_prefix

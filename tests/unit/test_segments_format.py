@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save as save_with_the_library
 
-from ckpt_engine import integrity, manifest, shard_format
+from ckpt_engine.format import integrity, manifest, shard_format
 from flyball.contracts.errors import CorruptShard
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine.huge_pages import why_not
+from ckpt_engine.slots.huge_pages import why_not
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

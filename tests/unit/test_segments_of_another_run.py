@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_engine.control_views import RestoreState, RestoreWords
-from ckpt_engine.slots import RankSegments, SlotState
+from ckpt_engine.slots.control_views import RestoreState, RestoreWords
+from ckpt_engine.slots.rank_segments import RankSegments, SlotState
 from flyball.beacon import create_beacon
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.segments import SLOT_SUFFIXES, rank_segment
@@ -81,7 +81,7 @@ def test_a_claim_that_was_cut_short_is_made_again(segments: RankSegments, monkey
         raise OSError(errno.EIO, "killed")
 
     with monkeypatch.context() as patched, pytest.raises(OSError, match="killed"):
-        patched.setattr("ckpt_engine.slots.write_run", killed)
+        patched.setattr("ckpt_engine.slots.rank_segments.write_run", killed)
         segments.claim(SECOND_RUN)
     assert not segments.belongs_to(SECOND_RUN)
     segments.claim(SECOND_RUN)

@@ -7,13 +7,21 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from ckpt_engine import manifest as manifests
-from ckpt_engine import memory_limits, shard_format
-from ckpt_engine.control_file import CONTROL_BYTES
-from ckpt_engine.memory_limits import cgroup_available
-from ckpt_engine.memory_plan import MemoryPlan
-from ckpt_engine.slot_rules import AbandonedSteps, SlotView, choose_slot
-from ckpt_engine.slots import ParkState, RankSegments, RestoreState, RestoreWords, SlotState, may_overwrite
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format import shard_format
+from ckpt_engine.slots import memory_limits
+from ckpt_engine.slots.control_file import CONTROL_BYTES
+from ckpt_engine.slots.memory_limits import cgroup_available
+from ckpt_engine.slots.memory_plan import MemoryPlan
+from ckpt_engine.slots.rank_segments import (
+    ParkState,
+    RankSegments,
+    RestoreState,
+    RestoreWords,
+    SlotState,
+    may_overwrite,
+)
+from ckpt_engine.slots.slot_rules import AbandonedSteps, SlotView, choose_slot
 from flyball.contracts.checkpoints import LineageEntry, Tier
 from flyball.contracts.errors import ConfigurationError, CorruptShard, MemoryTooSmall, StateVersionMismatch
 from flyball.contracts.segments import (

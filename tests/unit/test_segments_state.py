@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_with_the_library
 from torch import nn
 
-from ckpt_engine.capture import Capture, PreparedCapture
-from ckpt_engine.manifest import Manifest, describe
-from ckpt_engine.restore import read_state, restore_into
-from ckpt_engine.verified_read import MemorySource
+from ckpt_engine.format.manifest import Manifest, describe
+from ckpt_engine.format.verified_read import MemorySource
+from ckpt_engine.trainer.capture.prepared_capture import Capture, PreparedCapture
+from ckpt_engine.trainer.restore.load_shard import read_state, restore_into
 from flyball.contracts.errors import CorruptShard, StateMismatch, UnsupportedState
 
 

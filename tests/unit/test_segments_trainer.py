@@ -15,14 +15,14 @@ import pytest
 import torch
 
 import flyball
-from ckpt_engine import manifest as manifests
-from ckpt_engine import memory_limits
-from ckpt_engine.control_file import CONTROL_BYTES
-from ckpt_engine.control_views import RestoreState, RestoreWords
-from ckpt_engine.engine import NO_SUPERVISOR, NOT_DUE
-from ckpt_engine.notices import Captured, Notice, SaveAborted, SaveWaited
-from ckpt_engine.save_schedule import is_due
-from ckpt_engine.slots import RankSegments, SlotState
+from ckpt_engine.contracts.notices import Captured, Notice, SaveAborted, SaveWaited
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.slots import memory_limits
+from ckpt_engine.slots.control_file import CONTROL_BYTES
+from ckpt_engine.slots.control_views import RestoreState, RestoreWords
+from ckpt_engine.slots.rank_segments import RankSegments, SlotState
+from ckpt_engine.trainer.trainer_engine import NO_SUPERVISOR, NOT_DUE
+from ckpt_engine.world.save_schedule import is_due
 from flyball.beacon import BeaconReader, create_beacon
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier, branch

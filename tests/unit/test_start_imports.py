@@ -40,7 +40,7 @@ def test_run_needs_neither_typer_nor_what_that_needs() -> None:
     assert found & set({"typer", "click", "rich", "pygments"}) == set()
 
 
-@pytest.mark.parametrize("module", ["host_daemon.__main__", "ckpt_engine.server"])
+@pytest.mark.parametrize("module", ["host_daemon.__main__", "ckpt_engine.host.server"])
 def test_the_processes_of_a_host_import_nothing_heavy(module: str) -> None:
     found = packages(loaded_by(f"import {module}"))
     assert found & set({*HEAVY, "typer", "click", "rich", "pygments", "services"} - {"numpy"}) == set()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_engine.engine_link import EngineLink
+from ckpt_engine.trainer.engine_link import EngineLink
 from flyball.beacon import BeaconReader, create_beacon
 from flyball.contracts.cluster import Phase
 from flyball.trainer import Job

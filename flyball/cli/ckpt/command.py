@@ -59,7 +59,7 @@ def show(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Show a step's copies and what their manifests say."""
-    from ckpt_engine.inventory import read_manifest, read_tensors
+    from ckpt_engine.inspect.inventory import read_manifest, read_tensors
     from flyball.cli.ckpt.tables import print_step, print_tensors, shard_json
 
     wanted = parse_step(step)
@@ -94,7 +94,7 @@ def restore(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Bring one verified copy of every rank's shard into a folder, as safetensors files."""
-    from ckpt_engine.extract_step import extract_step
+    from ckpt_engine.inspect.extract_step import extract_step
     from flyball.cli.ckpt.tables import print_extracted
     from flyball.cli.show.progress import bytes_bar
 

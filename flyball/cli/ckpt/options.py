@@ -65,7 +65,7 @@ def parse_step(text: str) -> int | None:
 
 def storage_tiers(tier: Tier | None) -> Collection[Tier]:
     """Those whose steps can be removed and pinned, or the one that is named. Raises UsageError for memory."""
-    from ckpt_engine.remove_steps import REMOVABLE
+    from ckpt_engine.inspect.remove_steps import REMOVABLE
 
     if tier is not None and tier not in REMOVABLE:
         raise UsageError(

@@ -22,7 +22,7 @@ from flyball.contracts.checkpoints import Tier
 from flyball.contracts.errors import NotFound
 
 if TYPE_CHECKING:
-    from ckpt_engine.inventory import Inventory
+    from ckpt_engine.inspect.inventory import Inventory
 
 PIN: dict[str, Any] = {
     "help": "Keep a step on disks and in stores, whatever the job's retention says.",
@@ -69,8 +69,8 @@ class _StepPlaces:
 
     def __init__(self, step: int | None, tiers: Collection[Tier], generation: int | None, inventory: Inventory) -> None:
         """Raises NotFound if there are none."""
-        from ckpt_engine.copy_places import StoragePlace
-        from ckpt_engine.remove_steps import durable_point
+        from ckpt_engine.inspect.copy_places import StoragePlace
+        from ckpt_engine.inspect.remove_steps import durable_point
 
         newest = durable_point(inventory) if step is None else None
         listing = newest or inventory.find(step, generation)

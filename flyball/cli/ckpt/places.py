@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from ckpt_engine.copy_places import Ignored, Place, SlotPlace, StoragePlace
-from ckpt_engine.host_folder import HostFolder, find_host_folders
-from ckpt_engine.inventory import Inventory
+from ckpt_engine.inspect.copy_places import Ignored, Place, SlotPlace, StoragePlace
+from ckpt_engine.inspect.host_folder import HostFolder, find_host_folders
+from ckpt_engine.inspect.inventory import Inventory
+from ckpt_engine.inspect.step_folder import StepFolder
+from ckpt_engine.inspect.tier_folders import TierFolder, find_in_folder, find_in_store
 from ckpt_engine.settings import EngineSettings, load_settings
-from ckpt_engine.step_folder import StepFolder
-from ckpt_engine.tier_folders import TierFolder, find_in_folder, find_in_store
 from ckpt_engine.tiers.opening import open_storage
 from flyball.cli.reach.places import state_root
 from flyball.cli.show.output import say

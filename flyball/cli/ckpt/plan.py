@@ -18,7 +18,7 @@ from flyball.contracts.errors import NotFound, RestoreFailed, UsageError
 from flyball.contracts.recovery import NotUsable, Origin, complete_points
 
 if TYPE_CHECKING:
-    from ckpt_engine.restore_planner import ShardPlan, StepPlan
+    from ckpt_engine.inspect.restore_planner import ShardPlan, StepPlan
     from flyball.cli.ckpt.places import JobCopies
 
 COMMAND: dict[str, Any] = {
@@ -68,7 +68,7 @@ def command(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Nothing is changed. Exit code 23 if the step could not be restored."""
-    from ckpt_engine.restore_planner import Layout, plan_step
+    from ckpt_engine.inspect.restore_planner import Layout, plan_step
 
     wanted = parse_step(step)
     if supervisor or (os.environ.get("FLYBALL_SUPERVISOR") and not state_dir and not folders):

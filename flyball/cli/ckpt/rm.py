@@ -16,9 +16,9 @@ from flyball.contracts.checkpoints import Tier
 from flyball.contracts.errors import Conflict, NotFound, UsageError
 
 if TYPE_CHECKING:
-    from ckpt_engine.inventory import Inventory
-    from ckpt_engine.remove_steps import Protection, Target
-    from ckpt_engine.step_listing import StepKey
+    from ckpt_engine.format.step_listing import StepKey
+    from ckpt_engine.inspect.inventory import Inventory
+    from ckpt_engine.inspect.remove_steps import Protection, Target
     from flyball.cli.ckpt.places import JobCopies
 
 COMMAND: dict[str, Any] = {
@@ -42,7 +42,7 @@ def command(
     job: JobName = "",
     output: OutputOption = Format.TABLE,
 ) -> None:
-    from ckpt_engine.remove_steps import find_targets, protected
+    from ckpt_engine.inspect.remove_steps import find_targets, protected
 
     if [bool(steps), everything, memory].count(True) != 1 or (memory and (tier or generation is not None)):
         raise UsageError(
@@ -99,7 +99,7 @@ def command(
 def _wanted(
     inventory: Inventory, steps: Collection[int | None], tiers: Collection[Tier], generation: int | None
 ) -> set[StepKey]:
-    from ckpt_engine.remove_steps import stored_steps
+    from ckpt_engine.inspect.remove_steps import stored_steps
 
     known = {key for key in stored_steps(inventory, tiers) if generation in (None, key[0])}
     if not steps:
@@ -124,9 +124,9 @@ def _confirm(what: str, *, yes: bool, output: Format) -> None:
 
 def _free_memory(found: JobCopies, *, force: bool, yes: bool, output: Format) -> None:
     """The segments of a job that no process uses any more. Raises Conflict for one that is alive."""
-    from ckpt_engine.memory_plan import readable_size
-    from ckpt_engine.reclaim import list_memory, remove_job
-    from ckpt_engine.remove_steps import needed_memory
+    from ckpt_engine.inspect.remove_steps import needed_memory
+    from ckpt_engine.slots.memory_plan import readable_size
+    from ckpt_engine.slots.reclaim import list_memory, remove_job
 
     needed = needed_memory(found.inventory)
     if needed is not None and not force:
@@ -154,7 +154,7 @@ def _free_memory(found: JobCopies, *, force: bool, yes: bool, output: Format) ->
 
 
 def _summary(targets: list[Target]) -> str:
-    from ckpt_engine.memory_plan import readable_size
+    from ckpt_engine.slots.memory_plan import readable_size
 
     steps = sorted({target.key.step for target in targets})
     if not steps:
@@ -165,7 +165,7 @@ def _summary(targets: list[Target]) -> str:
 
 
 def _why(why: Protection) -> str:
-    from ckpt_engine.remove_steps import Protection
+    from ckpt_engine.inspect.remove_steps import Protection
 
     return {
         Protection.RECOVERY_POINT: "it is the newest recovery point",

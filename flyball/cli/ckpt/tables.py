@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from ckpt_engine import integrity
-from ckpt_engine.copy_places import Ignored
-from ckpt_engine.extract_step import ExtractedShard
-from ckpt_engine.inventory import HeldCopy, Inventory, read_tensors
-from ckpt_engine.manifest import Manifest, TensorEntry
-from ckpt_engine.memory_plan import readable_size
-from ckpt_engine.step_listing import StepListing
+from ckpt_engine.format import integrity
+from ckpt_engine.format.manifest import Manifest, TensorEntry
+from ckpt_engine.format.step_listing import StepListing
+from ckpt_engine.inspect.copy_places import Ignored
+from ckpt_engine.inspect.extract_step import ExtractedShard
+from ckpt_engine.inspect.inventory import HeldCopy, Inventory, read_tensors
+from ckpt_engine.slots.memory_plan import readable_size
 from flyball.cli.show.output import print_fields, print_table, say
 from flyball.contracts.checkpoints import Tier
 

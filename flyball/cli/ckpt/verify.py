@@ -13,10 +13,10 @@ from flyball.cli.show.output import Format, OutputOption, print_fields, print_js
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
 
 if TYPE_CHECKING:
-    from ckpt_engine.copy_places import Ignored
-    from ckpt_engine.inventory import Inventory
-    from ckpt_engine.step_listing import StepKey
-    from ckpt_engine.verify_copies import Verified, VerifiedStep
+    from ckpt_engine.format.step_listing import StepKey
+    from ckpt_engine.inspect.copy_places import Ignored
+    from ckpt_engine.inspect.inventory import Inventory
+    from ckpt_engine.inspect.verify_copies import Verified, VerifiedStep
 
 COMMAND: dict[str, Any] = {
     "help": "Read every byte of every copy of a step (default: the newest recovery point), compare it with its "
@@ -36,7 +36,7 @@ def command(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Nothing is changed."""
-    from ckpt_engine.verify_copies import Verdict
+    from ckpt_engine.inspect.verify_copies import Verdict
 
     wanted = None if everything else parse_step(step)
     for found, is_last in looks(state_dir, folders, job, newest=wanted is None and not everything):
@@ -57,7 +57,7 @@ def command(
 
 
 def _verify(inventory: Inventory, world_sizes: dict[StepKey, int]) -> tuple[list[Verified], tuple[VerifiedStep, ...]]:
-    from ckpt_engine.verify_copies import Verdict, judge_steps, verify_copies
+    from ckpt_engine.inspect.verify_copies import Verdict, judge_steps, verify_copies
     from flyball.cli.show.progress import bytes_bar
 
     held_copies = [held for held in inventory.held if held.key in world_sizes]
@@ -79,7 +79,7 @@ def _problem(
     *,
     everything: bool,
 ) -> FlyballError | None:
-    from ckpt_engine.verify_copies import Verdict
+    from ckpt_engine.inspect.verify_copies import Verdict
 
     bad = sum(result.verdict is Verdict.BAD for result in results) + len(ignored)
     if bad:
@@ -104,7 +104,7 @@ def _problem(
 def _to_json(
     job: str, results: Sequence[Verified], steps: Sequence[VerifiedStep], ignored: Sequence[Ignored]
 ) -> dict[str, Any]:
-    from ckpt_engine.verify_copies import Verdict
+    from ckpt_engine.inspect.verify_copies import Verdict
     from flyball.cli.ckpt.tables import ignored_json
 
     counts = {str(verdict): sum(result.verdict is verdict for result in results) for verdict in Verdict}
@@ -112,8 +112,8 @@ def _to_json(
 
 
 def _show(results: Sequence[Verified], steps: Sequence[VerifiedStep], ignored: Sequence[Ignored]) -> None:
-    from ckpt_engine.memory_plan import readable_size
-    from ckpt_engine.verify_copies import Verdict
+    from ckpt_engine.inspect.verify_copies import Verdict
+    from ckpt_engine.slots.memory_plan import readable_size
     from flyball.cli.ckpt.tables import say_ignored
 
     good = [result for result in results if result.verdict is Verdict.GOOD]
@@ -151,7 +151,7 @@ def describe(result: Verified) -> str:
 
 def advice(result: Verified, good: Sequence[Verified]) -> str:
     """What to do about a copy that is bad or gone."""
-    from ckpt_engine.verify_copies import Verdict
+    from ckpt_engine.inspect.verify_copies import Verdict
 
     if result.verdict is Verdict.GONE:
         return "none: its job has gone on"

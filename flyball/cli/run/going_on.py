@@ -12,13 +12,13 @@ from typing import Final
 
 import msgspec
 
-from ckpt_engine.copy_places import Place, SlotPlace, StoragePlace
-from ckpt_engine.inventory import HeldCopy, Inventory
+from ckpt_engine.format.step_listing import StepListing
+from ckpt_engine.inspect.copy_places import Place, SlotPlace, StoragePlace
+from ckpt_engine.inspect.inventory import HeldCopy, Inventory
+from ckpt_engine.inspect.tier_folders import TierFolder, find_in_folder, find_in_store
+from ckpt_engine.inspect.verify_copies import Verdict, verify_copies
 from ckpt_engine.settings import load_settings
-from ckpt_engine.step_listing import StepListing
-from ckpt_engine.tier_folders import TierFolder, find_in_folder, find_in_store
 from ckpt_engine.tiers.opening import open_storage, run_location
-from ckpt_engine.verify_copies import Verdict, verify_copies
 from flyball.cli.run.run_folders import RunFolder, segments_prefix
 from flyball.cli.show.messages import say
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, Tier

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckpt_engine.tiers.shard_names import parse_step_folder
+from ckpt_engine.format.shard_names import parse_step_folder
 from flyball.cli.run.host_process import HostProcess
 from flyball.cli.run.run_folders import holds_memory
 from flyball.cli.show.messages import say

@@ -16,9 +16,9 @@ from typing import Final
 
 import msgspec
 
-from ckpt_engine.durable_files import write_durably
-from ckpt_engine.memory_plan import readable_size
 from ckpt_engine.settings import load_settings
+from ckpt_engine.slots.memory_plan import readable_size
+from ckpt_engine.tiers.durable_files import write_durably
 from flyball.cli.reach.places import live_record, make_state_dir, state_root
 from flyball.cli.show.messages import say
 from flyball.contracts.clock import SystemClock
@@ -168,13 +168,13 @@ def holds_memory(prefix: str) -> bool:
     """Whether there are steps in shared memory under this prefix."""
     if not any(Path(prefix).parent.glob(f"{Path(prefix).name}.*")):
         return False
-    from ckpt_engine.reclaim import list_memory  # only if there is anything
+    from ckpt_engine.slots.reclaim import list_memory  # only if there is anything
 
     return any(memory.size_bytes for memory in list_memory(prefix))
 
 
 def _reclaim(folder: Path, environ: Mapping[str, str]) -> None:
-    from ckpt_engine.reclaim import Reclaimer
+    from ckpt_engine.slots.reclaim import Reclaimer
 
     ttl_s = load_settings(environ).segment_ttl_s
     freed = Reclaimer(segments_prefix(folder, environ), known_jobs=tuple, ttl_s=ttl_s).sweep()

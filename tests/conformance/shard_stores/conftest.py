@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from ckpt_engine import manifest as manifests
-from ckpt_engine.manifest import Manifest
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.opening import open_storage
 from ckpt_engine.tiers.shard_store import ShardStore

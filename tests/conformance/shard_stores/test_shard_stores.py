@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from ckpt_engine import integrity, world_manifest
-from ckpt_engine import manifest as manifests
-from ckpt_engine.durable_files import UNFINISHED, WRITER
-from ckpt_engine.manifest import Manifest
-from ckpt_engine.peer_wire import TierNaming
+from ckpt_engine.contracts.peer_wire import TierNaming
+from ckpt_engine.format import integrity, world_manifest
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.tiers.durable_files import UNFINISHED, WRITER
 from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard, NotFound

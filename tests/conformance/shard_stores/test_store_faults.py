@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine import integrity
-from ckpt_engine.manifest import Manifest
+from ckpt_engine.format import integrity
+from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.opening import open_storage
 from ckpt_engine.tiers.shard_store import ShardStore
@@ -38,7 +38,7 @@ SMALL_BYTES, FIVE_PARTS_BYTES = 100_000, 36 << 20
 WRITER = """
 import sys
 from pathlib import Path
-from ckpt_engine import manifest
+from ckpt_engine.format import manifest
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.opening import open_storage
 from ckpt_engine.tiers.shard_store import ShardStore

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine import durable_files, integrity
-from ckpt_engine.manifest import Manifest
-from ckpt_engine.peer_wire import TierNaming
+from ckpt_engine.contracts.peer_wire import TierNaming
+from ckpt_engine.format import integrity
+from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.tiers import durable_files
 from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import LineageEntry, Tier
 from flyball.contracts.errors import FlyballError, StorageFull
@@ -31,8 +32,9 @@ import sys
 from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
-from ckpt_engine import integrity, manifest as manifests
-from ckpt_engine.peer_wire import TierNaming
+from ckpt_engine.format import integrity
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.contracts.peer_wire import TierNaming
 from ckpt_engine.tiers.folder import FolderStorage
 from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import LineageEntry, Tier

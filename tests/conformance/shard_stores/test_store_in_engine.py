@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from ckpt_engine.context import Services
-from ckpt_engine.counters import Counters
-from ckpt_engine.job import Job
-from ckpt_engine.links import PeerLinks
-from ckpt_engine.rate_limit import RateLimit
+from ckpt_engine.contracts.counters import Counters
+from ckpt_engine.host.context import Services
+from ckpt_engine.host.job import Job
+from ckpt_engine.peers.links import PeerLinks
+from ckpt_engine.peers.transport.pool import ConnectionPool
+from ckpt_engine.peers.transport.port import Connection
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots import RestoreState
+from ckpt_engine.slots.rank_segments import RestoreState
+from ckpt_engine.tiers.rate_limit import RateLimit
 from ckpt_engine.tiers.shard_store import ShardStore
-from ckpt_engine.transport.pool import ConnectionPool
-from ckpt_engine.transport.port import Connection
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, ShardCopy, ShardSource, Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, Placement

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.manifest import Manifest
-from ckpt_engine.peer_wire import TierNaming
+from ckpt_engine.contracts.peer_wire import TierNaming
+from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.tiers.side_by_side import side_by_side
 from ckpt_engine.tiers.storage import Storage

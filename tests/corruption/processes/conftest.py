@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckpt_engine.slots import RankSegments, SlotState
+from ckpt_engine.slots.rank_segments import RankSegments, SlotState
 from flyball.contracts import fault_points, wire, worker_env
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry, RestorePlan, branch, is_alive
 from flyball.contracts.cluster import HostRanks, Placement
@@ -61,7 +61,10 @@ for line in sys.stdin:
 """
 ENGINE = """
 import socket, threading
-from ckpt_engine import durable_files, emergency, job, server
+from ckpt_engine.tiers import durable_files
+from ckpt_engine.host import emergency
+from ckpt_engine.host import job
+from ckpt_engine.host import server
 from flyball.contracts import fault_points
 
 broken = set()  # system calls that fail for files on disks
@@ -99,7 +102,9 @@ def run(arm_path, *arguments):
 """
 TRAINER = """
 import torch, flyball
-from ckpt_engine import capture, optimizer_watch, restore
+from ckpt_engine.trainer.capture import prepared_capture as capture
+from ckpt_engine.trainer.capture import optimizer_watch
+from ckpt_engine.trainer.restore import load_shard as restore
 torch.set_num_threads(1)
 
 def state_of(step, rank):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckpt_engine import integrity
-from ckpt_engine.restore_file import read_manifest
-from ckpt_engine.world_manifest import WORLD_MANIFEST
+from ckpt_engine.format import integrity
+from ckpt_engine.format.world_manifest import WORLD_MANIFEST
+from ckpt_engine.trainer.restore.restore_file import read_manifest
 from flyball.contracts.checkpoints import Tier
 
 if TYPE_CHECKING:

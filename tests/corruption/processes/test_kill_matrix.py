@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckpt_engine import integrity
-from ckpt_engine.restore_file import read_manifest
+from ckpt_engine.format import integrity
+from ckpt_engine.trainer.restore.restore_file import read_manifest
 from flyball.contracts import fault_points
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.engine_wire import Flush

@@ -17,10 +17,10 @@ import pytest
 import structlog
 from safetensors.numpy import save
 
-from ckpt_engine import manifest as manifests
-from ckpt_engine.manifest import Manifest
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots import RankSegments
+from ckpt_engine.slots.rank_segments import RankSegments
 from ckpt_engine.tiers.opening import open_disk, open_persistent
 from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.cli.main import run_cli

@@ -13,11 +13,11 @@ import pytest
 from ckpt_sites import CHUNK_BYTES, JOB, Site, shard
 from safetensors import safe_open
 
-from ckpt_engine.copy_places import SlotPlace
-from ckpt_engine.inventory import Inventory
-from ckpt_engine.manifest import entries_of
-from ckpt_engine.shard_format import read_header
-from ckpt_engine.slots import RankSegments
+from ckpt_engine.format.manifest import entries_of
+from ckpt_engine.format.shard_format import read_header
+from ckpt_engine.inspect.copy_places import SlotPlace
+from ckpt_engine.inspect.inventory import Inventory
+from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
 from flyball.contracts.segments import CONTROL_SUFFIX, rank_segment

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from ckpt_engine.slots import RankSegments
+from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.decisions import FlushState, SaveEmergency, StopWorkers, UpdateState
 from flyball.contracts.rank_columns import statuses_in
 from flyball.contracts.segments import rank_segment, shm_prefix

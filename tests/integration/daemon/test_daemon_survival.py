@@ -240,12 +240,12 @@ def test_a_dead_engine_is_replaced_and_workers_run_on(daemon, supervisor, make_j
     pid = job.start().result.pids["0"]
     job.wait_up()
     daemon.until("the engine", lambda: supervisor.newest.engine.alive)  # of one that never was up no signal tells
-    (engine,) = [p for p, c in daemon.owned().items() if "ckpt_engine.server" in c]
+    (engine,) = [p for p, c in daemon.owned().items() if "ckpt_engine.host.server" in c]
     os.kill(engine, signal.SIGKILL)
     daemon.until("the signal", lambda: [s for s in supervisor.signals() if isinstance(s.body, EngineRestarted)])
     daemon.until("a report of the new engine", lambda: supervisor.newest.engine.alive)
     assert alive(pid)
-    assert [p for p, c in daemon.owned().items() if "ckpt_engine.server" in c] != [engine]
+    assert [p for p, c in daemon.owned().items() if "ckpt_engine.host.server" in c] != [engine]
     assert job.stop().state is UpdateState.SUCCEEDED
 
 

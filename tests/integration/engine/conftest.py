@@ -20,8 +20,8 @@ import pytest
 from own_servers import free_port
 from safetensors.numpy import save
 
-from ckpt_engine.notices import Captured
-from ckpt_engine.slots import RankSegments, RestoreState, SlotState, choose_slot
+from ckpt_engine.contracts.notices import Captured
+from ckpt_engine.slots.rank_segments import RankSegments, RestoreState, SlotState, choose_slot
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import (
     CheckpointSpec,
@@ -74,7 +74,7 @@ class EngineHost:
 
     def command(self, *extra: str) -> list[str]:
         return [
-            *(sys.executable, "-P", "-m", "ckpt_engine.server", "--state-dir", str(self.state_dir)),
+            *(sys.executable, "-P", "-m", "ckpt_engine.host.server", "--state-dir", str(self.state_dir)),
             *("--host-id", self.host_id, "--address", "127.0.0.1", "--token-file", str(self.token_file)),
             *extra,
         ]
@@ -142,7 +142,7 @@ class EngineHost:
 
 
 class Trainer:
-    """A trainer's side of a slot: what `ckpt_engine.engine` does, without torch."""
+    """A trainer's side of a slot: what `ckpt_engine.trainer.trainer_engine` does, without torch."""
 
     def __init__(
         self, host: EngineHost, rank: int, generation: int = 1, lineage: Lineage | None = None, *, seed: int = 0

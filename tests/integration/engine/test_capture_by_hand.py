@@ -15,7 +15,7 @@ import pytest
 from own_servers import free_port
 from safetensors.torch import load
 
-from ckpt_engine.slots import RankSegments, SlotState
+from ckpt_engine.slots.rank_segments import RankSegments, SlotState
 from flyball.contracts import worker_env
 from flyball.contracts.segments import rank_segment
 
@@ -23,7 +23,7 @@ LOOP = """
 import hashlib, random, sys, torch, torch.distributed as dist, flyball
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from ckpt_engine.state_tree import flatten
+from ckpt_engine.trainer.state.state_tree import flatten
 way, sharded = sys.argv[1], sys.argv[2] == "fsdp2"
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(500, 500), torch.nn.ReLU(), torch.nn.Linear(500, 500))

@@ -18,10 +18,11 @@ from dataclasses import replace
 import safetensors.torch, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from ckpt_engine import copying, save_trials
-from ckpt_engine.manifest import entries_of
-from ckpt_engine.shard_format import read_header
-from ckpt_engine.state_tree import flatten
+from ckpt_engine.trainer.capture import copying
+from ckpt_engine.trainer import save_trials
+from ckpt_engine.format.manifest import entries_of
+from ckpt_engine.format.shard_format import read_header
+from ckpt_engine.trainer.state.state_tree import flatten
 from flyball.contracts.checkpoints import branch
 from flyball.trainer import Job
 from flyball.worker_identity import read_identity

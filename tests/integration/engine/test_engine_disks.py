@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckpt_engine import manifest as manifests
+from ckpt_engine.format import manifest as manifests
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.opening import open_persistent
 from flyball.contracts.checkpoints import CheckpointSpec, Tier

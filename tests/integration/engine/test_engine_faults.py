@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from safetensors.numpy import load_file
 
-from ckpt_engine.slots import RankSegments, RestoreState, SlotState
+from ckpt_engine.slots.rank_segments import RankSegments, RestoreState, SlotState
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier
 from flyball.contracts.engine_wire import Flush
 from flyball.contracts.segments import replica_segment

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from ckpt_engine.peer_wire import Inventory, ListShards
+from ckpt_engine.contracts.peer_wire import Inventory, ListShards
+from ckpt_engine.peers.transport.handshake import introduce
+from ckpt_engine.peers.transport.port import ByteCounters, Connection, Identity
+from ckpt_engine.peers.transport.tcp import connect_tcp
 from ckpt_engine.settings import EngineSettings
-from ckpt_engine.slots import RankSegments, RestoreState
-from ckpt_engine.transport.handshake import introduce
-from ckpt_engine.transport.port import ByteCounters, Connection, Identity
-from ckpt_engine.transport.tcp import connect_tcp
+from ckpt_engine.slots.rank_segments import RankSegments, RestoreState
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Replication, RestorePlan, Tier
 from flyball.contracts.segments import replica_segment
 from services.controller.peer_choice import choose_peers

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_engine.slots import RankSegments
+from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.segments import rank_segment
 
 if TYPE_CHECKING:

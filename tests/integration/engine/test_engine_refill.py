@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ckpt_engine.slots import RankSegments
+from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CheckpointSpec, Tier
 from flyball.contracts.fault_points import VARIABLE
 from flyball.contracts.segments import replica_segment

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
-from ckpt_engine.coordinator import MAX_ABANDONED
-from ckpt_engine.notices import SaveAborted, SaveWaited
-from ckpt_engine.slots import RankSegments, RestoreState, SlotState
+from ckpt_engine.contracts.notices import SaveAborted, SaveWaited
+from ckpt_engine.slots.rank_segments import RankSegments, RestoreState, SlotState
+from ckpt_engine.world.coordinator import MAX_ABANDONED
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier
 from flyball.contracts.engine_wire import Arm, AwaitSaved, Configure, Flush, GetStatus, Release
 from flyball.contracts.identity import Fence

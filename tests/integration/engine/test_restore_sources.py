@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from ckpt_engine.slots import RankSegments
+from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.beacon import create_beacon
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry, RestorePlan, ShardSource, Tier
 from flyball.contracts.engine_wire import Flush

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ckpt_engine.slots import RankSegments
+from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.beacon import BeaconReader, create_beacon
 from flyball.contracts import wire, worker_env
 from flyball.contracts.checkpoints import Lineage, LineageEntry, RestorePlan, Tier, branch

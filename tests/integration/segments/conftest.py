@@ -13,10 +13,11 @@ import pytest
 PRELUDE = """
 import os, sys
 from pathlib import Path
-from ckpt_engine import memory_limits, segment_files
-from ckpt_engine.memory_plan import MemoryPlan
-from ckpt_engine.slot_rules import SlotState
-from ckpt_engine.slots import RankSegments, SegmentOptions
+from ckpt_engine.slots import memory_limits
+from ckpt_engine.slots import segment_files
+from ckpt_engine.slots.memory_plan import MemoryPlan
+from ckpt_engine.slots.slot_rules import SlotState
+from ckpt_engine.slots.rank_segments import RankSegments, SegmentOptions
 from flyball.contracts.checkpoints import LineageEntry
 from flyball.contracts.errors import MemoryTooSmall
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.slots import RankSegments, SlotState
+from ckpt_engine.slots.rank_segments import RankSegments, SlotState
 from flyball.contracts import fault_points
 from flyball.contracts.checkpoints import LineageEntry
 
@@ -20,8 +20,8 @@ SIZE = 100_000
 LINEAGE = (LineageEntry(1),)
 SAVER = """
 import sys
-from ckpt_engine.memory_plan import MemoryPlan
-from ckpt_engine.slots import RankSegments
+from ckpt_engine.slots.memory_plan import MemoryPlan
+from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import LineageEntry
 size = 100_000
 segments = RankSegments.open(sys.argv[1], create=True)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine import control_file, segment_files
-from ckpt_engine.control_file import boot_time_ns, read_last_use, write_last_use
-from ckpt_engine.memory_plan import MemoryPlan
-from ckpt_engine.reclaim import Reclaimer, list_memory, remove_job
-from ckpt_engine.reclaim_rules import is_reclaimable, unused_s
-from ckpt_engine.slots import RankSegments, SlotState
+from ckpt_engine.slots import control_file, segment_files
+from ckpt_engine.slots.control_file import boot_time_ns, read_last_use, write_last_use
+from ckpt_engine.slots.memory_plan import MemoryPlan
+from ckpt_engine.slots.rank_segments import RankSegments, SlotState
+from ckpt_engine.slots.reclaim import Reclaimer, list_memory, remove_job
+from ckpt_engine.slots.reclaim_rules import is_reclaimable, unused_s
 from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.tiers.peer import PeerTier
 from flyball.contracts.errors import Conflict
@@ -29,7 +29,7 @@ SIZE = 5000
 ROOT = Path(__file__).parents[3]
 HOLDER = """
 import sys, time
-from ckpt_engine.slots import RankSegments
+from ckpt_engine.slots.rank_segments import RankSegments
 segments = RankSegments.open(sys.argv[1], create=True)
 segments.begin_write(0, 1, 3, 5000)[:] = b"3" * 5000
 segments.mark_captured(0)

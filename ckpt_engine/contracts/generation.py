@@ -1,0 +1,121 @@
+"""What an engine knows of the generation that a job is in."""
+
+from __future__ import annotations
+
+import threading
+from functools import cached_property
+
+from ckpt_engine.contracts import peer_plan as peers
+from ckpt_engine.contracts.peer_wire import TierNaming, WorldStep
+from flyball.contracts.checkpoints import Lineage, RestorePlan, Tier
+from flyball.contracts.cluster import Placement
+from flyball.contracts.engine_wire import Configure
+
+_REMEMBERED_ABANDONED = 16  # as many as a control segment remembers
+
+
+class Generation:
+    """One Configure, seen from this host. Does not change, except that it ends when a newer one begins."""
+
+    def __init__(self, configure: Configure, host_id: str) -> None:
+        self.configure = configure
+        self.host_id = host_id
+        self.ended = threading.Event()
+
+    @property
+    def placement(self) -> Placement:
+        return self.configure.placement
+
+    @property
+    def job(self) -> str:
+        return self.placement.job
+
+    @property
+    def run(self) -> str:
+        return self.placement.run
+
+    @property
+    def number(self) -> int:
+        return self.placement.generation
+
+    @property
+    def lineage(self) -> Lineage:
+        return self.placement.lineage
+
+    @property
+    def restore(self) -> RestorePlan | None:
+        return self.placement.restore
+
+    @property
+    def restore_step(self) -> int:
+        """What the generation starts from, -1 for nothing."""
+        return self.restore.step if self.restore is not None else -1
+
+    def generation_of(self, step: int) -> int:
+        """The generation of the lineage that wrote `step`: the running one, or for the step that it was restored from,
+        and older ones, an ancestor."""
+        return next(e.generation for e in self.lineage if e.upto_step is None or step <= e.upto_step)
+
+    @cached_property
+    def local_ranks(self) -> tuple[int, ...]:
+        return peers.local_ranks(self.placement, self.host_id)
+
+    @cached_property
+    def replica_hosts(self) -> tuple[str, ...]:
+        return peers.replica_hosts(self.placement, self.host_id) if self.configure.spec.replicas > 0 else ()
+
+    @cached_property
+    def replicated_ranks(self) -> frozenset[int]:
+        return peers.replicated_ranks(self.placement, self.host_id)
+
+    @cached_property
+    def coordinator_host(self) -> str:
+        return peers.coordinator_host(self.placement)
+
+    @property
+    def coordinates(self) -> bool:
+        return self.coordinator_host == self.host_id
+
+    @cached_property
+    def linked_hosts(self) -> frozenset[str]:
+        return peers.linked_hosts(self.placement, self.host_id) if self.local_ranks else frozenset()
+
+
+class WorldView:
+    """The newest that this engine heard of one generation's world step."""
+
+    def __init__(self, world: WorldStep) -> None:
+        self._lock = threading.Lock()
+        self._present = world
+
+    @property
+    def present(self) -> WorldStep:
+        return self._present
+
+    def learn(self, world: WorldStep) -> bool:
+        """Take in what the coordinator said, first or second hand. True if it was news; it never goes back."""
+        with self._lock:
+            present = self._present
+            if world.generation != present.generation:
+                return False
+            # Abandoned steps only become more, whatever order the messages come in, until the world step passes them;
+            # of a world that stands still, the newest.
+            world_step = max(world.world_step, present.world_step)
+            known = {*world.abandoned, *present.abandoned} if world.world_step >= present.world_step else ()
+            still_ahead = sorted(step for step in known or present.abandoned if step > world_step)
+            upto = max(world.abandoned_upto, present.abandoned_upto)  # a later one goes with a later world step
+            abandoned = tuple([step for step in still_ahead if step > upto][-_REMEMBERED_ABANDONED:])
+            tiers = _newest(*present.tiers, *world.tiers)
+            next_save = max(world.next_save, present.next_save)
+            self._present = WorldStep(world.job, world.generation, world_step, abandoned, tiers, next_save, upto)
+            return self._present != present
+
+
+def _newest(*namings: TierNaming) -> tuple[TierNaming, ...]:
+    """Per tier what the coordinator said last: names grow, and what is kept for a name grows with it."""
+    newest: dict[Tier, TierNaming] = {}
+    for naming in namings:
+        known = newest.get(naming.tier)
+        if known is None or (naming.step, naming.kept[-1:]) > (known.step, known.kept[-1:]):
+            newest[naming.tier] = naming
+    return tuple(newest.values())

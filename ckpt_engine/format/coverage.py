@@ -1,0 +1,116 @@
+"""Whether the blocks that ranks hold make up the tensors that are wanted: every element, none of it missing. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ckpt_engine.format.manifest import TensorEntry
+
+
+class Box(NamedTuple):
+    """A block of a tensor: where it begins, and how long it is, per dimension."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{o}:{o + size}" for o, size in zip(self.offsets, self.shape, strict=True)) + "]"
+
+
+class CoverageProblem(NamedTuple):
+    """What is wrong with one tensor of a step."""
+
+    fqn: str
+    reason: str
+
+
+def uncovered(target: Box, boxes: Iterable[Box]) -> list[Box]:
+    """The parts of `target` that are in none of `boxes`, without overlap; [] if they cover it. All have the same number
+    of dimensions."""
+    left = [target] if target.elements else []
+    for box in boxes:
+        if not left:
+            break
+        left = [part for rest in left for part in _without(rest, box)]
+    return left
+
+
+def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two different boxes with an element in common; None if there are no such. The same box twice is a replica."""
+    distinct = sorted({box for box in boxes if box.elements})
+    for index, box in enumerate(distinct):
+        for other in distinct[index + 1 :]:
+            if box.shape and other.offsets[0] >= box.offsets[0] + box.shape[0]:
+                break  # sorted by where they begin in the first dimension: the rest begins later still
+            if _meet(box, other):
+                return box, other
+    return None
+
+
+def step_problems(shards: Iterable[Iterable[TensorEntry]]) -> tuple[CoverageProblem, ...]:
+    """What the shards of one step, each by its tensors, lack: () if every tensor that some rank holds a block of is
+    there as a whole.
+
+    A tensor that a rank holds whole may be its own (a random generator's state), so that ranks may differ in its shape;
+    the blocks of a tensor that is split must agree in dtype and global shape, cover it, and overlap only as replicas.
+    """
+    split: dict[str, list[tuple[tuple[str, tuple[int, ...]], Box]]] = defaultdict(list)
+    for tensors in shards:
+        for tensor in tensors:
+            split[tensor.fqn].append(((tensor.dtype, tensor.global_shape), Box(tensor.offsets, tensor.shape)))
+    problems = []
+    for fqn, blocks in sorted(split.items()):
+        if any(box.shape != whole for (_, whole), box in blocks):
+            reason = _problem(blocks)
+            if reason:
+                problems.append(CoverageProblem(fqn, reason))
+    return tuple(problems)
+
+
+def _problem(blocks: Sequence[tuple[tuple[str, tuple[int, ...]], Box]]) -> str:
+    kinds = sorted({kind for kind, _ in blocks})
+    if len(kinds) > 1:
+        return f"its blocks are of different tensors: {' and '.join(f'{dtype} {shape}' for dtype, shape in kinds)}"
+    shape = kinds[0][1]
+    boxes = sorted({box for _, box in blocks})
+    gaps = uncovered(Box((0,) * len(shape), shape), boxes)
+    if gaps:
+        missing = sum(gap.elements for gap in gaps)
+        return f"{missing} of its {math.prod(shape)} elements are in no shard, the first of them in {gaps[0]}"
+    if sum(box.elements for box in boxes) == math.prod(shape):
+        return ""  # covered by as many elements as it has: none is there twice
+    both = overlap(boxes)
+    return f"its blocks {both[0]} and {both[1]} overlap, and neither is a replica of the other" if both else ""
+
+
+def _meet(one: Box, other: Box) -> bool:
+    """Whether they have an element in common."""
+    return all(
+        max(a, b) < min(a + size_a, b + size_b)
+        for a, size_a, b, size_b in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
+    )
+
+
+def _without(rest: Box, box: Box) -> list[Box]:
+    """`rest` less `box`, as boxes: per dimension what lies before and what lies behind it."""
+    if not _meet(rest, box):
+        return [rest]
+    parts = []
+    offsets, shape = list(rest.offsets), list(rest.shape)
+    for dimension, (begin, size) in enumerate(zip(box.offsets, box.shape, strict=True)):
+        start, end = offsets[dimension], offsets[dimension] + shape[dimension]
+        for low, high in ((start, min(end, begin)), (max(start, begin + size), end)):
+            if low < high:
+                part_offsets = (*offsets[:dimension], low, *offsets[dimension + 1 :])
+                part_shape = (*shape[:dimension], high - low, *shape[dimension + 1 :])
+                parts.append(Box(part_offsets, part_shape))
+        offsets[dimension] = max(start, begin)
+        shape[dimension] = min(end, begin + size) - offsets[dimension]
+    return parts

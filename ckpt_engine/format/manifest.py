@@ -1,0 +1,201 @@
+"""The manifest: what a shard must be, byte for byte. Written last, at every tier. Pure.
+
+It does not repeat what the shard's own header says of its tensors: that is covered by the digests, and can have many
+times the size of all the rest. Manifests of version 2 did, and are still read.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import xxhash
+
+from ckpt_engine.format import integrity, shard_format
+from flyball.contracts.checkpoints import ShardCopy, Tier
+from flyball.contracts.errors import CorruptShard
+from flyball.contracts.identity import JobName, Rank, RunId, Step
+from flyball.contracts.wire import MALFORMED, decoder_of
+
+MANIFEST_VERSION = 3
+_VERSION_WITH_TENSORS = 2
+MAX_MANIFEST_BYTES = 8 << 20
+MAX_MANIFEST_FILE_BYTES = MAX_MANIFEST_BYTES + 64  # with the line that has its checksum
+MAX_CHUNK_BYTES = 64 << 20
+_MAX_NAMES_BYTES = 64 << 10  # of a manifest, beside the digests
+# The largest shard that can be described: its digests are in base64, 4 characters for 3 bytes.
+MAX_PAYLOAD_BYTES = (
+    (MAX_MANIFEST_BYTES - _MAX_NAMES_BYTES) * 3 // 4 // integrity.DIGEST_BYTES * integrity.DEFAULT_CHUNK_BYTES
+)
+
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One tensor of the shard, which may be a block of a larger one: `shape` is what this rank holds, `offsets` says
+    per dimension where that begins in the tensor of `global_shape`. A whole tensor has the same shape twice, and
+    offsets of zero. `byte_range` is (begin, end) in the file."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[_Size, ...]
+    global_shape: tuple[_Size, ...]
+    offsets: tuple[_Size, ...]
+    byte_range: tuple[_Size, _Size]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """One rank's shard of one step."""
+
+    version: int
+    code_version: str
+    job: JobName
+    generation: _Size
+    step: Step
+    rank: Rank
+    world_size: Annotated[int, msgspec.Meta(ge=1)]
+    payload_bytes: _Size
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_BYTES)]
+    chunk_digests: bytes  # DIGEST_BYTES per chunk
+    tensors: tuple[TensorEntry, ...] = ()  # of version 2; else they are in the shard's header (`entries_of`)
+    run: RunId = ""
+    committed_at: float = 0.0  # wall clock, seconds since the epoch, of the host that hashed it; 0: not said
+    tensor_count: _Size = 0
+
+
+def describe(
+    payload: memoryview,
+    *,
+    job: str,
+    generation: int,
+    step: int,
+    rank: int,
+    world_size: int,
+    code_version: str,
+    run: str = "",
+    chunk_bytes: int = integrity.DEFAULT_CHUNK_BYTES,
+    committed_at: float = 0.0,
+    known_digests: bytes = b"",
+) -> Manifest:
+    """Hash a captured shard, but for `known_digests` (`integrity.chunk_digests`), and describe it. Raises CorruptShard
+    if it is not a safetensors file."""
+    tensor_count = _structures.count_tensors(payload)
+    return Manifest(
+        version=MANIFEST_VERSION,
+        code_version=code_version,
+        job=job,
+        generation=generation,
+        step=step,
+        rank=rank,
+        world_size=world_size,
+        payload_bytes=len(payload),
+        chunk_bytes=chunk_bytes,
+        chunk_digests=integrity.chunk_digests(payload, chunk_bytes, known_digests),
+        run=run,
+        committed_at=committed_at,
+        tensor_count=tensor_count,
+    )
+
+
+def entries_of(header: shard_format.ShardHeader) -> tuple[TensorEntry, ...]:
+    """The tensors of a shard, in the order of its header."""
+    return tuple(_entry(name, header) for name in header.tensors)
+
+
+def _entry(name: str, header: shard_format.ShardHeader) -> TensorEntry:
+    tensor = header.tensors[name]
+    block = header.blocks.get(name)
+    begin, end = tensor.data_offsets
+    return TensorEntry(
+        fqn=name,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        global_shape=block.global_shape if block else tensor.shape,
+        offsets=block.offsets if block else (0,) * len(tensor.shape),
+        byte_range=(header.data_start + begin, header.data_start + end),
+    )
+
+
+_structures = shard_format.KnownStructures()
+_encoder = msgspec.json.Encoder()
+_decoder = decoder_of(Manifest)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """JSON; chunk digests in base64."""
+    data = _encoder.encode(manifest)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CorruptShard(
+            f"The manifest of rank {manifest.rank}, step {manifest.step} has {len(data)} bytes, the limit is "
+            f"{MAX_MANIFEST_BYTES}.",
+            hint="have more ranks share the state, so that each has less of it",
+        )
+    return data
+
+
+def decode(data: bytes | memoryview) -> Manifest:
+    """A manifest that can be relied on to be consistent; raises CorruptShard on anything odd."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CorruptShard(f"A manifest of {len(data)} bytes exceeds the limit of {MAX_MANIFEST_BYTES}.")
+    try:
+        manifest = _decoder.decode(data)
+    except MALFORMED as error:
+        raise CorruptShard(f"A manifest does not parse: {error}.") from error
+    if manifest.version not in (_VERSION_WITH_TENSORS, MANIFEST_VERSION):
+        raise CorruptShard(
+            f"A manifest has version {manifest.version}, this release reads {_VERSION_WITH_TENSORS} and "
+            f"{MANIFEST_VERSION}.",
+            hint="restore with the release that wrote it",
+        )
+    chunks = integrity.chunk_count(manifest.payload_bytes, manifest.chunk_bytes)
+    if len(manifest.chunk_digests) != chunks * integrity.DIGEST_BYTES:
+        raise CorruptShard(f"A manifest has {len(manifest.chunk_digests)} bytes of checksums for {chunks} chunks.")
+    if len({tensor.fqn for tensor in manifest.tensors}) != len(manifest.tensors):
+        raise CorruptShard("A manifest names a tensor twice.")
+    for tensor in manifest.tensors:
+        _check_entry(tensor, manifest.payload_bytes)
+    if manifest.version == _VERSION_WITH_TENSORS:
+        return msgspec.structs.replace(manifest, tensor_count=len(manifest.tensors))
+    return manifest
+
+
+def _check_entry(tensor: TensorEntry, payload_bytes: int) -> None:
+    begin, end = tensor.byte_range
+    if not begin <= end <= payload_bytes:
+        raise CorruptShard(f"A manifest places tensor {tensor.fqn!r} outside the shard.")
+    if shard_format.size_bytes(tensor.dtype, tensor.shape) != end - begin:
+        raise CorruptShard(f"A manifest has {end - begin} bytes for {tensor.fqn!r}, {tensor.dtype} {tensor.shape}.")
+    if not shard_format.Block(tensor.global_shape, tensor.offsets).holds(tensor.shape):
+        raise CorruptShard(f"A manifest places {tensor.fqn!r} outside of the tensor that it is a part of.")
+
+
+def digest(data: bytes | memoryview) -> str:
+    """The name of a manifest's content: xxh3-128 in hex, as in ShardCopy.digest."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def copy_in(tier: Tier, host_id: str, manifest: Manifest, data: bytes) -> ShardCopy:
+    """The inventory's entry for a copy with this manifest, whose bytes are `data`."""
+    return ShardCopy(
+        job=manifest.job,
+        generation=manifest.generation,
+        step=manifest.step,
+        rank=manifest.rank,
+        tier=tier,
+        host_id=host_id,
+        size_bytes=manifest.payload_bytes,
+        digest=digest(data),
+    )
+
+
+def as_file(data: bytes) -> bytes:
+    """What a manifest's file says: the line of JSON, and one with its digest."""
+    return b"".join((data, b"\n", digest(data).encode(), b"\n"))
+
+
+def content_of_file(lines: bytes, name: str) -> bytes:
+    """The line of JSON in such a file, to the byte. Raises CorruptShard."""
+    data, _, _ = lines.removesuffix(b"\n").rpartition(b"\n")
+    if as_file(data) != lines:
+        raise CorruptShard(f"{name} does not match its checksum.", hint="another copy is tried")
+    return data

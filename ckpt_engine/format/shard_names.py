@@ -1,0 +1,84 @@
+"""How the shards of one job are named in every tier that has names. Pure.
+
+g<generation>/step<step>/rank<rank>.safetensors     a shard
+                         rank<rank>.manifest        what it must be; written after it
+                         world.manifest             persistent tier: the whole step is there; written last
+                         pinned                     retention leaves the step alone
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ckpt_engine.format.world_manifest import WORLD_MANIFEST
+
+SHARD_SUFFIX = ".safetensors"
+MANIFEST_SUFFIX = ".manifest"
+PINNED = "pinned"
+# One spelling for each number, and no number that takes long to read: foreign names are not to pass for ours.
+_NUMBER = "(0|[1-9][0-9]{0,17})"
+_RANK_MANIFEST = re.compile(f"g{_NUMBER}/step{_NUMBER}/rank{_NUMBER}" + re.escape(MANIFEST_SUFFIX))
+_RANK_FILE = re.compile(
+    f"g{_NUMBER}/step{_NUMBER}/rank{_NUMBER}({re.escape(SHARD_SUFFIX)}|{re.escape(MANIFEST_SUFFIX)})"
+)
+_GENERATION_FOLDER = re.compile(f"g{_NUMBER}")
+_STEP_FOLDER = re.compile(f"g{_NUMBER}/step{_NUMBER}")
+_STEP_FILE = re.compile(f"g{_NUMBER}/step{_NUMBER}/({re.escape(WORLD_MANIFEST)}|{PINNED})")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ShardKey:
+    """Which shard of the job."""
+
+    generation: int
+    step: int
+    rank: int
+
+    @property
+    def shard(self) -> str:
+        return f"{step_folder(self.generation, self.step)}/rank{self.rank}{SHARD_SUFFIX}"
+
+    @property
+    def manifest(self) -> str:
+        return f"{step_folder(self.generation, self.step)}/rank{self.rank}{MANIFEST_SUFFIX}"
+
+
+def step_folder(generation: int, step: int) -> str:
+    return f"g{generation}/step{step}"
+
+
+def is_generation_folder(name: str) -> bool:
+    return _GENERATION_FOLDER.fullmatch(name) is not None
+
+
+def parse_step_folder(name: str) -> tuple[int, int] | None:
+    """(generation, step); None if the name is anything else."""
+    match = _STEP_FOLDER.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def world_manifest_name(generation: int, step: int) -> str:
+    return f"{step_folder(generation, step)}/{WORLD_MANIFEST}"
+
+
+def pinned_name(generation: int, step: int) -> str:
+    return f"{step_folder(generation, step)}/{PINNED}"
+
+
+def parse_rank_manifest(name: str) -> ShardKey | None:
+    """None if the name is anything else."""
+    match = _RANK_MANIFEST.fullmatch(name)
+    return ShardKey(*(int(number) for number in match.groups())) if match else None
+
+
+def parse_rank_file(name: str) -> ShardKey | None:
+    """Of a shard or its manifest; None if the name is anything else."""
+    match = _RANK_FILE.fullmatch(name)
+    return ShardKey(int(match[1]), int(match[2]), int(match[3])) if match else None
+
+
+def parse_step_file(name: str) -> tuple[int, int, str] | None:
+    """(generation, step, WORLD_MANIFEST or PINNED); None if the name is anything else."""
+    match = _STEP_FILE.fullmatch(name)
+    return (int(match[1]), int(match[2]), match[3]) if match else None

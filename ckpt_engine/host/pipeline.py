@@ -1,0 +1,323 @@
+"""What happens to one rank's shards: captured -> hashed -> committed -> replicated -> told to the coordinator. One
+thread per local rank and generation, and one more for each of its peers; they go on after the trainer's death.
+
+Steps are settled in order: a newer step is saved only after the older one was, or was given up. That is what lets the
+coordinator read "has step 8, does not have step 7" as "will never have step 7".
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from ckpt_engine.contracts.counters import Counters
+from ckpt_engine.contracts.generation import Generation, WorldView
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.peers.replicator import Outcome, PutReplica, Replicator
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.slots.rank_segments import SlotState, SlotView
+from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
+from flyball.contracts.checkpoints import is_alive
+from flyball.contracts.clock import Clock
+from flyball.contracts.errors import FlyballError
+from flyball.contracts.fault_points import reach
+
+log = structlog.get_logger()
+
+_REMEMBERED_STEPS = 16  # per rank; older ones are below the world step, or lost
+
+Fill = Callable[[OpenSegments], bool]
+
+
+class RankPipeline:
+    """The pipeline of one local rank in one generation."""
+
+    def __init__(
+        self,
+        rank: int,
+        generation: Generation,
+        *,
+        memory: MemoryTier,
+        world: WorldView,
+        put_replica: PutReplica,
+        peer_down_s: Callable[[str], float],
+        first: Sequence[Fill],
+        on_progress: Callable[[int], None],
+        on_failure: Callable[[int, int, str], None],
+        counters: Counters,
+        settings: EngineSettings,
+        clock: Clock,
+        code_version: str,
+    ) -> None:
+        """`first` are run at the begin of every round, each until it returns True; `on_progress(rank)` whenever
+        `saved_steps` or `failed_steps` changed; `on_failure(rank, step, message)` once per step that could not be
+        saved."""
+        self.rank = rank
+        self._generation = generation
+        self._memory = memory
+        self._world = world
+        self._peer_down_s = peer_down_s
+        self._first = list(first)
+        self._on_progress = on_progress
+        self._on_failure = on_failure
+        self._counters = counters
+        self._settings = settings
+        self._clock = clock
+        self._code_version = code_version
+        self._state_lock = threading.Lock()
+        self._saved: set[int] = set()
+        self._failed: set[int] = set()
+        self._unsettled = (-1, 0.0)  # the oldest step that is not settled, and since when it has been that
+        self._saving_step = -1
+        self._kick = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{generation.job}-r{rank}", daemon=True)
+        self._replicators = [
+            Replicator(
+                rank,
+                peer,
+                generation,
+                memory=memory,
+                world=world,
+                put_replica=put_replica,
+                peer_down_s=peer_down_s,
+                wanted=self._wanted,
+                on_settled=self._peer_settled,
+                on_bad=self._drop_bad,
+                counters=counters,
+                settings=settings,
+            )
+            for peer in generation.replica_hosts
+        ]
+        self._to_start = list(self._replicators)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def kick(self) -> None:
+        """There may be something to do."""
+        self._kick.set()
+        for replicator in self._replicators:
+            replicator.kick()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the threads after their generation has ended."""
+        deadline_s = time.monotonic() + timeout_s
+        self.kick()
+        self._thread.join(timeout_s)
+        for replicator in self._replicators:
+            replicator.join(max(deadline_s - time.monotonic(), 0.0))
+
+    @property
+    def saved_steps(self) -> tuple[int, ...]:
+        """Steps of this generation that are committed and, where peers are configured, held by every one of them that
+        was in reach, and by one at least; the newest few."""
+        with self._state_lock:
+            return tuple(sorted(self._saved))
+
+    @property
+    def failed_steps(self) -> tuple[int, ...]:
+        """Steps of this generation that this rank will never have; the newest few."""
+        with self._state_lock:
+            return tuple(sorted(self._failed))
+
+    @property
+    def saving_step(self) -> int:
+        """The newest step that this rank was busy with for long, -1 for none; of older ones it will never have others
+        than those in `saved_steps`. So a failure that is forgotten, as when an engine is killed, is told again."""
+        return self._saving_step
+
+    def fail(self, step: int, message: str) -> None:
+        """This rank will never have `step`."""
+        with self._state_lock:
+            known = step in self._failed
+            self._remember(self._failed, step)
+            self._saved.discard(step)  # its slot turned out to be bad: it is said no more that the rank has it
+        if not known:
+            self._counters.add("saves_failed")
+            with self._memory.using(self.rank) as entry:
+                if entry is not None and not self._generation.ended.is_set():
+                    entry.segments.control.note_lost(step)
+            log.warning("save_failed", job=self._generation.job, rank=self.rank, step=step, reason=message)
+            self._on_failure(self.rank, step, message)
+            self._on_progress(self.rank)
+
+    def peer_is_back(self, peer: str) -> None:
+        """A connection to this peer was made: what it holds now is to be asked anew."""
+        for replicator in self._replicators:
+            if replicator.peer == peer:
+                replicator.peer_is_back()
+
+    def commit_captured(self, timeout_s: float = -1) -> None:
+        """Hash and commit every captured slot of a history that counts, oldest first. Any thread may call this. Nothing
+        is done if a slot is being filled for longer than `timeout_s` (-1: wait as long as that takes)."""
+        with self._memory.using(self.rank) as entry:
+            if entry is None or not entry.writing.acquire(timeout=timeout_s):
+                return
+            try:
+                captured = [view for view in entry.segments.slots() if view.state is SlotState.CAPTURED]
+                for view in sorted(captured, key=lambda view: view.step):
+                    if self._is_alive(view):
+                        self._commit(entry, view)
+            finally:
+                entry.writing.release()
+
+    def _run(self) -> None:
+        delay_s = 0.0
+        while not self._generation.ended.is_set():
+            try:
+                self._first = [fill for fill in self._first if not self._is_filled(fill)]
+                self._start_replicators()
+                delay_s = self._round()
+            except Exception:  # logged; a rank without its pipeline would never be saved again
+                log.exception("pipeline_round_failed", job=self._generation.job, rank=self.rank)
+                delay_s = self._settings.scan_interval_s
+            self._kick.wait(delay_s)
+            self._kick.clear()
+
+    def _start_replicators(self) -> None:
+        while self._to_start:  # the rest in the next round, if there is no thread to be had now
+            self._to_start[-1].start()
+            self._to_start.pop()
+
+    def _is_filled(self, fill: Fill) -> bool:
+        with self._memory.using(self.rank) as entry:
+            return entry is None or fill(entry)
+
+    def _round(self) -> float:
+        """Everything that can be done now; returns the seconds after which to look again."""
+        self.commit_captured()
+        with self._memory.using(self.rank) as entry:
+            if entry is None:
+                return self._settings.scan_interval_s
+            for step in sorted(entry.segments.control.aborted_steps(self._generation.number)):
+                if step > self._world.present.world_step:
+                    self.fail(step, "The trainer gave it up; its log says why.")  # its notice was lost
+            self._settle(entry)
+            self._note_delay(entry)
+            return self._settings.scan_interval_s
+
+    def _note_delay(self, entry: OpenSegments) -> None:
+        world_step, saved = self._world.present.world_step, self.saved_steps
+        present = [v for v in entry.segments.slots() if v.generation == self._generation.number and self._is_wanted(v)]
+        oldest = min((v.step for v in present if v.step > world_step and v.step not in saved), default=-1)
+        step, since_s = self._unsettled
+        now_s = time.monotonic()
+        if oldest != step:
+            self._unsettled = (oldest, now_s)
+        elif oldest > self._saving_step and now_s - since_s >= self._settings.scan_interval_s:
+            self._saving_step = oldest
+            self._on_progress(self.rank)
+
+    def _is_alive(self, view: SlotView) -> bool:
+        return is_alive(view.generation, view.step, self._generation.lineage)
+
+    # --- commit ---
+
+    def _commit(self, entry: OpenSegments, view: SlotView) -> None:
+        began_s = time.monotonic()
+        try:
+            reach("engine.commit")
+            manifest = manifests.describe(
+                entry.segments.payload(view.index),
+                job=self._generation.job,
+                generation=view.generation,
+                step=view.step,
+                rank=self.rank,
+                world_size=self._generation.placement.world_size,
+                code_version=self._code_version,
+                run=self._generation.run,
+                committed_at=self._clock.wall_s(),
+                known_digests=entry.segments.handed_digests(view),
+            )
+            committed = entry.segments.commit(view, manifests.encode(manifest))
+        except FlyballError as error:  # the capture is not a shard, or the manifest found no room
+            if entry.segments.unchanged(view):
+                entry.segments.discard(view)
+                self.fail(view.step, str(error))
+            return
+        if committed:
+            self.kick()
+            self._counters.add("commits")
+            log.debug(
+                "committed",
+                job=self._generation.job,
+                rank=self.rank,
+                step=view.step,
+                size_bytes=view.payload_bytes,
+                seconds=round(time.monotonic() - began_s, 6),
+            )
+
+    # --- what the replicators do and find ---
+
+    def _wanted(self, entry: OpenSegments) -> list[SlotView]:
+        """Committed slots that peers are to have, oldest first."""
+        views = sorted(entry.segments.slots(), key=lambda view: view.step)
+        return [v for v in views if v.state is SlotState.COMMITTED and self._is_alive(v) and self._is_wanted(v)]
+
+    def _is_wanted(self, view: SlotView) -> bool:
+        world = self._world.present
+        if view.step < world.world_step:
+            return False
+        with self._state_lock:
+            lost = view.step in self._failed or view.step in world.abandoned_steps
+        return view.generation != self._generation.number or not lost
+
+    def _settle(self, entry: OpenSegments) -> None:
+        """A step is saved when every peer has it or was given up, and one that is in reach has it; failed if none has.
+        What was saved stays so: a peer that loses it is sent it again."""
+        for view in self._wanted(entry):
+            outcomes = {replicator.peer: replicator.outcome(view) for replicator in self._replicators}
+            settled = {peer: outcome for peer, outcome in outcomes.items() if outcome is not None}
+            if len(settled) < len(outcomes):
+                return  # newer steps wait for this one; its replicator kicks
+            if not settled or any(self._has_it(peer, outcome) for peer, outcome in settled.items()):
+                if entry.segments.unchanged(view):
+                    self._note_saved(entry, view)
+            elif view.step > self._world.present.world_step and view.step not in self.saved_steps:
+                reasons = " ".join(
+                    f"To {peer}: {outcome.reason or 'it had it, and is out of reach.'}"
+                    for peer, outcome in settled.items()
+                )
+                self._give_up(view, f"It could not be replicated. {reasons}")
+
+    def _has_it(self, peer: str, outcome: Outcome) -> bool:
+        return outcome.there and self._peer_down_s(peer) <= self._settings.replicate_timeout_s
+
+    def _peer_settled(self, peer: str, view: SlotView, outcome: Outcome) -> None:
+        if not outcome.there and view.generation != self._generation.number:  # the world has the step without this copy
+            self._on_failure(self.rank, view.step, f"It could not be replicated to {peer}: {outcome.reason}")
+        self.kick()
+
+    def _drop_bad(self, entry: OpenSegments, view: SlotView, reason: str) -> None:
+        """This slot must not be restored from, unless it holds something newer by now."""
+        with entry.writing:
+            if not entry.segments.unchanged(view):
+                return
+            entry.segments.discard(view)
+        self._counters.add("corrupt_copies")
+        self._give_up(view, f"The slot is corrupt: {reason}")
+
+    def _give_up(self, view: SlotView, reason: str) -> None:
+        if view.generation == self._generation.number:
+            self.fail(view.step, reason)
+
+    def _note_saved(self, entry: OpenSegments, view: SlotView) -> None:
+        if view.generation != self._generation.number:
+            return
+        with self._state_lock:
+            if view.step in self._saved or view.step in self._failed:
+                return
+            self._remember(self._saved, view.step)
+        reach("engine.replicated")
+        if not self._generation.ended.is_set():  # else the word belongs to the next generation
+            entry.segments.control.note_replicated(view.step)
+        self._on_progress(self.rank)
+
+    @staticmethod
+    def _remember(steps: set[int], step: int) -> None:
+        steps.add(step)
+        if len(steps) > _REMEMBERED_STEPS:
+            steps.remove(min(steps))

@@ -1,0 +1,97 @@
+"""The checkpoint engine's server process: one per host, beside the trainers, outliving them and the daemon.
+
+    python -P -m ckpt_engine.host.server --state-dir DIR --host-id H --address IP [--port 0] [--token-file F]
+
+It never imports torch. It can be killed at any moment: what it must not forget is on disk or in shared memory, and the
+next one goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flyball.lean_imports import import_lean
+
+import_lean("structlog")  # before the modules that import it
+
+import structlog  # noqa: E402
+
+from ckpt_engine.host.host_engine import Engine  # noqa: E402
+from ckpt_engine.host.state_dir import StateDir  # noqa: E402
+from ckpt_engine.settings import load_settings  # noqa: E402
+from flyball.contracts.errors import ConfigurationError, FlyballError  # noqa: E402
+from flyball.contracts.identity import check_name  # noqa: E402
+from flyball.json_log import log_to_stderr  # noqa: E402
+from flyball.process_title import set_title  # noqa: E402
+
+log = structlog.get_logger()
+
+
+def read_token(path: Path | None) -> bytes:
+    """The cluster's shared token. Without a file a random one, with which no other engine can connect."""
+    if path is None:
+        log.info("no_token_file", consequence="no other host can connect to this engine")
+        return secrets.token_bytes(32)
+    try:
+        token = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigurationError(
+            f"The token file {path} cannot be read: {error.strerror}.", hint="give the file that the supervisor made"
+        ) from error
+    if not token:
+        raise ConfigurationError(f"The token file {path} is empty.", hint="copy the supervisor's token into it")
+    return token
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -P -m ckpt_engine.host.server", description=__doc__)
+    parser.add_argument("--state-dir", type=Path, required=True, help="this host's state folder")
+    parser.add_argument("--host-id", required=True)
+    parser.add_argument("--address", required=True, help="the IP that other hosts reach this one by")
+    parser.add_argument("--port", type=int, default=0, help="0: the one of the last run, or any")
+    parser.add_argument("--token-file", type=Path, help="the token that all hosts of the cluster share")
+    return parser.parse_args(arguments)
+
+
+def _raise_descriptor_limit() -> None:
+    """To what this process may have: rank 0's engine has two connections with every host of its job."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit code of `flyball.contracts.errors`."""
+    options = _parse(arguments)
+    log_to_stderr()
+    if arguments is None:
+        set_title(f"checkpoint engine {options.host_id}", ["ckpt_engine.host.server", *sys.argv[1:]])
+    _raise_descriptor_limit()
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before any thread: they inherit it, and only sigwait takes them
+    try:
+        engine = Engine(
+            StateDir(options.state_dir),
+            host_id=check_name("host", options.host_id),
+            address=options.address,
+            port=options.port,
+            token=read_token(options.token_file),
+            settings=load_settings(os.environ),
+        )
+        engine.start()
+    except FlyballError as error:
+        log.error("engine_not_started", code=error.code, reason=error.message, hint=error.hint)
+        return error.exit_code
+    signal.sigwait(ends)
+    engine.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

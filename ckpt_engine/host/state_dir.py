@@ -1,0 +1,199 @@
+"""What an engine keeps in its state folder: that it is alone, where it listened, and what it must not forget when it is
+killed: the highest fence of each job, and the generation that each job is in. When it ends, what it could not tell."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+
+from ckpt_engine.tiers.durable_files import make_folder, sync_folder, write_durably
+from flyball.contracts import wire
+from flyball.contracts.engine_wire import ENGINE_PID_FILE, HOST_STATE_VERSION, Configure, LateSaves
+from flyball.contracts.errors import (
+    ConfigurationError,
+    Conflict,
+    FlyballError,
+    InvalidMessage,
+    StaleCommand,
+    StateVersionMismatch,
+)
+from flyball.contracts.identity import Fence
+
+log = structlog.get_logger()
+
+MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less the closing zero
+
+
+class StateDir:
+    """The state folder of one host. Open it once per process."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises Conflict if another engine uses the folder, StateVersionMismatch if it is another version's."""
+        self.path = path
+        _make(path)
+        _check_version(path / "VERSION")
+        self._pid_path = path / ENGINE_PID_FILE
+        self._lock_descriptor = os.open(self._pid_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Conflict(
+                f"Another checkpoint engine (pid {self._read_pid_file()[0]}) uses {path}.",
+                hint="use it, end it, or give this one a state folder of its own",
+            ) from error
+        _, self.previous_port = self._read_pid_file()  # taken again, so that peers find this engine where it was
+
+    def socket_path(self, name: str) -> Path:
+        """The path of a Unix socket in the folder; a file that a killed engine left there is removed."""
+        path = self.path / name
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+            raise ConfigurationError(
+                f"The path {path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes that a Unix socket may have.",
+                hint="use a state folder with a shorter path",
+            )
+        path.unlink(missing_ok=True)
+        return path
+
+    def write_pid_file(self, port: int) -> None:
+        """Say who and where this engine is: "pid port". Written in place, because the lock is on this very file."""
+        data = f"{os.getpid()} {port}\n".encode()
+        os.pwrite(self._lock_descriptor, data, 0)
+        os.ftruncate(self._lock_descriptor, len(data))
+
+    def _read_pid_file(self) -> tuple[int, int]:
+        try:
+            pid, port = self._pid_path.read_text().split()
+            return int(pid), int(port)
+        except ValueError:
+            return 0, 0  # empty, or torn by a kill: nothing depends on it
+
+
+class FenceFile:
+    """The highest (epoch, generation) obeyed per job, on disk before anything is done."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._fences: dict[str, Fence] = {}
+        if path.exists():
+            try:
+                self._fences = wire.decode(path.read_bytes(), dict[str, Fence])
+            except InvalidMessage as error:
+                raise StateVersionMismatch(
+                    f"{path} is not readable: {error.message}",
+                    hint="remove the file if no job runs on this host, or restore it",
+                ) from error
+
+    def obey(self, job: str, fence: Fence) -> None:
+        """Remember the fence durably if it is the highest so far; raises StaleCommand if it is lower."""
+        with self._lock:
+            highest = self._fences.get(job)
+            if highest is not None and fence < highest:
+                raise StaleCommand(
+                    f"A command for {job} carries epoch {fence.epoch}, generation {fence.generation}; epoch "
+                    f"{highest.epoch}, generation {highest.generation} was obeyed already.",
+                    hint="nothing to do: its sender is no longer the leader, or the job has moved on",
+                )
+            if fence != highest:
+                fences = {**self._fences, job: fence}
+                write_durably(self._path, [wire.encode(fences)])
+                self._fences = fences
+
+
+class JobFiles:
+    """The last Configure of each job, so that a restarted engine goes on with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        make_folder(folder)
+
+    def store(self, configure: Configure) -> None:
+        write_durably(self._path(configure.placement.job), [wire.encode(configure)])
+
+    def names(self) -> list[str]:
+        """The jobs that have one."""
+        return [path.stem for path in self._folder.glob("*.json")]
+
+    def load(self) -> list[Configure]:
+        """All that can be read; of the others the log says so, and their segments stay."""
+        found: list[Configure] = []
+        for path in sorted(self._folder.glob("*.json")):
+            try:
+                found.append(wire.decode(path.read_bytes(), Configure))
+            except (InvalidMessage, OSError) as error:
+                log.error("job_not_resumed", path=str(path), reason=str(error))
+        return found
+
+    def remove(self, job: str) -> None:
+        self._path(job).unlink(missing_ok=True)
+        sync_folder(self._folder)  # or a released job would come back after a power cut
+
+    def _path(self, job: str) -> Path:
+        return self._folder / f"{job}.json"
+
+
+class LateSavesFile:
+    """Late saves of which an engine that was told to end could tell nobody any more: the next one does, and keeps the
+    file until then. A failure is logged: nothing depends on it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_there = True  # as far as is known
+
+    def store(self, untold: Sequence[LateSaves]) -> None:
+        """In the place of what is there."""
+        if not untold:
+            self.remove()
+            return
+        self._is_there = True
+        try:
+            write_durably(self._path, [wire.encode(untold)])
+        except (FlyballError, OSError) as error:
+            log.warning("late_saves_not_kept", count=len(untold), reason=str(error))
+
+    def load(self) -> tuple[LateSaves, ...]:
+        """What is there; it stays."""
+        try:
+            return wire.decode(self._path.read_bytes(), tuple[LateSaves, ...])
+        except FileNotFoundError:
+            self._is_there = False
+        except (InvalidMessage, OSError) as error:
+            log.warning("late_saves_not_read", path=str(self._path), reason=str(error))
+        return ()
+
+    def remove(self) -> None:
+        """Somebody was told. Cheap when there is none."""
+        if not self._is_there:
+            return
+        self._is_there = False
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("late_saves_not_removed", path=str(self._path), reason=str(error))
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The state folder {path} cannot be made: {error.strerror}.", hint="give a folder that you may write to"
+        ) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"The state folder {path} is not writable.", hint="give another, or change its owner")
+
+
+def _check_version(path: Path) -> None:
+    if not path.exists():
+        write_durably(path, [HOST_STATE_VERSION.encode()])
+    version = path.read_text().strip()
+    if version != HOST_STATE_VERSION:
+        raise StateVersionMismatch(
+            f"The state folder {path.parent} has version {version!r}, this release has {HOST_STATE_VERSION!r}.",
+            hint="use an empty state folder, or the release of Flyball that made this one",
+        )

@@ -1,0 +1,245 @@
+"""Places that have copies of a job, looked at without any server: a host's shared memory, disks, stores.
+
+Read only. It looks at the segments and files of live engines as a peer does: nothing is created or mended, and a
+segment is held only while it is read.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.format.shard_names import ShardKey, parse_rank_manifest
+from ckpt_engine.format.step_listing import StepKey
+from ckpt_engine.format.verified_read import FileSource
+from ckpt_engine.inspect.shard_reading import CopyGone, ShardReading
+from ckpt_engine.inspect.step_folder import StepFolder
+from ckpt_engine.slots.rank_segments import RankSegments, SlotState, SlotView
+from ckpt_engine.tiers.shard_store import ShardStore
+from ckpt_engine.tiers.storage import Storage
+from flyball.contracts.checkpoints import ShardCopy, Tier
+from flyball.contracts.errors import CorruptShard, FlyballError
+from flyball.contracts.segments import SLOT_SUFFIXES, parse_segment, rank_segment, replica_segment
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """What looks like a copy and cannot be relied on."""
+
+    where: str
+    reason: str
+    place: StoragePlace | None = None  # with the key: where it can be removed
+    key: ShardKey | None = None
+
+
+class Place(ABC):
+    """Somewhere that has copies of a job: one tier of one host, or a store."""
+
+    tier: Tier
+    host_id: str  # '' for a store that no host owns
+    where: str  # for people: a folder, a URL, a prefix of segments
+
+    @abstractmethod
+    def copies(self) -> list[ShardCopy]:
+        """Every copy with a valid manifest, those of steps included that do not count. Raises OSError."""
+
+    @abstractmethod
+    def reading(self, copy: ShardCopy) -> AbstractContextManager[ShardReading]:
+        """Open a copy. Raises CopyGone, CorruptShard or OSError."""
+
+    @abstractmethod
+    def path(self, copy: ShardCopy) -> str:
+        """Where its bytes are, for people."""
+
+    def sealed(self) -> set[StepKey]:
+        """The steps with a world manifest, in a persistent place."""
+        return set()
+
+    def pinned(self) -> set[StepKey]:
+        """The steps that retention leaves alone."""
+        return set()
+
+    def ignored(self) -> list[Ignored]:
+        """What the last `copies` left out."""
+        return []
+
+
+class SlotPlace(Place):
+    """One host's own slots of a job, or the replicas that it keeps. Segments are open only while they are read."""
+
+    def __init__(self, tier: Tier, prefix: str, job: str, host_id: str, *, run: str | None = None) -> None:
+        """`prefix` is that of the host's segments; `tier` memory or peer; `run` whose slots count, None for any."""
+        self._prefix = prefix
+        self._job = job
+        self._run = run
+        self._ignored: list[Ignored] = []
+        self.tier = tier
+        self.host_id = host_id
+        self.where = f"{prefix}.{job}.{'p' if tier is Tier.PEER else 'r'}*"
+
+    def copies(self) -> list[ShardCopy]:
+        found: list[ShardCopy] = []
+        self._ignored = []
+        for rank in self._ranks():
+            try:
+                with closing(RankSegments.open(self._base(rank))) as segments:
+                    found += [copy for view in segments.slots() if (copy := self._copy(segments, rank, view))]
+            except FileNotFoundError:  # removed since it was listed
+                continue
+            except (FlyballError, OSError) as error:
+                self._ignored.append(Ignored(self._base(rank), reason(error)))
+        return found
+
+    @contextmanager
+    def reading(self, copy: ShardCopy) -> Iterator[ShardReading]:
+        try:
+            with (
+                closing(RankSegments.open(self._base(copy.rank))) as segments,
+                self._opened(segments, copy) as (view, manifest, data, descriptor),
+            ):
+                yield ShardReading(
+                    manifest,
+                    data,
+                    read_into=FileSource(descriptor).read_into,  # not mapped: nothing is faulted in, or can be a SIGBUS
+                    check_still_there=partial(_check_unchanged, segments, view),
+                )
+        except FileNotFoundError as error:
+            raise _gone() from error
+
+    def path(self, copy: ShardCopy) -> str:
+        try:
+            with closing(RankSegments.open(self._base(copy.rank))) as segments:
+                view = segments.find(copy.generation, copy.step)
+        except (FlyballError, OSError):
+            return self.where
+        return self._base(copy.rank) + SLOT_SUFFIXES[view.index] if view else self.where
+
+    def ignored(self) -> list[Ignored]:
+        return self._ignored
+
+    @contextmanager
+    def _opened(self, segments: RankSegments, copy: ShardCopy) -> Iterator[tuple[SlotView, Manifest, bytes, int]]:
+        view = segments.find(copy.generation, copy.step)
+        described = self._described(segments, copy.rank, view) if view else None
+        if view is None or described is None:
+            raise _gone()
+        path = self._base(copy.rank) + SLOT_SUFFIXES[view.index]
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            yield view, *described, descriptor
+        finally:
+            os.close(descriptor)
+
+    def _copy(self, segments: RankSegments, rank: int, view: SlotView) -> ShardCopy | None:
+        described = self._described(segments, rank, view) if view.state is SlotState.COMMITTED else None
+        if described is None or not segments.unchanged(view):
+            return None
+        return manifests.copy_in(self.tier, self.host_id, *described)
+
+    def _described(self, segments: RankSegments, rank: int, view: SlotView) -> tuple[Manifest, bytes] | None:
+        """A slot's manifest and its bytes, if it is of the step that the view showed."""
+        data = segments.manifest_bytes(view.index)
+        manifest = segments.committed(view.index)
+        if data is None or manifest is None:
+            return None
+        if self._run not in (None, manifest.run):
+            return None
+        described = (manifest.job, manifest.rank, manifest.generation, manifest.step)
+        return (manifest, data) if described == (self._job, rank, view.generation, view.step) else None
+
+    def _ranks(self) -> list[int]:
+        folder, head = os.path.split(self._prefix)
+        names = (parse_segment(self._prefix, path.name) for path in Path(folder).glob(f"{head}.*"))
+        is_replica = self.tier is Tier.PEER
+        return sorted({name.rank for name in names if name and name.job == self._job and name.replica is is_replica})
+
+    def _base(self, rank: int) -> str:
+        return (replica_segment if self.tier is Tier.PEER else rank_segment)(self._prefix, self._job, rank)
+
+
+def _check_unchanged(segments: RankSegments, view: SlotView) -> None:
+    if not segments.unchanged(view):
+        raise CopyGone("Overwritten by a newer step while it was read.", hint="name a newer step, or read one on disk")
+
+
+def _gone() -> CopyGone:
+    return CopyGone("Overwritten or removed since it was listed.", hint="look again")
+
+
+def reason(error: Exception) -> str:
+    """An error in words, without its next step."""
+    return error.message if isinstance(error, FlyballError) else str(error)
+
+
+class StoragePlace(Place):
+    """A disk or persistent tier."""
+
+    def __init__(self, storage: Storage, *, tier: Tier, job: str, host_id: str, run: str = "") -> None:
+        self.store = ShardStore(storage, tier=tier, job=job, run=run, host_id=host_id)
+        self._storage = storage
+        self._ignored: list[Ignored] = []
+        self._sealed: set[StepKey] = set()
+        self.tier = tier
+        self.host_id = host_id
+        self.where = storage.place
+
+    def copies(self) -> list[ShardCopy]:
+        """Those that the store lists; those of steps without a world manifest; and the reason why others do not
+        count."""
+        found = self.store.scan()
+        known = {ShardKey(copy.generation, copy.step, copy.rank) for copy in found}
+        self._sealed = {(copy.generation, copy.step) for copy in found} if self.tier is Tier.PERSISTENT else set()
+        unread = self.store.unread()
+        self._ignored = [
+            Ignored(self.file_path(key.manifest), f"could not be read just now: {why}", self, key)
+            for key, why in unread.items()
+        ]
+        for key in filter(None, (parse_rank_manifest(entry.name) for entry in self._storage.entries())):
+            if key not in known and key not in unread:
+                try:
+                    found.append(self._unlisted(key))
+                except (FlyballError, OSError) as error:
+                    self._ignored.append(Ignored(self.file_path(key.manifest), reason(error), self, key))
+        return found
+
+    def _unlisted(self, key: ShardKey) -> ShardCopy:
+        with self.store.reading(key.generation, key.step, key.rank) as (manifest, data, _):
+            if (key.generation, key.step) in self._sealed:
+                raise CorruptShard("The step's world manifest names another shard for this rank.")
+            return manifests.copy_in(self.tier, self.host_id, manifest, data)
+
+    @contextmanager
+    def reading(self, copy: ShardCopy) -> Iterator[ShardReading]:
+        try:
+            with self.store.reading(copy.generation, copy.step, copy.rank) as (manifest, data, stored):
+                yield ShardReading(manifest, data, read_into=stored.read_into)
+        except FileNotFoundError as error:
+            raise _gone() from error
+
+    def path(self, copy: ShardCopy) -> str:
+        return self.file_path(ShardKey(copy.generation, copy.step, copy.rank).shard)
+
+    def file_path(self, name: str) -> str:
+        """Where a name of the storage lies, for people."""
+        in_folder = self._storage.inside(name) if isinstance(self._storage, StepFolder) else name
+        return f"{self.where}/{in_folder}"
+
+    def sealed(self) -> set[StepKey]:
+        return self._sealed
+
+    def pinned(self) -> set[StepKey]:
+        return self.store.pinned()
+
+    def remove(self, key: ShardKey) -> None:
+        """Remove one shard, valid or not; its manifest first. Raises OSError or FlyballError."""
+        self.store.remove(self.store.nameless(key))
+
+    def ignored(self) -> list[Ignored]:
+        return self._ignored

@@ -1,0 +1,127 @@
+"""All copies of one run of a job in some places, as of one look, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpt_engine.format.manifest import Manifest, TensorEntry
+from ckpt_engine.format.step_listing import StepKey, StepListing, infer_lineage, list_steps
+from ckpt_engine.inspect.copy_places import Ignored, Place, reason
+from ckpt_engine.inspect.shard_reading import CopyGone
+from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
+from flyball.contracts.errors import CorruptShard, FlyballError, NotFound
+
+
+@dataclass(frozen=True, slots=True)
+class HeldCopy:
+    """A copy and the place that has it."""
+
+    place: Place
+    copy: ShardCopy
+
+    @property
+    def key(self) -> StepKey:
+        return self.copy.generation, self.copy.step
+
+    @property
+    def path(self) -> str:
+        return self.place.path(self.copy)
+
+
+class Inventory:
+    """All copies of one run of a job in some places, as of one look."""
+
+    def __init__(self, job: str, places: Sequence[Place], *, run: str = "", lineage: Lineage = ()) -> None:
+        """Look. `run` is that of the places. `lineage` () if nobody has recorded it; then it is inferred as far as the
+        steps tell it."""
+        self.job = job
+        self.run = run
+        self.places = tuple(places)
+        self.held: list[HeldCopy] = []
+        self.ignored: list[Ignored] = []
+        self.sealed: set[StepKey] = set()
+        self.pinned: set[StepKey] = set()
+        for place in places:
+            try:
+                self.held += [HeldCopy(place, copy) for copy in place.copies()]
+                self.pinned |= place.pinned()
+            except (OSError, FlyballError) as error:
+                self.ignored.append(Ignored(place.where, reason(error)))
+            self.ignored += place.ignored()
+            self.sealed |= place.sealed()
+        self.held.sort(key=lambda held: (held.copy.step, held.copy.generation, held.copy.rank, _ORDER[held.copy.tier]))
+        manifests = self._first_manifests()
+        world_sizes = {key: manifest.world_size for key, manifest in manifests.items()}
+        self.held = [held for held in self.held if held.key in world_sizes]  # of others, all copies are gone by now
+        self.lineage = lineage or infer_lineage(held.key for held in self.held)
+        self.unsealed = {held.key for held in self.held if held.copy.tier is Tier.PERSISTENT} - self.sealed
+        self.steps = list_steps(
+            (held.copy for held in self.held),
+            lineage=self.lineage,
+            world_sizes=world_sizes,
+            unsealed=self.unsealed,
+            pinned=self.pinned,
+            committed_at={key: manifest.committed_at for key, manifest in manifests.items()},
+        )
+
+    @property
+    def recovery_point(self) -> StepListing | None:
+        return next((listing for listing in self.steps if listing.recovery_point), None)
+
+    def find(self, step: int | None, generation: int | None = None) -> StepListing:
+        """The newest recovery point (`step` None), or a step: of the generation whose history counts, unless another is
+        named. Raises NotFound."""
+        if step is None:
+            if self.recovery_point is None:
+                raise NotFound(
+                    f"No step of {self.job} has a copy of every rank.",
+                    hint="`flyball ckpt ls --all` shows what there is; other places may have the rest",
+                )
+            return self.recovery_point
+        found = [s for s in self.steps if s.step == step and generation in (None, s.generation)]
+        if not found:
+            known = sorted({s.step for s in self.steps}, reverse=True)
+            raise NotFound(
+                f"There is no copy of step {step} of {self.job}"
+                + (f", generation {generation}." if generation is not None else "."),
+                hint=f"choose one of {', '.join(map(str, known[:8]))}" if known else "look in other places",
+            )
+        return max(found, key=lambda s: (s.recovery_point, s.alive, s.complete, s.generation))
+
+    def copies_of(self, listing: StepListing) -> list[HeldCopy]:
+        """By rank, nearest tier first."""
+        return [held for held in self.held if held.key == (listing.generation, listing.step)]
+
+    def counts(self, held: HeldCopy) -> bool:
+        """Whether a restore may use it."""
+        return held.copy.tier is not Tier.PERSISTENT or held.key not in self.unsealed
+
+    def _first_manifests(self) -> dict[StepKey, Manifest]:
+        """Of each step one that can be read."""
+        found: dict[StepKey, Manifest] = {}
+        for held in self.held:
+            if held.key not in found and (manifest := read_manifest(held)) is not None:
+                found[held.key] = manifest
+        return found
+
+
+_ORDER = {tier: order for order, tier in enumerate(Tier)}
+
+
+def read_manifest(held: HeldCopy) -> Manifest | None:
+    """What the copy must be; None if it is gone or bad by now."""
+    try:
+        with held.place.reading(held.copy) as reading:
+            return reading.manifest
+    except (CopyGone, CorruptShard, OSError):
+        return None
+
+
+def read_tensors(held: HeldCopy) -> tuple[TensorEntry, ...] | None:
+    """What the copy holds, by its header; None if it is gone or bad by now."""
+    try:
+        with held.place.reading(held.copy) as reading:
+            return reading.tensors()
+    except (CopyGone, CorruptShard, OSError):
+        return None

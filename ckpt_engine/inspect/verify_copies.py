@@ -1,0 +1,126 @@
+"""Reading every byte of copies, to know which of them, and which steps, can be relied on."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+
+import msgspec
+
+from ckpt_engine.format import integrity
+from ckpt_engine.format.coverage import step_problems
+from ckpt_engine.format.manifest import Manifest, TensorEntry
+from ckpt_engine.format.step_listing import StepKey
+from ckpt_engine.inspect.copy_places import reason
+from ckpt_engine.inspect.inventory import HeldCopy
+from ckpt_engine.inspect.shard_reading import CopyGone
+from flyball.contracts.checkpoints import ShardCopy
+from flyball.contracts.errors import CheckpointError, FlyballError
+
+THREADS = 2  # of which each reads and hashes one copy
+
+
+class Verdict(StrEnum):
+    GOOD = "good"
+    BAD = "bad"
+    GONE = "gone"  # overwritten or removed meanwhile, as a job that runs may do
+
+
+class Verified(msgspec.Struct, frozen=True):
+    """What became of one copy. `bad_chunks` are numbers of chunks of `chunk_bytes`; of a copy that ends early, or
+    cannot be read, only `problem` speaks."""
+
+    copy: ShardCopy
+    path: str
+    verdict: Verdict
+    problem: str
+    chunks: int
+    chunk_bytes: int
+    bad_chunks: tuple[int, ...]
+
+
+class ReadShard(msgspec.Struct, frozen=True):
+    """What a copy that could be read is. `tensors` () unless it is good."""
+
+    manifest: Manifest
+    tensors: tuple[TensorEntry, ...] = ()
+
+
+class VerifiedStep(msgspec.Struct, frozen=True):
+    """Whether the good copies of a step make up the whole of it. `problems` are tensors that they do not cover."""
+
+    step: int
+    generation: int
+    world_size: int
+    missing_ranks: tuple[int, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.missing_ranks and not self.problems
+
+
+def verify_copies(
+    held_copies: Sequence[HeldCopy], on_bytes: Callable[[int], None]
+) -> Iterator[tuple[Verified, ReadShard | None]]:
+    """Read the copies, two at a time; in their order, each with what it is if its manifest could be read. `on_bytes`
+    hears of every chunk, from any thread. Whoever stops asking ends the reading."""
+    over = threading.Event()
+
+    def count(size_bytes: int) -> None:
+        if over.is_set():
+            raise CheckpointError("Nobody waits for the result.")
+        on_bytes(size_bytes)
+
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="verify") as pool:
+        try:
+            yield from pool.map(lambda held: _verify(held, count), held_copies)
+        finally:
+            over.set()
+
+
+def judge_steps(shards: Iterable[ReadShard], world_sizes: Mapping[StepKey, int]) -> tuple[VerifiedStep, ...]:
+    """The steps, newest first. `shards` are the good copies that count, any number for one rank."""
+    by_step: dict[StepKey, dict[int, tuple[TensorEntry, ...]]] = defaultdict(dict)
+    for shard in shards:
+        manifest = shard.manifest
+        by_step[manifest.generation, manifest.step].setdefault(manifest.rank, shard.tensors)
+    return tuple(
+        VerifiedStep(
+            step=step,
+            generation=generation,
+            world_size=world_size,
+            missing_ranks=tuple(rank for rank in range(world_size) if rank not in by_step[generation, step]),
+            problems=tuple(
+                f"{problem.fqn}: {problem.reason}" for problem in step_problems(by_step[generation, step].values())
+            ),
+        )
+        for (generation, step), world_size in sorted(world_sizes.items(), reverse=True)
+    )
+
+
+def _verify(held: HeldCopy, on_bytes: Callable[[int], None]) -> tuple[Verified, ReadShard | None]:
+    path = held.path
+    shard: ReadShard | None = None
+    verdict, problem = Verdict.GOOD, ""
+    bad: list[int] = []
+    try:
+        with held.place.reading(held.copy) as reading:
+            shard = ReadShard(reading.manifest)
+            for index, (chunk, error) in enumerate(reading.chunks()):
+                on_bytes(len(chunk))
+                if error is not None:
+                    bad.append(index)
+                    verdict, problem = Verdict.BAD, problem or error.message
+            if verdict is Verdict.GOOD:
+                shard = ReadShard(reading.manifest, reading.tensors())
+    except CopyGone as error:
+        verdict, problem = Verdict.GONE, error.message
+    except (FlyballError, OSError) as error:
+        verdict, problem = Verdict.BAD, reason(error)
+    chunk_bytes = shard.manifest.chunk_bytes if shard else 0
+    chunks = integrity.chunk_count(shard.manifest.payload_bytes, chunk_bytes) if shard else 0
+    return Verified(held.copy, path, verdict, problem, chunks, chunk_bytes, tuple(bad)), shard

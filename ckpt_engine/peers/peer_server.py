@@ -1,0 +1,165 @@
+"""The door on which other engines knock: a thread per connection, none of them served before it has shown the token."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+
+from ckpt_engine.contracts.peer_wire import PeerRequest
+from ckpt_engine.peers.transport.handshake import admit, refuse
+from ckpt_engine.peers.transport.port import Connection, Identity, Listener
+from ckpt_engine.settings import EngineSettings
+from flyball.contracts.errors import FlyballError, Unauthorized, Unreachable
+
+log = structlog.get_logger()
+
+Handler = Callable[[Connection, PeerRequest], None]
+
+_PER_LINKED_HOST = 2  # its standing connection, and one for shards that is made or given up this moment
+_REFUSAL_TIMEOUT_S = 0.05  # a frame that the socket's empty buffer takes at once
+
+
+class PeerServer:
+    """Accepts connections until it is closed.
+
+    At most `max_connections` are open, or more where the job has more hosts (`expect`). When they are, the one that has
+    been longest without showing the token has to go; if all have shown it, the newcomer is told why it cannot come in.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        *,
+        identity: Identity,
+        token: bytes,
+        settings: EngineSettings,
+        handle: Handler,
+        on_hello: Callable[[Identity], None],
+    ) -> None:
+        """`handle` answers one request on its connection; `on_hello` hears who connected, and where it listens."""
+        self._listener = listener
+        self._identity = identity
+        self._token = token
+        self._settings = settings
+        self._handle = handle
+        self._on_hello = on_hello
+        self._capacity = settings.max_connections
+        self._strangers: dict[Connection, None] = {}  # have not shown the token; oldest first
+        self._known: set[Connection] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, name="peer-accept", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def expect(self, linked_hosts: int) -> None:
+        """So many hosts keep a connection to this one: rank 0's engine is called by every host of the job."""
+        pooled = self._settings.pool_connections_per_peer
+        self._capacity = max(self._settings.max_connections, linked_hosts * (_PER_LINKED_HOST + pooled))
+
+    def close(self) -> None:
+        """Stop listening and break all connections."""
+        with self._lock:
+            self._closed = True
+            connections = [*self._strangers, *self._known]
+        try:
+            self._listener.close()
+        except OSError as error:
+            log.debug("listener_closed", reason=str(error))
+        for connection in connections:
+            connection.abort()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, remote = self._listener.accept()
+            except OSError as error:
+                self._pause(error)  # out of descriptors
+                continue
+            if self._make_room(connection, remote):
+                try:
+                    threading.Thread(target=self._serve, args=(connection, remote), name="peer", daemon=True).start()
+                except RuntimeError as error:  # out of threads
+                    self._forget(connection)
+                    connection.close()
+                    self._pause(error)
+
+    def _pause(self, error: OSError | RuntimeError) -> None:
+        """Serve those that are in before the next is asked in."""
+        if not self._closed:
+            log.error("accept_failed", reason=str(error))
+            threading.Event().wait(self._settings.reconnect_interval_s)
+
+    def _forget(self, connection: Connection) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
+            self._known.discard(connection)
+
+    def _make_room(self, connection: Connection, remote: str) -> bool:
+        with self._lock:
+            full = len(self._strangers) + len(self._known) >= self._capacity
+            evicted = next(iter(self._strangers), None) if full else None
+            admitted = not self._closed and (not full or evicted is not None)
+            if evicted is not None:
+                del self._strangers[evicted]
+            if admitted:
+                self._strangers[connection] = None
+        if evicted is not None:
+            log.warning("stranger_evicted", limit=self._capacity)
+            evicted.abort()
+        if not admitted:
+            self._turn_away(connection, remote)
+        return admitted
+
+    def _let_in(self, connection: Connection) -> None:
+        """It is no stranger any more. Raises Unreachable if it was evicted at the last moment."""
+        with self._lock:
+            if connection not in self._strangers:
+                raise Unreachable("It had to make room for another connection.")
+            del self._strangers[connection]
+            self._known.add(connection)
+
+    def _turn_away(self, connection: Connection, remote: str) -> None:
+        log.warning("connection_refused", remote=remote, limit=self._capacity)
+        reason = f"all {self._capacity} connections are in use (FLYBALL_CKPT_MAX_CONNECTIONS)."
+        with connection:
+            try:
+                refuse(connection, reason, timeout_s=_REFUSAL_TIMEOUT_S)
+            except FlyballError as error:
+                log.debug("refusal_not_sent", remote=remote, reason=error.message)
+
+    def _serve(self, connection: Connection, remote: str) -> None:
+        try:
+            with connection:
+                admit(
+                    connection,
+                    identity=self._identity,
+                    token=self._token,
+                    timeout_s=self._settings.handshake_timeout_s,
+                    on_shown=partial(self._let_in, connection),
+                )
+                self._on_hello(connection.peer)
+                while True:
+                    request: PeerRequest = connection.receive(PeerRequest, timeout_s=self._settings.idle_timeout_s)  # type: ignore[arg-type]  # a union is no type[T]
+                    self._handle(connection, request)
+        except Unreachable:
+            log.debug("connection_ended", peer=connection.peer.host_id, remote=remote)
+        except Unauthorized as error:
+            log.warning("peer_refused", remote=remote, reason=error.message)
+        except (FlyballError, OSError) as error:
+            log.warning("connection_failed", peer=connection.peer.host_id, remote=remote, reason=str(error))
+        except Exception:  # the thread's outermost frame: logged, and only this connection ends
+            log.exception("connection_crashed", peer=connection.peer.host_id, remote=remote)
+        finally:
+            self._forget(connection)
+            if connection.bytes_sent or connection.bytes_received:
+                log.info(
+                    "connection_bytes",
+                    peer=connection.peer.host_id,
+                    sent=connection.bytes_sent,
+                    received=connection.bytes_received,
+                )

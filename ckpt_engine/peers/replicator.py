@@ -1,0 +1,244 @@
+"""Bringing one rank's committed shards to one of its peers. One thread per rank, peer and generation, so that peers
+neither wait for each other nor for the next commit."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from ckpt_engine.contracts.counters import Counters
+from ckpt_engine.contracts.generation import Generation, WorldView
+from ckpt_engine.contracts.peer_wire import PutShard, Reply, Verdict
+from ckpt_engine.format import integrity
+from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.peers.peer_patience import Patience
+from ckpt_engine.peers.replication import Offer
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.slots.rank_segments import SlotView
+from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
+from flyball.contracts.errors import CorruptShard, FlyballError, StaleCommand, Unreachable
+from flyball.contracts.fault_points import reach
+
+log = structlog.get_logger()
+
+PutReplica = Callable[[str, Offer], Reply]  # peer, offer
+
+_MAX_BUSY_RETRY_S = 0.05
+_BUSY_GROWTH = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How it ended with one step and one peer."""
+
+    there: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    there: bool  # the peer has the shard
+    retry_s: float | None = None  # None: it is no use to try again
+    reason: str = ""
+    awaits_world: bool = False  # the peer is fine: its slots hold steps that another rank may still need
+
+
+class Replicator:
+    """Sends wanted steps to one peer, oldest first, until each is there or given up."""
+
+    def __init__(
+        self,
+        rank: int,
+        peer: str,
+        generation: Generation,
+        *,
+        memory: MemoryTier,
+        world: WorldView,
+        put_replica: PutReplica,
+        peer_down_s: Callable[[str], float],
+        wanted: Callable[[OpenSegments], list[SlotView]],
+        on_settled: Callable[[str, SlotView, Outcome], None],
+        on_bad: Callable[[OpenSegments, SlotView, str], None],
+        counters: Counters,
+        settings: EngineSettings,
+    ) -> None:
+        """`wanted` names the slots to send; `on_settled` is called once per step and attempt at it, `on_bad` for a slot
+        whose bytes do not match its manifest."""
+        self.peer = peer
+        self._rank = rank
+        self._generation = generation
+        self._memory = memory
+        self._world = world
+        self._put_replica = put_replica
+        self._peer_down_s = peer_down_s
+        self._wanted = wanted
+        self._on_settled = on_settled
+        self._on_bad = on_bad
+        self._counters = counters
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._settled: dict[tuple[int, int], Outcome] = {}  # by (generation, step)
+        self._tried_since: dict[tuple[int, int], float] = {}
+        self._busy_retry_s = settings.replicate_retry_s
+        self._patience = Patience(settings.replicate_timeout_s)
+        self._missing = False  # the peer did not get the step before
+        self._kick = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{generation.job}-r{rank}-{peer}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def kick(self) -> None:
+        """There may be something to send."""
+        self._kick.set()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread, if it was started, after its generation has ended."""
+        self._kick.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def outcome(self, view: SlotView) -> Outcome | None:
+        """How it ended with this step; None while it is being tried."""
+        with self._lock:
+            return self._settled.get((view.generation, view.step))
+
+    def peer_is_back(self) -> None:
+        """A connection to the peer was made: what it holds now is to be asked anew."""
+        with self._lock:
+            self._settled.clear()
+            self._tried_since.clear()
+            self._patience.refill()
+        self.kick()
+
+    def _run(self) -> None:
+        while not self._generation.ended.is_set():
+            try:
+                delay_s = self._round()
+            except Exception:  # logged; a rank without replicas would stop the world
+                log.exception("replication_round_failed", job=self._generation.job, rank=self._rank, peer=self.peer)
+                delay_s = self._settings.scan_interval_s
+            self._kick.wait(delay_s)
+            self._kick.clear()
+
+    def _round(self) -> float:
+        """Send all that can be sent now; returns the seconds after which to look again."""
+        with self._memory.using(self._rank) as entry:
+            for view in self._wanted(entry) if entry is not None else ():
+                if entry is None or self.outcome(view) is not None:
+                    continue
+                retry_s = self._bring(entry, view)
+                if retry_s is not None:
+                    return retry_s  # newer steps wait for this one
+        return self._settings.scan_interval_s
+
+    def _bring(self, entry: OpenSegments, view: SlotView) -> float | None:
+        """None when the peer has the shard, or never will; else the seconds after which to try again."""
+        key = (view.generation, view.step)
+        now_s = time.monotonic()
+        with self._lock:
+            tried_s = now_s - self._tried_since.setdefault(key, now_s)
+        timeout_s = self._settings.replicate_timeout_s
+        attempt = _Attempt(False, None, "it has been out of reach for too long.")
+        if self._peer_down_s(self.peer) <= timeout_s:  # else no step waits for it until its link says that it is back
+            attempt = self._offer(entry, view)
+        if not attempt.there and not entry.segments.unchanged(view):
+            return None  # of no interest any more
+        is_down = self._peer_down_s(self.peer) > timeout_s
+        spent = is_down or tried_s >= self._patience.left_s
+        if attempt.there or attempt.awaits_world:
+            self._patience.refill()
+        if attempt.awaits_world:
+            with self._lock:
+                self._tried_since.pop(key, None)
+            return attempt.retry_s
+        if not attempt.there and attempt.retry_s is not None and not spent:
+            return attempt.retry_s
+        if not attempt.there and attempt.retry_s is not None and not is_down:
+            self._note_in_vain(attempt.reason)
+        if attempt.there or not self._generation.ended.is_set():
+            self._settle(view, Outcome(attempt.there, attempt.reason))
+        return None
+
+    def _note_in_vain(self, reason: str) -> None:
+        """The peer is in reach, and did not take the step for as long as that may last: later ones wait less for it."""
+        if self._patience.is_full:
+            log.warning("peer_backed_off", rank=self._rank, peer=self.peer, reason=reason)
+        self._patience.in_vain()
+        self._counters.add("peer_backoffs")
+
+    def _settle(self, view: SlotView, outcome: Outcome) -> None:
+        oldest = self._world.present.world_step
+        with self._lock:
+            self._settled = {key: known for key, known in self._settled.items() if key[1] >= oldest}
+            self._tried_since = {key: since for key, since in self._tried_since.items() if key[1] >= oldest}
+            self._settled[view.generation, view.step] = outcome
+        if not outcome.there:
+            self._counters.add("replicas_given_up")
+            say = log.debug if self._missing else log.warning  # once for each time that it is away
+            say("replica_given_up", rank=self._rank, peer=self.peer, step=view.step, reason=outcome.reason)
+        self._missing = not outcome.there
+        self._on_settled(self.peer, view, outcome)
+
+    def _offer(self, entry: OpenSegments, view: SlotView) -> _Attempt:
+        reach("engine.offer")
+        found = self._memory.find(entry, view.generation, view.step)
+        if found is None:
+            self._on_bad(entry, view, "its manifest is not valid")
+            return _Attempt(False, None, "its manifest is not valid.")
+        view, manifest, data = found
+        try:
+            descriptor = entry.segments.open_payload(view.index)
+        except (CorruptShard, OSError) as error:  # overwritten or removed this moment, or its file was tampered with
+            return _Attempt(False, None, str(error))
+        put = PutShard(
+            job=self._generation.job,
+            running_generation=self._generation.number,
+            generation=view.generation,
+            step=view.step,
+            rank=self._rank,
+            manifest_bytes=len(data),
+            shard_bytes=view.payload_bytes,
+            world=self._world.present,
+        )
+        try:
+            reply = self._put_replica(self.peer, Offer(put, data, manifest.chunk_bytes, descriptor))
+        except StaleCommand as error:
+            return _Attempt(False, None, error.message)
+        except Unreachable as error:
+            return _Attempt(False, self._settings.reconnect_interval_s, error.message)
+        except FlyballError as error:  # another token or release over there: nothing that passes by itself soon
+            return _Attempt(False, self._settings.scan_interval_s, error.message)
+        finally:
+            os.close(descriptor)
+        return self._judge(reply, entry, view, manifest)
+
+    def _judge(self, reply: Reply, entry: OpenSegments, view: SlotView, manifest: Manifest) -> _Attempt:
+        if reply.verdict is Verdict.OK:
+            self._counters.add("replicas_sent")
+            self._counters.add("replica_bytes_unchanged", reply.unchanged_bytes)
+        if reply.verdict in (Verdict.OK, Verdict.HAVE):
+            self._busy_retry_s = self._settings.replicate_retry_s
+            return _Attempt(True)
+        retry_s = None
+        if reply.verdict in (Verdict.BUSY, Verdict.FULL):
+            retry_s = self._busy_retry_s
+            self._busy_retry_s = min(retry_s * _BUSY_GROWTH, max(_MAX_BUSY_RETRY_S, retry_s))
+        elif reply.verdict is Verdict.CORRUPT and not self._is_bad_here(entry, view, manifest):
+            retry_s = self._settings.reconnect_interval_s
+        reason = f"it answered {reply.verdict}. {reply.message}"
+        return _Attempt(False, retry_s, reason, awaits_world=reply.verdict is Verdict.FULL)
+
+    def _is_bad_here(self, entry: OpenSegments, view: SlotView, manifest: Manifest) -> bool:
+        """The peer found the bytes bad: whether they are bad in this slot already."""
+        try:
+            integrity.verify(entry.segments.payload(view.index), manifest.chunk_digests, manifest.chunk_bytes)
+        except CorruptShard as error:
+            self._on_bad(entry, view, error.message)
+            return True
+        return False

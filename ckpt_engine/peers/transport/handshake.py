@@ -1,0 +1,74 @@
+"""The first words on every connection: both sides prove that they have the shared token, which itself never travels.
+
+Each proof is an HMAC over both sides' nonces, so it cannot be replayed; over the role, so it cannot be reflected; and
+over the identity, so it cannot be used under another name.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Callable
+
+from ckpt_engine.contracts.peer_wire import PEER_PROTOCOL, Challenge, Hello, Welcome
+from ckpt_engine.peers.transport.port import Connection, Identity
+from flyball.contracts.errors import InvalidMessage, Unauthorized, Unreachable
+
+
+def introduce(connection: Connection, *, identity: Identity, token: bytes, timeout_s: float) -> None:
+    """The connecting side. Raises Unauthorized unless both have the same token, Unreachable if the other side has no
+    room for this connection, InvalidMessage for another release."""
+    challenge = connection.receive(Challenge, timeout_s=timeout_s)
+    if challenge.protocol != PEER_PROTOCOL:
+        raise InvalidMessage(
+            f"The other side speaks {challenge.protocol!r}, this engine speaks {PEER_PROTOCOL!r}.",
+            hint="run the same release of Flyball on all hosts",
+        )
+    if challenge.refusal:
+        raise Unreachable(
+            f"The peer refused the connection: {challenge.refusal}", hint="it is tried again while the generation runs"
+        )
+    nonce = secrets.token_hex(32)
+    proof = _proof(token, "connects", challenge.nonce, nonce, identity)
+    connection.send(Hello(identity.host_id, identity.address, identity.incarnation, nonce, proof), timeout_s=timeout_s)
+    try:
+        welcome = connection.receive(Welcome, timeout_s=timeout_s)
+    except Unreachable as error:
+        raise Unauthorized(
+            f"The peer closed the connection during the handshake: {error.message}",
+            hint="use the same token on all hosts of the cluster",
+        ) from error
+    peer = Identity(welcome.host_id, "", welcome.incarnation)
+    if not hmac.compare_digest(welcome.proof, _proof(token, "accepts", challenge.nonce, nonce, peer)):
+        raise Unauthorized("The peer has another token.", hint="use the same token on all hosts of the cluster")
+    connection.peer = peer
+
+
+def admit(
+    connection: Connection, *, identity: Identity, token: bytes, timeout_s: float, on_shown: Callable[[], None]
+) -> None:
+    """The accepting side. Raises Unauthorized unless the other side has the token, and what `on_shown` raises, which is
+    called when that is shown and before the other side hears of it."""
+    nonce = secrets.token_hex(32)
+    connection.send(Challenge(PEER_PROTOCOL, nonce), timeout_s=timeout_s)
+    hello = connection.receive(Hello, timeout_s=timeout_s)
+    peer = Identity(hello.host_id, hello.address, hello.incarnation)
+    if not hmac.compare_digest(hello.proof, _proof(token, "connects", nonce, hello.nonce, peer)):
+        raise Unauthorized(
+            f"A connection that says it is the engine of {hello.host_id} does not have the token.",
+            hint="use the same token on all hosts of the cluster",
+        )
+    on_shown()
+    proof = _proof(token, "accepts", nonce, hello.nonce, Identity(identity.host_id, "", identity.incarnation))
+    connection.send(Welcome(identity.host_id, identity.incarnation, proof), timeout_s=timeout_s)
+    connection.peer = peer
+
+
+def refuse(connection: Connection, reason: str, *, timeout_s: float) -> None:
+    """Say in place of a challenge why there is no room."""
+    connection.send(Challenge(PEER_PROTOCOL, "0" * 64, reason), timeout_s=timeout_s)
+
+
+def _proof(token: bytes, role: str, acceptor_nonce: str, connector_nonce: str, who: Identity) -> str:
+    parts = (PEER_PROTOCOL, role, acceptor_nonce, connector_nonce, who.host_id, who.address, who.incarnation)
+    return hmac.digest(token, "\0".join(parts).encode(), "sha256").hex()

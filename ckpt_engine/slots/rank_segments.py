@@ -1,0 +1,340 @@
+"""The slots of one rank: two to four data segments and their control segment, as trainer and engine open them.
+
+A data segment is a file in shared memory that holds exactly one safetensors file and nothing else. It is never resized,
+because another process may have it mapped: a shard of another size gets a new file under the same name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+from collections.abc import Collection, Container
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.slots import huge_pages, memory_limits, segment_files, source_digests
+from ckpt_engine.slots.control_file import read_run, run_key, write_run
+from ckpt_engine.slots.control_segment import ControlSegment
+from ckpt_engine.slots.control_views import ParkState, RestoreState, RestoreWords, World
+from ckpt_engine.slots.memory_plan import MemoryPlan
+from ckpt_engine.slots.slot_rules import (
+    MAX_SLOTS,
+    MIN_SLOTS,
+    SlotState,
+    SlotView,
+    choose_slot,
+    may_overwrite,
+    slot_count,
+    unneeded_surplus,
+)
+from flyball.contracts.checkpoints import Lineage
+from flyball.contracts.errors import CorruptShard, MemoryTooSmall
+from flyball.contracts.segments import CONTROL_SUFFIX, SLOT_SUFFIXES, parse_segment
+
+__all__ = [
+    "ControlSegment",
+    "MemoryPlan",
+    "ParkState",
+    "RankSegments",
+    "RestoreState",
+    "RestoreWords",
+    "SegmentOptions",
+    "SlotState",
+    "SlotView",
+    "World",
+    "choose_slot",
+    "may_overwrite",
+    "slot_count",
+]
+
+_log = logging.getLogger("flyball.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentOptions:
+    """What a host sets for all its segments; see EngineSettings."""
+
+    memory_limit_bytes: int = 0
+    huge_pages: bool = False
+
+    @classmethod
+    def of(cls, settings: EngineSettings) -> SegmentOptions:
+        return cls(settings.memory_limit_bytes, settings.huge_pages)
+
+
+class RankSegments:
+    """One rank's own or replica slots on this host.
+
+    `control` has the words. Writers: `begin_write`, fill the view, `mark_captured`; then a committer: `commit`. A view
+    that was given out stays valid memory for as long as it is referenced, but after the next write to the slot its
+    bytes are another step's: readers check them against the manifest, and `unchanged` afterwards.
+    """
+
+    def __init__(self, base: str, control: ControlSegment, options: SegmentOptions) -> None:
+        self.base = base
+        self.control = control
+        self._options = options
+        self._settled: tuple[MemoryPlan, MemoryPlan] | None = None  # as asked for, as carried out
+        self._mappings: dict[int, tuple[tuple[int, int], memoryview]] = {}  # index -> ((inode, size), bytes)
+
+    @classmethod
+    def open(cls, base: str, *, create: bool = False, options: SegmentOptions | None = None) -> RankSegments:
+        """Open the segments with this base path (`contracts.segments.rank_segment`); FileNotFoundError if there are
+        none and `create` is not set. Raises StateVersionMismatch for another layout."""
+        return cls(base, ControlSegment(base + CONTROL_SUFFIX, create=create), options or SegmentOptions())
+
+    # --- reading ---
+
+    def slots(self) -> list[SlotView]:
+        """The slots in use, and those beyond that still hold something."""
+        views = [self.control.slot(index) for index in range(MAX_SLOTS)]
+        for view in views:
+            if view.state is SlotState.EMPTY:  # its file may be gone: a mapping would keep the memory
+                self._mappings.pop(view.index, None)
+        return [view for view in views if not view.surplus or view.state is not SlotState.EMPTY]
+
+    def unchanged(self, view: SlotView) -> bool:
+        """Whether the slot still holds the very bytes that it held when `view` was taken."""
+        return self.control.slot(view.index).sequence == view.sequence
+
+    def find(self, generation: int, step: int, state: SlotState = SlotState.COMMITTED) -> SlotView | None:
+        """The slot that holds this step in this state."""
+        wanted = (state, generation, step)
+        return next((s for s in self.slots() if (s.state, s.generation, s.step) == wanted), None)
+
+    def payload(self, index: int) -> memoryview:
+        """The bytes of a slot that is captured or committed. Raises CorruptShard if the file does not hold them."""
+        view = self.control.slot(index)
+        payload = self._map_if_there(index)
+        if view.state not in (SlotState.CAPTURED, SlotState.COMMITTED) or len(payload) != view.payload_bytes:
+            raise self._not_whole(view, len(payload))
+        return payload
+
+    def open_payload(self, index: int) -> int:
+        """A descriptor of the file whose bytes `payload` shows, to be read from without a mapping; the caller closes
+        it. Raises CorruptShard or OSError."""
+        view = self.control.slot(index)
+        try:
+            descriptor = segment_files.open_private(self.base + SLOT_SUFFIXES[index])
+        except FileNotFoundError:
+            raise self._not_whole(view, 0) from None
+        size_bytes = os.fstat(descriptor).st_size
+        if view.state not in (SlotState.CAPTURED, SlotState.COMMITTED) or size_bytes != view.payload_bytes:
+            os.close(descriptor)
+            raise self._not_whole(view, size_bytes)
+        return descriptor
+
+    def _not_whole(self, view: SlotView, size_bytes: int) -> CorruptShard:
+        return CorruptShard(
+            f"Slot {view.index} of {self.base} is {view.state.name.lower()}, with {size_bytes} of "
+            f"{view.payload_bytes} bytes.",
+            hint="the copy is not used; another tier's copy is tried",
+        )
+
+    def manifest_bytes(self, index: int) -> bytes | None:
+        """The manifest as stored, None unless the slot is committed and the manifest whole."""
+        return self.control.manifest(index)
+
+    def committed(self, index: int) -> Manifest | None:
+        """The manifest of a committed slot; None unless it is whole and speaks of what the slot says it holds. The
+        payload is not read: check it against the digests when it is used."""
+        view = self.control.slot(index)
+        data = self.control.manifest(index)
+        if data is None:
+            return None
+        try:
+            manifest = manifests.decode(data)
+        except CorruptShard:
+            return None
+        described = (manifest.generation, manifest.step, manifest.payload_bytes)
+        return manifest if described == (view.generation, view.step, view.payload_bytes) else None
+
+    # --- whose they are ---
+
+    def claim(self, run: str) -> list[int]:
+        """These are slots of `run` from now on. What another run of the job left goes, whatever its generation: none of
+        its steps is of the history that counts. Returns these steps. For the engine, or a trainer without one."""
+        key, owner = run_key(run), read_run(self.control.descriptor)
+        if key in (0, owner):
+            return []
+        left = [view for view in self.slots() if view.state is not SlotState.EMPTY] if owner else []
+        if owner:  # else nobody has said whose they are, as in those of an older release
+            for view in left:
+                self._drop_with_memory(view.index)  # a trainer of that run may still be writing to it
+            self.control.forget_run()
+        write_run(self.control.descriptor, key)  # last: who is killed before this does it again
+        return sorted(view.step for view in left)
+
+    def belongs_to(self, run: str) -> bool:
+        """Whether no other run has claimed them."""
+        return 0 in (key := (run_key(run), read_run(self.control.descriptor))) or key[0] == key[1]
+
+    # --- writing ---
+
+    def settle(self, plan: MemoryPlan) -> MemoryPlan:
+        """Use as many slots as `plan` says; if memory does not allow that, two. Returns the plan that is carried out;
+        in steady state this compares two plans. Raises MemoryTooSmall if not even two slots per rank fit."""
+        if self._settled is None or self._settled[0] != plan:
+            self._settled = plan, self._fitting(plan)
+            self.control.use_slots(self._settled[1].slots)
+            _log.info("memory plan: %s", self._settled[1])
+        return self._settled[1]
+
+    def _fitting(self, plan: MemoryPlan) -> MemoryPlan:
+        try:
+            self._check_room(plan, self._missing_bytes(plan))
+        except MemoryTooSmall as error:
+            fewer = replace(plan, slots=MIN_SLOTS)
+            if plan.slots <= MIN_SLOTS:
+                raise
+            self._check_room(fewer, self._missing_bytes(fewer))
+            _log.warning("two slots, so a save may have to wait for a slow tier: %s", error)
+            return fewer
+        return plan
+
+    def choose(
+        self, world_step: int, lineage: Lineage, abandoned: Container[int], held: Collection[int]
+    ) -> SlotView | None:
+        """The slot for the trainer's next shard (`slot_rules.choose_slot`). Memory of slots beyond those in use is
+        given back as soon as nothing needs them."""
+        views = self.slots()
+        for view in unneeded_surplus(views, world_step, lineage, abandoned, held):
+            self._drop_with_memory(view.index)
+        return choose_slot(views, world_step, lineage, abandoned, held)
+
+    def _drop_with_memory(self, index: int) -> None:
+        self.control.drop(index)
+        self._mappings.pop(index, None)
+        segment_files.remove(self.base + SLOT_SUFFIXES[index])
+
+    def begin_write(
+        self, index: int, generation: int, step: int, payload_bytes: int, plan: MemoryPlan | None = None
+    ) -> memoryview:
+        """Mark the slot as being written and return its bytes, writable, `payload_bytes` long.
+
+        The caller has asked `may_overwrite`. In steady state nothing is allocated; the first time, and when the size
+        changes, the segment is made anew, after its size (or that of `plan`, the whole host's) was compared with the
+        memory there is: MemoryTooSmall, and the slot is empty.
+        """
+        self.control.begin_write(index, generation, step, payload_bytes)
+        try:
+            payload = self._map_if_there(index)
+            if len(payload) == payload_bytes:
+                return payload
+            return self._make(index, payload_bytes, plan or MemoryPlan(payload_bytes))
+        except BaseException as error:
+            self.control.drop(index)
+            if isinstance(error, MemoryTooSmall) and index >= MIN_SLOTS:
+                self.control.use_slots(MIN_SLOTS)  # the next save is to do without this slot
+            raise
+
+    def mark_captured(self, index: int, digests: bytes = b"") -> None:
+        """The bytes are whole. `digests`: what is known of their chunks, see `source_digests`."""
+        if digests:
+            with contextlib.suppress(MemoryTooSmall, OSError):  # the committer makes them
+                source_digests.hand_over(self.control.descriptor, index, self.control.slot(index).sequence, digests)
+        self.control.mark_captured(index)
+
+    def handed_digests(self, view: SlotView) -> bytes:
+        """Digests that whoever filled the slot knows of the bytes that `view` showed; b"" if none can be read."""
+        with contextlib.suppress(OSError):  # the committer hashes the bytes: it must not wait for these to be readable
+            return source_digests.handed_over(self.control.descriptor, view.index, view.sequence, view.payload_bytes)
+        return b""
+
+    def drop(self, index: int) -> None:
+        """Give up the write that this process began."""
+        self.control.drop(index)
+
+    def discard(self, view: SlotView) -> None:
+        """The bytes that `view` showed are bad and shall not count. What was written over them since does."""
+        self.control.drop(view.index, view.sequence)
+
+    def commit(self, view: SlotView, manifest: bytes) -> bool:
+        """Store the manifest of the bytes that `view` showed. False if the slot was overwritten meanwhile; then nothing
+        counts that was stored."""
+        if not self.unchanged(view):
+            return False
+        self.control.commit(view.index, view.sequence, manifest)
+        return self.unchanged(view)
+
+    # --- the world ---
+
+    def read_world(self) -> World:
+        return self.control.read_world()
+
+    # --- files ---
+
+    def close(self) -> None:
+        """Forget the mappings. Memory is given back when no view of it is left."""
+        self._mappings.clear()
+        self.control.close()
+
+    def unlink(self) -> None:
+        """Remove the files; the control segment last, so that what is left after a kill is found again."""
+        for suffix in (*SLOT_SUFFIXES, CONTROL_SUFFIX):
+            segment_files.remove(self.base + suffix)
+
+    def _map_if_there(self, index: int) -> memoryview:
+        try:
+            return self._map(index)
+        except FileNotFoundError:
+            return memoryview(b"")
+
+    def _map(self, index: int) -> memoryview:
+        path = self.base + SLOT_SUFFIXES[index]
+        status = os.stat(path)  # noqa: PTH116 - a system call on a hot path
+        identity = (status.st_ino, status.st_size)
+        known = self._mappings.get(index)
+        if known and known[0] == identity:
+            return known[1]
+        descriptor = segment_files.open_private(path)
+        try:
+            return self._remember(index, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _make(self, index: int, payload_bytes: int, plan: MemoryPlan) -> memoryview:
+        path = self.base + SLOT_SUFFIXES[index]
+        self._mappings.pop(index, None)
+        segment_files.remove(path)  # first, so that the old and the new one need not fit side by side
+        self._check_room(plan, max(payload_bytes, self._missing_bytes(plan)))
+        huge = self._options.huge_pages and huge_pages.are_allowed(str(Path(path).parent))
+        descriptor = segment_files.publish(
+            path, payload_bytes, b"", reserve_bytes=payload_bytes, replace=True, huge_pages=huge
+        )
+        try:
+            return self._remember(index, descriptor, is_new=True)
+        finally:
+            os.close(descriptor)
+
+    def _check_room(self, plan: MemoryPlan, needed_bytes: int) -> None:
+        memory_limits.check_room(str(Path(self.base).parent), needed_bytes, plan, self._options.memory_limit_bytes)
+
+    def _missing_bytes(self, plan: MemoryPlan) -> int:
+        """What the plan still needs beyond the slots of its job that are there. Ranks start together and each sees
+        memory that the others are about to take, so all of it is counted, not only one rank's."""
+        folder, _, name = self.base.rpartition("/")
+        prefix = f"{folder}/{name.partition('.')[0]}"
+        own = parse_segment(prefix, name + CONTROL_SUFFIX)
+        present = sum(
+            min(status.st_size, status.st_blocks * 512)  # of one that is being made, what it has taken so far
+            for found, status in segment_files.own_segments(prefix)
+            if own is not None and found.job == own.job and found.suffix in SLOT_SUFFIXES
+        )
+        return max(0, plan.total_bytes - present)
+
+    def _remember(self, index: int, descriptor: int, *, is_new: bool = False) -> memoryview:
+        status = os.fstat(descriptor)
+        if status.st_size == 0:
+            return memoryview(b"")
+        mapping: mmap.mmap = segment_files.map_whole(
+            descriptor, status.st_size, huge_pages=self._options.huge_pages, is_new=is_new
+        )
+        payload = memoryview(mapping)
+        self._mappings[index] = ((status.st_ino, status.st_size), payload)
+        return payload

@@ -1,0 +1,166 @@
+"""Giving back the memory of segments that nobody needs any more: those of jobs that died without being recorded as
+ended, and what makers of segments left unfinished.
+
+A rank's segments go only if all of this holds: no job that the engine knows has them, no process has them open (each
+user holds a shared flock on the control segment, which the kernel takes back even at a kill -9), and nobody has used
+them for the time to live. They go under the exclusive lock, so that whoever opens them meanwhile makes new ones.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import structlog
+
+from ckpt_engine.slots import segment_files
+from ckpt_engine.slots.control_file import boot_time_ns, other_layout, read_last_use, write_last_use
+from ckpt_engine.slots.rank_segments import RankSegments
+from ckpt_engine.slots.reclaim_rules import is_reclaimable, unused_s
+from flyball.contracts.errors import Conflict, FlyballError
+from flyball.contracts.segments import CONTROL_SUFFIX, SLOT_SUFFIXES, SegmentName, parse_segment
+
+log = structlog.get_logger()
+
+_MOST_S, _LEAST_S = 60.0, 0.05  # between two sweeps
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The segments of one rank on this host, as found by their names."""
+
+    job: str
+    replica: bool
+    rank: int
+    size_bytes: int  # of its slots
+
+
+def list_memory(prefix: str) -> list[RankMemory]:
+    """What lies under the prefix, by job, kind and rank."""
+    sizes: dict[tuple[str, bool, int], int] = defaultdict(int)
+    for name, path in _files(prefix):
+        try:
+            size_bytes = path.lstat().st_size if name.suffix in SLOT_SUFFIXES else 0  # others make links here as well
+        except FileNotFoundError:  # removed since it was listed
+            continue
+        if not name.maker_pid:
+            sizes[name.job, name.replica, name.rank] += size_bytes
+    return [RankMemory(*key, size_bytes) for key, size_bytes in sorted(sizes.items())]
+
+
+def remove_job(prefix: str, job: str) -> list[RankMemory]:
+    """Remove a job's segments now, because somebody said so; also those of another release. Raises Conflict, and has
+    removed those of other ranks, if a process uses some."""
+    removed: list[RankMemory] = []
+    in_use: list[RankMemory] = []
+    for memory in list_memory(prefix):
+        if memory.job == job:
+            gone = _remove(prefix, memory, known_jobs=tuple, ttl_s=None)
+            (removed if gone else in_use).append(memory)
+    if in_use:
+        ranks = ", ".join(f"{'replica of ' if memory.replica else ''}rank {memory.rank}" for memory in in_use)
+        raise Conflict(
+            f"The slots of {job} are in use: {ranks}.",
+            hint="end the job first; its trainers and the host's engine have them open",
+        )
+    return removed
+
+
+def _remove(prefix: str, memory: RankMemory, *, known_jobs: Callable[[], Collection[str]], ttl_s: float | None) -> bool:
+    """Remove a rank's segments if nobody uses them and, with a `ttl_s`, has for as long. False if they stay."""
+    base = SegmentName(memory.job, memory.replica, memory.rank, "").base(prefix)
+    control = base + CONTROL_SUFFIX
+    try:
+        descriptor = segment_files.open_private(control)
+    except FileNotFoundError:
+        if not any(Path(base + suffix).exists() for suffix in SLOT_SUFFIXES):
+            return False  # removed since they were listed
+        # Slots that nobody can open. With a control segment of their own their time to live begins, and the lock on it
+        # keeps a trainer that starts this moment from losing what it makes.
+        RankSegments.open(base, create=True).close()
+        descriptor = segment_files.open_private(control)
+    try:
+        last_use_ns = read_last_use(descriptor)
+        if ttl_s is not None and last_use_ns is None:
+            raise other_layout(control)
+        in_use = not segment_files.try_lock(descriptor, control, fcntl.LOCK_EX)
+        now_ns = boot_time_ns()
+        if last_use_ns is not None and (in_use or last_use_ns > now_ns):
+            write_last_use(descriptor, now_ns)  # in use until now, or from before the machine was started anew
+        if in_use:
+            return False
+        if ttl_s is not None and not is_reclaimable(
+            known=memory.job in known_jobs(), in_use=in_use, unused_s=unused_s(last_use_ns or 0, now_ns), ttl_s=ttl_s
+        ):
+            return False
+        for suffix in (*SLOT_SUFFIXES, CONTROL_SUFFIX):  # the control segment last, with the lock on it
+            segment_files.remove(base + suffix)
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _files(prefix: str) -> list[tuple[SegmentName, Path]]:
+    folder = Path(prefix).parent
+    names = ((parse_segment(prefix, path.name), path) for path in folder.iterdir())
+    return [(name, path) for name, path in names if name is not None]
+
+
+class Reclaimer:
+    """Sweeps now and then, in a thread of its own."""
+
+    def __init__(self, prefix: str, *, known_jobs: Callable[[], Collection[str]], ttl_s: float) -> None:
+        self._prefix = prefix
+        self._known_jobs = known_jobs
+        self._ttl_s = ttl_s
+        self._told: set[str] = set()  # why something stays, once
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="reclaim", daemon=True)
+
+    def start(self) -> None:
+        """Call when the jobs of a predecessor are known again."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """No further sweep begins."""
+        self._closed.set()
+
+    def sweep(self) -> list[RankMemory]:
+        """Remove what nobody needs; returns what was removed. What cannot be looked at (another layout, another user's)
+        is logged and stays."""
+        for name, path in _files(self._prefix):
+            if name.maker_pid:
+                segment_files.remove_unfinished(str(path), name.maker_pid)
+        removed: list[RankMemory] = []
+        for memory in list_memory(self._prefix):
+            if memory.job in self._known_jobs():
+                continue
+            try:
+                gone = _remove(self._prefix, memory, known_jobs=self._known_jobs, ttl_s=self._ttl_s)
+            except (FlyballError, OSError) as error:
+                self._tell(str(error), memory)
+                continue
+            if gone:
+                removed.append(memory)
+                log.info("segments_reclaimed", **asdict(memory))
+        return removed
+
+    def _tell(self, reason: str, memory: RankMemory) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            log.warning("segments_not_reclaimed", **asdict(memory), reason=reason)
+
+    def _run(self) -> None:
+        interval_s = max(_LEAST_S, min(_MOST_S, self._ttl_s / 4))
+        while True:
+            try:
+                self.sweep()
+            except OSError as error:  # the folder is gone, or not readable
+                log.warning("segments_not_swept", reason=str(error))
+            if self._closed.wait(interval_s):
+                return

@@ -1,0 +1,224 @@
+"""Files in shared memory: made whole or not at all, touched before use, never larger than what the machine has.
+
+A page of shared memory that cannot be had is a SIGBUS at the first touch, which no one can catch in time. So the size
+is compared with every limit first (`memory_limits`), and the pages are reserved and touched, by system calls that
+report an error, before anyone is given the mapping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckpt_engine.slots.memory_plan import readable_size
+from flyball.contracts.errors import ConfigurationError, FlyballError, MemoryTooSmall
+from flyball.contracts.segments import SegmentName, parse_segment
+
+_UNFINISHED = ".new."  # and the pid of its maker
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; an error where a touch would be a SIGBUS
+_libc = ctypes.CDLL(None, use_errno=True)
+_NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFAULT, errno.EDQUOT)  # EFAULT: what madvise calls a SIGBUS
+
+
+def own_segments(prefix: str) -> Iterator[tuple[SegmentName, os.stat_result]]:
+    """The files of segments below `prefix`, but for links and what other users have put there: the folder is the whole
+    machine's."""
+    with os.scandir(Path(prefix).parent) as entries:
+        for entry in entries:
+            name = parse_segment(prefix, entry.name)
+            if name is None:
+                continue
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # removed since it was listed
+                continue
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                yield name, status
+
+
+def open_private(path: str) -> int:
+    """Open an existing segment for reading and writing. Another user's file of that name is refused: the folder is
+    the whole machine's."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    if os.fstat(descriptor).st_uid != os.geteuid():
+        os.close(descriptor)
+        raise ConfigurationError(
+            f"{path} belongs to another user.", hint="remove it, or use another state folder or FLYBALL_SHM_DIR"
+        )
+    return descriptor
+
+
+def publish(
+    path: str, size_bytes: int, head: bytes, *, reserve_bytes: int, replace: bool, huge_pages: bool = False
+) -> int:
+    """Make a file of `size_bytes` that begins with `head`, and only then give it its name. Returns a descriptor.
+
+    The first `reserve_bytes` have their memory; the rest is a hole. Without `replace` a file that is there already
+    stays, and it is the one that is opened. Raises MemoryTooSmall when memory runs out on the way. The file is flocked
+    (shared) while it is being made: whoever can take that lock exclusively knows that its maker is dead.
+    """
+    temporary = f"{path}{_UNFINISHED}{os.getpid()}"
+    Path(temporary).unlink(missing_ok=True)
+    try:
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise _no_memory(path, size_bytes, error) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, size_bytes)
+        if huge_pages:
+            _populate_huge(descriptor, size_bytes)
+        os.posix_fallocate(descriptor, 0, reserve_bytes)
+        write_at(descriptor, head, 0)
+        if replace:
+            Path(temporary).rename(path)
+        else:
+            os.link(temporary, path)
+    except FileExistsError:
+        os.close(descriptor)
+        return open_private(path)
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, OSError):
+            raise _no_memory(path, size_bytes, error) from error
+        raise
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return descriptor
+
+
+def _no_memory(path: str, size_bytes: int, error: OSError) -> Exception:
+    """The error to raise: MemoryTooSmall if that is what `error` means, else `error` itself."""
+    if error.errno not in _NO_MEMORY:
+        return error
+    return MemoryTooSmall(
+        f"{path} of {readable_size(size_bytes)} could not be reserved: {os.strerror(error.errno)}.",
+        hint="free shared memory, or set FLYBALL_SHM_DIR to a larger tmpfs",
+    )
+
+
+def _populate_huge(descriptor: int, size_bytes: int) -> None:
+    """Have the pages made huge, as far as the kernel can: only a mapping that asks for them gets them."""
+    if size_bytes == 0:
+        return
+    with mmap.mmap(descriptor, size_bytes) as mapping:
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+            _populate(mapping, _MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # EINVAL: this kernel has not got it, and small pages will do
+                raise
+
+
+def populate_for_reading(mapping: mmap.mmap, begin: int, size_bytes: int) -> None:
+    """Have these pages of a mapping present; `begin` is a page's. Raises OSError."""
+    _advise(mapping, begin, size_bytes, _MADV_POPULATE_READ)
+
+
+def _populate(mapping: mmap.mmap, how: int) -> None:
+    """Have every page of a mapping present. Raises OSError."""
+    _advise(mapping, 0, len(mapping), how)
+
+
+def _advise(mapping: mmap.mmap, begin: int, size_bytes: int, advice: int) -> None:
+    """Without the interpreter lock, which `mmap.madvise` keeps: to populate a large shard takes seconds, and a trainer
+    has other threads."""
+    first = ctypes.c_char.from_buffer(mapping, begin)
+    failed = _libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size_bytes), advice)
+    del first  # a traceback would keep it, and a mapping with a pointer into it cannot be closed
+    if failed:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def try_lock(descriptor: int, path: str, kind: int) -> bool:
+    """Take a flock (fcntl.LOCK_SH or LOCK_EX) on an open file, without waiting. False if another process's lock is in
+    the way, or if the file that has the name now is another one."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        named = os.stat(path)  # noqa: PTH116 - compared with fstat
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    mine = os.fstat(descriptor)
+    return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+def remove(path: str) -> None:
+    """Remove a segment if it is there, and what processes left that were killed while they made it: it holds memory."""
+    Path(path).unlink(missing_ok=True)
+    folder, name = os.path.split(path)
+    unfinished = re.compile(re.escape(name + _UNFINISHED) + "([0-9]+)")  # and not another job whose name goes on so
+    for entry in os.listdir(folder):  # noqa: PTH208 - names, not paths
+        if match := unfinished.fullmatch(entry):
+            remove_unfinished(f"{folder}/{entry}", int(match[1]))
+
+
+def remove_unfinished(path: str, maker_pid: int) -> None:
+    """Remove a file that a process was making when it was killed. One that a live process makes stays: whoever opens
+    segments begins as soon as the old ones lose their name. The lock shows a maker in another pid namespace."""
+    if _is_running(maker_pid):
+        return
+    try:
+        descriptor = open_private(path)
+    except (FlyballError, OSError):  # finished or removed meanwhile; or another user's
+        return
+    try:
+        if try_lock(descriptor, path, fcntl.LOCK_EX):
+            Path(path).unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def write_at(descriptor: int, data: bytes, offset: int) -> None:
+    """Write all of `data`; by a system call and not through a mapping, so that a full file system is an error and not
+    a SIGBUS. Raises MemoryTooSmall."""
+    if not data:
+        return
+    try:
+        os.posix_fallocate(descriptor, offset, len(data))
+    except OSError as error:
+        raise MemoryTooSmall(
+            f"A manifest of {readable_size(len(data))} could not be stored: {error.strerror}.",
+            hint="free shared memory, or set FLYBALL_SHM_DIR to a larger tmpfs",
+        ) from error
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def map_whole(descriptor: int, size_bytes: int, *, huge_pages: bool = False, is_new: bool = False) -> mmap.mmap:
+    """Map a file with every page present, so that the first copy is as fast as the second. Pages that were used before
+    are found sixteen at a time by reading; those of a new file are not. Raises MemoryTooSmall if a page is missing and
+    cannot be had."""
+    mapping = mmap.mmap(descriptor, size_bytes)
+    try:
+        if huge_pages:
+            with contextlib.suppress(OSError):  # a kernel without them
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        _populate(mapping, _MADV_POPULATE_WRITE if is_new else _MADV_POPULATE_READ)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            mapping.close()
+            raise _no_memory("A segment", size_bytes, error) from error
+        # An older kernel. The pages are reserved, so that touching them is safe; writing back changes nothing.
+        for start in range(0, size_bytes, mmap.PAGESIZE):
+            mapping[start] = mapping[start]
+    return mapping

@@ -1,0 +1,383 @@
+"""Writing one rank's shards to one disk tier, beside everything else: a slow or full disk delays neither the memory
+tier nor the peer.
+
+Which step is written, and which stay, the coordinator says (`tier_schedule`); this rank answers when the step is on the
+disk, or cannot be. It is written straight from its slot, which is held against the trainer until it is durable: a rank
+has one slot more for each slow tier, so that the trainer finds another.
+
+A step that is due on the host's own disk is written ahead, from the moment that it is captured and while it is hashed
+and committed: it will be named, in all likelihood. Its manifest is written when it is, and else nothing is left of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import structlog
+
+from ckpt_engine.contracts.counters import Counters
+from ckpt_engine.contracts.generation import Generation
+from ckpt_engine.contracts.peer_wire import TierNaming, TierReport
+from ckpt_engine.format import integrity
+from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.format.shard_names import ShardKey
+from ckpt_engine.slots.rank_segments import SlotState, SlotView
+from ckpt_engine.slots.slot_rules import MIN_SLOTS
+from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
+from ckpt_engine.tiers.retention_rules import reported_steps
+from ckpt_engine.tiers.shard_store import ShardStore
+from ckpt_engine.tiers.writing.lasting import run_lasting, said
+from ckpt_engine.tiers.writing.tier_retention import TierRetention
+from flyball.contracts.checkpoints import Tier
+from flyball.contracts.errors import CorruptShard, FlyballError, StorageFull
+
+log = structlog.get_logger()
+
+_AHEAD_S = 60.0  # the longest that what was written ahead waits to be named
+_LOOK_AHEAD_S = 0.5  # whether its slot is still the same
+_LOOK_AGAIN_S = 1.0  # at a folder that could not be read; with every time twice as long, up to
+_MAX_LOOK_AGAIN_S = 60.0
+_UNREAD_S = 30.0  # for which a manifest that cannot be read keeps the tier from beginning
+
+
+class NotNamed(FlyballError):
+    """A step that was written ahead is not to be written."""
+
+
+OnFailure = Callable[[int, int, str], None]  # rank, step, message
+
+
+class DiskWriter:
+    """The thread that writes one rank's shards to one tier, during one generation."""
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        generation: Generation,
+        memory: MemoryTier,
+        disk: ShardStore,
+        counters: Counters,
+        in_touch: Callable[[], bool],
+        on_failure: OnFailure,
+        on_progress: Callable[[int], None],
+    ) -> None:
+        """`on_progress(rank)` whenever `report` changed. `in_touch()`: whether the supervisor cannot have given up this
+        host."""
+        self.rank = self._rank = rank
+        self._generation = generation
+        self._memory = memory
+        self._disk = disk
+        self._counters = counters
+        self._on_failure = on_failure
+        self._on_progress = on_progress
+        self._retention = TierRetention(generation, disk, rank=rank, counters=counters, in_touch=in_touch)
+        self._scanned = False
+        self._unreadable = ""  # why the folder, or a manifest, could not be read
+        self._unread_until_s = 0.0
+        self._heard = self._settled = max(
+            generation.restore_step - 1, -1
+        )  # which is written as well, if it is asked for
+        self._naming: TierNaming | None = None
+        self._next = -1
+        self._captured = -1  # to be written ahead
+        self._confirmed = -1  # the newest name; written to the end, also when this generation ends
+        self._prune_due = False
+        self._busy = True
+        self._policy = generation.configure.spec.policy(disk.tier)
+        self._reported_steps = reported_steps(self._policy)
+        self._stopped = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=f"{disk.tier}-r{rank}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def tier(self) -> Tier:
+        return self._disk.tier
+
+    @property
+    def report(self) -> TierReport | None:
+        """How this rank stands; None until the folder was looked at: what it holds is not known before."""
+        with self._changed:
+            if not self._scanned:
+                return None
+            heard, settled = self._heard, self._settled
+        held = self._disk.held(self._rank, self._generation.lineage)
+        present = self._disk.held(self._rank, self._generation.lineage, or_unread=True)
+        unread = tuple(step for step in present if step not in held)
+        newest = slice(-self._reported_steps, None)
+        return TierReport(self._disk.tier, heard, settled, held[newest], unread[newest])
+
+    def hear(self, naming: TierNaming) -> None:
+        """What the coordinator said; before the trainer may overwrite the step that is named. Does not block."""
+        with self._changed:
+            if naming == self._naming or self._stopped:
+                return
+            self._naming = naming
+            self._prune_due = True
+            if naming.step > self._heard:
+                self._heard = self._next = self._confirmed = naming.step
+                self._hold(naming.step)
+            self._changed.notify_all()
+
+    def told(self, steps: frozenset[int]) -> None:
+        """The supervisor is told that this rank has these steps. Does not block."""
+        self._retention.told(steps)
+
+    def captured(self, step: int) -> None:
+        """The trainer's slot holds this step whole; it is about to be hashed. Does not block."""
+        every_steps = self._policy.every_steps
+        if self.tier is not Tier.DISK or every_steps == 0 or step % every_steps:
+            return
+        with self._changed:
+            if self._scanned and not self._busy and self._next < 0 and step > self._heard and not self._stopped:
+                self._captured = step
+                self._changed.notify_all()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is waiting or being written; False if that took too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._next < 0 and not self._busy, timeout_s)
+
+    def stop(self) -> None:
+        """End after the write that is going on; what waits is dropped."""
+        with self._changed:
+            self._stopped = True
+            self._let_go(self._next)
+            self._next = -1
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        self._unread_until_s = time.monotonic() + _UNREAD_S
+        run_lasting(self._work, tell=self._tell_unexpected, pause=self._pause)
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+
+    def _pause(self) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._stopped, _LOOK_AGAIN_S)
+
+    def _work(self) -> None:
+        while not self._scanned and not self._look():
+            if self._pause():
+                return
+        self._on_progress(self._rank)
+        look_again_s = _LOOK_AGAIN_S
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                asked = self._changed.wait_for(
+                    lambda: self._stopped or self._next >= 0 or self._captured >= 0 or self._prune_due,
+                    look_again_s if self._disk.has_unread else None,
+                )
+                if self._stopped:
+                    return
+                ahead, self._captured = self._captured if self._next < 0 else -1, -1
+            if not asked:
+                look_again_s = min(2 * look_again_s, _MAX_LOOK_AGAIN_S)
+                self._look_at_unread()
+                continue
+            if ahead >= 0:
+                self._write_ahead(ahead)
+            with self._changed:
+                step, self._next = self._next, -1
+                prune, self._prune_due = self._prune_due, False
+                self._busy = True
+            if step >= 0:
+                self._settle(step)
+            naming = self._naming  # by now; what stays at the end of a generation is the next one's to say
+            if prune and naming is not None and not self._generation.ended.is_set():
+                self._retention.prune(naming)
+
+    def _look(self) -> bool:
+        """Find out what is in the folder; True when enough of it could be read."""
+        try:
+            self._disk.scan_once()
+            if self._disk.has_unread:
+                self._disk.scan_unread()
+            self._disk.remove_unfinished((self._rank,) if self._disk.tier is Tier.PERSISTENT else None)
+        except (FlyballError, OSError) as error:
+            self._tell_unreadable(str(error))
+            return False
+        unread = [why for key, why in self._disk.unread().items() if key.rank == self._rank]
+        if unread and time.monotonic() < self._unread_until_s:
+            self._tell_unreadable(unread[0])
+            return False
+        self._retention.begin()
+        with self._changed:
+            self._scanned = True
+        return True
+
+    def _look_at_unread(self) -> None:
+        """What could not be read when this began may be readable by now."""
+        before = self.report
+        try:
+            self._disk.scan_unread()
+        except (FlyballError, OSError) as error:
+            log.info("disk_still_unread", tier=str(self._disk.tier), rank=self._rank, reason=str(error))
+        if self.report != before:
+            self._on_progress(self._rank)
+
+    def _tell_unreadable(self, reason: str) -> None:
+        """Until the folder can be read no step is named for this tier: that must be seen, and once is enough."""
+        log.warning("disk_not_scanned", tier=str(self._disk.tier), rank=self._rank, reason=reason)
+        if reason != self._unreadable:
+            self._unreadable = reason
+            self._counters.add(f"{self._disk.tier}_write_failures")
+            step = self._generation.restore_step
+            self._on_failure(
+                self._rank, step, f"The {self._disk.tier} tier gets no step before it can be read: {reason}"
+            )
+
+    def _tell_unexpected(self, error: Exception) -> None:
+        log.error("disk_writer_failed", tier=str(self._disk.tier), rank=self._rank, exc_info=error)
+        self._counters.add(f"{self._disk.tier}_write_failures")
+        self._on_failure(self._rank, self._heard, f"The {self._disk.tier} tier: {said(error)}")
+
+    def _settle(self, step: int) -> None:
+        try:
+            self._on_progress(self._rank)  # heard: a coordinator that is restarted now learns of the name from us
+            if self._disk.holds(self._generation.generation_of(step), step, self._rank):
+                self._note_durable(step)  # by an engine that was killed before it could say so
+            else:
+                self._write(step)
+        finally:  # whatever happened: else its slot were held for ever, and the world would wait for the answer
+            with self._changed:
+                self._settled = step
+                self._let_go(step, settled=True)
+        self._on_progress(self._rank)
+
+    def _write(self, step: int) -> None:
+        began_s = time.monotonic()
+        try:
+            written = self._write_from_slot(step)
+        except StorageFull as error:
+            self._counters.add(f"{self._disk.tier}_storage_full")
+            self._on_failure(self._rank, step, str(error))
+        except Exception as error:  # noqa: BLE001 - told; there may be no thread or memory left
+            if isinstance(error, CorruptShard) and self._was_overtaken(step):
+                log.info("disk_write_overtaken", tier=str(self._disk.tier), rank=self._rank, step=step)
+                return
+            self._counters.add(f"{self._disk.tier}_write_failures")
+            self._on_failure(self._rank, step, f"The {self._disk.tier} tier: {said(error)}")
+        else:
+            self._note_written(step, written, began_s)
+
+    def _was_overtaken(self, step: int) -> bool:
+        with self._memory.using(self._rank) as entry:
+            generation = self._generation.generation_of(step)
+            return entry is not None and self._is_spare(entry) and entry.segments.find(generation, step) is None
+
+    def _write_ahead(self, step: int) -> None:
+        began_s = time.monotonic()
+        generation = self._generation.number
+        with self._memory.using(self._rank) as entry:
+            if entry is None:
+                return
+            states = (SlotState.CAPTURED, SlotState.COMMITTED)
+            view = next((v for state in states if (v := entry.segments.find(generation, step, state))), None)
+            if view is None:
+                return
+            try:
+                written = self._disk.write_ahead(
+                    ShardKey(generation, step, self._rank),
+                    entry.segments.payload(view.index),
+                    lambda: self._await_name(entry, view),
+                    check_wanted=lambda: self._check_wanted(entry, view),
+                )
+            except NotNamed as error:
+                log.info("write_ahead_dropped", tier=str(self._disk.tier), rank=self._rank, reason=error.message)
+            except Exception as error:  # noqa: BLE001 - told when the step is named, and fails again
+                log.warning("write_ahead_failed", tier=str(self._disk.tier), rank=self._rank, reason=said(error))
+            else:
+                self._note_written(step, written, began_s)
+
+    def _check_wanted(self, entry: OpenSegments, view: SlotView) -> None:
+        """Raise NotNamed if what is written ahead will not be named any more."""
+        with self._changed:
+            if self._confirmed == view.step:
+                return
+            another = self._next >= 0 or self._stopped
+        if another or not entry.segments.unchanged(view):
+            raise NotNamed(f"Step {view.step} was not named for the {self._disk.tier} tier.")
+
+    def _await_name(self, entry: OpenSegments, view: SlotView) -> tuple[Manifest, bytes]:
+        deadline_s = time.monotonic() + _AHEAD_S
+        while True:
+            self._check_wanted(entry, view)
+            with self._changed:
+                if self._confirmed == view.step:
+                    break
+                if time.monotonic() >= deadline_s:
+                    raise NotNamed(f"Step {view.step} was not named within {_AHEAD_S} s.")
+                self._changed.wait_for(lambda: self._next >= 0 or self._stopped, _LOOK_AHEAD_S)
+        found = self._memory.find(entry, view.generation, view.step)
+        if found is None:
+            raise CorruptShard(f"Step {view.step} left its slot before it could be written.")
+        return found[1], found[2]
+
+    def _note_durable(self, step: int) -> None:
+        with self._memory.using(self._rank) as entry:
+            if entry is not None and not self._generation.ended.is_set():
+                with entry.writing:  # the other tier's writer raises the same word
+                    entry.segments.control.note_durable(step)
+
+    def _note_written(self, step: int, size_bytes: int, began_s: float) -> None:
+        self._note_durable(step)
+        self._counters.add(f"{self._disk.tier}_bytes_written", size_bytes)
+        log.info(
+            "shard_written",
+            tier=str(self._disk.tier),
+            rank=self._rank,
+            step=step,
+            size_bytes=size_bytes,
+            seconds=round(time.monotonic() - began_s, 3),
+        )
+
+    def _write_from_slot(self, step: int) -> int:
+        with self._memory.using(self._rank) as entry:
+            found = self._memory.find(entry, self._generation.generation_of(step), step) if entry else None
+            if entry is None or found is None:
+                raise CorruptShard(f"Step {step} left its slot before it could be written.")
+            view, manifest, manifest_bytes = found
+            try:
+                return self._disk.write(manifest, manifest_bytes, entry.segments.payload(view.index))
+            except CorruptShard:
+                self._drop_if_bad(entry, view, manifest)
+                raise
+
+    def _drop_if_bad(self, entry: OpenSegments, view: SlotView, manifest: Manifest) -> None:
+        """What was taken is not what the manifest says: perhaps it was overwritten meanwhile, perhaps it never was."""
+        try:
+            integrity.verify(entry.segments.payload(view.index), manifest.chunk_digests, manifest.chunk_bytes)
+        except CorruptShard as error:
+            with entry.writing:
+                if not entry.segments.unchanged(view):
+                    return
+                entry.segments.discard(view)  # so that no inventory lists it
+            self._counters.add("corrupt_copies")
+            log.warning("slot_is_corrupt", rank=self._rank, step=view.step, reason=str(error))
+
+    def _hold(self, step: int) -> None:
+        with self._memory.using(self._rank) as entry:
+            if entry is None or entry.segments.find(self._generation.generation_of(step), step) is None:
+                return
+            if not self._is_spare(entry):
+                entry.segments.control.hold(self._disk.tier, step)
+
+    def _is_spare(self, entry: OpenSegments) -> bool:
+        """Whether training must not wait for this tier: nobody asked for it, and there is no slot for it. A write may
+        then be overtaken by the next steps; at the end of the job there are none."""
+        spec = self._generation.configure.spec
+        return spec.disk_is_default and entry.segments.control.slots_in_use <= MIN_SLOTS
+
+    def _let_go(self, step: int, *, settled: bool = False) -> None:
+        with self._memory.using(self._rank) as entry:
+            if entry is not None and not self._generation.ended.is_set():  # else the words are the next generation's
+                entry.segments.control.let_go(self._disk.tier, step, settled=settled)

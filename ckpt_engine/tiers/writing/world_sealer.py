@@ -1,0 +1,160 @@
+"""Writing the world manifests of a shared folder, on rank 0's host: last, when every rank has said that its shard is
+there, and after having looked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import structlog
+
+from ckpt_engine.contracts.counters import Counters
+from ckpt_engine.contracts.generation import Generation
+from ckpt_engine.contracts.peer_wire import TierReport
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.tiers.retention_rules import reported_steps
+from ckpt_engine.tiers.shard_store import ShardStore
+from ckpt_engine.tiers.writing.lasting import run_lasting, said
+from flyball.contracts.checkpoints import Tier
+from flyball.contracts.clock import Clock
+from flyball.contracts.errors import FlyballError, StorageFull
+
+log = structlog.get_logger()
+
+_LOOK_AGAIN_S = 60.0  # at world manifests that could not be read for long
+
+
+class WorldSealer:
+    """The thread that does it, for one tier during one generation."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        disk: ShardStore,
+        *,
+        counters: Counters,
+        settings: EngineSettings,
+        clock: Clock,
+        on_report: Callable[[TierReport], None],
+        on_failure: Callable[[int, int, str], None],
+    ) -> None:
+        self._generation = generation
+        self._disk = disk
+        self._counters = counters
+        self._settings = settings
+        self._clock = clock
+        self._on_report = on_report
+        self._on_failure = on_failure
+        self._asked = self._settled = max(generation.restore_step - 1, -1)  # as the writers
+        self._reported_steps = reported_steps(generation.configure.spec.policy(disk.tier))
+        self._stopped = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=f"seal-{disk.tier}", daemon=True)
+
+    @property
+    def tier(self) -> Tier:
+        return self._disk.tier
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def seal(self, step: int) -> None:
+        """Every rank has written this step."""
+        with self._changed:
+            self._asked = max(self._asked, step)
+            self._changed.notify_all()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is waiting or being written; False if that took too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._settled == self._asked, timeout_s)
+
+    def stop(self) -> None:
+        """End after what is being written."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        run_lasting(
+            self._work,
+            tell=self._tell_unexpected,
+            pause=lambda: self._is_stopped_within(self._settings.scan_interval_s),
+        )
+
+    def _tell_unexpected(self, error: Exception) -> None:
+        log.error("world_sealer_failed", tier=str(self._disk.tier), exc_info=error)
+        self._fail(self._asked, error)
+
+    def _work(self) -> None:
+        unread_until_s = self._clock.monotonic_s() + self._settings.seal_timeout_s
+        while not self._look() or (self._disk.has_unread and self._clock.monotonic_s() < unread_until_s):
+            if self._is_stopped_within(self._settings.scan_interval_s):
+                return
+        while True:
+            self._report()
+            with self._changed:
+                asked = self._changed.wait_for(
+                    lambda: self._stopped or self._asked > self._settled,
+                    _LOOK_AGAIN_S if self._disk.has_unread else None,
+                )
+                if self._stopped:
+                    return
+                step = self._asked
+            if not asked:
+                self._look()
+                continue
+            try:
+                self._seal(step)
+            finally:  # whatever happened: else the coordinator would wait for it
+                with self._changed:
+                    self._settled = step
+                    self._changed.notify_all()
+
+    def _look(self) -> bool:
+        try:
+            self._disk.scan_once()
+            if self._disk.has_unread:
+                self._disk.scan_unread()
+        except (FlyballError, OSError) as error:
+            log.warning("disk_not_scanned", tier=str(self._disk.tier), reason=str(error))
+            return False
+        return True
+
+    def _report(self) -> None:
+        sealed = self._disk.sealed_steps(self._generation.lineage)
+        present = self._disk.sealed_steps(self._generation.lineage, or_unread=True)
+        unread = tuple(step for step in present if step not in sealed)
+        newest = slice(-self._reported_steps, None)
+        self._on_report(TierReport(self._disk.tier, self._asked, self._settled, sealed[newest], unread[newest]))
+
+    def _seal(self, step: int) -> None:
+        """Shared file systems may show another host's files late: looked for again, as long as the time allows."""
+        generation = self._generation
+        written_by = generation.generation_of(step)
+        deadline_s = self._clock.monotonic_s() + self._settings.seal_timeout_s
+        while True:
+            try:
+                self._disk.scan_step(written_by, step)
+                self._disk.seal(written_by, step, generation.placement.world_size)
+            except StorageFull as error:  # nobody makes room in the time that files take to be seen
+                self._fail(step, error)
+                return
+            except Exception as error:  # noqa: BLE001 - told; there may be no thread or memory left
+                if self._clock.monotonic_s() >= deadline_s:
+                    self._fail(step, error)
+                    return
+                if self._is_stopped_within(self._settings.scan_interval_s):  # the next generation's to say
+                    log.info("seal_cut_short", tier=str(self._disk.tier), step=step, reason=said(error))
+                    return
+            else:
+                log.info("world_step_sealed", tier=str(self._disk.tier), step=step)
+                return
+
+    def _fail(self, step: int, error: Exception) -> None:
+        self._counters.add(f"{self._disk.tier}_seal_failures")
+        self._on_failure(0, step, f"The world manifest of the {self._disk.tier} tier: {said(error)}")
+
+    def _is_stopped_within(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._stopped, seconds)

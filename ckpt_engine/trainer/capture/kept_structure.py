@@ -1,0 +1,307 @@
+"""The structure of the state that was taken apart last, kept so that the next state need not be taken apart anew.
+
+Between two saves of a training run hardly anything changes but numbers. `KeptStructure` walks along a state, and sees
+whether its containers have the types and keys of the last one, and its tensors the shapes, dtypes, devices, strides
+and placements, and share memory in the same way. If so, names and JSON of all that has tensors are those of last
+time; everything else is said anew. If anything is different, `state_tree.flatten` has to do it. Where the tensors lie
+is never kept: addresses are read at every save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Protocol, cast
+
+import msgspec
+import numpy as np
+import torch
+
+from ckpt_engine.trainer.state import sharded_tensors
+from ckpt_engine.trainer.state.state_tree import (
+    PLAIN_TENSORS,
+    FlatState,
+    Json,
+    TreeWalk,
+    array_as_tensor,
+    encode,
+    has_state,
+    real_view,
+)
+
+_EXACT_KEYS = frozenset((str, int, bool, type(None)))  # equal ones of the same type are the same in JSON
+_meta = attrgetter("shape", "dtype", "device", "layout")
+
+
+class _Different(Exception):
+    """The state is not of the structure that is kept."""
+
+
+class _Node(Protocol):
+    """One value of the state. `say` returns its JSON and adds its tensors to `found`; raises _Different."""
+
+    def say(self, value: Any, walk: TreeWalk, found: list[torch.Tensor]) -> Json: ...  # noqa: ANN401 - any state
+
+
+@dataclass(frozen=True, slots=True)
+class _Anew:
+    """A value without tensors: whatever it is by now, as long as it has none."""
+
+    path: str
+    depth: int
+
+    def say(self, value: object, walk: TreeWalk, _found: list[torch.Tensor]) -> Json:
+        return walk.value(value, self.path, self.depth)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A value that is a tensor, or is stored as one."""
+
+    look: Callable[[Any], torch.Tensor]
+    json: Json
+
+    def say(self, value: object, _walk: TreeWalk, found: list[torch.Tensor]) -> Json:
+        found.append(self.look(value))
+        return self.json
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainTensors:
+    """A dict of nothing but plain tensors: their types are looked at together with their shapes."""
+
+    kind: type[Any]
+    keys: list[object]
+    key_types: list[type]
+    json: Json
+
+    def say(self, value: Mapping[object, torch.Tensor], _walk: TreeWalk, found: list[torch.Tensor]) -> Json:
+        if type(value) is not self.kind or list(value) != self.keys or list(map(type, value)) != self.key_types:
+            raise _Different
+        found += value.values()
+        return self.json
+
+
+@dataclass(frozen=True, slots=True)
+class _Container:
+    """A container that has tensors somewhere. `json` is None if it has anything else as well."""
+
+    kind: type[Any]
+    keys: list[object] | None  # None: a list or a tuple
+    key_types: list[type]
+    children: list[_Node]
+    tag: str
+    key_json: list[Json]
+    json: Json
+
+    def say(self, value: Any, walk: TreeWalk, found: list[torch.Tensor]) -> Json:  # noqa: ANN401 - any state
+        if type(value) is not self.kind or len(value) != len(self.children):
+            raise _Different
+        items = value
+        if self.keys is not None:
+            if list(value) != self.keys or list(map(type, value)) != self.key_types:
+                raise _Different
+            items = value.values()
+        said = [child.say(item, walk, found) for child, item in zip(self.children, items, strict=True)]
+        if self.json is not None:
+            return self.json
+        if self.keys is None:
+            return {self.tag: said} if self.tag else said
+        if not self.tag:
+            return dict(zip(cast("list[str]", self.keys), said, strict=True))
+        return {self.tag: [[key, item] for key, item in zip(self.key_json, said, strict=True)]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """A module, an optimizer...: what it says its state is."""
+
+    kind: type[Any]
+    state: _Node
+
+    def say(self, value: object, walk: TreeWalk, found: list[torch.Tensor]) -> Json:
+        if type(value) is not self.kind or not has_state(value):
+            raise _Different
+        return self.state.say(walk.said_by(value), walk, found)
+
+
+def _plain(value: object) -> torch.Tensor:
+    return cast(torch.Tensor, value)  # `_looks` sees whether it is one
+
+
+def _as_real(value: object) -> torch.Tensor:
+    if type(value) not in PLAIN_TENSORS or not cast(torch.Tensor, value).is_complex():
+        raise _Different
+    return real_view(cast(torch.Tensor, value))
+
+
+def _as_tensor(value: object) -> torch.Tensor:
+    if not isinstance(value, np.ndarray):
+        raise _Different
+    try:
+        return array_as_tensor(value)
+    except (TypeError, ValueError):
+        raise _Different from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """A sharded tensor's block, if it is sharded as it was."""
+
+    layout: sharded_tensors.Layout
+
+    def __call__(self, value: Any) -> torch.Tensor:  # noqa: ANN401 - a DTensor, whose module may not be there
+        try:
+            if sharded_tensors.is_sharded(value) and sharded_tensors.layout_of(value) == self.layout:
+                return sharded_tensors.local_block(value)
+        except sharded_tensors.NotSaveable:
+            pass
+        raise _Different
+
+
+class _Keeper:
+    """Makes the nodes of a state that was just taken apart, from the state and its JSON."""
+
+    def __init__(self, walk: TreeWalk) -> None:
+        self._walk = walk
+        self.names: list[str] = []  # of the tensors, in the order in which nodes find them
+
+    def root(self, state: Mapping[str, object], tree: dict[str, Json]) -> _Container:
+        children = [self._node(value, tree[key], key, 0) for key, value in state.items()]
+        return _Container(type(state), list(state), list(map(type, state)), children, "", [], None)
+
+    def _node(self, value: Any, said: Any, path: str, depth: int) -> _Node:  # noqa: ANN401 - any state
+        known = len(self.names)
+        if isinstance(value, torch.Tensor):
+            return self._stored(value, said)
+        node: _Node | None = None
+        if isinstance(value, Mapping):
+            node = self._mapping(value, said, path, depth)
+        elif type(value) in (list, tuple):
+            node = self._sequence(value, said, path, depth)
+        elif has_state(value):
+            node = _Object(type(value), self._node(self._walk.said_by(value), said, path, depth + 1))
+        elif isinstance(value, np.ndarray):
+            self.names.append(said["$array"])
+            node = _Stored(_as_tensor, _raw(said))
+        return node if node is not None and len(self.names) > known else _Anew(path, depth)
+
+    def _stored(self, value: Any, said: dict[str, Any]) -> _Stored:  # noqa: ANN401 - a DTensor, perhaps
+        ((tag, content),) = said.items()
+        if tag == "$dtensor":
+            ((kind, name),) = content["local"].items()
+            if kind != "$tensor":  # sharded and complex: seldom
+                raise _Different
+            self.names.append(name)
+            return _Stored(_Local(sharded_tensors.layout_of(value)), _raw(said))
+        self.names.append(content)
+        return _Stored(_plain if tag == "$tensor" else _as_real, _raw(said))
+
+    def _mapping(self, value: Mapping[object, object], said: dict[str, Any], path: str, depth: int) -> _Node:
+        tag, pairs = "", list(said.items())
+        if len(pairs) == 1 and pairs[0][0].startswith("$"):
+            tag, pairs = pairs[0]
+        known = len(self.names)
+        children = [
+            self._node(item, content, f"{path}.{key}", depth + 1)
+            for (key, item), (_, content) in zip(value.items(), pairs, strict=True)
+        ]
+        if len(self.names) > known and not _EXACT_KEYS.issuperset(map(type, value)):
+            raise _Different
+        keys, key_types = list(value), list(map(type, value))
+        if all(isinstance(child, _Stored) and child.look is _plain for child in children):
+            return _PlainTensors(type(value), keys, key_types, _raw(said))
+        constant = _raw(said) if _are_constant(children) else None
+        return _Container(type(value), keys, key_types, children, tag, [key for key, _ in pairs], constant)
+
+    def _sequence(self, value: Collection[object], said: Any, path: str, depth: int) -> _Node:  # noqa: ANN401
+        ((tag, items),) = said.items() if isinstance(said, dict) else (("", said),)
+        children = [
+            self._node(item, content, f"{path}.{index}", depth + 1)
+            for index, (item, content) in enumerate(zip(value, items, strict=True))
+        ]
+        constant = _raw(said) if _are_constant(children) else None
+        return _Container(type(value), None, [], children, tag, [], constant)
+
+
+def _raw(said: Json) -> msgspec.Raw:
+    return msgspec.Raw(encode(said).encode())
+
+
+def _are_constant(nodes: Sequence[_Node]) -> bool:
+    return all(getattr(node, "json", None) is not None for node in nodes)
+
+
+class KeptStructure:
+    """What was found of a state. The same object means the same structure."""
+
+    def __init__(self, state: Mapping[str, object], tree: dict[str, Json], walk: TreeWalk) -> None:
+        """`walk` has just said `tree` of `state`. Raises _Different if the structure is one that cannot be kept."""
+        keeper = _Keeper(walk)
+        self._root = keeper.root(state, tree)
+        self._names = keeper.names
+        self._blocks = walk.blocks
+        if list(dict.fromkeys(self._names)) != list(walk.tensors):  # a tensor in a set, or in a key
+            raise _Different
+        found: list[torch.Tensor] = []
+        self._root.say(state, TreeWalk(walk.said), found)
+        self._looks = _looks(found)
+        self._addresses = _addresses(found)
+        self._sharing = _sharing(self._addresses)
+
+    def take_apart(self, state: Mapping[str, object], walk: TreeWalk) -> FlatState:
+        """As `state_tree.flatten`, with a walk that has seen nothing yet. Raises _Different if the state is of another
+        structure."""
+        found: list[torch.Tensor] = []
+        tree = cast("dict[str, Json]", self._root.say(state, walk, found))
+        if walk.tensors or _looks(found) != self._looks:
+            raise _Different
+        addresses = _addresses(found)
+        if addresses != self._addresses and _sharing(addresses) != self._sharing:
+            raise _Different
+        tensors = dict(zip(self._names, found, strict=True))  # of some that are the same any one
+        return FlatState(tensors, encode(tree), self._blocks, structure=self)
+
+
+def _looks(tensors: list[torch.Tensor]) -> tuple[list[object], ...]:
+    """All that decides how tensors are stored and copied, but for their addresses."""
+    if not PLAIN_TENSORS.issuperset(map(type, tensors)):
+        raise _Different
+    views = (_meta, torch.Tensor.stride, torch.Tensor.is_neg, torch.Tensor.is_inference)
+    try:
+        return tuple(list(map(view, tensors)) for view in views)
+    except RuntimeError:  # a nested tensor has no shape, a sparse one no strides
+        raise _Different from None
+
+
+def _addresses(tensors: list[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))
+
+
+def _sharing(addresses: list[int]) -> list[int]:
+    """Of each tensor, the first one at the same address."""
+    first: dict[int, int] = {}
+    return [first.setdefault(address, index) for index, address in enumerate(addresses)]
+
+
+class StateReader:
+    """Takes states apart, one after the other. What it keeps of a state is its structure: no tensor."""
+
+    def __init__(self) -> None:
+        self._kept: KeptStructure | None = None
+
+    def flatten(self, state: Mapping[str, object]) -> FlatState:
+        """As `state_tree.flatten`, and names the structure. Objects are asked for their state once."""
+        walk = TreeWalk()
+        if self._kept is not None:
+            try:
+                return self._kept.take_apart(state, walk)
+            except _Different:
+                walk = TreeWalk(walk.said)
+        self._kept = None
+        tree = walk.entries(state)
+        with contextlib.suppress(_Different):
+            self._kept = KeptStructure(state, tree, walk)
+        return FlatState(walk.tensors, encode(tree), walk.blocks, structure=self._kept)

@@ -1,0 +1,210 @@
+"""Load a shard straight into a training state, in the trainer. What is loaded never aliases the slot it came from.
+
+The header is verified and read first, and the state compared with it. Then every chunk that has something for the
+state is verified, and its bytes go where they belong: into the memory of the state's own tensors.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.format.shard_format import ShardHeader
+from ckpt_engine.format.verified_read import ByteSource, copy_bytes, read_header, read_verified
+from ckpt_engine.trainer.capture.prepared_capture import FORMAT, FORMAT_KEY, STATE_KEY
+from ckpt_engine.trainer.restore.restore_targets import Matching, Stored, destinations, mismatch, stored
+from ckpt_engine.trainer.state import state_tree
+from ckpt_engine.trainer.state.sharded_tensors import Meshes
+from ckpt_engine.trainer.state.state_tree import has_state
+from flyball.contracts.errors import CorruptShard
+
+_MAX_PIECES = 8  # of a chunk that are read one by one; more are cheaper to copy
+
+
+def restore_into(state: MutableMapping[str, object], source: ByteSource, manifest: Manifest) -> None:
+    """Give every entry of `state` what was saved under its name.
+
+    Objects with load_state_dict get it; tensors and containers are filled in place; anything else is replaced in
+    `state`. Entries that were saved and are not in `state` are left alone, and their bytes are not read. Raises
+    StateMismatch, which names the path, if something is missing or has another shape: then nothing was written, unless
+    an object's own load_state_dict refuses. Raises CorruptShard if a chunk does not match the manifest, and OSError:
+    then `state` may be filled in part, and is to be filled again from another copy.
+    """
+    shard = _OpenShard(source, manifest)
+    for key in state:
+        if key not in shard.entries:
+            raise mismatch(key, f"was not saved; the checkpoint has {', '.join(map(repr, shard.entries))}")
+    outline, names = shard.outline(state)
+    matching = Matching()
+    for key, target in state.items():
+        matching.match(target, outline[key], key)
+    tensors = shard.read(names, matching.claims)
+    saved = shard.rebuild(state, tensors)
+    for key in state:
+        state[key] = _filled(state[key], saved[key], key)
+
+
+def read_state(source: ByteSource, manifest: Manifest, meshes_of: object = None) -> dict[str, Any]:
+    """The whole saved state, in memory of its own. Sharded tensors are made on the meshes of the tensors in
+    `meshes_of`. Raises CorruptShard, OSError, or StateMismatch if there is no such mesh."""
+    shard = _OpenShard(source, manifest)
+    _, names = shard.outline(shard.entries)
+    return shard.rebuild(shard.entries, shard.read(names, {}), meshes_of)
+
+
+class _OpenShard:
+    """A shard whose header is verified and parsed."""
+
+    def __init__(self, source: ByteSource, manifest: Manifest) -> None:
+        self._source = source
+        self._manifest = manifest
+        self._header, self._prefix = read_header(source, manifest)
+        metadata = self._header.metadata
+        if metadata.get(FORMAT_KEY) != FORMAT or STATE_KEY not in metadata:
+            raise CorruptShard(
+                f"The shard was not written by Flyball in format {FORMAT}.",
+                hint="restore with the release that wrote it",
+            )
+        self.entries = state_tree.parse(metadata[STATE_KEY])
+
+    def outline(self, wanted: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Stored]]:
+        """The wanted entries with a `Stored` in place of every tensor and array; and those, by name."""
+        names: dict[str, Stored] = {}
+
+        def leaf(tag: str, content: Any) -> Stored:  # noqa: ANN401 - JSON
+            found = stored(self._header, tag, content)
+            names.setdefault(found.name, found)
+            return found
+
+        return {key: state_tree.build(self.entries[key], leaf) for key in wanted}, names
+
+    def read(self, names: Mapping[str, Stored], claims: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of these names, as the shard has them, in the claiming tensors' memory where that can be."""
+        tensors = destinations(self._header, names, claims)
+        scatter = _Scatter(self._header, tensors)
+        scatter.write(0, self._prefix)
+        chunk_bytes = self._manifest.chunk_bytes
+        verified = -(-len(self._prefix) // chunk_bytes)
+        chunks = [index for index in scatter.chunks(chunk_bytes) if index >= verified]
+        read_verified(self._source, self._manifest, scatter, chunks=chunks)
+        scatter.check_complete()
+        for name, target in claims.items():
+            if name in tensors and not target.is_inference():
+                torch.autograd.graph.increment_version(target)  # autograd did not see the writing
+        return tensors
+
+    def rebuild(
+        self, wanted: Mapping[str, object], tensors: Mapping[str, torch.Tensor], meshes_of: object = None
+    ) -> dict[str, Any]:
+        """The wanted entries, with these tensors in them."""
+        meshes = Meshes(wanted if meshes_of is None else meshes_of)
+
+        def leaf(tag: str, content: Any) -> Any:  # noqa: ANN401 - JSON in, any state out
+            if tag == "$dtensor":
+                ((local_tag, name),) = content["local"].items()
+                return meshes.rebuild(content, state_tree.from_tensor(local_tag, tensors[name]))
+            return state_tree.from_tensor(tag, tensors[content])
+
+        return {key: state_tree.build(self.entries[key], leaf) for key in wanted}
+
+
+class _Scatter:
+    """Brings the bytes of the shard to the tensors that they belong to."""
+
+    def __init__(self, header: ShardHeader, tensors: Mapping[str, torch.Tensor]) -> None:
+        placed = []
+        for name, tensor in tensors.items():
+            begin, end = header.tensors[name].data_offsets
+            if begin < end:
+                placed.append((header.data_start + begin, header.data_start + end, _Memory(tensor)))
+        placed.sort(key=lambda place: place[0])
+        self._placed = placed
+        self._ends = [end for _, end, _ in placed]
+        self._missing_bytes = sum(end - begin for begin, end, _ in placed)
+        self._lock = threading.Lock()
+
+    def chunks(self, chunk_bytes: int) -> list[int]:
+        """The chunks that have bytes for some tensor, in order."""
+        found: list[int] = []
+        for begin, end, _ in self._placed:
+            first = max(begin // chunk_bytes, found[-1] + 1 if found else 0)
+            found.extend(range(first, -(-end // chunk_bytes)))
+        return found
+
+    def pieces(self, offset: int, size_bytes: int) -> list[memoryview] | None:
+        parts = list(self._parts(offset, offset + size_bytes))
+        pieces = [memory.mapped[low - first : high - first] for low, high, first, memory in parts if memory.mapped]
+        if len(parts) > _MAX_PIECES or sum(len(piece) for piece in pieces) < size_bytes:
+            return None
+        self._note_written(size_bytes)  # unless it turns out to be bad, which ends the reading
+        return pieces
+
+    def write(self, offset: int, chunk: memoryview) -> None:
+        written = 0
+        for low, high, first, memory in self._parts(offset, offset + len(chunk)):
+            memory.write(low - first, chunk[low - offset : high - offset])
+            written += high - low
+        self._note_written(written)
+
+    def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int, _Memory]]:
+        """What lies in these bytes of the shard: (begin, end, where the tensor begins, its memory), in order."""
+        for place in range(bisect.bisect_right(self._ends, begin), len(self._placed)):
+            first, last, memory = self._placed[place]
+            if first >= end:
+                break
+            yield max(first, begin), min(last, end), first, memory
+
+    def _note_written(self, size_bytes: int) -> None:
+        with self._lock:
+            self._missing_bytes -= size_bytes
+
+    def check_complete(self) -> None:
+        """Raise CorruptShard unless every byte of every tensor was written."""
+        if self._missing_bytes:
+            raise CorruptShard(f"{self._missing_bytes} bytes of the state's tensors are in no chunk of the shard.")
+
+
+class _Memory:
+    """A contiguous tensor as bytes, on any device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._bytes = tensor.reshape(-1).view(torch.uint8)
+        self.mapped = self._bytes.numpy().data if tensor.device.type == "cpu" else None
+
+    def write(self, offset: int, piece: memoryview) -> None:
+        if self.mapped is not None:
+            copy_bytes(self.mapped[offset : offset + len(piece)], piece)
+        else:  # returns when `piece` may be used again: it is not pinned
+            self._bytes[offset : offset + len(piece)].copy_(torch.frombuffer(piece, dtype=torch.uint8))
+
+
+def _filled(target: object, saved: Any, path: str) -> object:  # noqa: ANN401 - any state
+    """`target` with the saved content, in place if it can be. What `Matching` compared is not compared again; a tensor
+    whose memory was filled is copied onto itself, which torch does not do."""
+    if isinstance(target, torch.Tensor):
+        with torch.no_grad():
+            target.copy_(saved)
+        return target
+    if has_state(target):
+        try:
+            target.load_state_dict(saved)  # type: ignore[attr-defined]
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+            raise mismatch(path, f"does not take the saved state: {error!r}") from error
+        return target
+    if isinstance(target, MutableMapping):
+        for key, item in saved.items():
+            target[key] = _filled(target[key], item, f"{path}.{key}") if key in target else item
+        return target
+    if isinstance(target, list) and isinstance(saved, list):
+        known = len(target)
+        target[:] = [
+            _filled(target[index], item, f"{path}.{index}") if index < known else item
+            for index, item in enumerate(saved)
+        ]
+        return target
+    return saved

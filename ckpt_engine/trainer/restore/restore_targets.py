@@ -1,0 +1,227 @@
+"""Which memory of a training state gets which tensor of a shard. Everything is compared before a byte is written.
+
+Where a tensor of the state is contiguous, its own memory is the destination; everything else is read into fresh memory
+and handed over by `copy_` or `load_state_dict` afterwards.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt_engine.format.coverage import Box, uncovered
+from ckpt_engine.format.shard_format import Block, ShardHeader
+from ckpt_engine.trainer.capture.prepared_capture import DTYPE_NAMES
+from ckpt_engine.trainer.state import sharded_tensors
+from ckpt_engine.trainer.state.sharded_tensors import NotSaveable
+from ckpt_engine.trainer.state.state_tree import has_state
+from flyball.contracts.errors import CorruptShard, StateMismatch
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64, torch.float16: torch.complex32}
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_WRITABLE_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A tensor or array as the shard has it; it stands in the state's tree for what is not read yet. `shape` is that
+    of this rank's block, `block` says where it lies, `layout` how it was sharded (None: it was not)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    block: Block
+    layout: Mapping[str, Any] | None = None
+    is_array: bool = False
+
+    @property
+    def described(self) -> str:
+        if self.is_array:
+            return "ndarray"
+        return f"{self.block.global_shape} {self.dtype}" + (", sharded" if self.layout else "")
+
+
+def stored(header: ShardHeader, tag: str, content: Any) -> Stored:  # noqa: ANN401 - JSON
+    """What stands for a leaf of the tree. Raises CorruptShard or ValueError if the shard has no such tensor."""
+    if tag == "$dtensor":
+        ((local_tag, name),) = content["local"].items()
+        if local_tag not in ("$tensor", "$complex_tensor"):
+            raise ValueError(f"the block of a sharded tensor is a {local_tag!r}")
+        layout = {key: value for key, value in content.items() if key != "local"}
+        local = stored(header, local_tag, name)
+        return Stored(local.name, local.shape, local.dtype, local.block, layout)
+    entry = header.tensors[content]
+    shape, dtype = entry.shape, _DTYPES[entry.dtype]
+    block = header.blocks.get(content) or Block(shape, (0,) * len(shape))
+    if tag == "$complex_tensor":
+        if dtype not in _COMPLEX or shape[-1:] != (2,):
+            raise ValueError(f"{content!r} is said to be complex, and is {dtype} {shape}")
+        block = Block(block.global_shape[:-1], block.offsets[:-1])
+        shape, dtype = shape[:-1], _COMPLEX[dtype]
+    return Stored(content, shape, dtype, block, is_array=tag == "$array")
+
+
+class Matching:
+    """Compares a state with what was saved, and collects `claims`: name of a stored tensor -> the tensor of the state
+    whose memory it is to fill. Nothing is written."""
+
+    def __init__(self) -> None:
+        self.claims: dict[str, torch.Tensor] = {}
+
+    def match(self, target: object, saved: Any, path: str) -> None:  # noqa: ANN401 - any state
+        """Raise StateMismatch, which names the path, if `saved` cannot be loaded into `target`."""
+        if isinstance(target, torch.Tensor):
+            self._tensor(target, saved, path)
+        elif isinstance(target, torch.nn.Module):
+            self._module(target, saved, path)
+        elif isinstance(target, torch.optim.Optimizer):
+            self._optimizer(target, saved, path)
+        elif has_state(target):
+            return  # it says itself whether it takes the saved state
+        elif isinstance(target, MutableMapping):
+            self._mapping(target, saved, path)
+        elif isinstance(target, list) and isinstance(saved, list):
+            for index, (item, saved_item) in enumerate(zip(target, saved, strict=False)):
+                self.match(item, saved_item, f"{path}.{index}")
+
+    def _tensor(self, target: torch.Tensor, saved: object, path: str) -> None:
+        if not isinstance(saved, Stored) or saved.is_array:
+            kind = saved.described if isinstance(saved, Stored) else type(saved).__name__
+            raise mismatch(path, f"is a tensor, and was saved as {kind}")
+        if (tuple(target.shape), target.dtype) != (saved.block.global_shape, saved.dtype):
+            raise mismatch(path, f"is {tuple(target.shape)} {target.dtype}, and was saved as {saved.described}")
+        box = _box(target, saved, path)
+        if uncovered(box, [Box(saved.block.offsets, saved.shape)]):
+            raise mismatch(path, f"is the block at {box.offsets}, {box.shape}, and {saved.described} was saved")
+        self.claims.setdefault(saved.name, target)
+
+    def _module(self, target: torch.nn.Module, saved: object, path: str) -> None:
+        if not isinstance(saved, Mapping):
+            raise mismatch(path, f"is a module, and was saved as {type(saved).__name__}")
+        expected = target.state_dict()
+        for name in expected.keys() - saved.keys():
+            raise mismatch(f"{path}.{name}", "was not saved")
+        for name in saved.keys() - expected.keys():
+            raise mismatch(f"{path}.{name}", "was saved, and the module does not have it")
+        for name, tensor in expected.items():
+            if isinstance(tensor, torch.Tensor):
+                self._tensor(tensor, saved[name], f"{path}.{name}")
+
+    def _optimizer(self, target: torch.optim.Optimizer, saved: Any, path: str) -> None:  # noqa: ANN401 - any state
+        try:
+            groups = [len(group["params"]) for group in saved["param_groups"]]
+            states = saved["state"]
+        except (TypeError, LookupError):
+            states = None
+        if not isinstance(states, Mapping):
+            raise mismatch(path, "is an optimizer, and was saved as something else")
+        own = target.state_dict()
+        expected = [len(group["params"]) for group in own["param_groups"]]
+        if groups != expected:
+            raise mismatch(
+                path,
+                f"does not take the saved state: its groups have {expected} parameters, and were saved with {groups}",
+            )
+        for parameter, entries in own["state"].items():
+            saved_entries = states.get(parameter, {})
+            for name, tensor in entries.items() if isinstance(saved_entries, Mapping) else ():
+                found = saved_entries.get(name)
+                if not isinstance(tensor, torch.Tensor) or not isinstance(found, Stored):
+                    continue
+                if tuple(tensor.shape) != found.block.global_shape:  # torch would take it, and fail at the next step
+                    raise mismatch(
+                        f"{path}.state.{parameter}.{name}",
+                        f"is {tuple(tensor.shape)}, and was saved as {found.described}",
+                    )
+                if _fits(tensor, found):
+                    self.claims.setdefault(found.name, tensor)
+
+    def _mapping(self, target: Mapping[Any, Any], saved: object, path: str) -> None:
+        if not isinstance(saved, Mapping):
+            raise mismatch(path, f"is a dict, and was saved as {type(saved).__name__}")
+        if target.keys() == {"state", "param_groups"} and not target["state"] and saved.get("state"):
+            # It has no tensors, so that filling it would silently do nothing.
+            what = "is the state dict of an optimizer that has not stepped yet"
+            raise mismatch(path, what, "pass the optimizer itself")
+        for key, item in target.items():
+            if key not in saved:
+                raise mismatch(f"{path}.{key}", "was not saved")
+            self.match(item, saved[key], f"{path}.{key}")
+
+
+def destinations(
+    header: ShardHeader, names: Mapping[str, Stored], claims: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """For every name the tensor, as the shard has it, that its bytes are to be read into: the memory of the claiming
+    tensor, or fresh memory if there is none that can be filled, or if another one has it already."""
+    found: dict[str, torch.Tensor] = {}
+    taken: dict[torch.device, list[tuple[int, int]]] = {}
+    for name in names:
+        memory = _memory_of(claims[name]) if name in claims else None
+        if memory is not None and _take(taken.setdefault(memory.device, []), memory):
+            found[name] = memory
+            continue
+        entry = header.tensors[name]
+        try:
+            found[name] = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+        except (RuntimeError, TypeError, OverflowError) as error:  # no bytes, but dimensions that torch cannot count
+            raise CorruptShard(f"Tensor {name!r} of a shard has the shape {entry.shape}: {error}.") from error
+    return found
+
+
+def mismatch(path: str, what: str, hint: str = "") -> StateMismatch:
+    return StateMismatch(
+        f"The state at {path!r} {what}.",
+        hint=hint or "restore into the same model, optimizer and data state that were saved",
+    )
+
+
+def _box(target: torch.Tensor, saved: Stored, path: str) -> Box:
+    """What this process holds of `target`. Raises StateMismatch if it was saved in another layout."""
+    if not sharded_tensors.is_sharded(target):
+        if saved.layout is not None:
+            raise mismatch(path, "is whole, and was saved sharded")
+        return Box((0,) * target.dim(), tuple(target.shape))
+    try:
+        layout = sharded_tensors.layout_of(target)  # type: ignore[arg-type]
+    except NotSaveable as reason:
+        raise mismatch(path, str(reason)) from None
+    if layout.node != saved.layout:
+        raise mismatch(path, "is sharded in another way than it was saved")
+    return Box(layout.block.offsets, tuple(sharded_tensors.local_block(target).shape))  # type: ignore[arg-type]
+
+
+def _fits(target: torch.Tensor, saved: Stored) -> bool:
+    if saved.is_array or (tuple(target.shape), target.dtype) != (saved.block.global_shape, saved.dtype):
+        return False
+    if not sharded_tensors.is_sharded(target):
+        return saved.layout is None
+    layout = sharded_tensors.layout_of(target)  # type: ignore[arg-type]
+    return (layout.node, layout.block) == (saved.layout, saved.block)
+
+
+def _memory_of(target: torch.Tensor) -> torch.Tensor | None:
+    """The memory of `target`, seen as the shard has it; None if it is not one piece that can be written to."""
+    if sharded_tensors.is_sharded(target):
+        target = sharded_tensors.local_block(target)  # type: ignore[arg-type]
+    if type(target) not in _PLAIN_TENSORS or target.layout is not torch.strided or target.is_quantized:
+        return None
+    if target.device.type not in _WRITABLE_DEVICES or not target.is_contiguous() or target.is_neg() or target.is_conj():
+        return None
+    target = target.detach()
+    return torch.view_as_real(target) if target.is_complex() else target
+
+
+def _take(taken: list[tuple[int, int]], memory: torch.Tensor) -> bool:
+    """Whether nobody else fills a part of this memory. `taken` is sorted, and its ranges do not overlap."""
+    begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    index = bisect.bisect_right(taken, (begin, end))
+    if (index > 0 and taken[index - 1][1] > begin) or (index < len(taken) and taken[index][0] < end):
+        return False
+    taken.insert(index, (begin, end))
+    return True

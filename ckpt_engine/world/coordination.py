@@ -1,0 +1,265 @@
+"""How the world step of one generation gets from the ranks to the coordinator and back into every control segment."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+import structlog
+
+from ckpt_engine.contracts.counters import Counters
+from ckpt_engine.contracts.generation import Generation, WorldView
+from ckpt_engine.contracts.peer_wire import RankSteps, TierNaming, TierReport, Verdict, WorldStep
+from ckpt_engine.peers.links import Key, PeerLinks
+from ckpt_engine.tiers.memory import MemoryTier
+from ckpt_engine.tiers.writing.tier_schedule import TierSchedule
+from ckpt_engine.world.coordinator import Coordinator
+from ckpt_engine.world.save_schedule import SaveSchedule, interval_s
+from flyball.contracts.checkpoints import Tier
+from flyball.contracts.clock import Clock
+
+log = structlog.get_logger()
+
+
+class Coordination:
+    """One engine's part in it. On rank 0's host it decides, on the others it reports and obeys."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        *,
+        memory: MemoryTier,
+        links: PeerLinks,
+        counters: Counters,
+        clock: Clock,
+        on_advance: Callable[[], None],
+        on_naming: Callable[[tuple[TierNaming, ...]], None],
+        on_written: Callable[[Tier, int], None],
+        schedules: Sequence[TierSchedule] = (),
+    ) -> None:
+        """Begins at the restore step, or where the control words of this very generation stand: then this engine was
+        restarted. `on_advance` is called after the world step moved, `on_naming` before the control words say so, with
+        what the disk tiers are to write and keep; it must not block. `on_written`, for the coordinator alone: every
+        rank has written a step that counts only with a world manifest. `schedules` are the coordinator's."""
+        self._generation = generation
+        self._memory = memory
+        self._links = links
+        self._counters = counters
+        self._clock = clock
+        self._on_advance = on_advance
+        self._on_naming = on_naming
+        self._on_written = on_written
+        self._lock = threading.Lock()
+        self._reports: dict[int, RankSteps] = {}  # of local ranks, for a coordinator that comes back
+        self._flush_step = -1  # wanted by this host in the disk tiers, out of schedule
+        start = self._begin_words()
+        self.world = WorldView(start)
+        self._coordinator: Coordinator | None = None
+        if generation.coordinates:
+            self._coordinator = Coordinator(
+                generation=generation.number,
+                world_size=generation.placement.world_size,
+                world_step=start.world_step,
+                abandoned=start.abandoned,
+                abandoned_upto=start.abandoned_upto,
+                schedules=schedules,
+                saves=self._make_save_schedule(start),
+            )
+
+    def _make_save_schedule(self, start: WorldStep) -> SaveSchedule | None:
+        every_s = interval_s(self._generation.configure.spec)
+        if every_s == 0:
+            return None
+        return SaveSchedule(
+            every_s,
+            named=max(start.next_save, self._generation.restore_step),
+            world_step=start.world_step,
+            now_s=self._clock.monotonic_s(),
+        )
+
+    def report(
+        self,
+        rank: int,
+        saved: tuple[int, ...],
+        failed: tuple[int, ...],
+        tiers: tuple[TierReport, ...] = (),
+        saving: int = -1,
+    ) -> None:
+        """A local rank has these steps, and will never have those; how it stands with the disk tiers; and the step that
+        it is busy with for long, -1 for none."""
+        generation = self._generation
+        with self._lock:
+            steps = RankSteps(generation.job, generation.number, rank, saved, failed, tiers, self._flush_step, saving)
+            self._reports[rank] = steps
+        self._send(rank)
+
+    def want_flush(self, step: int) -> None:
+        """Have all ranks bring this step, or a newer one, to the disk tiers, whatever the intervals say."""
+        with self._lock:
+            if step <= self._flush_step:
+                return
+            self._flush_step = step
+            for rank, report in self._reports.items():
+                self._reports[rank] = msgspec.structs.replace(report, flush=step)
+        for rank in self._generation.local_ranks:
+            self._send(rank)
+
+    def _send(self, rank: int) -> None:
+        """The newest report: it takes the place of what the coordinator has not heard yet."""
+        generation = self._generation
+        with self._lock:
+            steps = self._reports.get(rank)
+            if steps is not None and not generation.coordinates:
+                self._post(generation.coordinator_host, (generation.job, rank), steps)
+        if steps is not None and generation.coordinates:
+            self.hear_rank(steps)
+
+    def hear_rank(self, steps: RankSteps) -> Verdict:
+        """What a rank, here or elsewhere, has; for the coordinator."""
+        verdict = self._judge(steps.generation)
+        if verdict is not Verdict.OK:
+            return verdict
+        if self._coordinator is None or steps.rank >= self._generation.placement.world_size:
+            return Verdict.ERROR
+        coordinator = self._coordinator
+        with self._lock:
+            coordinator.now_s = self._clock.monotonic_s()
+            changed = coordinator.tiers_reported(steps.rank, steps.tiers)
+            changed = coordinator.saved(steps.rank, sorted(steps.saved)) or changed
+            changed = coordinator.failed(steps.failed) or changed
+            changed = (steps.saving >= 0 and coordinator.saving(steps.rank, steps.saving)) or changed
+            changed = coordinator.flush_wanted(steps.flush) or changed
+            self._tell_of_skipped(coordinator.take_skipped(), steps.rank)
+            advanced = changed and self._decide_locked(coordinator)
+            to_seal = coordinator.to_seal
+        self._follow_up(advanced, to_seal)
+        return Verdict.OK
+
+    def hear_seals(self, report: TierReport) -> None:
+        """Which world manifests this host, the coordinator's, has written."""
+        if self._coordinator is None:
+            return
+        with self._lock:
+            self._coordinator.now_s = self._clock.monotonic_s()
+            advanced = self._coordinator.seals_reported(report) and self._decide_locked(self._coordinator)
+            to_seal = self._coordinator.to_seal
+        self._follow_up(advanced, to_seal)
+
+    def tick(self, position: int) -> None:
+        """Time has passed, and a rank of this host is at `position` (-1: none yet); for the coordinator, else
+        nothing."""
+        if self._coordinator is None:
+            return
+        with self._lock:
+            self._coordinator.now_s = self._clock.monotonic_s()
+            if self._coordinator.tick(position):
+                self._decide_locked(self._coordinator)
+
+    def _tell_of_skipped(self, steps: list[int], rank: int) -> None:
+        """The whole world goes without these steps."""
+        if steps:
+            self._counters.add("steps_skipped", len(steps))
+            log.warning("steps_skipped", job=self._generation.job, steps=steps, heard_from_rank=rank)
+
+    def _follow_up(self, advanced: bool, to_seal: dict[Tier, int]) -> None:
+        if advanced:
+            self._on_advance()
+        for tier, step in to_seal.items():
+            self._on_written(tier, step)
+
+    def _decide_locked(self, coordinator: Coordinator) -> bool:
+        """Tell all hosts. This one notes it first: an engine that is restarted then decides nothing else. True if the
+        world step moved."""
+        world = self._world_of(coordinator)
+        advanced = self._learn_locked(world)
+        for host_id in self._generation.linked_hosts:
+            self._post(host_id, (self._generation.job, "world"), world)
+        return advanced
+
+    def hear_world(self, world: WorldStep) -> Verdict:
+        """What the coordinator decided: into the control words of the local ranks."""
+        verdict = self._judge(world.generation)
+        if verdict is not Verdict.OK:
+            return verdict
+        with self._lock:
+            advanced = self._learn_locked(world)
+        self._follow_up(advanced, {})
+        return Verdict.OK
+
+    def _learn_locked(self, world: WorldStep) -> bool:
+        before = self.world.present.world_step
+        if self.world.learn(world):
+            self._on_naming(self.world.present.tiers)  # first: what is named must not be overwritten
+            self._write_words(self.world.present)
+        return self.world.present.world_step > before
+
+    def repeat(self) -> None:
+        """Call `on_naming` for those who were not there when the present one was heard, and write the control words of
+        ranks that this engine's predecessor did not get to any more."""
+        with self._lock:
+            self._on_naming(self.world.present.tiers)
+            self._write_words(self.world.present)
+
+    def peer_is_up(self, host_id: str) -> None:
+        """A connection to this host was made: tell it what it may have missed."""
+        generation = self._generation
+        with self._lock:
+            if self._coordinator is not None:
+                self._post(host_id, (generation.job, "world"), self._world_of(self._coordinator))
+            elif host_id == generation.coordinator_host:
+                for rank, steps in self._reports.items():
+                    self._post(host_id, (generation.job, rank), steps)
+
+    def _post(self, host_id: str, key: Key, message: RankSteps | WorldStep) -> None:
+        # Of an ended generation nobody waits for it, and of an ended job nobody would take it.
+        self._links.post(host_id, key, message, unless=self._generation.ended.is_set)
+
+    def _judge(self, generation: int) -> Verdict:
+        if generation > self._generation.number:
+            return Verdict.BUSY  # this host hears of it in a moment
+        return Verdict.OK if generation == self._generation.number else Verdict.STALE
+
+    def _world_of(self, coordinator: Coordinator) -> WorldStep:
+        return WorldStep(
+            self._generation.job,
+            coordinator.generation,
+            coordinator.world_step,
+            coordinator.abandoned,
+            coordinator.namings,
+            coordinator.next_save,
+            coordinator.abandoned_upto,
+        )
+
+    def _begin_words(self) -> WorldStep:
+        generation = self._generation
+        world_step, abandoned, upto, next_save = generation.restore_step, frozenset[int](), -1, -1
+        for rank in generation.local_ranks:
+            with self._memory.using(rank, create=True) as entry:
+                if entry is None:
+                    continue
+                control = entry.segments.control
+                fence = generation.configure.fence
+                control.write_fence(fence.epoch, generation.number)
+                words = control.read_world()
+                if words.generation == generation.number:
+                    world_step, abandoned = max(world_step, words.step), abandoned | words.abandoned.named
+                    upto = max(upto, words.abandoned.upto)
+                    next_save = max(next_save, control.next_save(generation.number))
+                    control.release_holds()  # of this engine's predecessor
+                else:
+                    control.begin_world(generation.number, generation.restore_step)
+        alive = tuple(sorted(step for step in abandoned if step > world_step))
+        return WorldStep(generation.job, generation.number, world_step, alive, next_save=next_save, abandoned_upto=upto)
+
+    def _write_words(self, world: WorldStep) -> None:
+        for rank in self._generation.local_ranks:
+            with self._memory.using(rank) as entry:
+                if entry is None:
+                    continue
+                control = entry.segments.control
+                if control.read_world().generation != world.generation:
+                    continue  # a newer generation has begun
+                control.advance_world(world.world_step)
+                control.name_save(world.next_save)
+                control.abandon(world.abandoned, world.abandoned_upto)

@@ -1,0 +1,201 @@
+"""The one place per job and generation that says which step the whole world has. Pure.
+
+Rank 0's engine runs it. A rank "has" a step when its shard is committed and, where peers are configured, replicated.
+A step that some rank failed to save, or went past without having it, can never become a world step: it is abandoned,
+so that the slots that hold it may be overwritten. Reports may be lost, repeated and late: each is a fact that stays
+true, except that a step once abandoned stays abandoned, since others may have overwritten it by then.
+
+Steps are abandoned by name while there is room for names. What was told stays told, since others may have overwritten
+it. Beyond that they are abandoned by one number: every step up to it that is newer than the world step. It never
+passes a step that no rank has given up, as one that all ranks are still copying to slow peers: that one counts when it
+is there, and so do the steps that could not be told meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from ckpt_engine.contracts.peer_wire import TierNaming, TierReport
+from ckpt_engine.tiers.writing.tier_schedule import TierSchedule
+from ckpt_engine.world.save_schedule import SaveSchedule
+from flyball.contracts.checkpoints import Tier
+
+MAX_ABANDONED = 8  # by name
+_MAX_UNTOLD = 256  # given up and not told yet; of more the newest, and what is forgotten is merely not abandoned
+
+
+class Coordinator:
+    """Facts about one generation in, world step and abandoned steps out."""
+
+    def __init__(
+        self,
+        *,
+        generation: int,
+        world_size: int,
+        world_step: int,
+        abandoned: Iterable[int] = (),
+        abandoned_upto: int = -1,
+        schedules: Sequence[TierSchedule] = (),
+        saves: SaveSchedule | None = None,
+    ) -> None:
+        """`world_step`: what the generation started from (-1: nothing) or, after a restart of this engine, what its
+        control words say, like `abandoned` and `abandoned_upto`. `schedules`: of the disk tiers; `saves`: for intervals
+        in seconds."""
+        self.generation = generation
+        self.world_step = world_step
+        self.schedules = schedules
+        self.now_s = 0.0  # whoever tells facts sets it first; only intervals in seconds depend on it
+        self._saves = saves
+        self.abandoned_upto = abandoned_upto  # every step up to here that is newer than the world step is abandoned
+        self._abandoned = {step for step in abandoned if step > max(world_step, abandoned_upto)}
+        self._untold: set[int] = set()  # as good as abandoned, once there is room for their names
+        self._skipped: list[int] = []  # what was given up since `take_skipped`
+        self._saved: list[set[int]] = [set() for _ in range(world_size)]  # that nobody has given up
+        self._settled = [world_step + 1] * world_size  # of those before, the rank has or gets none but those in _saved
+
+    @property
+    def abandoned(self) -> tuple[int, ...]:
+        """Steps newer than the world step and `abandoned_upto` that will never be complete, oldest first."""
+        return tuple(sorted(self._abandoned))
+
+    @property
+    def namings(self) -> tuple[TierNaming, ...]:
+        """What the disk tiers are to write and to keep, as far as it is known."""
+        return tuple(naming for schedule in self.schedules if (naming := schedule.naming) is not None)
+
+    @property
+    def to_seal(self) -> dict[Tier, int]:
+        """By tier the step whose world manifest is to be written now."""
+        return {schedule.tier: step for schedule in self.schedules if (step := schedule.to_seal) is not None}
+
+    @property
+    def next_save(self) -> int:
+        """The step that all ranks are to save for an interval in seconds, -1 for none; it may be past."""
+        return -1 if self._saves is None else self._saves.named
+
+    def tick(self, position: int) -> bool:
+        """Time has passed; `position` is the newest step that a rank is known to be at, -1 for none. True if something
+        is to be told to all."""
+        before = (self.next_save, self.namings)
+        self._offer([self.world_step])
+        if self._saves is not None:
+            self._saves.tick(
+                self.now_s,
+                position=position,
+                world_step=self.world_step,
+                is_abandoned=self._is_given_up(self._saves.named),
+            )
+        return (self.next_save, self.namings) != before
+
+    def flush_wanted(self, step: int) -> bool:
+        """A host wants this step, or a newer one, in the disk tiers as soon as that can be. True if something is to be
+        told to all."""
+        before = self.namings
+        for schedule in self.schedules:
+            schedule.demand(step)
+        self._offer([self.world_step])
+        return self.namings != before
+
+    def take_skipped(self) -> list[int]:
+        """The steps that were given up since this was last asked, told or not: the whole world goes without them."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
+
+    def saved(self, rank: int, steps: Iterable[int]) -> bool:
+        """The rank has these steps, oldest to newest. True if something is to be told to all."""
+        before = (self.world_step, self.abandoned, self.abandoned_upto, self.namings)
+        for step in steps:
+            if step >= self._settled[rank]:  # else it is known, or was gone meanwhile
+                self._settled[rank] = step + 1
+                if not self._is_given_up(step):
+                    self._saved[rank].add(step)
+        complete = set.intersection(*self._saved)
+        self._offer(complete)  # before the world step moves: what is named now, nobody has overwritten
+        if complete:
+            self._advance(max(complete))
+        self._abandon_passed_over()
+        return (self.world_step, self.abandoned, self.abandoned_upto, self.namings) != before
+
+    def saving(self, rank: int, step: int) -> bool:
+        """The rank has been busy with `step` for long. Of older ones it will never have others than those that it said
+        it has, whatever it has forgotten. True if something is to be told to all."""
+        before = (self.abandoned, self.abandoned_upto)
+        self._settled[rank] = max(self._settled[rank], step)
+        self._abandon_passed_over()
+        self._abandon_all_upto(self._oldest_open(rank) - 1)
+        return (self.abandoned, self.abandoned_upto) != before
+
+    def tiers_reported(self, rank: int, reports: Iterable[TierReport]) -> bool:
+        """What a rank has in the disk tiers. True if something is to be told to all."""
+        before = self.namings
+        for report in reports:
+            for schedule in self.schedules:
+                if schedule.tier is report.tier:
+                    schedule.report(rank, report)
+                    schedule.offer([self.world_step], self.now_s)
+        return self.namings != before
+
+    def seals_reported(self, report: TierReport) -> bool:
+        """Which world manifests are there. True if something is to be told to all."""
+        before = self.namings
+        for schedule in self.schedules:
+            if schedule.tier is report.tier:
+                schedule.seal_report(report)
+                schedule.offer([self.world_step], self.now_s)
+        return self.namings != before
+
+    def failed(self, steps: Iterable[int]) -> bool:
+        """Some rank will never have these steps. True if something changed."""
+        before = (self.abandoned, self.abandoned_upto)
+        self._abandon(steps)
+        return (self.abandoned, self.abandoned_upto) != before
+
+    def _offer(self, steps: Collection[int]) -> None:
+        for schedule in self.schedules:
+            schedule.offer(steps, self.now_s)
+
+    def _is_given_up(self, step: int) -> bool:
+        return step in self._abandoned or step in self._untold or step <= self.abandoned_upto
+
+    def _is_passed_over(self, step: int) -> bool:
+        return any(
+            settled > step and step not in saved for settled, saved in zip(self._settled, self._saved, strict=True)
+        )
+
+    def _oldest_open(self, rank: int) -> int:
+        """The oldest step that the rank has or may yet have, and that nobody has given up."""
+        return min(self._saved[rank], default=self._settled[rank])
+
+    def _advance(self, world_step: int) -> None:
+        self.world_step = world_step
+        self._forget_settled()
+
+    def _abandon_passed_over(self) -> None:
+        self._abandon(step for step in set().union(*self._saved) if self._is_passed_over(step))
+
+    def _abandon(self, steps: Iterable[int]) -> None:
+        """By name if there is room for it; if not, all that are older than any step which may still become the world's.
+        The others wait for one or the other, and can become the world's no more meanwhile."""
+        known = self._abandoned | self._untold
+        given_up = {step for step in steps if step > max(self.world_step, self.abandoned_upto)} - known
+        self._skipped += sorted(given_up)
+        self._untold |= given_up
+        self._forget_settled()
+        if len(self._abandoned) + len(self._untold) > MAX_ABANDONED:
+            self._abandon_all_upto(max(map(self._oldest_open, range(len(self._saved)))) - 1)
+        named = sorted(self._untold)[: max(MAX_ABANDONED - len(self._abandoned), 0)]
+        self._abandoned.update(named)
+        self._untold = set(sorted(self._untold.difference(named))[-_MAX_UNTOLD:])
+
+    def _abandon_all_upto(self, step: int) -> None:
+        if step > self.world_step:
+            self.abandoned_upto = max(self.abandoned_upto, step)
+            self._forget_settled()
+
+    def _forget_settled(self) -> None:
+        """Of what the world has, or goes without, nothing more need be known."""
+        passed = max(self.world_step, self.abandoned_upto)
+        self._abandoned = {step for step in self._abandoned if step > passed}
+        self._untold = {step for step in self._untold if step > passed}
+        lost = self._abandoned | self._untold
+        self._saved = [{step for step in saved if step > passed and step not in lost} for saved in self._saved]

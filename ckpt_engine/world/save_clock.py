@@ -1,0 +1,75 @@
+"""Time for the coordinator, where a tier has an interval in seconds: how late it is, and where the ranks are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import structlog
+
+from ckpt_engine.contracts.generation import Generation
+from ckpt_engine.tiers.memory import MemoryTier
+from ckpt_engine.world.coordination import Coordination
+from ckpt_engine.world.save_schedule import interval_s, is_due
+
+log = structlog.get_logger()
+
+TICK_S = 0.05
+
+
+class SaveClock:
+    """A thread for the life of one generation. On every host it sees which ranks went past a step that was named: a
+    name may come late, and some scripts do not call `save` at every step."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        *,
+        memory: MemoryTier,
+        coordination: Coordination,
+        on_passed_by: Callable[[int, int], None],
+    ) -> None:
+        """`on_passed_by(rank, step)`, once, for a rank that will never have the step."""
+        self._generation = generation
+        self._memory = memory
+        self._coordination = coordination
+        self._on_passed_by = on_passed_by
+        self._told: dict[int, int] = {}  # rank -> the newest step that it passed by
+
+    @classmethod
+    def start_if_needed(
+        cls,
+        generation: Generation,
+        *,
+        memory: MemoryTier,
+        coordination: Coordination,
+        on_passed_by: Callable[[int, int], None],
+    ) -> None:
+        """Nothing depends on the time if all intervals are in steps."""
+        if interval_s(generation.configure.spec) > 0:
+            clock = cls(generation, memory=memory, coordination=coordination, on_passed_by=on_passed_by)
+            threading.Thread(target=clock.run, name=f"{generation.job}-clock", daemon=True).start()
+
+    def run(self) -> None:
+        """Until the generation ends."""
+        while not self._generation.ended.wait(TICK_S):
+            try:
+                self._coordination.tick(max(map(self._look_at, self._generation.local_ranks), default=-1))
+            except Exception:  # logged; without its clock a job would never be saved again
+                log.exception("save_clock_failed", job=self._generation.job)
+
+    def _look_at(self, rank: int) -> int:
+        """The rank's position; says so if it is past a named step that it does not have."""
+        generation = self._generation
+        with self._memory.using(rank) as entry:
+            if entry is None:
+                return -1
+            control = entry.segments.control
+            position, named = control.position(generation.number), control.next_save(generation.number)
+            slots = {(view.generation, view.step) for view in entry.segments.slots()}
+            is_open = control.read_world().step < named < position
+        has_it = (generation.number, named) in slots or is_due(generation.configure.spec, named)
+        if is_open and not has_it and self._told.get(rank, -1) < named:
+            self._told[rank] = named
+            self._on_passed_by(rank, named)
+        return position
