@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from flyball.contracts.cluster import HostState
-from flyball.contracts.decisions import ActionPlan, Command, CommandUpdate
+from flyball.contracts.decisions import ActionPlan, Command, CommandUpdate, GenerationPlan
 from flyball.contracts.signals import HostSilent, Report, ReportReply, Signal
 from flyball.contracts.succession import speaks_for_host
 from services.actuator.executor import Executor
@@ -67,6 +67,13 @@ class WatchedStore(MemoryDecisionStore):
                 self._controller.condemned(change.host_id, said_by.get(change.host_id, ""))
 
 
+def lasting_neighbours(host_id: str, own: GenerationPlan, present: GenerationPlan) -> list[str]:
+    """Who can be asked about a host whose ranks are of generation `own`: with one that was replaced since, nobody keeps
+    a link."""
+    kept = neighbours(present.hosts, present.peers).get(host_id, ())
+    return [name for name in neighbours(own.hosts, own.peers).get(host_id, ()) if name in kept]
+
+
 class Controller(Process):
     """One process around the real loop."""
 
@@ -123,8 +130,8 @@ class Controller(Process):
         group = next((group for group, _ in reversed(host.workers.values())), None)
         if group is None:
             return ""
-        plan = self._memory.generations[group.job, group.generation].plan
-        for name in neighbours(plan.hosts, plan.peers).get(host.host_id, ()):
+        plans = {key: row.plan for key, row in self._memory.generations.items() if key[0] == group.job}
+        for name in lasting_neighbours(host.host_id, plans[group.job, group.generation], plans[max(plans)]):
             is_heard = sensor.answers and self.world.now - sensor.heard_at.get(name, 0.0) < 2.0
             if is_heard and self.world.hosts[name].has_heard_for_s(host) > 30.0:
                 return name

@@ -17,6 +17,7 @@ from simulator.driver import Run, run
 from simulator.faults import Fault, FaultKind
 from simulator.history import Condemned, CoreFault, Fact, Granted, Obeyed, Restored, Saved, WorkerBegan
 from simulator.record import Record
+from simulator.services import lasting_neighbours
 
 LATE = 2_000_000.0
 
@@ -115,6 +116,17 @@ def test_what_must_not_happen_is_found(good: Run, invariant: str) -> None:
     assert invariant in found
     harmless: list[Fact] = [obeyed(Fence(1, 1)), obeyed(Fence(1, 1), resumed=True), Condemned(1.0, "host-a", True, "")]
     assert check_history(harmless, good.record) == []
+
+
+def test_only_neighbours_that_still_are_can_speak_for_a_host(good: Run) -> None:
+    """Its own ranks live on in the old generation after it was replaced: its former neighbours have no link with it."""
+    own = good.record.generations[0].plan
+    first, second = own.hosts
+    assert lasting_neighbours(second.host_id, own, good.record.generations[1].plan) == [first.host_id]
+    spare = msgspec.structs.replace(second, host_id="spare")
+    ring = {first.host_id: ("spare",), "spare": (first.host_id,)}
+    replaced = msgspec.structs.replace(own, generation=9, hosts=(first, spare), peers=ring)
+    assert lasting_neighbours(second.host_id, own, replaced) == []
 
 
 def test_steps_that_are_given_up_without_a_wait_or_a_word_are_found(good: Run) -> None:

@@ -294,6 +294,21 @@ def test_a_sensor_tells_of_a_host_that_only_another_one_does_not_hear() -> None:
     assert at - cut_at < 5.0, "before the other one, which nobody tells anything, calls it silent"
 
 
+def test_a_host_that_was_replaced_has_no_neighbours_and_what_they_said_grows_old() -> None:
+    cluster = Cluster("a", "b", "c")
+    cluster.trains = False
+    cluster.cut_from_sensor("b")
+    cluster.run(30)
+    assert cluster.kinds() == [HostSuspect]
+    replaced_at = cluster.now
+    cluster.detector.set_neighbours({"a": ("c",), "c": ("a",)})
+    cluster.run(20)
+    assert cluster.kinds() == [HostSuspect, HostSilent]
+    at, body = cluster.signals[-1]
+    assert isinstance(body, HostSilent) and body.host_id == "b" and body.witnesses == ()
+    assert 7.0 < at - replaced_at < 11.0, "as long as a host of which nobody can tell is waited for"
+
+
 def test_clocks_that_disagree_do_not_condemn_a_host_that_another_sensor_hears() -> None:
     detector = FaultDetector(DetectorSettings())
     now, elsewhere = 100.0, 5_000_000.0  # its wall clock is 40 s behind ours
