@@ -19,7 +19,6 @@ from flyball.contracts.segments import shm_prefix
 from flyball.contracts.signals import STORE_ENDED, EngineRestarted, SignalBody, WorkerExited, WorkerStartFailed
 from flyball.contracts.succession import MAX_PREDECESSORS
 from host_daemon.activity import ActivityWatch
-from host_daemon.allegiance import Allegiance
 from host_daemon.beacons import Beacons
 from host_daemon.cluster_clock import ClusterClock
 from host_daemon.command_journal import CommandJournal
@@ -140,23 +139,11 @@ class Agent:
             ports=ports,
             peer_key=lambda: read_token_file(settings.token_file, settings.host_id).peer_key,
         )
-        journal = CommandJournal(self._database)
-        self._allegiance = Allegiance(
-            host_id=settings.host_id,
-            incarnation=incarnation,
-            clock=clock,
-            journal=journal,
-            records=self._records,
-            outbox=self._outbox,
-            held=self._control.held,
-            wake=self._reporter.wake,
-        )
         self._commands = CommandLoop(
             host_id=settings.host_id,
             incarnation=incarnation,
             client=self._http,
-            journal=journal,
-            allegiance=self._allegiance,
+            journal=CommandJournal(self._database),
             clock=clock,
             handler=self._carry_out,
             take_log_requests=LogReading(settings.host_id, state_dir, self._http).take,
@@ -256,7 +243,6 @@ class Agent:
     async def _take_over(self) -> None:
         """Go on where an earlier daemon of this folder stopped."""
         await self._succeed()
-        await self._allegiance.load()
         signals = await self._outbox.load()
         workers, jobs = await self._records.load()
         for job in jobs:

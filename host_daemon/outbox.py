@@ -19,7 +19,6 @@ from host_daemon.database import Database
 
 MAX_SIGNALS = 10_000
 MAX_IN_MEMORY = 1_000  # signals that found the disk full or broken
-MAX_KEPT = 64  # that were committed: the database may turn out to be older than it was
 BATCH = 200  # signals in one report
 BATCH_BYTES = 1 << 20  # of them; sensors take no report of more than 4 MiB, and refused that one for ever
 RESEND_AFTER_S = 1.0
@@ -32,10 +31,9 @@ _log = structlog.get_logger(__name__)
 class Outbox:
     """Numbers signals, keeps them on disk, and says which are due to be sent.
 
-    A signal is due no more when a reply says that its (incarnation, seq) is committed; the newest stay in the spool all
-    the same, should the database lose them. Those of earlier incarnations of this daemon keep their numbers. When the
-    spool is full new signals are refused, so that the numbers of one incarnation have no gap and the oldest, which tell
-    the cause, stay.
+    A signal leaves the spool when a reply says that its (incarnation, seq) is committed. Those of earlier incarnations
+    of this daemon keep their numbers. When the spool is full new signals are refused, so that the numbers of one
+    incarnation have no gap and the oldest, which tell the cause, stay.
     """
 
     def __init__(self, database: Database, clock: Clock, *, source: str, incarnation: str) -> None:
@@ -49,8 +47,6 @@ class Outbox:
         self._unstored: deque[tuple[Signal, Work | None]] = deque()  # each with what is to be stored with it
         self._refused = 0
         self._in_memory = False
-        self._kept: dict[tuple[str, int], Signal] = {}  # the newest of those that were committed
-        self._told: dict[str, int] = {}  # up to where signals were said to be committed
         self._lock = asyncio.Lock()  # signals are stored in the order of their numbers
 
     async def load(self) -> int:
@@ -115,35 +111,16 @@ class Outbox:
         return len(self._sent_at) < len(self._pending)
 
     async def committed(self, upto: Mapping[str, int]) -> None:
-        """Drop what the controller has committed. Where that is less than it was, its database went back."""
-        if went_back(self._told, upto):
-            self.send_again()
-        self._told.update(upto)
+        """Drop what the controller has committed."""
         async with self._lock:
-            for key in [key for key in self._pending if key[1] <= upto.get(key[0], 0)]:
-                self._kept[key] = self._pending.pop(key)
+            gone = [key for key in self._pending if key[1] <= upto.get(key[0], 0)]
+            for key in gone:
+                del self._pending[key]
                 self._sent_at.pop(key, None)
             self._unstored = deque((s, also) for s, also in self._unstored if s.seq > upto.get(s.incarnation, 0))
-            room = 0 if self._unstored else MAX_KEPT  # what was never committed comes first on a full disk
-            gone = list(self._kept)[: max(len(self._kept) - room, 0)]
-            for key in gone:
-                del self._kept[key]
             if gone:
                 await self._delete(gone)  # which may make the room that the others wait for
             await self._store()
-
-    def send_again(self) -> bool:
-        """The database may have lost what it committed: send what is left of that. Whether there is anything."""
-        again, self._kept = self._kept, {}
-        self._pending = {**again, **self._pending}
-        return bool(again)
-
-    def forgotten(self) -> dict[str, int]:
-        """Of each incarnation, up to where signals are not in the spool any more."""
-        first = {self._incarnation: self._next_seq}
-        for incarnation, seq in (*self._kept, *self._pending):
-            first[incarnation] = min(seq, first.get(incarnation, seq))
-        return {incarnation: seq - 1 for incarnation, seq in first.items() if seq > 1}
 
     async def _delete(self, keys: list[tuple[str, int]]) -> None:
         try:
@@ -184,8 +161,3 @@ class Outbox:
         self._in_memory = False
         for _ in range(count):
             self._unstored.popleft()
-
-
-def went_back(told: Mapping[str, int], upto: Mapping[str, int]) -> bool:
-    """Whether less is committed than was said before. Pure."""
-    return any(seq < told.get(incarnation, 0) for incarnation, seq in upto.items())

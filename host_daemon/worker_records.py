@@ -17,8 +17,6 @@ _INSERT = (
     "INSERT OR REPLACE INTO workers (job, generation, rank, pid, start_ticks, spawned_at, log_path)"
     " VALUES (?, ?, ?, ?, ?, ?, ?)"
 )
-ENDED_FACT = "ended:"  # and a job's name
-MAX_ENDED = 500  # that are told
 STORE_RANK = -1  # the process that hosts a generation's rendezvous store
 
 
@@ -68,7 +66,6 @@ class WorkerRecords:
 
         def work(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM workers WHERE job = ? AND ended = 1", (job,))
-            connection.execute("DELETE FROM facts WHERE name = ?", (ENDED_FACT + job,))
             connection.execute(
                 "INSERT INTO jobs (job, start) VALUES (?, ?) ON CONFLICT (job) DO UPDATE SET start = excluded.start",
                 (job, blob),
@@ -102,25 +99,14 @@ class WorkerRecords:
             "UPDATE workers SET ended = 1 WHERE job = ? AND generation = ? AND rank = ?", (job, generation, rank)
         )
 
-    async def forget(self, job: str, generation: int) -> None:
-        """The job ended, with this generation as its newest."""
+    async def forget(self, job: str) -> None:
+        """The job ended."""
 
         def work(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM workers WHERE job = ?", (job,))
             connection.execute("DELETE FROM jobs WHERE job = ?", (job,))
-            Facts.setting(ENDED_FACT + job, str(generation))(connection)
 
         await self._database.run(work)
-
-    async def ended(self) -> dict[str, int]:
-        """Jobs that ended on this host, the newest ones, and the newest generation of each."""
-        rows = await self._database.run(
-            lambda c: c.execute(
-                "SELECT name, value FROM facts WHERE name LIKE ? ORDER BY rowid DESC LIMIT ?",
-                (f"{ENDED_FACT}%", MAX_ENDED),
-            ).fetchall()
-        )
-        return {name.removeprefix(ENDED_FACT): int(value) for name, value in rows}
 
 
 class Facts:

@@ -46,7 +46,6 @@ from services.store.read_models import ReadModels
 from services.store.retention.hosts import SqlHostRemoval
 from services.store.retention.sweep import Sweeper
 from services.store.shared_clock import SharedClock
-from services.store.standing_store import SqlStandings
 from services.store.status_store import SqlStatusStore
 
 IDLE_POLL_S = 0.5  # where every change of the database is made, and announced, in this process
@@ -198,7 +197,6 @@ class Assembly:
         self._add_loop("executor", Executor(store=store, wakeup=self._wakeup, clock=self._clock).run)
         daemons = HostDaemons(
             store=store,
-            standings=SqlStandings(self.db, self._clock),
             wakeup=self._wakeup,
             clock=self._clock,
             metrics=self._metrics,

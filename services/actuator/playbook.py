@@ -257,7 +257,6 @@ def _placement(progress: ActionProgress, following: GenerationPlan, results: Map
     reachable = {host.host_id: host.engine_address for host in hosts}
     reachable |= {h: a for h, a in progress.engine_addresses.items() if h in results}
     restore = plan_restore(copies, following.parent_lineage, plan.spec.world_size, reachable, hosts)
-    source = max((found[0].generation for found in restore.sources.values()), default=0) if restore else 0
     master = next(host for host in hosts if 0 in host.ranks)
     stopped = results.get(master.host_id)
     return Placement(
@@ -268,8 +267,8 @@ def _placement(progress: ActionProgress, following: GenerationPlan, results: Map
         master_address=master.address,
         master_port=(stopped.free_port if stopped else 0) or following.master_port,
         peers=following.peers,
-        lineage=branch(  # a generation after that of the copies is a branch that is given up
-            tuple(entry for entry in following.parent_lineage if entry.generation <= source),
+        lineage=branch(
+            following.parent_lineage,
             restored_step=restore.step if restore else None,
             generation=following.generation,
         ),

@@ -194,15 +194,11 @@ def _involved(
 
 
 def _history(generation: GenerationView) -> Lineage:
-    """The history that a restart goes on from. A generation that told of no step cuts nothing off: what it restored was
-    what could be had then, and whoever holds newer steps may be back. It may have made some all the same (reports wait
-    while the bus is away), so its own count too, if it was started."""
+    """The history that a restart goes on from. A generation that made no step cuts nothing off: what it restored was
+    what could be had then, and whoever holds newer steps may be back."""
     restored = -1 if generation.restore_step is None else generation.restore_step
     has_stepped = any(newest_step_of(rank, generation) > restored for rank in generation.ranks)
-    if has_stepped or not generation.parent_lineage:
-        return generation.lineage
-    own = [entry for entry in generation.lineage if entry.generation == generation.generation]
-    return (*generation.parent_lineage, *own)
+    return generation.lineage if has_stepped or not generation.parent_lineage else generation.parent_lineage
 
 
 def loses_without(case: Case, generation: GenerationView, host_ids: Collection[str]) -> bool:

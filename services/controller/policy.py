@@ -13,7 +13,6 @@ from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import IncidentState
 from flyball.contracts.signals import Signal
 from services.controller import (
-    adoption,
     drain_rules,
     intake,
     job_rules,
@@ -108,12 +107,9 @@ def decide(view: View, signals: Sequence[Signal], settings: PolicySettings, now:
     round_ = Round(view, settings, now)
     intake.take_signals(round_, signals)
     intake.settle_hosts(round_)
-    adoption.take_in(round_)
     for job in round_.jobs.values():
         job_rules.reserve_spares(round_, job)
     for name in list(round_.jobs):
-        if name in round_.unadopted:
-            continue
         has_ended, held = round_.jobs[name].state.ended, None
         if has_ended:
             tracking.find_left_behind(round_, round_.jobs[name])

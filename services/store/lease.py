@@ -6,8 +6,6 @@ controllers from taking the lease from each other in turns.
 
 from __future__ import annotations
 
-from uuid import uuid4
-
 import msgspec
 from sqlalchemy import Connection, select, text, update
 
@@ -28,13 +26,6 @@ _NOW = {
 class Acquired(msgspec.Struct, frozen=True):
     grant: LeaseGrant
     is_new: bool  # a new epoch began
-
-
-class Issuer(msgspec.Struct, frozen=True):
-    """Under which epoch commands are written, and the incarnation of the database that this epoch began."""
-
-    epoch: int
-    incarnation: str
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -97,13 +88,11 @@ class ControllerLease:
         epoch = epoch_for(holder, held, now, has_held=self._has_held, is_over=is_over)
         if epoch is None:
             return None
-        is_new = epoch != row.epoch
-        values = {"holder": holder, "epoch": epoch, "expires_at": now + ttl_s}
-        if is_new:
-            values["incarnation"] = new_incarnation()
-        connection.execute(update(lease).where(lease.c.name == CONTROLLER).values(values))
+        connection.execute(
+            update(lease).where(lease.c.name == CONTROLLER).values(holder=holder, epoch=epoch, expires_at=now + ttl_s)
+        )
         self._has_held = True
-        return Acquired(LeaseGrant(epoch, began_s + ttl_s * (1.0 - MARGIN)), is_new=is_new)
+        return Acquired(LeaseGrant(epoch, began_s + ttl_s * (1.0 - MARGIN)), is_new=epoch != row.epoch)
 
 
 def release(connection: Connection, holder: str) -> None:
@@ -111,38 +100,19 @@ def release(connection: Connection, holder: str) -> None:
     connection.execute(update(lease).where(lease.c.name == CONTROLLER, lease.c.holder == holder).values(expires_at=0.0))
 
 
-def new_incarnation() -> str:
-    """A name for what a database is under one epoch: a copy of it that begins the same epoch has another."""
-    return uuid4().hex[:8]
+def current_epoch(connection: Connection) -> int:
+    """The epoch that commands written in this transaction must carry; no other one begins before it ends."""
+    query = select(lease.c.epoch).where(lease.c.name == CONTROLLER).with_for_update(read=True)
+    return int(connection.execute(query).scalar_one())
 
 
-def raise_epoch(connection: Connection, above: int) -> None:
-    """Begin an epoch that is newer than `above`, which hosts have obeyed, if the present one is not. Who holds the
-    lease takes it again."""
-    connection.execute(
-        update(lease)
-        .where(lease.c.name == CONTROLLER, lease.c.epoch <= above)
-        .values(epoch=above + 1, incarnation=new_incarnation())
-    )
-
-
-def current(connection: Connection) -> Issuer:
-    """What commands written in this transaction must carry; no other epoch begins before it ends."""
-    query = select(lease.c.epoch, lease.c.incarnation).where(lease.c.name == CONTROLLER).with_for_update(read=True)
-    row = connection.execute(query).one()
-    return Issuer(row.epoch, row.incarnation)
-
-
-def check_epoch(connection: Connection, epoch: int) -> Issuer:
+def check_epoch(connection: Connection, epoch: int) -> None:
     """Raise StaleEpoch unless `epoch` is the present one; it then stays so until the transaction ends."""
-    query = select(lease.c.epoch, lease.c.incarnation).where(lease.c.name == CONTROLLER).with_for_update()
-    present = connection.execute(query).one()
-    if present.epoch != epoch:
+    present = connection.execute(select(lease.c.epoch).where(lease.c.name == CONTROLLER).with_for_update()).scalar_one()
+    if present != epoch:
         raise StaleEpoch(
-            f"This controller's epoch is {epoch}, but {present.epoch} has begun.",
-            hint="nothing to do: another one leads now",
+            f"This controller's epoch is {epoch}, but {present} has begun.", hint="nothing to do: another one leads now"
         )
-    return Issuer(epoch, present.incarnation)
 
 
 def database_now(connection: Connection) -> float:

@@ -14,7 +14,6 @@ from services.actuator.ports import PlaybookStep
 from services.controller.view import HostChange, JobChange
 from services.store import drain_store, outcome_events, step_writer
 from services.store.codec import dump, load, number_of
-from services.store.lease import Issuer
 from services.store.step_writer import Position
 from services.store.tables import (
     action_changes,
@@ -114,7 +113,7 @@ def store_actions(
     decided: Sequence[Decision],
     first_steps: Mapping[str, PlaybookStep],
     *,
-    issuer: Issuer,
+    epoch: int,
     now: float,
 ) -> list[Event]:
     """Insert the actions of decisions, each with the first move of its playbook."""
@@ -157,7 +156,7 @@ def store_actions(
             connection.execute(
                 update(actions).where(actions.c.number == number).values(step_writer.values_of(step, now))
             )
-            events.extend(step_writer.store(connection, position, step, issuer=issuer, now=now))
+            events.extend(step_writer.store(connection, position, step, epoch=epoch, now=now))
     return events
 
 

@@ -12,10 +12,8 @@ from flyball.contracts.cluster import Placement
 from flyball.contracts.decisions import ActionPlan, ActionState, Command, StartWorkers
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.identity import Fence
-from flyball.contracts.standings import issued_id
 from services.actuator.ports import CommandDraft, PlaybookStep
 from services.store.codec import dump
-from services.store.lease import Issuer
 from services.store.tables import action_changes, actions, commands, generations, jobs
 
 STOP_PHASE = "stop"
@@ -32,7 +30,7 @@ class Position(msgspec.Struct, frozen=True):
     state: ActionState
 
 
-def store(connection: Connection, position: Position, step: PlaybookStep, *, issuer: Issuer, now: float) -> list[Event]:
+def store(connection: Connection, position: Position, step: PlaybookStep, *, epoch: int, now: float) -> list[Event]:
     """Write a step of an action whose row the caller has locked and moved on (`values_of`). Returns its events."""
     if step.message or (step.phase, step.state) != (position.phase, position.state):
         connection.execute(
@@ -43,7 +41,7 @@ def store(connection: Connection, position: Position, step: PlaybookStep, *, iss
     if step.commands:
         granted = connection.scalar(select(jobs.c.generation).where(jobs.c.job == position.plan.job))
         rows = [
-            _row(position.number, step.phase, command_of(position, draft, granted, issuer), now)
+            _row(position, step, draft, Fence(epoch, fence_generation(position.plan, draft, granted)), now)
             for draft in step.commands
         ]
         _withdraw(connection, position.number, step)
@@ -112,24 +110,13 @@ def fence_generation(plan: ActionPlan, draft: CommandDraft, granted: int | None)
     return max(plan.generation, granted if granted is not None else -1)
 
 
-def command_of(position: Position, draft: CommandDraft, granted: int | None, issuer: Issuer) -> Command:
-    """What a host is given. `granted`: the job's newest generation. Pure."""
-    return Command(
-        command_id=issued_id(draft.command_id, issuer.incarnation),
-        action_id=position.action_id,
-        host_id=draft.host_id,
-        fence=Fence(issuer.epoch, fence_generation(position.plan, draft, granted)),
-        body=draft.body,
-        deadline_s=draft.deadline_s,
-    )
-
-
-def _row(action: int, phase: str, command: Command, now: float) -> dict[str, Any]:
+def _row(position: Position, step: PlaybookStep, draft: CommandDraft, fence: Fence, now: float) -> dict[str, Any]:
+    command = Command(draft.command_id, position.action_id, draft.host_id, fence, draft.body, draft.deadline_s)
     return {
-        "command_id": command.command_id,
-        "action": action,
-        "phase": phase,
-        "host_id": command.host_id,
+        "command_id": draft.command_id,
+        "action": position.number,
+        "phase": step.phase,
+        "host_id": draft.host_id,
         "document": dump(command),
         "created_at": now,
         "dispatched_at": 0.0,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from flyball.contracts.decisions import Command
 from flyball.contracts.events import Event
+from flyball.contracts.identity import Fence
 from services.actuator.ports import CommandDraft, PlaybookStep
 from services.store import step_writer
-from services.store.lease import Issuer
 from services.store.step_writer import Position
 from simulator.ports.memory import ActionRow, CommandRow, Memory, StateChange
 
@@ -56,11 +56,12 @@ def _issue(memory: Memory, row: ActionRow, step: PlaybookStep, now: float) -> No
     for draft in step.commands:
         command = CommandRow(_command(memory, row, draft), row.number, step.phase, now)
         row.commands.append(command)
-        memory.commands[command.command.command_id] = command
-        memory.open_commands[draft.host_id][command.command.command_id] = command
+        memory.commands[draft.command_id] = command
+        memory.open_commands[draft.host_id][draft.command_id] = command
 
 
 def _command(memory: Memory, row: ActionRow, draft: CommandDraft) -> Command:
     job = memory.jobs.get(row.plan.job)
-    issuer = Issuer(memory.held.epoch, memory.incarnation)
-    return step_writer.command_of(position_of(row), draft, job.generation if job is not None else None, issuer)
+    generation = step_writer.fence_generation(row.plan, draft, job.generation if job is not None else None)
+    fence = Fence(memory.held.epoch, generation)
+    return Command(draft.command_id, f"act-{row.number}", draft.host_id, fence, draft.body, draft.deadline_s)

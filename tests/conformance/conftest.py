@@ -38,7 +38,7 @@ from services.bus import redis_client
 from services.controller.ports import Cursor, DecisionStore
 from services.controller.view import JobChange, Outcome
 from services.store import database as database_module
-from services.store import lease, tables
+from services.store import tables
 from services.store.action_store import SqlActionStore
 from services.store.codec import dump
 from services.store.database import Database, migrate
@@ -62,13 +62,6 @@ def patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database_module, "CONNECT_TIMEOUT_S", 60.0)
     monkeypatch.setattr(database_module, "BUSY_TIMEOUT_S", 60.0)
     monkeypatch.setattr(database_module, "ANSWER_TIMEOUT_S", 120.0)
-
-
-@pytest.fixture(autouse=True)
-def plain_command_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands are called what their drafts are."""
-    monkeypatch.setattr(lease, "new_incarnation", lambda: "")
-    monkeypatch.setattr(Memory, "new_incarnation", lambda _: "")
 
 
 @pytest.fixture

@@ -144,17 +144,6 @@ def test_a_migration_stops_then_starts() -> None:
     assert advance(apply(progress, done), NOW + 3).state is ActionState.SUCCEEDED
 
 
-def test_a_later_generation_than_that_of_the_restored_step_is_a_branch_that_is_given_up() -> None:
-    """Nobody knew whether generation 3 had made steps; generation 2 had come further."""
-    both = msgspec.structs.replace(NEXT, generation=4, parent=3, parent_lineage=(LineageEntry(2), LineageEntry(3)))
-    plan = msgspec.structs.replace(MIGRATE, next=both)
-    progress = begun(plan)
-    progress = apply(progress, advance(progress, NOW))
-    step = advance(answer(progress, UpdateState.SUCCEEDED, {"a": STOPPED}), NOW + 1)
-    assert step.placement is not None
-    assert step.placement.lineage == (LineageEntry(2, 57), LineageEntry(4))
-
-
 def test_a_first_start_has_nothing_to_stop_or_restore() -> None:
     plan = msgspec.structs.replace(
         MIGRATE,
