@@ -114,7 +114,7 @@ class RankSteps(msgspec.Struct, frozen=True, tag="rank_steps"):
     failed: tuple[int, ...] = ()
     tiers: tuple[TierReport, ...] = ()
     flush: int = -1  # bring this step or a newer one to the disk tiers, out of schedule
-    saving: int = -1  # busy with it for long: it will have no older steps but those in `saved`; -1: nothing said
+    saving: int = -1  # busy with it, or at it, for long: it will have no older ones but those in `saved`; -1: none
 
 
 class PutShard(msgspec.Struct, frozen=True, tag="put"):

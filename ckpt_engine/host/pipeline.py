@@ -70,7 +70,8 @@ class RankPipeline:
         self._state_lock = threading.Lock()
         self._saved: set[int] = set()
         self._failed: set[int] = set()
-        self._unsettled = (-1, 0.0)  # the oldest step that is not settled, and since when it has been that
+        # The oldest step that is not settled, else the one that the trainer is at; and since when it has been that.
+        self._unsettled = (-1, 0.0)
         self._saving_step = -1
         self._kick = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{generation.job}-r{rank}", daemon=True)
@@ -125,8 +126,9 @@ class RankPipeline:
 
     @property
     def saving_step(self) -> int:
-        """The newest step that this rank was busy with for long, -1 for none; of older ones it will never have others
-        than those in `saved_steps`. So a failure that is forgotten, as when an engine is killed, is told again."""
+        """The newest step that this rank was busy with, or its trainer at, for long, -1 for none; of older ones it will
+        never have others than those in `saved_steps`. So a failure that is forgotten, as when an engine is killed, is
+        told again; and a step that the trainer passed by is told, though nobody saw it."""
         return self._saving_step
 
     def fail(self, step: int, message: str) -> None:
@@ -201,13 +203,14 @@ class RankPipeline:
 
     def _note_delay(self, entry: OpenSegments) -> None:
         world_step, saved = self._world.present.world_step, self.saved_steps
+        position = entry.segments.control.position(self._generation.number)  # before the slots: older ones are in them
         present = [v for v in entry.segments.slots() if v.generation == self._generation.number and self._is_wanted(v)]
-        oldest = min((v.step for v in present if v.step > world_step and v.step not in saved), default=-1)
+        oldest = min((v.step for v in present if v.step > world_step and v.step not in saved), default=position)
         step, since_s = self._unsettled
         now_s = time.monotonic()
         if oldest != step:
             self._unsettled = (oldest, now_s)
-        elif oldest > self._saving_step and now_s - since_s >= self._settings.scan_interval_s:
+        elif oldest > self._saving_step and oldest not in saved and now_s - since_s >= self._settings.scan_interval_s:
             self._saving_step = oldest
             self._on_progress(self.rank)
 

@@ -117,8 +117,8 @@ class Coordinator:
         return (self.world_step, self.abandoned, self.abandoned_upto, self.namings) != before
 
     def saving(self, rank: int, step: int) -> bool:
-        """The rank has been busy with `step` for long. Of older ones it will never have others than those that it said
-        it has, whatever it has forgotten. True if something is to be told to all."""
+        """The rank has been busy with `step`, or at it, for long. Of older ones it will never have others than those
+        that it said it has, whatever it has forgotten. True if something is to be told to all."""
         before = (self.abandoned, self.abandoned_upto)
         self._settled[rank] = max(self._settled[rank], step)
         self._abandon_passed_over()

@@ -46,7 +46,7 @@ class Report(NamedTuple):
     rank: int
     saved: tuple[int, ...]
     failed: tuple[int, ...]
-    saving: int  # the oldest step that is neither, while the rank is busy with one; -1: none
+    saving: int  # the oldest step that is neither, while the rank is busy with one; else the one that it is at
 
 
 class Slots:
@@ -151,6 +151,14 @@ class World(RuleBasedStateMachine):
             if told:
                 self._report(rank)
 
+    @rule(rank=st.integers(0, 2))
+    def pass_by(self, rank: int) -> None:
+        """A script did not save at a step at which the others did, and nobody is told."""
+        rank %= self.ranks
+        if self.writing[rank] is None:
+            self.lost[rank].add(self.next_step[rank])
+            self.next_step[rank] += 1
+
     def _will_never_have(self, rank: int, step: int) -> None:
         self.failed[rank].append(step)
         self.lost[rank].add(step)
@@ -163,7 +171,7 @@ class World(RuleBasedStateMachine):
         waiting = [v.step for v in own if v.step > world_step and v.step not in abandoned]
         busy = [step for step in waiting if step not in settled]
         newest = tuple(self.saved[rank][-_REMEMBERED_STEPS:]), tuple(self.failed[rank][-_REMEMBERED_STEPS:])
-        self.to_coordinator.append(Report(rank, *newest, min(busy, default=-1)))
+        self.to_coordinator.append(Report(rank, *newest, min(busy, default=self.next_step[rank])))
 
     @rule(rank=st.integers(0, 2))
     def commit_and_replicate(self, rank: int) -> None:
