@@ -13,9 +13,9 @@ from flyball.contracts.errors import FlyballError
 from flyball.lean_imports import import_lean, without_collector
 from host_daemon.preflight import check_host
 from host_daemon.settings import DaemonSettings, parse_settings
-from host_daemon.spawner_start import StartedSpawner, start_spawner
-from host_daemon.state_dir import StateDir
-from host_daemon.worker_environment import expected_environment
+from host_daemon.spawning.spawner_start import StartedSpawner, start_spawner
+from host_daemon.store.state_dir import StateDir
+from host_daemon.workers.worker_environment import expected_environment
 
 
 def main() -> int:

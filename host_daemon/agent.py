@@ -18,37 +18,37 @@ from flyball.contracts.errors import DaemonSuperseded, FlyballError
 from flyball.contracts.segments import shm_prefix
 from flyball.contracts.signals import STORE_ENDED, EngineRestarted, SignalBody, WorkerExited, WorkerStartFailed
 from flyball.contracts.succession import MAX_PREDECESSORS
-from host_daemon.activity import ActivityWatch
-from host_daemon.beacons import Beacons
-from host_daemon.cluster_clock import ClusterClock
-from host_daemon.command_journal import CommandJournal
-from host_daemon.commands import CommandLoop, Progress
-from host_daemon.database import Database
-from host_daemon.engine_client import EngineClient
-from host_daemon.engine_process import EngineKeeper
-from host_daemon.failover import Endpoints
-from host_daemon.free_ports import FreePorts
-from host_daemon.generation_start import GenerationStarter
-from host_daemon.http_client import SupervisorClient
-from host_daemon.job_control import JobControl
-from host_daemon.leaving import Leaving, Left
-from host_daemon.log_reading import LogReading
-from host_daemon.outbox import Outbox
-from host_daemon.owed_releases import OwedReleases
+from host_daemon.engine.engine_client import EngineClient
+from host_daemon.engine.engine_process import EngineKeeper
+from host_daemon.kernel.activity import ActivityWatch
+from host_daemon.kernel.free_ports import FreePorts
+from host_daemon.kernel.processes import ExitStatus, become_subreaper
+from host_daemon.kernel.reaper import Reaper
+from host_daemon.link.cluster_clock import ClusterClock
+from host_daemon.link.failover import Endpoints
+from host_daemon.link.http_client import SupervisorClient
+from host_daemon.link.log_reading import LogReading
+from host_daemon.link.reporting import RESTORES_FACT, Reporter
+from host_daemon.link.superseded import Refusals
+from host_daemon.orders.commands import CommandLoop, Progress
+from host_daemon.orders.generation_start import GenerationStarter
+from host_daemon.orders.job_control import JobControl
+from host_daemon.orders.leaving import Leaving, Left
 from host_daemon.probes.gpu_use import GpuUse
 from host_daemon.probes.preemption import PreemptionProbe
-from host_daemon.processes import ExitStatus, become_subreaper
-from host_daemon.reaper import Reaper
-from host_daemon.reporting import RESTORES_FACT, Reporter
 from host_daemon.settings import DaemonSettings, read_token_file
-from host_daemon.spawner_start import StartedSpawner
-from host_daemon.standby import Standbys
-from host_daemon.state_dir import StateDir
-from host_daemon.superseded import Refusals
-from host_daemon.terminals import Terminals
-from host_daemon.worker_errors import read_error
-from host_daemon.worker_records import Facts, WorkerRecords
-from host_daemon.workers import Worker, WorkerTable
+from host_daemon.spawning.spawner_start import StartedSpawner
+from host_daemon.spawning.standby import Standbys
+from host_daemon.store.command_journal import CommandJournal
+from host_daemon.store.database import Database
+from host_daemon.store.outbox import Outbox
+from host_daemon.store.owed_releases import OwedReleases
+from host_daemon.store.state_dir import StateDir
+from host_daemon.store.worker_records import Facts, WorkerRecords
+from host_daemon.workers.beacons import Beacons
+from host_daemon.workers.terminals import Terminals
+from host_daemon.workers.worker_errors import read_error
+from host_daemon.workers.workers import Worker, WorkerTable
 
 BEACON_INTERVAL_S = 0.05
 ACTIVITY_INTERVAL_S = 0.5

@@ -23,9 +23,9 @@ from flyball.contracts.decisions import (
 from flyball.contracts.errors import FlyballError, NotFound, PortInUse, StorageFull
 from flyball.contracts.identity import Fence
 from flyball.contracts.signals import WorkerStartFailed
-from host_daemon.command_journal import Admission, admit
-from host_daemon.commands import gives_way, job_of
-from host_daemon.job_control import ENGINE_RETURN_S
+from host_daemon.orders.commands import gives_way, job_of
+from host_daemon.orders.job_control import ENGINE_RETURN_S
+from host_daemon.store.command_journal import Admission, admit
 from simulator.history import Obeyed, StartFailed
 from simulator.training import SIGKILL, Group
 

@@ -27,7 +27,7 @@ from flyball.contracts.signals import (
 from flyball.contracts.succession import MAX_PREDECESSORS
 from flyball.contracts.testimony import Testimony
 from flyball.contracts.wire import WIRE_VERSION
-from host_daemon.outbox import BATCH
+from host_daemon.store.outbox import BATCH
 from simulator.commands import Commands
 from simulator.events import MachineClock
 from simulator.training import Group, Worker, error_of

@@ -15,7 +15,7 @@ from typing import Any
 
 from checkpoint_bench.options import Options
 from checkpoint_bench.samples import progress
-from host_daemon.worker_environment import COPY_PAST_CACHES
+from host_daemon.workers.worker_environment import COPY_PAST_CACHES
 
 FLYBALL_PARTS = ("blocking", "lost", "interference", "durable", "peer", "restore_memory", "restore_disk", "extra")
 PART_TIMEOUT_S = 900.0

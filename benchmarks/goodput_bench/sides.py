@@ -15,7 +15,7 @@ from flyball.contracts.segments import shm_prefix
 from goodput.read.event_files import read_logs
 from goodput_bench.agent_log import Line, agent_events
 from goodput_bench.world_steps import summed_up
-from host_daemon.worker_environment import COPY_PAST_CACHES
+from host_daemon.workers.worker_environment import COPY_PAST_CACHES
 
 JOB = "goodput"
 WORLD_SIZE = 2

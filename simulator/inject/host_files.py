@@ -16,7 +16,7 @@ from simulator.inject.processes import Process, environment_of, look_at, own_pro
 
 PREEMPTION_NOTICE = "preemption-notice.json"  # the daemon watches for it
 _DAEMON = "host_daemon"
-_MODULES = frozenset({_DAEMON, "host_daemon.spawner", "ckpt_engine.host.server"})
+_MODULES = frozenset({_DAEMON, "host_daemon.spawning.spawner", "ckpt_engine.host.server"})
 
 
 class Worker(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from flyball.cli.reach import client
-from host_daemon import http_client
+from host_daemon.link import http_client
 
 PATIENCE_S = 120.0
 

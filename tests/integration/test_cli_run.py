@@ -163,7 +163,7 @@ dist.barrier()
         f"{python} *flyball: gpt rank 0 gen 1: python train.py --steps 7$",
         f"{python} *flyball: gpt rank 1 gen 1: python train.py --steps 7$",
         r"flyball: gpt rendezvous store: \S+:\d+$",
-        r"flyball: spawner: host_daemon.spawner --state-dir ",
+        r"flyball: spawner: host_daemon.spawning.spawner --state-dir ",
         r"flyball: host daemon node-7: host_daemon --state-dir ",
         r"flyball: checkpoint engine node-7: ckpt_engine.host.server --state-dir ",
     ):

@@ -34,8 +34,8 @@ from flyball.contracts.errors import FlyballError
 from flyball.contracts.rank_columns import Progress, Workers
 from flyball.contracts.signals import EngineStatus, Report, Signal, WorkerExited
 from flyball.contracts.wire import WIRE_VERSION, encode
-from host_daemon.failover import Endpoints
-from host_daemon.http_client import SupervisorClient
+from host_daemon.link.failover import Endpoints
+from host_daemon.link.http_client import SupervisorClient
 
 CLOCK = SystemClock()
 DEADLINE_S = 300.0

@@ -25,7 +25,7 @@ from flyball.contracts.signals import EngineStatus, PreemptionNotice, Report
 from flyball.contracts.wire import WIRE_VERSION, encode
 from host_daemon.agent import Agent
 from host_daemon.settings import parse_settings
-from host_daemon.state_dir import StateDir
+from host_daemon.store.state_dir import StateDir
 from services.api.auth import ACCESS
 from services.main import Supervisor
 from services.runtime.settings import load_settings

@@ -23,7 +23,7 @@ from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import NotFound, StateVersionMismatch, Unreachable, UsageError
 from flyball.contracts.events import EventKind
 from flyball.contracts.segments import SHM_DIR_VARIABLE, shm_prefix
-from host_daemon.database import Database
+from host_daemon.store.database import Database
 from simulator.inject import faults
 from simulator.inject.processes import look_at
 
@@ -231,7 +231,7 @@ def test_host_down_leaves_nothing_of_the_host_and_everything_of_the_others(
     api: ApiClient, supervisor: Supervisor, host: Host, other_host: Host
 ) -> None:
     host.start(PAUSE, "ckpt_engine.host.server", "--state-dir", str(host.root))
-    host.start(PAUSE, "host_daemon.spawner", f"--state-dir={host.root}")
+    host.start(PAUSE, "host_daemon.spawning.spawner", f"--state-dir={host.root}")
     worker = host.worker(0, code=FORK_AND_PAUSE)
     assert worker.stdout
     grandchild = look_at(int(worker.stdout.readline()))

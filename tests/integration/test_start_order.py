@@ -17,11 +17,11 @@ import pytest
 
 from flyball.contracts.errors import ConfigurationError
 from flyball.contracts.segments import DEFAULT_SHM_DIR, shm_prefix
-from host_daemon.reaper import Reaper
-from host_daemon.spawn_wire import WorkerOrder
-from host_daemon.spawner_client import SpawnerProcess
-from host_daemon.spawner_start import start_spawner
-from host_daemon.worker_environment import expected_environment
+from host_daemon.kernel.reaper import Reaper
+from host_daemon.spawning.spawn_wire import WorkerOrder
+from host_daemon.spawning.spawner_client import SpawnerProcess
+from host_daemon.spawning.spawner_start import start_spawner
+from host_daemon.workers.worker_environment import expected_environment
 
 DEADLINE_S = 240.0
 HEAVY = ("fastapi", "sqlalchemy", "uvicorn", "httpx", "structlog", "services.main")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flyball.contracts.cluster import Activity
-from host_daemon.activity import ActivityWatch, Seen, Standing
+from host_daemon.kernel.activity import ActivityWatch, Seen, Standing
 
 DEADLINE_S = 40.0
 KEY = ("job", 1, 0)

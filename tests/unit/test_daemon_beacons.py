@@ -13,7 +13,7 @@ from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import RankPosition
 from flyball.contracts.losses import RankLoss
 from flyball.contracts.segments import beacon_path
-from host_daemon.beacons import MAX_WAITING_STEPS, STEPS_PER_REPORT, Beacons
+from host_daemon.workers.beacons import MAX_WAITING_STEPS, STEPS_PER_REPORT, Beacons
 
 
 @pytest.fixture

@@ -27,14 +27,14 @@ from flyball.contracts.decisions import (
 from flyball.contracts.engine_wire import EngineReply, EngineRequest, Flush, GetStatus, Release
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.identity import Fence
-from host_daemon.command_journal import Admission, CommandJournal
-from host_daemon.commands import CommandFailed, CommandLoop, Progress
-from host_daemon.database import Database
-from host_daemon.engine_process import EngineKeeper
-from host_daemon.job_control import JobControl
-from host_daemon.owed_releases import OwedReleases
-from host_daemon.reporting import MAX_RESTORES, Reporter
-from host_daemon.superseded import Refusals
+from host_daemon.engine.engine_process import EngineKeeper
+from host_daemon.link.reporting import MAX_RESTORES, Reporter
+from host_daemon.link.superseded import Refusals
+from host_daemon.orders.commands import CommandFailed, CommandLoop, Progress
+from host_daemon.orders.job_control import JobControl
+from host_daemon.store.command_journal import Admission, CommandJournal
+from host_daemon.store.database import Database
+from host_daemon.store.owed_releases import OwedReleases
 
 COMMAND = Command("act-1.stop.host.1", "act-1", "host", Fence(1, 1), StopWorkers("job", 1, 0.0), 30.0)
 

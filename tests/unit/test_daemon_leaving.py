@@ -11,7 +11,7 @@ from flyball.contracts.clock import SystemClock
 from flyball.contracts.drains import Departure
 from flyball.contracts.errors import FlyballError, Unreachable
 from flyball.contracts.signals import PreemptionNotice, SignalBody
-from host_daemon.leaving import FACT, Leaving, Left
+from host_daemon.orders.leaving import FACT, Leaving, Left
 
 GO = Departure(may_leave=True)
 WAIT = Departure(may_leave=False, waits_for="the ranks of job gpt to be moved")

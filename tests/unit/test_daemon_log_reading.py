@@ -7,7 +7,7 @@ import pytest
 
 from flyball.contracts.rank_logs import NEWEST, LogPiece, LogRequest
 from flyball.contracts.wire import decode, encode
-from host_daemon.log_reading import read_piece
+from host_daemon.link.log_reading import read_piece
 
 
 @pytest.fixture

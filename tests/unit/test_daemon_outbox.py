@@ -13,11 +13,11 @@ from flyball.contracts.decisions import Command, CommandUpdate, StopWorkers, Upd
 from flyball.contracts.errors import ConfigurationError, StateVersionMismatch, StorageFull
 from flyball.contracts.identity import Fence
 from flyball.contracts.signals import EngineRestarted
-from host_daemon import outbox as outbox_module
-from host_daemon.command_journal import Admission, CommandJournal
-from host_daemon.database import Database
-from host_daemon.outbox import Outbox
-from host_daemon.worker_records import Facts, WorkerRecord, WorkerRecords
+from host_daemon.store import outbox as outbox_module
+from host_daemon.store.command_journal import Admission, CommandJournal
+from host_daemon.store.database import Database
+from host_daemon.store.outbox import Outbox
+from host_daemon.store.worker_records import Facts, WorkerRecord, WorkerRecords
 
 
 class Clock:

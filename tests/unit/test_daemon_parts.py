@@ -23,20 +23,20 @@ from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.credentials import host_credential
 from flyball.contracts.errors import ConfigurationError, NotFound, StateVersionMismatch, UsageError
-from host_daemon import free_ports
-from host_daemon.cluster_clock import ClusterClock
-from host_daemon.free_ports import FreePorts, is_free
-from host_daemon.generation_start import check_script
+from host_daemon.kernel import free_ports
+from host_daemon.kernel.free_ports import FreePorts, is_free
+from host_daemon.kernel.processes import ExitStatus, is_alive, open_pidfd_of, read_stat, session_members, signal_pidfd
+from host_daemon.link.cluster_clock import ClusterClock
+from host_daemon.orders.generation_start import check_script
 from host_daemon.preflight import check_host
 from host_daemon.probes.preemption import PreemptionProbe
-from host_daemon.processes import ExitStatus, is_alive, open_pidfd_of, read_stat, session_members, signal_pidfd
 from host_daemon.settings import parse_settings
-from host_daemon.spawn_wire import StoreOrder
-from host_daemon.spawner_client import SpawnError
-from host_daemon.standby import Standbys
-from host_daemon.state_dir import StateDir
-from host_daemon.worker_environment import COPY_PAST_CACHES, job_environment, rank_environment
-from host_daemon.worker_errors import read_error
+from host_daemon.spawning.spawn_wire import StoreOrder
+from host_daemon.spawning.spawner_client import SpawnError
+from host_daemon.spawning.standby import Standbys
+from host_daemon.store.state_dir import StateDir
+from host_daemon.workers.worker_environment import COPY_PAST_CACHES, job_environment, rank_environment
+from host_daemon.workers.worker_errors import read_error
 
 SPEC = JobSpec("job", ("train.py",), "/code", nnodes=2, nproc_per_node=2, checkpoint=CheckpointSpec(every_steps=5))
 HOSTS = (HostRanks("host-a", "10.0.0.1", "", (0, 1)), HostRanks("host-b", "10.0.0.2", "", (2, 3)))
@@ -335,7 +335,7 @@ def test_a_host_without_descriptors_starts_cold_and_says_why(tmp_path, monkeypat
                 await standbys.start("job", StoreOrder("job", "127.0.0.1", 1, str(tmp_path / "log")))
         await standbys.close()
 
-    monkeypatch.setattr("host_daemon.standby.RESTART_DELAY_S", 0.0)
+    monkeypatch.setattr("host_daemon.spawning.standby.RESTART_DELAY_S", 0.0)
     asyncio.run(scenario())
 
 

@@ -22,7 +22,7 @@ from flyball.contracts.engine_wire import EngineReply, LateSaves
 from flyball.contracts.signals import SaveLate, SignalBody
 from flyball.trainer import Job
 from flyball.worker_identity import WorkerIdentity
-from host_daemon.reporting import Reporter
+from host_daemon.link.reporting import Reporter
 
 
 def waited(step: int, waited_s: float = 0.2, *, rank: int = 0) -> SaveWaited:

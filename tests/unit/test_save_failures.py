@@ -13,7 +13,7 @@ from flyball.contracts import wire
 from flyball.contracts.decisions import DecisionKind, Incident, IncidentState
 from flyball.contracts.engine_wire import EngineReply, FailingSaves, SaveFailure
 from flyball.contracts.signals import SavesFailing, SavesRecovered, SignalBody
-from host_daemon.reporting import Reporter
+from host_daemon.link.reporting import Reporter
 from services.controller.policy import decide
 from services.controller.view import Outcome, PolicySettings, View
 from tests.unit.test_brains_policy import GENERATION, JOB, KILLED, NOW, say, view

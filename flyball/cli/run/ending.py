@@ -151,7 +151,7 @@ class Ending:
         say(f"writing the newest step of job {self._spec.job} to disk (at most {FLUSH_WITHIN_S:.0f} s; again: at once)")
         import asyncio
 
-        from host_daemon.engine_client import EngineClient
+        from host_daemon.engine.engine_client import EngineClient
 
         client = EngineClient(self._home.host / ENGINE_SOCKET)
         request = Flush(self._spec.job, FLUSH_WITHIN_S, durable=True)

@@ -18,7 +18,7 @@ from flyball.contracts.engine_wire import ENGINE_PID_FILE
 from flyball.contracts.errors import FlyballError, Unreachable
 from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
 from flyball.process_title import read_words
-from host_daemon.processes import read_stat, session_members
+from host_daemon.kernel.processes import read_stat, session_members
 
 DAEMON_STOP_TIMEOUT_S = 15.0
 KILL_TIMEOUT_S = 5.0

@@ -319,7 +319,7 @@ def test_a_start_that_was_cut_short_is_not_repeated(daemon, supervisor, make_job
     held = make_job(WAIT, name="held", env={"PYTHONPATH": str(hold)})  # its standby never gets ready
     command = held.command(StartWorkers(held.spec, held.placement(1)), generation=1)
     supervisor.send(command)
-    daemon.until("the standby", lambda: daemon.children("host_daemon.spawner"))
+    daemon.until("the standby", lambda: daemon.children("host_daemon.spawning.spawner"))
     daemon.until("the command in work", lambda: command.command_id in daemon.log())
     daemon.kill()
     daemon.start()
@@ -338,7 +338,7 @@ def test_a_newer_command_takes_the_place_of_one_that_waits(daemon, supervisor, m
     job = make_job(WAIT, env={"PYTHONPATH": str(hold)})
     start = job.command(StartWorkers(job.spec, job.placement(1)), generation=1)
     supervisor.send(start)
-    daemon.until("the standby", lambda: daemon.children("host_daemon.spawner"))
+    daemon.until("the standby", lambda: daemon.children("host_daemon.spawning.spawner"))
     stop = job.command(StopWorkers("job", 1, 0.0), generation=1)
     supervisor.send(stop)
     assert supervisor.answer(start).code == "superseded"

@@ -189,10 +189,10 @@ def test_the_spawners_death_is_not_the_workers(daemon, supervisor, make_job):
     job = make_job(script + "signal.sigwait([signal.SIGUSR1])\nsys.exit(5)\n")
     worker = job.start().result.pids["0"]
     job.wait_up()
-    (spawner,) = daemon.children("host_daemon.spawner")
+    (spawner,) = daemon.children("host_daemon.spawning.spawner")
     before = set(daemon.owned())
     os.kill(spawner, signal.SIGKILL)
-    daemon.until("another spawner", lambda: daemon.children("host_daemon.spawner") - before)
+    daemon.until("another spawner", lambda: daemon.children("host_daemon.spawning.spawner") - before)
     assert alive(worker)
     os.kill(worker, signal.SIGUSR1)
     assert job.exit_of(0).exit_code == 5
@@ -207,7 +207,7 @@ def test_a_failure_is_told_as_it_was_also_while_the_spawner_is_held_up(daemon, s
     pids = job.start().result.pids
     for rank in (0, 1):
         job.wait_up(1, rank)
-    (spawner,) = daemon.children("host_daemon.spawner")
+    (spawner,) = daemon.children("host_daemon.spawning.spawner")
     os.kill(spawner, signal.SIGSTOP)
     try:
         os.kill(pids["0"], signal.SIGKILL)
@@ -294,10 +294,10 @@ def test_warm_up_has_a_standby_before_there_is_a_worker(daemon, supervisor, make
     daemon.start()
     job = make_job(WAIT)
     assert job.send(WarmUp(job.spec), generation=1).state is UpdateState.SUCCEEDED
-    (warm,) = daemon.children("host_daemon.spawner")
+    (warm,) = daemon.children("host_daemon.spawning.spawner")
     job.start(1)
     job.wait_up()
-    assert daemon.children("host_daemon.spawner") == {warm}
+    assert daemon.children("host_daemon.spawning.spawner") == {warm}
     job.end(1)
     daemon.until("the standby's end", lambda: not alive(warm))
 

@@ -19,10 +19,10 @@ from flyball.contracts.errors import FlyballError, Unreachable
 from flyball.contracts.signals import EngineRestarted
 from flyball.contracts.testimony import Testimony
 from flyball.process_title import read_words
-from host_daemon.engine_client import EngineClient
-from host_daemon.processes import launch, open_pidfd, open_pidfd_of, send_signal, signal_pidfd
+from host_daemon.engine.engine_client import EngineClient
+from host_daemon.kernel.processes import launch, open_pidfd, open_pidfd_of, send_signal, signal_pidfd
 from host_daemon.settings import DaemonSettings, read_token_file
-from host_daemon.state_dir import StateDir
+from host_daemon.store.state_dir import StateDir
 
 POLL_S = 0.2
 START_TIMEOUT_S = 20.0

@@ -15,7 +15,7 @@ from flyball.contracts import wire
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError, InvalidMessage
 from flyball.contracts.signals import Signal, SignalBody
-from host_daemon.database import Database
+from host_daemon.store.database import Database
 
 MAX_SIGNALS = 10_000
 MAX_IN_MEMORY = 1_000  # signals that found the disk full or broken

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flyball.process_title import TITLE_ROOM
-from host_daemon.processes import launch
+from host_daemon.kernel.processes import launch
 
 
 class StartedSpawner(NamedTuple):
@@ -29,7 +29,7 @@ def start_spawner(*, environment: Mapping[str, str], log_path: Path, state_dir: 
         undo.callback(ours.close)
         with theirs:
             pid = launch(
-                [sys.executable, "-P", "-m", "host_daemon.spawner", "--state-dir", str(state_dir), TITLE_ROOM],
+                [sys.executable, "-P", "-m", "host_daemon.spawning.spawner", "--state-dir", str(state_dir), TITLE_ROOM],
                 environment=environment,
                 log_path=log_path,
                 descriptor=theirs.fileno(),

@@ -11,16 +11,16 @@ import msgspec
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.errors import NotFound, PortInUse
 from flyball.programs import find_program
-from host_daemon.beacons import Beacons
-from host_daemon.free_ports import is_free
-from host_daemon.spawn_wire import Order, StoreOrder, WorkerOrder
-from host_daemon.spawner_client import SpawnedProcess
-from host_daemon.standby import Standbys
-from host_daemon.state_dir import StateDir, clear_errors, end_file
-from host_daemon.terminals import Terminals, terminal_environment
-from host_daemon.worker_environment import rank_environment
-from host_daemon.worker_records import STORE_RANK
-from host_daemon.workers import Worker, WorkerTable
+from host_daemon.kernel.free_ports import is_free
+from host_daemon.spawning.spawn_wire import Order, StoreOrder, WorkerOrder
+from host_daemon.spawning.spawner_client import SpawnedProcess
+from host_daemon.spawning.standby import Standbys
+from host_daemon.store.state_dir import StateDir, clear_errors, end_file
+from host_daemon.store.worker_records import STORE_RANK
+from host_daemon.workers.beacons import Beacons
+from host_daemon.workers.terminals import Terminals, terminal_environment
+from host_daemon.workers.worker_environment import rank_environment
+from host_daemon.workers.workers import Worker, WorkerTable
 
 
 class GenerationStarter:

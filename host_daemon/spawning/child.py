@@ -1,9 +1,9 @@
 """What a worker process does before the user's script: become what `python script.py` would be.
 
-Runs in a process forked from the warm spawner, or as `python -P -m host_daemon.child` in a fresh interpreter (a cold
-start). Its frames stay below the script's until the interpreter ends, so that atexit handlers and threads are treated
-as always, unless it failed. The functions here import nothing late: the daemon's own modules are forgotten before the
-script runs.
+Runs in a process forked from the warm spawner, or as `python -P -m host_daemon.spawning.child` in a fresh interpreter
+(a cold start). Its frames stay below the script's until the interpreter ends, so that atexit handlers and threads are
+treated as always, unless it failed. The functions here import nothing late: the daemon's own modules are forgotten
+before the script runs.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from flyball.contracts import fault_points, wire
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import ConfigurationError, FlyballError
 from flyball.process_title import set_title
-from host_daemon.processes import INHERITED_DESCRIPTOR
-from host_daemon.spawn_wire import HEADER, LEAVE, Order, StoreOrder, Streams, WorkerOrder
-from host_daemon.store_server import serve_store
-from host_daemon.worker_streams import redirect
+from host_daemon.kernel.processes import INHERITED_DESCRIPTOR
+from host_daemon.spawning.spawn_wire import HEADER, LEAVE, Order, StoreOrder, Streams, WorkerOrder
+from host_daemon.spawning.store_server import serve_store
+from host_daemon.spawning.worker_streams import redirect
 
 NO_LEAVE_EXIT_CODE = 125
 _FRAMES_OF_OURS = (__file__, runpy.__file__, "<frozen runpy>")
@@ -199,7 +199,7 @@ def _receive(control: socket.socket, count: int) -> bytes:
 
 def main() -> None:
     """A cold start: the order and the leave come over the inherited socket."""
-    set_title("worker that starts", ["host_daemon.child"])
+    set_title("worker that starts", ["host_daemon.spawning.child"])
     with socket.socket(fileno=INHERITED_DESCRIPTOR) as control:
         (length,) = HEADER.unpack(_receive(control, HEADER.size))
         order = wire.decoder_of(Order).decode(_receive(control, length))

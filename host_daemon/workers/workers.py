@@ -14,7 +14,7 @@ import structlog
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError
-from host_daemon.processes import (
+from host_daemon.kernel.processes import (
     ExitStatus,
     is_alive,
     open_pidfd_of,
@@ -24,10 +24,10 @@ from host_daemon.processes import (
     signal_group,
     unreaped_failure,
 )
-from host_daemon.reaper import Reaper
-from host_daemon.spawner_client import SpawnedProcess
-from host_daemon.state_dir import end_file
-from host_daemon.worker_records import STORE_RANK, WorkerRecord, WorkerRecords
+from host_daemon.kernel.reaper import Reaper
+from host_daemon.spawning.spawner_client import SpawnedProcess
+from host_daemon.store.state_dir import end_file
+from host_daemon.store.worker_records import STORE_RANK, WorkerRecord, WorkerRecords
 
 STATUS_TIMEOUT_S = 1.0  # from the end of a process to the word of its spawner how it ended; then the kernel is asked
 LATE_STATUS_TIMEOUT_S = 10.0  # more, if the kernel shows no failure: the spawner, or this process, is held up

@@ -11,7 +11,7 @@ import msgspec
 
 from flyball.contracts.cluster import WorkerError
 from flyball.contracts.wire import MALFORMED
-from host_daemon.processes import ExitStatus
+from host_daemon.kernel.processes import ExitStatus
 
 MAX_MESSAGE_CHARS = 4_000
 MAX_TRACEBACK_CHARS = 12_000

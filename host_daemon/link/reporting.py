@@ -34,15 +34,15 @@ from flyball.contracts.signals import (
     SavesRecovered,
 )
 from flyball.contracts.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
-from host_daemon.beacons import BeaconReadings, Beacons
-from host_daemon.cluster_clock import ClusterClock, no_later
-from host_daemon.engine_process import EngineKeeper
-from host_daemon.free_ports import FreePorts, is_free
-from host_daemon.http_client import SupervisorClient
-from host_daemon.outbox import RESEND_AFTER_S, Outbox
+from host_daemon.engine.engine_process import EngineKeeper
+from host_daemon.kernel.free_ports import FreePorts, is_free
+from host_daemon.link.cluster_clock import ClusterClock, no_later
+from host_daemon.link.http_client import SupervisorClient
+from host_daemon.link.superseded import Refusals
 from host_daemon.settings import DaemonSettings
-from host_daemon.superseded import Refusals
-from host_daemon.worker_records import Facts
+from host_daemon.store.outbox import RESEND_AFTER_S, Outbox
+from host_daemon.store.worker_records import Facts
+from host_daemon.workers.beacons import BeaconReadings, Beacons
 
 MIN_INTERVAL_S = 0.005  # between two reports, also when much happens
 RETRY_S = 0.25  # after a report that did not arrive, doubled up to the maximum

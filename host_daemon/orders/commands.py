@@ -25,9 +25,9 @@ from flyball.contracts.decisions import (
 )
 from flyball.contracts.errors import DaemonSuperseded, FlyballError, StaleCommand, TooBusy, Unreachable
 from flyball.contracts.rank_logs import LogRequest
-from host_daemon.command_journal import Admission, CommandJournal
-from host_daemon.http_client import SupervisorClient
-from host_daemon.superseded import Refusals
+from host_daemon.link.http_client import SupervisorClient
+from host_daemon.link.superseded import Refusals
+from host_daemon.store.command_journal import Admission, CommandJournal
 
 POLL_WAIT_S = 20.0
 POLL_RETRY_S = 0.2

@@ -24,17 +24,17 @@ from flyball.contracts.engine_wire import Arm, AwaitSaved, Configure, Disarm, En
 from flyball.contracts.errors import FlyballError, NotFound, StaleCommand, Unreachable
 from flyball.contracts.signals import SignalBody, WorkerStartFailed
 from flyball.sealed_values import unseal
-from host_daemon.beacons import Beacons
-from host_daemon.commands import CommandFailed, Progress
-from host_daemon.engine_client import EngineClient, EngineRefused
-from host_daemon.engine_process import EngineKeeper
-from host_daemon.free_ports import FreePorts
-from host_daemon.generation_start import GenerationStarter
-from host_daemon.owed_releases import OwedReleases
-from host_daemon.standby import Standbys
-from host_daemon.worker_environment import expected_environment, job_environment
-from host_daemon.worker_records import JobRecord, WorkerRecords
-from host_daemon.workers import WorkerTable
+from host_daemon.engine.engine_client import EngineClient, EngineRefused
+from host_daemon.engine.engine_process import EngineKeeper
+from host_daemon.kernel.free_ports import FreePorts
+from host_daemon.orders.commands import CommandFailed, Progress
+from host_daemon.orders.generation_start import GenerationStarter
+from host_daemon.spawning.standby import Standbys
+from host_daemon.store.owed_releases import OwedReleases
+from host_daemon.store.worker_records import JobRecord, WorkerRecords
+from host_daemon.workers.beacons import Beacons
+from host_daemon.workers.worker_environment import expected_environment, job_environment
+from host_daemon.workers.workers import WorkerTable
 
 ENGINE_WAIT_S = 5.0  # for an engine that is being restarted, before workers are started without it
 ENGINE_RETURN_S = 10.0  # for one that was killed; a longer wait would use up the time in which a job is ended

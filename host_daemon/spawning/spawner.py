@@ -1,8 +1,8 @@
 """The warm standby: a single-threaded process with torch imported, from which workers are forked.
 
-Run by the daemon as `python -P -m host_daemon.spawner --state-dir DIR` with the job's environment, because thread
-counts that are set after an import are ignored. It forks on request, says how its children ended, and exits when the
-daemon is gone. Its own death does not end its children: each is in a session of its own.
+Run by the daemon as `python -P -m host_daemon.spawning.spawner --state-dir DIR` with the job's environment, because
+thread counts that are set after an import are ignored. It forks on request, says how its children ended, and exits when
+the daemon is gone. Its own death does not end its children: each is in a session of its own.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 from flyball.contracts import wire
 from flyball.lean_imports import without_collector
 from flyball.process_title import set_title
-from host_daemon.child import NO_LEAVE_EXIT_CODE, carry_out
-from host_daemon.processes import INHERITED_DESCRIPTOR
-from host_daemon.spawn_wire import (
+from host_daemon.kernel.processes import INHERITED_DESCRIPTOR
+from host_daemon.spawning.child import NO_LEAVE_EXIT_CODE, carry_out
+from host_daemon.spawning.spawn_wire import (
     HEADER,
     LEAVE,
     MAX_FRAME_BYTES,
@@ -257,7 +257,7 @@ class Spawner:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the daemon
-    set_title("spawner", ["host_daemon.spawner", *sys.argv[1:]])
+    set_title("spawner", ["host_daemon.spawning.spawner", *sys.argv[1:]])
     spawner = Spawner(socket.socket(fileno=INHERITED_DESCRIPTOR))
     unfit = preload()
     sys.stdout.flush()

@@ -27,7 +27,7 @@ from flyball.contracts.errors import (
 )
 from flyball.contracts.rank_logs import LogPiece
 from flyball.contracts.signals import Report, ReportReply
-from host_daemon.failover import Endpoints
+from host_daemon.link.failover import Endpoints
 
 CONNECT_TIMEOUT_S = 2.0
 ANSWER_TIMEOUT_S = 5.0

@@ -11,8 +11,8 @@ import structlog
 
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.rank_logs import NEWEST, LogPiece, LogRequest
-from host_daemon.http_client import SupervisorClient
-from host_daemon.state_dir import StateDir
+from host_daemon.link.http_client import SupervisorClient
+from host_daemon.store.state_dir import StateDir
 
 MAX_ANSWERING = 8
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import structlog
 
 from flyball.contracts.clock import Clock
-from host_daemon.reaper import Reaper
-from host_daemon.spawn_wire import Order
-from host_daemon.spawner_client import SpawnedProcess, SpawnerProcess, SpawnError, start_cold
-from host_daemon.spawner_start import StartedSpawner
+from host_daemon.kernel.reaper import Reaper
+from host_daemon.spawning.spawn_wire import Order
+from host_daemon.spawning.spawner_client import SpawnedProcess, SpawnerProcess, SpawnError, start_cold
+from host_daemon.spawning.spawner_start import StartedSpawner
 
 MAX_EARLY_DEATHS = 3
 EARLY_S = 60.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from host_daemon.spawn_wire import Streams
+    from host_daemon.spawning.spawn_wire import Streams
 
 _LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 _NOBODY_THERE = (errno.EIO, errno.EPIPE)  # what a write says when the pump is dead: of a terminal, of a pipe

@@ -21,7 +21,7 @@ from flyball.contracts.losses import RankLoss, loss_value
 from flyball.contracts.rank_columns import RankSteps
 from flyball.contracts.segments import beacon_path
 from flyball.contracts.signals import RankMarks
-from host_daemon.activity import Key, Seen, Standing
+from host_daemon.kernel.activity import Key, Seen, Standing
 
 MAX_WAITING_STEPS = 10_000  # per rank, while no report gets through
 STEPS_PER_REPORT = 1_000  # per rank

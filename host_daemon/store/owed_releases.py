@@ -9,7 +9,7 @@ import msgspec
 
 from flyball.contracts import wire
 from flyball.contracts.engine_wire import Release
-from host_daemon.database import Database
+from host_daemon.store.database import Database
 
 _PREFIX = "release:"  # of the names in the table `facts`; the job follows
 

@@ -10,7 +10,7 @@ import msgspec
 from flyball.contracts import wire
 from flyball.contracts.decisions import Command, CommandUpdate, UpdateState
 from flyball.contracts.identity import Fence
-from host_daemon.database import Database
+from host_daemon.store.database import Database
 
 KEPT_ANSWERS = 500
 

@@ -10,8 +10,8 @@ import msgspec
 from flyball.contracts import wire
 from flyball.contracts.cluster import JobSpec, Placement
 from flyball.contracts.identity import Fence
-from host_daemon.database import Database
-from host_daemon.outbox import Work
+from host_daemon.store.database import Database
+from host_daemon.store.outbox import Work
 
 _INSERT = (
     "INSERT OR REPLACE INTO workers (job, generation, rank, pid, start_ticks, spawned_at, log_path)"

@@ -23,12 +23,12 @@ import structlog
 
 from flyball.contracts.console_wish import BOTH, ERR, OUT, ConsoleWish, console_folder, control_path, wish_path
 from flyball.contracts.wire import MALFORMED, decoder_of
-from host_daemon import pump
-from host_daemon.processes import launch, read_stat
-from host_daemon.reaper import Reaper
-from host_daemon.spawn_wire import Streams
-from host_daemon.state_dir import StateDir
-from host_daemon.workers import Worker
+from host_daemon.kernel.processes import launch, read_stat
+from host_daemon.kernel.reaper import Reaper
+from host_daemon.spawning.spawn_wire import Streams
+from host_daemon.store.state_dir import StateDir
+from host_daemon.workers import pump
+from host_daemon.workers.workers import Worker
 
 MAX_PUMPS = 5  # that are started for one generation
 DRAIN_TIMEOUT_S = 0.5  # until all that a worker wrote before it ended is read

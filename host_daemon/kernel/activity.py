@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flyball.contracts.cluster import Activity
-from host_daemon.system_calls import in_call, is_reading_input
+from host_daemon.kernel.system_calls import in_call, is_reading_input
 
 WINDOW_S = 4.0  # over which a worker that does nothing does nothing
 OFTEN_S, SELDOM_S = 0.4, 2.0  # between two looks at a worker: in the first seconds, and later

@@ -17,9 +17,9 @@ import structlog
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.wire import MALFORMED, decoder_of
 from flyball.process_title import TITLE_ROOM
-from host_daemon.processes import ExitStatus, launch, send_signal
-from host_daemon.reaper import Reaper
-from host_daemon.spawn_wire import (
+from host_daemon.kernel.processes import ExitStatus, launch, send_signal
+from host_daemon.kernel.reaper import Reaper
+from host_daemon.spawning.spawn_wire import (
     HEADER,
     LEAVE,
     MAX_FRAME_BYTES,
@@ -33,7 +33,7 @@ from host_daemon.spawn_wire import (
     WorkerOrder,
     frame,
 )
-from host_daemon.spawner_start import StartedSpawner, start_spawner
+from host_daemon.spawning.spawner_start import StartedSpawner, start_spawner
 
 READY_TIMEOUT_S = 120.0  # importing torch from a cold network file system takes long
 SPAWN_TIMEOUT_S = 10.0
@@ -192,7 +192,7 @@ def start_cold(order: Order, *, environment: Mapping[str, str], log_path: Path, 
             undo.callback(ours.close)  # the process ends when this is closed
             with theirs:
                 pid = launch(
-                    [sys.executable, "-P", "-m", "host_daemon.child", TITLE_ROOM],
+                    [sys.executable, "-P", "-m", "host_daemon.spawning.child", TITLE_ROOM],
                     environment=environment,
                     log_path=log_path,
                     descriptor=theirs.fileno(),

@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 
-from host_daemon.processes import ExitStatus
+from host_daemon.kernel.processes import ExitStatus
 
 
 class Reaper:
