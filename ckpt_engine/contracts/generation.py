@@ -107,7 +107,8 @@ class WorldView:
             abandoned = tuple([step for step in still_ahead if step > upto][-_REMEMBERED_ABANDONED:])
             tiers = _newest(*present.tiers, *world.tiers)
             next_save = max(world.next_save, present.next_save)
-            self._present = WorldStep(world.job, world.generation, world_step, abandoned, tiers, next_save, upto)
+            pace = max(world.pace, present.pace)
+            self._present = WorldStep(world.job, world.generation, world_step, abandoned, tiers, next_save, upto, pace)
             return self._present != present
 
 

@@ -7,13 +7,15 @@ scan; a lost `SaveAborted` delays what it tells until the rank has saved a newer
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
 from flyball.contracts.identity import JobName, Rank
 
 MAX_NOTICE_BYTES = 4096
+LATE_S: Final = 0.1  # a copy beside the steps makes them wait for some milliseconds; this is seen in their times
+TOLD_S: Final = 0.03  # waits of a save from here on are told: how often steps are saved depends on them
 MAX_MESSAGE_CHARS = 600  # six bytes each at the most, in JSON
 
 
@@ -38,7 +40,7 @@ class SaveAborted(msgspec.Struct, frozen=True, tag="save_aborted"):
 
 
 class SaveWaited(msgspec.Struct, frozen=True, tag="save_waited"):
-    """Training waited for the save of `step`: for a slot, or for a copy."""
+    """Training waited for the save of `step`: for a slot, or for a copy. Told again once it has waited for LATE_S."""
 
     job: JobName
     rank: Rank

@@ -87,8 +87,8 @@ class TierReport(msgspec.Struct, frozen=True):
 
 class WorldStep(msgspec.Struct, frozen=True, tag="world"):
     """From the coordinator: the newest step that all ranks have, newer ones that they never will (the newest few by
-    name, and all up to `abandoned_upto`), what to write to the disk tiers, and the step to save for an interval in
-    seconds."""
+    name, and all up to `abandoned_upto`), what to write to the disk tiers, the step to save for an interval in
+    seconds, and what those in steps are multiplied by (`save_pace`: a word that only grows)."""
 
     job: JobName
     generation: int
@@ -97,6 +97,7 @@ class WorldStep(msgspec.Struct, frozen=True, tag="world"):
     tiers: tuple[TierNaming, ...] = ()
     next_save: int = -1
     abandoned_upto: int = -1
+    pace: int = 0
 
     @property
     def abandoned_steps(self) -> AbandonedSteps:

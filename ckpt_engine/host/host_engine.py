@@ -281,6 +281,11 @@ class Engine:
             failures=tuple(failure for job in jobs for failure in job.save_failures.newest()),
             late=self._late_told,
             failing=tuple(failing for job in jobs if (failing := job.save_failures.failing(now)) is not None),
+            intervals=tuple(
+                interval
+                for job in jobs
+                if job.coordination is not None and (interval := job.coordination.save_interval) is not None
+            ),
             testimonies=self._links.testimonies(request.about),
         )
 

@@ -10,7 +10,7 @@ from functools import partial
 import structlog
 
 from ckpt_engine.contracts.generation import Generation
-from ckpt_engine.contracts.notices import Notice, SaveAborted, SaveWaited
+from ckpt_engine.contracts.notices import LATE_S, Notice, SaveAborted, SaveWaited
 from ckpt_engine.contracts.peer_wire import Reply, TierReport
 from ckpt_engine.host import emergency
 from ckpt_engine.host.context import Services
@@ -27,6 +27,7 @@ from ckpt_engine.tiers.peer import PeerTier
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.world.coordination import Coordination
 from ckpt_engine.world.save_clock import SaveClock
+from ckpt_engine.world.save_pace import factor_of
 from ckpt_engine.world.save_schedule import is_due
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.engine_wire import Configure, SaveFailure
@@ -264,8 +265,12 @@ class Job:
         """These ranks will not save these steps: said, so that ranks that have done so get their slots back."""
         for rank, step in steps.items():
             pipeline = self._pipelines.get(rank)
-            if pipeline is not None and not is_due(generation.configure.spec, step):
+            if pipeline is not None and not is_due(generation.configure.spec, step, factor=self._save_factor):
                 pipeline.fail(step, f"The emergency checkpoint at step {step} was given up.")
+
+    @property
+    def _save_factor(self) -> int:
+        return factor_of(self.coordination.world.present.pace) if self.coordination is not None else 1
 
     def await_saved(self, generation_number: int, step: int, timeout_s: float) -> list[int]:
         """Wait until every local rank has committed, and replicated, `step`. Returns the ranks that have not."""
@@ -312,11 +317,14 @@ class Job:
         generation = self.generation
         if pipeline is None or generation is None or notice.generation != generation.number:
             return
+        if self.coordination is not None:
+            self.coordination.hear_trainer(notice)
         if isinstance(notice, SaveAborted):
             pipeline.fail(notice.step, notice.message)
         elif isinstance(notice, SaveWaited):
-            self._services.counters.add("saves_late")
-            self.late_saves.note(notice, self._services.clock.wall_s())
+            if notice.waited_s >= LATE_S:
+                self._services.counters.add("saves_late")
+                self.late_saves.note(notice, self._services.clock.wall_s())
         else:
             pipeline.kick()
             if self._durable is not None:

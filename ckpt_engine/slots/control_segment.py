@@ -43,6 +43,7 @@ _REPLICATED_STEP, _DURABLE_STEP = 120, 121
 _HELD = {Tier.DISK: 122, Tier.PERSISTENT: 123}  # the step plus one, 0: none
 _NEXT_SAVE = 124
 _SETTLED = {Tier.DISK: 125, Tier.PERSISTENT: 126, Tier.MEMORY: 127}  # likewise
+_PACE = 119
 _RESTORE_GENERATION, _RESTORE_STATE, _RESTORE_STEP, _RESTORE_SLOT = 128, 129, 130, 131
 _RESTORE_TIER, _RESTORE_SOCKET_BYTES, _RESTORE_TEXT_BYTES = 132, 133, 134
 _TRAINER_GENERATION, _POSITION, _PARK = 160, 161, 162
@@ -187,6 +188,7 @@ class ControlSegment:
         steps = (_WORLD_STEP, _REPLICATED_STEP, _DURABLE_STEP, _EMERGENCY_STEP, _NEXT_SAVE)
         for word in (*steps, _ABANDONED_UPTO, *_ABANDONED):
             words[word] = -1
+        words[_PACE] = 0
         self.release_holds()
         words[_PARK] = ParkState.RUNNING
         self._fence()
@@ -285,6 +287,14 @@ class ControlSegment:
     def next_save(self, generation: int) -> int:
         """What `name_save` named last for this generation, -1 for nothing."""
         return self._words[_NEXT_SAVE] if self._words[_WORLD_GENERATION] == generation else -1
+
+    def set_pace(self, word: int) -> None:
+        """What intervals in steps of the present world's generation are multiplied by, as `save_pace` packs it."""
+        self._words[_PACE] = word
+
+    def pace(self, generation: int) -> int:
+        """What `set_pace` was told last for this generation, 0 for nothing."""
+        return self._words[_PACE] if self._words[_WORLD_GENERATION] == generation else 0
 
     def aborted_steps(self, generation: int) -> frozenset[int]:
         """The newest few steps that the trainer of `generation` gave up."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Protocol
 
 from flyball.contracts.errors import CheckpointError
 
@@ -40,9 +40,6 @@ class NoProgress:
     def durable_skipped(self, step: int) -> str:
         del step
         return ""
-
-
-LATE_S: Final = 0.1  # a copy beside the steps makes them wait for some milliseconds; this is seen in their times
 
 
 class Stage:

@@ -240,8 +240,8 @@ class Saver:
                 )
             slot = self._choose(world)
             now_s = time.monotonic()
+            self.waited_s = now_s - began_s
             if slot is not None:
-                self.waited_s = now_s - began_s
                 return slot
             position = (world.generation, world.step)
             if not patient:

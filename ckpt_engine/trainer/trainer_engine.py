@@ -19,14 +19,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 
+from ckpt_engine.contracts.notices import LATE_S, TOLD_S
 from ckpt_engine.settings import load_settings
 from ckpt_engine.slots.control_segment import ControlSegment
 from ckpt_engine.slots.rank_segments import ParkState, RankSegments, SegmentOptions, SlotState
 from ckpt_engine.trainer.engine_link import CommitLink, EngineLink
 from ckpt_engine.trainer.local_commit import LocalCommitter
-from ckpt_engine.trainer.save_handle import LATE_S, NoProgress, SaveHandle
+from ckpt_engine.trainer.save_handle import NoProgress, SaveHandle
 from ckpt_engine.trainer.saving import CAPTURE_TIMEOUT_S, ENGINE_PROBE_S, Saver, SlotsFull
 from ckpt_engine.trainer.shard_reader import ShardReader
+from ckpt_engine.world.save_pace import factor_of
 from ckpt_engine.world.save_schedule import is_due
 from flyball.beacon import BeaconWriter
 from flyball.contracts.checkpoints import CheckpointSpec, Tier, is_alive
@@ -51,6 +53,8 @@ _REMEMBERED_STEPS = 16
 
 NO_SUPERVISOR = "no supervisor keeps checkpoint slots for this process"
 NOT_DUE = "the job's checkpoint settings do not name this step"
+AS_OFTEN = "saves no longer hold up training, and are made as often as the settings say"
+LESS_OFTEN = "saves take longer than the training between them, and are made {} times less often than the settings say"
 
 
 class _RankProgress:
@@ -114,6 +118,8 @@ class TrainerEngine:
         self.skipped_saves = 0  # because every slot was needed
         self.late_saves = 0  # that training waited for
         self._late_step = -1  # the newest of them
+        self._told_step = -1  # the newest of those of whose waits the engine has heard
+        self._save_factor = 1
         self.restored_from: Tier | None = None
         if identity.shm_prefix:
             try:
@@ -169,9 +175,10 @@ class TrainerEngine:
         self._newest_step = step
         control.write_position(step)  # before the look at the emergency step: see ControlSegment.arm
         emergency = control.emergency_step(generation) == step
-        due = not only_emergency and is_due(self._me.checkpoint, step, control.next_save(generation))
+        factor = self._hear_pace(control)
+        due = not only_emergency and is_due(self._me.checkpoint, step, control.next_save(generation), factor)
         if not emergency and not due:
-            return SaveHandle.not_made(step, NOT_DUE)
+            return SaveHandle.not_made(step, NOT_DUE if factor == 1 else LESS_OFTEN.format(factor))
         handle = SaveHandle(step, self._progress)
         phase_before = self._beacon.current_phase
         began_ns = time.monotonic_ns()
@@ -196,6 +203,15 @@ class TrainerEngine:
             self._park(step, self._segments)
         return handle
 
+    def _hear_pace(self, control: ControlSegment) -> int:
+        """What intervals in steps are multiplied by now."""
+        factor = factor_of(control.pace(self._me.generation))
+        if factor != self._save_factor:
+            self._save_factor = factor
+            if self._me.rank == 0:
+                _log.warning("%s", LESS_OFTEN.format(factor) if factor > 1 else AS_OFTEN)
+        return factor
+
     def _save_without_slots(self, step: int, *, only_emergency: bool) -> SaveHandle:
         if not self._unavailable:
             return SaveHandle.not_made(step, NO_SUPERVISOR)
@@ -217,9 +233,12 @@ class TrainerEngine:
 
     def _note_waited(self, handle: SaveHandle, waited_s: float) -> None:
         handle.waited_s += waited_s
-        if handle.waited_s >= LATE_S and handle.step > self._late_step:
+        late = handle.waited_s >= LATE_S and handle.step > self._late_step
+        if late:
             self._late_step = handle.step
             self.late_saves += 1
+        if late or (handle.waited_s >= TOLD_S and handle.step > self._told_step):
+            self._told_step = handle.step
             if self._link is not None:
                 self._link.waited(handle.step, handle.waited_s)
 

@@ -10,13 +10,15 @@ import structlog
 
 from ckpt_engine.contracts.counters import Counters
 from ckpt_engine.contracts.generation import Generation, WorldView
+from ckpt_engine.contracts.notices import Captured, Notice, SaveWaited
 from ckpt_engine.contracts.peer_wire import RankSteps, TierNaming, TierReport, Verdict, WorldStep
 from ckpt_engine.peers.links import Key, PeerLinks
 from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.tiers.writing.tier_schedule import TierSchedule
 from ckpt_engine.world.coordinator import Coordinator
-from ckpt_engine.world.save_schedule import SaveSchedule, interval_s
-from flyball.contracts.checkpoints import Tier
+from ckpt_engine.world.save_pace import SavePace, factor_of
+from ckpt_engine.world.save_schedule import SaveSchedule, interval_s, interval_steps
+from flyball.contracts.checkpoints import SaveInterval, Tier
 from flyball.contracts.clock import Clock
 
 log = structlog.get_logger()
@@ -65,6 +67,7 @@ class Coordination:
                 abandoned_upto=start.abandoned_upto,
                 schedules=schedules,
                 saves=self._make_save_schedule(start),
+                pace=self._make_save_pace(start),
             )
 
     def _make_save_schedule(self, start: WorldStep) -> SaveSchedule | None:
@@ -77,6 +80,11 @@ class Coordination:
             world_step=start.world_step,
             now_s=self._clock.monotonic_s(),
         )
+
+    def _make_save_pace(self, start: WorldStep) -> SavePace | None:
+        spec = self._generation.configure.spec
+        every_steps = interval_steps(spec)
+        return SavePace(every_steps, start.pace) if every_steps > 0 and spec.adapt_interval else None
 
     def report(
         self,
@@ -125,12 +133,14 @@ class Coordination:
         coordinator = self._coordinator
         with self._lock:
             coordinator.now_s = self._clock.monotonic_s()
+            pace = coordinator.pace.word if coordinator.pace is not None else 0
             changed = coordinator.tiers_reported(steps.rank, steps.tiers)
             changed = coordinator.saved(steps.rank, sorted(steps.saved)) or changed
             changed = coordinator.failed(steps.failed) or changed
             changed = (steps.saving >= 0 and coordinator.saving(steps.rank, steps.saving)) or changed
             changed = coordinator.flush_wanted(steps.flush) or changed
             self._tell_of_skipped(coordinator.take_skipped(), steps.rank)
+            self._tell_of_pace(coordinator.pace, pace)
             advanced = changed and self._decide_locked(coordinator)
             to_seal = coordinator.to_seal
         self._follow_up(advanced, to_seal)
@@ -155,6 +165,41 @@ class Coordination:
             self._coordinator.now_s = self._clock.monotonic_s()
             if self._coordinator.tick(position):
                 self._decide_locked(self._coordinator)
+
+    def hear_trainer(self, notice: Notice) -> None:
+        """How the saves of rank 0, which is the coordinator's, fare; before the world can have the step."""
+        if self._coordinator is None or self._coordinator.pace is None or notice.rank != 0:
+            return
+        with self._lock:
+            if isinstance(notice, Captured):
+                self._coordinator.pace.captured(notice.step, self._clock.monotonic_s())
+            elif isinstance(notice, SaveWaited):
+                self._coordinator.pace.waited(notice.step, notice.waited_s)
+
+    @property
+    def save_interval(self) -> SaveInterval | None:
+        """How far apart saves are made; None where that is another host's to decide, or nobody's."""
+        generation = self._generation
+        with self._lock:
+            if self._coordinator is None or self._coordinator.pace is None:
+                return None
+            pace = self._coordinator.pace
+            every_steps, wanted_steps = pace.interval_steps * pace.factor, pace.interval_steps
+            return SaveInterval(generation.job, generation.number, wanted_steps, every_steps, *pace.cost)
+
+    def _tell_of_pace(self, pace: SavePace | None, before: int) -> None:
+        if pace is None or pace.word == before:
+            return
+        change = "widened" if pace.factor > factor_of(before) else "narrowed"
+        self._counters.add(f"save_intervals_{change}")
+        log.warning(
+            f"save_interval_{change}",
+            job=self._generation.job,
+            every_steps=pace.interval_steps * pace.factor,
+            wanted_steps=pace.interval_steps,
+            save_s=round(pace.cost.save_s, 3),
+            step_s=round(pace.cost.step_s, 6),
+        )
 
     def _tell_of_skipped(self, steps: list[int], rank: int) -> None:
         """The whole world goes without these steps."""
@@ -229,11 +274,13 @@ class Coordination:
             coordinator.namings,
             coordinator.next_save,
             coordinator.abandoned_upto,
+            coordinator.pace.word if coordinator.pace is not None else 0,
         )
 
     def _begin_words(self) -> WorldStep:
         generation = self._generation
         world_step, abandoned, upto, next_save = generation.restore_step, frozenset[int](), -1, -1
+        pace = 0
         for rank in generation.local_ranks:
             with self._memory.using(rank, create=True) as entry:
                 if entry is None:
@@ -246,11 +293,14 @@ class Coordination:
                     world_step, abandoned = max(world_step, words.step), abandoned | words.abandoned.named
                     upto = max(upto, words.abandoned.upto)
                     next_save = max(next_save, control.next_save(generation.number))
+                    pace = max(pace, control.pace(generation.number))
                     control.release_holds()  # of this engine's predecessor
                 else:
                     control.begin_world(generation.number, generation.restore_step)
         alive = tuple(sorted(step for step in abandoned if step > world_step))
-        return WorldStep(generation.job, generation.number, world_step, alive, next_save=next_save, abandoned_upto=upto)
+        return WorldStep(
+            generation.job, generation.number, world_step, alive, next_save=next_save, abandoned_upto=upto, pace=pace
+        )
 
     def _write_words(self, world: WorldStep) -> None:
         for rank in self._generation.local_ranks:
@@ -262,4 +312,5 @@ class Coordination:
                     continue  # a newer generation has begun
                 control.advance_world(world.world_step)
                 control.name_save(world.next_save)
+                control.set_pace(world.pace)
                 control.abandon(world.abandoned, world.abandoned_upto)

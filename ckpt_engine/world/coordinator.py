@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from ckpt_engine.contracts.peer_wire import TierNaming, TierReport
 from ckpt_engine.tiers.writing.tier_schedule import TierSchedule
+from ckpt_engine.world.save_pace import SavePace
 from ckpt_engine.world.save_schedule import SaveSchedule
 from flyball.contracts.checkpoints import Tier
 
@@ -37,14 +38,16 @@ class Coordinator:
         abandoned_upto: int = -1,
         schedules: Sequence[TierSchedule] = (),
         saves: SaveSchedule | None = None,
+        pace: SavePace | None = None,
     ) -> None:
         """`world_step`: what the generation started from (-1: nothing) or, after a restart of this engine, what its
         control words say, like `abandoned` and `abandoned_upto`. `schedules`: of the disk tiers; `saves`: for intervals
-        in seconds."""
+        in seconds; `pace`: for those in steps."""
         self.generation = generation
         self.world_step = world_step
         self.schedules = schedules
-        self.now_s = 0.0  # whoever tells facts sets it first; only intervals in seconds depend on it
+        self.now_s = 0.0  # whoever tells facts sets it first; only when to save depends on it
+        self.pace = pace
         self._saves = saves
         self.abandoned_upto = abandoned_upto  # every step up to here that is newer than the world step is abandoned
         self._abandoned = {step for step in abandoned if step > max(world_step, abandoned_upto)}
@@ -167,6 +170,8 @@ class Coordinator:
         return min(self._saved[rank], default=self._settled[rank])
 
     def _advance(self, world_step: int) -> None:
+        if self.pace is not None and world_step > self.world_step:
+            self.pace.completed(world_step, self.now_s)  # told with the world step
         self.world_step = world_step
         self._forget_settled()
 

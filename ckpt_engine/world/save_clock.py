@@ -10,6 +10,7 @@ import structlog
 from ckpt_engine.contracts.generation import Generation
 from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.world.coordination import Coordination
+from ckpt_engine.world.save_pace import factor_of
 from ckpt_engine.world.save_schedule import interval_s, is_due
 
 log = structlog.get_logger()
@@ -66,9 +67,10 @@ class SaveClock:
                 return -1
             control = entry.segments.control
             position, named = control.position(generation.number), control.next_save(generation.number)
+            factor = factor_of(control.pace(generation.number))
             slots = {(view.generation, view.step) for view in entry.segments.slots()}
             is_open = control.read_world().step < named < position
-        has_it = (generation.number, named) in slots or is_due(generation.configure.spec, named)
+        has_it = (generation.number, named) in slots or is_due(generation.configure.spec, named, factor=factor)
         if is_open and not has_it and self._told.get(rank, -1) < named:
             self._told[rank] = named
             self._on_passed_by(rank, named)

@@ -1,4 +1,5 @@
-"""Which steps are saved to memory: those that an interval in steps names, the same for every rank without a word; and,
+"""Which steps are saved to memory: those that an interval in steps names, the same for every rank without a word (times
+a factor, where saves are slow: `save_pace`); and,
 for an interval in seconds, one that the coordinator names ahead of all ranks. Pure.
 
 A step that some rank had passed when it heard the name can never be complete: it is abandoned, and the next one is
@@ -16,14 +17,35 @@ _MIN_LEAD_S = 0.1  # a name travels for milliseconds; ranks may be ahead of rank
 _MAX_LEAD_S = 60.0
 _MARGIN_STEPS = 2
 _REMEMBERED_MOVES = 16
+_SELDOM = 8  # times as far apart as the steps that are saved anyway
 _SAVING_TIERS = (Tier.MEMORY, Tier.DISK, Tier.PERSISTENT)
 
 
-def is_due(spec: CheckpointSpec, step: int, named_step: int = -1) -> bool:
+def is_due(spec: CheckpointSpec, step: int, named_step: int = -1, factor: int = 1) -> bool:
     """Whether some tier wants this step; the memory tier has to hold it first, whichever it is. `named_step` is what
-    the coordinator named last for the tiers with an interval in seconds, -1 for nothing."""
-    intervals = (spec.policy(tier).every_steps for tier in _SAVING_TIERS)
-    return step == named_step or any(interval > 0 and step % interval == 0 for interval in intervals)
+    the coordinator named last for the tiers with an interval in seconds, -1 for nothing.
+
+    With a `factor` above 1 (`save_pace`) the shortest interval in steps is multiplied by it, and others name steps of
+    their own only where these are seldom: a slow tier gets the next step instead. What stays for ever is seldom."""
+    if step == named_step:
+        return True
+    if factor == 1:
+        return any(step % every_steps == 0 for every_steps in _intervals_steps(spec))
+    least = interval_steps(spec) * factor
+    seldom = (every_steps for every_steps in _intervals_steps(spec, kept=True) if every_steps >= _SELDOM * least)
+    return least > 0 and (step % least == 0 or any(step % every_steps == 0 for every_steps in seldom))
+
+
+def interval_steps(spec: CheckpointSpec) -> int:
+    """The shortest interval in steps of any tier, 0 if there is none."""
+    return min(_intervals_steps(spec), default=0)
+
+
+def _intervals_steps(spec: CheckpointSpec, *, kept: bool = False) -> list[int]:
+    """Of all tiers; `kept`: with those of what stays there."""
+    policies = [policy for tier in _SAVING_TIERS if (policy := spec.policy(tier)).every_steps > 0]
+    stay = [math.lcm(policy.every_steps, policy.keep_every) for policy in policies if kept and policy.keep_every > 0]
+    return [policy.every_steps for policy in policies] + stay
 
 
 def interval_s(spec: CheckpointSpec) -> float:

@@ -64,6 +64,8 @@ def command(
     for found in jobs:
         if words := _words(found, now):
             typer.echo(printable(f"{found['job']}: {words}"))
+        if words := _save_words(found):
+            typer.echo(printable(f"{found['job']}: {words}"))
     _show_hosts(hosts, now, everything=all_hosts, ended_at=ended_at)
     print_table(
         "Incidents",
@@ -134,6 +136,19 @@ def _words(job: dict[str, Any], now: float) -> str:
         took = lasted(ended_at - job["submitted_at"])
         return f"ended at {clock(ended_at, now)} UTC, after {took}" + (f": {message}" if message else "")
     return f"{job.get('world_size', '?')} ranks on {hosts} hosts; {message}" if hosts > HOSTS_SHOWN else message
+
+
+def _save_words(job: dict[str, Any]) -> str:
+    """Where fewer steps are saved than was asked for."""
+    apart = job.get("save_interval")
+    if job.get("ended_at") or not apart or apart["every_steps"] <= apart["wanted_steps"]:
+        return ""
+    save, step = short(apart["save_s"]), short(apart["step_s"])
+    every, wanted = apart["every_steps"], apart["wanted_steps"]
+    return (
+        f"saves every {every} steps, not every {wanted}: a save takes {save} until all hosts and peers have it, "
+        f"a step {step}"
+    )
 
 
 def _show_hosts(hosts: list[dict[str, Any]], now: float, *, everything: bool, ended_at: float | None) -> None:

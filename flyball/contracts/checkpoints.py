@@ -91,6 +91,7 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     persistent_keep_every: Steps = 0
     capture: CaptureMode = CaptureMode.LAZY
     when_full: WhenFull = WhenFull.WAIT
+    adapt_interval: bool = True  # where saves hold up training, those of intervals in steps are made less often
     raise_on_failure: bool = False  # the next call of the trainer raises what a save failed with
     save_timeout_s: TimeoutSeconds = 30.0  # the longest a save may wait for a slot that the world still needs
     restore_timeout_s: TimeoutSeconds = 120.0
@@ -130,6 +131,19 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     self.persistent_keep_every,
                 )
         return TierPolicy()
+
+
+class SaveInterval(msgspec.Struct, frozen=True, gc=False):
+    """How far apart a job's saves of intervals in steps are made, by its coordinator's engine: `every_steps`, where the
+    settings want `wanted_steps`. `save_s` and `step_s` are what was measured when that changed last: what a save took
+    until the whole world had it, and a step of training without its waits for saves; 0.0: it never changed."""
+
+    job: JobName
+    generation: Generation
+    wanted_steps: Steps
+    every_steps: Steps
+    save_s: Duration
+    step_s: Duration
 
 
 class ShardCopy(msgspec.Struct, frozen=True, gc=False, order=True):

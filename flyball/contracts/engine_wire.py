@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from flyball.contracts.checkpoints import CheckpointSpec, JobHistory, RestoreReport, ShardCopy
+from flyball.contracts.checkpoints import CheckpointSpec, JobHistory, RestoreReport, SaveInterval, ShardCopy
 from flyball.contracts.cluster import Placement
 from flyball.contracts.identity import Fence, HostId, JobName, Rank
 from flyball.contracts.testimony import Asked, Testimonies
@@ -139,6 +139,7 @@ class EngineReply(msgspec.Struct, frozen=True):
     failures: tuple[SaveFailure, ...] = ()  # the newest few
     late: tuple[LateSaves, ...] = ()  # the newest few
     failing: tuple[FailingSaves, ...] = ()  # of each job of which that is known
+    intervals: tuple[SaveInterval, ...] = ()  # of each job that this engine coordinates
     flushed: Mapping[str, int] = {}  # by tier, the newest step that every local rank has there; for a durable Flush
     unreachable_peers: tuple[HostId, ...] = ()
     testimonies: Testimonies = ()

@@ -11,7 +11,7 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from flyball.contracts.checkpoints import RestoreReport, ShardCopy
+from flyball.contracts.checkpoints import RestoreReport, SaveInterval, ShardCopy
 from flyball.contracts.cluster import HostFacts, Phase, WorkerError
 from flyball.contracts.identity import (
     Duration,
@@ -36,6 +36,8 @@ Counters = Annotated[
     Mapping[Annotated[str, msgspec.Meta(max_length=64)], Annotated[int, msgspec.Meta(ge=-1, le=2**62)]],
     msgspec.Meta(max_length=256),
 ]
+MAX_SAVE_INTERVALS: Final = 64
+SaveIntervals = Annotated[tuple[SaveInterval, ...], msgspec.Meta(max_length=MAX_SAVE_INTERVALS)]
 Sender: TypeAlias = tuple[str, str]  # (source, incarnation) of signals
 ExitNumber = Annotated[int, msgspec.Meta(gt=-(2**31), lt=2**31)]
 
@@ -248,6 +250,7 @@ class EngineStatus(msgspec.Struct, frozen=True, gc=False):
     unreachable_peers: tuple[HostId, ...] = ()
     counters: Counters = {}  # e.g. peer_bytes_sent, peer_bytes_received, disk_bytes_written
     testimonies: Testimonies = ()  # of the peers that its sensor asked about
+    intervals: SaveIntervals = ()  # of jobs that it coordinates
 
 
 class Report(msgspec.Struct, frozen=True, gc=False, kw_only=True):

@@ -25,6 +25,7 @@ from flyball.contracts.errors import (
 )
 from flyball.contracts.rank_columns import in_columns, steps_together
 from flyball.contracts.signals import (
+    MAX_SAVE_INTERVALS,
     EngineStatus,
     Report,
     ReportReply,
@@ -267,7 +268,13 @@ class Reporter:
 
     def _engine_status(self) -> EngineStatus:
         status = self._engine.status
-        return EngineStatus(self._engine.alive, status.unreachable_peers, status.counters, self._engine.testimonies())
+        return EngineStatus(
+            self._engine.alive,
+            status.unreachable_peers,
+            status.counters,
+            self._engine.testimonies(),
+            status.intervals[:MAX_SAVE_INTERVALS],
+        )
 
     def _say(self, error: FlyballError | None) -> None:
         """Log a change, not every repetition."""

@@ -51,7 +51,12 @@ def jobs(
     given = {job: {host.host_id: host.ranks for host in plan.hosts} for job, plan in plans.items()}
     known = known_ranks(connection, newest, given)
     times = progress(connection, [row.job for row in rows])
-    return [_job(row, plans.get(row.job), known.get(row.job, {}), times.get(row.job, JobProgress())) for row in rows]
+    apart = _save_intervals(connection, plans)
+    return [
+        _job(row, plans.get(row.job), known.get(row.job, {}), times.get(row.job, JobProgress()))
+        | {"save_interval": apart.get(row.job)}
+        for row in rows
+    ]
 
 
 def _plans(connection: Connection, names: Collection[str]) -> dict[str, GenerationPlan]:
@@ -61,6 +66,23 @@ def _plans(connection: Connection, names: Collection[str]) -> dict[str, Generati
     query = select(tables.generations.c.plan).join(tables.jobs, of_jobs).where(tables.jobs.c.job.in_(sorted(names)))
     plans: list[GenerationPlan] = [load(document, GenerationPlan) for document in connection.scalars(query)]
     return {plan.job: plan for plan in plans}
+
+
+def _save_intervals(connection: Connection, plans: Mapping[str, GenerationPlan]) -> dict[str, Json]:
+    """How far apart the steps of each job are that are saved, as the engine says that decides it: rank 0's."""
+    leaders = {plan.job: host.host_id for plan in plans.values() for host in plan.hosts if 0 in host.ranks}
+    hosts = tables.hosts.c
+    query = select(hosts.host_id, hosts.engine).where(hosts.host_id.in_(sorted(set(leaders.values()))))
+    engines: dict[str, EngineStatus] = {
+        row.host_id: load(row.engine, EngineStatus) for row in connection.execute(query)
+    }
+    return {
+        told.job: {"wanted_steps": told.wanted_steps, "every_steps": told.every_steps}
+        | {"save_s": told.save_s, "step_s": told.step_s}
+        for job, host_id in leaders.items()
+        for told in (engines[host_id].intervals if host_id in engines else ())
+        if (told.job, told.generation) == (job, plans[job].generation)
+    }
 
 
 def _job(row: Row[Any], plan: GenerationPlan | None, known: Mapping[int, KnownRank], times: JobProgress) -> Json:

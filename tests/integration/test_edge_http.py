@@ -17,6 +17,7 @@ import httpx
 import msgspec
 import pytest
 
+from flyball.contracts.checkpoints import SaveInterval
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostFacts, JobSpec, Phase
 from flyball.contracts.credentials import host_credential
@@ -155,13 +156,17 @@ def test_a_worker_dies_and_the_whole_way_is_visible(client: httpx.Client) -> Non
     assert [c["body"]["type"] for c in started] == ["start_workers"]
     generation = started[0]["body"]["placement"]["generation"]
     now = CLOCK.wall_s()
+    apart = SaveInterval("demo", generation, 1, 8, 1.5, 0.25)
     trained = report(
+        engine=EngineStatus(alive=True, intervals=(msgspec.structs.replace(apart, generation=0, every_steps=2), apart)),
         workers=(Workers("demo", generation, (0,), (9,)),),
         progress=(Progress((Phase.STEP,), (3,), (0.1,)),),
         completed=(CompletedSteps("demo", generation, (0,), 0, ((now - 3,), (now - 2,), (now - 1,), (now,))),),
     )
     assert send(client, trained).status_code == 200
     until(lambda: client.get("/v1/jobs/demo").json()["newest_step"] == 3, "the step is known")
+    said = {"wanted_steps": 1, "every_steps": 8, "save_s": 1.5, "step_s": 0.25}
+    until(lambda: client.get("/v1/jobs/demo").json()["save_interval"] == said, "how often is saved is known")
 
     death = Signal(
         source="host-a",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flyball.cli.status import _job_row, _show_hosts, _words
+from flyball.cli.status import _job_row, _save_words, _show_hosts, _words
 
 NOW = 1_795_413_958.0  # 2026-11-23 06:05:58 UTC
 
@@ -89,5 +89,10 @@ def test_a_job_has_its_times() -> None:
     assert _words(job, NOW) == ""
     ended = job | {"state": "failed", "ended_at": NOW - 60, "since": NOW - 60, "message": "ValueError"}
     assert _words(ended, NOW) == "ended at 06:04:58 UTC, after 1 h: ValueError"
+    slow = job | {"save_interval": {"wanted_steps": 1, "every_steps": 8, "save_s": 1.5, "step_s": 0.25}}
+    said = "saves every 8 steps, not every 1: a save takes 1.50 s until all hosts and peers have it, a step 0.25 s"
+    assert _save_words(slow) == said
+    assert _save_words(slow | {"ended_at": NOW}) == _save_words(job) == ""
+    assert _save_words(job | {"save_interval": slow["save_interval"] | {"every_steps": 1}}) == ""
     of_an_older_supervisor = {"job": "a", "state": "running", "submitted_at": NOW - 5, "newest_step": -1}
     assert _job_row(of_an_older_supervisor, NOW)[3:7] == ["06:05:53", None, None, "-"]
