@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from functools import lru_cache
 
 from flyball.contracts.checkpoints import CheckpointSpec, Tier
 
@@ -41,11 +42,12 @@ def interval_steps(spec: CheckpointSpec) -> int:
     return min(_intervals_steps(spec), default=0)
 
 
-def _intervals_steps(spec: CheckpointSpec, *, kept: bool = False) -> list[int]:
+@lru_cache(maxsize=64)  # asked at every step of training
+def _intervals_steps(spec: CheckpointSpec, *, kept: bool = False) -> tuple[int, ...]:
     """Of all tiers; `kept`: with those of what stays there."""
     policies = [policy for tier in _SAVING_TIERS if (policy := spec.policy(tier)).every_steps > 0]
     stay = [math.lcm(policy.every_steps, policy.keep_every) for policy in policies if kept and policy.keep_every > 0]
-    return [policy.every_steps for policy in policies] + stay
+    return (*(policy.every_steps for policy in policies), *stay)
 
 
 def interval_s(spec: CheckpointSpec) -> float:
