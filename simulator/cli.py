@@ -16,10 +16,10 @@ import typer
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import FlyballError
 from services.store.database import open_existing
+from simulator.checks.history import Saved
 from simulator.database_check import check_database
 from simulator.driver import Run, run
-from simulator.events import BEGAN_AT
-from simulator.history import Saved
+from simulator.world.events import BEGAN_AT
 
 SHOWN_VIOLATIONS = 5
 PROGRESS_EVERY = 50

@@ -8,15 +8,15 @@ import msgspec
 
 from flyball.contracts.cluster import JobSpec
 from services.runtime.telemetry import Metrics
-from simulator.events import MachineClock, Timeline
-from simulator.host import Host
 from simulator.ports.bus import MemoryBus
 from simulator.ports.memory import Memory
 from simulator.ports.status_store import MemoryJobStore
-from simulator.processes import Shared, SimulatedWakeup
-from simulator.sensors import Sensor
-from simulator.services import Actuator, Controller, Gateway
-from simulator.world import World
+from simulator.supervisor.processes import Shared, SimulatedWakeup
+from simulator.supervisor.sensors import Sensor
+from simulator.supervisor.services import Actuator, Controller, Gateway
+from simulator.world.events import MachineClock, Timeline
+from simulator.world.host import Host
+from simulator.world.world import World
 
 JOB = "job"
 

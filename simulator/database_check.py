@@ -23,8 +23,8 @@ from services.store import tables
 from services.store.codec import load
 from services.store.database import Database
 from services.store.lease import CONTROLLER
-from simulator.checkers import Violation, check_record, check_replay
-from simulator.record import (
+from simulator.checks.checkers import Violation, check_record, check_replay
+from simulator.checks.record import (
     ActionRecord,
     CommandRecord,
     DecisionRecord,

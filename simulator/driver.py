@@ -17,15 +17,15 @@ import structlog
 
 from flyball.contracts.cluster import JobState
 from services.controller.replay import StoredRound
-from simulator import checkers
-from simulator.checkers import Violation
+from simulator.checks import checkers
+from simulator.checks.checkers import Violation
+from simulator.checks.history import CoreFault, Fact, fingerprint
+from simulator.checks.record import Record
 from simulator.cluster import JOB, Cluster, Scenario, draw_scenario
-from simulator.events import BEGAN_AT
-from simulator.faults import Fault, draw
-from simulator.history import CoreFault, Fact, fingerprint
-from simulator.injection import Injector
+from simulator.faults.faults import Fault, draw
+from simulator.faults.injection import Injector
 from simulator.ports.records import of_memory
-from simulator.record import Record
+from simulator.world.events import BEGAN_AT
 
 FIRST_FAULT_AFTER_S = 20.0
 RECOVER_WITHIN_S = 400.0  # after the last fault is over; several actions may have to time out first

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from flyball.contracts.decisions import ActionState, IncidentState
-from simulator.ports.memory import Memory
-from simulator.record import (
+from simulator.checks.record import (
     ActionRecord,
     CommandRecord,
     DecisionRecord,
@@ -12,6 +11,7 @@ from simulator.record import (
     IncidentRecord,
     Record,
 )
+from simulator.ports.memory import Memory
 
 
 def of_memory(memory: Memory) -> Record:

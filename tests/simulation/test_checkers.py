@@ -11,13 +11,13 @@ import pytest
 from flyball.contracts.checkpoints import LineageEntry
 from flyball.contracts.decisions import ActionState, IncidentState
 from flyball.contracts.identity import Fence
-from simulator.checkers import check_history, check_record, check_replay
+from simulator.checks.checkers import check_history, check_record, check_replay
+from simulator.checks.history import Condemned, CoreFault, Fact, Granted, Obeyed, Restored, Saved, WorkerBegan
+from simulator.checks.record import Record
 from simulator.cluster import Scenario
 from simulator.driver import Run, run
-from simulator.faults import Fault, FaultKind
-from simulator.history import Condemned, CoreFault, Fact, Granted, Obeyed, Restored, Saved, WorkerBegan
-from simulator.record import Record
-from simulator.services import lasting_neighbours
+from simulator.faults.faults import Fault, FaultKind
+from simulator.supervisor.services import lasting_neighbours
 
 LATE = 2_000_000.0
 

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
+from simulator.checks.history import Parked
 from simulator.cluster import Scenario
 from simulator.driver import Run, run
-from simulator.events import BEGAN_AT
-from simulator.faults import Fault, FaultKind
-from simulator.history import Parked
+from simulator.faults.faults import Fault, FaultKind
+from simulator.world.events import BEGAN_AT
 
 SEEDS = 200
 AT_ONCE = 20

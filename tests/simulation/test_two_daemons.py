@@ -6,13 +6,13 @@ from random import Random
 
 import pytest
 
-from simulator import checkers
+from simulator.checks import checkers
+from simulator.checks.history import Obeyed
 from simulator.cluster import Cluster, Scenario
-from simulator.events import BEGAN_AT, MachineClock
-from simulator.history import Obeyed
-from simulator.host import Host
 from simulator.ports.records import of_memory
-from simulator.training import SIGKILL
+from simulator.world.events import BEGAN_AT, MachineClock
+from simulator.world.host import Host
+from simulator.world.training import SIGKILL
 
 
 class Twin(Host):

@@ -26,11 +26,11 @@ from flyball.contracts.signals import WorkerStartFailed
 from host_daemon.orders.commands import gives_way, job_of
 from host_daemon.orders.job_control import ENGINE_RETURN_S
 from host_daemon.store.command_journal import Admission, admit
-from simulator.history import Obeyed, StartFailed
-from simulator.training import SIGKILL, Group
+from simulator.checks.history import Obeyed, StartFailed
+from simulator.world.training import SIGKILL, Group
 
 if TYPE_CHECKING:
-    from simulator.host import Host
+    from simulator.world.host import Host
 
 
 class _Running(msgspec.Struct, eq=False):

@@ -12,10 +12,10 @@ from services.sensor.report_queue import ReportQueue
 from services.sensor.report_writer import MAX_HOSTS
 from services.sensor.step_log import StepSummary
 from services.sensor.witnesses import neighbours
-from simulator.events import MachineClock
 from simulator.ports.status_store import MemoryStatusStore
-from simulator.processes import TICK_S, WRITE_EVERY_S, Process, Shared
-from simulator.world import World
+from simulator.supervisor.processes import TICK_S, WRITE_EVERY_S, Process, Shared
+from simulator.world.events import MachineClock
+from simulator.world.world import World
 
 
 class Sensor(Process):

@@ -14,11 +14,11 @@ from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.cluster import Activity, Phase, Placement, WorkerError
 from flyball.contracts.errors import RestoreFailed
 from flyball.contracts.signals import SavesFailing, SavesRecovered
-from simulator.events import Happening
-from simulator.history import NO_SOURCE, Parked, Restored, Saved
+from simulator.checks.history import NO_SOURCE, Parked, Restored, Saved
+from simulator.world.events import Happening
 
 if TYPE_CHECKING:
-    from simulator.world import World
+    from simulator.world.world import World
 
 SIGKILL = 9
 RENDEZVOUS_TIMEOUT_S = 60.0

@@ -28,12 +28,12 @@ from flyball.contracts.succession import MAX_PREDECESSORS
 from flyball.contracts.testimony import Testimony
 from flyball.contracts.wire import WIRE_VERSION
 from host_daemon.store.outbox import BATCH
-from simulator.commands import Commands
-from simulator.events import MachineClock
-from simulator.training import Group, Worker, error_of
+from simulator.world.commands import Commands
+from simulator.world.events import MachineClock
+from simulator.world.training import Group, Worker, error_of
 
 if TYPE_CHECKING:
-    from simulator.world import World
+    from simulator.world.world import World
 
 INTERVAL_S = 1.0
 RESEND_AFTER_S = 1.0

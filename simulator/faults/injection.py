@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from flyball.contracts.drains import DrainState
 from services.controller.view import DrainView
-from simulator.faults import Fault, FaultKind
-from simulator.history import FaultBegan, FaultEnded
-from simulator.host import ACTUATOR, SENSOR
-from simulator.training import SIGKILL
+from simulator.checks.history import FaultBegan, FaultEnded
+from simulator.faults.faults import Fault, FaultKind
+from simulator.world.host import ACTUATOR, SENSOR
+from simulator.world.training import SIGKILL
 
 if TYPE_CHECKING:
     from simulator.cluster import Cluster
-    from simulator.host import Host
-    from simulator.processes import Process
+    from simulator.supervisor.processes import Process
+    from simulator.world.host import Host
 
 _AWAY_AFTER_PREEMPTION_S = 60.0
 _MISSED_AFTER_S = 20.0  # a spare that is gone

@@ -9,10 +9,10 @@ from typing import TypeVar
 import msgspec
 
 from services.runtime.telemetry import Metrics
-from simulator.events import Happening, MachineClock
 from simulator.ports.bus import MemoryBus
 from simulator.ports.memory import Memory
-from simulator.world import World
+from simulator.world.events import Happening, MachineClock
+from simulator.world.world import World
 
 LEAST_PAUSE_S = 0.1  # between two rounds of a loop: a machine that has other things to do
 IDLE_PAUSE_S = 0.25  # when a round had nothing to do

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from simulator.events import Happening, Timeline
+from simulator.world.events import Happening, Timeline
 
 LONGEST_DELAY_S = 20.0
 

@@ -13,7 +13,7 @@ from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState
 from flyball.contracts.identity import Fence
 from services.controller.diagnosis import BESIDE_FAILURES
 from services.controller.replay import Replay, StoredRound, compared, differences
-from simulator.history import (
+from simulator.checks.history import (
     EXPECTED,
     HOST_WENT,
     NO_SOURCE,
@@ -29,7 +29,7 @@ from simulator.history import (
     WorkerBegan,
     WorkerWent,
 )
-from simulator.record import ActionRecord, DecisionRecord, GenerationRecord, IncidentRecord, Record
+from simulator.checks.record import ActionRecord, DecisionRecord, GenerationRecord, IncidentRecord, Record
 
 _PARKED_S = 110.0  # for a save before a move, with the control plane away meanwhile
 _WORTH_A_WAIT_S = 20.0  # of training; the policy's own threshold is lower, and its clock a guess

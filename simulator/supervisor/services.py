@@ -19,15 +19,15 @@ from services.controller.replay import RoundInputs
 from services.controller.view import Outcome, PolicySettings
 from services.runtime.outages import OUTAGES, Outage
 from services.sensor.witnesses import neighbours
-from simulator.events import MachineClock
-from simulator.history import Condemned, Granted
-from simulator.host import ACTUATOR, SENSOR, Host
+from simulator.checks.history import Condemned, Granted
 from simulator.ports.action_store import MemoryActionStore
 from simulator.ports.decision_store import MemoryDecisionStore
 from simulator.ports.memory import Memory
-from simulator.processes import P, Process, Shared
-from simulator.sensors import Sensor
-from simulator.world import World
+from simulator.supervisor.processes import P, Process, Shared
+from simulator.supervisor.sensors import Sensor
+from simulator.world.events import MachineClock
+from simulator.world.host import ACTUATOR, SENSOR, Host
+from simulator.world.world import World
 
 
 class WatchedStore(MemoryDecisionStore):

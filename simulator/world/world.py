@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from flyball.contracts.checkpoints import Lineage, ShardCopy, ShardSource, branch
 from flyball.contracts.cluster import Placement
 from flyball.contracts.recovery import complete_points
-from simulator.events import Happening, Timeline
-from simulator.history import EXPECTED, HOST_WENT, Fact, HostWent, WorkerBegan, WorkerWent
-from simulator.network import Network
-from simulator.training import Group, Worker
+from simulator.checks.history import EXPECTED, HOST_WENT, Fact, HostWent, WorkerBegan, WorkerWent
+from simulator.world.events import Happening, Timeline
+from simulator.world.network import Network
+from simulator.world.training import Group, Worker
 
 if TYPE_CHECKING:
-    from simulator.host import Host
+    from simulator.world.host import Host
 
 SLOTS = 2
 KNOWN_AFTER_S = 20.0  # in reach for so long, what a host holds is known, a database away or a message lost
