@@ -15,38 +15,38 @@ from services.actuator.backends.host_daemons import HostDaemons
 from services.actuator.executor import Executor
 from services.api.app import ApiPart, Dependencies
 from services.api.goodput import GoodputReports
+from services.api.hot_path import ReportDesk, ReportProtocol
 from services.api.lifespan import Background
 from services.api.stream import EventStreams
 from services.bus.messaging import Messaging
 from services.controller.loop import ControllerLoop
-from services.runtime.auth import Authenticator
 from services.runtime.claim import PARTS
-from services.runtime.event_metrics import EventMetrics
 from services.runtime.health import Check, Health
-from services.runtime.http_protocol import BoundedProtocol
+from services.runtime.http.auth import Authenticator
+from services.runtime.http.http_protocol import BoundedProtocol
 from services.runtime.lifecycle import Loop, LoopThread
-from services.runtime.settings import Settings
-from services.runtime.telemetry import Metrics
-from services.sensor.committed import CommittedPositions
-from services.sensor.fault_detector import FaultDetector
-from services.sensor.hot_path import ReportDesk, ReportProtocol
-from services.sensor.ingest import Ingest
-from services.sensor.report_queue import ReportQueue
-from services.sensor.report_writer import ReportWriter
-from services.store.action_store import SqlActionStore
-from services.store.database import Database
-from services.store.decision_store import SqlDecisionStore
-from services.store.departures import SqlDepartures
-from services.store.drain_store import SqlDrainStore
-from services.store.events import SqlEventLog
-from services.store.job_store import SqlJobStore
-from services.store.lease import leader
-from services.store.placements import SqlPlacements
-from services.store.read_models import ReadModels
+from services.runtime.metrics.event_metrics import EventMetrics
+from services.runtime.metrics.telemetry import Metrics
+from services.sensor.detector.fault_detector import FaultDetector
+from services.sensor.reports.committed import CommittedPositions
+from services.sensor.reports.ingest import Ingest
+from services.sensor.reports.report_queue import ReportQueue
+from services.sensor.reports.report_writer import ReportWriter
+from services.settings import Settings
+from services.store.actions.action_store import SqlActionStore
+from services.store.decisions.decision_store import SqlDecisionStore
+from services.store.decisions.drain_store import SqlDrainStore
+from services.store.decisions.job_store import SqlJobStore
+from services.store.read.read_models import ReadModels
+from services.store.reports.departures import SqlDepartures
+from services.store.reports.placements import SqlPlacements
+from services.store.reports.status_store import SqlStatusStore
 from services.store.retention.hosts import SqlHostRemoval
 from services.store.retention.sweep import Sweeper
-from services.store.shared_clock import SharedClock
-from services.store.status_store import SqlStatusStore
+from services.store.sql.database import Database
+from services.store.sql.events import SqlEventLog
+from services.store.sql.lease import leader
+from services.store.sql.shared_clock import SharedClock
 
 IDLE_POLL_S = 0.5  # where every change of the database is made, and announced, in this process
 

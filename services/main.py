@@ -23,10 +23,11 @@ from flyball.contracts.clock import Clock, SystemClock
 from flyball.contracts.errors import ConfigurationError, FlyballError, Unreachable
 from services.api.app import create_app
 from services.assembly import Assembly
-from services.runtime.auth import Authenticator
 from services.runtime.claim import PARTS, Claim
 from services.runtime.health import Health
-from services.runtime.http_server import HttpServer
+from services.runtime.http.auth import Authenticator
+from services.runtime.http.http_server import HttpServer
+from services.runtime.http.listener import is_loopback, url_of
 from services.runtime.lifecycle import (
     LoopThread,
     allow_many_connections,
@@ -34,11 +35,10 @@ from services.runtime.lifecycle import (
     hold_termination_signals,
     termination_requested,
 )
-from services.runtime.listener import is_loopback, url_of
-from services.runtime.settings import Settings, load_settings
+from services.runtime.metrics.telemetry import configure_logging
 from services.runtime.state_dir import SupervisorRecord
-from services.runtime.telemetry import configure_logging
-from services.store.database import migrate
+from services.settings import Settings, load_settings
+from services.store.sql.schema_upgrade import migrate
 
 log = structlog.get_logger("services.main")  # not __main__, also when run as a program
 

@@ -15,7 +15,7 @@ import typer
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import FlyballError
-from services.store.database import open_existing
+from services.store.sql.database import open_existing
 from simulator.checks.history import Saved
 from simulator.database_check import check_database
 from simulator.driver import Run, run

@@ -18,11 +18,11 @@ from flyball.contracts.decisions import (
     Incident,
     IncidentState,
 )
-from services.store import rounds as round_store
-from services.store import tables
-from services.store.codec import load
-from services.store.database import Database
-from services.store.lease import CONTROLLER
+from services.record.codec import load
+from services.store.decisions import rounds as round_store
+from services.store.sql import tables
+from services.store.sql.database import Database
+from services.store.sql.lease import CONTROLLER
 from simulator.checks.checkers import Violation, check_record, check_replay
 from simulator.checks.record import (
     ActionRecord,

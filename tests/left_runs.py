@@ -7,9 +7,10 @@ from pathlib import Path
 
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.events import Event, EventKind
-from services.store import events, tables
-from services.store.database import Database, migrate
-from services.store.job_store import SqlJobStore
+from services.store.decisions.job_store import SqlJobStore
+from services.store.sql import events, tables
+from services.store.sql.database import Database
+from services.store.sql.schema_upgrade import migrate
 
 GONE = 2**22 - 1  # no process has this id
 

@@ -32,9 +32,9 @@ from flyball.contracts.decisions import (
 from flyball.contracts.rank_columns import CompletedSteps, Progress, Workers
 from flyball.contracts.signals import EngineStatus, RankMarks, Report, Signal, WorkerExited
 from flyball.contracts.wire import WIRE_VERSION, decode, encode
-from services.store.database import Database
-from services.store.job_store import SqlJobStore
-from services.store.tables import decisions, incidents
+from services.store.decisions.job_store import SqlJobStore
+from services.store.sql.database import Database
+from services.store.sql.tables import decisions, incidents
 
 LOOK_EVERY_S = 0.002  # for a decision
 WAIT_LOOK_S = 0.02  # for what is not measured

@@ -25,9 +25,10 @@ from flyball.contracts.checkpoints import LineageEntry
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.decisions import GenerationPlan
-from services.store.codec import dump
-from services.store.database import Database, migrate
-from services.store.tables import generations, jobs
+from services.record.codec import dump
+from services.store.sql.database import Database
+from services.store.sql.schema_upgrade import migrate
+from services.store.sql.tables import generations, jobs
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0

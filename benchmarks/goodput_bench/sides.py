@@ -121,8 +121,8 @@ def _state_dir(folder: Path) -> Path:
 
 
 def _supervisor_events(folder: Path) -> list[Event]:
-    from services.store.database import Database
-    from services.store.events import SqlEventLog
+    from services.store.sql.database import Database
+    from services.store.sql.events import SqlEventLog
 
     database = Database(f"sqlite:///{_state_dir(folder) / 'supervisor' / 'flyball.sqlite'}")
     try:

@@ -14,7 +14,7 @@ from flyball.cli.reach.options import JobOption, examples
 from flyball.cli.show.output import Format, OutputOption, print_json, say
 
 if TYPE_CHECKING:
-    from services.store.replaying import ReplayResult
+    from services.store.read.replaying import ReplayResult
 
 SHOWN = 20  # differences, as a table; JSON has them all
 
@@ -35,8 +35,8 @@ def command(
     output: OutputOption = Format.TABLE,
 ) -> int:
     """The exit code."""
-    from services.store.database import open_existing
-    from services.store.replaying import replay_database
+    from services.store.read.replaying import replay_database
+    from services.store.sql.database import open_existing
 
     db = open_existing(from_db)
     try:

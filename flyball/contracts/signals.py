@@ -81,7 +81,7 @@ class RankStalled(msgspec.Struct, frozen=True, tag="rank_stalled"):
     step: int
     silent_s: float
     deadline_s: float
-    stance: Annotated[str, msgspec.Meta(max_length=32)] = ""  # services.sensor.stances; '' of an older sensor
+    stance: Annotated[str, msgspec.Meta(max_length=32)] = ""  # services.sensor.detector.stances; '' of an older sensor
     seen: Text = ""  # what the processes did: "stopped by a signal, while those of other ranks are not"
     limit: Text = ""  # how the deadline came about: "8 x the usual step of 0.05 s, at least 2 s"
 
@@ -257,7 +257,7 @@ class Report(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One message of one daemon. Everything but `signals` is state: the newest wins, a lost one does not matter.
 
     What seldom changes comes first, in the bytes too: a sensor compares it with what the host said before, and decodes
-    the rest (services.sensor.report_decoding). The order on the wire is no rule: any is read.
+    the rest (services.sensor.reports.report_decoding). The order on the wire is no rule: any is read.
     """
 
     version: int

@@ -9,7 +9,7 @@ from flyball.contracts.checkpoints import Tier
 from flyball.contracts.decisions import ActionPlan, CommandResult, DecisionKind, EndJob, StopWorkers, UpdateState
 from services.actuator.moves import DEFAULT_FLUSH_S
 from services.actuator.ports import ActionProgress, CommandRecord
-from services.controller.recovery_point import newest_step
+from services.rules.recovery_point import newest_step
 
 # What these end is freed: the newest recovery point goes to the slow tiers first, where the job has any.
 FREEING: Final = frozenset({DecisionKind.FAIL_JOB, DecisionKind.STOP_JOB, DecisionKind.COMPLETE_JOB})

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from flyball.contracts.decisions import ActionState, CommandBody, EndJob, SaveEmergency, StopWorkers, WarmUp
 from services.actuator import emergency
 from services.actuator.ports import ANSWER_SLACK_S, ActionProgress, CommandDraft, PlaybookStep
-from services.controller.incident_states import ACTION, ActionEvent
+from services.rules.incident_states import ACTION, ActionEvent
 
 DEFAULT_FLUSH_S = 10.0  # for what was captured to be committed; counted in the time to stop
 _STOP_TIMEOUT_S = 15.0  # beyond the grace

@@ -29,8 +29,8 @@ from services.actuator import emergency, endings
 from services.actuator.host_parts import host_parts
 from services.actuator.moves import drafts, end, move, names, number
 from services.actuator.ports import ActionProgress, CommandDraft, CommandRecord, PlaybookStep
-from services.controller.incident_states import ACTION, ActionEvent
-from services.controller.recovery_point import plan_restore
+from services.rules.incident_states import ACTION, ActionEvent
+from services.rules.recovery_point import plan_restore
 
 STOP, START, SAVE, FLUSH, RELEASE, END = "stop", "start", "save", "flush", "release", "end"
 

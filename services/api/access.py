@@ -6,7 +6,7 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flyball.contracts.clock import Clock
-from services.runtime.telemetry import Metrics
+from services.runtime.metrics.telemetry import Metrics
 
 log = structlog.get_logger()
 

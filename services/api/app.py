@@ -30,11 +30,11 @@ from services.api.routes import (
 )
 from services.api.stream import EventStreams
 from services.dashboard import pages
-from services.runtime.auth import Authenticator
 from services.runtime.health import Health
-from services.runtime.telemetry import Metrics
+from services.runtime.http.auth import Authenticator
+from services.runtime.metrics.telemetry import Metrics
 from services.runtime.wakeup import LocalWakeup
-from services.sensor.ingest import Ingest
+from services.sensor.reports.ingest import Ingest
 
 
 @dataclass(frozen=True, slots=True)

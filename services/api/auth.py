@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flyball.contracts.errors import FlyballError, Forbidden, NotFound, Unauthorized
 from services.api.problems import problem_of
-from services.runtime.auth import Authenticator, Principal, Role
-from services.runtime.problem_details import MethodNotAllowed
+from services.runtime.http.auth import Authenticator, Principal, Role
+from services.runtime.http.problem_details import MethodNotAllowed
 
 PUBLIC: frozenset[Role | None] = frozenset({None, *Role})
 READERS: frozenset[Role | None] = frozenset({Role.READER, Role.OPERATOR})

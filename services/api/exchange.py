@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.wire import decode, encode
-from services.runtime.problem_details import BodyTooLarge, BodyTooSlow
+from services.runtime.http.problem_details import BodyTooLarge, BodyTooSlow
 
 BODY_TIMEOUT_S = 15.0
 

@@ -16,13 +16,13 @@ from flyball.contracts.errors import Conflict, StateVersionMismatch
 from services.api import problems
 from services.api.goodput import GoodputReports
 from services.api.routes import jobs, observations
-from services.runtime.paging import Page
+from services.runtime.http.paging import Page
 from services.runtime.wakeup import LocalWakeup
-from services.store.database import Database
-from services.store.events import SqlEventLog
-from services.store.lease import leader
-from services.store.left_state import LAST_SIGN_SQL, revisions
-from services.store.read_models import ReadModels
+from services.store.read.read_models import ReadModels
+from services.store.sql.database import Database
+from services.store.sql.events import SqlEventLog
+from services.store.sql.lease import leader
+from services.store.sql.left_state import LAST_SIGN_SQL, revisions
 
 Json = dict[str, Any]
 INTERRUPTED = "interrupted"

@@ -12,8 +12,8 @@ import structlog
 from fastapi import FastAPI, Request
 
 from flyball.contracts.clock import Clock
-from services.actuator.notify import AsyncWakeup, Subscribable
 from services.runtime.lifecycle import RESTART_PAUSE_S, CrashBudget
+from services.runtime.notify import AsyncWakeup, Subscribable
 
 log = structlog.get_logger()
 

@@ -14,7 +14,7 @@ from flyball.contracts.drains import Departure, DrainRequest
 from flyball.contracts.events import Event
 from flyball.contracts.rank_logs import LogPiece
 from flyball.contracts.signals import Report, ReportReply
-from services.runtime.problem_details import MEDIA_TYPE
+from services.runtime.http.problem_details import MEDIA_TYPE
 
 _REF_TEMPLATE = "#/components/schemas/{name}"
 _TYPES = (Report, ReportReply, CommandBatch, CommandUpdate, Departure, DrainRequest, JobSpec, Event, LogPiece)

@@ -9,8 +9,8 @@ from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.cluster import Again, JobSpec
 from flyball.contracts.drains import Departure, DrainRequest
 from flyball.contracts.events import Event, EventKind
-from services.runtime.log_cursor import EventLogReader
-from services.runtime.paging import Page
+from services.runtime.http.paging import Page
+from services.runtime.metrics.log_cursor import EventLogReader
 
 Json = dict[str, Any]
 

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from flyball.contracts.errors import FlyballError
-from services.runtime.problem_details import MEDIA_TYPE, Problem, details, details_of
+from services.runtime.http.problem_details import MEDIA_TYPE, Problem, details, details_of
 
 log = structlog.get_logger()
 

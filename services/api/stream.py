@@ -12,11 +12,11 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.errors import TooBusy
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.wire import encode
-from services.actuator.notify import AsyncWakeup
 from services.api.ports import EventLog
-from services.runtime.log_cursor import read_on
-from services.runtime.outages import OUTAGES, Outage
-from services.runtime.telemetry import Metrics
+from services.runtime.metrics.log_cursor import read_on
+from services.runtime.metrics.outages import OUTAGES, Outage
+from services.runtime.metrics.telemetry import Metrics
+from services.runtime.notify import AsyncWakeup
 
 BATCH = 500
 HEARTBEAT_S = 10.0

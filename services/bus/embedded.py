@@ -12,11 +12,11 @@ from sqlalchemy import Connection, Row, delete, insert, select, update
 from flyball.contracts.errors import InvalidMessage, TooBusy
 from flyball.contracts.signals import Signal
 from flyball.contracts.wire import encode
-from services.controller.ports import Cursor, Delivered
-from services.controller.unreadable import read_signal
-from services.store.database import Database
-from services.store.tables import bus_messages, bus_streams
-from services.store.upsert import upsert
+from services.rules.stream import Cursor, Delivered
+from services.rules.unreadable import read_signal
+from services.store.sql.database import Database
+from services.store.sql.tables import bus_messages, bus_streams
+from services.store.sql.upsert import upsert
 
 STREAM = "signals"
 MAX_LENGTH = 20_000

@@ -12,13 +12,13 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.signals import Signal, SignalUnreadable
 from services.bus.embedded import EmbeddedBus
-from services.controller.ports import Cursor, Delivered
+from services.rules.stream import Cursor, Delivered
 from services.runtime.health import Check
 from services.runtime.lifecycle import Loop
-from services.runtime.outages import OUTAGES, Outage
-from services.runtime.telemetry import Metrics
+from services.runtime.metrics.outages import OUTAGES, Outage
+from services.runtime.metrics.telemetry import Metrics
 from services.runtime.wakeup import LocalWakeup
-from services.store.database import Database
+from services.store.sql.database import Database
 
 if TYPE_CHECKING:  # redis is imported where there is one
     from services.bus.redis_client import RedisServer

@@ -21,8 +21,8 @@ from flyball.contracts.errors import InvalidMessage, TooBusy, Unreachable
 from flyball.contracts.signals import Signal
 from flyball.contracts.wire import encode
 from services.bus.redis_client import RedisServer
-from services.controller.ports import Cursor, Delivered
-from services.controller.unreadable import read_signal
+from services.rules.stream import Cursor, Delivered
+from services.rules.unreadable import read_signal
 
 MAX_LENGTH = 20_000
 RETRY_AFTER_S = 1.0

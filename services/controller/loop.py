@@ -20,13 +20,14 @@ from services.actuator.playbook import advance
 from services.actuator.ports import ActionProgress, PlaybookStep
 from services.controller.lease_hold import LeaseHold
 from services.controller.policy import decide
-from services.controller.ports import Cursor, DecisionStore, Delivered, LeaseGrant, SignalBus, Wakeup
+from services.controller.ports import DecisionStore
 from services.controller.replay import RoundInputs
 from services.controller.round_keeper import LONGEST_END_S, RoundKeeper
 from services.controller.turns import AGAIN_S, Turns
 from services.controller.view import Outcome, PolicySettings, View
+from services.rules.stream import Cursor, Delivered, LeaseGrant, SignalBus, Wakeup
 from services.runtime.lifecycle import LoopThread
-from services.runtime.outages import OUTAGES, Outage
+from services.runtime.metrics.outages import OUTAGES, Outage
 
 BATCH = 256  # signals per round
 POLL_S = 0.05  # how often to look for what other processes wrote; within the process a wake-up comes first

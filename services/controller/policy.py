@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import IncidentState
 from flyball.contracts.signals import Signal
-from services.controller import (
+from services.controller.round.diagnosis import DRAIN_REQUESTED, PREEMPTION_NOTICE, SAVES_FAILING, SUPERSEDED_WORKERS
+from services.controller.round.round import Case, Round, Verdict
+from services.controller.rules import (
     drain_rules,
     intake,
     job_rules,
@@ -24,8 +26,6 @@ from services.controller import (
     tracking,
     waiting_rules,
 )
-from services.controller.diagnosis import DRAIN_REQUESTED, PREEMPTION_NOTICE, SAVES_FAILING, SUPERSEDED_WORKERS
-from services.controller.round import Case, Round, Verdict
 from services.controller.view import Outcome, PolicySettings, View
 
 Rule = Callable[[Case], Verdict | None]

@@ -14,7 +14,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from flyball import __version__
-from services.runtime.auth import Authenticator, Role
+from services.runtime.http.auth import Authenticator, Role
 
 CONTENT_SECURITY_POLICY = "; ".join(
     (

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-from services.runtime.listener import bind_listener
+from services.runtime.http.listener import bind_listener
 from services.runtime.state_dir import StateDir
 
 PARTS = ("sensor", "controller", "actuator", "api")

@@ -11,8 +11,8 @@ import msgspec
 
 from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState, StartWorkers
 from flyball.contracts.identity import Fence
-from services.controller.diagnosis import BESIDE_FAILURES
 from services.controller.replay import Replay, StoredRound, compared, differences
+from services.controller.round.diagnosis import BESIDE_FAILURES
 from simulator.checks.history import (
     EXPECTED,
     HOST_WENT,

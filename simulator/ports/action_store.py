@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from flyball.contracts.decisions import Command, CommandUpdate, UpdateState
 from services.actuator.ports import ActionProgress, CommandRecord, PlaybookStep
-from services.store.action_store import ACKNOWLEDGED, ANSWERED
-from services.store.codec import number_of
+from services.record.answers import ACKNOWLEDGED, ANSWERED
+from services.record.codec import number_of
 from simulator.ports import steps
 from simulator.ports.memory import ActionRow, Memory
 

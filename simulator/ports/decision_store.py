@@ -12,14 +12,14 @@ from flyball.contracts.events import Event, EventKind
 from flyball.contracts.signals import Signal, WorkerExited
 from services.actuator.ports import PlaybookStep
 from services.controller.focus import Focus, focused
-from services.controller.ports import Cursor, LeaseGrant
 from services.controller.replay import RoundInputs, StoredRound
 from services.controller.view import HostChange, JobChange, Outcome, View
-from services.store import outcome_events, signal_writer, step_writer
-from services.store.codec import number_of
-from services.store.lease import MARGIN, Held, Renewals, epoch_for
-from services.store.report_events import RankRow
-from services.store.signal_writer import SignalKey
+from services.record import outcome_events, signal_events, step_events
+from services.record.codec import number_of
+from services.record.lease_terms import MARGIN, Held, Renewals, epoch_for
+from services.record.report_events import RankRow
+from services.record.signal_events import SignalKey
+from services.rules.stream import Cursor, LeaseGrant
 from simulator.ports import steps
 from simulator.ports.memory import ActionRow, ExitRow, GenerationRow, Memory, StateChange
 from simulator.ports.views import load_view
@@ -82,8 +82,8 @@ class MemoryDecisionStore:
     def unseen(self, signals: Sequence[Signal]) -> list[Signal]:
         """Those that are not stored yet, or what stands for them, each once, in their order."""
         first: dict[SignalKey, Signal] = {}
-        for signal in signal_writer.storable(signals):
-            first.setdefault(signal_writer.key_of(signal), signal)
+        for signal in signal_events.storable(signals):
+            first.setdefault(signal_events.key_of(signal), signal)
         with self._memory.transaction():
             return [signal for key, signal in first.items() if key not in self._memory.signals]
 
@@ -148,7 +148,7 @@ def _store_hosts(memory: Memory, changes: Sequence[HostChange], now: float) -> l
 
 def _store_signals(memory: Memory, fresh: Sequence[Signal], now: float) -> list[Event]:
     for signal in fresh:
-        unique = signal_writer.key_of(signal)
+        unique = signal_events.key_of(signal)
         assert unique not in memory.signals, f"{unique} is stored already"  # as a UNIQUE constraint has it
         memory.signals[unique] = signal
     for source, incarnation in {(signal.source, signal.incarnation): None for signal in fresh}:
@@ -168,7 +168,7 @@ def _store_signals(memory: Memory, fresh: Sequence[Signal], now: float) -> list[
             rows = memory.ranks[key[:2]]
             row = rows.setdefault(body.rank, RankRow(signal.source, body.pid, reported_at=signal.at))
             row.step = max(row.step, body.last_step)
-    return [signal_writer.event_of(signal, now) for signal in fresh]
+    return [signal_events.event_of(signal, now) for signal in fresh]
 
 
 def _store_incidents(memory: Memory, changed: Sequence[Incident]) -> list[Event]:
@@ -194,7 +194,7 @@ def _supersede(memory: Memory, action_ids: Sequence[str], now: float) -> list[Ev
         row.version += 1
         memory.action_changes.append(StateChange(row.number, now, row.state, row.phase))
         steps.close_commands(memory, row)
-        events.append(step_writer.ended_event(before, row.state, now))
+        events.append(step_events.ended_event(before, row.state, now))
     return events
 
 

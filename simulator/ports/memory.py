@@ -29,13 +29,13 @@ from flyball.contracts.decisions import (
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.events import Event
 from flyball.contracts.signals import Sender, Signal, WorkerExited
-from services.controller.ports import Cursor
 from services.controller.replay import StoredRound
 from services.controller.view import DrainView, PastFailure
-from services.sensor.rank_states import LearnedJob
-from services.store.lease import Held
-from services.store.report_events import RankKey, RankRow
-from services.store.signal_writer import SignalKey
+from services.record.lease_terms import Held
+from services.record.report_events import RankKey, RankRow
+from services.record.signal_events import SignalKey
+from services.rules.stream import Cursor
+from services.sensor.detector.rank_states import LearnedJob
 
 
 class HostRow(msgspec.Struct):

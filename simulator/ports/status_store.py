@@ -9,10 +9,10 @@ from flyball.contracts.cluster import HostState, JobSpec, JobState
 from flyball.contracts.errors import Conflict, NotFound
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.signals import Report, Sender
-from services.sensor.rank_states import LearnedJob
-from services.sensor.step_log import StepSummary
-from services.store import report_events
-from services.store.report_events import Before, RankRow
+from services.record import report_events
+from services.record.report_events import Before, RankRow
+from services.sensor.detector.rank_states import LearnedJob
+from services.sensor.reports.step_log import StepSummary
 from simulator.ports.memory import HostRow, JobRow, Memory
 
 

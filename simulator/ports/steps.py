@@ -6,8 +6,8 @@ from flyball.contracts.decisions import Command
 from flyball.contracts.events import Event
 from flyball.contracts.identity import Fence
 from services.actuator.ports import CommandDraft, PlaybookStep
-from services.store import step_writer
-from services.store.step_writer import Position
+from services.record import step_events
+from services.record.step_events import Position
 from simulator.ports.memory import ActionRow, CommandRow, Memory, StateChange
 
 
@@ -35,11 +35,11 @@ def store(memory: Memory, row: ActionRow, step: PlaybookStep, now: float) -> lis
     if step.placement is not None:
         generation = memory.generations[step.placement.job, step.placement.generation]
         generation.started_at = now
-        generation.restore_step = step_writer.restore_step_of(step.placement)
+        generation.restore_step = step_events.restore_step_of(step.placement)
         generation.lineage = step.placement.lineage
     if step.state.ended:
         close_commands(memory, row)
-    return step_writer.events_of(before, step, now)
+    return step_events.events_of(before, step, now)
 
 
 def close_commands(memory: Memory, row: ActionRow) -> None:
@@ -62,6 +62,6 @@ def _issue(memory: Memory, row: ActionRow, step: PlaybookStep, now: float) -> No
 
 def _command(memory: Memory, row: ActionRow, draft: CommandDraft) -> Command:
     job = memory.jobs.get(row.plan.job)
-    generation = step_writer.fence_generation(row.plan, draft, job.generation if job is not None else None)
+    generation = step_events.fence_generation(row.plan, draft, job.generation if job is not None else None)
     fence = Fence(memory.held.epoch, generation)
     return Command(draft.command_id, f"act-{row.number}", draft.host_id, fence, draft.body, draft.deadline_s)

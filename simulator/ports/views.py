@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import ActionState, Incident
-from services.controller.spare_choice import recent_losses
+from services.controller.round.spare_choice import recent_losses
 from services.controller.view import ActionView, GenerationView, JobView, RankView, View
-from services.store.action_cache import failed_in, said
-from services.store.codec import number_of
-from services.store.host_views import host_views, placement_of
+from services.record.answers import failed_in, said
+from services.record.codec import number_of
+from services.record.host_views import host_views, placement_of
 from simulator.ports.memory import ActionRow, JobRow, Memory
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.signals import Report, ReportReply, Signal
-from services.runtime.outages import OUTAGES, Outage
-from services.sensor.committed import CommittedPositions
-from services.sensor.fault_detector import DetectorSettings, FaultDetector
-from services.sensor.ingest import BACKLOG_S, EXPECT_EVERY_S, Ingest
-from services.sensor.report_queue import ReportQueue
-from services.sensor.report_writer import MAX_HOSTS
-from services.sensor.step_log import StepSummary
-from services.sensor.witnesses import neighbours
+from services.runtime.metrics.outages import OUTAGES, Outage
+from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
+from services.sensor.detector.witnesses import neighbours
+from services.sensor.reports.committed import CommittedPositions
+from services.sensor.reports.ingest import BACKLOG_S, EXPECT_EVERY_S, Ingest
+from services.sensor.reports.report_queue import ReportQueue
+from services.sensor.reports.report_writer import MAX_HOSTS
+from services.sensor.reports.step_log import StepSummary
 from simulator.ports.status_store import MemoryStatusStore
 from simulator.supervisor.processes import TICK_S, WRITE_EVERY_S, Process, Shared
 from simulator.world.events import MachineClock

@@ -13,12 +13,12 @@ from flyball.contracts.succession import speaks_for_host
 from services.actuator.executor import Executor
 from services.actuator.ports import PlaybookStep
 from services.controller.loop import ControllerLoop
-from services.controller.ports import Cursor
-from services.controller.recovery_point import newest_step
 from services.controller.replay import RoundInputs
 from services.controller.view import Outcome, PolicySettings
-from services.runtime.outages import OUTAGES, Outage
-from services.sensor.witnesses import neighbours
+from services.rules.recovery_point import newest_step
+from services.rules.stream import Cursor
+from services.runtime.metrics.outages import OUTAGES, Outage
+from services.sensor.detector.witnesses import neighbours
 from simulator.checks.history import Condemned, Granted
 from simulator.ports.action_store import MemoryActionStore
 from simulator.ports.decision_store import MemoryDecisionStore

@@ -25,7 +25,7 @@ from flyball.contracts.signals import EngineStatus, Report
 from flyball.contracts.wire import WIRE_VERSION, encode
 from services.api import goodput
 from services.main import Supervisor
-from services.runtime.settings import load_settings
+from services.settings import load_settings
 
 DEADLINE_S = 120.0
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -35,17 +35,19 @@ from flyball.contracts.signals import EngineStatus, Report, Signal, SignalBody, 
 from flyball.contracts.wire import WIRE_VERSION
 from services.actuator.ports import ActionStore, CommandDraft, PlaybookStep
 from services.bus import redis_client
-from services.controller.ports import Cursor, DecisionStore
+from services.controller.ports import DecisionStore
 from services.controller.view import JobChange, Outcome
-from services.store import database as database_module
-from services.store import tables
-from services.store.action_store import SqlActionStore
-from services.store.codec import dump
-from services.store.database import Database, migrate
-from services.store.decision_store import SqlDecisionStore
-from services.store.events import SqlEventLog
-from services.store.job_store import SqlJobStore
-from services.store.status_store import SqlStatusStore
+from services.record.codec import dump
+from services.rules.stream import Cursor
+from services.store.actions.action_store import SqlActionStore
+from services.store.decisions.decision_store import SqlDecisionStore
+from services.store.decisions.job_store import SqlJobStore
+from services.store.reports.status_store import SqlStatusStore
+from services.store.sql import database as database_module
+from services.store.sql import tables
+from services.store.sql.database import Database
+from services.store.sql.events import SqlEventLog
+from services.store.sql.schema_upgrade import migrate
 from simulator.ports.action_store import MemoryActionStore
 from simulator.ports.bus import MemoryEventLog
 from simulator.ports.decision_store import MemoryDecisionStore

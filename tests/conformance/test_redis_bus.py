@@ -21,7 +21,7 @@ from services.bus import redis_client
 from services.bus.redis_client import TIMEOUT_S, RedisServer
 from services.bus.redis_streams import RedisBus
 from services.bus.redis_wakeup import RedisWakeup
-from services.controller.ports import Cursor
+from services.rules.stream import Cursor
 
 KEY = "t:signals"
 

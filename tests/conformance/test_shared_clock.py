@@ -11,13 +11,14 @@ import pytest
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import Unreachable
 from services.assembly import Assembly
-from services.runtime.auth import Authenticator
 from services.runtime.health import Health
-from services.runtime.settings import load_settings
-from services.sensor.ingest import Ingest
-from services.store import shared_clock
-from services.store.database import Database, migrate
-from services.store.shared_clock import SharedClock
+from services.runtime.http.auth import Authenticator
+from services.sensor.reports.ingest import Ingest
+from services.settings import load_settings
+from services.store.sql import shared_clock
+from services.store.sql.database import Database
+from services.store.sql.schema_upgrade import migrate
+from services.store.sql.shared_clock import SharedClock
 
 EXACT_ENOUGH_S = 0.5  # between two clocks of one machine
 

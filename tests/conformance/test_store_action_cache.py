@@ -12,8 +12,8 @@ from sqlalchemy import event
 
 from flyball.contracts.decisions import ActionState, Command, CommandUpdate, UpdateState
 from services.actuator.ports import ActionProgress, PlaybookStep
-from services.store import action_cache
-from services.store.persistent_steps import PersistentCopies
+from services.store.actions import action_cache
+from services.store.reports.persistent_steps import PersistentCopies
 
 DEADLINE_S = 120.0
 HOSTS = tuple(f"node-{number}" for number in range(60))

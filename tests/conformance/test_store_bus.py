@@ -13,9 +13,10 @@ from flyball.contracts.errors import TooBusy
 from services.bus.embedded import EmbeddedBus
 from services.bus.redis_client import RedisServer
 from services.bus.redis_streams import RedisBus
-from services.controller.ports import Cursor, SignalBus
-from services.store.database import Database, migrate
-from services.store.tables import bus_messages, bus_streams
+from services.rules.stream import Cursor, SignalBus
+from services.store.sql.database import Database
+from services.store.sql.schema_upgrade import migrate
+from services.store.sql.tables import bus_messages, bus_streams
 from simulator.ports.bus import MemoryBus
 
 DEADLINE_S = 120.0

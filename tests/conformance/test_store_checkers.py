@@ -13,9 +13,9 @@ from services.actuator.executor import Executor
 from services.bus.embedded import EmbeddedBus
 from services.controller.loop import ControllerLoop
 from services.controller.view import PolicySettings
+from services.record.codec import dump, load
 from services.runtime.wakeup import LocalWakeup
-from services.store.codec import dump, load
-from services.store.tables import action_changes, generations, incidents
+from services.store.sql.tables import action_changes, generations, incidents
 from simulator.database_check import check_database
 
 BOUND_S = 60.0

@@ -18,26 +18,27 @@ from sqlalchemy import Connection, insert, inspect, select, text, update
 
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import StateVersionMismatch, Unreachable
-from services.store import database, fresh_schema
-from services.store.database import Database, migrate
-from services.store.host_cache import HostCache
-from services.store.migrations import runner
-from services.store.tables import bus_streams, log_head, metadata, ranks, watermarks
+from services.store.decisions.host_cache import HostCache
+from services.store.sql import database, fresh_schema
+from services.store.sql.database import Database
+from services.store.sql.migrations import runner
+from services.store.sql.schema_upgrade import migrate
+from services.store.sql.tables import bus_streams, log_head, metadata, ranks, watermarks
 
 DEADLINE_S = 120.0
 # As patient as the tests themselves are: the others wait for one that is held up in the middle.
 MIGRATE = """
 import sys
-from services.store import database
+from services.store.sql import database, schema_upgrade
 database.BUSY_TIMEOUT_S = database.CONNECT_TIMEOUT_S = 60.0
-database.migrate(database.Database(sys.argv[1]))
+schema_upgrade.migrate(database.Database(sys.argv[1]))
 """
 
 
 WRITE_ON_AND_ON = """
 import sys, time
 from sqlalchemy import text
-from services.store.database import Database
+from services.store.sql.database import Database
 db = Database(sys.argv[1])
 print("begun", flush=True)
 while True:

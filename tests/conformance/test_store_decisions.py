@@ -14,9 +14,9 @@ from flyball.contracts.errors import Conflict, NotFound, StaleEpoch
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.signals import HostSilent, PreemptionNotice, SignalUnreadable, WorkerExited
 from services.actuator.ports import PlaybookStep
-from services.controller.ports import Cursor
 from services.controller.view import HostChange, JobChange, PastFailure
-from services.store import tables
+from services.rules.stream import Cursor
+from services.store.sql import tables
 
 DEADLINE_S = 120.0
 A = ("host-a", "inc-a")  # who sends, unless told otherwise

@@ -10,11 +10,12 @@ from flyball.contracts.decisions import ActionPlan, Decision, DecisionKind, Gene
 from flyball.contracts.drains import DrainRequest, DrainState
 from flyball.contracts.errors import Conflict, NotFound
 from services.controller.view import DrainView, HostChange, JobChange
-from services.store import codec, running_plans
-from services.store import departures as departures_module
-from services.store.departures import SqlDepartures
-from services.store.drain_store import SqlDrainStore
-from services.store.read_models import ReadModels
+from services.record import codec
+from services.store.decisions.drain_store import SqlDrainStore
+from services.store.read.read_models import ReadModels
+from services.store.reports import departures as departures_module
+from services.store.reports import running_plans
+from services.store.reports.departures import SqlDepartures
 
 T = 1000.0
 

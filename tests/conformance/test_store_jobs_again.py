@@ -7,9 +7,9 @@ import pytest
 from flyball.contracts.checkpoints import LineageEntry
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import Again, JobSpec, JobState
-from services.store.database import Database
-from services.store.job_store import SqlJobStore
-from services.store.lease import ControllerLease
+from services.store.decisions.job_store import SqlJobStore
+from services.store.sql.database import Database
+from services.store.sql.lease import ControllerLease
 
 RUN = "20260101-000000-000"
 POINT = (LineageEntry(3, 7),)

@@ -15,13 +15,13 @@ from services.bus.embedded import EmbeddedBus
 from services.controller import loop
 from services.controller.lease_hold import LONGEST_ROUND_S, LeaseHold
 from services.controller.loop import ControllerLoop
-from services.controller.ports import LeaseGrant
 from services.controller.view import PolicySettings
+from services.rules.stream import LeaseGrant
 from services.runtime.wakeup import LocalWakeup
-from services.store import lease as lease_module
-from services.store import tables
-from services.store.decision_store import SqlDecisionStore
-from services.store.read_models import ReadModels
+from services.store.decisions.decision_store import SqlDecisionStore
+from services.store.read.read_models import ReadModels
+from services.store.sql import lease as lease_module
+from services.store.sql import tables
 
 DEADLINE_S = 150.0
 TTL_S = 1.5

@@ -31,11 +31,11 @@ from flyball.contracts.errors import Unreachable
 from services.actuator.executor import Executor
 from services.bus.embedded import EmbeddedBus
 from services.controller.loop import ControllerLoop
-from services.controller.ports import Cursor, Delivered
 from services.controller.view import PolicySettings
+from services.rules.stream import Cursor, Delivered
 from services.runtime.wakeup import LocalWakeup
-from services.store.decision_store import SqlDecisionStore
-from services.store.read_models import ReadModels
+from services.store.decisions.decision_store import SqlDecisionStore
+from services.store.read.read_models import ReadModels
 
 DEADLINE_S = 120.0
 A = ("host-a", "inc-a")  # who sends, unless told otherwise
@@ -49,12 +49,12 @@ from flyball.contracts.clock import SystemClock
 from services.actuator.executor import Executor
 from services.bus.embedded import EmbeddedBus
 from services.controller.loop import ControllerLoop
-from services.controller.ports import Cursor, Delivered
+from services.rules.stream import Cursor, Delivered
 from services.controller.view import PolicySettings
 from services.runtime.wakeup import LocalWakeup
-from services.store.action_store import SqlActionStore
-from services.store.database import Database
-from services.store.decision_store import SqlDecisionStore
+from services.store.actions.action_store import SqlActionStore
+from services.store.sql.database import Database
+from services.store.decisions.decision_store import SqlDecisionStore
 
 url, incarnation = sys.argv[1:]
 db, clock, wakeup, stop = Database(url), SystemClock(), LocalWakeup(), threading.Event()

@@ -9,7 +9,7 @@ from sqlalchemy import event, select
 
 from flyball.contracts.decisions import ActionPlan, ActionState, Decision, DecisionKind, StopWorkers
 from services.actuator.ports import CommandDraft, PlaybookStep
-from services.store.tables import actions
+from services.store.sql.tables import actions
 
 DEADLINE_S = 120.0
 

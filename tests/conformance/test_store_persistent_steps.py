@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy import event, select, update
 
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
-from services.store import tables
-from services.store.codec import dump
+from services.record.codec import dump
+from services.store.sql import tables
 
 Tell = Callable[..., list[str]]
 

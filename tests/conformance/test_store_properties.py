@@ -9,9 +9,9 @@ from flyball.contracts.decisions import CommandResult, RankPosition, UpdateState
 from flyball.contracts.events import EventKind
 from services.actuator.executor import Executor
 from services.bus.embedded import EmbeddedBus
-from services.controller.ports import Cursor
+from services.rules.stream import Cursor
 from services.runtime.wakeup import LocalWakeup
-from services.store.read_models import ReadModels
+from services.store.read.read_models import ReadModels
 
 # Every example makes its own database; what the fixtures give it has no state.
 PROPERTY = settings(

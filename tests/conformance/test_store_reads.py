@@ -14,9 +14,9 @@ from flyball.contracts.errors import NotFound
 from flyball.contracts.events import Event, EventKind
 from services.actuator.ports import PlaybookStep
 from services.controller.view import HostChange
-from services.runtime.paging import Page
-from services.store import tables
-from services.store.read_models import ReadModels
+from services.runtime.http.paging import Page
+from services.store.read.read_models import ReadModels
+from services.store.sql import tables
 
 
 @pytest.fixture

@@ -16,16 +16,17 @@ from flyball.contracts.errors import NotFound, StaleEpoch, Unreachable
 from services.actuator.executor import Executor
 from services.bus.embedded import EmbeddedBus
 from services.controller import loop as loop_module
-from services.controller import policy, round_keeper, waiting_rules
+from services.controller import policy, round_keeper
 from services.controller.loop import ControllerLoop
 from services.controller.replay import RoundInputs
 from services.controller.round_keeper import RoundKeeper
+from services.controller.rules import waiting_rules
 from services.controller.view import PolicySettings
+from services.record.codec import dump, load
 from services.runtime.wakeup import LocalWakeup
-from services.store import rounds as round_store
-from services.store.codec import dump, load
-from services.store.replaying import replay_database
-from services.store.tables import decisions, incidents, round_pieces, rounds
+from services.store.decisions import rounds as round_store
+from services.store.read.replaying import replay_database
+from services.store.sql.tables import decisions, incidents, round_pieces, rounds
 
 DEADLINE_S = 120.0
 

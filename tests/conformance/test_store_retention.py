@@ -10,12 +10,12 @@ from flyball.contracts.errors import Conflict, NotFound
 from flyball.contracts.events import Event, EventKind
 from services.controller.replay import RoundInputs
 from services.controller.view import HostChange, JobChange, Outcome, PolicySettings
-from services.store import rounds as round_store
-from services.store import tables
-from services.store.read_models import ReadModels
+from services.record.retention_rules import DAY_S, RetentionSettings
+from services.store.decisions import rounds as round_store
+from services.store.read.read_models import ReadModels
 from services.store.retention.hosts import SqlHostRemoval
-from services.store.retention.rules import DAY_S, RetentionSettings
 from services.store.retention.sweep import Sweeper
+from services.store.sql import tables
 
 T = 1000.0
 WEEK_S = 7 * DAY_S

@@ -13,12 +13,12 @@ from flyball.contracts.events import Event, EventKind
 from flyball.contracts.rank_columns import RankSteps
 from flyball.contracts.signals import EngineStatus, RankMarks
 from services.controller.view import HostChange, JobChange
-from services.sensor.job_pace import Alarm, LearnedPace
-from services.sensor.rank_states import LearnedJob
-from services.sensor.stances import Stance
-from services.sensor.step_log import StepSummary
-from services.store.placements import SqlPlacements
-from services.store.read_models import ReadModels
+from services.sensor.detector.job_pace import Alarm, LearnedPace
+from services.sensor.detector.rank_states import LearnedJob
+from services.sensor.detector.stances import Stance
+from services.sensor.reports.step_log import StepSummary
+from services.store.read.read_models import ReadModels
+from services.store.reports.placements import SqlPlacements
 
 
 def status(rank: int = 0, step: int = 5, phase: Phase = Phase.STEP, **changes: object) -> RankStatus:

@@ -19,8 +19,11 @@ from flyball.contracts.signals import HostReturned, RankStalled, Signal
 from services.actuator.ports import PlaybookStep
 from services.controller.focus import Focus, focused
 from services.controller.view import HostChange, JobChange, Outcome, View
-from services.store import action_cache, host_cache, persistent_steps, tables
-from services.store.drain_store import SqlDrainStore
+from services.store.actions import action_cache
+from services.store.decisions import host_cache
+from services.store.decisions.drain_store import SqlDrainStore
+from services.store.reports import persistent_steps
+from services.store.sql import tables
 
 Check = Callable[[], View]
 

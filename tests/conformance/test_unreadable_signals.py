@@ -19,12 +19,12 @@ from services.bus.messaging import MeasuredBus
 from services.bus.redis_client import RedisServer
 from services.bus.redis_streams import RedisBus
 from services.controller.loop import ControllerLoop
-from services.controller.ports import SignalBus
 from services.controller.view import PolicySettings
-from services.runtime.telemetry import Metrics
+from services.rules.stream import SignalBus
+from services.runtime.metrics.telemetry import Metrics
 from services.runtime.wakeup import LocalWakeup
-from services.store.decision_store import SqlDecisionStore
-from services.store.tables import bus_messages
+from services.store.decisions.decision_store import SqlDecisionStore
+from services.store.sql.tables import bus_messages
 
 Lose = Callable[[], None]
 

@@ -20,7 +20,7 @@ from sqlalchemy import text
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.local_runs import find_run
 from flyball.cli.run.embedded import start_supervisor
-from services.store.database import Database
+from services.store.sql.database import Database
 
 TIMEOUT_S = 300.0
 

@@ -27,10 +27,10 @@ from goodput.calculator import calculate
 from goodput.read.event_files import write_events
 from goodput.show.report import to_json
 from services.main import Supervisor
-from services.runtime.settings import load_settings
-from services.store import tables
-from services.store.database import Database
-from services.store.events import SqlEventLog
+from services.settings import load_settings
+from services.store.sql import tables
+from services.store.sql.database import Database
+from services.store.sql.events import SqlEventLog
 
 DEADLINE_S = 300.0
 EVENTS = interrupted_run(job="llama")

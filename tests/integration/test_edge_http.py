@@ -28,8 +28,8 @@ from flyball.contracts.signals import EngineRestarted, EngineStatus, Report, Sig
 from flyball.contracts.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
 from services.actuator.backends import host_daemons
 from services.main import Supervisor
-from services.runtime import http_server
-from services.runtime.settings import load_settings
+from services.runtime.http import http_server
+from services.settings import load_settings
 
 CLOCK = SystemClock()
 DEADLINE_S = 300.0

@@ -27,7 +27,7 @@ from flyball.contracts.wire import WIRE_VERSION
 from services.actuator.backends import host_daemons
 from services.api.auth import ACCESS
 from services.main import Supervisor
-from services.runtime.settings import load_settings
+from services.settings import load_settings
 
 EXAMPLES = 8  # of valid and again of invalid data, per operation
 EXAMPLES_OF_REPORTS = 6  # they are large

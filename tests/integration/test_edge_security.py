@@ -28,7 +28,7 @@ from host_daemon.settings import parse_settings
 from host_daemon.store.state_dir import StateDir
 from services.api.auth import ACCESS
 from services.main import Supervisor
-from services.runtime.settings import load_settings
+from services.settings import load_settings
 
 CLOCK = SystemClock()
 DEADLINE_S = 300.0

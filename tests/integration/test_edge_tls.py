@@ -21,7 +21,7 @@ from host_daemon.link.failover import Endpoints
 from host_daemon.link.http_client import SupervisorClient
 from services.actuator.backends import host_daemons
 from services.main import Supervisor
-from services.runtime.settings import load_settings
+from services.settings import load_settings
 
 YESTERDAY = datetime.now(UTC) - timedelta(days=1)
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from flyball.contracts.cluster import HostFacts
 from flyball.contracts.signals import EngineStatus, HostSilent, Report
 from flyball.contracts.wire import WIRE_VERSION
-from services.sensor.correlation import CorrelationSettings, Fall, due_groups, groups_of
-from services.sensor.fault_detector import DetectorSettings, FaultDetector
+from services.sensor.detector.correlation import CorrelationSettings, Fall, due_groups, groups_of
+from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 
 TICK_S = 0.1
 SETTINGS = CorrelationSettings()

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from flyball.contracts.cluster import HostFacts
 from flyball.contracts.signals import EngineStatus, HostReturned, HostSilent, Report
 from flyball.contracts.wire import WIRE_VERSION
-from services.sensor.fault_detector import DetectorSettings, FaultDetector
-from services.sensor.heard_hosts import SilenceSettings
+from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
+from services.sensor.detector.heard_hosts import SilenceSettings
 
 TICK_S = 0.1
 

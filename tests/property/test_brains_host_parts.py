@@ -11,7 +11,7 @@ from flyball.contracts import wire
 from flyball.contracts.checkpoints import LineageEntry, Replication, RestorePlan, ShardSource, Tier
 from flyball.contracts.cluster import HostRanks, Placement
 from services.actuator.host_parts import host_parts
-from services.controller.peer_choice import choose_peers
+from services.controller.round.peer_choice import choose_peers
 
 
 def placement_of(nnodes: int, per_node: int, replicas: int, replication: Replication, has_restore: bool) -> Placement:

@@ -17,10 +17,10 @@ from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.rank_columns import RankSteps, Workers, in_columns, statuses_in, steps_in, steps_together
 from flyball.contracts.signals import EngineStatus, PreemptionNotice, Report, Signal
 from flyball.contracts.wire import WIRE_VERSION, decode, encode
-from services.sensor import report_decoding
-from services.sensor.patience import StallSettings
-from services.sensor.rank_stalls import StallWatch
-from services.sensor.report_decoding import ReportDecoder
+from services.sensor.detector.patience import StallSettings
+from services.sensor.detector.rank_stalls import StallWatch
+from services.sensor.reports import report_decoding
+from services.sensor.reports.report_decoding import ReportDecoder
 
 RANKS = 3
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier, branch, is_alive
 from flyball.contracts.cluster import HostRanks
-from services.controller.recovery_point import before, newest_step, plan_restore
+from services.rules.recovery_point import before, newest_step, plan_restore
 
 HOSTS = ("a", "b", "c")
 

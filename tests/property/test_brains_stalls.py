@@ -9,8 +9,8 @@ from flyball.contracts.cluster import Activity, HostFacts, Phase, RankStatus
 from flyball.contracts.rank_columns import RankSteps, in_columns, steps_together
 from flyball.contracts.signals import EngineStatus, RankStalled, Report, SignalBody
 from flyball.contracts.wire import WIRE_VERSION
-from services.sensor.patience import StallSettings
-from services.sensor.rank_stalls import StallWatch
+from services.sensor.detector.patience import StallSettings
+from services.sensor.detector.rank_stalls import StallWatch
 
 RANKS = 4
 SETTINGS = StallSettings()

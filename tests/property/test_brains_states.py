@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 from flyball.contracts.cluster import HostState
 from flyball.contracts.decisions import ActionState, IncidentState
 from flyball.contracts.errors import IllegalTransition
-from services.controller.incident_states import (
-    ACTION,
-    HOST,
-    INCIDENT,
-    ActionEvent,
-    HostEvent,
-    IncidentEvent,
-    Machine,
-)
+from services.rules.incident_states import ACTION, HOST, INCIDENT, ActionEvent, HostEvent, IncidentEvent, Machine
 
 MACHINES = [(INCIDENT, IncidentState, IncidentEvent), (ACTION, ActionState, ActionEvent), (HOST, HostState, HostEvent)]
 

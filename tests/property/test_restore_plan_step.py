@@ -11,7 +11,7 @@ from ckpt_engine.inspect.restore_planner import Bandwidths, Layout, StepPlan, pl
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier, is_alive
 from flyball.contracts.cluster import HostRanks
 from flyball.contracts.recovery import NotUsable, Origin
-from services.controller.recovery_point import plan_restore
+from services.rules.recovery_point import plan_restore
 
 HOSTS = ("a", "b", "c")
 STEP = 5

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flyball.contracts.events import Event, EventKind
 from goodput.calculator import calculate
-from services.store.retention.rules import SPAN_S, is_prompt_signal, merge_steps
+from services.record.retention_rules import SPAN_S, is_prompt_signal, merge_steps
 from tests.goodput_runs import START, interrupted_run
 
 

@@ -50,7 +50,6 @@ from flyball.contracts.signals import (
 from flyball.contracts.wire import WIRE_VERSION
 from services.actuator.playbook import advance
 from services.actuator.ports import ActionProgress, CommandRecord, PlaybookStep
-from services.controller.incident_states import ACTION, ActionEvent
 from services.controller.policy import decide
 from services.controller.view import (
     ActionView,
@@ -63,7 +62,8 @@ from services.controller.view import (
     RankView,
     View,
 )
-from services.sensor.fault_detector import DetectorSettings, FaultDetector
+from services.rules.incident_states import ACTION, ActionEvent
+from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 
 TICK_S = 0.05
 STEP_S = 0.1

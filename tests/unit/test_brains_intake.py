@@ -12,11 +12,11 @@ import pytest
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
 from flyball.contracts.decisions import Incident, IncidentState
 from flyball.contracts.signals import FalseAlarm, HostSilent, RankStalled, Signal, WorkerExited
-from services.controller import tracking
-from services.controller.guardrails import budget_after
-from services.controller.intake import take_signals
 from services.controller.policy import decide
-from services.controller.round import Round
+from services.controller.round.guardrails import budget_after
+from services.controller.round.round import Round
+from services.controller.rules import tracking
+from services.controller.rules.intake import take_signals
 from services.controller.view import GenerationView, HostView, JobView, PolicySettings, RankView, View
 
 NOW = 10_000.0

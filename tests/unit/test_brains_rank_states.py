@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from flyball.contracts.cluster import Phase, RankStatus
 from flyball.contracts.rank_columns import Progress, Workers
-from services.sensor.job_pace import JobPace
-from services.sensor.patience import StallSettings
-from services.sensor.rank_states import Rank, RanksInSteps, WatchedJob
+from services.sensor.detector.job_pace import JobPace
+from services.sensor.detector.patience import StallSettings
+from services.sensor.detector.rank_states import Rank, RanksInSteps, WatchedJob
 
 
 def followed(*reports: tuple[float, tuple[int, ...], tuple[float, ...]]) -> list[float]:

@@ -8,7 +8,7 @@ import pytest
 from flyball.contracts.cluster import HostRanks, Phase
 from flyball.contracts.decisions import Incident, IncidentState
 from flyball.contracts.signals import WorkerExited
-from services.controller.guardrails import Budget, budget_after, progress_of
+from services.controller.round.guardrails import Budget, budget_after, progress_of
 from services.controller.view import GenerationView, PolicySettings, RankView
 
 SETTINGS = PolicySettings()

@@ -9,10 +9,10 @@ from flyball.contracts.cluster import Activity, HostFacts, Phase, RankStatus
 from flyball.contracts.rank_columns import RankSteps, in_columns, steps_together
 from flyball.contracts.signals import EngineStatus, FalseAlarm, RankStalled, Report
 from flyball.contracts.wire import WIRE_VERSION
-from services.sensor.fault_detector import DetectorSettings, FaultDetector
-from services.sensor.patience import Patience
-from services.sensor.rank_states import LearnedJob
-from services.sensor.stances import Stance
+from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
+from services.sensor.detector.patience import Patience
+from services.sensor.detector.rank_states import LearnedJob
+from services.sensor.detector.stances import Stance
 
 ALL = (0, 1, 2, 3)
 WAITS, SLEEPS = "futex", "clock_nanosleep"

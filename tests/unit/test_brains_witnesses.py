@@ -9,9 +9,9 @@ from flyball.contracts.cluster import HostFacts, HostRanks, Phase, RankStatus
 from flyball.contracts.rank_columns import in_columns
 from flyball.contracts.signals import EngineStatus, HostReturned, HostSilent, HostSuspect, Report, SignalBody
 from flyball.contracts.wire import WIRE_VERSION
-from services.sensor.fault_detector import DetectorSettings, FaultDetector
-from services.sensor.heard_hosts import SilenceSettings
-from services.sensor.witnesses import MAX_NEIGHBOURS, neighbours
+from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
+from services.sensor.detector.heard_hosts import SilenceSettings
+from services.sensor.detector.witnesses import MAX_NEIGHBOURS, neighbours
 
 TICK_S = 0.1
 BOUNDS = SilenceSettings(vouched_max_s=60.0)

@@ -21,8 +21,9 @@ from flyball.contracts.cluster import Again, JobSpec
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.segments import shm_prefix
 from flyball.launcher import RunRequest
-from services.store.database import Database, migrate
-from services.store.job_store import SqlJobStore
+from services.store.decisions.job_store import SqlJobStore
+from services.store.sql.database import Database
+from services.store.sql.schema_upgrade import migrate
 
 JOB = "train"
 ARGV = ("train.py",)

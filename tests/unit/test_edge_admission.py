@@ -30,7 +30,7 @@ from flyball.contracts.signals import (
     SignalBody,
 )
 from flyball.contracts.wire import WIRE_VERSION, decode, encode
-from services.sensor.admission import Admission, AdmissionSettings
+from services.sensor.reports.admission import Admission, AdmissionSettings
 
 NOW = 1_700_000_000.0
 

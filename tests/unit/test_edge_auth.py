@@ -7,8 +7,8 @@ import pytest
 from flyball.contracts.credentials import HostCredential, host_credential, read_credential, reader_token
 from flyball.contracts.errors import ConfigurationError, Forbidden, NotFound
 from services.api.auth import ACCESS, DAEMONS, PUBLIC, READERS, AccessTable, check_role
-from services.runtime.auth import Authenticator, Principal, Role
-from services.runtime.problem_details import MethodNotAllowed
+from services.runtime.http.auth import Authenticator, Principal, Role
+from services.runtime.http.problem_details import MethodNotAllowed
 
 SECRET = "the-secret-of-a-cluster"
 AUTH = Authenticator(SECRET)

@@ -16,7 +16,7 @@ from goodput.calculator import calculate
 from goodput.show.report import to_json
 from services.api import goodput
 from services.api.goodput import FRESH_S, FRESH_SHARE, MAX_AT_ONCE, Asked, GoodputReports, ReportsBusy
-from services.runtime.problem_details import details_of
+from services.runtime.http.problem_details import details_of
 
 EVENTS = interrupted_run(ended=False)
 NOW = EVENTS[-1].at + 10.0

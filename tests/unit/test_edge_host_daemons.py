@@ -14,8 +14,8 @@ from flyball.contracts.identity import Fence
 from flyball.contracts.rank_logs import LogPiece, LogRequest
 from services.actuator.backends import host_daemons, log_requests
 from services.actuator.backends.host_daemons import HostDaemons
-from services.actuator.notify import AsyncWakeup
-from services.runtime.telemetry import Metrics
+from services.runtime.metrics.telemetry import Metrics
+from services.runtime.notify import AsyncWakeup
 from services.runtime.wakeup import LocalWakeup
 
 

@@ -16,11 +16,11 @@ from flyball.contracts.credentials import host_credential
 from flyball.contracts.errors import TooBusy
 from flyball.contracts.signals import Report, ReportReply
 from flyball.contracts.wire import MAX_MESSAGE_BYTES, WIRE_VERSION
-from services.runtime.auth import Authenticator
-from services.runtime.http_protocol import MAX_HEAD_BYTES
-from services.runtime.telemetry import Metrics
-from services.sensor import hot_path
-from services.sensor.hot_path import KnownHead, KnownHeads, ReportDesk, ReportProtocol
+from services.api import hot_path
+from services.api.hot_path import KnownHead, KnownHeads, ReportDesk, ReportProtocol
+from services.runtime.http.auth import Authenticator
+from services.runtime.http.http_protocol import MAX_HEAD_BYTES
+from services.runtime.metrics.telemetry import Metrics
 
 SECRET = "s" * 32
 BODY = json.dumps(

@@ -10,15 +10,15 @@ import pytest
 from flyball.contracts.cluster import HostFacts
 from flyball.contracts.signals import EngineRestarted, EngineStatus, HostReturned, HostSilent, Report, Sender, Signal
 from flyball.contracts.wire import WIRE_VERSION, encode
-from services.actuator.notify import AsyncWakeup
-from services.runtime.auth import Authenticator
-from services.runtime.telemetry import Metrics
+from services.api.hot_path import ReportDesk
+from services.runtime.http.auth import Authenticator
+from services.runtime.metrics.telemetry import Metrics
+from services.runtime.notify import AsyncWakeup
 from services.runtime.wakeup import LocalWakeup
-from services.sensor.committed import CommittedPositions
-from services.sensor.fault_detector import DetectorSettings, FaultDetector
-from services.sensor.hot_path import ReportDesk
-from services.sensor.ingest import Ingest
-from services.sensor.report_queue import ReportQueue
+from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
+from services.sensor.reports.committed import CommittedPositions
+from services.sensor.reports.ingest import Ingest
+from services.sensor.reports.report_queue import ReportQueue
 
 
 def report(host_id: str) -> Report:

@@ -13,17 +13,17 @@ from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.rank_columns import CompletedSteps, RankSteps, in_columns, statuses_in, steps_together
 from flyball.contracts.signals import EngineStatus, RankMarks, RankStalled, Report
 from flyball.contracts.wire import WIRE_VERSION
-from services.runtime.telemetry import Metrics
-from services.sensor import early_steps
-from services.sensor.committed import CommittedPositions
-from services.sensor.early_steps import EarlySteps
-from services.sensor.fault_detector import DetectorSettings, FaultDetector
-from services.sensor.ingest import Ingest
-from services.sensor.placed import Placed, given_in
-from services.sensor.rank_states import LearnedJob
-from services.sensor.report_queue import ReportQueue
-from services.sensor.step_log import StepSummary
-from services.store.placements import Placements
+from services.runtime.metrics.telemetry import Metrics
+from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
+from services.sensor.detector.rank_states import LearnedJob
+from services.sensor.reports import early_steps
+from services.sensor.reports.committed import CommittedPositions
+from services.sensor.reports.early_steps import EarlySteps
+from services.sensor.reports.ingest import Ingest
+from services.sensor.reports.placed import Placed, given_in
+from services.sensor.reports.report_queue import ReportQueue
+from services.sensor.reports.step_log import StepSummary
+from services.store.reports.placements import Placements
 
 HUGE = 2**31 - 1
 PLAN = GenerationPlan("job", 3, 2, (HostRanks("a", "", "", (0, 1)), HostRanks("b", "", "", (2, 3))), {}, (), 0)

@@ -20,8 +20,8 @@ from flyball.contracts.errors import ConfigurationError, PortInUse, StateVersion
 from services.api import lifespan
 from services.runtime import health as health_module
 from services.runtime.health import Health
+from services.runtime.http.listener import bind_listener, url_of
 from services.runtime.lifecycle import MAX_RESTARTS_IN_WINDOW, CrashBudget, LoopThread
-from services.runtime.listener import bind_listener, url_of
 from services.runtime.state_dir import StateDir, SupervisorRecord
 from services.runtime.wakeup import LocalWakeup
 

@@ -15,15 +15,15 @@ from flyball.contracts.cluster import HostFacts
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.signals import EngineStatus, PreemptionNotice, RankMarks, Report, Sender, Signal
 from flyball.contracts.wire import WIRE_VERSION
-from services.actuator.notify import AsyncWakeup
-from services.controller.ports import Cursor, Delivered
-from services.runtime.telemetry import Metrics
+from services.rules.stream import Cursor, Delivered
+from services.runtime.metrics.telemetry import Metrics
+from services.runtime.notify import AsyncWakeup
 from services.runtime.wakeup import LocalWakeup
-from services.sensor import report_writer
-from services.sensor.committed import CommittedPositions
-from services.sensor.report_queue import Received, ReportQueue
-from services.sensor.report_writer import ReportWriter
-from services.sensor.step_log import StepSummary
+from services.sensor.reports import report_writer
+from services.sensor.reports.committed import CommittedPositions
+from services.sensor.reports.report_queue import Received, ReportQueue
+from services.sensor.reports.report_writer import ReportWriter
+from services.sensor.reports.step_log import StepSummary
 
 
 def report(host_id: str, signals: tuple[Signal, ...] = ()) -> Report:

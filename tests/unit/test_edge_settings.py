@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flyball.contracts.errors import ConfigurationError
-from services.runtime.settings import load_settings
-from services.runtime.telemetry import Metrics
+from services.runtime.metrics.telemetry import Metrics
+from services.settings import load_settings
 
 
 @pytest.fixture(autouse=True)

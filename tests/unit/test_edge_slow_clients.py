@@ -10,7 +10,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from stepped_loop import SteppedLoop
 
-from services.runtime.http_protocol import BoundedProtocol
+from services.runtime.http.http_protocol import BoundedProtocol
 
 KEEP_ALIVE_S = 1.0  # many steps of the loop
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -15,8 +15,8 @@ from flyball.contracts.signals import RankMarks
 from flyball.contracts.wire import encode
 from goodput.history import job_history
 from goodput.history.phases import Waiting
-from services.sensor.step_log import StepLog, StepSummary
-from services.store.report_events import event_of_steps
+from services.record.report_events import event_of_steps
+from services.sensor.reports.step_log import StepLog, StepSummary
 
 
 def steps(rank: int, first_step: int, *completed_at: float, generation: int = 1) -> RankSteps:

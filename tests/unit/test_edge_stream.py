@@ -10,9 +10,9 @@ from starlette.responses import StreamingResponse
 
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.events import Event, EventKind
-from services.actuator.notify import AsyncWakeup
 from services.api.stream import HEARTBEAT_S, EventStreams
-from services.runtime.telemetry import Metrics
+from services.runtime.metrics.telemetry import Metrics
+from services.runtime.notify import AsyncWakeup
 from services.runtime.wakeup import LocalWakeup
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from services.runtime.telemetry import Metrics
-from services.sensor.committed import CommittedPositions
-from services.sensor.fault_detector import DetectorSettings, FaultDetector
-from services.sensor.ingest import Ingest
-from services.sensor.report_queue import ReportQueue
-from services.store import vouching
-from services.store.database import Database, migrate
-from services.store.status_store import SqlStatusStore
+from services.runtime.metrics.telemetry import Metrics
+from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
+from services.sensor.reports.committed import CommittedPositions
+from services.sensor.reports.ingest import Ingest
+from services.sensor.reports.report_queue import ReportQueue
+from services.store.reports import vouching
+from services.store.reports.status_store import SqlStatusStore
+from services.store.sql.database import Database
+from services.store.sql.schema_upgrade import migrate
 
 NOW = 1000.0
 

@@ -8,11 +8,11 @@ from flyball.contracts.cluster import HostFacts, HostRanks, HostState, JobSpec, 
 from flyball.contracts.signals import EngineStatus, HostReturned, HostSilent, Report
 from flyball.contracts.wire import WIRE_VERSION, decode, encode
 from services.controller.policy import decide
-from services.controller.spare_choice import free_hosts
+from services.controller.round.spare_choice import free_hosts
 from services.controller.view import GenerationView, HostView, JobView, PolicySettings, RankView, View
-from services.sensor.fault_detector import DetectorSettings, FaultDetector
-from services.sensor.report_decoding import ReportDecoder
-from services.sensor.vouches import Vouches
+from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
+from services.sensor.reports.report_decoding import ReportDecoder
+from services.sensor.reports.vouches import Vouches
 
 NOW = 10_000.0
 SPEC = JobSpec(job="train", argv=("t.py",), workdir="/", nnodes=1, nproc_per_node=1)

@@ -12,11 +12,12 @@ from sqlalchemy import insert, select
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from flyball.contracts.errors import ConfigurationError, FlyballError, StateVersionMismatch, StorageFull, Unreachable
-from services.runtime.outages import OUTAGES
-from services.store import database
-from services.store.database import Database, migrate
-from services.store.failures import translate
-from services.store.tables import bus_messages, log_head
+from services.runtime.metrics.outages import OUTAGES
+from services.store.sql import database
+from services.store.sql.database import Database
+from services.store.sql.failures import translate
+from services.store.sql.schema_upgrade import migrate
+from services.store.sql.tables import bus_messages, log_head
 
 
 def failure(url: str) -> FlyballError:

@@ -18,13 +18,13 @@ import pytest
 from sqlalchemy import text
 
 from flyball.contracts.errors import Unreachable
-from services.store.database import Database
+from services.store.sql.database import Database
 
 DEADLINE_S = 60.0
 WRITE_TWICE = """
 import sys
 from sqlalchemy import text
-from services.store import database
+from services.store.sql import database
 database.BUSY_TIMEOUT_S = 60.0
 db = database.Database(sys.argv[1])
 with db.write() as connection:
@@ -47,7 +47,8 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def db(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
-    monkeypatch.setattr("services.store.database.BUSY_TIMEOUT_S", DEADLINE_S)  # a writer that is held up is no outage
+    # A writer that is held up is no outage.
+    monkeypatch.setattr("services.store.sql.database.BUSY_TIMEOUT_S", DEADLINE_S)
     opened = Database(f"sqlite:///{file}")
     yield opened
     opened.close()
@@ -112,7 +113,7 @@ def test_a_turn_is_given_back_before_the_transaction_ends(file: Path, db: Databa
 def test_a_turn_that_is_never_given_back_delays_but_refuses_nothing(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.store.database.BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("services.store.sql.database.BUSY_TIMEOUT_S", 0.05)
     db = Database(f"sqlite:///{file}")
     with turn_held(file):
         write(db, "ours")
@@ -123,7 +124,7 @@ def test_a_turn_that_is_never_given_back_delays_but_refuses_nothing(
 def test_a_database_that_is_locked_is_said_to_be_so_and_the_turn_given_back(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.store.database.BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("services.store.sql.database.BUSY_TIMEOUT_S", 0.05)
     db = Database(f"sqlite:///{file}")
     other = sqlite3.connect(file, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from services.actuator.notify import AsyncWakeup
+from services.runtime.notify import AsyncWakeup
 from services.runtime.wakeup import LocalWakeup
 
 DEADLINE_S = 60.0

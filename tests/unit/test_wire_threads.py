@@ -11,7 +11,7 @@ MEET = """
 import sys, threading
 import msgspec
 from flyball.contracts import wire
-from services.store.codec import load
+from services.record.codec import load
 
 sys.setswitchinterval(1e-6)
 for number in range(60):

@@ -24,7 +24,7 @@ class LeftState(ApiClient):
     def __init__(self, database_url: str, *, folder: Path | None = None) -> None:
         """`folder`: the one on this machine whose supervisor is known to have ended."""
         from services.api.left_state import check_schema, left_state_app, supervisor_ended_at
-        from services.store.database import open_existing
+        from services.store.sql.database import open_existing
 
         self._db = open_existing(database_url)
         try:

@@ -18,7 +18,7 @@ from flyball.cli.reach.places import live_record, state_root, supervisor_dir
 from flyball.contracts.cluster import JobState
 from flyball.contracts.errors import NotFound
 from flyball.contracts.wire import MALFORMED, decoder_of
-from services.store.left_state import LAST_SIGN_SQL, read_only_uri
+from services.store.sql.left_state import LAST_SIGN_SQL, read_only_uri
 
 DATABASE = "flyball.sqlite"
 INTERRUPTED = "interrupted"  # it had not ended when its supervisor did; the same word as in services.api.left_state

@@ -22,7 +22,7 @@ from flyball.launcher import RunRequest
 if TYPE_CHECKING:
     from flyball.cli.reach.client import ApiClient
     from flyball.cli.run.going_on import Point
-    from services.store.job_store import PastRun
+    from services.store.decisions.job_store import PastRun
 
 DEFAULT_DISK_EVERY_S: Final = 600.0
 

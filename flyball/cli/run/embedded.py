@@ -14,7 +14,7 @@ from flyball.cli.show.messages import say
 from flyball.contracts.errors import FlyballError
 from flyball.lean_imports import import_lean, without_collector
 from services.runtime.claim import Claim
-from services.runtime.listener import url_of
+from services.runtime.http.listener import url_of
 
 if TYPE_CHECKING:
     from services.main import Supervisor
@@ -39,7 +39,7 @@ def start_supervisor(
     with without_collector():
         import_lean("structlog", "httpx")
         from services.main import Supervisor  # FastAPI, SQLAlchemy, ...: a second of imports that other commands save
-        from services.runtime.settings import load_settings
+        from services.settings import load_settings
 
     supervisor = Supervisor(
         load_settings(state_dir=state_dir, host=host, port=port, database_url=database_url, token=token, **settings),

@@ -22,7 +22,7 @@ from flyball.contracts.errors import FlyballError
 
 if TYPE_CHECKING:
     from flyball.cli.run.going_on import Left, Point
-    from services.store.job_store import PastRun
+    from services.store.decisions.job_store import PastRun
 
 FLUSH_WITHIN_S: Final = 50.0
 _LOOK_INTERVAL_S: Final = 0.1

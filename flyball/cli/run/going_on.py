@@ -23,8 +23,9 @@ from flyball.cli.run.run_folders import RunFolder, segments_prefix
 from flyball.cli.show.messages import say
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, Tier
 from flyball.contracts.errors import CheckpointError, FlyballError
-from services.store.database import Database, migrate
-from services.store.job_store import SqlJobStore
+from services.store.decisions.job_store import SqlJobStore
+from services.store.sql.database import Database
+from services.store.sql.schema_upgrade import migrate
 
 MEMORY: Final = (Tier.MEMORY, Tier.PEER)
 DURABLE: Final = (Tier.DISK, Tier.PERSISTENT)
@@ -187,7 +188,7 @@ def _good_copies(
 @contextmanager
 def open_jobs(folder: Path) -> Iterator[SqlJobStore | None]:
     """The jobs in the database of the run with this state folder, whether or not its supervisor runs."""
-    from services.runtime.settings import load_settings
+    from services.settings import load_settings
 
     settings = load_settings(state_dir=folder / "supervisor")
     if not settings.database_url and not (folder / "supervisor" / "flyball.sqlite").exists():

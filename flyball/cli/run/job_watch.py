@@ -31,7 +31,7 @@ MAX_DAEMON_RESTARTS = 3  # within DAEMON_RESTART_WINDOW_S
 DAEMON_RESTART_WINDOW_S = 600.0
 FALSE_ALARM_RULE = "withdraw_a_false_alarm"  # holds nothing, and is said at once
 QUIET_DECISIONS = frozenset({"start_job", "complete_job", "stop_job"})
-UNATTACHED_IDLE_S = 1800.0  # as the supervisor's default (services.sensor.patience)
+UNATTACHED_IDLE_S = 1800.0  # as the supervisor's default (services.sensor.detector.patience)
 SAYS_NO_STEPS_AFTER_S = 60.0  # time enough to import, and to attach
 HOLD_TOLD_AFTER_S = 5.0  # a job may be held for a moment, until the cause is known; longer means it waits for somebody
 

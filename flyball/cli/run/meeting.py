@@ -27,7 +27,7 @@ from flyball.cli.signals import EndSignals
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.errors import ConfigurationError, NotFound, PortInUse, Unreachable
 from flyball.launcher import RunRequest
-from services.runtime.listener import bind_listener
+from services.runtime.http.listener import bind_listener
 
 TRUSTED_VARIABLE = "FLYBALL_TRUSTED_NETWORK"
 MAX_NODES_HERE = 64

@@ -28,11 +28,11 @@ from flyball.contracts.fault_points import reach
 from flyball.contracts.rank_logs import LogPiece, LogRequest
 from flyball.contracts.succession import speaks_for_host
 from services.actuator.backends.log_requests import LogRequests
-from services.actuator.notify import Subscribable
 from services.actuator.ports import Outbox
-from services.controller.ports import Wakeup
-from services.runtime.outages import OUTAGES, Outage
-from services.runtime.telemetry import Metrics
+from services.rules.stream import Wakeup
+from services.runtime.metrics.outages import OUTAGES, Outage
+from services.runtime.metrics.telemetry import Metrics
+from services.runtime.notify import Subscribable
 
 log = structlog.get_logger()
 

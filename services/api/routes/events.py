@@ -16,7 +16,7 @@ from services.api.lifespan import bells_of
 from services.api.openapi import body_of, media_of
 from services.api.ports import EventLog
 from services.api.stream import EventStreams
-from services.controller.ports import Wakeup
+from services.rules.stream import Wakeup
 
 MAX_EVENTS_BYTES = 64 << 10
 MAX_POSTED_EVENTS = 100

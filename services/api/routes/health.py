@@ -11,7 +11,7 @@ from starlette.responses import Response
 from services.api.exchange import json_response
 from services.api.openapi import media_of
 from services.runtime.health import Health
-from services.runtime.telemetry import Metrics
+from services.runtime.metrics.telemetry import Metrics
 
 
 def router(health: Health, metrics: Metrics) -> APIRouter:

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from services.api.exchange import json_response
 from services.api.routes.host_commands import HostIdPath
-from services.runtime.auth import Authenticator
+from services.runtime.http.auth import Authenticator
 
 
 def router(authenticator: Authenticator) -> APIRouter:

@@ -13,7 +13,7 @@ from services.api.exchange import json_response, read_message
 from services.api.openapi import body_of
 from services.api.ports import DrainStore, HostRemoval, ReadModels
 from services.api.routes.host_commands import HostIdPath
-from services.controller.ports import Wakeup
+from services.rules.stream import Wakeup
 
 MAX_REQUEST_BYTES = 8 << 10
 

@@ -17,8 +17,8 @@ from flyball.contracts.identity import NAME_PATTERN
 from services.api.exchange import json_response, page_response, read_message
 from services.api.openapi import body_of, media_of
 from services.api.ports import JobStore, ReadModels
-from services.controller.ports import Wakeup
-from services.runtime.paging import DEFAULT_LIMIT, MAX_LIMIT, Page
+from services.rules.stream import Wakeup
+from services.runtime.http.paging import DEFAULT_LIMIT, MAX_LIMIT, Page
 
 MAX_SPEC_BYTES = 1 << 20
 MAX_WORLD_SIZE = 100_000

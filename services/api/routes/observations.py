@@ -15,7 +15,7 @@ from services.api.exchange import json_response, page_response
 from services.api.goodput import Asked, GoodputReports
 from services.api.ports import ReadModels
 from services.api.routes.host_commands import HostIdPath
-from services.runtime.paging import DEFAULT_LIMIT, MAX_LIMIT, Page
+from services.runtime.http.paging import DEFAULT_LIMIT, MAX_LIMIT, Page
 
 JobQuery = Annotated[str | None, Query(pattern=NAME_PATTERN)]
 JobRequired = Annotated[str, Query(pattern=NAME_PATTERN)]

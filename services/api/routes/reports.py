@@ -10,8 +10,8 @@ from flyball.contracts.wire import MAX_MESSAGE_BYTES, OtherVersion
 from services.api.auth import principal_in
 from services.api.exchange import json_response, read_body
 from services.api.openapi import body_of, reply_of
-from services.sensor.ingest import LARGE_REPORT_BYTES, Ingest
-from services.sensor.report_decoding import decode_report
+from services.sensor.reports.ingest import LARGE_REPORT_BYTES, Ingest
+from services.sensor.reports.report_decoding import decode_report
 
 
 def router(ingest: Ingest) -> APIRouter:

@@ -7,9 +7,9 @@ from functools import partial
 
 from sqlalchemy import Connection, delete, exists, func, select
 
-from services.store.database import Database
 from services.store.retention.removal import ROWS_AT_ONCE, remove_found, remove_keys, until_none
-from services.store.tables import (
+from services.store.sql.database import Database
+from services.store.sql.tables import (
     action_changes,
     actions,
     commands,

@@ -6,10 +6,11 @@ from sqlalchemy import Connection, delete, select
 
 from flyball.contracts.cluster import HostState
 from flyball.contracts.errors import Conflict, NotFound
-from services.store import events, vouching
-from services.store.database import Database
-from services.store.running_plans import RunningPlans, hosts_of
-from services.store.tables import drains, host_reports, hosts
+from services.store.reports import vouching
+from services.store.reports.running_plans import RunningPlans, hosts_of
+from services.store.sql import events
+from services.store.sql.database import Database
+from services.store.sql.tables import drains, host_reports, hosts
 
 QUIET_S = 10.0  # a host that was heard of in this time is alive
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from sqlalchemy import func, select
 
 from flyball.contracts.cluster import JobState
-from services.store.database import Database
 from services.store.retention.removal import remove_where
-from services.store.tables import (
+from services.store.sql.database import Database
+from services.store.sql.tables import (
     action_changes,
     actions,
     commands,

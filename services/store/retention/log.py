@@ -9,12 +9,12 @@ from itertools import groupby
 from sqlalchemy import Connection, func, select, update
 
 from flyball.contracts.events import Event, EventKind
-from services.store.codec import dump, load
-from services.store.database import Database
+from services.record.codec import dump, load
+from services.record.retention_rules import Merged, is_prompt_signal, merge_steps, span_of
 from services.store.retention.removal import ROWS_AT_ONCE, remove_keys
-from services.store.retention.rules import Merged, is_prompt_signal, merge_steps, span_of
-from services.store.tables import cursors, events
-from services.store.upsert import upsert
+from services.store.sql.database import Database
+from services.store.sql.tables import cursors, events
+from services.store.sql.upsert import upsert
 
 EVENTS_AT_ONCE = 20_000  # numbers that are looked at together
 _MERGED, _CLEARED = "retention-merged", "retention-cleared"  # cursors: all events up to there are done

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Select, Table, delete, select
 
-from services.store.database import Database
+from services.store.sql.database import Database
 
 ROWS_AT_ONCE = 500  # in one transaction
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import structlog
 
 from flyball.contracts.clock import Clock
-from services.runtime.outages import OUTAGES, Outage
-from services.store.database import Database
-from services.store.lease import leader
+from services.record.retention_rules import DAY_S, SPAN_S, RetentionSettings
+from services.runtime.metrics.outages import OUTAGES, Outage
 from services.store.retention import details, jobs, log
 from services.store.retention.hosts import SqlHostRemoval
-from services.store.retention.rules import DAY_S, SPAN_S, RetentionSettings
+from services.store.sql.database import Database
+from services.store.sql.lease import leader
 
 SWEEP_INTERVAL_S = SPAN_S
 FIRST_SWEEP_S = 60.0  # a supervisor that starts has enough to do

@@ -31,7 +31,7 @@ from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.engine_wire import Arm, Configure, EngineReply, Flush, GetStatus
 from flyball.contracts.identity import Fence
 from flyball.contracts.segments import rank_segment, shm_prefix
-from services.controller.recovery_point import plan_restore
+from services.rules.recovery_point import plan_restore
 
 JOB = "job"
 DEADLINE_S = 120.0

@@ -19,7 +19,7 @@ from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import RankSegments, RestoreState
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Replication, RestorePlan, Tier
 from flyball.contracts.segments import replica_segment
-from services.controller.peer_choice import choose_peers
+from services.controller.round.peer_choice import choose_peers
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster, EngineHost, Trainer

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from own_servers import free_port
 
 from flyball.contracts.cluster import Phase
-from services.sensor.stances import Stance
+from services.sensor.detector.stances import Stance
 from simulator.inject.processes import own_processes
 
 DEADLINE_S = 300.0  # of every wait: generous, since nothing is won by an early end

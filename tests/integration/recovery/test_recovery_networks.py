@@ -7,7 +7,7 @@ from recovery_namespaces import INTERFACE, SUPERVISOR, Network
 from recovery_processes import detector
 
 from flyball.contracts.clock import SystemClock
-from services.store.database import Database
+from services.store.sql.database import Database
 from simulator.database_check import check_database
 
 HOSTS = ("host-a", "host-b", "host-c")

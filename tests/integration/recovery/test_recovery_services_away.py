@@ -21,7 +21,7 @@ import pytest
 from recovery_processes import PATIENT, Part
 
 from flyball.contracts.clock import SystemClock
-from services.store.database import Database
+from services.store.sql.database import Database
 from simulator.database_check import check_database
 
 LEASE_TTL_S = 1.5

@@ -1,0 +1,315 @@
+"""Takes reports straight from the connection, in front of the application: one request of one host, without the price
+of a framework for each.
+
+Only the plain case is handled here: POST /v1/reports of a daemon, on an HTTP/1.1 connection that has nothing else on
+its way, with a Content-Length within the limit. Whatever else comes, down to the first byte that is unexpected, goes to
+the application, whose route takes reports too and answers every error.
+
+A daemon sends the same head each time, but for the number behind Content-Length. The first one is parsed, and its token
+checked; a head that is the same in every other byte means the same. Secrets change with a restart only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import httptools
+import msgspec
+import structlog
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+from uvicorn.server import ServerState
+
+from flyball.contracts.errors import FlyballError
+from flyball.contracts.wire import MAX_MESSAGE_BYTES, OtherVersion, encode
+from services.runtime.http.auth import Authenticator, Role
+from services.runtime.http.http_protocol import BoundedProtocol
+from services.runtime.http.problem_details import MEDIA_TYPE, BodyTooSlow, Problem, details, details_of
+from services.runtime.metrics.telemetry import Metrics
+from services.sensor.reports.ingest import LARGE_REPORT_BYTES, NOTHING_NEW, Ingest
+from services.sensor.reports.report_decoding import ReportDecoder
+
+PATH = "/v1/reports"
+BODY_TIMEOUT_S = 15.0
+
+_REQUEST_LINE = f"POST {PATH} HTTP/1.1\r\n".encode()
+_END = b"\r\n\r\n"
+_MAX_HEAD_BYTES = 8 << 10
+MAX_HOSTS = 20_000
+MAX_HEADS_OF_HOST = 4  # half a KiB each; a daemon has one, until it is started with another address or release
+_LENGTH = re.compile(rb"\r\nContent-Length:[ \t]*", re.IGNORECASE)
+_NOTHING_NEW = encode(NOTHING_NEW)
+_MAX_DIGITS = len(str(MAX_MESSAGE_BYTES))
+# Bodies of other shapes, protocols that go on differently, connections that end: the application knows all of them.
+_ELSEWHERE = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"connection", b"te", b"trailer"})
+
+log = structlog.get_logger()
+
+
+class _Head:
+    """Collects what httptools finds in the head of a request."""
+
+    def __init__(self) -> None:
+        self.url = b""
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.complete = False
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.complete = True
+
+
+class KnownHead(msgspec.Struct, frozen=True, gc=False):
+    """A head that was parsed, apart from the number behind Content-Length, and the host whose token is in it."""
+
+    before: bytes
+    after: bytes
+    host_id: str
+
+
+class KnownHeads:
+    """The heads of the plain case that came so far, for all connections. A head is looked up as a whole, by its hash
+    under the secret of this process: how long that takes tells nothing of a token."""
+
+    def __init__(self, authenticator: Authenticator, max_hosts: int = MAX_HOSTS) -> None:
+        self._authenticator = authenticator
+        self._max_hosts = max_hosts
+        self._known: dict[tuple[bytes, bytes], KnownHead] = {}
+        self._of_host: dict[str, list[tuple[bytes, bytes]]] = {}  # its heads, the oldest first
+
+    def find(self, data: bytes) -> tuple[KnownHead, int, int] | None:
+        """The head that `data` begins with, where the body starts, and its size; None if it is not the plain case."""
+        end = data.find(_END, 0, _MAX_HEAD_BYTES)
+        length = _LENGTH.search(data, 0, end + 2) if end >= 0 else None
+        if length is None:
+            return None
+        begin = length.end()
+        stop = data.index(b"\r\n", begin)
+        digits = data[begin:stop]
+        if not digits.isdigit() or len(digits) > _MAX_DIGITS or int(digits) > MAX_MESSAGE_BYTES:
+            return None  # what is left out of the key must not be able to mean anything else
+        before, after = data[:begin], data[stop : end + len(_END)]
+        key = (before, after)
+        known = self._known.get(key)
+        if known is None:
+            host_id = _daemon_in(data[: end + len(_END)], self._authenticator)
+            if not host_id:
+                return None
+            known = KnownHead(before, after, host_id)
+            self._keep(key, known)
+        return known, end + len(_END), int(digits)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def _keep(self, key: tuple[bytes, bytes], head: KnownHead) -> None:
+        mine = self._of_host.get(head.host_id)
+        if mine is None:
+            while len(self._of_host) >= self._max_hosts:
+                for old in self._of_host.pop(next(iter(self._of_host))):
+                    del self._known[old]
+            mine = self._of_host[head.host_id] = []
+        elif len(mine) >= MAX_HEADS_OF_HOST:  # one that varies its head takes no room from others
+            del self._known[mine.pop(0)]
+        mine.append(key)
+        self._known[key] = head
+
+
+def _daemon_in(data: bytes, authenticator: Authenticator) -> str:
+    """The host whose token is in a head of the plain case, else ''."""
+    head = _Head()
+    parser = httptools.HttpRequestParser(head)
+    try:
+        parser.feed_data(data)
+    except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+        return ""
+    if not head.complete or head.url != PATH.encode() or parser.get_method() != b"POST":
+        return ""
+    names = [name for name, _ in head.headers]
+    if names.count(b"content-length") != 1 or not _ELSEWHERE.isdisjoint(
+        name for name, value in head.headers if (name, value.lower()) != (b"connection", b"keep-alive")
+    ):
+        return ""
+    principal = authenticator.principal(head.headers)
+    return principal.host_id if principal is not None and principal.role is Role.DAEMON else ""
+
+
+class ReportDesk:
+    """What all connections share: it turns the body of a report into the bytes of an answer."""
+
+    def __init__(self, ingest: Ingest, authenticator: Authenticator, metrics: Metrics) -> None:
+        self.heads = KnownHeads(authenticator)
+        self._ingest = ingest
+        self._decode = ReportDecoder().decode
+        self._requests = metrics.http_requests
+        self._taken = metrics.tally(metrics.http_requests.labels(method="POST", route=PATH, status=200))
+        self._headers: list[tuple[bytes, bytes]] | None = None  # that the server adds to every answer
+        self._ok = b""  # an answer up to its content-length, with these headers
+        self._ok_nothing_new = b""  # the whole answer when there is nothing to say, as nearly always
+
+    def answer(self, body: bytes, host_id: str, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """Take a report. `headers` go into every answer; the server makes a new list when they change."""
+        if headers is not self._headers:
+            self._headers = headers
+            self._ok = _head(200, headers, "application/json")
+            self._ok_nothing_new = _answer(self._ok, _NOTHING_NEW)
+        try:
+            if len(body) > LARGE_REPORT_BYTES:
+                self._ingest.admit_large(host_id, len(body))
+            reply = self._ingest.accept(self._decode(body, host_id), host_id=host_id, size_bytes=len(body))
+        except FlyballError as error:
+            if isinstance(error, OtherVersion):
+                self._ingest.hear(host_id)
+            return self.refusal(details_of(error), headers)
+        except Exception:  # the connection's outermost frame: the daemon comes again, and the others are not concerned
+            log.exception("a report met an unexpected error", host_id=host_id)
+            return self.refusal(
+                details(
+                    500,
+                    code="internal",
+                    detail="An unexpected error; the sensor's log has the details.",
+                    hint="report it with the log's entry",
+                ),
+                headers,
+            )
+        self._taken.count += 1
+        return self._ok_nothing_new if reply is NOTHING_NEW else _answer(self._ok, encode(reply))
+
+    def refusal(self, problem: Problem, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """An answer that says why not."""
+        self._requests.labels(method="POST", route=PATH, status=problem.status).inc()
+        log.info("request", method="POST", path=PATH, status=problem.status)
+        more = [(name.lower().encode(), value.encode()) for name, value in problem.headers.items()]
+        head = _head(problem.status, [*headers, *more], MEDIA_TYPE)
+        return _answer(head, problem.body)
+
+
+class ReportProtocol(BoundedProtocol):
+    """uvicorn's protocol with a short way for reports. Plain requests that come one upon the other are answered in
+    order, each before the next is looked at."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        desk: ReportDesk,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._desk = desk
+        self._known: KnownHead | None = None
+        self._partial = bytearray()  # of a plain request whose body has not arrived as a whole
+        self._wanted = 0  # bytes of that request
+        self._body_timer: asyncio.TimerHandle | None = None
+        self._in_message = False  # the application's parser has the beginning of a request
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_partial()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._partial:
+            self._partial += data
+            if len(self._partial) < self._wanted:
+                return
+            data = bytes(self._partial)
+            self._end_partial()
+        elif self._in_message or self._is_answering:  # no beginning of a request, or not the next to be answered
+            super().data_received(data)
+            return
+        rest = self._take_plain(data)
+        if rest:
+            super().data_received(rest)
+
+    def on_message_begin(self) -> None:
+        self._in_message = True
+        super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.flow.pause_reading()  # who does not read the answers gets no further ones
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.flow.resume_reading()
+
+    def _take_plain(self, data: bytes) -> bytes:
+        """Answer the plain requests at the beginning of `data`; what is left is the application's."""
+        answers = b""
+        while data:
+            start, size_bytes = self._measure(data)
+            if not start:
+                break
+            self._heard_s = self.loop.time()
+            if self.timeout_keep_alive_task is not None:
+                self._unset_keepalive_if_required()
+            end = start + size_bytes
+            if len(data) < end:
+                self._partial += data
+                self._wanted = end
+                self._body_timer = self.loop.call_later(BODY_TIMEOUT_S, self._give_up_body)
+                data = b""
+                break
+            assert self._known is not None
+            answers += self._desk.answer(data[start:end], self._known.host_id, self.server_state.default_headers)
+            data = data[end:]
+        if answers:
+            self.transport.write(answers)
+        return data
+
+    def _measure(self, data: bytes) -> tuple[int, int]:
+        """Where the body starts, and its size; (0, 0) for a request that is not the plain case."""
+        if self._known is not None and (body := _body_of(data, self._known)) is not None:
+            return body
+        found = self._desk.heads.find(data) if data.startswith(_REQUEST_LINE) else None
+        if found is None:
+            return 0, 0
+        self._known, start, size_bytes = found
+        return start, size_bytes
+
+    def _end_partial(self) -> None:
+        self._partial.clear()
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
+
+    def _give_up_body(self) -> None:
+        self._end_partial()
+        if not self.transport.is_closing():
+            slow = BodyTooSlow(f"The body did not arrive within {BODY_TIMEOUT_S:.0f} s.", hint="send it again")
+            headers = [*self.server_state.default_headers, (b"connection", b"close")]
+            self.transport.write(self._desk.refusal(details_of(slow), headers))
+            self.transport.close()
+
+
+def _body_of(data: bytes, known: KnownHead) -> tuple[int, int] | None:
+    """Where the body starts and its size, if the head is the known one."""
+    begin = len(known.before)
+    stop = data.find(b"\r", begin, begin + _MAX_DIGITS + 1)
+    digits = data[begin:stop]
+    if not (stop >= 0 and data.startswith(known.before) and data.startswith(known.after, stop) and digits.isdigit()):
+        return None
+    size_bytes = int(digits)
+    return (stop + len(known.after), size_bytes) if size_bytes <= MAX_MESSAGE_BYTES else None
+
+
+def _answer(head: bytes, content: bytes) -> bytes:
+    return b"%b%d\r\n\r\n%b" % (head, len(content), content)
+
+
+def _head(status: int, headers: list[tuple[bytes, bytes]], media_type: str) -> bytes:
+    lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+    return b"%b%bcontent-type: %b\r\ncontent-length: " % (STATUS_LINE[status], lines, media_type.encode())

@@ -1,0 +1,333 @@
+"""What ended a generation: the root cause, told from the failures that it drags after it.
+
+When a worker dies, the others fail within milliseconds with a lost connection. Those are secondary: alone they say
+that something failed, not what.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from flyball.contracts.cluster import Phase
+from flyball.contracts.errors import RestoreFailed
+from flyball.contracts.signals import RankStalled, WorkerExited, WorkerStartFailed
+from services.controller.round.wording import kept, listed, ranks_by_host, ranks_kept, ranks_of
+from services.controller.view import ActionView, GenerationView, HostView, PastFailure, RankView
+
+HOST_SILENT = "host_silent"
+HOST_RESTARTED = "host_restarted"
+RESTORE_FAILED = "restore_failed"
+WORKER_KILLED = "worker_killed"
+WORKER_START_FAILED = "worker_start_failed"
+WORKER_EXCEPTION = "worker_exception"
+RANK_STALLED = "rank_stalled"
+FALSE_ALARM = "false_alarm"  # on a job's record only: a stall that was none
+CONNECTION_LOST = "connection_lost"
+PREEMPTION_NOTICE = "preemption_notice"
+DRAIN_REQUESTED = "drain_requested"
+SUPERSEDED_WORKERS = "superseded_workers"
+START_OVERDUE = "start_overdue"
+SAVES_FAILING = "saves_failing"
+DEPARTURES = frozenset({PREEMPTION_NOTICE, DRAIN_REQUESTED})  # a host is to be left while it is well
+BESIDE_FAILURES = frozenset({*DEPARTURES, SUPERSEDED_WORKERS, SAVES_FAILING})  # the generation goes on all the same
+
+# A cause explains those behind it. A kill comes before an exception, because the exceptions that a kill causes
+# elsewhere are not all known by their message.
+_ORDER = {
+    cause: position
+    for position, cause in enumerate(
+        (
+            HOST_SILENT,
+            HOST_RESTARTED,
+            RESTORE_FAILED,
+            WORKER_KILLED,
+            WORKER_START_FAILED,
+            WORKER_EXCEPTION,
+            RANK_STALLED,
+            CONNECTION_LOST,
+            START_OVERDUE,
+        )
+    )
+}
+
+# What a process brings upon itself, for example when threads of a library meet the end of the interpreter.
+_CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
+
+_CONNECTION_KINDS = frozenset({"DistNetworkError", "DistStoreError"})
+# What gloo, NCCL and the TCPStore say when the other side is gone. Lower case.
+_CONNECTION_MESSAGES = (
+    "connection closed by peer",
+    "connection closed by remote peer",
+    "connection reset by peer",
+    "connection was likely closed",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "application timeout caused pair closure",
+    "gloo connectfullmesh failed",
+    "ncclremoteerror",
+    "remote process exit",
+    "communicator was aborted",
+    "watchdog caught collective operation timeout",
+    "timed out waiting",
+)
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """One reason why a generation cannot go on. `at` is wall clock, of the observer; step -1: none completed."""
+
+    cause: str
+    message: str  # complete sentences for a person
+    generation: int
+    at: float
+    rank: int = -1
+    host_id: str = ""
+    step: int = -1
+    error_kind: str = ""
+    error_message: str = ""
+    is_step_known: bool = False  # the worker had attached, so its step is a fact and not the lack of one
+    evidence: Mapping[str, str | int | float | bool | None] = {}
+
+    def explains(self, cause: str) -> bool:
+        """Whether this is the deeper reason of the two."""
+        return _ORDER[self.cause] < _ORDER.get(cause, len(_ORDER))
+
+    @property
+    def record(self) -> PastFailure:
+        """For the job's history."""
+        return PastFailure(
+            generation=self.generation,
+            cause=self.cause,
+            error_kind=self.error_kind,
+            error_message=self.error_message,
+            step=self.step,
+        )
+
+
+def is_done(rank: RankView) -> bool:
+    """Whether the rank's worker ended as a worker should; also when it had said so, and then crashed on its way out
+    or ended while no daemon could learn its status."""
+    ended = rank.exited
+    if ended is None or ended.expected:
+        return False
+    if ended.exit_code is None and (ended.signal_number is None or ended.signal_number in _CRASHES):
+        return Phase.DONE in (rank.phase, ended.last_phase)
+    return ended.exit_code == 0
+
+
+def crash_after_done(rank: RankView) -> str:
+    """How a rank that was done crashed on its way out, for the evidence; '' if it did not."""
+    if rank.exited is None or rank.exited.signal_number is None or not is_done(rank):
+        return ""
+    return f"rank {rank.rank} on {rank.host_id}: {_signal_name(rank.exited.signal_number)}"
+
+
+def newest_step_of(rank: RankView, generation: GenerationView) -> int:
+    """The newest step known to be completed by a rank: what it restored counts."""
+    restored = -1 if generation.restore_step is None else generation.restore_step
+    return max(rank.step, restored, rank.exited.last_step if rank.exited else -1)
+
+
+def newest_common_step(generation: GenerationView) -> int:
+    """The newest step that all ranks are known to have completed, -1 if none; one that never reported is left out."""
+    steps = [newest_step_of(rank, generation) for rank in generation.ranks]
+    restored = -1 if generation.restore_step is None else generation.restore_step
+    return min(steps, default=restored)
+
+
+def exit_failure(rank: RankView, generation: GenerationView) -> Failure | None:
+    """What a worker's end says; None if it lives, ended well, or was ended by its daemon on command."""
+    ended = rank.exited
+    if ended is None or ended.expected or is_done(rank):
+        return None
+    step = newest_step_of(rank, generation)
+    who = f"Rank {rank.rank} on {rank.host_id} (pid {ended.pid})"
+    is_step_known = step >= 0 or rank.phase is not Phase.STARTING
+    # A script that does not attach may have trained for days.
+    before = "before its first step" if is_step_known else "before it told of any step"
+    when = before if step < 0 else f"after step {step}"
+    kind, text = _error_of(ended)
+    cause = _exit_cause(ended, was_restoring=_was_restoring(rank, generation))
+    said = f"{kind}: {_shortened(text)}" if text else kind
+    match cause:
+        case "restore_failed":
+            message = f"{who} could not restore step {generation.restore_step} from any source ({said})."
+        case "connection_lost":
+            message = f"{who} lost its connection to the other ranks {when} ({said})."
+        case "worker_killed" if ended.signal_number is not None:
+            message = f"{who} was killed by signal {ended.signal_number} ({_signal_name(ended.signal_number)}) {when}."
+        case "worker_killed":
+            message = f"{who} ended {when} while its daemon was being restarted, so its exit status is unknown."
+        case _:
+            message = f"{who} failed {when} with {said}."
+    return Failure(
+        cause=cause,
+        message=message,
+        generation=generation.generation,
+        at=rank.exited_at,
+        rank=rank.rank,
+        host_id=rank.host_id,
+        step=step,
+        error_kind=kind,
+        error_message=text,
+        is_step_known=is_step_known,
+        evidence={
+            "rank": rank.rank,
+            "host": rank.host_id,
+            "pid": ended.pid,
+            "step": step,
+            "exit_code": ended.exit_code,
+            "signal": ended.signal_number,
+            "error": said or None,
+        },
+    )
+
+
+def start_failure(body: WorkerStartFailed, host_id: str, at: float) -> Failure:
+    """A rank that could not be started at all."""
+    return Failure(
+        cause=WORKER_START_FAILED,
+        message=f"Rank {body.rank} could not be started on {host_id}: {_shortened(body.message)}.",
+        generation=body.generation,
+        at=at,
+        rank=body.rank,
+        host_id=host_id,
+        error_kind=body.code or WORKER_START_FAILED,
+        error_message=body.message,
+        is_step_known=True,
+        evidence={"rank": body.rank, "host": host_id, "error": body.message, "code": body.code},
+    )
+
+
+def failed_starts(actions: Iterable[ActionView], job: str, generation: GenerationView, at: float) -> list[Failure]:
+    """Hosts that answered that they could not start their ranks: one whose disk is full has no other way to say it. An
+    answer says nothing where all of the host's ranks have reported since."""
+    reported = {rank.rank for rank in generation.ranks}
+    ranks = {part.host_id: part.ranks for part in generation.hosts if not reported.issuperset(part.ranks)}
+    return [
+        start_failure(WorkerStartFailed(job, generation.generation, ranks[host_id][0], message, code), host_id, at)
+        for action in actions
+        if action.plan.job == job and action.phase == "start" and action.plan.next is not None
+        for host_id, (code, message) in action.failed.items()
+        if action.plan.next.generation == generation.generation and ranks.get(host_id)
+    ]
+
+
+def stall_failure(body: RankStalled, ranks: Iterable[RankView], at: float) -> Failure:
+    """Ranks that stopped moving; `ranks` says where they are."""
+    hosts = {rank.rank: rank.host_id for rank in ranks}
+    one = len(body.ranks) == 1
+    return Failure(
+        cause=RANK_STALLED,
+        message=(
+            f"{ranks_by_host(body.ranks, hosts)} {'has' if one else 'have'} not moved for {body.silent_s:.1f} s in "
+            f"phase {body.phase.name.lower()} after step {body.step}; at most {body.deadline_s:.1f} s were expected"
+            f"{f' ({body.limit})' if body.limit else ''}.{f' Seen: {body.seen}.' if body.seen else ''}"
+        ),
+        generation=body.generation,
+        at=at,
+        rank=body.ranks[0] if body.ranks else -1,
+        host_id=hosts.get(body.ranks[0], "") if body.ranks else "",
+        step=body.step,
+        is_step_known=True,
+        evidence={
+            "ranks": ranks_kept(body.ranks),
+            "phase": body.phase.name.lower(),
+            "step": body.step,
+            "silent_s": round(body.silent_s, 3),
+            "deadline_s": round(body.deadline_s, 3),
+            "deadline_from": body.limit,
+            "stance": body.stance,
+            "seen": body.seen,
+        },
+    )
+
+
+def silence_failure(hosts: Iterable[HostView], generation: GenerationView) -> Failure | None:
+    """Hosts of the generation that fell silent, as one failure."""
+    silent = sorted(hosts, key=lambda host: (host.since, host.host_id))
+    if not silent:
+        return None
+    lost = {host.host_id for host in silent}
+    ranks = [rank for part in generation.hosts if part.host_id in lost for rank in part.ranks]
+    named = listed([host.host_id for host in silent])
+    return Failure(
+        cause=HOST_SILENT,
+        message=f"{named} fell silent with {ranks_of(ranks)}: {silent[0].reason}",
+        generation=generation.generation,
+        at=silent[0].since,
+        rank=ranks[0] if ranks else -1,
+        host_id=silent[0].host_id,
+        evidence={"hosts": kept([host.host_id for host in silent]), "ranks": ranks_kept(ranks)},
+    )
+
+
+def restart_failure(generation: GenerationView, at: float) -> Failure | None:
+    """Ranks that are on no host any more, since theirs came back without them: as one failure."""
+    gone = [rank for rank in generation.ranks if rank.is_gone and rank.exited is None]
+    if not gone:
+        return None
+    hosts = sorted({rank.host_id for rank in gone})
+    numbers = [rank.rank for rank in gone]
+    one = len(hosts) == 1
+    return Failure(
+        cause=HOST_RESTARTED,
+        message=f"{listed(hosts)} came back empty: the {'daemon' if one else 'daemons'} that "
+        f"{'runs' if one else 'run'} there now {'knows' if one else 'know'} nothing of {ranks_of(numbers)}.",
+        generation=generation.generation,
+        at=at,
+        rank=numbers[0],
+        host_id=hosts[0],
+        step=newest_step_of(gone[0], generation),
+        evidence={"hosts": kept(hosts), "ranks": ranks_kept(numbers)},
+    )
+
+
+def root_cause(failures: Iterable[Failure]) -> Failure | None:
+    """The failure that explains the others: the deepest cause, of equals the one seen first."""
+    return min(failures, key=lambda failure: (_ORDER[failure.cause], failure.at, failure.rank), default=None)
+
+
+def _exit_cause(ended: WorkerExited, *, was_restoring: bool) -> str:
+    kind, text = _error_of(ended)
+    # The code alone says nothing: a script may exit with any.
+    if ended.exit_code == RestoreFailed.exit_code and (kind == RestoreFailed.__name__ or was_restoring):
+        return RESTORE_FAILED
+    if _is_connection_loss(kind, text):  # also of a process that NCCL's watchdog aborted (SIGABRT)
+        if ended.signal_number in (None, signal.SIGABRT):
+            return CONNECTION_LOST
+        return WORKER_KILLED
+    if ended.exit_code is None:
+        return WORKER_KILLED
+    return WORKER_EXCEPTION
+
+
+def _was_restoring(rank: RankView, generation: GenerationView) -> bool:
+    last_phase = rank.exited.last_phase if rank.exited else None
+    return generation.restore_step is not None and Phase.RESTORING in (rank.phase, last_phase)
+
+
+def _error_of(ended: WorkerExited) -> tuple[str, str]:
+    if ended.error is not None and (ended.error.kind or ended.error.message):
+        return ended.error.kind.rpartition(".")[2] or "an unnamed error", ended.error.message.strip()
+    return ("" if ended.exit_code is None else f"exit code {ended.exit_code}"), ""
+
+
+def _is_connection_loss(kind: str, text: str) -> bool:
+    lowered = text.lower()
+    return kind in _CONNECTION_KINDS or any(pattern in lowered for pattern in _CONNECTION_MESSAGES)
+
+
+def _shortened(text: str, limit: int = 300) -> str:
+    line = " ".join(text.split()).rstrip(".")
+    return line if len(line) <= limit else f"{line[:limit]}..."
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a real-time signal"

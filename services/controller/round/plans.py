@@ -1,0 +1,249 @@
+"""Builds the action plans of decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from flyball.contracts.checkpoints import JobHistory, Lineage, Tier
+from flyball.contracts.cluster import HostRanks
+from flyball.contracts.decisions import ActionPlan, DecisionKind, GenerationPlan, Incident
+from services.controller.round.diagnosis import newest_step_of
+from services.controller.round.guardrails import budget_after
+from services.controller.round.peer_choice import PeerMap, choose_peers
+from services.controller.round.round import Case
+from services.controller.view import GenerationView, HostView
+from services.rules.recovery_point import newest_step
+
+_WARM_SPARES = 2  # per job; more would only wait for a third failure within seconds
+_END_TIMEOUT_S = 40.0  # beyond twice the grace, for a job's end
+_LAST_FLUSH_S = 60.0  # and for its newest recovery point to reach disk or store
+
+
+def start_plan(case: Case, hosts: tuple[HostRanks, ...]) -> ActionPlan:
+    """The job's first generation; or the one in which a job that had ended goes on. Then all hosts that may have
+    workers or copies of it are stopped first, and tell what they hold: that is what the restore step follows from."""
+    spec, before = case.job.spec, case.job.before
+    reachable: tuple[str, ...] = ()
+    unreachable: tuple[str, ...] = ()
+    history: JobHistory | None = None
+    if before is not None:
+        placed = tuple(part.host_id for part in hosts)
+        reachable, unreachable = _involved(case, before, (*placed, *_holders(case)))
+        history = JobHistory(spec.checkpoint, before.lineage, case.job.run)
+    return ActionPlan(
+        kind=DecisionKind.START_JOB,
+        job=spec.job,
+        spec=spec,
+        generation=before.generation if before else 0,
+        stop_hosts=reachable,
+        unreachable_hosts=unreachable,
+        next=GenerationPlan(
+            job=spec.job,
+            generation=before.generation + 1 if before else 1,
+            parent=before.generation if before and before.lineage else None,
+            hosts=hosts,
+            peers=_peers(case, hosts),
+            parent_lineage=before.lineage if before else (),
+            restart_count=0,
+            restarts_used=0,
+            master_port=_master_port(case, hosts),
+            run=case.job.run,
+        ),
+        deadline_s=case.settings.action_deadline_s,
+        warm_hosts=_warm(case, hosts),
+        history=history,
+    )
+
+
+def restart_plan(
+    case: Case,
+    generation: GenerationView,
+    hosts: tuple[HostRanks, ...],
+    *,
+    kind: DecisionKind,
+    incident: Incident,
+    lineage: Lineage | None = None,
+    given_up: Collection[str] = (),
+) -> ActionPlan:
+    """Stop what runs, and go on in a new generation on `hosts`; `lineage` where another history than all of the
+    present one is to count. Hosts that are `given_up` are not asked for anything."""
+    spec = case.job.spec
+    history = _history(generation) if lineage is None else lineage
+    is_ancestor = generation.started_at > 0.0 and any(entry.generation == generation.generation for entry in history)
+    reachable, unreachable = _involved(case, generation, given_up=given_up)
+    left = _others_that_hold(case, (*reachable, *unreachable))
+    if left and known_step(case, history, (*reachable, *left)) > known_step(case, history, reachable):
+        reachable, unreachable = _involved(case, generation, left, given_up=given_up)
+    before = {part.host_id for part in generation.hosts}
+    budget = budget_after(generation, incident, case.settings, case.job.failures)
+    joining = tuple(part.host_id for part in hosts if part.host_id not in before)
+    return ActionPlan(
+        kind=kind,
+        job=spec.job,
+        spec=spec,
+        generation=generation.generation,
+        stop_hosts=reachable,
+        unreachable_hosts=unreachable,
+        next=GenerationPlan(
+            job=spec.job,
+            generation=generation.generation + 1,
+            parent=generation.generation if is_ancestor else generation.parent,
+            hosts=hosts,
+            peers=_peers(case, hosts, generation),
+            parent_lineage=history,
+            restart_count=budget.restart_count,
+            restarts_used=budget.used,
+            furthest_step=budget.furthest_step,
+            known_step=known_step(case, history, reachable),
+            master_port=_master_port(case, hosts),
+            run=case.job.run,
+        ),
+        deadline_s=case.settings.action_deadline_s,
+        warm_hosts=(*joining, *_warm(case, hosts)),
+    )
+
+
+def save_plan(
+    case: Case, generation: GenerationView, step: int, *, deadline_s: float, spares: Sequence[HostView]
+) -> ActionPlan:
+    """Have every rank save at `step`, park, and meanwhile warm the hosts that will go on."""
+    return ActionPlan(
+        kind=DecisionKind.EMERGENCY_CHECKPOINT,
+        job=case.job.spec.job,
+        spec=case.job.spec,
+        generation=generation.generation,
+        stop_hosts=tuple(part.host_id for part in generation.hosts),
+        emergency_step=step,
+        deadline_s=deadline_s,
+        warm_hosts=tuple(host.host_id for host in spares[:_WARM_SPARES]),
+    )
+
+
+def resume_plan(case: Case, generation: GenerationView) -> ActionPlan:
+    """Let ranks go that stand at an emergency step. Steps beyond their newest, `emergency_step`, show that they did."""
+    return ActionPlan(
+        kind=DecisionKind.RESUME,
+        job=case.job.spec.job,
+        spec=case.job.spec,
+        generation=generation.generation,
+        stop_hosts=tuple(part.host_id for part in generation.hosts),
+        emergency_step=max((rank.step for rank in generation.ranks), default=-1),
+        deadline_s=case.settings.action_deadline_s,
+    )
+
+
+def end_plan(case: Case, kind: DecisionKind, grace_s: float, *, last_step: int = -1) -> ActionPlan:
+    """End the job on every host that has something of it: workers, or copies from an earlier placement. `last_step`:
+    what all ranks are to save before, -1 for nothing."""
+    spec = case.job.spec
+    generation = case.job.generation
+    reachable, unreachable = _involved(case, generation, _holders(case)) if generation else ((), ())
+    return ActionPlan(
+        kind=kind,
+        job=spec.job,
+        spec=spec,
+        generation=generation.generation if generation else 0,
+        stop_hosts=reachable,
+        unreachable_hosts=unreachable,
+        emergency_step=last_step,
+        deadline_s=2.0 * grace_s + _END_TIMEOUT_S + (_LAST_FLUSH_S if spec.checkpoint.is_durable else 0.0),
+        grace_s=grace_s,
+        history=JobHistory(spec.checkpoint, generation.lineage, case.job.run) if generation else None,
+    )
+
+
+def clean_plan(case: Case, host_id: str, generation: int) -> ActionPlan:
+    """Stop the workers of a superseded generation that still run on a host; of a job that ended, its slots go too."""
+    return ActionPlan(
+        kind=DecisionKind.STOP_JOB if case.job.state.ended else DecisionKind.CORDON,
+        job=case.job.spec.job,
+        spec=case.job.spec,
+        generation=generation,
+        stop_hosts=(host_id,),
+        deadline_s=case.settings.action_deadline_s,
+    )
+
+
+def _holders(case: Case) -> tuple[str, ...]:
+    """Hosts that have copies of the job, as last reported."""
+    job = case.job.spec.job
+    return tuple(copy.host_id for copy in case.round.view.copies if copy.job == job and copy.host_id)
+
+
+def _others_that_hold(case: Case, involved: Collection[str]) -> tuple[str, ...]:
+    """Hosts in reach that the job has left, and that have copies of it."""
+    names = dict.fromkeys(_holders(case)).keys() - frozenset(involved)
+    hosts = case.round.hosts
+    return tuple(sorted(n for n in names if not case.round.is_silent(n) and not hosts[n].left_at))
+
+
+def _involved(
+    case: Case, generation: GenerationView, others: Collection[str] = (), *, given_up: Collection[str] = ()
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Hosts that have, or may have, workers of the job, those in reach and those not: of the generation, and of actions
+    that did not succeed, which may have left older workers behind; and `others`."""
+    names = [*(part.host_id for part in generation.hosts), *others]
+    for action in case.round.actions.values():
+        plan = action.plan
+        if plan.job == case.job.spec.job and plan.kind is not DecisionKind.CORDON:
+            names += plan.stop_hosts
+            names += plan.unreachable_hosts
+    unique = tuple(dict.fromkeys(names))
+    silent = {host_id: host_id in given_up or case.round.is_silent(host_id) for host_id in unique}
+    return tuple(h for h, is_silent in silent.items() if not is_silent), tuple(h for h in unique if silent[h])
+
+
+def _history(generation: GenerationView) -> Lineage:
+    """The history that a restart goes on from. A generation that made no step cuts nothing off: what it restored was
+    what could be had then, and whoever holds newer steps may be back."""
+    restored = -1 if generation.restore_step is None else generation.restore_step
+    has_stepped = any(newest_step_of(rank, generation) > restored for rank in generation.ranks)
+    return generation.lineage if has_stepped or not generation.parent_lineage else generation.parent_lineage
+
+
+def loses_without(case: Case, generation: GenerationView, host_ids: Collection[str]) -> bool:
+    """Whether the newest recovery point is on these hosts alone."""
+    asked, _ = _involved(case, generation)
+    others = [host_id for host_id in asked if host_id not in host_ids]
+    return known_step(case, generation.lineage, others) < known_step(case, generation.lineage, asked)
+
+
+def known_step(case: Case, lineage: Lineage, asked: Collection[str]) -> int:
+    """The recovery point that the hosts which are asked have reported, -1 if none."""
+    asked = frozenset(asked)
+    copies = [
+        copy
+        for copy in case.round.view.copies
+        if copy.job == case.job.spec.job and (copy.tier is Tier.PERSISTENT or copy.host_id in asked)
+    ]
+    step = newest_step(copies, lineage, case.job.spec.world_size)
+    return -1 if step is None else step
+
+
+def _peers(case: Case, hosts: Sequence[HostRanks], before: GenerationView | None = None) -> PeerMap:
+    known, spec = case.round.hosts, case.job.spec.checkpoint
+    domains = {h.host_id: known[h.host_id].failure_domain if h.host_id in known else "" for h in hosts}
+    if before is None:
+        return choose_peers(domains, spec.replicas, spec.replication)
+    places = _places(before.hosts, hosts)
+    return choose_peers(domains, spec.replicas, spec.replication, before=before.peers, places=places)
+
+
+def _places(before: Sequence[HostRanks], hosts: Sequence[HostRanks]) -> dict[str, str]:
+    """Whose place in the generation before each host has: its own, or that of the lost one whose ranks it has."""
+    stayed = {h.host_id for h in hosts} & {h.host_id for h in before}
+    lost = {h.ranks: h.host_id for h in before if h.host_id not in stayed}
+    taken = {h.host_id: lost[h.ranks] for h in hosts if h.host_id not in stayed and h.ranks in lost}
+    return {host_id: host_id for host_id in stayed} | taken
+
+
+def _master_port(case: Case, hosts: Sequence[HostRanks]) -> int:
+    master = next(part.host_id for part in hosts if 0 in part.ranks)
+    host = case.round.hosts.get(master)
+    return host.free_port if host else 0
+
+
+def _warm(case: Case, hosts: Sequence[HostRanks]) -> tuple[str, ...]:
+    placed = {part.host_id for part in hosts}
+    free = [h.host_id for h in case.round.free_hosts(case.job.spec) if h.host_id not in placed]
+    return tuple(free[:_WARM_SPARES])

@@ -1,0 +1,293 @@
+"""One round of the policy: the view as it is known by now, and everything that was changed so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from flyball.contracts.cluster import HostState, JobSpec, JobState
+from flyball.contracts.decisions import ActionPlan, ActionState, Decision, DecisionKind, Incident, IncidentState
+from services.controller.round import spare_choice
+from services.controller.round.diagnosis import Failure
+from services.controller.round.wording import listed
+from services.controller.view import (
+    ActionView,
+    HostChange,
+    HostView,
+    JobChange,
+    JobView,
+    Outcome,
+    PastFailure,
+    PolicySettings,
+    View,
+)
+from services.rules.incident_states import HOST, INCIDENT, HostEvent, IncidentEvent
+
+Evidence = Mapping[str, str | int | float | bool | None]
+
+_BACK_TO_WORK = {HostState.CORDONED: HostEvent.RELEASED, HostState.IN_REPAIR: HostEvent.CLEANED}
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What a rule wants. Without a plan it is a hold, for `holding_for`, at most until `hold_until`."""
+
+    kind: DecisionKind
+    reason: str
+    plan: ActionPlan | None = None
+    evidence: Evidence = {}
+    holding_for: str = ""
+    hold_until: float = 0.0
+    job_state: JobState | None = None  # that the job gets with this decision
+    gives_up: bool = False  # the incident escalates
+    cordons: tuple[str, ...] = ()  # hosts that get no work until an operator has looked at them
+    is_patient: bool = False  # it does not count against the decisions that an incident may take
+    refuses_drain_of: str = ""  # a host that an operator wanted to be left
+
+
+class Case(msgspec.Struct, frozen=True):
+    """What a rule looks at: a job, and the incident that it is asked about, if any."""
+
+    round: Round
+    job: JobView
+    incident: Incident | None = None
+
+    @property
+    def now(self) -> float:
+        return self.round.now
+
+    @property
+    def settings(self) -> PolicySettings:
+        return self.round.settings
+
+
+class Round:
+    """Rules read the values; changes go through the methods, which record them for the outcome."""
+
+    def __init__(self, view: View, settings: PolicySettings, now: float) -> None:
+        self.view = view
+        self.settings = settings
+        self.now = now
+        self.hosts: dict[str, HostView] = {host.host_id: host for host in view.hosts}
+        self.jobs: dict[str, JobView] = {job.spec.job: job for job in view.jobs}
+        self.incidents: dict[str, Incident] = {incident.incident_id: incident for incident in view.incidents}
+        self.actions: dict[str, ActionView] = {action.action_id: action for action in view.actions}
+        self.reported: dict[str, list[Failure]] = {}  # job -> failures that only a signal of this round tells of
+        self.noticed: dict[str, float] = {}  # host -> when its preemption notice was observed, if in this round
+        self.diagnoses: dict[str, Failure] = {}  # job -> what is wrong with its present generation
+        self.kept_for: dict[str, str] = {}  # free host -> the job that waits for more of them, and came first
+        self.spare_of: dict[str, str] = {}  # free host -> the running job that it is a spare of
+        self._next_incident = view.next_incident
+        self._next_decision = view.next_decision
+        self._taken: set[str] = set()
+        self._decisions: list[Decision] = []
+        self._superseded: list[str] = []
+        self._changed_incidents: set[str] = set()
+        self._host_changes: dict[str, HostChange] = {}
+        self._job_changes: list[JobChange] = []
+        self._wake_at = 0.0
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def open_incidents(self, job: str) -> list[Incident]:
+        """The job's incidents that are not closed, oldest first."""
+        return [i for i in self.incidents.values() if i.job == job and not i.state.closed]
+
+    def open_actions(self, job: str) -> Iterator[ActionView]:
+        """The job's actions that may still move its generation; stopping stray workers is none of them."""
+        return (
+            action
+            for action in self.actions.values()
+            if action.plan.job == job and not action.state.ended and action.plan.kind is not DecisionKind.CORDON
+        )
+
+    def free_hosts(self, spec: JobSpec) -> list[HostView]:
+        """Hosts that may take ranks of the job now, best first."""
+        busy = {
+            host_id
+            for action in self.actions.values()
+            if not action.state.ended and action.plan.job != spec.job
+            for host_id in (
+                *action.plan.stop_hosts,
+                *((h.host_id for h in action.plan.next.hosts) if action.plan.next else ()),
+            )
+        }
+        return spare_choice.free_hosts(
+            self.hosts.values(), spec, taken=self._taken | busy, now=self.now, fresh_s=self.settings.spare_fresh_s
+        )
+
+    def is_silent(self, host_id: str) -> bool:
+        """Whether a host cannot be asked anything; one that nobody knows cannot either."""
+        host = self.hosts.get(host_id)
+        return host is None or host.state in (HostState.SILENT, HostState.SUSPECT)
+
+    # --- changing ----------------------------------------------------------------------------------------------------
+
+    def wake(self, at: float) -> None:
+        """Decide again at `at` at the latest."""
+        self._wake_at = at if self._wake_at == 0.0 else min(self._wake_at, at)
+
+    def change_host(
+        self,
+        host_id: str,
+        event: HostEvent | None,
+        reason: str,
+        *,
+        preempt_deadline_at: float | None = None,
+        ends_drain: bool = False,
+    ) -> None:
+        """Move a host on (event None: only what is wanted of it changes). `ends_drain`: the operator's wish about it is
+        answered."""
+        host = self.hosts[host_id]
+        state = host.state if event is None else HOST.advance(host.state, event)
+        earlier = self._host_changes.get(host_id)
+        if preempt_deadline_at is None and earlier is not None:
+            preempt_deadline_at = earlier.preempt_deadline_at
+        ended = host.drain if ends_drain else earlier.ended_drain if earlier is not None else None
+        self._host_changes[host_id] = HostChange(host_id, state, reason, preempt_deadline_at, ended)
+        changes: dict[str, Any] = {"state": state, "reason": reason}
+        if ends_drain:
+            changes["drain"] = None
+        if state is not host.state:
+            changes["since"] = self.now
+        if preempt_deadline_at is not None:
+            changes["preempt_deadline_at"] = preempt_deadline_at
+        self.hosts[host_id] = msgspec.structs.replace(host, **changes)
+
+    def change_job(self, job: str, state: JobState, message: str, failure: PastFailure | None = None) -> None:
+        """Set a job's state and message, or add to its record."""
+        view = self.jobs[job]
+        self._job_changes.append(JobChange(job, state, message, failure))
+        failures = view.failures if failure is None else (*view.failures, failure)
+        self.jobs[job] = msgspec.structs.replace(view, state=state, message=message, failures=failures)
+
+    def open_incident(self, **facts: Any) -> Incident:  # noqa: ANN401 - the fields of Incident, checked by it
+        """A new incident, diagnosed, about to be decided."""
+        incident = Incident(
+            incident_id=f"inc-{self._next_incident}",
+            state=IncidentState.OPEN,
+            opened_at=self.now,
+            since=self.now,
+            **facts,
+        )
+        self._next_incident += 1
+        self.incidents[incident.incident_id] = incident
+        return self.advance(incident, IncidentEvent.DIAGNOSED)
+
+    def advance(self, incident: Incident, event: IncidentEvent | None, **changes: Any) -> Incident:  # noqa: ANN401
+        """Move an incident on (event None: only its facts change). An event ends what it held for."""
+        if event is not None:
+            state = INCIDENT.advance(incident.state, event)
+            changes |= {"holding_for": "", "hold_until": 0.0, "state": state}
+            if state is not incident.state or event is IncidentEvent.FAILED_AGAIN:
+                changes["since"] = self.now
+            if state.closed:
+                changes["resolved_at"] = self.now
+        moved = msgspec.structs.replace(incident, **changes)
+        if moved != incident:
+            self.incidents[incident.incident_id] = moved
+            self._changed_incidents.add(incident.incident_id)
+        return moved
+
+    def apply(self, case: Case, rule: str, verdict: Verdict) -> None:
+        """Make a verdict a decision, with everything that follows from it. A hold that is held already is no news."""
+        if verdict.plan is None and not verdict.gives_up:
+            self._hold(case, rule, verdict)
+            return
+        decision = self._decide(case, rule, verdict)
+        if (refused := self.hosts.get(verdict.refuses_drain_of)) is not None:
+            self.change_host(refused.host_id, _BACK_TO_WORK.get(refused.state), verdict.reason, ends_drain=True)
+        action_id = ""
+        if verdict.plan is not None:
+            action_id = f"act-{decision.decision_id.removeprefix('dec-')}"
+            self._supersede(verdict.plan)
+            self._assign(verdict.plan)
+        if case.incident is not None:
+            self.advance(
+                case.incident,
+                IncidentEvent.GAVE_UP if verdict.gives_up else IncidentEvent.ACTED,
+                action_id=action_id or case.incident.action_id,
+                decisions_made=case.incident.decisions_made + (1 if action_id and not verdict.is_patient else 0),
+            )
+        for host_id in verdict.cordons:
+            cordoned = self.hosts.get(host_id)
+            if cordoned is not None and cordoned.state not in (HostState.CORDONED, HostState.SILENT):
+                self.change_host(host_id, HostEvent.CORDONED, verdict.reason)
+        if verdict.job_state is not None:
+            name = case.job.spec.job
+            self.change_job(name, verdict.job_state, verdict.reason)
+            for incident in self.open_incidents(name) if verdict.job_state.ended else ():
+                self.advance(incident, IncidentEvent.CLEARED)
+
+    def decide_host(self, host_id: str, kind: DecisionKind, rule: str, reason: str) -> None:
+        """Put on record what is done with a host on which no job depends."""
+        self._record(Decision(self._decision_id(), "", "", kind, reason, rule, self.now, {"host": host_id}))
+
+    def decide_job(self, job: str, kind: DecisionKind, rule: str, reason: str, evidence: Evidence) -> None:
+        """Put on record what is known of a job without an incident that is open."""
+        self._record(Decision(self._decision_id(), "", job, kind, reason, rule, self.now, evidence))
+
+    def outcome(self) -> Outcome:
+        """Everything that this round changed."""
+        return Outcome(
+            incidents=tuple(i for key, i in self.incidents.items() if key in self._changed_incidents),
+            decisions=tuple(self._decisions),
+            superseded_actions=tuple(self._superseded),
+            hosts=tuple(self._host_changes.values()),
+            jobs=tuple(self._job_changes),
+            wake_at=self._wake_at,
+        )
+
+    # --- parts of a decision -----------------------------------------------------------------------------------------
+
+    def _hold(self, case: Case, rule: str, verdict: Verdict) -> None:
+        assert case.incident is not None  # only incidents hold; a job that waits says so in its message
+        self.wake(verdict.hold_until)
+        if case.incident.holding_for == verdict.holding_for:
+            return
+        self._decide(case, rule, verdict)
+        self.advance(case.incident, None, holding_for=verdict.holding_for, hold_until=verdict.hold_until)
+
+    def _decide(self, case: Case, rule: str, verdict: Verdict) -> Decision:
+        decision = Decision(
+            decision_id=self._decision_id(),
+            incident_id=case.incident.incident_id if case.incident else "",
+            job=case.job.spec.job,
+            kind=verdict.kind,
+            reason=verdict.reason,
+            rule=rule,
+            at=self.now,
+            evidence=verdict.evidence,
+            action=verdict.plan,
+        )
+        self._record(decision)
+        return decision
+
+    def _decision_id(self) -> str:
+        return f"dec-{self._next_decision}"
+
+    def _record(self, decision: Decision) -> None:
+        self._next_decision += 1
+        self._decisions.append(decision)
+
+    def _supersede(self, plan: ActionPlan) -> None:
+        if plan.kind is DecisionKind.CORDON:
+            return
+        for action in list(self.open_actions(plan.job)):
+            self._superseded.append(action.action_id)
+            self.actions[action.action_id] = msgspec.structs.replace(action, state=ActionState.SUPERSEDED)
+
+    def _assign(self, plan: ActionPlan) -> None:
+        """What follows from a granted generation: its hosts are taken, and the job says where it runs."""
+        if plan.next is None:
+            return
+        where = f"running on {listed([part.host_id for part in plan.next.hosts])}"
+        view = self.jobs[plan.job]
+        if (view.state, view.message) != (JobState.RUNNING, where):
+            self.change_job(plan.job, JobState.RUNNING, where)
+        for part in plan.next.hosts:
+            self._taken.add(part.host_id)
+            host = self.hosts.get(part.host_id)
+            if host is not None and host.state is HostState.SPARE:
+                self.change_host(part.host_id, HostEvent.ASSIGNED, f"it got ranks of job {plan.job}")

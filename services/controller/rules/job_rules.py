@@ -1,0 +1,162 @@
+"""Rules about a job as a whole, and about workers that it left behind."""
+
+from __future__ import annotations
+
+from flyball.contracts.cluster import HostState, JobState
+from flyball.contracts.decisions import DecisionKind
+from services.controller.round import plans, spare_choice
+from services.controller.round.diagnosis import crash_after_done, is_done
+from services.controller.round.round import Case, Round, Verdict
+from services.controller.round.wording import kept, listed
+from services.controller.rules.step_ahead import is_stepping, step_ahead
+from services.controller.view import JobView
+
+_ASK_AGAIN_S = 1.0
+_WELL = (HostState.HEALTHY, HostState.SPARE, HostState.SUSPECT)
+
+
+def stop_on_request(case: Case) -> Verdict | None:
+    """An operator's wish comes before everything else."""
+    job = case.job
+    if not job.stop_requested:
+        return None
+    last_step = _last_step(case)
+    return Verdict(
+        DecisionKind.STOP_JOB,
+        f"An operator asked to stop job {job.spec.job}, which had completed "
+        + (f"step {job.newest_step}." if job.newest_step >= 0 else "no step.")
+        + (f" Every rank saves step {last_step} first." if last_step >= 0 else ""),
+        plan=plans.end_plan(case, DecisionKind.STOP_JOB, job.spec.stop_grace_s, last_step=last_step),
+        evidence={"newest_step": job.newest_step},
+        job_state=JobState.STOPPED,
+    )
+
+
+def _last_step(case: Case) -> int:
+    """The step to save before a job is stopped, -1 for none: where steps outlive the job, not all are saved anyway, and
+    workers are given time."""
+    job, generation = case.job, case.job.generation
+    spec = job.spec.checkpoint
+    if generation is None or not spec.is_durable or spec.every_steps == 1 or job.spec.stop_grace_s <= 0:
+        return -1
+    return step_ahead(case, generation) if is_stepping(case, generation) else -1
+
+
+def complete_when_all_ranks_are_done(case: Case) -> Verdict | None:
+    """A job succeeded when every rank's worker ended with exit code 0, or crashed once it had said that it is done."""
+    job, generation = case.job, case.job.generation
+    if job.state is not JobState.RUNNING or generation is None or len(generation.ranks) < job.spec.world_size:
+        return None
+    if not all(is_done(rank) for rank in generation.ranks):
+        return None
+    crashed = [text for rank in generation.ranks if (text := crash_after_done(rank))]
+    evidence: dict[str, str | int] = {"generation": generation.generation, "newest_step": job.newest_step}
+    if crashed:
+        evidence["crashed_after_done"] = "; ".join(crashed[:16])
+    one = job.spec.world_size == 1
+    done = "The only rank" if one else f"All {job.spec.world_size} ranks"
+    crash = "was done; it crashed" if one else f"were done; {len(crashed)} crashed"
+    return Verdict(
+        DecisionKind.COMPLETE_JOB,
+        f"{done} of generation {generation.generation} "
+        + (f"{crash} on the way out." if crashed else "ended with exit code 0."),
+        plan=plans.end_plan(case, DecisionKind.COMPLETE_JOB, job.spec.stop_grace_s),
+        evidence=evidence,
+        job_state=JobState.SUCCEEDED,
+    )
+
+
+def start_when_hosts_suffice(case: Case) -> Verdict | None:
+    """A submitted job starts as soon as enough healthy hosts are free that no earlier one waits for, and that are no
+    spares of a running one."""
+    job = case.job
+    if job.state is not JobState.SUBMITTED:
+        return None
+    before = job.before.hosts if job.before else ()
+    others = {**case.round.kept_for, **case.round.spare_of}
+    free = [host for host in case.round.free_hosts(job.spec) if host.host_id not in others]
+    hosts = spare_choice.place(job.spec, free, before)
+    if hosts is None:
+        return None
+    again = " It goes on from its newest recovery point." if job.before and job.before.lineage else ""
+    names = [part.host_id for part in hosts]
+    return Verdict(
+        DecisionKind.START_JOB,
+        f"Job {job.spec.job} needs {_hosts(job.spec.nnodes)}, and {listed(names)} {'is' if len(hosts) == 1 else 'are'} "
+        f"free: {job.spec.world_size} rank{'' if job.spec.world_size == 1 else 's'} start there.{again}",
+        plan=plans.start_plan(case, hosts),
+        evidence={"nnodes": job.spec.nnodes, "nproc_per_node": job.spec.nproc_per_node, "hosts": kept(names)},
+    )
+
+
+def reserve_spares(round_: Round, job: JobView) -> None:
+    """Keep free hosts for a running job that asked for spares, against jobs that are not running yet. In very large
+    clusters not all hosts are looked at, and none is kept."""
+    if job.state is JobState.RUNNING and job.spec.spares and round_.view.is_whole:
+        free = [host.host_id for host in round_.free_hosts(job.spec) if host.host_id not in round_.spare_of]
+        round_.spare_of.update(dict.fromkeys(free[-job.spec.spares :], job.spec.job))
+
+
+def say_what_is_missing(round_: Round, job: JobView, held: Verdict | None = None) -> None:
+    """A job that waits says what for, and has the hosts kept that are free already: first come, first served. Later
+    jobs go before it where they do not delay it: on hosts that it may not use, or if there are too few for it. `held`:
+    what it waits for where there are hosts enough."""
+    free = [host.host_id for host in round_.free_hosts(job.spec)]
+    kept_for = {host_id: round_.kept_for[host_id] for host_id in free if host_id in round_.kept_for}
+    spares = {host_id: round_.spare_of[host_id] for host_id in free if host_id in round_.spare_of}
+    free = [host_id for host_id in free if host_id not in kept_for and host_id not in spares]
+    among = f" of {listed(job.spec.hosts)}" if job.spec.hosts else ""
+    first = next(iter(kept_for.values()), "")
+    earlier = f" (job {first} came first and waits for {listed(list(kept_for))})" if kept_for else ""
+    if spares:
+        running = listed(sorted(set(spares.values())))
+        earlier += f" ({listed(list(spares))}: spare{'' if len(spares) == 1 else 's'} of {running})"
+    message = f"waits for hosts: it needs {_hosts(job.spec.nnodes)}{among}, free: {listed(free) or 'none'}{earlier}"
+    if held is not None:
+        message = f"waits for {held.holding_for}"
+        round_.wake(held.hold_until)
+    if message != job.message:
+        round_.change_job(job.spec.job, job.state, message)
+    if _may_start_one_day(round_, job):
+        round_.kept_for.update(dict.fromkeys(free[: job.spec.nnodes], job.spec.job))
+
+
+def _may_start_one_day(round_: Round, job: JobView) -> bool:
+    """Whether there are hosts enough for it, busy ones included. In very large clusters not all hosts are looked at,
+    and nothing is kept: a job that can never start would keep all others waiting."""
+    if not round_.view.is_whole:
+        return False
+    named, fresh_at = frozenset(job.spec.hosts), round_.now - round_.settings.spare_fresh_s
+    well = (
+        h
+        for h in round_.hosts.values()
+        if h.state in _WELL and not h.left_at and not h.is_leaving and (h.job or h.last_report_at >= fresh_at)
+    )  # nobody looks for a free host that is switched off
+    return sum(not named or host.host_id in named for host in well) >= job.spec.nnodes
+
+
+def stop_superseded_workers(case: Case) -> Verdict | None:
+    """A host that was away and comes back with workers of an old generation gets no work before they are stopped."""
+    incident = case.incident
+    if incident is None:
+        return None
+    busy = next(case.round.open_actions(case.job.spec.job), None)
+    if busy is not None:
+        return Verdict(
+            DecisionKind.HOLD,
+            f"{incident.message} They are stopped when {busy.action_id} is over.",
+            holding_for=f"{busy.action_id} to be over",
+            hold_until=case.now + _ASK_AGAIN_S,
+        )
+    generation = case.round.hosts[incident.host_id].stale_jobs[incident.job]
+    plan = plans.clean_plan(case, incident.host_id, generation)
+    return Verdict(
+        plan.kind,
+        f"{incident.message} They are stopped before {incident.host_id} may take new work.",
+        plan=plan,
+        evidence={"host": incident.host_id, "generation": generation},
+    )
+
+
+def _hosts(count: int) -> str:
+    return "1 host" if count == 1 else f"{count} hosts"

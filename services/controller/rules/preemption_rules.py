@@ -1,0 +1,182 @@
+"""Rules about a host that will be taken away at a known time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flyball.contracts.decisions import ActionPlan, ActionState, DecisionKind, IncidentState
+from services.controller.round import plans
+from services.controller.round.diagnosis import DEPARTURES, PREEMPTION_NOTICE
+from services.controller.round.round import Case, Verdict
+from services.controller.rules import recovery_rules, tracking
+from services.controller.rules.step_ahead import is_stepping, step_ahead
+from services.controller.view import ActionView, GenerationView, HostView
+
+_ASK_AGAIN_S = 1.0
+_SPARE_BACK_S = 3.0  # for a spare that was lost while ranks saved, or another, before they are let go
+
+
+def give_up_after_too_many_decisions(case: Case) -> Verdict | None:
+    """Training goes on until the host goes; its loss is then an incident of its own."""
+    incident, limit = case.incident, case.settings.max_decisions_per_incident
+    if incident is None or incident.decisions_made < limit:
+        return None
+    plan = plan_for_those_that_stand(case)
+    train_on = "" if plan is None else " The ranks train on where they are."
+    return Verdict(
+        DecisionKind.HOLD if plan is None else plan.kind,
+        f"{incident.message} {limit} actions have not ended it: it is left to an operator.{train_on}",
+        plan=plan,
+        evidence={"decisions": incident.decisions_made},
+        gives_up=True,
+        cordons=(incident.host_id,),
+    )
+
+
+def let_the_other_incident_go_first(case: Case) -> Verdict | None:
+    """One incident at a time changes the generation. A failure goes first, and leaves the preempted host too."""
+    if case.incident is None:
+        return None
+    failure = tracking.failure_of(case.round, case.job.spec.job)
+    others = [
+        other
+        for other in case.round.open_incidents(case.job.spec.job)
+        if other.incident_id != case.incident.incident_id
+        and (other is failure or _acts_on_a_notice(other.cause, other.state))
+    ]
+    if not others:
+        return None
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{case.incident.message} {others[0].incident_id} ({others[0].cause}) is being handled and comes first.",
+        evidence={"incident": others[0].incident_id},
+        holding_for=f"{others[0].incident_id} to be over",
+        hold_until=case.now + _ASK_AGAIN_S,
+    )
+
+
+def save_before_the_host_goes(case: Case) -> Verdict | None:
+    """Every rank saves the same step, named here, and parks: then nothing is lost. With no spare in sight training goes
+    on for as long as the notice allows."""
+    incident, generation = case.incident, case.job.generation
+    if incident is None or generation is None:
+        return None
+    if last_action(case) is not None:
+        return None
+    remaining_s = _remaining_s(case)
+    reserve_s = case.settings.emergency_reserve_s
+    spares = case.round.free_hosts(case.job.spec)
+    if remaining_s <= reserve_s or not is_stepping(case, generation):
+        return None
+    if not spares and remaining_s > 2.0 * reserve_s:
+        return None
+    return save_and_park(case, remaining_s, deadline_s=remaining_s - reserve_s, spares=spares)
+
+
+def save_and_park(case: Case, remaining_s: float, *, deadline_s: float, spares: Sequence[HostView]) -> Verdict:
+    """An emergency checkpoint at a step ahead of all ranks, `deadline_s` for it and for the slow tiers."""
+    incident, generation = case.incident, case.job.generation
+    assert incident is not None and generation is not None, "the rule that calls this has looked"
+    step = step_ahead(case, generation)
+    deadline_s = min(case.settings.action_deadline_s, deadline_s)
+    return Verdict(
+        DecisionKind.EMERGENCY_CHECKPOINT,
+        f"{incident.message} {remaining_s:.1f} s are left: every rank saves step {step} and parks, "
+        + (f"then {spares[0].host_id} takes over." if spares else "then a spare is waited for."),
+        plan=plans.save_plan(case, generation, step, deadline_s=deadline_s, spares=spares),
+        evidence={
+            "host": incident.host_id,
+            "remaining_s": round(remaining_s, 3),
+            "step": step,
+            "newest_step": max(rank.step for rank in generation.ranks),
+        },
+    )
+
+
+def restart_ranks_that_did_not_go_on(case: Case) -> Verdict | None:
+    """They were let go, and could not be told or did not move."""
+    earlier = last_action(case)
+    if earlier is None or earlier.plan.kind is not DecisionKind.RESUME:
+        return None
+    return recovery_rules.restart_in_place(case)
+
+
+def let_the_ranks_go(case: Case) -> Verdict | None:
+    """Ranks that saved and stand are for a host to go on at. Without one, or when the host is not to be left any more,
+    they train on where they are; if the host is about to go, they stay."""
+    incident, generation = case.incident, case.job.generation
+    if incident is None or generation is None or not _stand(case):
+        return None
+    if not tracking.is_wanted(case.round, incident):
+        return _resume(case, generation, "It is not to be left any more")
+    is_last_call = incident.cause == PREEMPTION_NOTICE and _remaining_s(case) <= 2.0 * case.settings.emergency_reserve_s
+    if is_last_call or case.round.free_hosts(case.job.spec):
+        return None
+    until = incident.since + _SPARE_BACK_S
+    if case.now >= until:
+        return _resume(case, generation, "No host is free to take its ranks any more")
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{incident.message} All ranks stand, and the spare is gone: another is waited for.",
+        holding_for="another spare",
+        hold_until=until,
+    )
+
+
+def last_action(case: Case) -> ActionView | None:
+    """What was done for the incident last, if it still holds: neither superseded nor of an earlier generation."""
+    incident, generation = case.incident, case.job.generation
+    action = case.round.actions.get(incident.action_id) if incident is not None else None
+    if action is None or generation is None or action.state is ActionState.SUPERSEDED:
+        return None
+    return action if action.of_generation == generation.generation else None
+
+
+def plan_for_those_that_stand(case: Case) -> ActionPlan | None:
+    """Ranks that stand at an emergency step are let go with the incident that they stand for."""
+    generation = case.job.generation
+    return plans.resume_plan(case, generation) if generation is not None and _stand(case) else None
+
+
+def _stand(case: Case) -> bool:
+    """Whether ranks were told to save and stand, and nothing else since."""
+    earlier = last_action(case)
+    return earlier is not None and earlier.plan.kind is DecisionKind.EMERGENCY_CHECKPOINT and earlier.state.ended
+
+
+def _resume(case: Case, generation: GenerationView, why: str) -> Verdict:
+    assert case.incident is not None
+    return Verdict(
+        DecisionKind.RESUME,
+        f"{case.incident.message} {why}: the ranks of generation {generation.generation} train on where they are.",
+        plan=plans.resume_plan(case, generation),
+        evidence={"host": case.incident.host_id},
+        is_patient=True,
+    )
+
+
+def wait_for_a_spare(case: Case) -> Verdict | None:
+    """Until a host appears, training goes on where it is."""
+    incident, generation = case.incident, case.job.generation
+    if incident is None or generation is None:
+        return None
+    if all(part.host_id != incident.host_id for part in generation.hosts):
+        return None
+    remaining_s = _remaining_s(case)
+    last_call = case.now + remaining_s - 2.0 * case.settings.emergency_reserve_s
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{incident.message} No spare is free to take its ranks: waiting for a host.",
+        evidence={"host": incident.host_id, "remaining_s": round(remaining_s, 3)},
+        holding_for="a spare host",
+        hold_until=min(case.now + _ASK_AGAIN_S, last_call) if last_call > case.now else case.now + _ASK_AGAIN_S,
+    )
+
+
+def _remaining_s(case: Case) -> float:
+    host = case.round.hosts.get(case.incident.host_id) if case.incident else None
+    return host.preempt_deadline_at - case.now if host else 0.0
+
+
+def _acts_on_a_notice(cause: str, state: IncidentState) -> bool:
+    return cause in DEPARTURES and state in (IncidentState.ACTING, IncidentState.VERIFYING)

@@ -1,0 +1,301 @@
+"""Rules about a generation that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from flyball.contracts.checkpoints import Lineage
+from flyball.contracts.cluster import HostRanks, HostState, JobState
+from flyball.contracts.decisions import ActionState, DecisionKind, Incident
+from services.controller.round import guardrails, plans, spare_choice
+from services.controller.round.diagnosis import DRAIN_REQUESTED, RESTORE_FAILED, WORKER_EXCEPTION
+from services.controller.round.round import Case, Evidence, Verdict
+from services.controller.round.wording import NAMED, kept, listed, ranks_of
+from services.controller.view import ActionView, GenerationView, HostView
+from services.rules import recovery_point
+
+_ASK_AGAIN_S = 1.0
+_LEAVING = (HostState.CORDONED, HostState.IN_REPAIR, HostState.DEGRADED)
+
+
+def fail_after_too_many_decisions(case: Case) -> Verdict | None:
+    """An incident that this many actions did not end needs a person."""
+    incident, limit = _incident(case), case.settings.max_decisions_per_incident
+    if incident.decisions_made < limit:
+        return None
+    return fail(case, f"{incident.message} {limit} actions have not ended it.", {"decisions": incident.decisions_made})
+
+
+def fail_on_identical_exception(case: Case) -> Verdict | None:
+    """The same exception at the same step again is a bug in the job, not a fault in the machine."""
+    incident, limit = _incident(case), case.settings.identical_exception_limit
+    if incident.cause != WORKER_EXCEPTION:
+        return None
+    own = [f for f in case.job.failures if (f.generation, f.cause) == (incident.generation, incident.cause)]
+    if not own or not own[-1].error_kind:
+        return None
+    times = guardrails.times_seen(own[-1], case.job.failures)
+    if times < limit:
+        return None
+    where = f"after step {own[-1].step}" if own[-1].step >= 0 else "before the first step"
+    return fail(
+        case,
+        f"{incident.message} The same failure {where} ended {times} generations: another restart would meet it again.",
+        {"times": times, "error": own[-1].error_kind, "step": own[-1].step},
+    )
+
+
+def back_off_after_a_failed_action(case: Case) -> Verdict | None:
+    """Between actions that fail lies some time, more with each."""
+    incident, action = _incident(case), _last_action(case)
+    if action is None or not is_retry(case):
+        return None
+    until = incident.since + guardrails.back_off_s(incident.decisions_made)
+    if case.now >= until:
+        return None
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{action.action_id} ended {action.state.value}: {_sentence(action.message)} "
+        f"The next attempt, number {incident.decisions_made + 1}, is made in {until - case.now:.1f} s.",
+        evidence={"action": action.action_id, "decisions": incident.decisions_made},
+        holding_for=f"some time to pass after {action.action_id}",
+        hold_until=until,
+    )
+
+
+def fail_when_restarts_are_used_up(case: Case) -> Verdict | None:
+    """Failures of the workers themselves, without progress in between, count against --max-restarts."""
+    incident, generation, limit = _incident(case), _generation(case), case.job.spec.max_restarts
+    if incident.cause not in guardrails.WORKER_CAUSES:
+        return None
+    if guardrails.budget_after(generation, incident, case.settings, case.job.failures).used <= limit:
+        return None
+    match limit:
+        case 0:
+            why = "--max-restarts 0 allows no restart."
+        case 1:
+            why = "The one restart that --max-restarts allows is used up, without progress since."
+        case _:
+            why = f"All {limit} restarts that --max-restarts allows are used up, without progress in between."
+    return fail(case, f"{incident.message} {why}", {})
+
+
+def restart_from_an_older_recovery_point(case: Case) -> Verdict | None:
+    """A step that could not be restored is left out of the history, at once if there is an older one, else when trying
+    it again failed too."""
+    incident, generation = _incident(case), _generation(case)
+    step = generation.restore_step
+    if incident.cause != RESTORE_FAILED or step is None or incident.generation != generation.generation:
+        return None
+    older = recovery_point.before(generation.lineage, step)
+    copies = [copy for copy in case.round.view.copies if copy.job == case.job.spec.job]
+    newest = recovery_point.newest_step(copies, older, case.job.spec.world_size)
+    failed_before = sum(
+        1 for f in case.job.failures if f.cause == RESTORE_FAILED and f.generation >= generation.generation - 1
+    )
+    if newest is None and failed_before < 2:
+        return None
+    goal = f"step {newest}" if newest is not None else "the beginning, since no older step is complete"
+    return _restart(
+        case, f"Step {step} is left out: generation {generation.generation + 1} goes back to {goal}.", lineage=older
+    )
+
+
+def migrate_to_spare(case: Case) -> Verdict | None:
+    """Ranks of hosts that are lost, or about to be, go to spares; all other ranks keep their hosts."""
+    return _migrate(case)
+
+
+def wait_for_a_spare(case: Case) -> Verdict | None:
+    """Without enough hosts the job waits; every host that appears is looked at."""
+    lost, _ = _lost_and_leaving(case)
+    if not lost:
+        return None
+    free = case.round.free_hosts(case.job.spec)
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{_incident(case).message} No spare: {len(lost)} host{'' if len(lost) == 1 else 's'} must be replaced "
+        f"({listed(lost)}), and {len(free) or 'none'} {'is' if len(free) <= 1 else 'are'} free: waiting for a host.",
+        evidence={"lost": kept(lost), "free": kept([host.host_id for host in free])},
+        holding_for="a spare host",
+        hold_until=case.now + _ASK_AGAIN_S,
+    )
+
+
+def take_a_drained_host_back(case: Case) -> Verdict | None:
+    """A drain whose spare is lost before the ranks train there cannot be carried out: they go back."""
+    lost, leaving = _lost_and_leaving(case)
+    present = {part.host_id for part in _generation(case).hosts}
+    drains = (i for i in case.round.open_incidents(case.job.spec.job) if i.cause == DRAIN_REQUESTED)
+    hosts = (case.round.hosts.get(incident.host_id) for incident in drains)
+    well = (host for host in hosts if host is not None and host.is_drained and host.host_id not in present)
+    free = case.round.free_hosts(case.job.spec)
+    for host in well:
+        if not lost or case.round.is_silent(host.host_id) or host.preempt_deadline_at or host.job:
+            continue
+        moved = _move(case, lost, leaving, [*free, host])
+        if moved is not None:
+            reason = f"{moved.reason} The drain of {host.host_id} is refused: there is no other host."
+            return msgspec.structs.replace(moved, reason=reason, refuses_drain_of=host.host_id)
+    return None
+
+
+def restart_in_place(case: Case) -> Verdict:
+    """With its hosts well, the job starts again where it is, from the newest recovery point."""
+    following = _generation(case).generation + 1
+    return _restart(case, f"No host has to be replaced: generation {following} starts in place.")
+
+
+# --- parts of the rules ----------------------------------------------------------------------------------------------
+
+
+def _restart(case: Case, what: str, *, lineage: Lineage | None = None) -> Verdict:
+    """Restart on the present hosts, or on spares where hosts are lost or leaving."""
+    moved = _migrate(case, lineage=lineage)
+    if moved is not None:
+        return moved
+    incident, generation = _incident(case), _generation(case)
+    hosts = spare_choice.replace(generation.hosts, (), (), case.round.hosts) or generation.hosts
+    plan = plans.restart_plan(
+        case, generation, hosts, kind=DecisionKind.RESTART_IN_PLACE, incident=incident, lineage=lineage
+    )
+    return Verdict(
+        DecisionKind.RESTART_IN_PLACE,
+        f"{incident.message} {_history(case)}{what} {_budget(case, generation)}",
+        plan=plan,
+        evidence=_evidence(case, generation),
+    )
+
+
+def move(case: Case, leave: Sequence[str], *, avoid: Collection[str], given_up: Collection[str] = ()) -> Verdict | None:
+    """Ranks of all these hosts go to spares, and to none of `avoid`; None if there are too few. `given_up`: of the
+    hosts those that are not asked for anything any more."""
+    lost, leaving = _lost_and_leaving(case)
+    free = [host for host in case.round.free_hosts(case.job.spec) if host.host_id not in avoid]
+    first = [host_id for host_id in leave if host_id not in lost]
+    if len(free) < len(lost) + len(first):
+        return None
+    return _move(case, lost, [*first, *(h for h in leaving if h not in first)], free, given_up=given_up)
+
+
+def _migrate(case: Case, *, lineage: Lineage | None = None) -> Verdict | None:
+    return _move(case, *_lost_and_leaving(case), case.round.free_hosts(case.job.spec), lineage=lineage)
+
+
+def _move(
+    case: Case,
+    lost: list[str],
+    leaving: list[str],
+    free: list[HostView],
+    *,
+    lineage: Lineage | None = None,
+    given_up: Collection[str] = (),
+) -> Verdict | None:
+    if not lost and not leaving:
+        return None
+    incident, generation = _incident(case), _generation(case)
+    moving = (lost + leaving)[: max(len(lost), len(free))]  # who leaves on notice can wait; who is lost cannot
+    hosts = spare_choice.replace(generation.hosts, moving, free, case.round.hosts) if moving else None
+    if hosts is None:
+        return None
+    kind = DecisionKind.MIGRATE_TO_SPARE
+    plan = plans.restart_plan(case, generation, hosts, kind=kind, incident=incident, lineage=lineage, given_up=given_up)
+    return Verdict(
+        DecisionKind.MIGRATE_TO_SPARE,
+        f"{incident.message} {_history(case)}{_moves(generation.hosts, hosts)}",
+        plan=plan,
+        evidence={
+            **_evidence(case, generation),
+            "from": kept(moving),
+            "to": kept([new.host_id for _, new in _moved(generation.hosts, hosts)]),
+        },
+    )
+
+
+def _moves(before: tuple[HostRanks, ...], after: tuple[HostRanks, ...]) -> str:
+    moved = _moved(before, after)
+    more = f" So it is with {len(moved) - NAMED} more." if len(moved) > NAMED else ""
+    return " ".join(f"{new.host_id} takes {ranks_of(new.ranks)} of {old.host_id}." for old, new in moved[:NAMED]) + more
+
+
+def _moved(before: tuple[HostRanks, ...], after: tuple[HostRanks, ...]) -> list[tuple[HostRanks, HostRanks]]:
+    return [(old, new) for old, new in zip(before, after, strict=True) if old.host_id != new.host_id]
+
+
+def _lost_and_leaving(case: Case) -> tuple[list[str], list[str]]:
+    """Hosts of the present generation that cannot be asked, and those that should be left while they can."""
+    lost, leaving = [], []
+    for part in _generation(case).hosts:
+        host = case.round.hosts.get(part.host_id)
+        if host is None or case.round.is_silent(part.host_id):
+            lost.append(part.host_id)
+        elif host.is_leaving or host.state in _LEAVING:
+            leaving.append(part.host_id)
+    return lost, leaving
+
+
+def fail(case: Case, reason: str, evidence: Evidence) -> Verdict:
+    """End the job, for a reason in complete sentences."""
+    return Verdict(
+        DecisionKind.FAIL_JOB,
+        reason,
+        plan=plans.end_plan(case, DecisionKind.FAIL_JOB, 0.0),
+        evidence={**_evidence(case, case.job.generation), **evidence},
+        job_state=JobState.FAILED,
+        gives_up=True,
+    )
+
+
+def _budget(case: Case, generation: GenerationView) -> str:
+    after = guardrails.budget_after(generation, _incident(case), case.settings, case.job.failures)
+    if after.restart_count == generation.restart_count:
+        return "This burns no restart."
+    why = f": {after.refilled_by} since the last failure refilled the budget" if after.refilled_by else ""
+    return f"This is restart {after.used} of {case.job.spec.max_restarts}{why}."
+
+
+def _history(case: Case) -> str:
+    action = _last_action(case)
+    if action is None or not is_retry(case):
+        return ""
+    return f"{action.action_id} ended {action.state.value}: {_sentence(action.message)} "
+
+
+def _evidence(case: Case, generation: GenerationView | None) -> Evidence:
+    failure = case.round.diagnoses.get(case.job.spec.job)
+    facts: dict[str, str | int | float | bool | None] = {}
+    if failure is not None and failure.cause == _incident(case).cause:
+        facts |= failure.evidence
+    if generation is not None:
+        facts |= {
+            "generation": generation.generation,
+            "restarts": generation.restart_count,
+            "restarts_used": generation.used_restarts,
+        }
+    return {**facts, "max_restarts": case.job.spec.max_restarts}
+
+
+def _last_action(case: Case) -> ActionView | None:
+    return case.round.actions.get(_incident(case).action_id)
+
+
+def is_retry(case: Case) -> bool:
+    """Whether the incident's last action failed: what it was for is known, and still wanted."""
+    action = _last_action(case)
+    return action is not None and action.state in (ActionState.FAILED, ActionState.TIMED_OUT)
+
+
+def _sentence(text: str) -> str:
+    return f"{text.strip().rstrip('.') or 'no reason given'}."
+
+
+def _incident(case: Case) -> Incident:
+    assert case.incident is not None, "a rule about incidents is asked about one"
+    return case.incident
+
+
+def _generation(case: Case) -> GenerationView:
+    assert case.job.generation is not None, "only a job with a generation has incidents"
+    return case.job.generation

@@ -1,0 +1,186 @@
+"""Rules about a restart that would go further back than the newest recovery point that hosts told of.
+
+Steps that only hosts out of reach hold are given up aloud: first those hosts are waited for, for as long as it would
+take to do the steps again. Ranks that wait and ranks that repeat steps cost the same, so whether the hosts come back or
+not, at most twice the least possible is lost (the ski rental problem). `--never-from-scratch` has no end of the wait.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from flyball.contracts.checkpoints import Tier
+from flyball.contracts.decisions import ActionPlan, DecisionKind
+from flyball.contracts.recovery import complete_points
+from services.controller.round import plans
+from services.controller.round.diagnosis import newest_common_step
+from services.controller.round.round import Case, Verdict
+from services.controller.round.wording import kept, listed
+from services.controller.view import JobView
+
+_ASK_AGAIN_S = 1.0
+_TIERS = (Tier.MEMORY, Tier.DISK, Tier.PERSISTENT)
+
+
+class Rollback(msgspec.Struct, frozen=True):
+    """From the newest recovery point that any host told of to the newest in reach; step -1: from scratch."""
+
+    told_step: int
+    reach_step: int
+    holders: tuple[str, ...]  # out of reach, with copies of the step that was told of
+    away_since: float  # wall clock; of the holders the one that is away for the shortest time
+    step_s: float  # as measured
+    ranks: int
+
+    @property
+    def steps(self) -> int:
+        return self.told_step - self.reach_step
+
+    @property
+    def redo_s(self) -> float:
+        return self.steps * self.step_s
+
+    @property
+    def awaited(self) -> str:
+        return f"{listed(self.holders)} with step {self.told_step}"
+
+    @property
+    def evidence(self) -> dict[str, str | int | float | bool | None]:
+        return {
+            "told_step": self.told_step,
+            "reach_step": self.reach_step,
+            "steps_given_up": self.steps,
+            "holders": kept(self.holders),
+            "step_s": round(self.step_s, 3),
+            "redo_rank_s": round(self.redo_s * self.ranks, 1),
+        }
+
+    @property
+    def given_up(self) -> str:
+        """ "813 steps (94 s of training on 8 ranks)"."""
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{self.steps} step{'' if self.steps == 1 else 's'} ({self.redo_s:.0f} s of training on {ranks})"
+
+    def until(self, *, since: float, longest_s: float) -> float:
+        """When the wait has cost as much as to do the steps again. It began when both were known: that the job has to
+        restart, and that the holders are away."""
+        return max(since, self.away_since) + min(self.redo_s, longest_s)
+
+
+def never_from_scratch(case: Case, wanted: Verdict) -> Verdict | None:
+    """Where the user forbids it, a job that has saved steps waits for somebody who has one, whatever that costs."""
+    plan = wanted.plan
+    if plan is None or plan.next is None or case.incident is None or not plan.spec.never_from_scratch:
+        return None  # a job that goes on after it had ended: what its hosts hold shows when they are told its history
+    if _reach_step(case, plan) >= 0 or not _has_saved(case.job):
+        return None
+    found = rollback_of(case, plan)
+    whom, awaited = "No host is known to hold one", "a copy of any step"
+    if found is not None:
+        whom = f"{listed(found.holders)} must come back, which held step {found.told_step}"
+        awaited = found.awaited
+    job = case.job.spec.job
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{case.incident.message} --never-from-scratch forbids to begin anew, and no copy of any step is in reach. "
+        f"{whom}. To begin anew all the same: flyball stop {job}, then the same command with --fresh.",
+        evidence={"newest_step": case.job.newest_step, **(found.evidence if found is not None else {})},
+        holding_for=awaited,
+        hold_until=case.now + _ASK_AGAIN_S,
+    )
+
+
+def wait_for_newer_steps(case: Case, wanted: Verdict) -> Verdict | None:
+    """Hosts that hold newer steps are waited for as long as to do those again would take."""
+    found = rollback_of(case, wanted.plan)
+    if found is None or found.redo_s < case.settings.rollback_free_s:
+        return None
+    since, message = (case.incident.opened_at, case.incident.message) if case.incident is not None else (0.0, "")
+    until = found.until(since=since, longest_s=case.settings.rollback_wait_s)
+    if case.now >= until:
+        return None
+    reach = f"step {found.reach_step} is the newest in reach" if found.reach_step >= 0 else "no step is in reach"
+    named = listed(found.holders)
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{message} {named} held step {found.told_step}, and {reach}: to go on without would give up "
+        f"{found.given_up}. So {named} {'is' if len(found.holders) == 1 else 'are'} waited for first, "
+        f"for up to {until - case.now:.0f} s.",
+        evidence={**found.evidence, "wait_s": round(until - case.now, 1)},
+        holding_for=found.awaited,
+        hold_until=until,
+    )
+
+
+def say_what_is_given_up(case: Case, wanted: Verdict) -> Verdict:
+    """A restart that goes back behind what hosts told of says so, and how far."""
+    found = rollback_of(case, wanted.plan)
+    if found is not None:
+        named = listed(found.holders)
+        why = f"{named}, which held step {found.told_step}, did not come back in time"
+        if found.redo_s < case.settings.rollback_free_s:
+            why = f"{named} held step {found.told_step}, and that is too little to wait for"
+        reason = f"{wanted.reason} It gives up {found.given_up}: {why}."
+        evidence = found.evidence
+    elif _begins_anew(case, wanted.plan):
+        reason = f"{wanted.reason} No copy of any step is known: unless a host that is stopped has one, it begins anew."
+        evidence = {"newest_step": case.job.newest_step}
+    else:
+        return wanted
+    return msgspec.structs.replace(wanted, reason=reason, evidence={**wanted.evidence, **evidence})
+
+
+def rollback_of(case: Case, plan: ActionPlan | None) -> Rollback | None:
+    """How far a start goes back behind the newest recovery point that hosts told of; None if it does not."""
+    if plan is None or plan.next is None:
+        return None
+    copies = [copy for copy in case.round.view.copies if copy.job == plan.job]
+    told = max(complete_points(copies, plan.next.parent_lineage, plan.spec.world_size), default=None)
+    reach_step = _reach_step(case, plan)
+    if told is None or told[0] <= reach_step:
+        return None
+    holders = {copy.host_id for copy in copies if (copy.step, copy.generation) == told} - {"", *plan.stop_hosts}
+    hosts = case.round.hosts
+    away = [hosts[name].since for name in holders if name in hosts and case.round.is_silent(name)]
+    return Rollback(
+        told_step=told[0],
+        reach_step=reach_step,
+        holders=tuple(sorted(holders)),
+        away_since=max(away, default=0.0),
+        step_s=_step_s(case, told[0]),
+        ranks=plan.spec.world_size,
+    )
+
+
+def _reach_step(case: Case, plan: ActionPlan) -> int:
+    """The newest step of the history to go on from that is whole on the hosts which are asked, and in the store."""
+    assert plan.next is not None, "a plan that starts nothing restores nothing"
+    return plans.known_step(case, plan.next.parent_lineage, plan.stop_hosts)
+
+
+def _begins_anew(case: Case, plan: ActionPlan | None) -> bool:
+    """Whether a job that should have copies restarts without any that is known."""
+    if plan is None or plan.next is None or case.incident is None:
+        return False
+    return _has_saved(case.job) and _reach_step(case, plan) < 0
+
+
+def _step_s(case: Case, told_step: int) -> float:
+    """What a step took in the present generation, start-up and pauses included: they would come again. Of one that made
+    none it is what the job took for a step so far."""
+    job, generation = case.job, case.job.generation or case.job.before
+    if generation is not None and generation.started_at > 0.0 and generation.ranks:
+        restored = -1 if generation.restore_step is None else generation.restore_step
+        made = newest_common_step(generation) - restored
+        if made > 0:
+            heard_at = max(rank.reported_at for rank in generation.ranks)
+            return max(0.0, heard_at - generation.started_at) / made
+    since = case.incident.opened_at if case.incident is not None else case.now
+    return max(0.0, since - job.submitted_at) / (max(told_step, job.newest_step) + 1)
+
+
+def _has_saved(job: JobView) -> bool:
+    """Whether there should be a copy of some step."""
+    policies = [job.spec.checkpoint.policy(tier) for tier in _TIERS]
+    due = (p.every_s > 0.0 or 0 < p.every_steps <= job.newest_step + 1 for p in policies)
+    return job.newest_step >= 0 and any(due)

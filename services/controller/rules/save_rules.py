@@ -1,0 +1,87 @@
+"""Saves that fail for long: an incident beside others, which says so until saves are kept again. Training goes on, and
+nothing is restarted for it: that would lose what was trained since the last save that was kept."""
+
+from __future__ import annotations
+
+from flyball.contracts.cluster import JobState
+from flyball.contracts.decisions import DecisionKind, Incident
+from flyball.contracts.signals import SavesFailing, SavesRecovered, Signal
+from services.controller.round.diagnosis import SAVES_FAILING
+from services.controller.round.round import Case, Round, Verdict
+from services.controller.round.wording import kept, listed, ranks_of
+from services.controller.view import JobView
+from services.rules.incident_states import IncidentEvent
+
+_LOOK_AGAIN_S = 60.0
+
+
+def take_signal(round_: Round, signal: Signal) -> None:
+    """Take what a host says of saves that fail for long; nothing else."""
+    match signal.body:
+        case SavesFailing() as body:
+            _take_failing(round_, signal, body)
+        case SavesRecovered() as body:
+            _take_recovered(round_, signal, body)
+
+
+def follow(round_: Round, job: JobView, incident: Incident) -> None:
+    """It is of one generation: what fails in the next one is told anew."""
+    if job.generation is None or job.generation.generation != incident.generation:
+        round_.advance(incident, IncidentEvent.CLEARED)
+
+
+def hold_while_saves_fail(case: Case) -> Verdict | None:
+    """Say it, and do nothing."""
+    incident = case.incident
+    if incident is None:
+        return None
+    on = f" Hosts on which saves fail: {listed(incident.hosts)}." if len(incident.hosts) > 1 else ""
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{incident.message} Training goes on, and a failure would cost all steps since the newest recovery point.{on}",
+        evidence={"hosts": kept(incident.hosts)},
+        holding_for="a save that is kept",
+        hold_until=case.now + _LOOK_AGAIN_S,
+    )
+
+
+def _take_failing(round_: Round, signal: Signal, body: SavesFailing) -> None:
+    """Open the job's incident, or add a host to it."""
+    if not body.ranks or not _speaks_of(round_, signal.source, body):
+        return
+    incident = _incident_of(round_, body.job)
+    if incident is not None:
+        round_.advance(incident, None, hosts=tuple(sorted({*incident.hosts, signal.source})))
+        return
+    failed = f"{body.count} failed in {signal.at - body.since:.0f} s, the newest, step {body.step}, because"
+    round_.open_incident(
+        job=body.job,
+        host_id=signal.source,
+        hosts=(signal.source,),
+        cause=SAVES_FAILING,
+        message=f"No save of {ranks_of(body.ranks)} on {signal.source} is kept: {failed}: {body.message}",
+        generation=body.generation,
+        observed_at=signal.at,
+    )
+
+
+def _take_recovered(round_: Round, signal: Signal, body: SavesRecovered) -> None:
+    """A host's saves are kept again; with those of the last such host the incident is over."""
+    incident = _incident_of(round_, body.job)
+    if incident is None or body.generation != incident.generation or signal.source not in incident.hosts:
+        return
+    hosts = tuple(host_id for host_id in incident.hosts if host_id != signal.source)
+    round_.advance(incident, None if hosts else IncidentEvent.CLEARED, hosts=hosts)
+
+
+def _incident_of(round_: Round, job: str) -> Incident | None:
+    return next((i for i in round_.open_incidents(job) if i.cause == SAVES_FAILING), None)
+
+
+def _speaks_of(round_: Round, host_id: str, body: SavesFailing) -> bool:
+    """Whether it is about the present generation, and the host has ranks of that."""
+    job = round_.jobs.get(body.job)
+    generation = job.generation if job is not None and job.state is JobState.RUNNING else None
+    if generation is None or generation.generation != body.generation:
+        return False
+    return any(part.host_id == host_id for part in generation.hosts)

@@ -1,0 +1,35 @@
+"""Which step every rank can still save: ahead of all of them when the command arrives. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from flyball.contracts.cluster import Phase
+from services.controller.round.round import Case
+from services.controller.view import GenerationView
+
+_DISPATCH_S = 0.25  # from the decision until the step is armed everywhere; ranks go on meanwhile
+
+
+def is_stepping(case: Case, generation: GenerationView) -> bool:
+    """Whether all ranks are there and past their start, so that a named step can be met."""
+    ranks = generation.ranks
+    return (
+        len(ranks) == case.job.spec.world_size
+        and generation.started_at > 0.0
+        and case.job.spec.checkpoint.saves
+        and all(rank.exited is None and rank.phase not in (Phase.STARTING, Phase.RESTORING) for rank in ranks)
+    )
+
+
+def step_ahead(case: Case, generation: GenerationView) -> int:
+    """A step that no rank has passed when the command arrives: reports are a little old, and ranks go on meanwhile. One
+    that is passed all the same is named anew by the playbook."""
+    restored = -1 if generation.restore_step is None else generation.restore_step
+    newest = 0.0
+    for rank in generation.ranks:
+        ran_s = max(rank.reported_at - generation.started_at, 1e-3)
+        steps_per_s = max(0, rank.step - restored) / ran_s
+        ahead_s = max(0.0, case.now - rank.reported_at) + _DISPATCH_S
+        newest = max(newest, rank.step + steps_per_s * ahead_s)
+    return math.ceil(newest) + case.settings.emergency_margin_steps

@@ -1,0 +1,358 @@
+"""Follows incidents through what happened since the last round, and finds what is wrong now. It decides nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from flyball.contracts.cluster import HostState, JobState, Phase
+from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
+from services.controller.round import diagnosis
+from services.controller.round.diagnosis import (
+    BESIDE_FAILURES,
+    DEPARTURES,
+    DRAIN_REQUESTED,
+    HOST_SILENT,
+    PREEMPTION_NOTICE,
+    SAVES_FAILING,
+    START_OVERDUE,
+    SUPERSEDED_WORKERS,
+    Failure,
+    newest_common_step,
+)
+from services.controller.round.guardrails import progress_of
+from services.controller.round.round import Round
+from services.controller.round.wording import ranks_kept, ranks_of
+from services.controller.rules import save_rules, start_rules
+from services.controller.view import ActionView, GenerationView, HostView, JobView, PastFailure, RankView
+from services.rules.incident_states import IncidentEvent
+
+_STALE_AFTER_S = 2.0  # a report this much newer than the generation's start still shows older workers: they run on
+_CLEAN_WITHIN_S = 15.0
+_TOLD_OF_WITHIN_S = 10.0  # of a start that succeeded: a host that tells of no worker since then has none
+_ASK_AGAIN_S = 1.0
+_ENDED_AFTER_S = 20.0  # as above, for a job that ended: by then its hosts have been told, with their workers' grace
+
+
+def failure_of(round_: Round, job: str) -> Incident | None:
+    """The job's open incident about a generation that failed; there is at most one."""
+    return next((i for i in round_.open_incidents(job) if i.cause not in BESIDE_FAILURES), None)
+
+
+def follow(round_: Round, job: JobView) -> None:
+    """Move the job's incidents on by what their actions, ranks and hosts did."""
+    for incident in round_.open_incidents(job.spec.job):
+        if incident.cause == SUPERSEDED_WORKERS:
+            _follow_stale_workers(round_, incident)
+        elif incident.cause == SAVES_FAILING:
+            save_rules.follow(round_, job, incident)
+        elif incident.state is IncidentState.ACTING:
+            _follow_action(round_, job, incident)
+        elif incident.state is IncidentState.VERIFYING:
+            _verify(round_, job, incident)
+    for incident in round_.open_incidents(job.spec.job):
+        if incident.state is IncidentState.DECIDING:
+            _clear(round_, job, incident)
+
+
+def diagnose(round_: Round, job: JobView) -> None:
+    """Find what is wrong with the job's present generation, and open or deepen its incident."""
+    generation = job.generation
+    if generation is None or job.state is not JobState.RUNNING:
+        return
+    failure = _find_failure(round_, job, generation)
+    if failure is not None:
+        round_.diagnoses[job.spec.job] = failure
+        _record(round_, job, generation, failure)
+    incident = failure_of(round_, job.spec.job)
+    if incident is not None:
+        start_rules.note_failed_starts(round_, incident, generation)
+    _find_notices(round_, job, generation)
+    _find_drains(round_, job, generation)
+    _find_stale_workers(round_, job, generation)
+
+
+def find_left_behind(round_: Round, job: JobView) -> None:
+    """All that is left to do about a job that has ended: workers on hosts that could not be told."""
+    for incident in round_.open_incidents(job.spec.job):
+        if incident.cause == SUPERSEDED_WORKERS:
+            _follow_stale_workers(round_, incident)
+    if job.generation is not None:
+        _find_stale_workers(round_, job, job.generation)
+
+
+# --- following -------------------------------------------------------------------------------------------------------
+
+
+def _follow_action(round_: Round, job: JobView, incident: Incident) -> None:
+    action = round_.actions.get(incident.action_id)
+    if action is None or action.state in (ActionState.FAILED, ActionState.TIMED_OUT):
+        round_.advance(incident, IncidentEvent.ACTION_FAILED, failed_step=_failed_step(incident, action))
+    elif action.state is ActionState.SUPERSEDED:
+        round_.advance(incident, IncidentEvent.SUPERSEDED, failed_step=_failed_step(incident, action))
+    elif action.state is ActionState.SUCCEEDED and action.plan.kind is DecisionKind.EMERGENCY_CHECKPOINT:
+        round_.advance(incident, IncidentEvent.SAVED)
+    elif action.state is ActionState.SUCCEEDED and action.plan.kind is DecisionKind.RESUME:
+        stood_at = max(incident.failed_step, action.plan.emergency_step)
+        round_.advance(incident, IncidentEvent.ACTION_SUCCEEDED, failed_step=stood_at, lost_steps=0)
+    elif action.state is ActionState.SUCCEEDED:
+        failed = _failed_step(incident, action)
+        restored = -1 if action.restore_step is None else action.restore_step
+        round_.advance(
+            incident,
+            IncidentEvent.ACTION_SUCCEEDED,
+            failed_step=failed,
+            restored_step=restored,
+            lost_steps=max(0, failed - restored),
+        )
+    elif _waits_for_the_silent(round_, job, action):
+        round_.advance(incident, IncidentEvent.FAILED_AGAIN, failed_step=_failed_step(incident, action))
+
+
+def _waits_for_the_silent(round_: Round, job: JobView, action: ActionView) -> bool:
+    """Whether a host that is to be stopped fell silent. One that is to be started is found by its generation."""
+    if action.plan.next is None or action.phase not in ("", "stop"):
+        return False
+    present = {part.host_id for part in job.generation.hosts} if job.generation else set()
+    return any(round_.is_silent(host_id) for host_id in action.plan.stop_hosts if host_id not in present)
+
+
+def _failed_step(incident: Incident, action: ActionView | None) -> int:
+    """The newest step completed by all ranks before the failure, as far as an action's hosts have told.
+
+    What a lost host's ranks completed last is lost with them. They count like the slowest of the others, since ranks
+    that train together wait for each other: the lost steps are never said to be fewer than they were.
+    """
+    if action is None or not action.positions or action.plan.next is None:
+        return incident.failed_step
+    return max(incident.failed_step, min(action.positions.values()))
+
+
+def _verify(round_: Round, job: JobView, incident: Incident) -> None:
+    """Resolved is an incident when every rank has gone past the failed step, not when processes are up."""
+    generation = job.generation
+    if generation is None or generation.started_at == 0.0:
+        return
+    threshold = max(incident.failed_step, incident.restored_step)
+    is_whole = len(generation.ranks) == job.spec.world_size
+    ranks = generation.ranks if is_whole else ()
+    stands = any(rank.phase is Phase.PARKED for rank in ranks)  # it was let go: the detector waits for no such rank
+    patience_s = round_.settings.verify_deadline_s if is_whole and not stands else _TOLD_OF_WITHIN_S
+    if ranks and all(rank.step > threshold for rank in ranks):
+        round_.advance(incident, IncidentEvent.STEPS_ADVANCED)
+    elif threshold < 0 and ranks and all(_shows_no_steps(rank) for rank in ranks):
+        _watch_life(round_, incident, ranks)
+    elif not _is_known_since(round_, generation, due := incident.since + patience_s):
+        round_.wake(max(due, round_.now + _ASK_AGAIN_S))
+    elif ranks and all(rank.phase not in (Phase.STARTING, Phase.RESTORING, Phase.PARKED) for rank in ranks):
+        round_.wake(round_.now + round_.settings.verify_deadline_s)  # long steps; if they stop, the detector tells
+    elif failure_of(round_, job.spec.job) in (None, incident):  # else that one is about to start another generation
+        round_.advance(incident, IncidentEvent.VERIFY_OVERDUE)
+
+
+def _is_known_since(round_: Round, generation: GenerationView, at: float) -> bool:
+    """Whether `at` is over and what every host of the generation reported since is known: after an outage of the
+    control plane, or of the database, its workers may long be well."""
+    hosts = (round_.hosts.get(part.host_id) for part in generation.hosts)
+    return round_.now >= at and all(host is None or host.known_at > at for host in hosts)
+
+
+def _shows_no_steps(rank: RankView) -> bool:
+    return rank.exited is None and rank.phase is Phase.STARTING
+
+
+def _watch_life(round_: Round, incident: Incident, ranks: Sequence[RankView]) -> None:
+    """A script that does not attach (or has not yet, and lost nothing): living on is all that it can show."""
+    due = incident.since + round_.settings.unwatched_verify_s
+    if round_.now >= due and all(rank.reported_at >= incident.since for rank in ranks):
+        round_.advance(incident, IncidentEvent.STEPS_ADVANCED)
+    else:
+        round_.wake(max(due, round_.now + _ASK_AGAIN_S))
+
+
+def _clear(round_: Round, job: JobView, incident: Incident) -> None:
+    """An incident whose cause went away before anything was done."""
+    generation = job.generation
+    if generation is None:
+        return
+    if incident.cause in DEPARTURES:
+        action = round_.actions.get(incident.action_id)
+        stands = (
+            action is not None
+            and action.state is not ActionState.SUPERSEDED
+            and action.of_generation == generation.generation
+        )  # what was done for it still holds
+        migrates = stands and action is not None and action.plan.next is not None  # then it sees to its own end
+        is_left = all(part.host_id != incident.host_id for part in generation.hosts)
+        # A drained host may have to take its ranks back, as long as they do not train elsewhere.
+        may_return = incident.cause == DRAIN_REQUESTED and failure_of(round_, job.spec.job) is not None
+        is_over = is_left and not migrates and not (may_return and is_wanted(round_, incident))
+        if is_over or (not stands and not is_wanted(round_, incident)):
+            round_.advance(incident, IncidentEvent.CLEARED)
+    elif incident.cause == HOST_SILENT and incident.generation == generation.generation:
+        ranks = generation.ranks
+        advanced = len(ranks) == job.spec.world_size and all(
+            rank.step > incident.failed_step and rank.exited is None and rank.reported_at > incident.since
+            for rank in ranks
+        )
+        if advanced and not _silent_hosts(round_, generation):
+            round_.advance(incident, IncidentEvent.CLEARED, lost_steps=0)
+
+
+def is_wanted(round_: Round, incident: Incident) -> bool:
+    """Whether the host is still to be left: a notice or a drain may come to nothing."""
+    host = round_.hosts.get(incident.host_id)
+    if host is None:
+        return False
+    return host.is_drained if incident.cause == DRAIN_REQUESTED else host.preempt_deadline_at > 0.0
+
+
+def _follow_stale_workers(round_: Round, incident: Incident) -> None:
+    host = round_.hosts.get(incident.host_id)
+    if host is None or host.state is HostState.SILENT or incident.job not in host.stale_jobs:
+        round_.advance(incident, IncidentEvent.CLEARED)
+        return
+    action = round_.actions.get(incident.action_id)
+    if incident.state is IncidentState.VERIFYING:
+        round_.wake(incident.since + _CLEAN_WITHIN_S)
+        if round_.now >= incident.since + _CLEAN_WITHIN_S:
+            round_.advance(incident, IncidentEvent.VERIFY_OVERDUE)
+    elif incident.state is IncidentState.ACTING and (action is None or action.state.ended):
+        succeeded = action is not None and action.state is ActionState.SUCCEEDED
+        round_.advance(incident, IncidentEvent.ACTION_SUCCEEDED if succeeded else IncidentEvent.ACTION_FAILED)
+
+
+# --- diagnosing ------------------------------------------------------------------------------------------------------
+
+
+def _find_failure(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
+    failures = [diagnosis.exit_failure(rank, generation) for rank in generation.ranks]
+    failures.append(diagnosis.silence_failure(_silent_hosts(round_, generation), generation))
+    failures.append(diagnosis.restart_failure(generation, round_.now))
+    failures += diagnosis.failed_starts(round_.actions.values(), job.spec.job, generation, round_.now)
+    failures += round_.reported.get(job.spec.job, [])
+    found = diagnosis.root_cause(failure for failure in failures if failure is not None)
+    return found or _never_started(round_, job, generation)
+
+
+def _silent_hosts(round_: Round, generation: GenerationView) -> list[HostView]:
+    hosts = [round_.hosts[part.host_id] for part in generation.hosts if part.host_id in round_.hosts]
+    return [host for host in hosts if host.state is HostState.SILENT]
+
+
+def _never_started(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
+    """A generation whose action ended without an incident to tell of it, and whose ranks are not all there."""
+    if any(round_.open_actions(job.spec.job)) or failure_of(round_, job.spec.job) is not None:
+        return None
+    present = {rank.rank for rank in generation.ranks}
+    missing = [rank for part in generation.hosts for rank in part.ranks if rank not in present]
+    due = generation.started_at + round_.settings.action_deadline_s
+    if generation.started_at > 0.0 and not (missing and _is_known_since(round_, generation, due)):
+        if missing:
+            round_.wake(max(due, round_.now + _ASK_AGAIN_S))
+        return None
+    return Failure(
+        cause=START_OVERDUE,
+        message=f"Generation {generation.generation} did not start: nothing is heard of {ranks_of(missing)}.",
+        generation=generation.generation,
+        at=round_.now,
+        rank=missing[0] if missing else -1,
+        evidence={"ranks": ranks_kept(missing)},
+    )
+
+
+def _record(round_: Round, job: JobView, generation: GenerationView, failure: Failure) -> None:
+    """Open the job's incident, start it anew for a newer generation, or deepen its cause."""
+    incident = failure_of(round_, job.spec.job)
+    facts: dict[str, Any] = {
+        "cause": failure.cause,
+        "message": failure.message,
+        "host_id": failure.host_id,
+        "generation": generation.generation,
+    }
+    if incident is None:
+        round_.open_incident(
+            job=job.spec.job, observed_at=failure.at, failed_step=newest_common_step(generation), **facts
+        )
+    elif incident.generation < generation.generation:
+        failed = max(incident.failed_step, newest_common_step(generation))
+        facts["failed_step"] = failed
+        if progress_of(generation, round_.settings):  # then the last decision was right
+            facts |= {"decisions_made": 0, "failed_starts": ()}
+        round_.advance(incident, IncidentEvent.FAILED_AGAIN, **facts)
+    elif incident.state is IncidentState.DECIDING and failure.explains(incident.cause):
+        round_.advance(incident, None, **facts)
+    else:
+        return
+    record = failure.record
+    if not failure.is_step_known:  # then "the same step" cannot be said of it
+        record = PastFailure(record.generation, record.cause, "", "", record.step)
+    round_.change_job(job.spec.job, job.state, job.message, record)
+
+
+def _find_notices(round_: Round, job: JobView, generation: GenerationView) -> None:
+    known = {i.host_id for i in round_.open_incidents(job.spec.job) if i.cause == PREEMPTION_NOTICE}
+    common = functools.cache(lambda: newest_common_step(generation))  # of a world of ranks, for many hosts at once
+    for part in generation.hosts:
+        host = round_.hosts.get(part.host_id)
+        if host is None or host.preempt_deadline_at == 0.0 or host.host_id in known:
+            continue
+        if host.state in (HostState.SILENT, HostState.CORDONED):
+            continue  # lost already, or an earlier incident gave up on it
+        round_.open_incident(
+            job=job.spec.job,
+            host_id=host.host_id,
+            cause=PREEMPTION_NOTICE,
+            message=f"{host.host_id} will be taken away: {host.reason}",
+            generation=generation.generation,
+            failed_step=common(),
+            observed_at=round_.noticed.get(host.host_id, round_.now),
+        )
+
+
+def _find_drains(round_: Round, job: JobView, generation: GenerationView) -> None:
+    known = {i.host_id for i in round_.open_incidents(job.spec.job) if i.cause in DEPARTURES}
+    common = functools.cache(lambda: newest_common_step(generation))  # of a world of ranks, for many hosts at once
+    for part in generation.hosts:
+        host = round_.hosts.get(part.host_id)
+        if host is None or host.drain is None or not host.is_drained or host.host_id in known:
+            continue
+        if host.state is HostState.SILENT:
+            continue  # lost already
+        why = f" ({host.drain.reason})" if host.drain.reason else ""
+        round_.open_incident(
+            job=job.spec.job,
+            host_id=host.host_id,
+            cause=DRAIN_REQUESTED,
+            message=f"An operator drains {host.host_id}{why}.",
+            generation=generation.generation,
+            failed_step=common(),
+            observed_at=host.drain.requested_at,
+        )
+
+
+def _find_stale_workers(round_: Round, job: JobView, generation: GenerationView) -> None:
+    name, has_ended = job.spec.job, job.state.ended
+    since = job.ended_at if has_ended else generation.started_at
+    if since == 0.0 or any(round_.open_actions(name)):
+        return
+    present = set() if has_ended else {part.host_id for part in generation.hosts}
+    known = {i.host_id for i in round_.open_incidents(name) if i.cause == SUPERSEDED_WORKERS}
+    for host in round_.hosts.values():
+        if name not in host.stale_jobs or host.host_id in present or host.host_id in known:
+            continue
+        if host.state in (HostState.SILENT, HostState.CORDONED):
+            continue
+        if host.known_at <= since + (_ENDED_AFTER_S if has_ended else _STALE_AFTER_S):
+            continue  # that report may be older than the stop
+        stale = host.stale_jobs[name]
+        why = f"which has {job.state.value}" if has_ended else f"superseded by {generation.generation}"
+        round_.open_incident(
+            job=name,
+            host_id=host.host_id,
+            cause=SUPERSEDED_WORKERS,
+            message=f"{host.host_id} still runs workers of generation {stale} of job {name}, {why}.",
+            generation=stale,
+            observed_at=round_.now,
+        )

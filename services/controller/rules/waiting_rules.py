@@ -1,0 +1,124 @@
+"""Rules that wait for what shows within moments: what the root cause is, who else is lost, and who is back."""
+
+from __future__ import annotations
+
+from flyball.contracts.cluster import HostState
+from flyball.contracts.decisions import DecisionKind, Incident
+from services.controller.round.diagnosis import CONNECTION_LOST, HOST_SILENT
+from services.controller.round.round import Case, Verdict
+from services.controller.round.wording import kept, listed
+from services.controller.rules.recovery_rules import is_retry
+from services.controller.view import GenerationView, HostView
+
+_UNHEARD_WINDOWS = 5  # root-cause windows that a host's own word is waited for
+
+
+def wait_for_the_root_cause(case: Case) -> Verdict | None:
+    """A lost connection says that somebody is gone, not who: wait for what tells it, longer while a host of the job has
+    not been heard of since."""
+    asked = _asked_about(case, CONNECTION_LOST)
+    if asked is None:
+        return None
+    incident, generation = asked
+    window_s = case.settings.root_cause_window_s
+    unheard = [host.host_id for host in _known_hosts(case, generation) if host.last_report_at < incident.since]
+    until = incident.since + window_s
+    if case.now >= until and unheard:
+        until = incident.since + _UNHEARD_WINDOWS * window_s
+    if case.now >= until:
+        return None
+    awaited = f"word of {listed(unheard)}" if case.now >= incident.since + window_s else "the root cause"
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{incident.message} That follows from another failure, which has not been reported yet: "
+        f"{awaited} is awaited for up to {until - case.now:.1f} s.",
+        evidence={"unheard": kept(unheard), "window_s": window_s},
+        holding_for=awaited,
+        hold_until=until,
+    )
+
+
+def wait_for_the_others_that_fell(case: Case) -> Verdict | None:
+    """Where a host fell silent, others may have too (a switch, a cut, machines that are paused), and be found moments
+    later, or by other sensors: one decision for all of them."""
+    asked = _asked_about(case, HOST_SILENT)
+    if asked is None:
+        return None
+    incident, generation = asked
+    hosts = _known_hosts(case, generation)
+    silent = [host for host in hosts if host.state is HostState.SILENT]
+    window_s = case.settings.root_cause_window_s
+    until = max((host.since for host in silent), default=0.0) + window_s
+    newest = max(
+        host.last_report_at for host in case.round.hosts.values()
+    )  # the sensors' clock is not the controller's
+    fell_at = max((host.last_report_at for host in silent), default=newest)
+    heard_by = min(0.5 * (fell_at + newest), newest - window_s)  # whoever was not may have fallen as well
+    unheard = [h.host_id for h in hosts if not case.round.is_silent(h.host_id) and h.last_report_at < heard_by]
+    if not unheard or case.now >= until:
+        return None
+    named = listed(unheard)
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{incident.message} Nothing was heard since of {named}: "
+        f"for {until - case.now:.1f} s it is seen whether more hosts are lost.",
+        evidence={"unheard": kept(unheard)},
+        holding_for=f"word of {named}",
+        hold_until=until,
+    )
+
+
+def wait_for_the_others_that_return(case: Case) -> Verdict | None:
+    """Hosts that were away together come back one after the other, and their ranks may never have stopped."""
+    asked = _asked_about(case, HOST_SILENT)
+    if asked is None:
+        return None
+    incident, generation = asked
+    hosts = _known_hosts(case, generation)
+    away = [host.host_id for host in hosts if host.state is HostState.SILENT]
+    returned = [host for host in hosts if host.state is not HostState.SILENT and host.since > incident.opened_at]
+    until = max((host.since for host in returned), default=0.0) + _UNHEARD_WINDOWS * case.settings.root_cause_window_s
+    if not away or case.now >= until or any(rank.exited for rank in generation.ranks):
+        return None
+    named = listed([host.host_id for host in returned])
+    return Verdict(
+        DecisionKind.HOLD,
+        f"{incident.message} {named} {'reports' if len(returned) == 1 else 'report'} again, and no worker ended there: "
+        f"for {until - case.now:.1f} s it is seen whether {listed(away)} {'does' if len(away) == 1 else 'do'} too.",
+        evidence={"away": kept(away)},
+        holding_for=f"the return of {listed(away)}",
+        hold_until=until,
+    )
+
+
+def watch_returned_hosts(case: Case) -> Verdict | None:
+    """Hosts that were silent and report again may never have stopped training: look whether steps advance."""
+    asked = _asked_about(case, HOST_SILENT)
+    if asked is None:
+        return None
+    incident, generation = asked
+    hosts = _known_hosts(case, generation)
+    if any(host.state is HostState.SILENT for host in hosts) or any(rank.exited for rank in generation.ranks):
+        return None
+    until = max(host.since for host in hosts) + case.settings.root_cause_window_s
+    if case.now >= until:
+        return None
+    return Verdict(
+        DecisionKind.HOLD,
+        f"All hosts of generation {generation.generation} report again, and no worker ended: "
+        f"for {until - case.now:.1f} s it is seen whether steps advance past {incident.failed_step}.",
+        holding_for="steps to advance after the return",
+        hold_until=until,
+    )
+
+
+def _asked_about(case: Case, cause: str) -> tuple[Incident, GenerationView] | None:
+    """The incident, if it has this cause, is about the present generation, and nothing was done about it in vain."""
+    incident, generation = case.incident, case.job.generation
+    if incident is None or generation is None or incident.cause != cause:
+        return None
+    return None if incident.generation != generation.generation or is_retry(case) else (incident, generation)
+
+
+def _known_hosts(case: Case, generation: GenerationView) -> list[HostView]:
+    return [case.round.hosts[part.host_id] for part in generation.hosts if part.host_id in case.round.hosts]

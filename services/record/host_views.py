@@ -1,0 +1,147 @@
+"""Hosts as the policy sees them: what their rows say, with the newest generation of every job. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import msgspec
+
+from flyball.contracts.checkpoints import ShardCopy
+from flyball.contracts.cluster import HostState
+from services.controller.view import DrainView, HostView, JobView, RankView
+
+
+class CachedHost(msgspec.Struct, gc=False):
+    """One host, as the policy looks at it. `last_report_at`: of the newest report that is stored."""
+
+    host_id: str
+    version: int = -1
+    report_version: int = -1
+    state: HostState = HostState.HEALTHY
+    since: float = 0.0
+    reason: str = ""
+    preempt_deadline_at: float = 0.0
+    address: str = ""
+    failure_domain: str = ""
+    engine_address: str = ""
+    free_port: int = 0
+    left_at: float = 0.0
+    copies: tuple[ShardCopy, ...] = ()
+    copies_of: frozenset[str] = frozenset()  # jobs
+    last_report_at: float = 0.0
+    workers: Mapping[str, int] = {}
+    ranks: Mapping[tuple[str, int], tuple[RankView, ...]] = {}  # (job, generation) -> as the host saw them last
+
+
+def newest_ranks(
+    cached: Mapping[str, CachedHost], job: str, generation: int, given: Mapping[str, Collection[int]]
+) -> dict[int, RankView]:
+    """Rank -> as the host saw it that has it. `given`: host -> the ranks that it was given in this generation; of
+    others it is not heard."""
+    found: dict[int, RankView] = {}
+    key = (job, generation)
+    for host_id, mine in given.items():
+        host = cached.get(host_id)
+        if host is not None and key in host.ranks:
+            found.update((rank.rank, rank) for rank in host.ranks[key] if rank.rank in mine)
+    return found
+
+
+Newest: TypeAlias = Mapping[str, tuple[int, bool]]  # job -> its newest generation (-1: none), and whether it has ended
+
+
+def placement_of(job_views: Sequence[JobView]) -> tuple[Mapping[str, str], Newest]:
+    """Host -> the job that has ranks on it, and job -> its newest generation (-1: none) and whether it has ended."""
+    placed = {
+        host.host_id: view.spec.job
+        for view in job_views
+        if view.generation is not None and not view.state.ended
+        for host in view.generation.hosts
+    }
+    newest = {
+        view.spec.job: (view.generation.generation if view.generation else -1, view.state.ended) for view in job_views
+    }
+    return placed, newest
+
+
+def host_views(
+    rows: Iterable[Any],
+    placed: Mapping[str, str],
+    newest: Newest,
+    drains: Mapping[str, DrainView] = MappingProxyType({}),
+    heard_at: Callable[[str], float] = lambda _: 0.0,
+    *,
+    losses: Mapping[str, int] = MappingProxyType({}),
+) -> tuple[HostView, ...]:
+    """From rows with the columns of `hosts` and `workers` (job -> generation of its live workers), what `placement_of`
+    says of all jobs, what operators want of hosts, and how often each was lost lately. Pure."""
+    return tuple(
+        HostView(
+            host_id=row.host_id,
+            state=row.state,
+            since=row.since,
+            address=row.address,
+            failure_domain=row.failure_domain,
+            engine_address=row.engine_address,
+            free_port=row.free_port,
+            last_report_at=max(row.last_report_at, heard_at(row.host_id)),
+            preempt_deadline_at=row.preempt_deadline_at,
+            job=placed.get(row.host_id, ""),
+            reason=row.reason,
+            stale_jobs=_stale_jobs(row.workers, newest),
+            drain=drains.get(row.host_id),
+            stored_report_at=row.last_report_at,
+            left_at=row.left_at,
+            recent_losses=losses.get(row.host_id, 0),
+        )
+        for row in rows
+    )
+
+
+def _stale_jobs(workers: Mapping[str, int], newest: Newest) -> Mapping[str, int]:
+    if all(newest.get(job) == (generation, False) for job, generation in workers.items()):  # as nearly always
+        return {}
+    return {
+        job: generation
+        for job, generation in workers.items()
+        if job in newest and (newest[job][1] or generation < newest[job][0])
+    }
+
+
+class OtherHosts:
+    """Hosts of which a job may want to know that has no rank on them."""
+
+    def __init__(self) -> None:
+        self._cached: Mapping[str, CachedHost] = {}
+        self._placed: Mapping[str, str] = {}
+        self._newest: Newest = {}
+        self._found: set[str] = set()
+
+    def note(
+        self, cached: Mapping[str, CachedHost], changed: Iterable[str], placed: Mapping[str, str], newest: Newest
+    ) -> None:
+        """What all hosts are now. Of very many, only those that changed are looked at, unless jobs have."""
+        if (placed, newest) != (self._placed, self._newest):
+            self._found = set()
+            changed = cached
+        self._cached, self._placed, self._newest = cached, placed, newest
+        self._found.difference_update(changed)
+        self._found.update(name for name in changed if name in cached and self._is_other(cached[name]))
+        self._found.intersection_update(cached)
+
+    def of(self, jobs: Collection[str]) -> Iterator[str]:
+        """Those of which one of these jobs may want to know, as `focused` chooses hosts."""
+        for name in self._found:
+            host = self._cached[name]
+            if (
+                name not in self._placed
+                or not host.copies_of.isdisjoint(jobs)
+                or _stale_jobs(host.workers, self._newest)
+            ):
+                yield name
+
+    def _is_other(self, host: CachedHost) -> bool:
+        job = self._placed.get(host.host_id)
+        return job is None or not host.copies_of <= {job} or bool(_stale_jobs(host.workers, self._newest))

@@ -1,0 +1,60 @@
+"""Where the ranks of a host are, as one document per host: rows of ranks would be eight times as many. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from services.record.codec import dump, load
+from services.record.report_events import RankKey, RankRow
+
+
+class RankPosition(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The newest that a host said of a rank; `reported_at` 0.0: only that it completed steps."""
+
+    rank: int
+    pid: int
+    step: int
+    phase: int
+    reported_at: float
+    is_gone: bool = False
+
+
+class JobPositions(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Ranks of one generation, those that have ended included."""
+
+    job: str
+    generation: int
+    ranks: tuple[RankPosition, ...]
+
+
+def read_positions(document: str) -> list[JobPositions]:
+    positions: list[JobPositions] = load(document, list[JobPositions])
+    return positions
+
+
+def rows_of(positions: Iterable[JobPositions], host_id: str) -> dict[RankKey, RankRow]:
+    """As `report_events.merge` takes them."""
+    return {
+        (part.job, part.generation, rank.rank): RankRow(
+            host_id=host_id,
+            pid=rank.pid,
+            step=rank.step,
+            phase=rank.phase,
+            reported_at=rank.reported_at,
+            is_gone=rank.is_gone,
+        )
+        for part in positions
+        for rank in part.ranks
+    }
+
+
+def document_of(rows: Mapping[RankKey, RankRow], newest: Mapping[str, int]) -> str:
+    """What is kept: the ranks of the generations in `newest`. What others did is in the event log."""
+    parts: dict[tuple[str, int], list[RankPosition]] = {}
+    for (job, generation, rank), row in rows.items():
+        if newest.get(job) == generation and (row.reported_at or row.step >= 0):
+            position = RankPosition(rank, row.pid, row.step, row.phase, row.reported_at, row.is_gone)
+            parts.setdefault((job, generation), []).append(position)
+    return dump([JobPositions(job, generation, tuple(ranks)) for (job, generation), ranks in parts.items()])

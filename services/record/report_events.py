@@ -1,0 +1,234 @@
+"""What is new in a report, compared with what is stored of its ranks. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from flyball.contracts.checkpoints import RestoreReport, ShardCopy
+from flyball.contracts.cluster import Phase, RankStatus
+from flyball.contracts.events import Event, EventKind
+from flyball.contracts.rank_columns import CompletedSteps, Workers, statuses_in
+from flyball.contracts.rank_events import summed_up
+from flyball.contracts.signals import RankMarks, Report
+from flyball.contracts.succession import is_given_up, speaks_for_host
+from services.record.codec import dump, load
+from services.sensor.reports.step_log import StepSummary
+
+RankKey = tuple[str, int, int]  # job, generation, rank
+EventData: TypeAlias = Mapping[str, str | int | float | bool | list[int | float | str] | None]
+
+
+LATE_S = 30.0  # a report that much older than the newest came late; older still, and the host's clock was set back
+
+
+class Before(msgspec.Struct, frozen=True):
+    """What is known of a host's newest report."""
+
+    incarnation: str = ""
+    sent_at: float = 0.0
+    received_at: float = 0.0
+    interval_s: float = 0.0
+    has_left: bool = False
+
+
+Received: TypeAlias = tuple[Report, float]  # with the wall clock of its receipt
+
+
+class RankRow(msgspec.Struct):
+    """A row of the ranks table, as far as reports change it."""
+
+    host_id: str = ""
+    pid: int = 0
+    step: int = -1
+    phase: int = Phase.STARTING
+    reported_at: float = 0.0
+    is_gone: bool = False  # a newer incarnation of its host's daemon does not know of it
+    marks: str | None = None
+    restored_at: float = 0.0
+    restored: str | None = None
+
+
+def sift(reports: Sequence[Received], known: Mapping[str, Before]) -> tuple[list[Received], dict[str, Received]]:
+    """Those that did not come before, and by host the one whose facts count: the newest, unless all came late.
+    What a second daemon of a host says is left out: its sensor may not know the first, which reports to another."""
+    newest = dict(known)
+    fresh: list[Received] = []
+    current: dict[str, Received] = {}
+    for report, received_at in reports:
+        host_id = report.facts.host_id
+        before = newest.get(host_id, Before())
+        incarnation, sent_at = before.incarnation, before.sent_at
+        if report.incarnation == incarnation and report.sent_at == sent_at:
+            continue
+        if _is_one_too_many(report, received_at, before):
+            continue
+        fresh.append((report, received_at))
+        is_late = report.incarnation == incarnation and 0.0 < sent_at - report.sent_at < LATE_S
+        if not is_late:
+            current[host_id] = (report, received_at)
+            newest[host_id] = Before(report.incarnation, report.sent_at, received_at, report.interval_s, report.leaves)
+    return fresh, current
+
+
+def _is_one_too_many(report: Report, received_at: float, before: Before) -> bool:
+    if before.has_left or speaks_for_host(report.incarnation, report.succeeds, before.incarnation):
+        return False
+    return not is_given_up(received_at - before.received_at, max(before.interval_s, report.interval_s))
+
+
+def workers_of(report: Report) -> dict[str, int]:
+    """Job -> newest generation of the live workers that a report shows."""
+    generations_of: dict[str, int] = {}
+    for workers in report.workers:
+        generations_of[workers.job] = max(workers.generation, generations_of.get(workers.job, -1))
+    return generations_of
+
+
+def parts_of(
+    report: Report,
+) -> tuple[Sequence[Workers | CompletedSteps | RankMarks | RestoreReport | ShardCopy], ...]:
+    """Everything in a report that names a job."""
+    return report.workers, report.completed, report.marks, report.restores, report.copies
+
+
+def ranks_of(report: Report) -> set[RankKey]:
+    """The ranks of which a report says something new, copies apart: those lie on hosts that do not run the rank."""
+    columns: tuple[Workers | CompletedSteps, ...] = (*report.workers, *report.completed)
+    parts: tuple[RankMarks | RestoreReport, ...] = (*report.marks, *report.restores)
+    keys = {(part.job, part.generation, rank) for part in columns for rank in part.ranks}
+    return keys | {(part.job, part.generation, part.rank) for part in parts}
+
+
+def merge(
+    rows: dict[RankKey, RankRow],
+    report: Report,
+    received_at: float,
+    *,
+    granted: Collection[tuple[str, int]],
+    is_current: bool,
+) -> Iterator[Event]:
+    """Bring `rows` up to date and yield the events that this takes, those of steps apart (`event_of_steps`). Of a
+    report that came late (not `is_current`) the status of the ranks is old and does not count; all else does."""
+    host_id = report.facts.host_id
+    if is_current:
+        for status in statuses_in(report.workers, report.progress):
+            if (status.job, status.generation) in granted:
+                yield from _status(rows[status.job, status.generation, status.rank], status, report, received_at)
+    for steps in report.completed:
+        for rank in steps.ranks if (steps.job, steps.generation) in granted else ():
+            row = rows[steps.job, steps.generation, rank]
+            row.host_id = row.host_id or host_id
+            row.step = max(row.step, steps.last_step)
+    told: defaultdict[tuple[EventKind, str, int], list[Event]] = defaultdict(list)
+    for marks in report.marks:
+        if (marks.job, marks.generation) in granted:
+            for event in _marks(rows[marks.job, marks.generation, marks.rank], marks, report):
+                told[event.kind, event.job, event.generation].append(event)
+    for restored in report.restores:
+        if (restored.job, restored.generation) in granted:
+            for event in _restored(rows[restored.job, restored.generation, restored.rank], restored, host_id):
+                told[event.kind, event.job, event.generation].append(event)
+    yield from map(summed_up, told.values())
+
+
+def mark_gone(rows: Mapping[RankKey, RankRow], report: Report, before: str) -> None:
+    """Note the ranks of which a host told, and its daemon does not know any more since it is another one: `before` is
+    the incarnation whose report was the newest until this one ('': none). A daemon that is started again has adopted
+    its workers, and told how the others ended; one that finds nothing was started on an empty machine."""
+    if before in ("", report.incarnation):
+        return
+    known = {(of.job, of.generation, rank) for of in report.workers for rank in of.ranks}
+    for key, row in rows.items():
+        if row.reported_at and key not in known:
+            row.is_gone = True
+
+
+def event_of_steps(summary: StepSummary) -> Event:
+    """What a summary tells the log."""
+    data: dict[str, str | int | float | bool | list[int | float | str] | None] = {
+        "first_step": summary.first_step,
+        "completed_at": list(summary.completed_at),
+        "slowest_step": summary.slowest_step,
+        "ranks": summary.ranks,
+        "sensor": summary.sensor,
+        "save_blocked_s": summary.save_blocked_s,
+        "data_wait_s": summary.data_wait_s,
+    }
+    if summary.loss is not None:
+        data |= {"loss": summary.loss, "loss_step": summary.loss_step, "loss_rank": summary.loss_rank}
+    return Event(
+        at=summary.at,
+        kind=EventKind.STEPS,
+        job=summary.job,
+        generation=summary.generation,
+        data=data,
+    )
+
+
+def _status(row: RankRow, status: RankStatus, report: Report, received_at: float) -> Iterator[Event]:
+    evaluation = Phase.EVAL.value
+    if row.reported_at and row.phase != status.phase and evaluation in (row.phase, status.phase):
+        moved_at = report.sent_at - status.beacon_age_s
+        data: EventData = {"phase": status.phase.name.lower()}
+        yield _event(status, EventKind.PHASE, moved_at, report.facts.host_id, data)
+    row.host_id = report.facts.host_id
+    row.pid = status.pid
+    row.phase = status.phase.value
+    row.step = max(row.step, status.step)
+    row.reported_at = received_at
+    row.is_gone = False
+
+
+def _marks(row: RankRow, marks: RankMarks, report: Report) -> Iterator[Event]:
+    row.host_id = row.host_id or report.facts.host_id
+    document = dump(marks)
+    before = load(row.marks, RankMarks) if row.marks else None
+    if row.marks == document or (before is not None and _reached(before) > _reached(marks)):
+        return
+    row.marks = document
+    data: EventData = {
+        "spawned_at": marks.spawned_at,
+        "attached_at": marks.attached_at,
+        "restore_began_at": marks.restore_began_at,
+        "restored_at": marks.restored_at,
+        "first_step_at": marks.first_step_at,
+        "save_blocked_s": marks.save_blocked_s,
+        "data_wait_s": marks.data_wait_s,
+    }
+    yield _event(marks, EventKind.RANK_MARKS, report.sent_at, report.facts.host_id, data)
+
+
+def _reached(marks: RankMarks) -> tuple[int, float]:
+    moments = (marks.spawned_at, marks.attached_at, marks.restore_began_at, marks.restored_at, marks.first_step_at)
+    return sum(moment > 0.0 for moment in moments), marks.save_blocked_s + marks.data_wait_s
+
+
+def _restored(row: RankRow, restored: RestoreReport, host_id: str) -> Iterator[Event]:
+    if restored.at <= row.restored_at:
+        return
+    row.host_id = row.host_id or host_id
+    row.restored_at = restored.at
+    row.restored = dump(restored)
+    data: EventData = {
+        "step": restored.step,
+        "source_tier": restored.source_tier.value,
+        "source_host": restored.source_host,
+        "size_bytes": restored.size_bytes,
+        "socket_bytes": restored.socket_bytes,
+        "seconds": restored.seconds,
+    }
+    yield _event(restored, EventKind.RESTORED, restored.at, host_id, data)
+
+
+def _event(
+    part: RankStatus | RankMarks | RestoreReport,
+    kind: EventKind,
+    at: float,
+    host_id: str,
+    data: EventData,
+) -> Event:
+    return Event(at=at, kind=kind, job=part.job, generation=part.generation, rank=part.rank, host_id=host_id, data=data)

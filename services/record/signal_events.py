@@ -1,0 +1,59 @@
+"""Signals as the log has them: their keys, which of them a column can hold, and the event of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import structlog
+
+from flyball.contracts.events import Event, EventKind
+from flyball.contracts.signals import Signal
+from services.record.codec import subject_of
+from services.rules.unreadable import unstorable
+
+MAX_SOURCE_LENGTH = 128
+MAX_NAME_LENGTH = 64
+SignalKey = tuple[str, str, int]
+_log = structlog.get_logger(__name__)
+
+
+def key_of(signal: Signal) -> SignalKey:
+    return signal.source, signal.incarnation, signal.seq
+
+
+def is_storable(signal: Signal) -> bool:
+    """Whether names and numbers fit their columns. Contracts bound neither incarnations nor integers."""
+    numbers = (getattr(signal.body, name, 0) for name in ("generation", "pid"))
+    steps = (getattr(signal.body, name, 0) for name in ("last_step", "step"))  # some scripts count tokens
+    return (
+        len(signal.source) <= MAX_SOURCE_LENGTH
+        and len(signal.incarnation) <= MAX_NAME_LENGTH
+        and 0 <= signal.seq < 2**63
+        and all(-(2**31) <= number < 2**31 for number in numbers)
+        and all(-(2**63) <= step < 2**63 for step in steps)
+    )
+
+
+def storable(signals: Iterable[Signal]) -> Iterator[Signal]:
+    """What is to be stored of these, in their order: themselves, or what stands for those that no column can hold."""
+    for signal in signals:
+        if is_storable(signal):
+            yield signal
+        elif is_storable(stand_in := unstorable(signal, "a value does not fit its column")):
+            yield stand_in
+        else:  # whoever this is, it is no daemon and no sensor of ours
+            _log.error("signal_dropped", source=signal.source[:64], kind=type(signal.body).__name__)
+
+
+def event_of(signal: Signal, now: float) -> Event:
+    """What a signal that is stored tells the log. Pure."""
+    subject = subject_of(signal)
+    return Event(
+        at=now,
+        kind=EventKind.SIGNAL,
+        job=subject.job,
+        generation=subject.generation,
+        rank=getattr(signal.body, "rank", -1),
+        host_id=subject.host_id,
+        data={"kind": subject.kind, "source": signal.source, "observed_at": signal.at},
+    )

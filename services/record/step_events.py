@@ -1,0 +1,81 @@
+"""A move of a playbook as the log has it, and the generation that its commands carry. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from flyball.contracts.cluster import Placement
+from flyball.contracts.decisions import ActionPlan, ActionState, StartWorkers
+from flyball.contracts.events import Event, EventKind
+from services.actuator.ports import CommandDraft, PlaybookStep
+
+STOP_PHASE = "stop"
+
+
+class Position(msgspec.Struct, frozen=True):
+    """Where an action stands before the step."""
+
+    action_id: str
+    incident_id: str
+    number: int
+    plan: ActionPlan
+    phase: str
+    state: ActionState
+
+
+def events_of(position: Position, step: PlaybookStep, now: float) -> list[Event]:
+    """What a step tells the log. Pure."""
+    events = list(step.events)
+    if position.phase == STOP_PHASE != step.phase or (step.phase == STOP_PHASE and step.state is ActionState.SUCCEEDED):
+        events.append(_event(position, EventKind.WORKERS_STOPPED, position.plan.generation, now))
+    if step.placement is not None:
+        data = {"restore_step": restore_step_of(step.placement), "world_size": step.placement.world_size}
+        events.append(_event(position, EventKind.GENERATION_STARTED, step.placement.generation, now, data))
+    if step.state.ended:
+        events.append(ended_event(position, step.state, now))
+    return events
+
+
+def restore_step_of(placement: Placement) -> int | None:
+    """None: from scratch."""
+    return placement.restore.step if placement.restore is not None else None
+
+
+def ended_event(position: Position, state: ActionState, now: float) -> Event:
+    return _event(
+        position,
+        EventKind.ACTION_ENDED,
+        position.plan.generation,
+        now,
+        {"action_id": position.action_id, "state": state.value, "kind": position.plan.kind.value},
+    )
+
+
+def fence_generation(plan: ActionPlan, draft: CommandDraft, granted: int | None) -> int:
+    """Only a start carries the new generation. All else carries the one before it, be it running or itself only
+    granted: so the stop passes before the start, and is refused after it. `granted`: the job's newest. Pure.
+    """
+    if isinstance(draft.body, StartWorkers):
+        return draft.body.placement.generation
+    if plan.next is not None:
+        return plan.next.generation - 1
+    return max(plan.generation, granted if granted is not None else -1)
+
+
+def _event(
+    position: Position,
+    kind: EventKind,
+    generation: int,
+    now: float,
+    data: Mapping[str, str | int | float | bool | list[int | float | str] | None] | None = None,
+) -> Event:
+    return Event(
+        at=now,
+        kind=kind,
+        job=position.plan.job,
+        generation=generation,
+        incident_id=position.incident_id,
+        data=data or {},
+    )

@@ -1,0 +1,356 @@
+"""Which hosts stopped reporting. Pure: time comes in as an argument.
+
+A host is yellow (suspect) well before it is red (silent), and its neighbours are asked as soon as it is yellow. One
+that a neighbour hears, or whose ranks must be alive because the others of their job make steps, is not called silent:
+only its way to this sensor is cut. Red at its deadline needs a witness: another host, itself heard of, whose engine
+cannot reach it either. Without one the sensor may be the one that is cut off, so it waits longer, and longest when
+many are not heard of.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from math import inf
+from typing import Protocol
+
+import msgspec
+
+from flyball.contracts.signals import HostReturned, HostSilent, HostSuspect, Report, SignalBody
+from services.sensor.detector.correlation import Fall, Group, due_groups, groups_of
+from services.sensor.detector.heard_hosts import HeardHost, SilenceSettings
+from services.sensor.detector.witnesses import Witnesses
+
+_SCAN_S_PER_SUSPECT = 1e-4  # between two looks at the suspects: a look at 5,000 takes 0.08 s
+_MAX_SCAN_S = 1.0
+_LEAST_EVERY_S = 10.0
+_BEAT_S = 0.5  # how far apart two reports are told at least; less is the jitter of how it is told
+
+
+class Training(Protocol):
+    """What the steps of a job tell of its hosts."""
+
+    def stepped_s(self, host_id: str) -> float:
+        """When a job that has ranks on the host last made a step that any of its ranks told of; -inf: never."""
+        ...
+
+    def advances(self, host_id: str, now_s: float) -> bool:
+        """Whether such a job has made a step within the time that its steps usually take."""
+        ...
+
+
+class Suspicion(msgspec.Struct, frozen=True):
+    """A host that is yellow or red. `witnesses` cannot reach it either, `heard_by` can."""
+
+    host_id: str
+    is_silent: bool  # red: reported as HostSilent
+    silent_s: float
+    deadline_s: float
+    witnesses: tuple[str, ...]
+    heard_by: tuple[str, ...] = ()
+
+
+class _Case(msgspec.Struct, frozen=True):
+    """A yellow host, weighed."""
+
+    name: str
+    host: HeardHost
+    deadline_s: float
+    alive_s: float  # the newest moment at which it was alive, by its own report or by what counts as one
+    accusers: tuple[str, ...]
+    heard_by: tuple[str, ...]
+    steps_advance: bool
+
+
+class SilenceWatch:
+    """Inter-arrival statistics per host; a report costs O(1), its gaps are looked at only when the next one is late."""
+
+    def __init__(self, settings: SilenceSettings, training: Training) -> None:
+        self._settings = settings
+        self._training = training
+        self._witnesses = Witnesses()
+        self._hosts: dict[str, HeardHost] = {}  # in the order of last_seen_s
+        self._domains: Counter[str] = Counter()
+        self._next_scan_s = 0.0
+        self._least_again_s = 0.0
+        self._least_s = inf  # no host is yellow that was heard of within this time
+        self._doubt_until_s = -inf
+        self._forgotten: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def set_neighbours(self, known: Mapping[str, tuple[str, ...]]) -> None:
+        """host -> whom to ask about it."""
+        self._witnesses.set_neighbours(known)
+
+    def questions(self, host_id: str) -> tuple[str, ...]:
+        """The hosts that this one is to be asked about, as of the last tick."""
+        return self._witnesses.questions(host_id)
+
+    def doubt(self, until_s: float) -> None:
+        """Call nobody silent before that."""
+        self._doubt_until_s = max(self._doubt_until_s, until_s)
+
+    def expect(self, host_id: str, now_s: float, heard_ago_s: float, heard_at: float) -> None:
+        """A host that should report. That any sensor heard of it `heard_ago_s` ago counts like a report here, once that
+        is clearly newer than the last one here; so does a `heard_at` (a wall clock of whichever sensor) that moved on
+        while nothing was heard here, which two clocks that disagree cannot hide."""
+        host = self._hosts.get(host_id) or self._admit(host_id, now_s)
+        silent_s = now_s - host.last_seen_s
+        moved_s = heard_at - host.heard_at if host.heard_at else 0.0
+        moved = moved_s > _BEAT_S and silent_s > self._settings.beat_again_s
+        if abs(moved_s) > _BEAT_S or not host.heard_at:
+            host.heard_at = heard_at
+        if 0.0 <= heard_ago_s < 0.5 * silent_s or moved:
+            host.last_seen_s = now_s - heard_ago_s if 0.0 <= heard_ago_s < silent_s else now_s
+            host.is_red = host.is_suspect = False
+            self._hosts[host_id] = self._hosts.pop(host_id)
+            self._next_scan_s = min(self._next_scan_s, now_s)
+
+    def observe(self, report: Report, now_s: float) -> tuple[list[SignalBody], bool]:
+        """Signals, and whether this is its host's newest report (a repeated or late one is only a sign of life)."""
+        host_id = report.facts.host_id
+        signals: list[SignalBody] = []
+        host = self._hosts.pop(host_id, None)
+        if host is None:
+            host = self._admit(host_id, now_s)
+        else:
+            gap_s = max(0.0, now_s - host.last_seen_s)
+            if host.is_red or host.is_suspect:
+                signals.append(HostReturned(host_id=host_id, away_s=gap_s))
+                host.is_red = host.is_suspect = False
+            elif host.incarnation == report.incarnation:
+                host.note_gap(gap_s)
+            self._hosts[host_id] = host
+        host.last_seen_s = max(host.last_seen_s, now_s)
+        is_new = report.incarnation != host.incarnation
+        is_newest = is_new or report.sent_at > host.sent_at
+        if is_newest:
+            host.sent_at = report.sent_at
+            self._witnesses.hear(report, now_s)
+            if host.domain != report.facts.failure_domain:
+                self._move(host, report.facts.failure_domain)
+        if is_new or host.interval_s != report.interval_s:
+            host.begin(report.incarnation, report.interval_s)
+            self._least_s = min(self._least_s, host.least_s)
+        due_s = now_s + host.least_s
+        self._next_scan_s = min(self._next_scan_s, due_s)
+        return signals, is_newest
+
+    def hear(self, host_id: str, now_s: float) -> list[SignalBody]:
+        """A sign of life that does not say when the next one comes."""
+        host = self._hosts.pop(host_id, None) or self._admit(host_id, now_s)
+        signals: list[SignalBody] = []
+        if host.is_red or host.is_suspect:
+            signals.append(HostReturned(host_id=host_id, away_s=max(0.0, now_s - host.last_seen_s)))
+            host.is_red = host.is_suspect = False
+        host.end()
+        host.last_seen_s = max(host.last_seen_s, now_s)
+        self._hosts[host_id] = host
+        self._least_s = min(self._least_s, host.least_s)
+        self._next_scan_s = min(self._next_scan_s, now_s + host.least_s)
+        return signals
+
+    def leave(self, host_id: str) -> None:
+        """A host said goodbye: its silence is none."""
+        if host_id in self._hosts:
+            self._forget(host_id)
+
+    def tick(self, now_s: float) -> list[SignalBody]:
+        """HostSilent for every host that turned red, HostSuspect for one that would have without those who vouch for
+        it. Cheap while nobody can be overdue."""
+        if now_s < self._next_scan_s:
+            return []
+        overdue = self._overdue(now_s)
+        for name in [n for n, h in overdue.items() if now_s - h.last_seen_s > self._settings.forget_after_s]:
+            if overdue[name].is_red:
+                self._forget(name)
+        yellow = {name: host for name, host in overdue.items() if not host.is_red}
+        self._witnesses.ask_about(yellow)
+        signals: list[SignalBody] = []
+        if now_s >= self._doubt_until_s:
+            cases = {name: self._weigh(name, host, overdue, now_s) for name, host in yellow.items()}
+            signals += self._suspects(cases, now_s)
+            signals += self._silent(cases, len(overdue), now_s)
+        if now_s >= self._least_again_s:  # a host that reported more often than the others may be gone
+            self._least_s = min((h.least_s for h in self._hosts.values()), default=inf)
+            self._least_again_s = now_s + _LEAST_EVERY_S
+        soonest_s = self._soonest_s(now_s)
+        self._next_scan_s = max(soonest_s, now_s + min(_SCAN_S_PER_SUSPECT * len(yellow), _MAX_SCAN_S))
+        return signals
+
+    @property
+    def has_forgotten(self) -> bool:
+        """Whether `take_forgotten` has any."""
+        return bool(self._forgotten)
+
+    def take_forgotten(self) -> list[str]:
+        """Hosts that were dropped since the last call, for whoever remembers something of them."""
+        taken, self._forgotten = self._forgotten, []
+        return taken
+
+    def suspicion(self, now_s: float) -> tuple[Suspicion, ...]:
+        """Every host that is yellow or red, by name."""
+        overdue = self._overdue(now_s)
+        cases = [self._weigh(name, host, overdue, now_s) for name, host in sorted(overdue.items())]
+        return tuple(
+            Suspicion(
+                host_id=case.name,
+                is_silent=case.host.is_red,
+                silent_s=now_s - case.host.last_seen_s,
+                deadline_s=case.deadline_s,
+                witnesses=case.accusers,
+                heard_by=case.heard_by,
+            )
+            for case in cases
+        )
+
+    # --- weighing ----------------------------------------------------------------------------------------------------
+
+    def _weigh(self, name: str, host: HeardHost, overdue: Collection[str], now_s: float) -> _Case:
+        """What counts for a host and against it. One neighbour may lie or be mistaken: its word counts without end only
+        together with a second one's, or with steps that the host's ranks must have had a part in."""
+        settings, deadline_s = self._settings, host.deadline_s
+        silent_s, alive_s = now_s - host.last_seen_s, host.last_seen_s
+        heard = self._witnesses.heard(name)
+        heard_by = tuple(sorted(w for w, at in heard.items() if at > alive_s and now_s - at <= deadline_s))
+        advances = self._training.advances(name, now_s)
+        if heard and (advances or len(heard_by) > 1 or silent_s <= settings.vouched_max_s):
+            alive_s = max(alive_s, *heard.values())
+        accusers = tuple(self._witnesses.accusers(name, overdue))
+        if heard_by or silent_s <= (settings.accused_max_s if accusers else settings.steps_alone_max_s):
+            alive_s = max(alive_s, self._training.stepped_s(name))
+        return _Case(
+            name=name,
+            host=host,
+            deadline_s=deadline_s,
+            alive_s=min(alive_s, now_s),
+            accusers=accusers,
+            heard_by=heard_by,
+            steps_advance=advances,
+        )
+
+    def _suspects(self, cases: Mapping[str, _Case], now_s: float) -> list[SignalBody]:
+        signals: list[SignalBody] = []
+        for case in cases.values():
+            silent_s = now_s - case.host.last_seen_s
+            settings = self._settings
+            factor = settings.suspect_factor if case.host.incarnation else settings.elsewhere_suspect_factor
+            is_late = silent_s > factor * case.deadline_s
+            is_vouched_for = case.alive_s > case.host.last_seen_s and now_s - case.alive_s <= case.deadline_s
+            if case.host.is_suspect or not is_late or not is_vouched_for:
+                continue
+            case.host.is_suspect = True
+            signals.append(
+                HostSuspect(
+                    host_id=case.name,
+                    silent_s=silent_s,
+                    deadline_s=case.deadline_s,
+                    heard_by=case.heard_by,
+                    steps_advance=case.steps_advance,
+                )
+            )
+        return signals
+
+    def _silent(self, cases: Mapping[str, _Case], overdue: int, now_s: float) -> list[SignalBody]:
+        settings = self._settings
+        alone = self._factor_alone(overdue)
+        falls = [self._fall(case, self._factor(case, alone)) for case in cases.values()]
+        falls = [fall for fall in falls if now_s - cases[fall.host_id].alive_s > cases[fall.host_id].deadline_s / 2]
+        signals: list[SignalBody] = []
+        for group in due_groups(self._together(falls, cases), now_s, settings.correlation):
+            signals += [self._call_silent(cases[name], group, alone, now_s) for name in group.host_ids]
+        return signals
+
+    def _together(self, falls: list[Fall], cases: Mapping[str, _Case]) -> list[Fall]:
+        """For hosts that fell with their whole domain, the witness against one, from outside, is one against all."""
+        found = []
+        for group in groups_of(falls, self._settings.correlation.window_s):
+            domains = Counter(fall.domain for fall in group if fall.domain)
+            witnessed = {
+                f.domain for f in group if domains[f.domain] > 1 and self._factor(cases[f.host_id], inf) <= 1.0
+            }
+            found += [self._fall(cases[f.host_id], 1.0) if f.domain in witnessed else f for f in group]
+        return found
+
+    def _fall(self, case: _Case, factor: float) -> Fall:
+        due_s = case.alive_s + factor * case.deadline_s
+        return Fall(
+            host_id=case.name,
+            domain=case.host.domain,
+            last_seen_s=case.host.last_seen_s,
+            interval_s=case.host.stated_s / self._settings.interval_factor,
+            due_s=due_s,
+        )
+
+    def _factor(self, case: _Case, alone: float) -> float:
+        """How much longer than its deadline a host is waited for; `alone`: when nobody accuses it."""
+        if not case.accusers:
+            return alone
+        domains = {self._hosts[name].domain for name in case.accusers if name in self._hosts}
+        is_near = domains == {case.host.domain} and len(self._domains) > 1
+        return self._settings.near_factor if is_near else 1.0
+
+    def _factor_alone(self, overdue: int) -> float:
+        """With many not heard of, the sensor's own way to them is what they share."""
+        settings, known = self._settings, len(self._hosts)
+        is_mass = overdue >= max(settings.many_hosts, settings.many_fraction * known) or 1 < known <= overdue
+        return settings.correlated_factor if is_mass else settings.unwitnessed_factor
+
+    def _call_silent(self, case: _Case, group: Group, alone: float, now_s: float) -> HostSilent:
+        case.host.is_red = True
+        return HostSilent(
+            host_id=case.name,
+            silent_s=now_s - case.host.last_seen_s,
+            deadline_s=(1.0 if group.domain else self._factor(case, alone)) * case.deadline_s,
+            witnesses=case.accusers,
+            domain=group.domain,
+            together=len(group.host_ids),
+            within_s=group.within_s,
+            after_suspect=case.host.is_suspect,
+        )
+
+    def _overdue(self, now_s: float) -> dict[str, HeardHost]:
+        """Yellow and red hosts. Nearly all of many are told apart by one comparison."""
+        before_s = now_s - self._least_s
+        late = [(name, host) for name, host in self._hosts.items() if host.last_seen_s < before_s]
+        return {name: host for name, host in late if host.is_red or host.is_yellow(now_s)}
+
+    def _soonest_s(self, now_s: float) -> float:
+        """When one more host may be yellow at the earliest, or one that is has to be weighed again."""
+        before_s = now_s - self._least_s
+        late = [host for host in self._hosts.values() if host.last_seen_s < before_s]
+        in_time_s = min(
+            (host.last_seen_s for host in self._hosts.values() if host.last_seen_s >= before_s), default=inf
+        )
+        default_s = now_s + self._settings.max_deadline_s
+        late_s = min((host.look_at_s(now_s) for host in late if not host.is_red), default=default_s)
+        return min(late_s, in_time_s + self._least_s)
+
+    # --- hosts -------------------------------------------------------------------------------------------------------
+
+    def _admit(self, host_id: str, now_s: float) -> HeardHost:
+        if len(self._hosts) >= self._settings.max_hosts:
+            self._forget(next(iter(self._hosts)))
+        host = HeardHost(now_s, self._settings)
+        self._hosts[host_id] = host
+        self._least_s = min(self._least_s, host.least_s)
+        self._domains[host.domain] += 1
+        self._next_scan_s = min(self._next_scan_s, host.look_at_s(now_s))
+        return host
+
+    def _move(self, host: HeardHost, domain: str) -> None:
+        self._leave(host.domain)
+        host.domain = domain
+        self._domains[domain] += 1
+
+    def _leave(self, domain: str) -> None:
+        self._domains[domain] -= 1
+        if not self._domains[domain]:
+            del self._domains[domain]
+
+    def _forget(self, host_id: str) -> None:
+        self._leave(self._hosts.pop(host_id).domain)
+        self._forgotten.append(host_id)
+        self._witnesses.forget(host_id)

@@ -1,0 +1,67 @@
+"""What the controller has committed, as told to the daemons, which then forget those signals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.signals import Sender, Signal
+from services.runtime.metrics.outages import OUTAGES, Outage
+from services.runtime.notify import AsyncWakeup
+
+MAX_SENDERS = 20_000
+LOOK_AGAIN_S = 0.1
+
+
+class CommittedPositions:
+    """A cache of the highest committed seq per sender: hosts choose the names of their incarnations, so these alone
+    tell nothing. It asks the database only for senders that have something outstanding. Belongs to one event loop."""
+
+    def __init__(self, read: Callable[[Sequence[Sender]], dict[Sender, int]], clock: Clock) -> None:
+        self._read = read
+        self._clock = clock
+        self._committed: OrderedDict[Sender, int] = OrderedDict()
+        self._newest: dict[Sender, int] = {}  # of those that are outstanding
+
+    def expect(self, source: str, incarnation: str, seq: int) -> None:
+        """A signal was received; look for it until it is committed."""
+        sender = source, incarnation
+        if seq > self._committed.get(sender, -1) and (sender in self._newest or len(self._newest) < MAX_SENDERS):
+            self._newest[sender] = max(seq, self._newest.get(sender, seq))
+
+    def known(self, source: str, incarnations: Iterable[str]) -> dict[str, int]:
+        """Of the incarnations of one source."""
+        return {i: self._committed[source, i] for i in incarnations if (source, i) in self._committed}
+
+    def is_committed(self, signal: Signal) -> bool:
+        return signal.seq <= self._committed.get((signal.source, signal.incarnation), -1)
+
+    async def run(self, changed: AsyncWakeup) -> None:
+        """Keep the cache fresh; woken by `changed`, and by the clock."""
+        outage = Outage("committed", self._clock)
+        while True:
+            wait_s = LOOK_AGAIN_S
+            seen = changed.count
+            if outstanding := self.outstanding():
+                try:
+                    self.update(await asyncio.to_thread(self._read, outstanding))
+                    outage.ended()
+                except OUTAGES as error:
+                    wait_s = outage.pause_s(error)
+            await changed.wait(seen, wait_s)
+
+    def outstanding(self) -> list[Sender]:
+        """Those of whom a signal is not committed."""
+        return list(self._newest)
+
+    def update(self, fresh: Mapping[Sender, int]) -> None:
+        """Take in what the database says of them."""
+        for sender, seq in fresh.items():
+            self._committed[sender] = seq
+            self._committed.move_to_end(sender)
+            if self._newest.get(sender, -1) <= seq:
+                self._newest.pop(sender, None)
+        while len(self._committed) > MAX_SENDERS:
+            self._committed.popitem(last=False)

@@ -1,0 +1,354 @@
+"""Takes reports in: feeds the fault detector, queues them for the database, says what is committed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.errors import FlyballError, TooBusy
+from flyball.contracts.losses import RankLoss
+from flyball.contracts.rank_columns import CompletedSteps
+from flyball.contracts.signals import RankMarks, Report, ReportReply, Signal, SignalBody
+from flyball.contracts.wire import encode
+from services.runtime.metrics.outages import OUTAGES, Outage
+from services.runtime.metrics.telemetry import Metrics
+from services.sensor.detector.fault_detector import FaultDetector
+from services.sensor.detector.rank_states import LearnedJob
+from services.sensor.reports.admission import Admission, reason_of
+from services.sensor.reports.committed import CommittedPositions
+from services.sensor.reports.early_steps import EarlySteps
+from services.sensor.reports.own_signals import OwnSignals
+from services.sensor.reports.placed import Placed
+from services.sensor.reports.report_queue import Received, ReportQueue
+from services.sensor.reports.step_log import StepLog
+from services.sensor.reports.vouches import Vouches
+
+log = structlog.get_logger()
+
+NOTHING_NEW = ReportReply(committed={})
+
+
+class Placements(Protocol):
+    @property
+    def neighbours(self) -> Mapping[str, tuple[str, ...]]: ...
+
+    @property
+    def placed(self) -> Placed: ...
+
+    @property
+    def hang_timeouts(self) -> Mapping[str, float]: ...
+
+    @property
+    def learned(self) -> Mapping[str, LearnedJob]: ...
+
+
+class WriteVouches(Protocol):
+    def __call__(self, *, sensor: str, at: float, ages_ms: Sequence[int], hosts: Sequence[str] | None) -> None: ...
+
+
+RETRY_AFTER_S = 1.0
+LARGE_REPORT_BYTES = 32 << 10
+PLACEMENTS_EVERY_S = 1.0
+PLACEMENTS_AT_MOST_EVERY_S = 0.1  # also when hosts tell of generations that are not known here
+OWN_AT_ONCE = 500  # far below what the bus takes at once
+MOVED_AFTER_S = 2.0  # a host that another sensor heard of so much later than this one reports there
+MAX_ASKED_FOR = 1_000
+VOUCH_EVERY_S = 1.0
+LEARNED_EVERY_S = 5.0
+STEPS_LEARNED_EVERY_S = 60.0  # what changes with every step
+BACKLOG_S = 3.0  # after an outage of the database, for other sensors to store what they heard meanwhile
+EXPECTED_AT_ONCE = 500
+EXPECT_EVERY_S = 1.0  # how often to look which hosts should report, and whether they do so elsewhere
+
+
+class Ingest:
+    """One sensor. Everything here runs in one event loop, the detector too, which so needs no lock.
+
+    A reply never acknowledges the signals of its own report: they may leave the daemon's spool only when `committed`
+    says so, after the controller stored them with its decisions.
+    """
+
+    def __init__(
+        self,
+        *,
+        sensor_id: str,
+        incarnation: str,
+        detector: FaultDetector,
+        queue: ReportQueue,
+        committed: CommittedPositions,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        self.vouches = Vouches()
+        # Two may have one name, for a while or by mistake: what one hears of must not count as heard by the other.
+        self._voucher = f"sensor.{sensor_id}.{incarnation}"
+        self._steps = StepLog(sensor_id)
+        self._early = EarlySteps()
+        self._own = OwnSignals(source=f"sensor.{sensor_id}", incarnation=incarnation)
+        self._admission = Admission()
+        self._placed: Placed | None = None  # None: not known yet, and everybody is believed
+        self._asked_for: set[tuple[str, int]] = set()  # generations that were not known here
+        self._is_new_heard = asyncio.Event()
+        self._with_loss: set[str] = set()  # jobs whose loss is among the metrics
+        self._detector = detector
+        self._queue = queue
+        self._committed = committed
+        self._clock = clock
+        self._metrics = metrics
+        self._received = metrics.tally(metrics.reports_received)
+
+    def expect_hosts(self, heard_at: Mapping[str, float]) -> None:
+        """Hosts that have ranks, and when any sensor last heard of each (wall clock): one that reports to none of them
+        is silent, also if it never did so here."""
+        now_s, now = self._clock.monotonic_s(), self._clock.wall_s()
+        for host_id, at in heard_at.items():
+            self._detector.expect(host_id, now_s, now - at, at)
+            if now - at < self.vouches.age_s(host_id, now_s) - MOVED_AFTER_S:
+                self._steps.forget(host_id)
+
+    def know(self, placed: Placed) -> None:
+        """From now on hosts are heard of the ranks that they were given."""
+        self._placed = placed
+        for job in self._with_loss - placed.jobs:  # that have ended
+            self._metrics.job_loss.remove(job)
+        self._with_loss &= placed.jobs
+        now_s = self._clock.monotonic_s()
+        for host_id, completed in self._early.take(placed, now_s):
+            self._steps.observe(host_id, completed, now_s)
+
+    def accept(self, report: Report, *, host_id: str, size_bytes: int) -> ReportReply:
+        """Take one report that came with the token of `host_id`. Raises what `Admission.check` does, or TooBusy when
+        the queue is full or the host has sent too many signals: the daemon sends it again."""
+        now_s, now = self._clock.monotonic_s(), self._clock.wall_s()
+        try:
+            self._admission.check(report, host_id=host_id, now=now, now_s=now_s)
+        except FlyballError as error:
+            self._metrics.reports_refused.labels(reason=reason_of(error)).inc()
+            raise
+        heard, report = self._may_say(report)
+        # A host whose report there is no room for is alive all the same.
+        if found := self._detector.observe(heard, now_s):
+            self._raise_signals(found, now_s)
+        self.vouches.heard(host_id, now_s)
+        new = self._new_signals(report.signals, host_id, now_s) if report.signals else ()
+        if report.marks:
+            report = msgspec.structs.replace(report, marks=self._new_marks(report, now_s))
+        if not self._queue.offer(Received(report, new, size_bytes, now, now_s)):
+            self._steps.forget_marks(report.marks)
+            self._metrics.reports_refused.labels(reason="queue_full").inc()
+            raise TooBusy(
+                "The sensor's queue is full.", retry_after_s=RETRY_AFTER_S, hint="send the report again a little later"
+            )
+        self._admission.taken(report, now_s=now_s)
+        if heard.completed:
+            self._steps.observe(host_id, heard.completed, now_s)
+        if report.losses:
+            self._steps.observe_losses(self._own_losses(host_id, report.losses), report.sent_at, now_s)
+        if report.completed is not heard.completed:
+            self._hear_early(host_id, report.completed, now_s)
+        if report.leaves:
+            self._detector.leave(host_id)
+            self.vouches.left(host_id)
+        self._received.count += 1
+        if new:
+            self._admission.spend(host_id, len(new), len(encode(new)), now_s=now_s)
+        for signal in new:
+            self._committed.expect(host_id, signal.incarnation, signal.seq)
+        incarnations = {report.incarnation, *(s.incarnation for s in report.signals)} if report.signals else None
+        known = self._committed.known(host_id, incarnations or (report.incarnation,))
+        ask = self._detector.questions(host_id)
+        return ReportReply(known, ask) if known or ask else NOTHING_NEW
+
+    def admit_large(self, host_id: str, size_bytes: int) -> None:
+        """To be asked before a report of more than LARGE_REPORT_BYTES is decoded. Raises TooBusy; the host is alive."""
+        try:
+            self._admission.check_large(host_id, size_bytes, now_s=self._clock.monotonic_s())
+        except TooBusy:
+            self._metrics.reports_refused.labels(reason="host_quota").inc()
+            self.hear(host_id)
+            raise
+
+    def hear(self, host_id: str) -> None:
+        """A report that is not read came with the token of `host_id`, of another wire version, or too large: it is
+        refused, and nothing in it is believed, but the host is alive."""
+        now_s = self._clock.monotonic_s()
+        self._raise_signals(self._detector.hear(host_id, now_s), now_s)
+        self.vouches.heard(host_id, now_s)
+
+    async def run_expectations(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Go on expecting the hosts that `read` gives, see `expect_hosts`."""
+        outage = Outage("expectations", self._clock)
+        while True:
+            wait_s = EXPECT_EVERY_S
+            try:
+                heard_at = iter((await asyncio.to_thread(read)).items())
+                while part := dict(islice(heard_at, EXPECTED_AT_ONCE)):
+                    self.expect_hosts(part)
+                    await asyncio.sleep(0)  # reports wait
+                outage.ended()
+            except OUTAGES as error:
+                wait_s = outage.pause_s(error)
+                self._detector.doubt(self._clock.monotonic_s(), wait_s + BACKLOG_S)
+            await asyncio.sleep(wait_s)
+
+    async def run_vouches(self, write: WriteVouches) -> None:
+        """Go on telling which hosts this sensor hears of."""
+        outage = Outage("vouches", self._clock)
+        while True:
+            wait_s = VOUCH_EVERY_S
+            told = self.vouches.tell(self._clock.monotonic_s())
+            try:
+                if told.ages_ms or told.hosts is not None:
+                    at = self._clock.wall_s()
+                    await asyncio.to_thread(write, sensor=self._voucher, at=at, ages_ms=told.ages_ms, hosts=told.hosts)
+                outage.ended()
+            except OUTAGES as error:
+                self.vouches.not_told()
+                wait_s = outage.pause_s(error)
+            await asyncio.sleep(wait_s)
+
+    async def run_learned(self, write: Callable[[Mapping[str, LearnedJob], float], None]) -> None:
+        """Go on storing what the detector has learned of jobs, for the sensor that comes after this one."""
+        outage = Outage("learned", self._clock)
+        told: dict[str, LearnedJob] = {}
+        told_s: dict[str, float] = {}
+        while True:
+            wait_s = LEARNED_EVERY_S
+            now_s = self._clock.monotonic_s()
+            known = self._detector.learned()
+            news = {
+                job: learned
+                for job, learned in known.items()
+                if job not in told
+                or now_s - told_s[job] >= STEPS_LEARNED_EVERY_S
+                or learned.lasting != told[job].lasting
+            }
+            try:
+                if news:
+                    await asyncio.to_thread(write, news, self._clock.wall_s())
+                told = {job: learned for job, learned in (told | news).items() if job in known}
+                told_s = {job: now_s if job in news else told_s[job] for job in told}
+                outage.ended()
+            except OUTAGES as error:
+                wait_s = outage.pause_s(error)
+            await asyncio.sleep(wait_s)
+
+    async def run_placements(self, read: Callable[[], Placements]) -> None:
+        """Go on knowing which host has which ranks, whom to ask about one that falls silent (see
+        `witnesses.neighbours`), and which jobs say themselves when they are hung."""
+        outage = Outage("placements", self._clock)
+        recalled: Mapping[str, LearnedJob] = {}
+        while True:
+            wait_s = PLACEMENTS_EVERY_S
+            self._is_new_heard.clear()
+            try:
+                found = await asyncio.to_thread(read)
+                self._detector.set_neighbours(found.neighbours)
+                self._detector.set_hang_timeouts(found.hang_timeouts)
+                if found.learned is not recalled:
+                    recalled = found.learned
+                    self._detector.recall(recalled)
+                self.know(found.placed)
+                outage.ended()
+            except OUTAGES as error:
+                wait_s = outage.pause_s(error)
+            await asyncio.sleep(min(wait_s, PLACEMENTS_AT_MOST_EVERY_S))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_new_heard.wait(), max(0.0, wait_s - PLACEMENTS_AT_MOST_EVERY_S))
+
+    async def run_detector(self, tick_s: float) -> None:
+        """Let time pass for the detector. It learns from the spacing of the ticks how late this loop ran."""
+        due_s = self._clock.monotonic_s()
+        try:
+            while True:
+                due_s += tick_s
+                await asyncio.sleep(max(0.0, due_s - self._clock.monotonic_s()))
+                now_s = self._clock.monotonic_s()
+                self._metrics.detector_lag_seconds.set(max(0.0, now_s - due_s))
+                due_s = max(due_s, now_s - tick_s)
+                self.tick(now_s)
+        finally:
+            self._queue.offer_steps(self._steps.take(self._clock.monotonic_s(), everything=True))
+
+    def tick(self, now_s: float) -> None:
+        """Let time pass for the detector, sum steps up, and hand on again what a bus may have lost."""
+        self._raise_signals(self._detector.tick(now_s), now_s)
+        if self._queue.has_room_for_steps and (steps := self._steps.take(now_s)):
+            self._queue.offer_steps(steps)
+            for summary in steps:
+                if summary.loss is not None:
+                    self._metrics.job_loss.labels(training_job=summary.job).set(float(summary.loss))
+                    self._with_loss.add(summary.job)
+        incarnation = self._own.incarnation
+        self._own.committed(self._committed.known(self._own.source, (incarnation,)).get(incarnation, 0))
+        self._hand_on(self._own.due(now_s), now_s)
+
+    def _new_signals(self, signals: Sequence[Signal], host_id: str, now_s: float) -> tuple[Signal, ...]:
+        """Those that are not committed. Raises TooBusy when the host has sent too many."""
+        new = tuple(signal for signal in signals if not self._committed.is_committed(signal))
+        if new:
+            try:
+                self._admission.check_quota(host_id, now_s=now_s)
+            except TooBusy:
+                self._metrics.reports_refused.labels(reason="host_quota").inc()
+                raise
+        return new
+
+    def _may_say(self, report: Report) -> tuple[Report, Report]:
+        """As `Placed.split`; a generation that is not known is looked for at once, the first time."""
+        if self._placed is None:
+            return report, report
+        heard, stored = self._placed.split(report)
+        if heard is not report and (unknown := self._placed.unknown(report)) and unknown not in self._asked_for:
+            if len(self._asked_for) >= MAX_ASKED_FOR:
+                self._asked_for.clear()
+            self._asked_for.add(unknown)
+            self._is_new_heard.set()
+        return heard, stored
+
+    def _own_losses(self, host_id: str, losses: tuple[RankLoss, ...]) -> tuple[RankLoss, ...]:
+        return losses if self._placed is None else self._placed.own_losses(host_id, losses)
+
+    def _hear_early(self, host_id: str, completed: Sequence[CompletedSteps], now_s: float) -> None:
+        """Steps of generations that are not known: to come, made up, or of a job that has just ended."""
+        if self._placed is None:
+            return
+        for steps in self._placed.early_steps(completed):
+            if self._steps.has_heard_ranks(host_id, steps):
+                self._steps.observe(host_id, (steps,), now_s)
+            else:
+                self._early.wait(host_id, steps, now_s)
+
+    def _new_marks(self, report: Report, now_s: float) -> tuple[RankMarks, ...]:
+        """Of a generation that is not known here the store is to say what is new; else see `StepLog.new_marks`."""
+        host_id, placed = report.facts.host_id, self._placed
+        early = tuple(
+            mark
+            for mark in report.marks
+            if placed is not None
+            and placed.is_early(mark)
+            and not self._steps.has_heard(host_id, mark.job, mark.generation)
+        )
+        known = [mark for mark in report.marks if mark not in early] if early else report.marks
+        return (*early, *self._steps.new_marks(known, report.sent_at, now_s))
+
+    def _raise_signals(self, bodies: Sequence[SignalBody], now_s: float) -> None:
+        for body in bodies:
+            log.info("detected", signal=str(body.__struct_config__.tag), body=str(body))
+        self._hand_on(self._own.raise_(bodies, at=self._clock.wall_s(), now_s=now_s), now_s)
+
+    def _hand_on(self, signals: Sequence[Signal], now_s: float) -> None:
+        if not signals:
+            return
+        at = self._clock.wall_s()
+        for first in range(0, len(signals), OWN_AT_ONCE):
+            part = tuple(signals[first : first + OWN_AT_ONCE])
+            self._queue.offer(Received(report=None, signals=part, size_bytes=0, at=at, at_monotonic_s=now_s))
+        self._committed.expect(self._own.source, self._own.incarnation, self._own.newest_seq())

@@ -1,0 +1,209 @@
+"""What waits between the event loop, which takes reports, and the thread that stores them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from itertools import chain, islice
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from flyball.contracts.signals import Report, Signal
+from services.sensor.reports.step_log import StepSummary
+
+MAX_SIGNALS_AT_ONCE = 1000  # far below what the bus holds: more than that it would refuse for ever
+MAX_BYTES_AT_ONCE = 1 << 20  # of reports with signals; or one of them
+MAX_HOST_ITEMS = 128  # of one host; a daemon's whole spool is 50, of short signals
+MAX_HOST_BYTES = 8 << 20  # two of the largest reports
+
+_KEY: Any = attrgetter("source", "incarnation", "seq")
+
+
+class Received(msgspec.Struct, frozen=True, gc=False):
+    """What waits to be stored: a report, or (report None) signals that the sensor raised itself."""
+
+    report: Report | None
+    signals: tuple[Signal, ...]
+    size_bytes: int
+    at: float  # wall clock
+    at_monotonic_s: float
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """What was taken at once."""
+
+    signals: tuple[Received, ...] = ()
+    reports: tuple[Received, ...] = ()
+    steps: tuple[StepSummary, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.signals or self.reports or self.steps)
+
+
+class ReportQueue:
+    """Signals wait first in, first out, each of them once: while they wait their hosts send them again. Hosts take
+    turns with them, a report each, so that one that sends many delays the others' by one of its reports. Of a host's
+    state only the newest waits, with the older reports that tell what is told once (moments of workers, restores); of
+    hosts that tell such things, or send signals, it goes before the others': somebody waits for what they do next.
+    Bounded by the number of what is kept for its own sake, and by bytes in all, those with signals and the others
+    each; both also for each host, so that none takes the room of the others. Thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        max_items: int,
+        max_size_bytes: int,
+        max_host_items: int = MAX_HOST_ITEMS,
+        max_host_bytes: int = MAX_HOST_BYTES,
+    ) -> None:
+        self._max_items = max_items
+        self._max_size_bytes = max_size_bytes
+        self._max_host_items = max_host_items
+        self._max_host_bytes = max_host_bytes
+        self._signals: dict[str, deque[Received]] = {}  # by host, '' the sensor's own; whose turn it is comes first
+        self._n_signals = 0  # items in it
+        self._signal_bytes = 0  # of the reports in it, whose state may have been taken
+        self._waiting: set[tuple[str, str, int]] = set()  # the signals in it
+        self._newest: dict[str, Received] = {}  # by host, the one that waits for longest first
+        self._older: dict[str, list[Received]] = {}
+        self._urgent: dict[str, None] = {}  # hosts in `_newest` that go first
+        self._kept = 0  # in `_older`
+        self._steps: list[StepSummary] = []
+        self._size_bytes = 0  # of reports
+        self._is_released = False
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        # Apart: who waits for signals is not to wake up for every report.
+        self._signals_came = threading.Condition(self._lock)
+
+    def offer(self, item: Received) -> bool:
+        """Take it unless full. The sensor's own signals are always taken: there is one per host or generation in
+        trouble, and nobody would send them again."""
+        report = item.report
+        with self._lock:
+            if item.signals and not self._waiting.isdisjoint(map(_KEY, item.signals)):
+                new = tuple(signal for signal in item.signals if _KEY(signal) not in self._waiting)
+                item = msgspec.structs.replace(item, signals=new)
+            if report is None:
+                if item.signals:
+                    self._add_signals(item)
+                return True
+            host_id = report.facts.host_id
+            before = self._newest.get(host_id)
+            tells_once = before is not None and before.report is not None and _told_once(before.report)
+            freed_bytes = 0 if before is None or tells_once else before.size_bytes
+            if self._size_bytes + item.size_bytes - freed_bytes > self._max_size_bytes:
+                return False
+            if (item.signals or tells_once) and not self._has_room(item, host_id):
+                return False
+            if before is not None and tells_once:
+                self._older.setdefault(host_id, []).append(before)
+                self._kept += 1
+            self._newest[host_id] = item  # in the place of the one before
+            if report.signals or _told_once(report):
+                self._urgent[host_id] = None
+            self._size_bytes += item.size_bytes - freed_bytes
+            if item.signals:
+                self._add_signals(item)
+            elif before is None:
+                self._changed.notify()
+            return True
+
+    def _has_room(self, item: Received, host_id: str) -> bool:
+        """For what is kept for its own sake."""
+        if self._n_signals + self._kept >= self._max_items:
+            return False
+        signals, older = self._signals.get(host_id, ()), self._older.get(host_id, ())
+        of_host = sum(waiting.size_bytes for waiting in (*signals, *older))
+        return (
+            self._signal_bytes + item.size_bytes <= self._max_size_bytes
+            and len(signals) + len(older) < self._max_host_items
+            and of_host + item.size_bytes <= self._max_host_bytes
+        )
+
+    def _add_signals(self, item: Received) -> None:
+        host_id = item.report.facts.host_id if item.report is not None else ""
+        self._signals.setdefault(host_id, deque()).append(item)
+        self._n_signals += 1
+        self._signal_bytes += item.size_bytes
+        self._waiting.update(map(_KEY, item.signals))
+        self._signals_came.notify()
+        self._changed.notify()
+
+    def offer_steps(self, steps: Sequence[StepSummary]) -> None:
+        """For who has seen that there is room."""
+        with self._changed:
+            self._steps.extend(steps)
+            self._changed.notify()
+
+    @property
+    def has_room_for_steps(self) -> bool:
+        return len(self._steps) < self._max_items
+
+    def take(self, *, max_hosts: int, timeout_s: float, with_signals: bool = True) -> Batch:
+        """As many signals as are published at once, unless they are to go on waiting, and the state of up to
+        `max_hosts` hosts; waits up to `timeout_s` for the first of what is asked for."""
+        with self._changed:
+            if timeout_s > 0.0:
+                changed = self._changed if max_hosts > 0 else self._signals_came
+                changed.wait_for(
+                    lambda: (
+                        self._is_released
+                        or (with_signals and self._signals)
+                        or (max_hosts > 0 and (self._newest or self._steps))
+                    ),
+                    timeout_s,
+                )
+            signals: tuple[Received, ...] = ()
+            if with_signals:
+                signals = self._take_signals()
+            if max_hosts <= 0:
+                return Batch(signals)
+            reports: list[Received] = []
+            # At most half of them: were all urgent again before they are stored, nobody else's state ever would be.
+            first = dict.fromkeys(islice(self._urgent, (max_hosts + 1) // 2))
+            others = (host_id for host_id in self._newest if host_id not in first)
+            for host_id in list(islice(chain(first, others), max_hosts)):
+                self._urgent.pop(host_id, None)
+                reports += self._older.pop(host_id, ())
+                reports.append(self._newest.pop(host_id))
+            self._kept = sum(map(len, self._older.values())) if self._older else 0
+            self._size_bytes -= sum(item.size_bytes for item in reports)
+            steps, self._steps = tuple(self._steps), []
+            return Batch(signals, tuple(reports), steps)
+
+    def _take_signals(self) -> tuple[Received, ...]:
+        taken: list[Received] = []
+        count = size_bytes = 0
+        while self._signals:
+            host_id, waiting = next(iter(self._signals.items()))
+            item = waiting[0]
+            count += len(item.signals)
+            size_bytes += item.size_bytes
+            if taken and (count > MAX_SIGNALS_AT_ONCE or size_bytes > MAX_BYTES_AT_ONCE):
+                break
+            taken.append(waiting.popleft())
+            del self._signals[host_id]
+            if waiting:  # the others' turn comes first
+                self._signals[host_id] = waiting
+            self._waiting.difference_update(map(_KEY, item.signals))
+            self._signal_bytes -= item.size_bytes
+        self._n_signals -= len(taken)
+        return tuple(taken)
+
+    def release(self) -> None:
+        """Let nobody wait in `take` any more: the threads that do are about to end."""
+        with self._lock:
+            self._is_released = True
+            self._changed.notify_all()
+            self._signals_came.notify_all()
+
+    def __len__(self) -> int:
+        return self._n_signals + len(self._newest)
+
+
+def _told_once(report: Report) -> bool:
+    return bool(report.marks or report.restores)

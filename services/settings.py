@@ -1,0 +1,142 @@
+"""Every setting of the supervisor: one class, read from arguments, then `FLYBALL_*` variables, then defaults."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+
+from flyball.contracts import wire
+from flyball.contracts.credentials import MAX_TOKEN_LENGTH, PREFIXES
+from flyball.contracts.errors import ConfigurationError
+from flyball.contracts.identity import NAME_PATTERN
+from services.controller.view import PolicySettings
+from services.record.retention_rules import RetentionSettings
+from services.sensor.detector.fault_detector import DetectorSettings
+
+ENV_PREFIX = "FLYBALL_"
+MIN_TOKEN_LENGTH = 16
+
+HostName = Annotated[str, Field(pattern=NAME_PATTERN)]
+TokenEpoch = Annotated[int, Field(ge=0, lt=2**31)]
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def default_state_dir() -> Path:
+    """Where a supervisor keeps its files unless told otherwise."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "flyball" / "supervisor"
+
+
+class Settings(BaseSettings):
+    """`FLYBALL_PORT=8080` sets `port`, `FLYBALL_POLICY__ROOT_CAUSE_WINDOW_S=1.5` one number of the policy."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_nested_delimiter="__", env_ignore_empty=True, frozen=True, extra="forbid"
+    )
+
+    state_dir: Path = Field(default_factory=default_state_dir)
+    database_url: str = ""  # '': SQLite in the state folder
+    redis_url: str = ""  # redis:// or rediss://user:password@host:6379/0; '': signals go through the database
+    redis_prefix: str = Field(default="flyball", pattern=r"^[A-Za-z0-9._:{}-]{1,64}$")  # one for each cluster
+    host: str = "127.0.0.1"
+    port: int = Field(default=7370, ge=0, le=65_535)  # 0: any free port
+    token: SecretStr = SecretStr("")  # the cluster's secret; '': from the state folder, made at the first start
+    former_token: SecretStr = SecretStr("")  # taken too, while a new one is handed out; '': file token.former
+    host_token_epochs: dict[HostName, TokenEpoch] = Field(
+        default_factory=dict
+    )  # JSON: {"node-7": 1} withdraws its first
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    tls_client_ca_file: Path | None = None  # only clients with a certificate that it signed get as far as the token
+
+    log_target: Literal["file", "stderr"] = "file"  # file: supervisor.log in the state folder, rotated
+    log_format: Literal["json", "console"] = "json"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    report_queue_size: int = Field(default=1024, ge=1)  # reports with signals, or told once, that wait for the database
+    report_queue_size_bytes: int = Field(default=64 << 20, ge=1 << 20)
+    detector_tick_s: float = Field(default=0.05, gt=0.0, le=1.0)
+    lease_ttl_s: float = Field(default=3.0, gt=0.2)
+    poll_interval_s: float = Field(default=0.1, gt=0.0, le=5.0)  # should no other process wake this one
+    max_waiting_polls: int = Field(default=16_384, ge=1)  # hosts; each holds a connection
+    max_streams: int = Field(default=64, ge=1)
+    start_timeout_s: float = Field(default=30.0, gt=0.0)
+    drain_timeout_s: float = Field(default=10.0, gt=0.0)
+
+    policy: dict[str, Any] = Field(default_factory=dict)  # fields of PolicySettings
+    detector: dict[str, Any] = Field(default_factory=dict)  # fields of DetectorSettings
+    retention: dict[str, Any] = Field(default_factory=dict)  # fields of RetentionSettings
+
+    @field_validator("token", "former_token")
+    @classmethod
+    def _token_is_usable(cls, token: SecretStr) -> SecretStr:
+        text = token.get_secret_value()
+        if 0 < len(text) < MIN_TOKEN_LENGTH:
+            raise ValueError(f"needs at least {MIN_TOKEN_LENGTH} characters")
+        if len(text) > MAX_TOKEN_LENGTH or not text.isascii() or not text.isprintable() or " " in text:
+            raise ValueError(f"needs at most {MAX_TOKEN_LENGTH} printable ASCII characters without spaces")
+        if text.startswith(PREFIXES):
+            raise ValueError("is a host's or a reader's token; the cluster's secret is needed here")
+        return token
+
+    @property
+    def resolved_database_url(self) -> str:
+        return self.database_url or f"sqlite:///{self.state_dir.resolve() / 'flyball.sqlite'}"
+
+    @property
+    def policy_settings(self) -> PolicySettings:
+        """The policy's numbers, with those of `policy` in place of the defaults."""
+        return _convert(self.policy, PolicySettings, "policy")
+
+    @property
+    def detector_settings(self) -> DetectorSettings:
+        """The fault detector's numbers, with those of `detector` in place of the defaults."""
+        return _convert(self.detector, DetectorSettings, "detector")
+
+    @property
+    def retention_settings(self) -> RetentionSettings:
+        """How long what is over is kept, with the ages of `retention` in place of the defaults."""
+        return _convert(self.retention, RetentionSettings, "retention")
+
+
+def _convert(numbers: dict[str, Any], kind: type[S], setting: str) -> S:
+    try:
+        return wire.convert(numbers, kind, strict=False)  # a number from the environment is a string
+    except msgspec.ValidationError as error:
+        known = ", ".join(field.name for field in msgspec.structs.fields(kind))
+        raise ConfigurationError(f"The setting {setting} is wrong: {error}.", hint=f"it takes: {known}") from error
+
+
+def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - validated field by field
+    """Settings from keyword arguments (those that are None do not count) and the environment.
+
+    Raises ConfigurationError that names the wrong settings, and never shows a value: it may be a secret.
+    """
+    try:
+        settings = Settings(**{name: value for name, value in overrides.items() if value is not None})
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False))
+        raise ConfigurationError(
+            f"Wrong settings: {wrong}.", hint=f"correct the flag or the {ENV_PREFIX}... variable of that name"
+        ) from error
+    except SettingsError as error:  # of a variable that is to hold JSON; it names the setting
+        raise ConfigurationError(
+            f"Wrong settings: {error}.", hint=f"correct the {ENV_PREFIX}... variable of that name: it takes JSON"
+        ) from error
+    if (settings.tls_cert_file is None) != (settings.tls_key_file is None):
+        raise ConfigurationError(
+            "TLS needs both a certificate and a key.", hint="set tls_cert_file and tls_key_file, or neither"
+        )
+    if settings.tls_client_ca_file is not None and settings.tls_cert_file is None:
+        raise ConfigurationError(
+            "A client CA without TLS protects nothing.", hint="set tls_cert_file and tls_key_file too"
+        )
+    # So that a wrong number is found before anything starts.
+    _ = settings.policy_settings, settings.detector_settings, settings.retention_settings
+    return settings

@@ -1,0 +1,119 @@
+"""Open actions as they were read last: of one on very many hosts, only new commands and new answers are read again.
+
+An action's commands are written together with its version, under its row's lock, so that their numbers only grow; an
+answer bears the log's revision, which grows in the order of the commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, Row, Select, select
+
+from flyball.contracts.decisions import ActionPlan, Command, CommandResult, CommandUpdate
+from services.actuator.ports import CommandRecord
+from services.record.answers import Said, said
+from services.record.codec import load
+from services.store.sql import events
+from services.store.sql.tables import actions, commands
+
+COLUMNS = [column for column in actions.columns if column is not actions.c.plan]  # of very many hosts it is long
+
+_COMMANDS = select(
+    commands.c.number, commands.c.document, commands.c.phase, commands.c.created_at, commands.c.answer
+).order_by(commands.c.number)
+
+
+class CachedAction(msgspec.Struct):
+    plan: ActionPlan
+    version: int = -1
+    records: dict[int, CommandRecord] = {}  # number -> as its host answered last, oldest first
+
+
+class ActionCache:
+    """Belongs to one thread at a time."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, CachedAction] = {}
+        self._revision = 0
+
+    def read(self, connection: Connection, rows: Sequence[Row[Any]]) -> Mapping[int, CachedAction]:
+        """Those of `rows` (of `COLUMNS`), as this transaction sees them."""
+        revision = events.revision(connection)
+        known = {row.number: self._known[row.number] for row in rows if row.number in self._known}
+        for action, number, answer in _answers(connection, known, after=self._revision):
+            record = known[action].records.get(number)
+            if record is not None:  # else it is read below, with its answer
+                known[action].records[number] = msgspec.structs.replace(record, update=load(answer, CommandUpdate))
+        known |= {
+            number: CachedAction(plan)
+            for number, plan in load_plans(connection, {r.number for r in rows} - known.keys())
+        }
+        for row in rows:
+            mine = known[row.number]
+            if mine.version != row.version:
+                newest = next(reversed(mine.records), 0)
+                query = _COMMANDS.where(commands.c.action == row.number, commands.c.number > newest)
+                mine.records |= {fresh.number: _record(fresh) for fresh in connection.execute(query)}
+                mine.version = row.version
+        self._known, self._revision = known, revision
+        return known
+
+
+class AnswerCache:
+    """What the hosts' answers say of where ranks stopped, and of hosts that failed. Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, dict[int, CommandUpdate]] = {}  # action -> command -> its answer, without copies
+        self._newest: dict[int, Said] = {}
+        self._revision = 0
+
+    def read(self, connection: Connection, numbers: Collection[int]) -> Mapping[int, Said]:
+        """Of each of these actions what its hosts said."""
+        revision = events.revision(connection)
+        known = {number: self._told[number] for number in numbers if number in self._told}
+        fresh = [*_answers(connection, known, after=self._revision)]
+        fresh += _answers(connection, set(numbers) - known.keys(), after=None)
+        told = {number: known.get(number, {}) for number in numbers}
+        for action, number, answer in fresh:
+            update = load(answer, CommandUpdate)
+            positions = CommandResult(positions=update.result.positions)
+            told[action][number] = msgspec.structs.replace(update, result=positions)
+        changed = {action for action, _, _ in fresh} | (told.keys() - known.keys())
+        newest = {number: known for number, known in self._newest.items() if number in told}
+        newest |= {action: said(told[action][number] for number in sorted(told[action])) for action in changed}
+        self._told, self._newest, self._revision = told, newest, revision
+        return newest
+
+
+def load_plans(connection: Connection, numbers: Collection[int]) -> Iterator[tuple[int, ActionPlan]]:
+    """The plans of actions, which never change."""
+    if numbers:
+        query = select(actions.c.number, actions.c.plan).where(actions.c.number.in_(sorted(numbers)))
+        for number, plan in connection.execute(query):
+            yield number, load(plan, ActionPlan)
+
+
+def _answers(
+    connection: Connection, of_actions: Collection[int], *, after: int | None
+) -> Iterator[tuple[int, int, str]]:
+    """(action, command, answer) of those that were answered after a revision; None: ever."""
+    if not of_actions:
+        return
+    query: Select[Any] = select(commands.c.action, commands.c.number, commands.c.answer).where(
+        commands.c.action.in_(sorted(of_actions)), commands.c.answer.is_not(None)
+    )
+    if after is not None:
+        query = query.where(commands.c.answer_revision > after)
+    yield from (tuple(row) for row in connection.execute(query))
+
+
+def _record(row: Any) -> CommandRecord:  # noqa: ANN401 - a row's columns have no static type
+    return CommandRecord(
+        command=load(row.document, Command),
+        phase=row.phase,
+        created_at=row.created_at,
+        update=load(row.answer, CommandUpdate) if row.answer else None,
+    )

@@ -1,0 +1,194 @@
+"""The actuator's side of the database: open actions, the outbox, and the hosts' answers."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import structlog
+from sqlalchemy import Connection, Row, Update, func, select
+from sqlalchemy import update as sql_update
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.decisions import ActionState, Command, CommandUpdate, UpdateState
+from services.actuator.playbook import may_start
+from services.actuator.ports import ActionProgress, PlaybookStep
+from services.record.answers import ACKNOWLEDGED, ANSWERED
+from services.record.codec import dump, load, number_of
+from services.record.step_events import Position
+from services.store.actions import step_writer
+from services.store.actions.action_cache import COLUMNS, ActionCache, CachedAction
+from services.store.reports.persistent_steps import PersistentCopies, Wanted
+from services.store.sql import events, lease
+from services.store.sql.database import Database
+from services.store.sql.tables import actions, commands, host_reports, hosts, log_head
+
+_log = structlog.get_logger(__name__)
+
+
+class SqlActionStore:
+    """An `ActionStore`. Thread-safe; any number of actuators may share the database."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self._db = db
+        self._clock = clock
+        self._one_looks = threading.Lock()
+        self._known = ActionCache()
+        self._copies = PersistentCopies()
+
+    def open_actions(self) -> list[ActionProgress]:
+        """Every action that has not ended, with all its commands, oldest first. Where engines and persistent copies are
+        is told of those whose next move may need it."""
+        with self._one_looks, self._db.read() as connection:
+            query = select(*COLUMNS).where(~actions.c.ended).order_by(actions.c.number)
+            rows = connection.execute(query).all()
+            if not rows:
+                return []
+            known = self._known.read(connection, rows)
+            found = [_progress(row, known[row.number]) for row in rows]
+            starting = {
+                progress.plan.job: Wanted.of(progress.plan.spec, progress.plan.next.parent_lineage)
+                for progress in found
+                if progress.plan.next is not None and may_start(progress)
+            }
+            self._copies.forget_others(starting)
+            if not starting:
+                return found
+            addresses = {
+                row.host_id: row.engine_address
+                for row in connection.execute(select(hosts.c.host_id, hosts.c.engine_address))
+                if row.engine_address
+            }
+            copies = self._copies.read(connection, starting)
+        return [
+            msgspec.structs.replace(
+                progress,
+                persistent_copies=tuple(copy for copy in copies if copy.job == progress.plan.job),
+                engine_addresses=addresses,
+            )
+            if progress.plan.job in starting
+            else progress
+            for progress in found
+        ]
+
+    def apply(self, progress: ActionProgress, step: PlaybookStep, now: float) -> bool:
+        """Store a step with its commands, stamped with the present lease epoch; False, and nothing is stored, if the
+        action ended, was superseded, or was moved on by another actuator since `progress` was read."""
+
+        def work(connection: Connection) -> bool:
+            number = number_of(progress.action_id)
+            epoch = lease.current_epoch(connection)  # its lock comes before the action's, as in the controller's commit
+            unmoved = (actions.c.number == number, actions.c.version == progress.version, ~actions.c.ended)
+            # Who is being moved by another one is left to it, without waiting; SQLite has one writer at a time.
+            claim = select(actions.c.number).where(*unmoved).with_for_update(skip_locked=True)
+            if connection.execute(claim).first() is None:
+                return False
+            connection.execute(sql_update(actions).where(*unmoved).values(step_writer.values_of(step, now)))
+            position = Position(
+                action_id=progress.action_id,
+                incident_id=progress.incident_id,
+                number=number,
+                plan=progress.plan,
+                phase=progress.phase,
+                state=progress.state,
+            )
+            events.append(connection, step_writer.store(connection, position, step, epoch=epoch, now=now))
+            return True
+
+        return self._db.transact(work)
+
+    def commands_for(self, host_id: str, now: float) -> Sequence[Command]:
+        """The host's commands of open actions that it has not finally answered, oldest first. Notes the first time at
+        which each is handed out."""
+        return self.commands_for_hosts([host_id], now).get(host_id, [])
+
+    def unanswered(self) -> dict[str, tuple[int, int]]:
+        """Each host with open commands -> (the newest one's number, how many); read from an index alone."""
+        query = (
+            select(commands.c.host_id, func.max(commands.c.number), func.count())
+            .where(commands.c.is_open)
+            .group_by(commands.c.host_id)
+        )
+        with self._db.read() as connection:
+            return {host_id: (newest, count) for host_id, newest, count in connection.execute(query)}
+
+    def daemons_of(self, host_ids: Sequence[str]) -> dict[str, str]:
+        """Host -> the incarnation whose report is the newest stored; without those that never reported."""
+        query = select(host_reports.c.host_id, host_reports.c.incarnation).where(host_reports.c.host_id.in_(host_ids))
+        with self._db.read() as connection:
+            return {row.host_id: row.incarnation for row in connection.execute(query)}
+
+    def commands_for_hosts(self, host_ids: Sequence[str], now: float) -> dict[str, list[Command]]:
+        """As `commands_for`, for several hosts at once; those without any are left out."""
+        query = (
+            select(commands.c.number, commands.c.host_id, commands.c.document, commands.c.dispatched_at)
+            .where(commands.c.is_open, commands.c.host_id.in_(host_ids))
+            .order_by(commands.c.number)
+        )
+        with self._db.read() as connection:
+            rows = connection.execute(query).all()
+        fresh = [row.number for row in rows if row.dispatched_at == 0.0]
+        if fresh:
+            # A command of an action that was superseded meanwhile is not open any more, and must not go out.
+            with self._db.write(durable=False) as connection:
+                connection.execute(
+                    sql_update(commands)
+                    .where(commands.c.number.in_(fresh), commands.c.is_open)
+                    .values(dispatched_at=now)
+                )
+                rows = connection.execute(query).all()
+        found: defaultdict[str, list[Command]] = defaultdict(list)
+        for row in rows:
+            found[row.host_id].append(load(row.document, Command))
+        return dict(found)
+
+    def record(self, update: CommandUpdate) -> None:
+        """Keep a host's answer. It may come twice, late, or out of order: the first final answer stands, and a command
+        never goes back to acknowledged. What was never asked is ignored."""
+        progress = ACKNOWLEDGED if update.state is UpdateState.ACKNOWLEDGED else ANSWERED
+        mine = (commands.c.command_id == update.command_id, commands.c.host_id == update.host_id)
+
+        def work(connection: Connection) -> bool:
+            values: dict[str, Any] = {
+                "progress": progress,
+                "answer": dump(update),
+                "answered_at": self._clock.wall_s(),
+            }
+            if progress == ANSWERED:
+                values["is_open"] = False
+            moved = connection.execute(sql_update(commands).where(*mine, commands.c.progress < progress).values(values))
+            if moved.rowcount:
+                events.append(connection, [])
+                connection.execute(_stamp().where(*mine))
+                return True
+            return connection.execute(select(commands.c.number).where(*mine)).first() is not None
+
+        if not self._db.transact(work, durable=False):  # what is lost is asked for again
+            _log.warning("answer_ignored", command_id=update.command_id, host_id=update.host_id, why="never asked")
+
+
+def _progress(row: Row[Any], known: CachedAction) -> ActionProgress:
+    return ActionProgress(
+        action_id=f"act-{row.number}",
+        decision_id=f"dec-{row.number}",
+        incident_id=_incident_id(row),
+        plan=known.plan,
+        state=ActionState(row.state),
+        phase=row.phase,
+        version=row.version,
+        started_at=row.started_at,
+        commands=tuple(known.records.values()),
+        attempt=row.attempt,
+    )
+
+
+def _stamp() -> Update:
+    """After the log's head was moved on: no other transaction has this revision, and later ones have later ones."""
+    return sql_update(commands).values(answer_revision=select(log_head.c.revision).scalar_subquery())
+
+
+def _incident_id(row: Row[Any]) -> str:
+    return f"inc-{row.incident}" if row.incident is not None else ""

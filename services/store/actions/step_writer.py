@@ -1,0 +1,102 @@
+"""Stores one move of a playbook: used for the first move together with its decision, and for every later one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, insert, select, update
+
+from flyball.contracts.cluster import Placement
+from flyball.contracts.decisions import Command
+from flyball.contracts.events import Event
+from flyball.contracts.identity import Fence
+from services.actuator.ports import CommandDraft, PlaybookStep
+from services.record.codec import dump
+from services.record.step_events import (
+    Position,
+    events_of,
+    fence_generation,
+    restore_step_of,
+)
+from services.store.sql.tables import action_changes, actions, commands, generations, jobs
+
+
+def store(connection: Connection, position: Position, step: PlaybookStep, *, epoch: int, now: float) -> list[Event]:
+    """Write a step of an action whose row the caller has locked and moved on (`values_of`). Returns its events."""
+    if step.message or (step.phase, step.state) != (position.phase, position.state):
+        connection.execute(
+            insert(action_changes).values(
+                action=position.number, at=now, phase=step.phase, state=step.state.value, message=step.message
+            )
+        )
+    if step.commands:
+        granted = connection.scalar(select(jobs.c.generation).where(jobs.c.job == position.plan.job))
+        rows = [
+            _row(position, step, draft, Fence(epoch, fence_generation(position.plan, draft, granted)), now)
+            for draft in step.commands
+        ]
+        _withdraw(connection, position.number, step)
+        connection.execute(insert(commands), rows)
+    if step.placement is not None:
+        _start_generation(connection, step.placement, now)
+    if step.state.ended:
+        close_commands(connection, position.number)
+    return events_of(position, step, now)
+
+
+def values_of(step: PlaybookStep, now: float) -> dict[str, Any]:
+    """The action's columns after a step."""
+    return {
+        "phase": step.phase,
+        "state": step.state.value,
+        "ended": step.state.ended,
+        "attempt": step.attempt,
+        "message": step.message,
+        "version": actions.c.version + 1,
+        "ended_at": now if step.state.ended else 0.0,
+    }
+
+
+def close_commands(connection: Connection, number: int) -> None:
+    """No host is given commands of this action any more."""
+    connection.execute(update(commands).where(commands.c.action == number, commands.c.is_open).values(is_open=False))
+
+
+def _row(position: Position, step: PlaybookStep, draft: CommandDraft, fence: Fence, now: float) -> dict[str, Any]:
+    command = Command(draft.command_id, position.action_id, draft.host_id, fence, draft.body, draft.deadline_s)
+    return {
+        "command_id": draft.command_id,
+        "action": position.number,
+        "phase": step.phase,
+        "host_id": draft.host_id,
+        "document": dump(command),
+        "created_at": now,
+        "dispatched_at": 0.0,
+        "is_open": True,
+        "progress": 0,
+        "answered_at": 0.0,
+        "answer": None,
+    }
+
+
+def _withdraw(connection: Connection, number: int, step: PlaybookStep) -> None:
+    """What a host was asked in this phase before is not handed out any more; its answer still counts."""
+    asked_again = sorted({draft.host_id for draft in step.commands})
+    connection.execute(
+        update(commands)
+        .where(commands.c.action == number, commands.c.phase == step.phase, commands.c.host_id.in_(asked_again))
+        .values(is_open=False)
+    )
+
+
+def _start_generation(connection: Connection, placement: Placement, now: float) -> None:
+    connection.execute(
+        update(generations)
+        .where(generations.c.job == placement.job, generations.c.generation == placement.generation)
+        .values(
+            started_at=now,
+            restore_step=restore_step_of(placement),
+            lineage=dump(placement.lineage),
+            placement=dump(placement),
+        )
+    )

@@ -1,0 +1,150 @@
+"""The controller's side of the database: the lease, the view, and the one transaction that stores a round."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import structlog
+from sqlalchemy import Connection, select
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.events import Event, EventKind
+from flyball.contracts.signals import Signal, SignalUnreadable
+from services.actuator.ports import PlaybookStep
+from services.controller.focus import Focus
+from services.controller.replay import RoundInputs
+from services.controller.view import Outcome, View
+from services.record import signal_events
+from services.record.signal_events import SignalKey
+from services.rules.stream import Cursor, LeaseGrant
+from services.store.decisions import outcome_writer, rounds, signal_writer
+from services.store.decisions.view_loader import ViewLoader
+from services.store.sql import events, lease
+from services.store.sql.database import Database
+from services.store.sql.lease import CONTROLLER, ControllerLease
+from services.store.sql.tables import cursors
+from services.store.sql.upsert import upsert
+
+_log = structlog.get_logger(__name__)
+
+
+class SqlDecisionStore:
+    """A `DecisionStore`. One per controller process: it knows whether this process has held the lease."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self._db = db
+        self._clock = clock
+        self._lease = ControllerLease(clock)
+        self._views = ViewLoader(clock)
+        self._is_elected = threading.Event()  # since the last view; a thread of its own may renew the lease
+
+    def acquire_lease(self, holder: str, ttl_s: float) -> LeaseGrant | None:
+        """Take or renew the lease; None while another holds it. `holder`: "name#incarnation", see `ControllerLease`."""
+
+        def work(connection: Connection) -> LeaseGrant | None:
+            acquired = self._lease.acquire(connection, holder, ttl_s)
+            if acquired is None:
+                return None
+            if acquired.is_new:
+                self._is_elected.set()
+                elected = Event(
+                    at=self._clock.wall_s(),
+                    kind=EventKind.CONTROLLER_ELECTED,
+                    data={"epoch": acquired.grant.epoch, "holder": holder},
+                )
+                events.append(connection, [elected])
+            return acquired.grant
+
+        return self._db.transact(work)
+
+    def release_lease(self, holder: str) -> None:
+        """Let another controller take over at once; nothing happens if `holder` has it no more."""
+        self._db.transact(lambda connection: lease.release(connection, holder))
+
+    def cursor(self) -> Cursor | None:
+        """Up to where signals are stored with their decisions; None before the first."""
+        with self._db.read() as connection:
+            row = connection.execute(select(cursors).where(cursors.c.name == CONTROLLER)).first()
+        return Cursor(row.stream, row.position) if row is not None else None
+
+    def revision(self) -> int:
+        """A number that changes whenever a view loaded now might differ from one loaded before."""
+        with self._db.read() as connection:
+            return events.revision(connection)
+
+    def load_view(self, focus: Focus | None = None) -> View:
+        """One consistent read of all that the policy looks at, or of what a round is about; of more than a thousand
+        hosts, see `HostCache`."""
+        if self._is_elected.is_set():
+            self._is_elected.clear()
+            self._views.expire_all_hosts()
+        with self._db.read() as connection:
+            return self._views.load(connection, focus)
+
+    def running_jobs(self) -> list[tuple[str, int]]:
+        """Jobs that have ranks, each with its size in ranks, as the last view knew them."""
+        return self._views.running_jobs()
+
+    def unseen(self, signals: Sequence[Signal]) -> list[Signal]:
+        """Those that are not stored yet, each once, in their order; what no column can hold has a stand-in: one such
+        signal must not hold up all that follow."""
+        first: dict[SignalKey, Signal] = {}
+        for signal in signal_events.storable(signals):
+            first.setdefault(signal_events.key_of(signal), signal)
+        with self._db.read() as connection:
+            known = signal_writer.known_keys(connection, list(first.values()))
+        fresh = [signal for key, signal in first.items() if key not in known]
+        for signal in fresh:
+            if isinstance(signal.body, SignalUnreadable):
+                of = {"source": signal.source, "incarnation": signal.incarnation, "seq": signal.seq}
+                _log.error("signal_unreadable", kind=signal.body.kind, why=signal.body.reason, **of)
+        return fresh
+
+    def commit(
+        self,
+        *,
+        epoch: int,
+        now: float,
+        signals: Sequence[Signal],
+        cursor: Cursor | None,
+        outcome: Outcome,
+        first_steps: Mapping[str, PlaybookStep],
+        inputs: RoundInputs | None = None,
+    ) -> None:
+        """Store a round of the policy in one transaction, or nothing of it. Raises StaleEpoch if a newer controller has
+        taken the lease. `signals` are unseen ones; `cursor` is behind the last that was read, seen or not. `inputs`, if
+        given, are kept for replays."""
+        packed = rounds.pack(inputs) if inputs is not None else None
+
+        def work(connection: Connection) -> None:
+            lease.check_epoch(connection, epoch)
+            news: list[Event] = []
+            news += outcome_writer.store_hosts(connection, outcome.hosts, now)
+            news += signal_writer.store(connection, signals, now)
+            signal_writer.store_exits(connection, signals)
+            if cursor is not None:
+                row = {"name": CONTROLLER, "stream": cursor.stream, "position": cursor.position}
+                upsert(connection, cursors, [row], replace=("stream", "position"))
+            news += outcome_writer.store_incidents(connection, outcome.incidents, outcome.decisions)
+            news += outcome_writer.supersede(connection, outcome.superseded_actions, now)
+            news += outcome_writer.store_decisions(connection, outcome.decisions, epoch)
+            news += outcome_writer.store_actions(connection, outcome.decisions, first_steps, epoch=epoch, now=now)
+            news += outcome_writer.store_jobs(connection, outcome.jobs, now)
+            if packed is not None:
+                rounds.store(connection, packed, signals, epoch=epoch, now=now)
+            events.append(connection, [*news, *outcome.events])
+
+        self._views.expire_hosts(change.host_id for change in outcome.hosts)
+        self._db.transact(work)
+
+    def keep_round(self, inputs: RoundInputs, signals: Sequence[Signal], *, epoch: int, now: float) -> None:
+        """Keep the inputs of a round that is stored already. Raises StaleEpoch if a newer controller leads: its rounds
+        come behind this one, and their order is that of their numbers."""
+        packed = rounds.pack(inputs)
+
+        def work(connection: Connection) -> None:
+            lease.check_epoch(connection, epoch)
+            rounds.store(connection, packed, signals, epoch=epoch, now=now)
+
+        self._db.transact(work)

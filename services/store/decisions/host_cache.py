@@ -1,0 +1,179 @@
+"""The hosts as they were read last: of many thousand, only those that changed since are read and decoded again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf
+from typing import Any
+
+from sqlalchemy import Connection, Select, select
+
+from flyball.contracts.checkpoints import ShardCopy
+from flyball.contracts.clock import Clock
+from flyball.contracts.cluster import HostState, Phase
+from services.controller.view import RankView
+from services.record.codec import load
+from services.record.host_views import CachedHost
+from services.record.positions import read_positions
+from services.store.sql.tables import host_reports, hosts
+
+PAGE = 1000  # hosts that one query names, or looks at
+PAGES_BUDGET_S = 0.02  # of a view: the time for pages that are not due yet
+MAX_AGE_S = 5.0
+
+
+class HostCache:
+    """Belongs to one thread.
+
+    Even to look which of ten thousand hosts changed takes longer than a decision may wait. So that is done page by
+    page, as far as its time goes: with PAGE hosts and more, what is known of one may be as old as MAX_AGE_S, and the
+    time to the next round."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._hosts: dict[str, CachedHost] = {}
+        self._seen: dict[str, CachedHost] = {}  # on the pages of this cycle so far
+        self._joined: dict[str, CachedHost] = {}  # read by name in this cycle: their page may be among those
+        self._looked_at_s = -inf  # pages; -inf: none yet
+        self._expired: set[str] = set()
+        self._changed: set[str] = set()
+
+    def expire(self, host_ids: Iterable[str]) -> None:
+        """These hosts are to be read again with the next view."""
+        self._expired.update(host_ids)
+
+    def expire_all(self) -> None:
+        """Every host is."""
+        self._looked_at_s = -inf
+
+    def read(self, connection: Connection, *, pages: int | None = None) -> Mapping[str, CachedHost]:
+        """All hosts that have reported, as this transaction sees them, or, of many, saw them a while ago. By name, but
+        that one of many which is new may be the last. `pages`: to look at, besides hosts that are expired; None: as
+        many as the time is enough for. But for 0, at least the share of all that is due since the last look: so none
+        waits for long. All are looked at first, and again when nobody looked for MAX_AGE_S."""
+        began_s = self._clock.monotonic_s()
+        self._read_expired(connection)
+        if pages == 0 and self._looked_at_s > -inf:
+            return self._hosts
+        share = (began_s - self._looked_at_s) / MAX_AGE_S
+        due = share * (len(self._hosts) // PAGE + 1)
+        if share >= 1.0:
+            self._seen, due = {}, inf
+        looked = 0
+        while not self._read_page(connection):
+            looked += 1
+            has_time = self._clock.monotonic_s() - began_s <= PAGES_BUDGET_S
+            if looked >= due and not (has_time and (pages is None or looked < pages)):
+                break
+        self._looked_at_s = began_s
+        return self._hosts
+
+    def changed(self) -> set[str]:
+        """The hosts of which anything was read since this was asked last."""
+        changed, self._changed = self._changed, set()
+        return changed
+
+    def _read_expired(self, connection: Connection) -> None:
+        """Also those that joined since their page was looked at. A name that no host has is forgotten: sensors send
+        signals too."""
+        again = sorted(self._expired & self._hosts.keys())
+        self._take(connection, self._hosts, again, again)
+        if self._looked_at_s > -inf:
+            unknown = sorted(self._expired - self._hosts.keys())
+            joined = {row.host_id: CachedHost(row.host_id) for row in _rows(connection, _MARKS, unknown)}
+            self._take(connection, joined, list(joined), list(joined))
+            self._joined |= joined
+            self._hosts |= joined
+        self._expired.clear()
+
+    def _take(
+        self, connection: Connection, known: Mapping[str, CachedHost], facts: Sequence[str], reports: Sequence[str]
+    ) -> None:
+        self._changed.update(facts, reports)
+        for row in _rows(connection, _FACTS, facts):
+            _take_facts(known[row.host_id], row)
+        for row in _rows(connection, _REPORTS, reports):
+            _take_report(known[row.host_id], row)
+
+    def _read_page(self, connection: Connection) -> bool:
+        """Whether it was the last one. A page that cannot be read as a whole counts as not read."""
+        if not self._seen:
+            self._joined = {}
+        query = _MARKS.where(hosts.c.host_id > next(reversed(self._seen))) if self._seen else _MARKS
+        marks = connection.execute(query.order_by(hosts.c.host_id).limit(PAGE)).all()
+        page: dict[str, CachedHost] = {}
+        facts, reports = [], []
+        for host_id, version, report_version in marks:
+            host = page[host_id] = self._hosts.get(host_id) or CachedHost(host_id)
+            if host.version != version:
+                facts.append(host_id)
+            if host.report_version != report_version:
+                reports.append(host_id)
+        self._take(connection, page, facts, reports)
+        self._seen |= page
+        if len(page) == PAGE:
+            self._hosts |= page
+            return False
+        joined = {host_id: host for host_id, host in self._joined.items() if host_id not in self._seen}
+        self._hosts, self._seen = self._seen | joined, {}  # without those that are gone
+        return True
+
+
+_MARKS = select(hosts.c.host_id, hosts.c.version, host_reports.c.version).join(
+    host_reports, host_reports.c.host_id == hosts.c.host_id
+)
+_FACTS = select(
+    hosts.c.host_id,
+    hosts.c.version,
+    hosts.c.state,
+    hosts.c.since,
+    hosts.c.reason,
+    hosts.c.preempt_deadline_at,
+    hosts.c.address,
+    hosts.c.failure_domain,
+    hosts.c.engine_address,
+    hosts.c.free_port,
+    hosts.c.left_at,
+    hosts.c.copies,
+)
+_REPORTS = select(
+    host_reports.c.host_id,
+    host_reports.c.version,
+    host_reports.c.received_at,
+    host_reports.c.workers,
+    host_reports.c.positions,
+)
+
+
+def _rows(connection: Connection, query: Select[Any], host_ids: Sequence[str]) -> Iterator[Any]:
+    column = query.selected_columns.host_id
+    for start in range(0, len(host_ids), PAGE):
+        yield from connection.execute(query.where(column.in_(host_ids[start : start + PAGE])))
+
+
+def _take_facts(host: CachedHost, row: Any) -> None:  # noqa: ANN401 - a row's columns have no static type
+    host.version = row.version
+    host.state = HostState(row.state)
+    host.since = row.since
+    host.reason = row.reason
+    host.preempt_deadline_at = row.preempt_deadline_at
+    host.address = row.address
+    host.failure_domain = row.failure_domain
+    host.engine_address = row.engine_address
+    host.free_port = row.free_port
+    host.left_at = row.left_at
+    host.copies = load(row.copies, tuple[ShardCopy, ...])
+    host.copies_of = frozenset(copy.job for copy in host.copies)
+
+
+def _take_report(host: CachedHost, row: Any) -> None:  # noqa: ANN401
+    host.report_version = row.version
+    host.last_report_at = row.received_at
+    host.workers = load(row.workers, dict[str, int])
+    host.ranks = {
+        (part.job, part.generation): tuple(
+            RankView(rank.rank, host.host_id, rank.step, Phase(rank.phase), rank.reported_at, is_gone=rank.is_gone)
+            for rank in part.ranks
+        )
+        for part in read_positions(row.positions)
+    }

@@ -1,0 +1,192 @@
+"""What users ask for: jobs submitted, submitted again after they ended, and stopped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from flyball.contracts.checkpoints import Lineage
+from flyball.contracts.cluster import Again, JobSpec, JobState
+from flyball.contracts.decisions import GenerationPlan, Incident, IncidentState
+from flyball.contracts.errors import Conflict, NotFound
+from flyball.contracts.events import Event, EventKind
+from flyball.contracts.identity import run_id
+from services.controller.view import JobChange
+from services.record.codec import dump, load
+from services.store.decisions import outcome_writer
+from services.store.sql import events
+from services.store.sql.database import Database
+from services.store.sql.lease import leader
+from services.store.sql.tables import actions, generations, incidents, job_failures, jobs
+
+_ENDED = [state.value for state in JobState if state.ended]
+
+
+class PastRun(msgspec.Struct, frozen=True):
+    """What an ended job left in the database."""
+
+    state: JobState
+    run: str
+    lineage: Lineage
+    world_size: int
+    ended_at: float
+
+
+class SqlJobStore:
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def submit(
+        self,
+        spec: JobSpec,
+        now: float,
+        again: Again = Again.NO,
+        *,
+        ended_at: float | None = None,
+        run: str = "",
+        adopted: Lineage = (),
+    ) -> bool:
+        """Record a job; True if it is new, or goes on or begins anew after it had ended; False if the very same one is
+        there already, or it has ended at another moment than `ended_at`: somebody else has begun it again. It may go on
+        from `adopted`, a history that `run` left in a store. Raises Conflict if another job has its name."""
+
+        def work(connection: Connection) -> bool:
+            mine = jobs.c.job == spec.job
+            row = {
+                "job": spec.job,
+                "spec": dump(spec),
+                "state": JobState.SUBMITTED.value,
+                "message": "waits for hosts",
+                "submitted_at": now,
+                "ended_at": 0.0,
+                "stop_requested": False,
+                "newest_step": max((entry.upto_step or 0 for entry in adopted), default=-1),
+                "generation": -1,
+                "run": run,
+                "adopted": dump(adopted) if adopted else None,
+                "loss": "",
+                "loss_step": -1,
+            }
+            try:
+                with connection.begin_nested():
+                    connection.execute(insert(jobs).values(row))
+            except IntegrityError:
+                known = connection.execute(select(jobs).where(mine).with_for_update()).one()
+                is_over = JobState(known.state).ended and ended_at in (None, known.ended_at)
+                if not is_over or again is Again.NO:
+                    if _without_user(load(known.spec, JobSpec)) != _without_user(spec):
+                        raise Conflict(
+                            f"A job {spec.job!r} with another specification exists.",
+                            hint="give this one another name with --job, or wait for its end",
+                        ) from None
+                    return False
+                _begin_again(connection, known, spec, now, again, run=run, adopted=adopted)
+            data = {"world_size": spec.world_size, "save_every_steps": spec.checkpoint.every_steps}
+            submitted = Event(at=now, kind=EventKind.JOB_SUBMITTED, job=spec.job, data=data)
+            events.append(connection, [submitted])
+            return True
+
+        return self._db.transact(work)
+
+    def record_killed(self, job: str, now: float) -> None:
+        """If the job was under way when everything of it was killed, its supervisor included, it has ended. For a
+        database that no supervisor uses."""
+
+        def work(connection: Connection) -> None:
+            if not self._db.is_sqlite and leader(connection) is not None:
+                return  # a database that others use too: whoever leads there knows better
+            known = connection.scalar(select(jobs.c.job).where(jobs.c.job == job, jobs.c.state.not_in(_ENDED)))
+            if known is not None:
+                change = JobChange(job, JobState.STOPPED, "everything of it was killed")
+                news = outcome_writer.store_jobs(connection, [change], now)
+                events.append(connection, [*news, *_close(connection, job, now)])
+
+        self._db.transact(work)
+
+    def past(self, job: str) -> PastRun | None:
+        """The job as it ended, with the history that it goes on from; None if there is no such job."""
+        with self._db.read() as connection:
+            row = connection.execute(select(jobs).where(jobs.c.job == job)).first()
+            if row is None:
+                return None
+            mine = (generations.c.job == job, generations.c.generation == row.generation)
+            granted = connection.execute(select(generations.c.plan, generations.c.lineage).where(*mine)).first()
+        run, lineage = row.run or run_id(row.submitted_at), load(row.adopted, Lineage) if row.adopted else ()
+        if granted is not None:
+            plan = load(granted.plan, GenerationPlan)
+            if plan.run == run:
+                lineage = load(granted.lineage, Lineage) if granted.lineage else plan.parent_lineage
+        spec = load(row.spec, JobSpec)
+        return PastRun(JobState(row.state), run, lineage, spec.world_size, row.ended_at)
+
+    def request_stop(self, job: str, now: float) -> None:
+        """Have the controller stop a job; nothing happens to one that has ended. Raises NotFound."""
+
+        def work(connection: Connection) -> None:
+            found = connection.execute(select(jobs.c.stop_requested).where(jobs.c.job == job)).first()
+            if found is None:
+                raise NotFound(f"There is no job {job!r}.", hint="`flyball status` lists the jobs")
+            if not found.stop_requested:
+                connection.execute(update(jobs).where(jobs.c.job == job).values(stop_requested=True))
+                events.append(connection, [])
+
+        self._db.transact(work)
+
+
+def _without_user(spec: JobSpec) -> JobSpec:
+    """What makes two submissions the same job: not the variables of the shells that they came from."""
+    return msgspec.structs.replace(spec, user_env={}, sealed_env={})
+
+
+def _begin_again(
+    connection: Connection, known: Row[Any], spec: JobSpec, now: float, again: Again, *, run: str, adopted: Lineage
+) -> None:
+    """A job that ended is under way again. Its generations are counted on, so that nothing stale acts; its failures,
+    and the restarts that they cost, are forgotten."""
+    before: JobSpec = load(known.spec, JobSpec)
+    if again is Again.RESUME and known.newest_step >= 0 and before.world_size != spec.world_size:
+        raise Conflict(
+            f"Job {spec.job} was saved by {before.world_size} ranks, and {spec.world_size} cannot go on from that.",
+            hint="run it with as many ranks as before, train anew with --fresh, or choose another name with --job",
+        )
+    values: dict[str, Any] = {
+        "spec": dump(spec),
+        "state": JobState.SUBMITTED.value,
+        "message": "waits for hosts",
+        "ended_at": 0.0,
+        "stop_requested": False,
+        "adopted": dump(adopted) if adopted else None,
+    }
+    if adopted:
+        values["run"] = run
+    elif again is Again.RESUME and not _has_begun(connection, known):
+        del values["adopted"]  # it ended before it began to go on from that
+    if again is Again.FRESH:
+        values |= {"submitted_at": now, "run": "", "newest_step": -1, "loss": "", "loss_step": -1}
+    connection.execute(update(jobs).where(jobs.c.job == spec.job).values(values))
+    connection.execute(delete(job_failures).where(job_failures.c.job == spec.job))
+    events.append(connection, _close(connection, spec.job, now))
+
+
+def _has_begun(connection: Connection, known: Row[Any]) -> bool:
+    """Whether a generation of the job's present run was granted."""
+    mine = (generations.c.job == known.job, generations.c.generation == known.generation)
+    plan = connection.scalar(select(generations.c.plan).where(*mine))
+    return plan is not None and load(plan, GenerationPlan).run == (known.run or run_id(known.submitted_at))
+
+
+def _close(connection: Connection, job: str, now: float) -> list[Event]:
+    """Nothing is acted on any more that was open in the job's earlier life."""
+    open_incidents = select(incidents.c.document).where(incidents.c.job == job, ~incidents.c.closed)
+    closed = [
+        msgspec.structs.replace(
+            load(document, Incident), state=IncidentState.RESOLVED, since=now, resolved_at=now, holding_for=""
+        )
+        for document in connection.scalars(open_incidents)
+    ]
+    numbers = connection.scalars(select(actions.c.number).where(actions.c.job == job, ~actions.c.ended))
+    news = outcome_writer.store_incidents(connection, closed, ())
+    return [*news, *outcome_writer.supersede(connection, [f"act-{number}" for number in numbers], now)]

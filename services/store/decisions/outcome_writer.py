@@ -1,0 +1,243 @@
+"""Stores what a round of the policy changed, with the events that follow from the rows, so that the two agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, insert, select, update
+
+from flyball.contracts.cluster import HostState, JobState
+from flyball.contracts.decisions import ActionPlan, ActionState, Decision, GenerationPlan, Incident
+from flyball.contracts.events import Event
+from services.actuator.ports import PlaybookStep
+from services.controller.view import HostChange, JobChange
+from services.record import outcome_events, step_events
+from services.record.codec import dump, load, number_of
+from services.record.step_events import Position
+from services.store.actions import step_writer
+from services.store.decisions import drain_store
+from services.store.sql.tables import (
+    action_changes,
+    actions,
+    decisions,
+    generations,
+    hosts,
+    incident_changes,
+    incidents,
+    job_failures,
+    jobs,
+)
+from services.store.sql.versions import new_version
+
+
+def store_hosts(connection: Connection, changes: Sequence[HostChange], now: float) -> list[Event]:
+    """Change the state of hosts that are known."""
+    events = []
+    for change in sorted(changes, key=lambda change: change.host_id):
+        mine = hosts.c.host_id == change.host_id
+        before = connection.scalar(select(hosts.c.state).where(mine).with_for_update())
+        if before is None:
+            continue
+        values: dict[str, Any] = {"state": change.state.value, "reason": change.reason, "version": new_version()}
+        if before != change.state.value:
+            values["since"] = now
+        if change.preempt_deadline_at is not None:
+            values["preempt_deadline_at"] = change.preempt_deadline_at
+        connection.execute(update(hosts).where(mine).values(values))
+        drain_store.answer(connection, change)
+        events += outcome_events.of_host(change, HostState(before), now)
+    return events
+
+
+def store_incidents(connection: Connection, changed: Sequence[Incident], decided: Sequence[Decision]) -> list[Event]:
+    """Insert or replace incidents; the first decision that acts on one is the moment at which it was decided."""
+    acted = {decision.incident_id: decision.at for decision in reversed(decided) if decision.action is not None}
+    numbers = [number_of(incident.incident_id) for incident in changed]
+    known = {row.number: row for row in connection.execute(select(incidents).where(incidents.c.number.in_(numbers)))}
+    events = []
+    for number, incident in zip(numbers, changed, strict=True):
+        before = load(known[number].document, Incident) if number in known else None
+        values = {
+            "job": incident.job,
+            "state": incident.state.value,
+            "closed": incident.state.closed,
+            "document": dump(incident),
+        }
+        if before is None:
+            connection.execute(insert(incidents).values(number=number, decided_at=0.0, **values))
+        else:
+            connection.execute(update(incidents).where(incidents.c.number == number).values(values))
+        if outcome_events.is_told_apart(before, incident):
+            connection.execute(
+                insert(incident_changes).values(
+                    incident=number,
+                    at=incident.since,
+                    state=incident.state.value,
+                    cause=incident.cause,
+                    message=incident.message,
+                )
+            )
+        events += outcome_events.of_incident(before, incident)
+    for incident_id, at in acted.items():
+        if incident_id:
+            connection.execute(
+                update(incidents)
+                .where(incidents.c.number == number_of(incident_id), incidents.c.decided_at == 0.0)
+                .values(decided_at=at)
+            )
+    return events
+
+
+def store_decisions(connection: Connection, decided: Sequence[Decision], epoch: int) -> list[Event]:
+    """Insert decisions, and the generations that they grant."""
+    events = []
+    for decision in decided:
+        connection.execute(
+            insert(decisions).values(
+                number=number_of(decision.decision_id),
+                incident=number_of(decision.incident_id) if decision.incident_id else None,
+                job=decision.job,
+                kind=decision.kind.value,
+                at=decision.at,
+                epoch=epoch,
+                document=dump(decision),
+            )
+        )
+        if decision.action is not None and decision.action.next is not None:
+            _grant(connection, decision, decision.action.next)
+        events += outcome_events.of_decision(decision)
+    return events
+
+
+def store_actions(
+    connection: Connection,
+    decided: Sequence[Decision],
+    first_steps: Mapping[str, PlaybookStep],
+    *,
+    epoch: int,
+    now: float,
+) -> list[Event]:
+    """Insert the actions of decisions, each with the first move of its playbook."""
+    events = []
+    for decision in decided:
+        if decision.action is None:
+            continue
+        number = number_of(decision.decision_id)
+        position = Position(
+            action_id=f"act-{number}",
+            incident_id=decision.incident_id,
+            number=number,
+            plan=decision.action,
+            phase="",
+            state=ActionState.QUEUED,
+        )
+        connection.execute(
+            insert(actions).values(
+                number=number,
+                incident=number_of(decision.incident_id) if decision.incident_id else None,
+                job=decision.job,
+                plan=dump(decision.action),
+                state=ActionState.QUEUED.value,
+                ended=False,
+                phase="",
+                attempt=1,
+                version=0,
+                message="",
+                started_at=decision.at,
+                ended_at=0.0,
+            )
+        )
+        connection.execute(
+            insert(action_changes).values(
+                action=number, at=decision.at, phase="", state=ActionState.QUEUED.value, message=""
+            )
+        )
+        step = first_steps.get(position.action_id)
+        if step is not None:
+            connection.execute(
+                update(actions).where(actions.c.number == number).values(step_writer.values_of(step, now))
+            )
+            events.extend(step_writer.store(connection, position, step, epoch=epoch, now=now))
+    return events
+
+
+def supersede(connection: Connection, action_ids: Sequence[str], now: float) -> list[Event]:
+    """End actions that a newer decision has overtaken; those that ended by themselves meanwhile stay as they are."""
+    events = []
+    for action_id in action_ids:
+        number = number_of(action_id)
+        mine = actions.c.number == number
+        row = connection.execute(select(actions).where(mine, ~actions.c.ended).with_for_update()).first()
+        if row is None:
+            continue
+        state = ActionState.SUPERSEDED
+        message = "overtaken by a newer decision"
+        connection.execute(
+            update(actions)
+            .where(mine)
+            .values(state=state.value, ended=True, ended_at=now, version=actions.c.version + 1, message=message)
+        )
+        connection.execute(
+            insert(action_changes).values(action=number, at=now, phase=row.phase, state=state.value, message=message)
+        )
+        step_writer.close_commands(connection, number)
+        position = Position(
+            action_id=action_id,
+            incident_id=f"inc-{row.incident}" if row.incident is not None else "",
+            number=number,
+            plan=load(row.plan, ActionPlan),
+            phase=row.phase,
+            state=ActionState(row.state),
+        )
+        events.append(step_events.ended_event(position, state, now))
+    return events
+
+
+def store_jobs(connection: Connection, changes: Sequence[JobChange], now: float) -> list[Event]:
+    """Change the state of jobs, and keep how their generations failed."""
+    events = []
+    for change in changes:
+        mine = jobs.c.job == change.job
+        before = connection.scalar(select(jobs.c.state).where(mine).with_for_update())
+        if before is None:
+            continue
+        values: dict[str, Any] = {"state": change.state.value, "message": change.message}
+        if change.state.ended and not JobState(before).ended:
+            values["ended_at"] = now
+        events += outcome_events.of_job(change, JobState(before), now)
+        connection.execute(update(jobs).where(mine).values(values))
+        if change.failure is not None:
+            failure = change.failure
+            connection.execute(
+                insert(job_failures).values(
+                    job=change.job,
+                    generation=failure.generation,
+                    cause=failure.cause,
+                    error_kind=failure.error_kind,
+                    error_message=failure.error_message,
+                    step=failure.step,
+                )
+            )
+    return events
+
+
+def _grant(connection: Connection, decision: Decision, plan: GenerationPlan) -> None:
+    connection.execute(
+        insert(generations).values(
+            job=plan.job,
+            generation=plan.generation,
+            decision=number_of(decision.decision_id),
+            plan=dump(plan),
+            granted_at=decision.at,
+            started_at=0.0,
+            restore_step=None,
+            lineage=None,
+            placement=None,
+        )
+    )
+    connection.execute(
+        update(jobs)
+        .where(jobs.c.job == plan.job, jobs.c.generation < plan.generation)
+        .values(generation=plan.generation)
+    )

@@ -1,0 +1,136 @@
+"""Stores signals with what follows from them by itself: watermarks and exited ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import Connection, and_, insert, or_, select, tuple_
+
+from flyball.contracts.decisions import GenerationPlan
+from flyball.contracts.events import Event
+from flyball.contracts.signals import Signal, WorkerExited
+from services.record.codec import dump, load, subject_of
+from services.record.signal_events import (
+    SignalKey,
+    event_of,
+)
+from services.store.reports.status_store import raise_newest_step, read_watermarks
+from services.store.sql.tables import generations, ranks, signals, watermarks
+from services.store.sql.upsert import upsert
+
+MAX_GAP = 20_000  # seqs that may wait behind a missing one; more than a daemon spools
+
+
+def known_keys(connection: Connection, wanted: Sequence[Signal]) -> set[SignalKey]:
+    """Which of these are stored already."""
+    seqs: dict[tuple[str, str], list[int]] = {}
+    for signal in wanted:
+        seqs.setdefault((signal.source, signal.incarnation), []).append(signal.seq)
+    if not seqs:
+        return set()
+    found = or_(
+        *(
+            and_(signals.c.source == source, signals.c.incarnation == incarnation, signals.c.seq.in_(numbers))
+            for (source, incarnation), numbers in seqs.items()
+        )
+    )
+    query = select(signals.c.source, signals.c.incarnation, signals.c.seq).where(found)
+    stored = {(row.source, row.incarnation, row.seq) for row in connection.execute(query)}
+    marks = read_watermarks(connection, seqs)  # old signals are removed, and may come again all the same
+    return stored | {(*sender, seq) for sender, mark in marks.items() for seq in seqs[sender] if seq <= mark}
+
+
+def store(connection: Connection, fresh: Sequence[Signal], now: float) -> list[Event]:
+    """Insert signals that are not stored yet. One that speaks of a job or generation that was never granted is kept as
+    it is, and touches nothing else."""
+    if not fresh:
+        return []
+    subjects = [subject_of(signal) for signal in fresh]
+    connection.execute(
+        insert(signals),
+        [
+            {
+                "source": signal.source,
+                "incarnation": signal.incarnation,
+                "seq": signal.seq,
+                "kind": subject.kind,
+                "job": subject.job,
+                "generation": subject.generation,
+                "host_id": subject.host_id,
+                "observed_at": signal.at,
+                "stored_at": now,
+                "document": dump(signal),
+            }
+            for signal, subject in zip(fresh, subjects, strict=True)
+        ],
+    )
+    _raise_watermarks(connection, fresh)
+    return [event_of(signal, now) for signal in fresh]
+
+
+def store_exits(connection: Connection, fresh: Sequence[Signal]) -> None:
+    """Note on the ranks that their workers ended, as their own hosts say, and let their last steps count for their
+    jobs. The first word on a worker stands."""
+    told = [(signal, signal.body) for signal in fresh if isinstance(signal.body, WorkerExited)]
+    host_of = _hosts_of_ranks(connection, {(body.job, body.generation) for _, body in told}) if told else {}
+    exits = [(s, body) for s, body in told if host_of.get((body.job, body.generation, body.rank)) == s.source]
+    if not exits:
+        return
+    names = sorted({body.job for _, body in exits})
+    known = {
+        (row.job, row.generation, row.rank)
+        for row in connection.execute(
+            select(ranks.c.job, ranks.c.generation, ranks.c.rank).where(
+                ranks.c.job.in_(names),
+                ranks.c.generation.in_(sorted({body.generation for _, body in exits})),
+                ranks.c.rank.in_(sorted({body.rank for _, body in exits})),
+                ranks.c.exited.is_not(None),
+            )
+        )
+    }
+    rows = {}
+    for signal, body in exits:
+        key = (body.job, body.generation, body.rank)
+        if key not in known and key not in rows:
+            rows[key] = {
+                "job": body.job,
+                "generation": body.generation,
+                "rank": body.rank,
+                "host_id": signal.source,
+                "exited_at": signal.at,
+                "exited": dump(body),
+                "marks": None,
+                "restored_at": 0.0,
+                "restored": None,
+            }
+    upsert(connection, ranks, [rows[key] for key in sorted(rows)], replace=("exited_at", "exited"))
+    newest: dict[str, int] = {}
+    for _, body in exits:
+        newest[body.job] = max(body.last_step, newest.get(body.job, -1))
+    for job, step in sorted(newest.items()):
+        raise_newest_step(connection, job, step)
+
+
+def _hosts_of_ranks(connection: Connection, wanted: set[tuple[str, int]]) -> dict[tuple[str, int, int], str]:
+    """(job, generation, rank) -> the host that was given the rank; nothing of generations that were never granted."""
+    query = select(generations.c.plan).where(tuple_(generations.c.job, generations.c.generation).in_(sorted(wanted)))
+    plans: list[GenerationPlan] = [load(document, GenerationPlan) for document in connection.scalars(query)]
+    return {
+        (plan.job, plan.generation, rank): host.host_id for plan in plans for host in plan.hosts for rank in host.ranks
+    }
+
+
+def _raise_watermarks(connection: Connection, fresh: Sequence[Signal]) -> None:
+    senders = {(signal.source, signal.incarnation) for signal in fresh}
+    marks = read_watermarks(connection, senders)
+    rows = []
+    for source, incarnation in sorted(senders):
+        mark = before = marks.get((source, incarnation), 0)
+        mine = (signals.c.source == source, signals.c.incarnation == incarnation, signals.c.seq > before)
+        for seq in connection.scalars(select(signals.c.seq).where(*mine).order_by(signals.c.seq).limit(MAX_GAP)):
+            if seq != mark + 1:
+                break
+            mark = seq
+        if mark > before:
+            rows.append({"incarnation": incarnation, "source": source, "seq": mark})
+    upsert(connection, watermarks, rows, maximum=("seq",))

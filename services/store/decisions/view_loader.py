@@ -1,0 +1,373 @@
+"""Builds the policy's view from the tables: one snapshot, hosts by the thousand apart (`HostCache`), and only what
+changed is read and decoded again; of very many hosts, only what a round is about (`services.controller.focus`)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, Row, func, or_, select
+
+from flyball.contracts.checkpoints import Lineage
+from flyball.contracts.clock import Clock
+from flyball.contracts.cluster import JobSpec, JobState, Phase
+from flyball.contracts.decisions import ActionPlan, ActionState, GenerationPlan, Incident
+from flyball.contracts.identity import run_id
+from services.controller.focus import Focus, asks, named_hosts, named_jobs, open_hosts, open_jobs, placed_hosts
+from services.controller.round.spare_choice import FLAP_WINDOW_S, recent_losses
+from services.controller.view import (
+    ActionView,
+    GenerationView,
+    JobView,
+    PastFailure,
+    RankView,
+    View,
+)
+from services.record.answers import Said, failed_in
+from services.record.codec import load, number_of
+from services.record.host_views import CachedHost, Newest, OtherHosts, host_views, newest_ranks
+from services.store.actions.action_cache import COLUMNS, AnswerCache, load_plans
+from services.store.decisions.drain_store import load_drains
+from services.store.decisions.host_cache import HostCache
+from services.store.reports import vouching
+from services.store.reports.persistent_steps import PersistentCopies, Wanted
+from services.store.reports.rank_rows import ToldRank, told_ranks
+from services.store.sql.tables import actions, decisions, generations, incidents, job_failures, jobs
+
+TURN_PAGES = 2  # of hosts, looked at with jobs whose turn it is: all hosts are before all jobs
+LOSSES_KEPT = 1000  # incidents that a new leader looks at
+HOST_RANKS = 8  # a host counts for, at least, in the size of a job
+
+_HOST_ID: Any = attrgetter("host_id")
+_ENDED = [state.value for state in JobState if state.ended]
+_SUBMITTED = JobState.SUBMITTED.value  # also one that has been submitted again: it has no ranks yet
+_FAILED = (ActionState.FAILED, ActionState.TIMED_OUT)
+_Rows = Mapping[Any, Sequence[Row[Any]]]
+
+
+class _Plan(msgspec.Struct, frozen=True):
+    plan: GenerationPlan
+    given: Mapping[str, frozenset[int]]  # host -> its ranks
+
+    @property
+    def ranks(self) -> int:
+        return sum(map(len, self.given.values()))
+
+
+class RecentLosses:
+    """How often hosts were lost lately: the newest incidents are read once, and followed while they are open."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._incidents: dict[str, Incident] | None = None
+
+    def forget(self) -> None:
+        """Another controller may have led."""
+        self._incidents = None
+
+    def read(self, connection: Connection, open_incidents: Sequence[Incident]) -> Mapping[str, int]:
+        """By host; those that were not lost are left out."""
+        if self._incidents is None:
+            query = select(incidents.c.document).order_by(incidents.c.number.desc()).limit(LOSSES_KEPT)
+            newest: list[Incident] = [load(document, Incident) for document in connection.scalars(query)]
+            self._incidents = {incident.incident_id: incident for incident in newest}
+        self._incidents |= {incident.incident_id: incident for incident in open_incidents}
+        now = self._clock.wall_s()
+        self._incidents = {
+            name: incident for name, incident in self._incidents.items() if now - incident.opened_at <= FLAP_WINDOW_S
+        }
+        return recent_losses(self._incidents.values(), now)
+
+
+class ViewLoader:
+    """Keeps what it has decoded: plans, which never change, and hosts as long as they do not. Belongs to one thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._hosts = HostCache(clock)
+        self._plans: dict[tuple[str, int], _Plan] = {}
+        self._actions: dict[int, ActionPlan] = {}
+        self._answers = AnswerCache()
+        self._copies = PersistentCopies()
+        self._failed: set[str] = set()  # actions, as of the last view
+        self._heard = vouching.Heard()
+        self._others = OtherHosts()
+        self._losses = RecentLosses(clock)
+
+    def expire_hosts(self, host_ids: Iterable[str]) -> None:
+        """These hosts have changed."""
+        self._hosts.expire(host_ids)
+
+    def expire_all_hosts(self) -> None:
+        """Another controller may have changed any of them."""
+        self._hosts.expire_all()
+        self._losses.forget()
+
+    def running_jobs(self) -> list[tuple[str, int]]:
+        """Jobs that have ranks, each with its size in ranks, as of the last view."""
+        return [(job, max(known.ranks, HOST_RANKS * len(known.given))) for (job, _), known in self._plans.items()]
+
+    def load(self, connection: Connection, focus: Focus | None = None) -> View:
+        """Jobs that have not ended, or still have something open or workers somewhere; all hosts, open incidents, and
+        their actions. With a focus what `focused` makes of that, without looking at all hosts for it."""
+        open_incidents = tuple(
+            load(document, Incident)
+            for document in connection.scalars(
+                select(incidents.c.document).where(~incidents.c.closed).order_by(incidents.c.number)
+            )
+        )
+        self._hosts.expire(incident.host_id for incident in open_incidents if incident.host_id)
+        if focus is not None:
+            self._hosts.expire(named_hosts(focus.signals))
+        action_rows = _action_rows(connection, open_incidents)
+        numbers = {row.number for row in action_rows}
+        self._actions = {number: plan for number, plan in self._actions.items() if number in numbers}
+        self._actions.update(load_plans(connection, numbers - self._actions.keys()))
+        answers = self._answers.read(connection, numbers)
+        action_views = _actions(connection, action_rows, self._actions, answers)
+        failed = {action.action_id: action.plan.stop_hosts for action in action_views if action.state in _FAILED}
+        for action_id in failed.keys() - self._failed:  # perhaps for a step that its hosts do not have any more
+            self._hosts.expire(failed[action_id])
+        self._failed = set(failed)
+        cached = self._hosts.read(connection, pages=None if focus is None else TURN_PAGES if focus.jobs else 0)
+        named = open_jobs(open_incidents, action_views)
+        rows = _job_rows(connection, named.union(*(host.workers for host in cached.values())))
+        running = self._generations(connection, [row.job for row in rows])
+        placed, newest = self._placed(rows, running)
+        drains = load_drains(connection)
+        shown = list(cached.values())
+        self._others.note(cached, self._hosts.changed(), placed, newest)
+        told = named_hosts(focus.signals) if focus is not None else set()
+        if focus is not None:
+            named |= focus.jobs | named_jobs(focus.signals)
+            named.update(row.job for row in rows if asks(JobState(row.state), stop_requested=bool(row.stop_requested)))
+            named.update(placed[name] for name in (*told, *drains) if name in cached and name in placed)
+            rows = [row for row in rows if row.job in named]
+        job_views = self._jobs(connection, rows, running, cached)
+        if focus is not None:
+            involved = {*told, *drains, *open_hosts(open_incidents, action_views), *placed_hosts(job_views)}
+            involved.update(self._others.of(named))
+            shown = [cached[name] for name in involved if name in cached]
+        shown.sort(key=_HOST_ID)
+        heard = self._heard.read(connection)
+        losses = self._losses.read(connection, open_incidents)
+        self._copies.forget_others(newest)
+        return View(
+            jobs=job_views,
+            hosts=host_views(shown, placed, newest, drains, heard.at, losses=losses),
+            incidents=open_incidents,
+            actions=action_views,
+            copies=(
+                *(copy for host in shown for copy in host.copies if focus is None or copy.job in named),
+                *self._copies.read(connection, _wanted(job_views)),
+            ),
+            next_incident=_next(connection, incidents),
+            next_decision=_next(connection, decisions),
+            is_whole=focus is None,
+        )
+
+    def _placed(self, rows: Sequence[Row[Any]], running: Mapping[str, Any]) -> tuple[Mapping[str, str], Newest]:
+        """Host -> the job that has ranks on it, and what is newest of each job."""
+        placed: dict[str, str] = {}
+        newest: dict[str, tuple[int, bool]] = {}
+        for row in rows:
+            has_ended = JobState(row.state).ended
+            newest[row.job] = (row.generation if row.job in running else -1, has_ended)
+            if row.job in running and not has_ended and row.state != _SUBMITTED:
+                placed.update(dict.fromkeys(self._plans[row.job, row.generation].given, row.job))
+        return placed, newest
+
+    def _jobs(
+        self,
+        connection: Connection,
+        rows: Sequence[Row[Any]],
+        running: Mapping[str, Any],
+        cached: Mapping[str, CachedHost],
+    ) -> tuple[JobView, ...]:
+        names = [row.job for row in rows]
+        if not names:
+            return ()
+        seen = {
+            row.job: newest_ranks(cached, row.job, row.generation, self._plans[row.job, row.generation].given)
+            for row in rows
+            if row.job in running
+        }
+        # Of a rank whose position is known only its end is news: else there is a row of each of very many.
+        whole = {
+            row.job
+            for row in rows
+            if row.job in seen and len(seen[row.job]) == self._plans[row.job, row.generation].ranks
+        }
+        for told in chain(
+            told_ranks(connection, {name for name in names if name not in whole}),
+            told_ranks(connection, whole, only_ended=True),
+        ):
+            of_job = seen.setdefault(told.job, {})
+            of_job[told.rank] = _with_exit(of_job.get(told.rank), told)
+        granted = {
+            row.job: _generation(running[row.job], self._plans[row.job, row.generation].plan, seen[row.job])
+            for row in rows
+            if row.job in running
+        }
+        failures = _grouped(
+            connection.execute(
+                select(job_failures).where(job_failures.c.job.in_(names)).order_by(job_failures.c.number)
+            ).all()
+        )
+        return tuple(
+            JobView(
+                spec=load(row.spec, JobSpec),
+                state=JobState(row.state),
+                submitted_at=row.submitted_at,
+                stop_requested=bool(row.stop_requested),
+                generation=None if row.state == _SUBMITTED else granted.get(row.job),
+                before=_before(row, granted.get(row.job)) if row.state == _SUBMITTED else None,
+                stored_run=row.run,
+                failures=tuple(
+                    PastFailure(f.generation, f.cause, f.error_kind, f.error_message, f.step) for f in failures[row.job]
+                ),
+                newest_step=row.newest_step,
+                message=row.message,
+                ended_at=row.ended_at,
+            )
+            for row in rows
+        )
+
+    def _generations(self, connection: Connection, names: Sequence[str]) -> Mapping[str, Any]:
+        """The newest generation of each job; its plan, which may be long, is read once."""
+        if not names:
+            return {}
+        columns = generations.c
+        of_jobs = (
+            select(columns.job, columns.generation, columns.started_at, columns.restore_step, columns.lineage)
+            .join(jobs, (jobs.c.job == columns.job) & (jobs.c.generation == columns.generation))
+            .where(columns.job.in_(names))
+        )
+        running = {row.job: row for row in connection.execute(of_jobs)}
+        present = {(row.job, row.generation) for row in running.values()}
+        self._plans = {key: plan for key, plan in self._plans.items() if key in present}
+        for job, generation in sorted(present - self._plans.keys()):
+            mine = (columns.job == job, columns.generation == generation)
+            plan: GenerationPlan = load(
+                connection.execute(select(columns.plan).where(*mine)).scalar_one(), GenerationPlan
+            )
+            given = {host.host_id: frozenset(host.ranks) for host in plan.hosts}
+            self._plans[job, generation] = _Plan(plan, given)
+        return running
+
+
+def _next(connection: Connection, table: Any) -> int:  # noqa: ANN401 - a table's columns have no static type
+    return int(connection.scalar(select(func.coalesce(func.max(table.c.number), 0))) or 0) + 1
+
+
+def _grouped(rows: Sequence[Row[Any]]) -> _Rows:
+    by_job: defaultdict[str, list[Row[Any]]] = defaultdict(list)
+    for row in rows:
+        by_job[row.job].append(row)
+    return by_job
+
+
+def _with_exit(seen: RankView | None, told: ToldRank) -> RankView:
+    rank = seen or RankView(told.rank, told.host_id, -1, Phase.STARTING, 0.0)
+    if told.exited is None:
+        return rank
+    return msgspec.structs.replace(
+        rank,
+        step=max(rank.step, told.exited.last_step),
+        reported_at=rank.reported_at or told.exited_at,
+        exited=told.exited,
+        exited_at=told.exited_at,
+    )
+
+
+def _generation(row: Any, plan: GenerationPlan, seen: Mapping[int, RankView]) -> GenerationView:  # noqa: ANN401
+    return GenerationView(
+        generation=plan.generation,
+        parent=plan.parent,
+        lineage=load(row.lineage, Lineage) if row.lineage else plan.parent_lineage,
+        hosts=plan.hosts,
+        peers=plan.peers,
+        started_at=row.started_at,
+        restore_step=row.restore_step,
+        restart_count=plan.restart_count,
+        restarts_used=plan.restarts_used,
+        furthest_step=plan.furthest_step,
+        run=plan.run,
+        parent_lineage=plan.parent_lineage,
+        ranks=tuple(seen[number] for number in sorted(seen)),
+    )
+
+
+def _before(row: Any, granted: GenerationView | None) -> GenerationView | None:  # noqa: ANN401
+    """What a job that was submitted again goes on from: nothing, if this is another run of it."""
+    if row.adopted:
+        lineage: Lineage = load(row.adopted, Lineage)
+        number = max(lineage[-1].generation, row.generation)
+        return GenerationView(number, None, lineage, (), {}, 0.0, None, 0)
+    if granted is None or granted.run == (row.run or run_id(row.submitted_at)):
+        return granted
+    return msgspec.structs.replace(granted, lineage=())
+
+
+def _wanted(job_views: Sequence[JobView]) -> dict[str, Wanted]:
+    return {
+        view.spec.job: Wanted.of(view.spec, generation.lineage)
+        for view in job_views
+        if (generation := view.generation or view.before) is not None
+    }
+
+
+def _job_rows(connection: Connection, named: Collection[str]) -> Sequence[Row[Any]]:
+    wanted = or_(jobs.c.state.not_in(_ENDED), jobs.c.job.in_(sorted(named)))
+    return connection.execute(select(jobs).where(wanted).order_by(jobs.c.submitted_at, jobs.c.job)).all()
+
+
+def _action_rows(connection: Connection, open_incidents: Sequence[Incident]) -> Sequence[Row[Any]]:
+    newest = [number_of(incident.action_id) for incident in open_incidents if incident.action_id]
+    granted = (jobs.c.job == generations.c.job) & (jobs.c.generation == generations.c.generation)
+    running = select(generations.c.decision).join(jobs, granted).where(jobs.c.state == JobState.RUNNING.value)
+    is_failed_start = (actions.c.phase == "start") & actions.c.state.in_([state.value for state in _FAILED])
+    of_running = actions.c.number.in_(list(connection.scalars(running)))
+    rows: dict[int, Row[Any]] = {}
+    # Each condition by its own index: for all at once MySQL would read every action that there ever was.
+    for wanted in (~actions.c.ended, actions.c.number.in_(newest), is_failed_start & of_running):
+        rows |= {row.number: row for row in connection.execute(select(*COLUMNS).where(wanted))}
+    return [rows[number] for number in sorted(rows)]
+
+
+def _actions(
+    connection: Connection,
+    rows: Sequence[Row[Any]],
+    plans: Mapping[int, ActionPlan],
+    answers: Mapping[int, Said],
+) -> tuple[ActionView, ...]:
+    if not rows:
+        return ()
+    fixed = {
+        row.decision: row.restore_step
+        for row in connection.execute(
+            select(generations.c.decision, generations.c.restore_step).where(
+                generations.c.decision.in_(list(plans)), generations.c.started_at > 0.0
+            )
+        )
+    }
+    return tuple(
+        ActionView(
+            action_id=f"act-{row.number}",
+            decision_id=f"dec-{row.number}",
+            incident_id=f"inc-{row.incident}" if row.incident is not None else "",
+            plan=plans[row.number],
+            state=ActionState(row.state),
+            phase=row.phase,
+            started_at=row.started_at,
+            message=row.message,
+            positions=answers[row.number].positions,
+            failed=failed_in(answers[row.number], row.phase),
+            restore_step=fixed.get(row.number),
+            restore_fixed=row.number in fixed,
+        )
+        for row in rows
+    )

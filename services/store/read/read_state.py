@@ -1,0 +1,269 @@
+"""What is: jobs with their ranks, hosts, verified copies."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from sqlalchemy import Connection, Row, select
+
+from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
+from flyball.contracts.cluster import HostState, JobSpec, JobState
+from flyball.contracts.decisions import GenerationPlan, Incident
+from flyball.contracts.drains import DrainState
+from flyball.contracts.losses import loss_value
+from flyball.contracts.signals import EngineStatus
+from services.record.codec import load, plain, shown
+from services.rules.recovery_point import newest_step
+from services.runtime.http.paging import Page
+from services.store.read.read_progress import JobProgress, progress
+from services.store.reports import persistent_steps, vouching
+from services.store.reports.rank_rows import KnownRank, known_ranks
+from services.store.sql import tables
+
+Json = dict[str, Any]
+_OF = tables.drains.c.host_id == tables.hosts.c.host_id
+_FIRST = Page()
+_LOST = {HostState.SILENT.value, HostState.IN_REPAIR.value}
+
+
+def moment(at: float) -> float | None:
+    """0.0 stands for never in the tables."""
+    return at or None
+
+
+def jobs(
+    connection: Connection, name: str | None = None, page: Page = _FIRST, *, open_only: bool = False
+) -> list[Json]:
+    """A page of all jobs (or of those that have not ended), oldest first, or the one of that name, with the newest
+    generation that was granted."""
+    columns = tables.jobs.c
+    query = select(tables.jobs).order_by(columns.submitted_at.desc(), columns.job.desc()).limit(page.limit)
+    if name is not None:
+        query = query.where(columns.job == name)
+    if open_only:
+        query = query.where(columns.state.in_([state.value for state in JobState if not state.ended]))
+    if page.before:
+        at = select(columns.submitted_at).where(columns.job == page.before).scalar_subquery()
+        query = query.where((columns.submitted_at < at) | ((columns.submitted_at == at) & (columns.job < page.before)))
+    rows = connection.execute(query).all()[::-1]
+    plans = _plans(connection, [row.job for row in rows])
+    newest = {row.job: row.generation for row in rows}
+    given = {job: {host.host_id: host.ranks for host in plan.hosts} for job, plan in plans.items()}
+    known = known_ranks(connection, newest, given)
+    times = progress(connection, [row.job for row in rows])
+    apart = _save_intervals(connection, plans)
+    return [
+        _job(row, plans.get(row.job), known.get(row.job, {}), times.get(row.job, JobProgress()))
+        | {"save_interval": apart.get(row.job)}
+        for row in rows
+    ]
+
+
+def _plans(connection: Connection, names: Collection[str]) -> dict[str, GenerationPlan]:
+    of_jobs = (tables.jobs.c.job == tables.generations.c.job) & (
+        tables.jobs.c.generation == tables.generations.c.generation
+    )
+    query = select(tables.generations.c.plan).join(tables.jobs, of_jobs).where(tables.jobs.c.job.in_(sorted(names)))
+    plans: list[GenerationPlan] = [load(document, GenerationPlan) for document in connection.scalars(query)]
+    return {plan.job: plan for plan in plans}
+
+
+def _save_intervals(connection: Connection, plans: Mapping[str, GenerationPlan]) -> dict[str, Json]:
+    """How far apart the steps of each job are that are saved, as the engine says that decides it: rank 0's."""
+    leaders = {plan.job: host.host_id for plan in plans.values() for host in plan.hosts if 0 in host.ranks}
+    hosts = tables.hosts.c
+    query = select(hosts.host_id, hosts.engine).where(hosts.host_id.in_(sorted(set(leaders.values()))))
+    engines: dict[str, EngineStatus] = {
+        row.host_id: load(row.engine, EngineStatus) for row in connection.execute(query)
+    }
+    return {
+        told.job: {"wanted_steps": told.wanted_steps, "every_steps": told.every_steps}
+        | {"save_s": told.save_s, "step_s": told.step_s}
+        for job, host_id in leaders.items()
+        for told in (engines[host_id].intervals if host_id in engines else ())
+        if (told.job, told.generation) == (job, plans[job].generation)
+    }
+
+
+def _job(row: Row[Any], plan: GenerationPlan | None, known: Mapping[int, KnownRank], times: JobProgress) -> Json:
+    spec: JobSpec = load(row.spec, JobSpec)
+    placed = [(rank, host.host_id) for host in plan.hosts for rank in host.ranks] if plan else []
+    return {
+        "job": row.job,
+        "spec": plain(shown(spec)),
+        "state": row.state,
+        "message": row.message,
+        "world_size": spec.world_size,
+        "generation": row.generation,
+        "restart_count": plan.restart_count if plan else 0,
+        "restarts_used": plan.used_restarts if plan else 0,
+        "newest_step": row.newest_step,
+        "loss": {"value": loss_value(float(row.loss)), "step": row.loss_step} if row.loss else None,
+        "submitted_at": row.submitted_at,
+        "ended_at": moment(row.ended_at),
+        "since": moment(row.ended_at) or times.started_at or row.submitted_at,
+        "started_at": times.started_at,
+        "generation_started_at": times.generation_started_at,
+        "last_step_at": times.last_step_at,
+        "last_report_at": max((rank.reported_at for rank in known.values()), default=0.0) or None,
+        "step_s": times.step_s,
+        "stop_requested": bool(row.stop_requested),
+        "ranks": [_rank(rank, host_id, known.get(rank)) for rank, host_id in sorted(placed)],
+    }
+
+
+def _rank(rank: int, host_id: str, known: KnownRank | None) -> Json:
+    if known is None:
+        return {"rank": rank, "host_id": host_id, "pid": None, "step": -1, "phase": "waiting"} | _NOTHING
+    exited = known.exited
+    return {
+        "rank": rank,
+        "host_id": host_id,
+        "pid": known.pid or None,
+        "step": known.step,
+        "phase": "exited" if exited else known.phase.name.lower(),
+        "reported_at": moment(known.reported_at),
+        "exit_code": exited.exit_code if exited else None,
+        "signal_number": exited.signal_number if exited else None,
+    }
+
+
+_NOTHING: Json = {"reported_at": None, "exit_code": None, "signal_number": None}
+
+
+def hosts(
+    connection: Connection, host_id: str | None = None, page: Page = _FIRST, *, also_left: bool = False
+) -> list[Json]:
+    """A page of the hosts, by name, or the one of that name, with the job that has ranks on each. Without `also_left`
+    those that ended in order are left out."""
+    running = select(tables.jobs.c.job).where(
+        tables.jobs.c.state.in_([state.value for state in JobState if not state.ended])
+    )
+    names = set(connection.scalars(running))
+    placed = {
+        host.host_id: (plan.job, list(host.ranks)) for plan in _plans(connection, names).values() for host in plan.hosts
+    }
+    query = (
+        select(tables.hosts, tables.host_reports.c.received_at)
+        .join(tables.host_reports, tables.host_reports.c.host_id == tables.hosts.c.host_id)
+        .order_by(tables.hosts.c.host_id.desc())
+        .limit(page.limit)
+    )
+    heard_at = vouching.heard_at(connection)
+    if host_id is not None:
+        query = query.where(tables.hosts.c.host_id == host_id)
+    elif not also_left:
+        query = query.where((tables.hosts.c.left_at == 0.0) | tables.hosts.c.host_id.in_(sorted(placed)))
+    if page.before:
+        query = query.where(tables.hosts.c.host_id < page.before)
+    drains = _drains(connection)
+    return [
+        _host(row, *placed.get(row.host_id, ("", [])), heard_at.get(row.host_id, 0.0))
+        | {"drain": drains.get(row.host_id)}
+        for row in connection.execute(query).all()[::-1]
+    ]
+
+
+def _drains(connection: Connection) -> dict[str, Json]:
+    """What operators want of hosts, and whether it is so: drained is a host whose ranks train elsewhere."""
+    drains, host_state = tables.drains, tables.hosts.c.state.label("host_state")
+    rows = connection.execute(select(drains, host_state).join(tables.hosts, _OF)).all()
+    if not rows:
+        return {}
+    query = select(tables.incidents.c.document).where(~tables.incidents.c.closed)
+    moving = {incident.host_id for incident in (load(d, Incident) for d in connection.scalars(query))}
+    return {
+        row.host_id: {
+            "state": "drained"
+            if row.state == DrainState.REQUESTED and row.host_state == HostState.CORDONED and row.host_id not in moving
+            else row.state,
+            "requested_at": row.requested_at,
+            "deadline_at": row.deadline_at,
+            "reason": row.reason,
+            "message": row.message,
+        }
+        for row in rows
+    }
+
+
+def _host(row: Row[Any], job: str, ranks: list[int], heard_at: float) -> Json:
+    engine: EngineStatus = load(row.engine, EngineStatus)
+    copies: list[ShardCopy] = load(row.copies, list[ShardCopy])
+    return {
+        "host_id": row.host_id,
+        "state": row.state,
+        "since": row.since,
+        "reason": row.reason,
+        "job": job,
+        "ranks": ranks,
+        "address": row.address,
+        "failure_domain": row.failure_domain,
+        "daemon_version": row.daemon_version,
+        "daemon_pid": row.pid,
+        "joined_at": row.joined_at,
+        "left_at": moment(row.left_at),
+        "last_report_at": max(row.received_at, heard_at),
+        "report_interval_s": row.interval_s,
+        "preempt_deadline_at": moment(row.preempt_deadline_at),
+        "engine_address": row.engine_address,
+        "engine_alive": engine.alive,
+        "unreachable_peers": list(engine.unreachable_peers),
+        "counters": dict(engine.counters),
+        "copies": len(copies),
+        "copies_size_bytes": sum(copy.size_bytes for copy in copies),
+    }
+
+
+def checkpoints(connection: Connection, job: str) -> list[Json]:
+    """The job's copies (an empty list if there is no such job). Copies on lost hosts are shown and do not count."""
+    row = connection.execute(select(tables.jobs).where(tables.jobs.c.job == job)).first()
+    if row is None:
+        return []
+    spec: JobSpec = load(row.spec, JobSpec)
+    lost: set[str] = set()
+    copies: list[ShardCopy] = list(persistent_steps.read(connection, [job]))
+    for host in connection.execute(select(tables.hosts).order_by(tables.hosts.c.host_id)):
+        copies += [copy for copy in load(host.copies, list[ShardCopy]) if copy.job == job]
+        if host.state in _LOST or host.left_at:
+            lost.add(host.host_id)
+    lineage = _lineage(connection, job)
+    reachable = [copy for copy in copies if copy.host_id not in lost]
+    point = newest_step(reachable, lineage, spec.world_size)
+    return [
+        {
+            "job": job,
+            "world_size": spec.world_size,
+            "newest_step": row.newest_step,
+            "recovery_point": point if point is not None else -1,
+            "lineage": plain(lineage),
+            "tiers": {tier.value: _tier([c for c in reachable if c.tier is tier], lineage, spec) for tier in Tier},
+            "copies": [
+                plain(copy) | {"reachable": copy.host_id not in lost}
+                for copy in sorted(copies, key=lambda c: (-c.step, c.rank, c.tier.value, c.host_id))
+            ],
+        }
+    ]
+
+
+def _tier(copies: list[ShardCopy], lineage: Lineage, spec: JobSpec) -> Json:
+    point = newest_step(copies, lineage, spec.world_size)
+    return {
+        "copies": len(copies),
+        "size_bytes": sum(copy.size_bytes for copy in copies),
+        "newest_step": max((copy.step for copy in copies), default=-1),
+        "newest_complete_step": point if point is not None else -1,
+    }
+
+
+def _lineage(connection: Connection, job: str) -> Lineage:
+    """The history that the newest started generation continues."""
+    generations = tables.generations
+    document = connection.scalar(
+        select(generations.c.lineage)
+        .where(generations.c.job == job, generations.c.started_at > 0.0)
+        .order_by(generations.c.generation.desc())
+        .limit(1)
+    )
+    lineage: Lineage = load(document, Lineage) if document else ()
+    return lineage

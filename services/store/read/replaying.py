@@ -1,0 +1,129 @@
+"""A replay of a database: in a copy of what it decided from, without its decisions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from sqlalchemy import Connection, Table, delete, insert, inspect, select
+
+from flyball.contracts.decisions import Decision, Incident
+from flyball.contracts.errors import NotFound
+from services.controller.replay import Replay, compared, differences
+from services.record.codec import dump, load, number_of
+from services.store.decisions import rounds as round_store
+from services.store.sql.database import Database
+from services.store.sql.tables import decisions, incidents, metadata, round_pieces, rounds, signals
+
+_COPIED = {signals: 200, rounds: 4, round_pieces: 4, incidents: 200, decisions: 200}  # tables, and rows at once
+
+
+class ReplayResult(msgspec.Struct, frozen=True):
+    """`reproduced`: decisions that are the same to the letter. `before`: those whose rounds are not kept any more.
+    `missing`: those in between or after them whose rounds were never kept."""
+
+    rounds: int
+    signals: int
+    reproduced: int
+    before: int
+    missing: tuple[str, ...]
+    differences: tuple[str, ...]
+    versions: tuple[str, ...]  # of the releases that decided
+
+    @property
+    def is_exact(self) -> bool:
+        return not (self.missing or self.differences)
+
+
+def replay_database(db: Database, folder: Path, *, job: str = "") -> ReplayResult:
+    """Copy what is needed into a database in `folder`, delete its decisions, decide again and compare. Nothing is
+    written to `db`. With `job` only its decisions are compared. Raises NotFound if no round is kept."""
+    copy = Database(f"sqlite:///{folder / 'replay.sqlite'}")
+    try:
+        _copy(db, copy)
+        with copy.write() as connection:
+            connection.execute(delete(decisions))
+        return _replay(db, copy, job)
+    finally:
+        copy.close()
+
+
+def _copy(db: Database, copy: Database) -> None:
+    with copy.write() as target, db.read() as source:
+        metadata.create_all(target, tables=list(_COPIED))
+        there = set(inspect(source).get_table_names())  # an older release had fewer
+        for table, at_once in _COPIED.items():
+            if table.name in there:
+                _copy_table(source, target, table, at_once)
+
+
+def _copy_table(source: Connection, target: Connection, table: Table, at_once: int) -> None:
+    for chunk in source.execute(select(table)).yield_per(at_once).partitions():
+        target.execute(insert(table), [dict(row._mapping) for row in chunk])
+
+
+def _replay(db: Database, copy: Database, job: str) -> ReplayResult:
+    run, count, told, first = Replay(), 0, 0, 0
+    last_at, last = 0.0, 0
+    versions: dict[str, None] = {}
+    decided: list[tuple[Decision, int]] = []
+    with copy.read() as connection:
+        for stored in round_store.read(connection):
+            first = first or stored.inputs.view.next_decision
+            last_at, last = stored.at, stored.inputs.view.next_decision
+            decided += [(decision, stored.epoch) for decision in run.run(stored).decisions]
+            count, told, versions[stored.version] = count + 1, told + len(stored.signals), None
+    if not count:
+        raise NotFound(f"{db.name} keeps no round.", hint="replay a database of a supervisor of this release or newer")
+    _store(copy, decided)
+    with db.read() as connection:
+        then = _decisions(connection)
+        incidents_then = _incidents(connection)
+    with copy.read() as connection:
+        now = _decisions(connection)
+    unkept = {number for lower, upper in run.missing for number in range(lower, upper + 1)}
+    unkept |= {number for number, (decision, _) in then.items() if number >= last and decision.at > last_at}
+    wanted = {n: row for n, row in then.items() if n >= first and n not in unkept and row[0].job == (job or row[0].job)}
+    mine = {n: row for n, row in now.items() if row[0].job == (job or row[0].job)}
+    same, found = compared((decision for decision, _ in wanted.values()), (decision for decision, _ in mine.values()))
+    for number, (_, epoch) in wanted.items():
+        if number in mine and mine[number][1] != epoch:
+            found.append(f"dec-{number} was of epoch {epoch}, and is of {mine[number][1]} here")
+    for name, incident in run.incidents.items():
+        if name in incidents_then and incident.job == (job or incident.job):
+            found += differences(name, incidents_then[name], incident)
+    return ReplayResult(
+        rounds=count,
+        signals=told,
+        reproduced=same,
+        before=sum(1 for number in then if number < first),
+        missing=tuple(f"dec-{number}" for number in sorted(unkept & then.keys())),
+        differences=tuple(dict.fromkeys((*found, *run.differences))),
+        versions=tuple(versions),
+    )
+
+
+def _store(copy: Database, decided: list[tuple[Decision, int]]) -> None:
+    with copy.write() as connection:
+        for decision, epoch in decided:
+            connection.execute(
+                insert(decisions).values(
+                    number=number_of(decision.decision_id),
+                    incident=number_of(decision.incident_id) if decision.incident_id else None,
+                    job=decision.job,
+                    kind=decision.kind.value,
+                    at=decision.at,
+                    epoch=epoch,
+                    document=dump(decision),
+                )
+            )
+
+
+def _decisions(connection: Connection) -> dict[int, tuple[Decision, int]]:
+    rows = connection.execute(select(decisions).order_by(decisions.c.number))
+    return {row.number: (load(row.document, Decision), row.epoch) for row in rows}
+
+
+def _incidents(connection: Connection) -> dict[str, Incident]:
+    rows = connection.execute(select(incidents).order_by(incidents.c.number))
+    return {f"inc-{row.number}": load(row.document, Incident) for row in rows}

@@ -1,0 +1,273 @@
+"""The verified copies on the persistent tier, which no host owns: written when they are new, and of each step read
+again only when something of it is.
+
+Of each job the newest steps are kept, and of those only what a restore may want is read: what its retention removes
+from the store, nobody tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+from sqlalchemy import Connection, delete, func, select
+
+from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier, is_alive
+from flyball.contracts.cluster import JobSpec
+from services.record.codec import load
+from services.store.sql.tables import generations, jobs, persistent_copies, persistent_steps
+from services.store.sql.upsert import upsert
+from services.store.sql.versions import new_version
+
+StepKey: TypeAlias = tuple[str, int, int]  # job, generation, step
+
+KEPT_STEPS = 16  # complete ones of each job, at least: as many as engines tell of
+MULTIPLES = 2  # complete ones that are kept for ever, which a restore may want when it has none of the newest
+FORGET_AT_ONCE = 8  # steps, each with a row per rank
+FORGET_ROWS_AT_ONCE = 100_000  # in one transaction, for which others wait; of one step more
+
+_CHUNK = 1000  # values that one query names
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What tells which steps of a job a restore may want."""
+
+    lineage: Lineage
+    world_size: int
+    keep_latest: int
+    keep_every: int
+
+    @staticmethod
+    def of(spec: JobSpec, lineage: Lineage) -> Wanted:
+        policy = spec.checkpoint.policy(Tier.PERSISTENT)
+        return Wanted(lineage, spec.world_size, policy.keep_latest, policy.keep_every)
+
+    def is_complete(self, copies: Iterable[ShardCopy]) -> bool:
+        """Of one step and generation."""
+        return len({copy.rank for copy in copies if copy.rank < self.world_size}) == self.world_size
+
+
+def restorable(
+    marks: Iterable[tuple[int, int]], wanted: Wanted, copies_of: Callable[[int, int], Sequence[ShardCopy]]
+) -> list[tuple[int, int]]:
+    """Those of a job's (generation, step) that a restore may want: of its history the newest complete ones that its
+    retention leaves in the store, and all that are newer. Nothing else is read by `copies_of`.
+
+    After restores that failed these may be steps that retention removed when there were newer ones. Nobody tells which:
+    what it could not remove, or somebody pinned, is still there. One that is gone costs a generation, one that is there
+    and not named may cost all progress."""
+    found: list[tuple[int, int]] = []
+    complete = 0
+    for generation, step in sorted(marks, key=_newest_first):
+        if not is_alive(generation, step, wanted.lineage):
+            continue
+        if complete >= wanted.keep_latest and (wanted.keep_every == 0 or step % wanted.keep_every):
+            continue  # it is removed from the store, or is about to be
+        found.append((generation, step))
+        complete += wanted.is_complete(copies_of(generation, step))
+        if complete == wanted.keep_latest + (MULTIPLES if wanted.keep_every else 0):
+            break
+    return found
+
+
+def forgettable(
+    marks: Collection[tuple[int, int]], wanted: Wanted, ranks: Mapping[tuple[int, int], int]
+) -> list[tuple[int, int]]:
+    """Those of a job's (generation, step) that no restore will want, oldest first: what is older than KEPT_STEPS
+    complete ones of its history, but for the newest of the multiples that stay in the store for ever, and then also
+    what does not belong to it. A history never gets back what it lost: what the newest generation that started does not
+    continue, none will. `ranks`: how many have a copy."""
+    newest = max(KEPT_STEPS, wanted.keep_latest)
+    complete = multiples = 0
+    gone = [mark for mark in marks if not is_alive(*mark, wanted.lineage)]
+    for mark in sorted(set(marks).difference(gone), key=_newest_first):
+        is_complete = ranks.get(mark, 0) == wanted.world_size
+        is_multiple = wanted.keep_every > 0 and mark[1] % wanted.keep_every == 0
+        if complete < newest:
+            complete += is_complete
+        elif is_complete and is_multiple and multiples < MULTIPLES:
+            multiples += 1
+        else:
+            gone.append(mark)
+    return sorted(gone, key=_newest_first, reverse=True) if complete == newest else []
+
+
+def is_outdated(mark: tuple[int, int], marks: Iterable[tuple[int, int]]) -> bool:
+    """Whether there are enough newer steps of its generation and those after it. Those before it do not count: a
+    generation may go back as far as to the beginning."""
+    return sum(generation >= mark[0] and step > mark[1] for generation, step in marks) >= KEPT_STEPS
+
+
+def _newest_first(mark: tuple[int, int]) -> tuple[int, int]:
+    generation, step = mark
+    return -step, -generation
+
+
+def store(connection: Connection, copies: Iterable[ShardCopy]) -> None:
+    """Write those that are not stored, and mark their steps; a step that is new makes room for itself."""
+    found = {(copy.job, copy.generation, copy.step, copy.rank): copy for copy in copies}
+    if not found:
+        return
+    marked = _marks(connection, {key[0] for key in found})
+    forgotten = _forgotten(connection, {key[:3] for key in found}, marked)
+    found = {key: copy for key, copy in found.items() if key[:3] not in forgotten}
+    if not found:
+        return
+    known = _known(connection, found)
+    fresh = {key: copy for key, copy in found.items() if known.get(key) != (copy.size_bytes, copy.digest)}
+    new = {key[:3] for key in found if key[1:3] not in marked.get(key[0], ())}
+    changed = sorted({key[:3] for key in fresh} | new)
+    rows = [
+        {
+            "job": job,
+            "generation": generation,
+            "step": step,
+            "rank": rank,
+            "size_bytes": copy.size_bytes,
+            "digest": copy.digest,
+        }
+        for (job, generation, step, rank), copy in sorted(fresh.items(), key=lambda item: item[0])
+    ]
+    upsert(connection, persistent_copies, rows, replace=("size_bytes", "digest"))
+    rows = [{"job": job, "generation": gen, "step": step, "version": new_version()} for job, gen, step in changed]
+    upsert(connection, persistent_steps, rows, replace=("version",))
+    for job in sorted({job for job, _, _ in new}):
+        _make_room(connection, job, {*marked.get(job, ()), *(key[1:] for key in new if key[0] == job)})
+
+
+def _forgotten(
+    connection: Connection, keys: Collection[StepKey], marked: Mapping[str, Collection[tuple[int, int]]]
+) -> set[StepKey]:
+    """Those that are not stored and are outdated, by what of their job's history is."""
+    found: set[StepKey] = set()
+    for job in {key[0] for key in keys}:
+        marks = marked.get(job, ())
+        outdated = [key for key in keys if key[0] == job and key[1:] not in marks and is_outdated(key[1:], marks)]
+        wanted = _wanted(connection, job) if outdated else None
+        if wanted is not None:
+            alive = [mark for mark in marks if is_alive(*mark, wanted.lineage)]
+            found.update(key for key in outdated if is_outdated(key[1:], alive))
+    return found
+
+
+def _make_room(connection: Connection, job: str, marks: Collection[tuple[int, int]]) -> None:
+    """Forget what no restore will want; of very much, some, and the rest with the steps to come."""
+    if len(marks) <= KEPT_STEPS:
+        return
+    wanted = _wanted(connection, job)
+    if wanted is None:
+        return
+    columns = persistent_copies.c
+    query = select(columns.generation, columns.step, func.count()).group_by(columns.generation, columns.step)
+    rows = connection.execute(query.where(columns.job == job, columns.rank < wanted.world_size))
+    ranks = {(generation, step): count for generation, step, count in rows}
+    at_once = max(1, min(FORGET_AT_ONCE, FORGET_ROWS_AT_ONCE // wanted.world_size))
+    for generation, step in forgettable(marks, wanted, ranks)[:at_once]:
+        for table in (persistent_copies, persistent_steps):
+            mine = (table.c.job == job, table.c.generation == generation, table.c.step == step)
+            connection.execute(delete(table).where(*mine))
+
+
+def _wanted(connection: Connection, job: str) -> Wanted | None:
+    """As of the newest generation that started; None if none did."""
+    spec = connection.scalar(select(jobs.c.spec).where(jobs.c.job == job))
+    history = connection.scalar(
+        select(generations.c.lineage)
+        .where(generations.c.job == job, generations.c.started_at > 0.0)
+        .order_by(generations.c.generation.desc())
+        .limit(1)
+    )
+    return Wanted.of(load(spec, JobSpec), load(history, Lineage)) if spec and history else None
+
+
+def read(connection: Connection, jobs: Sequence[str]) -> tuple[ShardCopy, ...]:
+    """All copies of these jobs that are kept."""
+    query = select(persistent_copies).where(persistent_copies.c.job.in_(sorted(jobs)))
+    return tuple(_copy(row) for row in connection.execute(query)) if jobs else ()
+
+
+class PersistentCopies:
+    """Keeps what it has read: a job of 80,000 ranks has as many copies of each step. Belongs to one thread at a
+    time."""
+
+    def __init__(self) -> None:
+        self._known: dict[StepKey, tuple[int, tuple[ShardCopy, ...]]] = {}
+
+    def read(self, connection: Connection, wanted: Mapping[str, Wanted]) -> tuple[ShardCopy, ...]:
+        """Of these jobs the copies that a restore may want, as this transaction sees them."""
+        if not wanted:
+            return ()
+        marks: dict[str, dict[tuple[int, int], int]] = {}
+        query = select(*_MARK, persistent_steps.c.version).where(persistent_steps.c.job.in_(sorted(wanted)))
+        for job, generation, step, version in connection.execute(query):
+            marks.setdefault(job, {})[generation, step] = version
+        read: list[StepKey] = []
+        for job, versions in sorted(marks.items()):
+
+            def copies_of(
+                generation: int, step: int, job: str = job, versions: Mapping[tuple[int, int], int] = versions
+            ) -> Sequence[ShardCopy]:
+                key, version = (job, generation, step), versions[generation, step]
+                of_step = self._known.get(key)
+                if of_step is None or of_step[0] != version:
+                    of_step = self._known[key] = (version, _of_step(connection, *key))
+                return of_step[1]
+
+            read += sorted((job, *mark) for mark in restorable(versions, wanted[job], copies_of))
+        asked = dict.fromkeys(read)
+        self._known = {key: of for key, of in self._known.items() if key in asked or key[0] not in wanted}
+        return tuple(copy for key in read for copy in self._known[key][1])
+
+    def forget_others(self, jobs: Collection[str]) -> None:
+        """Only these jobs are asked for any more."""
+        self._known = {key: of for key, of in self._known.items() if key[0] in jobs}
+
+
+_MARK = (persistent_steps.c.job, persistent_steps.c.generation, persistent_steps.c.step)
+
+
+def _marks(connection: Connection, names: Collection[str]) -> dict[str, set[tuple[int, int]]]:
+    """Job -> the (generation, step) of which there are copies."""
+    found: dict[str, set[tuple[int, int]]] = {}
+    for job, generation, step in connection.execute(select(*_MARK).where(persistent_steps.c.job.in_(sorted(names)))):
+        found.setdefault(job, set()).add((generation, step))
+    return found
+
+
+def _of_step(connection: Connection, job: str, generation: int, step: int) -> tuple[ShardCopy, ...]:
+    columns = persistent_copies.c
+    mine = (columns.job == job, columns.generation == generation, columns.step == step)
+    query = select(persistent_copies).where(*mine).order_by(columns.rank)
+    return tuple(_copy(row) for row in connection.execute(query))
+
+
+def _known(
+    connection: Connection, found: Mapping[tuple[str, int, int, int], ShardCopy]
+) -> dict[tuple[str, int, int, int], tuple[int, str]]:
+    known = {}
+    columns = persistent_copies.c
+    names, generations, steps, ranks = (sorted(set(column)) for column in zip(*found, strict=True))
+    for start in range(0, len(ranks), _CHUNK):
+        query = select(persistent_copies).where(
+            columns.job.in_(names),
+            columns.generation.in_(generations),
+            columns.step.in_(steps),
+            columns.rank.in_(ranks[start : start + _CHUNK]),
+        )
+        for row in connection.execute(query):
+            known[row.job, row.generation, row.step, row.rank] = (row.size_bytes, row.digest)
+    return known
+
+
+def _copy(row: Any) -> ShardCopy:  # noqa: ANN401 - a row's columns have no static type
+    return ShardCopy(
+        job=row.job,
+        generation=row.generation,
+        step=row.step,
+        rank=row.rank,
+        tier=Tier.PERSISTENT,
+        host_id="",
+        size_bytes=row.size_bytes,
+        digest=row.digest,
+    )

@@ -1,0 +1,91 @@
+"""The placements of running jobs, as sensors need them: which hosts are neighbours, and who has which ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+from sqlalchemy import Connection, select
+
+from flyball.contracts.cluster import JobSpec, JobState
+from flyball.contracts.decisions import GenerationPlan
+from services.record.codec import load
+from services.sensor.detector.rank_states import LearnedJob
+from services.sensor.detector.witnesses import neighbours
+from services.sensor.reports.placed import GivenRanks, Placed, given_in
+from services.store.reports.running_plans import RunningPlans
+from services.store.sql.database import Database
+from services.store.sql.tables import jobs, learned_jobs
+
+Neighbours = Mapping[str, tuple[str, ...]]
+_Generation = tuple[str, int]
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """What is kept of a plan."""
+
+    neighbours: Neighbours
+    given: GivenRanks
+
+
+class Placements(msgspec.Struct, frozen=True):
+    """`neighbours`: host -> those whose engines have a link with its engine, nearest first. `hang_timeouts`: job ->
+    seconds, of those that name one."""
+
+    neighbours: Neighbours
+    placed: Placed
+    hang_timeouts: Mapping[str, float] = {}
+    learned: Mapping[str, LearnedJob] = {}  # by an earlier sensor, of jobs that are new here
+
+
+class SqlPlacements:
+    """Belongs to one thread at a time."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._plans = RunningPlans(_part_of)
+        self._seen: Mapping[_Generation, _Part] = {}
+        self._before: dict[_Generation, GivenRanks] = {}  # of each job the generation before the one in `_seen`
+        self._all = Placements({}, Placed({}))
+
+    def read(self) -> Placements:
+        """Of all running jobs; the same value while nothing changed."""
+        with self._db.read() as connection:
+            known = self._plans.read(connection)
+            if known is self._seen:
+                return self._all
+            timeouts = _hang_timeouts(connection)
+            learned = _learned(connection, {job for job, _ in known} - {job for job, _ in self._seen})
+        self._before = _before(known, self._seen, self._before)
+        self._seen = known
+        near = {host_id: names for key in sorted(known) for host_id, names in known[key].neighbours.items()}
+        given = {key: part.given for key, part in known.items()}
+        self._all = Placements(near, Placed(self._before | given), timeouts, learned)
+        return self._all
+
+
+def _hang_timeouts(connection: Connection) -> dict[str, float]:
+    running = select(jobs.c.job, jobs.c.spec).where(jobs.c.state == JobState.RUNNING.value)
+    specs: dict[str, JobSpec] = {row.job: load(row.spec, JobSpec) for row in connection.execute(running)}
+    return {name: spec.hang_timeout_s for name, spec in specs.items() if spec.hang_timeout_s}
+
+
+def _learned(connection: Connection, names: Collection[str]) -> dict[str, LearnedJob]:
+    """Of another run of a name nothing counts."""
+    of_this_run = (jobs.c.job == learned_jobs.c.job) & (jobs.c.submitted_at <= learned_jobs.c.told_at)
+    query = select(learned_jobs).join(jobs, of_this_run).where(learned_jobs.c.job.in_(sorted(names)))
+    return {row.job: load(row.learned, LearnedJob) for row in connection.execute(query)}
+
+
+def _part_of(plan: GenerationPlan) -> _Part:
+    return _Part(neighbours(plan.hosts, plan.peers), given_in(plan))
+
+
+def _before(
+    known: Mapping[_Generation, _Part], seen: Mapping[_Generation, _Part], older: Mapping[_Generation, GivenRanks]
+) -> dict[_Generation, GivenRanks]:
+    """Of each job in `known` the newest generation that was seen before its present one."""
+    earlier = {**older, **{key: part.given for key, part in seen.items()}}
+    present = dict(known.keys())  # job -> generation: there is one of each
+    newest = {job: generation for job, generation in sorted(earlier) if job in present and generation < present[job]}
+    return {key: earlier[key] for key in newest.items()}

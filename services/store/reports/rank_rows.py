@@ -1,0 +1,85 @@
+"""What is known of the ranks of each job's newest generation: where their hosts saw them last, and how they ended."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+
+import msgspec
+from sqlalchemy import Connection, select
+
+from flyball.contracts.cluster import Phase
+from flyball.contracts.signals import WorkerExited
+from services.record.codec import load
+from services.record.positions import read_positions
+from services.store.sql.tables import host_reports, jobs, ranks
+
+_CHUNK = 1000  # hosts that one query names
+
+
+class KnownRank(msgspec.Struct, gc=False):
+    """One rank. `pid` 0 and `reported_at` 0.0: no report has shown it."""
+
+    host_id: str
+    pid: int = 0
+    step: int = -1
+    phase: Phase = Phase.STARTING
+    reported_at: float = 0.0
+    exited: WorkerExited | None = None
+    exited_at: float = 0.0
+
+
+class ToldRank(msgspec.Struct, frozen=True):
+    """A rank that restored, ended, or told of its marks."""
+
+    job: str
+    rank: int
+    host_id: str
+    exited: WorkerExited | None
+    exited_at: float
+
+
+def known_ranks(
+    connection: Connection, newest: Mapping[str, int], given: Mapping[str, Mapping[str, Collection[int]]]
+) -> dict[str, dict[int, KnownRank]]:
+    """`newest`: job -> generation. `given`: job -> host -> its ranks in that generation; of others it is not heard."""
+    found: defaultdict[str, dict[int, KnownRank]] = defaultdict(dict)
+    if not newest:
+        return found
+    hosts = sorted({host_id for ranks_of in given.values() for host_id in ranks_of})
+    for first in range(0, len(hosts), _CHUNK):
+        query = select(host_reports.c.host_id, host_reports.c.positions).where(
+            host_reports.c.host_id.in_(hosts[first : first + _CHUNK])
+        )
+        for host_id, document in connection.execute(query):
+            for part in read_positions(document):
+                if newest.get(part.job) != part.generation:
+                    continue
+                mine, of_job = given.get(part.job, {}).get(host_id, ()), found[part.job]
+                for rank in part.ranks:
+                    if rank.rank in mine:
+                        of_job[rank.rank] = KnownRank(host_id, rank.pid, rank.step, Phase(rank.phase), rank.reported_at)
+    for told in told_ranks(connection, newest):
+        known = found[told.job].setdefault(told.rank, KnownRank(told.host_id))
+        if told.exited is not None:
+            known.exited, known.exited_at = told.exited, told.exited_at
+            known.step = max(known.step, told.exited.last_step)
+            known.pid = known.pid or told.exited.pid
+            known.reported_at = known.reported_at or told.exited_at
+    return found
+
+
+def told_ranks(connection: Connection, names: Collection[str], *, only_ended: bool = False) -> Iterator[ToldRank]:
+    """The ranks of the jobs' newest generations of which more than a position was told."""
+    if not names:
+        return
+    query = (
+        select(ranks.c.job, ranks.c.rank, ranks.c.host_id, ranks.c.exited, ranks.c.exited_at)
+        .join(jobs, (jobs.c.job == ranks.c.job) & (jobs.c.generation == ranks.c.generation))
+        .where(ranks.c.job.in_(sorted(names)))
+    )
+    if only_ended:
+        query = query.where(ranks.c.exited.is_not(None))
+    for row in connection.execute(query):
+        exited: WorkerExited | None = load(row.exited, WorkerExited) if row.exited else None
+        yield ToldRank(row.job, row.rank, row.host_id, exited, row.exited_at)

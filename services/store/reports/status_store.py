@@ -1,0 +1,365 @@
+"""The sensor's side of the database: what daemons report of their hosts, workers and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import xxhash
+from sqlalchemy import Connection, delete, select, update
+
+from flyball.contracts.checkpoints import Tier
+from flyball.contracts.cluster import HostState, JobState
+from flyball.contracts.events import Event, EventKind
+from flyball.contracts.signals import Report, Sender
+from flyball.contracts.wire import encode
+from services.record import report_events
+from services.record.codec import dump
+from services.record.positions import document_of, read_positions, rows_of
+from services.record.report_events import Before, RankKey, RankRow, Received
+from services.sensor.detector.rank_states import LearnedJob
+from services.sensor.reports.step_log import StepSummary
+from services.store.reports import persistent_steps, vouching
+from services.store.reports.running_plans import GivenPlans, RunningPlans, hosts_of
+from services.store.sql import events
+from services.store.sql.database import Database
+from services.store.sql.tables import generations, host_reports, hosts, jobs, learned_jobs, ranks, watermarks
+from services.store.sql.upsert import upsert
+from services.store.sql.versions import new_version
+
+FEW_HOSTS = 500
+
+_FACTS = (
+    "address",
+    "failure_domain",
+    "engine_address",
+    "free_port",
+    "left_at",
+    "daemon_version",
+    "pid",
+    "interval_s",
+    "engine",
+    "copies",
+    "version",
+)
+
+
+class _Known(msgspec.Struct, frozen=True):
+    """What is stored of a host's newest report."""
+
+    incarnation: str = ""
+    sent_at: float = 0.0
+    received_at: float = 0.0
+    digest: str = ""
+    workers: str = "{}"
+    rows: Mapping[RankKey, RankRow] = {}
+    interval_s: float = 0.0
+    has_left: bool = False
+
+    @property
+    def before(self) -> Before:
+        return Before(self.incarnation, self.sent_at, self.received_at, self.interval_s, self.has_left)
+
+
+class _Jobs(msgspec.Struct, frozen=True):
+    """Of the jobs that a batch speaks of, and those of which its hosts had ranks and that have not ended."""
+
+    granted: frozenset[tuple[str, int]]  # of the generations that it speaks of
+    newest: Mapping[str, int]
+
+
+class SqlStatusStore:
+    """Thread-safe; any number of sensors may write."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._placed = RunningPlans(hosts_of)
+        self._plans = GivenPlans()
+
+    def record_reports(self, reports: Sequence[Received], steps: Sequence[StepSummary] = ()) -> None:
+        """Store what (report, received_at) pairs say, in one transaction: of each host the newest facts, where changed,
+        and positions of its ranks, and an event for every mark and restore that is new and every summary of steps.
+
+        A report that comes twice changes nothing; one that comes late adds its steps and leaves newer facts alone.
+        What is said of jobs and generations that were never granted is ignored.
+        """
+        if reports or steps:
+            self._db.transact(lambda connection: _record(connection, reports, steps, self._plans), durable=False)
+
+    def vouch(self, *, sensor: str, at: float, ages_ms: Sequence[int], hosts: Sequence[str] | None) -> None:
+        """Store how long before `at` (wall clock) a sensor heard of each host; `hosts` None: those of the last time."""
+        self._db.transact(
+            lambda connection: vouching.write(connection, sensor=sensor, at=at, ages_ms=ages_ms, hosts=hosts),
+            durable=False,
+        )
+
+    def learn(self, known: Mapping[str, LearnedJob], at: float) -> None:
+        """Store what a sensor has learned of running jobs, for the next one; `at` wall clock. What is known of jobs
+        that have ended is forgotten."""
+        running = select(jobs.c.job).where(jobs.c.state == JobState.RUNNING.value)
+
+        def store(connection: Connection) -> None:
+            names = known.keys() & set(connection.scalars(running))
+            rows = [{"job": job, "told_at": at, "learned": dump(known[job])} for job in sorted(names)]
+            upsert(connection, learned_jobs, rows, replace=("told_at", "learned"))
+            connection.execute(delete(learned_jobs).where(learned_jobs.c.job.not_in(running)))
+
+        self._db.transact(store, durable=False)
+
+    def committed(self, senders: Collection[Sender]) -> dict[Sender, int]:
+        """For each sender that is known: every signal up to this seq is committed."""
+        if not senders:
+            return {}
+        with self._db.read() as connection:
+            return read_watermarks(connection, senders)
+
+    def hosts_with_placement(self) -> dict[str, float]:
+        """The hosts on which workers of running jobs should be -> when any sensor last heard of each (wall clock)."""
+        with self._db.read() as connection:
+            named = frozenset().union(*self._placed.read(connection).values())
+            heard_at = vouching.heard_at(connection)
+            # Of few hosts the newest reports are stored as they come, and are newer than what is vouched for.
+            wanted = named if len(named) <= FEW_HOSTS else named - heard_at.keys()
+            query = select(host_reports.c.host_id, host_reports.c.received_at)
+            for row in connection.execute(query.where(host_reports.c.host_id.in_(sorted(wanted)))):
+                heard_at[row.host_id] = max(row.received_at, heard_at.get(row.host_id, 0.0))
+        return {host_id: heard_at.get(host_id, 0.0) for host_id in sorted(named)}
+
+
+def read_watermarks(connection: Connection, senders: Collection[Sender]) -> dict[Sender, int]:
+    """For each sender that is known: every signal up to this seq is stored."""
+    incarnations = sorted({incarnation for _, incarnation in senders})
+    query = select(watermarks).where(watermarks.c.incarnation.in_(incarnations))
+    marks = {(row.source, row.incarnation): row.seq for row in connection.execute(query)}
+    return {sender: marks[sender] for sender in senders if sender in marks}
+
+
+def _record(
+    connection: Connection, reports: Sequence[Received], steps: Sequence[StepSummary], plans: GivenPlans
+) -> None:
+    known = _known_reports(connection, sorted({report.facts.host_id for report, _ in reports}))
+    fresh, current = report_events.sift(reports, {host_id: row.before for host_id, row in known.items()})
+    spoken_of = _jobs(connection, [report for report, _ in fresh], steps, known)
+    granted = spoken_of.granted
+    digests = {host_id: _digest(report) for host_id, (report, _) in current.items()}
+    news = _store_hosts(connection, known, current, digests)
+    rows: dict[str, dict[RankKey, RankRow]] = {}  # by host
+    told: dict[RankKey, RankRow] = {}  # those of which marks or restores are new
+    for report, _ in fresh:
+        host_id = report.facts.host_id
+        if host_id not in rows:
+            rows[host_id] = dict(known[host_id].rows) if host_id in known else {}
+        of_host = rows[host_id]
+        for key in report_events.ranks_of(report):
+            if key[:2] in granted and key not in of_host:
+                of_host[key] = RankRow()
+        told |= {key: of_host[key] for key in _told_keys(report) if key in of_host}
+    _load_told(connection, told)
+    for report, received_at in fresh:
+        is_current = current.get(report.facts.host_id, (None,))[0] is report
+        of_host = rows[report.facts.host_id]
+        news.extend(report_events.merge(of_host, report, received_at, granted=granted, is_current=is_current))
+        if is_current:
+            report_events.mark_gone(of_host, report, known.get(report.facts.host_id, _Known()).incarnation)
+    positions = [(host_id, document_of(of_host, spoken_of.newest)) for host_id, of_host in rows.items()]
+    _store_reports(connection, known, current, digests, positions)
+    _store_told(connection, told)
+    _raise_newest_steps(connection, rows, granted, plans)
+    copies = [copy for report, _ in fresh for copy in report.copies if copy.tier is Tier.PERSISTENT]
+    persistent_steps.store(connection, (copy for copy in copies if (copy.job, copy.generation) in granted))
+    _store_losses(connection, steps)
+    news.extend(report_events.event_of_steps(part) for part in steps if (part.job, part.generation) in granted)
+    events.append(connection, news)
+
+
+def _known_reports(connection: Connection, host_ids: Sequence[str]) -> dict[str, _Known]:
+    query = (
+        select(host_reports, hosts.c.interval_s, hosts.c.left_at)
+        .join(hosts, hosts.c.host_id == host_reports.c.host_id)
+        .where(host_reports.c.host_id.in_(host_ids))
+    )
+    return {
+        row.host_id: _Known(
+            row.incarnation,
+            row.sent_at,
+            row.received_at,
+            row.digest,
+            row.workers,
+            rows_of(read_positions(row.positions), row.host_id),
+            row.interval_s,
+            row.left_at > 0.0,
+        )
+        for row in (connection.execute(query) if host_ids else ())
+    }
+
+
+def _jobs(
+    connection: Connection, reports: Sequence[Report], steps: Sequence[StepSummary], known: Mapping[str, _Known]
+) -> _Jobs:
+    named = {(part.job, part.generation) for part in steps}
+    for report in reports:
+        named.update((part.job, part.generation) for parts in report_events.parts_of(report) for part in parts)
+    live = {job for job, _ in named}
+    stored = {job for row in known.values() for job, _, _ in row.rows}
+    if not live and not stored:
+        return _Jobs(frozenset(), {})
+    granted = connection.execute(
+        select(generations.c.job, generations.c.generation).where(
+            generations.c.job.in_(sorted(live)),
+            generations.c.generation.in_(sorted({generation for _, generation in named})),
+        )
+    )
+    newest = connection.execute(
+        select(jobs.c.job, jobs.c.generation, jobs.c.state).where(jobs.c.job.in_(sorted(live | stored)))
+    )
+    return _Jobs(
+        granted=frozenset((row.job, row.generation) for row in granted),
+        newest={row.job: row.generation for row in newest if row.job in live or not JobState(row.state).ended},
+    )
+
+
+def _store_hosts(
+    connection: Connection,
+    known: Mapping[str, _Known],
+    current: Mapping[str, Received],
+    digests: Mapping[str, str],
+) -> list[Event]:
+    """Write the facts of hosts for which they have changed."""
+    rows: list[dict[str, Any]] = []
+    for host_id in sorted(current):  # in one order, so that two sensors do not wait for each other
+        report, received_at = current[host_id]
+        if host_id in known and known[host_id].digest == digests[host_id]:
+            continue
+        facts = report.facts
+        rows.append(
+            {
+                "host_id": host_id,
+                "state": HostState.HEALTHY.value,
+                "since": received_at,
+                "reason": "it reported for the first time",
+                "preempt_deadline_at": 0.0,
+                "joined_at": received_at,
+                "left_at": received_at if report.leaves else 0.0,
+                "address": facts.address,
+                "failure_domain": facts.failure_domain,
+                "engine_address": facts.engine_address,
+                "free_port": facts.free_port,
+                "daemon_version": facts.daemon_version,
+                "pid": facts.pid,
+                "interval_s": report.interval_s,
+                "engine": dump(report.engine),
+                "copies": dump([copy for copy in report.copies if copy.tier is not Tier.PERSISTENT]),
+                "version": new_version(),
+            }
+        )
+    upsert(connection, hosts, rows, replace=_FACTS)
+    return [
+        Event(at=current[host_id][1], kind=EventKind.HOST_JOINED, host_id=host_id)
+        for host_id in sorted(current)
+        if host_id not in known
+    ]
+
+
+def _digest(report: Report) -> str:
+    said = (report.facts, report.interval_s, report.engine, report.copies, report.leaves)
+    return xxhash.xxh3_128_hexdigest(encode(said))
+
+
+def _store_reports(
+    connection: Connection,
+    known: Mapping[str, _Known],
+    current: Mapping[str, Received],
+    digests: Mapping[str, str],
+    positions: Sequence[tuple[str, str]],
+) -> None:
+    values = []
+    for host_id, document in sorted(positions):
+        before = known.get(host_id, _Known())
+        report, received_at = current.get(host_id, (None, 0.0))
+        values.append(
+            {
+                "host_id": host_id,
+                "incarnation": report.incarnation if report else before.incarnation,
+                "sent_at": report.sent_at if report else before.sent_at,
+                "received_at": received_at if report else before.received_at,
+                "digest": digests.get(host_id, before.digest),
+                "workers": dump(report_events.workers_of(report)) if report else before.workers,
+                "positions": document,
+                "version": new_version(),
+            }
+        )
+    upsert(
+        connection,
+        host_reports,
+        values,
+        replace=("incarnation", "sent_at", "received_at", "digest", "workers", "positions", "version"),
+    )
+
+
+def _told_keys(report: Report) -> set[RankKey]:
+    return {(part.job, part.generation, part.rank) for parts in (report.marks, report.restores) for part in parts}
+
+
+def _load_told(connection: Connection, told: Mapping[RankKey, RankRow]) -> None:
+    """Bring in what was told of these ranks before."""
+    if not told:
+        return
+    names, numbers, members = (sorted(set(column)) for column in zip(*told, strict=True))
+    query = select(ranks).where(ranks.c.job.in_(names), ranks.c.generation.in_(numbers), ranks.c.rank.in_(members))
+    for row in connection.execute(query):
+        known = told.get((row.job, row.generation, row.rank))
+        if known is not None:  # else another combination of the same names
+            known.marks, known.restored_at, known.restored = row.marks, row.restored_at, row.restored
+
+
+def _store_told(connection: Connection, told: Mapping[RankKey, RankRow]) -> None:
+    values = [
+        {
+            "job": job,
+            "generation": generation,
+            "rank": rank,
+            "host_id": row.host_id,
+            "exited_at": 0.0,
+            "exited": None,
+            "marks": row.marks,
+            "restored_at": row.restored_at,
+            "restored": row.restored,
+        }
+        for (job, generation, rank), row in sorted(told.items())
+    ]
+    upsert(connection, ranks, values, replace=("host_id", "marks", "restored_at", "restored"))
+
+
+def _raise_newest_steps(
+    connection: Connection,
+    rows: Mapping[str, Mapping[RankKey, RankRow]],
+    granted: frozenset[tuple[str, int]],
+    plans: GivenPlans,
+) -> None:
+    newest: dict[str, int] = {}
+    for host_id, of_host in rows.items():
+        for key, row in of_host.items():
+            job, generation, rank = key
+            if (
+                row.step > newest.get(job, -1)
+                and (job, generation) in granted
+                and rank in plans.read(connection, job, generation).get(host_id, ())
+            ):
+                newest[job] = row.step
+    for job, step in sorted(newest.items()):
+        raise_newest_step(connection, job, step)
+
+
+def _store_losses(connection: Connection, steps: Sequence[StepSummary]) -> None:
+    """Of the newest generation alone: what workers of an older one still tell is old."""
+    for part in steps:
+        if part.loss is not None:
+            mine = (jobs.c.job == part.job, jobs.c.generation == part.generation)
+            values = {"loss": repr(float(part.loss)), "loss_step": part.loss_step}
+            connection.execute(update(jobs).where(*mine).values(values))
+
+
+def raise_newest_step(connection: Connection, job: str, step: int) -> None:
+    """Note that a rank completed `step`, unless a newer one is known."""
+    connection.execute(update(jobs).where(jobs.c.job == job, jobs.c.newest_step < step).values(newest_step=step))

@@ -1,0 +1,230 @@
+"""Connections and transactions, the same for SQLite (one machine) and MySQL or MariaDB (several).
+
+Reads are consistent snapshots. Writes on SQLite are BEGIN IMMEDIATE, one at a time; on MySQL they are READ COMMITTED
+and lock the rows that they change. Every failure of the database comes out as a FlyballError with a next step.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from flyball.contracts.errors import ConfigurationError, InvalidMessage, NotFound, Unreachable
+from services.store.sql.failures import is_deadlock, is_not_primary, translate
+from services.store.sql.left_state import read_only_uri
+from services.store.sql.sqlite_turns import begin_immediate
+
+T = TypeVar("T")
+
+BUSY_TIMEOUT_S = 10.0  # the longest that a transaction waits for another one's lock
+CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 20.0  # the longest wait for one answer of a MySQL server; longer than a lock wait
+MIGRATION_ANSWER_TIMEOUT_S = 86_400.0  # as ANSWER_TIMEOUT_S: altering a large table copies it, which may take hours
+MAX_ATTEMPTS = 5  # of a transaction that the server gave up in a deadlock
+
+_DURABLE = "flyball_durable"  # an execution option of a connection
+_DRIVERS = {"sqlite": "sqlite+pysqlite", "mysql": "mysql+pymysql", "mariadb": "mariadb+pymysql"}
+
+
+class Database:
+    """One database. Thread-safe; a process needs one of these for each URL."""
+
+    def __init__(self, url: str, *, read_only: bool = False) -> None:
+        """`url`: `sqlite:////var/lib/flyball/flyball.sqlite` or `mysql://user:password@host:3306/name`. With
+        `read_only` writing fails, and an SQLite file is left as it is to the last byte.
+
+        Nothing is opened yet. Raises ConfigurationError for a URL that cannot mean a database of ours.
+        """
+        self.url = _parse(url)
+        self.name = self.url.render_as_string(hide_password=True)
+        self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        # SQLite's own lock is a poll; within a process a mutex hands over at once.
+        self._writers = threading.Lock() if self.is_sqlite else None
+        if self.is_sqlite:
+            self._reader, self._writer = _sqlite_engines(self.url, read_only=read_only)
+        else:
+            self._reader = _mysql_engine(self.url, isolation_level="REPEATABLE READ")
+            self._writer = _mysql_engine(self.url, isolation_level="READ COMMITTED")
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A transaction in which all reads see the same state."""
+        with self._translated(), self._reader.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def write(self, *, durable: bool = True) -> Iterator[Connection]:
+        """A transaction that commits at the end of the block, and stores nothing if it raises.
+
+        Every commit survives the kill of any process. `durable=False` is for what is sent again anyway: on SQLite it
+        does not wait for the disk, and a power cut may take the newest of such commits back (never out of order).
+        """
+        if self._writers is None:
+            with self._translated(), self._writer.begin() as connection:
+                yield connection
+            return
+        if not self._writers.acquire(timeout=BUSY_TIMEOUT_S):
+            raise Unreachable(
+                f"The database {self.name} was busy for {BUSY_TIMEOUT_S:.0f} s.", hint="look for what holds it"
+            )
+        try:
+            with (
+                self._translated(),
+                self._writer.connect().execution_options(**{_DURABLE: durable}) as connection,
+                connection.begin(),
+            ):
+                yield connection
+        finally:
+            self._writers.release()
+
+    def transact(self, work: Callable[[Connection], T], *, durable: bool = True) -> T:
+        """Run `work` in a write transaction; again, from its beginning, if the server ended it in a deadlock."""
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                with self.write(durable=durable) as connection:
+                    return work(connection)
+            except Unreachable as error:
+                if attempt == MAX_ATTEMPTS or not is_deadlock(error.__cause__):
+                    raise
+        raise AssertionError("the loop returns or raises")
+
+    @contextmanager
+    def migration(self) -> Iterator[Connection]:
+        """As `write`, for statements that take long: to give up on one would not end it in the server."""
+        if self.is_sqlite:
+            with self.write() as connection:
+                yield connection
+            return
+        engine = _mysql_engine(self.url, isolation_level="READ COMMITTED", answer_timeout_s=MIGRATION_ANSWER_TIMEOUT_S)
+        try:
+            with self._translated(), engine.begin() as connection:
+                yield connection
+        finally:
+            engine.dispose()
+
+    def close(self) -> None:
+        """Give all connections back."""
+        self._reader.dispose()
+        self._writer.dispose()
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (DataError, OverflowError) as error:
+            raise InvalidMessage(
+                f"A value does not fit its column in {self.name}: {error.args[0]}.", hint="correct its sender"
+            ) from error
+        except DBAPIError as error:
+            translated = translate(error, self.name)
+            if translated is None:
+                raise
+            raise translated from error
+        except PoolTimeout as error:
+            raise Unreachable(
+                f"All connections to {self.name} are in use.", hint="the database is slow or overloaded; look at it"
+            ) from error
+
+
+def open_existing(url: str) -> Database:
+    """A database that is only to be looked at. Raises NotFound for an SQLite file that is not there: connecting would
+    make it."""
+    db = Database(url, read_only=True)
+    if db.is_sqlite and not Path(db.url.database or "").is_file():
+        raise NotFound(
+            f"There is no database file {db.url.database}.",
+            hint="a supervisor's is flyball.sqlite in its state folder; an absolute path takes four slashes",
+        )
+    return db
+
+
+def _parse(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+        backend = parsed.get_backend_name()
+        if backend not in _DRIVERS:
+            raise NoSuchModuleError(backend)
+    except (ArgumentError, NoSuchModuleError) as error:
+        raise ConfigurationError(
+            "The database URL is none that Flyball can use.",
+            hint="use sqlite:////absolute/path/flyball.sqlite or mysql://user:password@host:3306/flyball",
+        ) from error
+    if not parsed.database or (backend == "sqlite" and parsed.database == ":memory:"):
+        raise ConfigurationError(
+            "The database URL names no database.", hint="add a file path (SQLite) or a database name (MySQL)"
+        )
+    return parsed.set(drivername=_DRIVERS[backend])
+
+
+def _sqlite_engines(url: URL, *, read_only: bool) -> tuple[Engine, Engine]:
+    def connected(pragmas: tuple[str, ...]) -> Callable[[Any, object], None]:
+        def set_up(connection: Any, _record: object) -> None:  # noqa: ANN401 - a DBAPI connection has no type
+            connection.isolation_level = None  # the driver would begin transactions by itself, and not IMMEDIATE
+            for pragma in pragmas:
+                connection.execute(f"PRAGMA {pragma}").fetchall()
+
+        return set_up
+
+    def begin_read(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN")
+
+    def begin_write(connection: Connection) -> None:
+        # FULL waits for the disk: a commit that a power cut takes back would give out the same epoch, and the same
+        # action number, twice.
+        durable = connection.get_execution_options().get(_DURABLE, True)
+        connection.exec_driver_sql(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+        begin_immediate(connection, url.database or "", timeout_s=BUSY_TIMEOUT_S)
+
+    common = (f"busy_timeout={int(BUSY_TIMEOUT_S * 1000)}", "foreign_keys=ON")
+    # Parameters stay out of errors, and so out of logs: a job's specification may carry secrets in its environment.
+    writer = create_engine(url, pool_size=1, max_overflow=0, pool_timeout=BUSY_TIMEOUT_S, hide_parameters=True)
+    event.listen(writer, "connect", connected((*common, "journal_mode=WAL")))
+    event.listen(writer, "begin", begin_write)
+    opened = {"creator": lambda: _open_read_only(Path(url.database or ""))} if read_only else {}
+    reader = create_engine(
+        url, pool_size=4, max_overflow=12, pool_timeout=BUSY_TIMEOUT_S, hide_parameters=True, **opened
+    )
+    event.listen(reader, "connect", connected((*common, "query_only=ON")))
+    event.listen(reader, "begin", begin_read)
+    return reader, writer
+
+
+def _open_read_only(file: Path) -> sqlite3.Connection:
+    return sqlite3.connect(read_only_uri(file), uri=True, check_same_thread=False)
+
+
+def _mysql_engine(url: URL, *, isolation_level: str, answer_timeout_s: float | None = None) -> Engine:
+    timeout_s = answer_timeout_s or ANSWER_TIMEOUT_S
+
+    def failed(context: ExceptionContext) -> None:
+        if is_not_primary(context.original_exception):
+            context.is_disconnect = True  # the pool's connections would go on to lead to that server
+
+    engine = create_engine(
+        url,
+        isolation_level=isolation_level,
+        pool_pre_ping=True,
+        pool_recycle=1800,
+        pool_size=4,
+        max_overflow=12,
+        pool_timeout=BUSY_TIMEOUT_S,
+        hide_parameters=True,
+        connect_args={
+            "charset": "utf8mb4",
+            "connect_timeout": int(CONNECT_TIMEOUT_S),
+            "read_timeout": timeout_s,
+            "write_timeout": timeout_s,
+            "init_command": "SET SESSION sql_mode='STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION', "
+            f"innodb_lock_wait_timeout={int(BUSY_TIMEOUT_S)}",
+        },
+    )
+    event.listen(engine, "handle_error", failed)
+    return engine

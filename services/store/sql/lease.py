@@ -1,0 +1,89 @@
+"""The controller's lease: one row, an epoch that only grows, time by the database's clock.
+
+The epoch is what protects: every commit checks it in its own transaction. The time to live only keeps two healthy
+controllers from taking the lease from each other in turns.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from sqlalchemy import Connection, select, text, update
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.errors import StaleEpoch
+from services.record.lease_terms import MARGIN, Held, Renewals, epoch_for
+from services.rules.stream import LeaseGrant
+from services.store.sql.tables import lease
+
+CONTROLLER = "controller"
+
+_NOW = {
+    "sqlite": text("SELECT (julianday('now') - 2440587.5) * 86400.0"),
+    "mysql": text("SELECT UNIX_TIMESTAMP(SYSDATE(6))"),
+}
+
+
+class Acquired(msgspec.Struct, frozen=True):
+    grant: LeaseGrant
+    is_new: bool  # a new epoch began
+
+
+class ControllerLease:
+    """One process's hold on the lease.
+
+    Holders are called "name#incarnation". One of the same name and another incarnation is this controller's
+    predecessor, which died: it is replaced at once, without waiting for its time to run out. Who was once replaced
+    that way waits like any stranger, so that two live processes of one name do not push each other out for ever.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._has_held = False
+        self._renewals = Renewals()
+
+    def acquire(self, connection: Connection, holder: str, ttl_s: float) -> Acquired | None:
+        """Take or renew; None while another one holds it. The caller's transaction must be a write."""
+        began_s = self._clock.monotonic_s()  # before the request, so that a slow answer shortens our time, not theirs
+        row = connection.execute(select(lease).where(lease.c.name == CONTROLLER).with_for_update()).one()
+        now = database_now(connection)
+        held = Held(row.holder, row.epoch, row.expires_at)
+        is_over = self._renewals.is_over(held, began_s, ttl_s)
+        epoch = epoch_for(holder, held, now, has_held=self._has_held, is_over=is_over)
+        if epoch is None:
+            return None
+        connection.execute(
+            update(lease).where(lease.c.name == CONTROLLER).values(holder=holder, epoch=epoch, expires_at=now + ttl_s)
+        )
+        self._has_held = True
+        return Acquired(LeaseGrant(epoch, began_s + ttl_s * (1.0 - MARGIN)), is_new=epoch != row.epoch)
+
+
+def release(connection: Connection, holder: str) -> None:
+    """Let another controller take over at once. The epoch stays, and grows with the next holder."""
+    connection.execute(update(lease).where(lease.c.name == CONTROLLER, lease.c.holder == holder).values(expires_at=0.0))
+
+
+def current_epoch(connection: Connection) -> int:
+    """The epoch that commands written in this transaction must carry; no other one begins before it ends."""
+    query = select(lease.c.epoch).where(lease.c.name == CONTROLLER).with_for_update(read=True)
+    return int(connection.execute(query).scalar_one())
+
+
+def check_epoch(connection: Connection, epoch: int) -> None:
+    """Raise StaleEpoch unless `epoch` is the present one; it then stays so until the transaction ends."""
+    present = connection.execute(select(lease.c.epoch).where(lease.c.name == CONTROLLER).with_for_update()).scalar_one()
+    if present != epoch:
+        raise StaleEpoch(
+            f"This controller's epoch is {epoch}, but {present} has begun.", hint="nothing to do: another one leads now"
+        )
+
+
+def database_now(connection: Connection) -> float:
+    """Seconds since the Unix epoch, by the database's clock."""
+    return float(connection.execute(_NOW["sqlite" if connection.dialect.name == "sqlite" else "mysql"]).scalar_one())
+
+
+def leader(connection: Connection) -> str | None:
+    """Who holds the lease now; None if nobody does."""
+    row = connection.execute(select(lease).where(lease.c.name == CONTROLLER)).one_or_none()
+    return str(row.holder) if row is not None and row.expires_at > database_now(connection) else None
