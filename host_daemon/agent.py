@@ -39,12 +39,13 @@ from host_daemon.probes.preemption import PreemptionProbe
 from host_daemon.settings import DaemonSettings, read_token_file
 from host_daemon.spawning.spawner_start import StartedSpawner
 from host_daemon.spawning.standby import Standbys
+from host_daemon.store.allegiance import Allegiance
 from host_daemon.store.command_journal import CommandJournal
-from host_daemon.store.database import Database
+from host_daemon.store.database import Database, Facts
 from host_daemon.store.outbox import Outbox
 from host_daemon.store.owed_releases import OwedReleases
 from host_daemon.store.state_dir import StateDir
-from host_daemon.store.worker_records import Facts, WorkerRecords
+from host_daemon.store.worker_records import WorkerRecords
 from host_daemon.workers.beacons import Beacons
 from host_daemon.workers.terminals import Terminals
 from host_daemon.workers.worker_errors import read_error
@@ -139,11 +140,24 @@ class Agent:
             ports=ports,
             peer_key=lambda: read_token_file(settings.token_file, settings.host_id).peer_key,
         )
+        journal = CommandJournal(self._database)
+        self._allegiance = Allegiance(
+            host_id=settings.host_id,
+            incarnation=incarnation,
+            clock=clock,
+            facts=self._facts,
+            journal=journal,
+            records=self._records,
+            outbox=self._outbox,
+            held=self._control.held,
+            wake=self._reporter.wake,
+        )
         self._commands = CommandLoop(
             host_id=settings.host_id,
             incarnation=incarnation,
             client=self._http,
-            journal=CommandJournal(self._database),
+            journal=journal,
+            allegiance=self._allegiance,
             clock=clock,
             handler=self._carry_out,
             take_log_requests=LogReading(settings.host_id, state_dir, self._http).take,
@@ -243,6 +257,7 @@ class Agent:
     async def _take_over(self) -> None:
         """Go on where an earlier daemon of this folder stopped."""
         await self._succeed()
+        await self._allegiance.load()
         signals = await self._outbox.load()
         workers, jobs = await self._records.load()
         for job in jobs:

@@ -37,6 +37,7 @@ from services.store.actions.action_store import SqlActionStore
 from services.store.decisions.decision_store import SqlDecisionStore
 from services.store.decisions.drain_store import SqlDrainStore
 from services.store.decisions.job_store import SqlJobStore
+from services.store.decisions.standing_store import SqlStandings
 from services.store.read.read_models import ReadModels
 from services.store.reports.departures import SqlDepartures
 from services.store.reports.placements import SqlPlacements
@@ -197,6 +198,7 @@ class Assembly:
         self._add_loop("executor", Executor(store=store, wakeup=self._wakeup, clock=self._clock).run)
         daemons = HostDaemons(
             store=store,
+            standings=SqlStandings(self.db, self._clock),
             wakeup=self._wakeup,
             clock=self._clock,
             metrics=self._metrics,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from random import Random
+from typing import Any
 
 import msgspec
 
@@ -90,6 +92,14 @@ class Cluster:
     def set_bus_away(self, is_away: bool) -> None:
         """Streams and wake-ups go over the same server."""
         self.bus.is_away = self.wakeup.is_away = is_away
+
+    def replace_database(self, backup: Mapping[str, Any] | None, *, restarted: bool) -> None:
+        """Put a backup, or an empty one, in its place; `restarted`: together with all processes that use it."""
+        self.memory.restore(backup)
+        for process in (*self.sensors, *self.controllers, *self.actuators) if restarted else ():
+            if process.is_running:
+                process.kill()
+                process.start()
 
     def _submit(self) -> None:
         if self.memory.is_away:

@@ -128,6 +128,12 @@ def _left_undone(cluster: Cluster, *, is_back: bool) -> Iterator[Violation]:
         job = memory.jobs.get(JOB)
         state = f"{job.state.value}: {job.message}" if job is not None else "not there"
         yield Violation("training_not_back", f"the job is {state}, at step {world.truth.newest}")
+    known = {(job, row.generation) for job, row in memory.jobs.items() if not row.state.ended}
+    for name, host in world.hosts.items():
+        for group, worker in host.workers.values():
+            if (group.job, group.generation) not in known:
+                what = f"rank {worker.rank} of generation {group.generation} runs on {name}, unknown to the database"
+                yield Violation("unsupervised", what)
     if waiting := _not_committed(cluster):
         yield Violation("signal_not_committed", f"the spool of {', '.join(waiting)} is not empty")
 

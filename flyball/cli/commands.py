@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from flyball import __version__
-from flyball.cli import drain, explain, host, inject, ls, replay, status, stop, tokens, up
+from flyball.cli import database, drain, explain, host, inject, ls, replay, status, stop, tokens, up
 from flyball.cli.ckpt import command as ckpt
 from flyball.cli.completion import VARIABLE
 from flyball.cli.demo import command as demo
@@ -57,6 +57,7 @@ app.add_typer(goodput.app, name="goodput")
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(inject.app, name="inject")
 app.add_typer(tokens.app, name="token")
+app.add_typer(database.app, name="db")
 
 
 def _version(asked: bool) -> None:

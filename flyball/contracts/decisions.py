@@ -35,6 +35,7 @@ class DecisionKind(StrEnum):
     RESUME = "resume"  # ranks that stand at an emergency step train on where they are
     CORDON = "cordon"
     UNCORDON = "uncordon"
+    ADOPT = "adopt"  # what hosts know and the database does not is taken over from them
     SHRINK = "shrink"
     GROW = "grow"
     FAIL_JOB = "fail_job"
@@ -211,7 +212,7 @@ CommandBody: TypeAlias = WarmUp | StopWorkers | StartWorkers | SaveEmergency | F
 class Command(msgspec.Struct, frozen=True):
     """One outbox row for one host. Obeyed at most once per command_id; a repeat is answered with the stored result."""
 
-    command_id: str  # "act-17.stop.host-a.1"
+    command_id: str  # "act-3f9a01c2-17.stop.host-a.1": unique also across copies of the database
     action_id: str
     host_id: HostId
     fence: Fence
@@ -261,3 +262,6 @@ class CommandBatch(msgspec.Struct, frozen=True):
 
     commands: tuple[Command, ...] = ()
     log_requests: tuple[LogRequest, ...] = ()
+    cluster: str = ""  # whose commands these are, '' from an older release
+    incarnation: str = ""  # of its database: another one with every epoch
+    tell_standing: bool = False  # the database does not know what the host obeyed; there are no commands until it does

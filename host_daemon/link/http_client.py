@@ -27,6 +27,7 @@ from flyball.contracts.errors import (
 )
 from flyball.contracts.rank_logs import LogPiece
 from flyball.contracts.signals import Report, ReportReply
+from flyball.contracts.standings import Obeyed, Standing
 from host_daemon.link.failover import Endpoints
 
 CONNECT_TIMEOUT_S = 2.0
@@ -78,7 +79,14 @@ class SupervisorClient:
         response = await self._send(self._sensors, "POST", "/v1/reports", content=wire.encode(report))
         return wire.decode(response.content, ReportReply)
 
-    async def commands(self, host_id: str, incarnation: str, *, wait_s: float) -> CommandBatch:
+    async def commands(
+        self,
+        host_id: str,
+        incarnation: str,
+        *,
+        wait_s: float,
+        obeyed: Obeyed = Obeyed(),  # noqa: B008 - frozen
+    ) -> CommandBatch:
         """Long poll: answers as soon as there is a command, or with none after `wait_s`."""
         if self._actuators.are_several:
             wait_s = min(wait_s, MAX_POLL_OF_SEVERAL_S)
@@ -86,10 +94,15 @@ class SupervisorClient:
             self._actuators,
             "GET",
             f"/v1/hosts/{host_id}/commands",
-            params={"incarnation": incarnation, "wait_s": str(wait_s), **self._succession()},
+            params={"incarnation": incarnation, "wait_s": str(wait_s), **self._succession(), **_params(obeyed)},
             wait_s=wait_s,
         )
         return wire.decode(response.content, CommandBatch)
+
+    async def tell_standing(self, standing: Standing) -> None:
+        """What the database does not know."""
+        content, path = wire.encode(standing), f"/v1/hosts/{standing.host_id}/standing"
+        await self._send(self._actuators, "POST", path, content=content, params=self._succession())
 
     async def departure(self, host_id: str) -> Departure:
         """Whether a host that gave notice is needed no more."""
@@ -169,6 +182,10 @@ class SupervisorClient:
             return False
         renewed, self._token = token != self._token, token
         return renewed
+
+
+def _params(obeyed: Obeyed) -> dict[str, str]:
+    return {name: str(value) for name, value in msgspec.structs.asdict(obeyed).items() if value}
 
 
 class _Problem(msgspec.Struct):

@@ -41,8 +41,8 @@ from host_daemon.link.cluster_clock import ClusterClock, no_later
 from host_daemon.link.http_client import SupervisorClient
 from host_daemon.link.superseded import Refusals
 from host_daemon.settings import DaemonSettings
+from host_daemon.store.database import Facts
 from host_daemon.store.outbox import RESEND_AFTER_S, Outbox
-from host_daemon.store.worker_records import Facts
 from host_daemon.workers.beacons import BeaconReadings, Beacons
 
 MIN_INTERVAL_S = 0.005  # between two reports, also when much happens

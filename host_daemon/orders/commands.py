@@ -27,6 +27,7 @@ from flyball.contracts.errors import DaemonSuperseded, FlyballError, StaleComman
 from flyball.contracts.rank_logs import LogRequest
 from host_daemon.link.http_client import SupervisorClient
 from host_daemon.link.superseded import Refusals
+from host_daemon.store.allegiance import TELL_AGAIN_S, Allegiance
 from host_daemon.store.command_journal import Admission, CommandJournal
 
 POLL_WAIT_S = 20.0
@@ -97,6 +98,7 @@ class CommandLoop:
         handler: Handler,
         take_log_requests: Callable[[Sequence[LogRequest]], None],
         refusals: Refusals,
+        allegiance: Allegiance,
     ) -> None:
         self._host_id = host_id
         self._incarnation = incarnation
@@ -109,6 +111,7 @@ class CommandLoop:
         self._answers: dict[str, asyncio.Task[None]] = {}
         self._turns: dict[str, asyncio.Lock] = {}  # by job
         self._refusals = refusals
+        self._allegiance = allegiance
         self._closing = False
 
     async def run(self) -> None:
@@ -116,7 +119,13 @@ class CommandLoop:
         retry_s = POLL_RETRY_S
         while True:
             try:
-                batch = await self._client.commands(self._host_id, self._incarnation, wait_s=POLL_WAIT_S)
+                batch = await self._client.commands(
+                    self._host_id, self._incarnation, wait_s=POLL_WAIT_S, obeyed=self._allegiance.obeyed
+                )
+                await self._allegiance.answered(batch)
+                if batch.tell_standing:
+                    await self._client.tell_standing(await self._allegiance.standing())
+                    await asyncio.sleep(TELL_AGAIN_S)
             except TooBusy as error:
                 await asyncio.sleep(error.retry_after_s)
                 continue
@@ -135,7 +144,7 @@ class CommandLoop:
             self._take_log_requests(batch.log_requests)
             new = [c for c in batch.commands if c.command_id not in self._running]
             for command in new:
-                task = asyncio.create_task(self._obey(command), name=command.command_id)
+                task = asyncio.create_task(self._obey(command, batch.cluster), name=command.command_id)
                 self._running[command.command_id] = (command, task)
                 task.add_done_callback(lambda done: self._running.pop(done.get_name(), None))
             working = {task for _, task in self._running.values()} | set(self._answers.values())
@@ -151,10 +160,10 @@ class CommandLoop:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
 
-    async def _obey(self, command: Command) -> None:
+    async def _obey(self, command: Command, cluster: str) -> None:
         job = job_of(command.body)
         try:
-            admission, answer = await self._journal.admit(command, job)
+            admission, answer = await self._journal.admit(command, job, cluster)
         except FlyballError as error:
             await self._answer(command, _failed(error), stored=False)
             return
@@ -166,6 +175,7 @@ class CommandLoop:
             message = f"{command.command_id} carries {command.fence}, and a newer one was obeyed."
             await self._answer(command, (UpdateState.REFUSED, StaleCommand.code, message, CommandResult()))
             return
+        self._allegiance.begun(command, cluster)
         self._supersede(command)
         _log.info("command", id=command.command_id, kind=type(command.body).__name__, job=job, state=admission.value)
         await self._carry_out(command, resumed=admission is Admission.RESUMED, acknowledged=answer is not None)

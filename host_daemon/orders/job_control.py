@@ -23,6 +23,7 @@ from flyball.contracts.decisions import (
 from flyball.contracts.engine_wire import Arm, AwaitSaved, Configure, Disarm, EngineReply, EngineRequest, Flush, Release
 from flyball.contracts.errors import FlyballError, NotFound, StaleCommand, Unreachable
 from flyball.contracts.signals import SignalBody, WorkerStartFailed
+from flyball.contracts.standings import HeldJob
 from flyball.sealed_values import unseal
 from host_daemon.engine.engine_client import EngineClient, EngineRefused
 from host_daemon.engine.engine_process import EngineKeeper
@@ -110,6 +111,18 @@ class JobControl:
             self._standbys.keep(record.spec.job, self._environment_of(record.spec))
         except FlyballError as error:  # the workers that run have them; a start will say it to the user
             _log.error("secrets_not_read", job=record.spec.job, error=str(error))
+
+    def held(self) -> tuple[HeldJob, ...]:
+        """The jobs of this host, each with the newest generation that it was told to start, and the ranks that run."""
+        live: dict[tuple[str, int], list[int]] = {}
+        for worker in self._workers.live():
+            record = worker.record
+            if record.rank >= 0:
+                live.setdefault((record.job, record.generation), []).append(record.rank)
+        return tuple(
+            HeldJob(job.spec, job.placement, job.fence, tuple(sorted(live.get((name, job.placement.generation), ()))))
+            for name, job in sorted(self._jobs.items())
+        )
 
     def _environment_of(self, spec: JobSpec) -> dict[str, str]:
         """That of the job's workers. What was once unsealed is kept in memory: a new secret of the cluster takes
@@ -324,7 +337,7 @@ class JobControl:
         self._standbys.drop(body.job)
         self._jobs.pop(body.job, None)
         self._secrets.pop(body.job, None)
-        await self._records.forget(body.job)
+        await self._records.forget(body.job, body.generation)
         return CommandResult(positions=positions)
 
     async def _release(self, request: Release, timeout_s: float) -> None:

@@ -10,9 +10,13 @@ import msgspec
 from flyball.contracts import wire
 from flyball.contracts.decisions import Command, CommandUpdate, UpdateState
 from flyball.contracts.identity import Fence
-from host_daemon.store.database import Database
+from flyball.contracts.standings import Obeyed
+from host_daemon.store.database import Database, Facts
 
 KEPT_ANSWERS = 500
+
+
+OBEYED_FACT = "obeyed"
 
 
 class Admission(Enum):
@@ -38,8 +42,9 @@ class CommandJournal:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def admit(self, command: Command, job: str) -> tuple[Admission, CommandUpdate | None]:
-        """Decide about a command and remember it and its fence; also returns the newest stored answer, if any.
+    async def admit(self, command: Command, job: str, cluster: str = "") -> tuple[Admission, CommandUpdate | None]:
+        """Decide about a command and remember it, its fence, and whose it is; also returns the newest stored answer, if
+        any.
 
         Raises StorageFull when it cannot be remembered; then it must not be obeyed.
         """
@@ -62,6 +67,8 @@ class CommandJournal:
             if admission is Admission.RESUMED:
                 return admission, answer
             connection.execute("INSERT INTO commands (command_id, job) VALUES (?, ?)", (command.command_id, job))
+            obeyed = wire.encode(_obeyed(connection).after(command, cluster)).decode()
+            Facts.setting(OBEYED_FACT, obeyed)(connection)
             connection.execute(
                 "DELETE FROM commands WHERE number <= (SELECT max(number) FROM commands) - ?", (KEPT_ANSWERS,)
             )
@@ -80,9 +87,18 @@ class CommandJournal:
             )
         )
 
+    async def obeyed(self) -> Obeyed:
+        """Whom this daemon, or an earlier one, obeyed last."""
+        return await self._database.run(_obeyed)
+
     async def fence(self, job: str) -> Fence | None:
         """The highest fence obeyed for a job."""
         row = await self._database.run(
             lambda c: c.execute("SELECT epoch, generation FROM fences WHERE job = ?", (job,)).fetchone()
         )
         return Fence(*row) if row else None
+
+
+def _obeyed(connection: sqlite3.Connection) -> Obeyed:
+    row = connection.execute("SELECT value FROM facts WHERE name = ?", (OBEYED_FACT,)).fetchone()
+    return wire.decode(row[0].encode(), Obeyed) if row else Obeyed()

@@ -16,6 +16,7 @@ from typing import TypeVar
 from flyball.contracts.errors import ConfigurationError, FlyballError, StateVersionMismatch, StorageFull
 
 T = TypeVar("T")
+Work = Callable[[sqlite3.Connection], object]  # a part of a transaction
 
 SCHEMA_VERSION = 1
 MAX_BYTES = 256 << 20  # a bound on the file, far above what the bounded tables need
@@ -104,4 +105,28 @@ class Database:
             )
         return ConfigurationError(
             f"{self._path} cannot be used: {error}.", hint="check the disk, or choose another --state-dir"
+        )
+
+
+class Facts:
+    """Small things to remember by name."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def get(self, name: str) -> str | None:
+        row = await self._database.run(
+            lambda c: c.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        )
+        return row[0] if row else None
+
+    async def set(self, name: str, value: str) -> None:
+        await self._database.run(self.setting(name, value))
+
+    @staticmethod
+    def setting(name: str, value: str) -> Work:
+        """`set`, for a transaction that also does something else."""
+        return lambda connection: connection.execute(
+            "INSERT INTO facts (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+            (name, value),
         )

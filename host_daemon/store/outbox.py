@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 
 import msgspec
@@ -15,15 +16,15 @@ from flyball.contracts import wire
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError, InvalidMessage
 from flyball.contracts.signals import Signal, SignalBody
-from host_daemon.store.database import Database
+from host_daemon.store.database import Database, Facts, Work
 
 MAX_SIGNALS = 10_000
 MAX_IN_MEMORY = 1_000  # signals that found the disk full or broken
+MAX_KEPT = 64  # that were committed: the database may turn out to be older than it was
 BATCH = 200  # signals in one report
 BATCH_BYTES = 1 << 20  # of them; sensors take no report of more than 4 MiB, and refused that one for ever
 RESEND_AFTER_S = 1.0
-
-Work = Callable[[sqlite3.Connection], object]
+COMMITTED_FACT = "signals_committed"  # JSON: up to where, by incarnation
 
 _log = structlog.get_logger(__name__)
 
@@ -31,9 +32,10 @@ _log = structlog.get_logger(__name__)
 class Outbox:
     """Numbers signals, keeps them on disk, and says which are due to be sent.
 
-    A signal leaves the spool when a reply says that its (incarnation, seq) is committed. Those of earlier incarnations
-    of this daemon keep their numbers. When the spool is full new signals are refused, so that the numbers of one
-    incarnation have no gap and the oldest, which tell the cause, stay.
+    A signal is due no more when a reply says that its (incarnation, seq) is committed; the newest stay in the spool all
+    the same, should the database lose them. Those of earlier incarnations of this daemon keep their numbers. When the
+    spool is full new signals are refused, so that the numbers of one incarnation have no gap and the oldest, which tell
+    the cause, stay.
     """
 
     def __init__(self, database: Database, clock: Clock, *, source: str, incarnation: str) -> None:
@@ -47,17 +49,21 @@ class Outbox:
         self._unstored: deque[tuple[Signal, Work | None]] = deque()  # each with what is to be stored with it
         self._refused = 0
         self._in_memory = False
+        self._kept: dict[tuple[str, int], Signal] = {}  # the newest of those that were committed
+        self._told: dict[str, int] = {}  # up to where signals were said to be committed
         self._lock = asyncio.Lock()  # signals are stored in the order of their numbers
 
     async def load(self) -> int:
-        """Take over what earlier incarnations left; returns how many."""
+        """Take over what earlier incarnations left; returns how many are to be sent."""
         rows = await self._database.run(
             lambda c: c.execute("SELECT signal FROM signals ORDER BY rowid LIMIT ?", (MAX_SIGNALS,)).fetchall()
         )
+        self._told = json.loads(await Facts(self._database).get(COMMITTED_FACT) or "{}")
         for (blob,) in rows:
             signal = wire.decoder_of(Signal).decode(blob)
-            self._pending[signal.incarnation, signal.seq] = signal
-        return len(rows)
+            is_kept = signal.seq <= self._told.get(signal.incarnation, 0)
+            (self._kept if is_kept else self._pending)[signal.incarnation, signal.seq] = signal
+        return len(self._pending)
 
     async def put(self, body: SignalBody, *, also: Work | None = None) -> None:
         """Number a signal and store it, together with `also` in one transaction.
@@ -111,22 +117,54 @@ class Outbox:
         return len(self._sent_at) < len(self._pending)
 
     async def committed(self, upto: Mapping[str, int]) -> None:
-        """Drop what the controller has committed."""
+        """Drop what the controller has committed. Where that is less than it was, its database went back."""
+        if went_back(self._told, upto):
+            await self.send_again()
+        is_news = any(self._told.get(incarnation, 0) != seq for incarnation, seq in upto.items())
+        self._told.update(upto)
         async with self._lock:
-            gone = [key for key in self._pending if key[1] <= upto.get(key[0], 0)]
-            for key in gone:
-                del self._pending[key]
+            for key in [key for key in self._pending if key[1] <= upto.get(key[0], 0)]:
+                self._kept[key] = self._pending.pop(key)
                 self._sent_at.pop(key, None)
             self._unstored = deque((s, also) for s, also in self._unstored if s.seq > upto.get(s.incarnation, 0))
-            if gone:
-                await self._delete(gone)  # which may make the room that the others wait for
+            room = 0 if self._unstored else MAX_KEPT  # what was never committed comes first on a full disk
+            gone = list(self._kept)[: max(len(self._kept) - room, 0)]
+            for key in gone:
+                del self._kept[key]
+            if is_news or gone:
+                await self._trim(gone)  # which may make the room that the others wait for
             await self._store()
 
-    async def _delete(self, keys: list[tuple[str, int]]) -> None:
+    async def send_again(self) -> bool:
+        """The database may have lost what it committed: send what is left of that, also after a kill -9 in between.
+        Whether there is anything. Raises FlyballError when that cannot be noted on disk."""
+        if not self._kept:
+            return False
+        again, self._kept = self._kept, {}
+        self._pending = {**again, **self._pending}
+        self._told = {}
+        await Facts(self._database).set(COMMITTED_FACT, "{}")
+        return True
+
+    def forgotten(self) -> dict[str, int]:
+        """Of each incarnation, up to where signals are not in the spool any more."""
+        first = {self._incarnation: self._next_seq}
+        for incarnation, seq in (*self._kept, *self._pending):
+            first[incarnation] = min(seq, first.get(incarnation, seq))
+        return {incarnation: seq - 1 for incarnation, seq in first.items() if seq > 1}
+
+    async def _trim(self, gone: list[tuple[str, int]]) -> None:
+        """Delete what the spool keeps no more, and note what is committed of the rest."""
+        left = {incarnation for incarnation, _ in (*self._kept, *self._pending)}
+        self._told = {i: seq for i, seq in self._told.items() if i in left or i == self._incarnation}
+        noted = Facts.setting(COMMITTED_FACT, json.dumps(self._told))
+
+        def trim(connection: sqlite3.Connection) -> None:
+            connection.executemany("DELETE FROM signals WHERE incarnation = ? AND seq = ?", gone)
+            noted(connection)
+
         try:
-            await self._database.run(
-                lambda c: c.executemany("DELETE FROM signals WHERE incarnation = ? AND seq = ?", keys)
-            )
+            await self._database.run(trim)
         except FlyballError as error:  # deleting needs room too; a restarted daemon sends them once more
             _log.warning("spool_not_trimmed", error=str(error))
 
@@ -161,3 +199,8 @@ class Outbox:
         self._in_memory = False
         for _ in range(count):
             self._unstored.popleft()
+
+
+def went_back(told: Mapping[str, int], upto: Mapping[str, int]) -> bool:
+    """Whether less is committed than was said before. Pure."""
+    return any(seq < told.get(incarnation, 0) for incarnation, seq in upto.items())

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from flyball.contracts import wire
 from flyball.contracts.cluster import JobSpec, Placement
 from flyball.contracts.identity import Fence
-from host_daemon.store.database import Database
-from host_daemon.store.outbox import Work
+from host_daemon.store.database import Database, Facts, Work
 
 _INSERT = (
     "INSERT OR REPLACE INTO workers (job, generation, rank, pid, start_ticks, spawned_at, log_path)"
     " VALUES (?, ?, ?, ?, ?, ?, ?)"
 )
+ENDED_FACT = "ended:"  # and a job's name
+MAX_ENDED = 500  # that are told
 STORE_RANK = -1  # the process that hosts a generation's rendezvous store
 
 
@@ -66,6 +67,7 @@ class WorkerRecords:
 
         def work(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM workers WHERE job = ? AND ended = 1", (job,))
+            connection.execute("DELETE FROM facts WHERE name = ?", (ENDED_FACT + job,))
             connection.execute(
                 "INSERT INTO jobs (job, start) VALUES (?, ?) ON CONFLICT (job) DO UPDATE SET start = excluded.start",
                 (job, blob),
@@ -99,35 +101,22 @@ class WorkerRecords:
             "UPDATE workers SET ended = 1 WHERE job = ? AND generation = ? AND rank = ?", (job, generation, rank)
         )
 
-    async def forget(self, job: str) -> None:
-        """The job ended."""
+    async def forget(self, job: str, generation: int) -> None:
+        """The job ended, with this generation as its newest."""
 
         def work(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM workers WHERE job = ?", (job,))
             connection.execute("DELETE FROM jobs WHERE job = ?", (job,))
+            Facts.setting(ENDED_FACT + job, str(generation))(connection)
 
         await self._database.run(work)
 
-
-class Facts:
-    """Small things to remember by name."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    async def get(self, name: str) -> str | None:
-        row = await self._database.run(
-            lambda c: c.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+    async def ended(self) -> dict[str, int]:
+        """Jobs that ended on this host, the newest ones, and the newest generation of each."""
+        rows = await self._database.run(
+            lambda c: c.execute(
+                "SELECT name, value FROM facts WHERE name LIKE ? ORDER BY rowid DESC LIMIT ?",
+                (f"{ENDED_FACT}%", MAX_ENDED),
+            ).fetchall()
         )
-        return row[0] if row else None
-
-    async def set(self, name: str, value: str) -> None:
-        await self._database.run(self.setting(name, value))
-
-    @staticmethod
-    def setting(name: str, value: str) -> Callable[[sqlite3.Connection], object]:
-        """`set`, for a transaction that also does something else."""
-        return lambda connection: connection.execute(
-            "INSERT INTO facts (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
-            (name, value),
-        )
+        return {name.removeprefix(ENDED_FACT): int(value) for name, value in rows}

@@ -19,6 +19,7 @@ from flyball.contracts.decisions import (
     UpdateState,
 )
 from flyball.contracts.events import Event
+from flyball.contracts.standings import Obeyed, Standing
 
 ANSWER_SLACK_S = 2.0  # for the answer to travel, after the daemon's own deadline
 
@@ -108,6 +109,24 @@ class ActionStore(Protocol):
 
     def record(self, update: CommandUpdate) -> None:
         """Keep a host's answer; idempotent, and never backwards (succeeded stays succeeded)."""
+        ...
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """Whose commands a database gives, and which of the hosts that ask know more than it does."""
+
+    cluster: str
+    incarnation: str
+    ahead: frozenset[str]
+
+
+class Standings(Protocol):
+    """What hosts obeyed, compared with what the database knows."""
+
+    def judge(self, obeyed: Mapping[str, Obeyed]) -> Judgement: ...
+
+    def tell(self, standing: Standing) -> None:
+        """Keep what a host tells that is ahead of the database."""
         ...
 
 

@@ -34,6 +34,7 @@ ACCESS: dict[tuple[Method, str], frozenset[Role | None]] = {
     ("POST", "/v1/reports"): DAEMONS,
     ("GET", "/v1/hosts/{host_id}/commands"): DAEMONS,
     ("POST", "/v1/hosts/{host_id}/updates"): DAEMONS,
+    ("POST", "/v1/hosts/{host_id}/standing"): DAEMONS,
     ("GET", "/v1/hosts/{host_id}/departure"): DAEMONS,
     ("POST", "/v1/hosts/{host_id}/token"): OPERATORS,
     ("POST", "/v1/hosts/{host_id}/drain"): OPERATORS,

@@ -73,6 +73,12 @@ class LeaseHold:
             except OUTAGES as error:
                 log.warning("lease_not_released", error=str(error), until=f"it ends by itself in {self._ttl_s} s")
 
+    def begin_anew(self) -> None:
+        """The database is older than it was: what it says next is said under a new epoch."""
+        with self._lock:
+            self._drop("the database is older than it was: a backup was restored, or a replica promoted")
+            self._store.went_back(self._holder)
+
     def keep(self, stop: threading.Event) -> None:
         """Until stopped: renew for a loop that is in the middle of a long round."""
         while not stop.wait(self.renewal_s / 2.0):

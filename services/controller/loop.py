@@ -64,6 +64,7 @@ class ControllerLoop:
         self._untrimmed: Cursor | None = None  # what the bus still has to be told to forget
         self._bus_outage = Outage("controller-bus", clock)
         self._read_bus_at_s = 0.0
+        self._revision = 0  # of the database, when it was looked at last
         self._turns = Turns()
         self._poll_s = POLL_S
 
@@ -113,6 +114,11 @@ class ControllerLoop:
 
     def _round(self, grant: LeaseGrant) -> float:
         revision = self._store.revision()  # before the view: what changes in between is looked at again
+        if revision < self._revision:
+            self._revision, self._epoch = revision, None
+            self._lease.begin_anew()
+            return 0.0
+        self._revision = revision
         delivered = self._read_bus()
         began_s = self._clock.monotonic_s()
         if not delivered and not self._turns.is_due(revision, began_s):

@@ -15,6 +15,7 @@ from flyball.contracts.signals import Signal
 from services.controller.round.diagnosis import DRAIN_REQUESTED, PREEMPTION_NOTICE, SAVES_FAILING, SUPERSEDED_WORKERS
 from services.controller.round.round import Case, Round, Verdict
 from services.controller.rules import (
+    adoption,
     drain_rules,
     intake,
     job_rules,
@@ -107,9 +108,12 @@ def decide(view: View, signals: Sequence[Signal], settings: PolicySettings, now:
     round_ = Round(view, settings, now)
     intake.take_signals(round_, signals)
     intake.settle_hosts(round_)
+    adoption.take_in(round_)
     for job in round_.jobs.values():
         job_rules.reserve_spares(round_, job)
     for name in list(round_.jobs):
+        if name in round_.unadopted:
+            continue
         has_ended, held = round_.jobs[name].state.ended, None
         if has_ended:
             tracking.find_left_behind(round_, round_.jobs[name])

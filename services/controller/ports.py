@@ -22,6 +22,10 @@ class DecisionStore(Protocol):
 
     def release_lease(self, holder: str) -> None: ...
 
+    def went_back(self, holder: str) -> None:
+        """Give the lease up, and forget what is kept of the database: it is older than it was."""
+        ...
+
     def cursor(self) -> Cursor | None: ...
 
     def revision(self) -> int:

@@ -104,6 +104,8 @@ class Replay:
             self._next_incident += incident.incident_id not in self.incidents
             self.incidents[incident.incident_id] = incident
         self._next_decision += len(outcome.decisions)
+        if outcome.adoption is not None:
+            self._next_decision = max(self._next_decision, outcome.adoption.decision_floor + 1)
         known = {job.spec.job: job.failures for job in view.jobs}
         for change in outcome.jobs:
             if change.failure is not None:

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 import msgspec
 
 from flyball.contracts.checkpoints import Lineage, ShardCopy
-from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
-from flyball.contracts.decisions import ActionPlan, ActionState, Decision, Incident
+from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase, Placement
+from flyball.contracts.decisions import ActionPlan, ActionState, Decision, GenerationPlan, Incident
 from flyball.contracts.drains import DrainState
 from flyball.contracts.events import Event
 from flyball.contracts.identity import run_id
 from flyball.contracts.signals import WorkerExited
+from flyball.contracts.standings import Standing
 
 
 class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -165,6 +166,14 @@ class ActionView(msgspec.Struct, frozen=True):
         return self.plan.next.generation if self.plan.next is not None else self.plan.generation
 
 
+class ToldStanding(msgspec.Struct, frozen=True):
+    """What a host that is ahead of the database told, and is not settled. Moments are wall clock, of who took it."""
+
+    standing: Standing
+    told_at: float
+    first_told_at: float
+
+
 class View(msgspec.Struct, frozen=True):
     """One consistent read of the store."""
 
@@ -176,6 +185,8 @@ class View(msgspec.Struct, frozen=True):
     next_incident: int
     next_decision: int
     is_whole: bool = True  # all hosts are in it; of very many only those that a round is about
+    cluster: str = ""  # whose database it is
+    standings: tuple[ToldStanding, ...] = ()  # of hosts that are ahead of it
 
 
 class HostChange(msgspec.Struct, frozen=True):
@@ -193,6 +204,24 @@ class JobChange(msgspec.Struct, frozen=True):
     failure: PastFailure | None = None  # appended to the job's record
 
 
+class AdoptedJob(msgspec.Struct, frozen=True):
+    """A job as its hosts run it, to be supervised from now on."""
+
+    spec: JobSpec
+    plan: GenerationPlan
+    placement: Placement
+    decision_id: str
+
+
+class Adoption(msgspec.Struct, frozen=True):
+    """What is taken over from hosts that are ahead of the database."""
+
+    settled: tuple[ToldStanding, ...]
+    epoch_floor: int  # the next epoch is above it
+    decision_floor: int  # so is the next decision's number
+    jobs: tuple[AdoptedJob, ...]
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """All that one round of the policy changes; stored in one transaction with the consumer's position."""
 
@@ -203,10 +232,17 @@ class Outcome(msgspec.Struct, frozen=True):
     jobs: tuple[JobChange, ...] = ()
     events: tuple[Event, ...] = ()
     wake_at: float = 0.0  # wall clock at which to decide again without a signal; 0.0: no need
+    adoption: Adoption | None = None
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to store."""
         return not (
-            self.incidents or self.decisions or self.superseded_actions or self.hosts or self.jobs or self.events
+            self.incidents
+            or self.decisions
+            or self.superseded_actions
+            or self.hosts
+            or self.jobs
+            or self.events
+            or self.adoption is not None
         )

@@ -7,6 +7,13 @@ import msgspec
 MARGIN = 0.2  # of the time to live: the holder stops that much early, for clocks that run at other speeds
 
 
+class Issuer(msgspec.Struct, frozen=True):
+    """Under which epoch commands are written, and the incarnation of the database that this epoch began."""
+
+    epoch: int
+    incarnation: str
+
+
 class Held(msgspec.Struct, frozen=True):
     """The lease row."""
 

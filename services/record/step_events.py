@@ -7,9 +7,12 @@ from collections.abc import Mapping
 import msgspec
 
 from flyball.contracts.cluster import Placement
-from flyball.contracts.decisions import ActionPlan, ActionState, StartWorkers
+from flyball.contracts.decisions import ActionPlan, ActionState, Command, StartWorkers
 from flyball.contracts.events import Event, EventKind
+from flyball.contracts.identity import Fence
+from flyball.contracts.standings import issued_id
 from services.actuator.ports import CommandDraft, PlaybookStep
+from services.record.lease_terms import Issuer
 
 STOP_PHASE = "stop"
 
@@ -62,6 +65,18 @@ def fence_generation(plan: ActionPlan, draft: CommandDraft, granted: int | None)
     if plan.next is not None:
         return plan.next.generation - 1
     return max(plan.generation, granted if granted is not None else -1)
+
+
+def command_of(position: Position, draft: CommandDraft, granted: int | None, issuer: Issuer) -> Command:
+    """What a host is given. `granted`: the job's newest generation. Pure."""
+    return Command(
+        command_id=issued_id(draft.command_id, issuer.incarnation),
+        action_id=position.action_id,
+        host_id=draft.host_id,
+        fence=Fence(issuer.epoch, fence_generation(position.plan, draft, granted)),
+        body=draft.body,
+        deadline_s=draft.deadline_s,
+    )
 
 
 def _event(

@@ -13,6 +13,7 @@ from flyball.contracts.decisions import ActionState, DecisionKind, IncidentState
 from flyball.contracts.identity import Fence
 from services.controller.replay import Replay, StoredRound, compared, differences
 from services.controller.round.diagnosis import BESIDE_FAILURES
+from services.controller.rules.adoption import DATABASE_NEW, DATABASE_OLDER, NOT_ADOPTED
 from simulator.checks.history import (
     EXPECTED,
     HOST_WENT,
@@ -30,6 +31,10 @@ from simulator.checks.history import (
     WorkerWent,
 )
 from simulator.checks.record import ActionRecord, DecisionRecord, GenerationRecord, IncidentRecord, Record
+
+# Causes that may stand beside a failure of the generation.
+_BESIDE = BESIDE_FAILURES | {DATABASE_OLDER, DATABASE_NEW, NOT_ADOPTED}
+
 
 _PARKED_S = 110.0  # for a save before a move, with the control plane away meanwhile
 _WORTH_A_WAIT_S = 20.0  # of training; the policy's own threshold is lower, and its clock a guess
@@ -53,7 +58,7 @@ def check_record(record: Record, *, now: float, bound_s: float) -> list[Violatio
         *_one_failure_per_job(record.incidents),
         *_decided_once(record),
         *_carried_out(record),
-        *_generations_grow(record.generations),
+        *_generations_grow(record),
         *_lineage_holds(record.generations),
         *_fences_fit(record),
         *_closed_in_time(record.incidents, now, bound_s),
@@ -93,11 +98,13 @@ def check_replay(rounds: Iterable[StoredRound], record: Record) -> list[Violatio
 
 
 def _numbers(record: Record) -> Iterator[Violation]:
-    """Decisions are counted without gaps, under epochs that only grow."""
-    for position, decided in enumerate(record.decisions, 1):
-        if decided.number != position:
-            yield Violation("decision_lost", f"dec-{position} is missing, dec-{decided.number} is there")
+    """Decisions are counted without gaps, but where hosts knew of later ones, under epochs that only grow."""
+    due, is_adopted = 1, False
+    for decided in record.decisions:
+        if decided.number < due or (decided.number > due and not is_adopted):
+            yield Violation("decision_lost", f"dec-{due} is missing, dec-{decided.number} is there")
             return
+        due, is_adopted = decided.number + 1, decided.decision.kind is DecisionKind.ADOPT
     for before, after in pairwise(record.decisions):
         if after.epoch < before.epoch:
             yield Violation(
@@ -122,7 +129,7 @@ def _one_failure_per_job(incidents: Sequence[IncidentRecord]) -> Iterator[Violat
     """One failure of a job is one incident: a second opens only when the first is closed."""
     by_job: dict[str, IncidentRecord] = {}
     for found in incidents:
-        if found.incident.cause in BESIDE_FAILURES or not found.states:
+        if found.incident.cause in _BESIDE or not found.states:
             continue
         before = by_job.get(found.incident.job)
         if before is not None:
@@ -181,12 +188,14 @@ def _carried_out(record: Record) -> Iterator[Violation]:
             yield Violation("decision_lost", f"{name} granted generation {plan.next.generation}, which is not there")
 
 
-def _generations_grow(generations: Sequence[GenerationRecord]) -> Iterator[Violation]:
-    for before, after in pairwise(generations):
+def _generations_grow(record: Record) -> Iterator[Violation]:
+    adopted = {decided.number for decided in record.decisions if decided.decision.kind is DecisionKind.ADOPT}
+    for before, after in pairwise(record.generations):
         if before.plan.job != after.plan.job:
             continue
         step = f"generation {after.plan.generation} of {after.plan.job}"
-        if after.plan.generation != before.plan.generation + 1:
+        is_next = after.plan.generation == before.plan.generation + 1
+        if not is_next and not (after.decision in adopted and after.plan.generation > before.plan.generation):
             yield Violation("generation_skipped", f"{step} follows {before.plan.generation}")
         if after.decision <= before.decision:
             yield Violation("generation_went_back", f"{step} was granted before its predecessor")

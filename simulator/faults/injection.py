@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _AWAY_AFTER_PREEMPTION_S = 60.0
 _MISSED_AFTER_S = 20.0  # a spare that is gone
+_RESTARTED = 0.7  # of the databases that go back, those with which all processes start again
 _STAYS_S = 20.0  # after its time was over
 
 
@@ -248,12 +249,23 @@ class Injector:
             case FaultKind.DATABASE_AWAY:
                 cluster.memory.is_away = True
                 return "", lambda: setattr(cluster.memory, "is_away", False), fault.lasts_s
+            case FaultKind.DATABASE_OLDER | FaultKind.DATABASE_LOST:
+                return self._on_database(fault)
             case FaultKind.LOSSY_NETWORK:
                 network.loss = 0.05 + 0.35 * fault.size
                 return "", lambda: setattr(network, "loss", 0.0), fault.lasts_s
             case _:
                 network.slow_fraction, network.delay_s = 0.2, 0.02
                 return "", self._fast_again, fault.lasts_s
+
+    def _on_database(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
+        """It is wiped, or is one day what it was; with new processes, or, as with a replica, beneath those that run."""
+        cluster = self._cluster
+        if fault.kind is FaultKind.DATABASE_LOST:
+            cluster.replace_database(None, restarted=True)
+            return "", _nothing, 0.0
+        backup = cluster.memory.back_up()
+        return "", partial(cluster.replace_database, backup, restarted=fault.size < _RESTARTED), fault.lasts_s
 
     def _fast_again(self) -> None:
         self._world.network.slow_fraction, self._world.network.delay_s = 0.01, 0.004

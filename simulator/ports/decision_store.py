@@ -20,7 +20,7 @@ from services.record.lease_terms import MARGIN, Held, Renewals, epoch_for
 from services.record.report_events import RankRow
 from services.record.signal_events import SignalKey
 from services.rules.stream import Cursor, LeaseGrant
-from simulator.ports import steps
+from simulator.ports import standings, steps
 from simulator.ports.memory import ActionRow, ExitRow, GenerationRow, Memory, StateChange
 from simulator.ports.views import load_view
 
@@ -33,6 +33,7 @@ class MemoryDecisionStore:
         self._clock = clock
         self._has_held = False
         self._renewals = Renewals()
+        self._revision = 0  # of the newest view
 
     def acquire_lease(self, holder: str, ttl_s: float) -> LeaseGrant | None:
         """Take or renew the lease; None while another holds it."""
@@ -46,6 +47,7 @@ class MemoryDecisionStore:
             if epoch != memory.held.epoch:
                 kind = EventKind.CONTROLLER_ELECTED
                 memory.changed([Event(at=self._clock.wall_s(), kind=kind, data={"epoch": epoch, "holder": holder})])
+                memory.begin_epoch(Held(holder, epoch, now + ttl_s))
             memory.held = Held(holder, epoch, now + ttl_s)
         self._has_held = True
         return LeaseGrant(epoch, began_s + ttl_s * (1.0 - MARGIN))
@@ -56,6 +58,11 @@ class MemoryDecisionStore:
             held = self._memory.held
             if held.holder == holder:
                 self._memory.held = Held(held.holder, held.epoch, 0.0)
+
+    def went_back(self, holder: str) -> None:
+        """Nothing else is kept here that could be wrong."""
+        self._revision = 0
+        self.release_lease(holder)
 
     def cursor(self) -> Cursor | None:
         """Up to where signals are stored with their decisions."""
@@ -71,6 +78,7 @@ class MemoryDecisionStore:
         """All that the policy looks at, or what a round is about."""
         with self._memory.transaction():
             view = load_view(self._memory)
+            self._revision = self._memory.revision
         return view if focus is None else focused(view, focus)
 
     def running_jobs(self) -> list[tuple[str, int]]:
@@ -103,6 +111,8 @@ class MemoryDecisionStore:
         with memory.transaction():
             if memory.held.epoch != epoch:
                 raise StaleEpoch(f"Epoch {epoch} is over.", hint="nothing to do: another one leads now")
+            if memory.revision < self._revision:
+                raise StaleEpoch("The database is older than the view of this round.", hint="nothing to do")
             news: list[Event] = []
             news += _store_hosts(memory, outcome.hosts, now)
             news += _store_signals(memory, signals, now)
@@ -112,6 +122,8 @@ class MemoryDecisionStore:
             news += _store_decisions(memory, outcome.decisions, epoch)
             news += _store_actions(memory, outcome.decisions, first_steps, now)
             news += _store_jobs(memory, outcome.jobs, now)
+            if outcome.adoption is not None:
+                news += standings.adopt(memory, outcome.adoption, now)
             if inputs is not None:
                 self._keep(inputs, signals, epoch, now)
             memory.changed([*news, *outcome.events])

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from itertools import count
+from typing import Any
 
 import msgspec
 
@@ -29,6 +32,7 @@ from flyball.contracts.decisions import (
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.events import Event
 from flyball.contracts.signals import Sender, Signal, WorkerExited
+from flyball.contracts.standings import Standing
 from services.controller.replay import StoredRound
 from services.controller.view import DrainView, PastFailure
 from services.record.lease_terms import Held
@@ -110,6 +114,15 @@ class ActionRow(msgspec.Struct):
     commands: list[CommandRow] = msgspec.field(default_factory=list)
 
 
+class StandingRow(msgspec.Struct):
+    """What a host told that was ahead of this database."""
+
+    standing: Standing
+    told_at: float
+    first_told_at: float
+    is_settled: bool = False
+
+
 class StateChange(msgspec.Struct, frozen=True):
     """One line of the history of an incident or an action."""
 
@@ -119,6 +132,9 @@ class StateChange(msgspec.Struct, frozen=True):
     text: str = ""  # an incident's message, an action's phase
 
 
+_NOT_STORED = ("clock", "is_away", "lock", "_names")
+
+
 class Memory:
     """One database. `clock` is the machine's that it runs on: the time of leases."""
 
@@ -126,7 +142,16 @@ class Memory:
         self.clock = clock
         self.is_away = False  # then every transaction fails, as with a server that does not answer
         self.lock = threading.RLock()
+        self._names = count(1)  # chance, which no backup brings back
+        self._make()
+
+    def _make(self) -> None:
+        """An empty database."""
         self.revision = 0
+        self.cluster_id = f"cluster-{next(self._names)}"
+        self.incarnation = ""
+        self.decision_floor = 0
+        self.standings: dict[str, StandingRow] = {}
         self.held = Held()
         self.cursor: Cursor | None = None
         self.signals: dict[SignalKey, Signal] = {}  # in the order in which they were stored
@@ -148,6 +173,23 @@ class Memory:
         self.commands: dict[str, CommandRow] = {}
         self.open_commands: defaultdict[str, dict[str, CommandRow]] = defaultdict(dict)  # by host
         self.events: list[Event] = []
+
+    def begin_epoch(self, held: Held) -> None:
+        """Somebody leads from now on, or under another epoch."""
+        self.held, self.incarnation = held, self.new_incarnation()
+
+    def new_incarnation(self) -> str:
+        """A name that no copy of this database gives."""
+        return f"i{next(self._names)}"
+
+    def back_up(self) -> dict[str, Any]:
+        """What a backup holds."""
+        return deepcopy({name: value for name, value in vars(self).items() if name not in _NOT_STORED}, _whole(self))
+
+    def restore(self, backup: Mapping[str, Any] | None) -> None:
+        """Put a backup, or an empty database, in the place of this one."""
+        self._make()
+        vars(self).update(backup or {})
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -172,3 +214,18 @@ class Memory:
         """Hand it out no more."""
         row.is_open = False
         self.open_commands[row.command.host_id].pop(row.command.command_id, None)
+
+
+def _whole(memory: Memory) -> dict[int, Any]:
+    """What never changes need not be copied, for `deepcopy`."""
+    frozen = (
+        *memory.rounds,
+        *memory.events,
+        *memory.signals.values(),
+        *memory.decisions.values(),
+        *memory.incidents.values(),
+        *(action.plan for action in memory.actions.values()),
+        *(generation.plan for generation in memory.generations.values()),
+        *(row.command for row in memory.commands.values()),
+    )
+    return {id(value): value for value in frozen}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from flyball.contracts.decisions import Command
 from flyball.contracts.events import Event
-from flyball.contracts.identity import Fence
 from services.actuator.ports import CommandDraft, PlaybookStep
 from services.record import step_events
+from services.record.lease_terms import Issuer
 from services.record.step_events import Position
 from simulator.ports.memory import ActionRow, CommandRow, Memory, StateChange
 
@@ -56,12 +56,11 @@ def _issue(memory: Memory, row: ActionRow, step: PlaybookStep, now: float) -> No
     for draft in step.commands:
         command = CommandRow(_command(memory, row, draft), row.number, step.phase, now)
         row.commands.append(command)
-        memory.commands[draft.command_id] = command
-        memory.open_commands[draft.host_id][draft.command_id] = command
+        memory.commands[command.command.command_id] = command
+        memory.open_commands[draft.host_id][command.command.command_id] = command
 
 
 def _command(memory: Memory, row: ActionRow, draft: CommandDraft) -> Command:
     job = memory.jobs.get(row.plan.job)
-    generation = step_events.fence_generation(row.plan, draft, job.generation if job is not None else None)
-    fence = Fence(memory.held.epoch, generation)
-    return Command(draft.command_id, f"act-{row.number}", draft.host_id, fence, draft.body, draft.deadline_s)
+    issuer = Issuer(memory.held.epoch, memory.incarnation)
+    return step_events.command_of(position_of(row), draft, job.generation if job is not None else None, issuer)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import ActionState, Incident
 from services.controller.round.spare_choice import recent_losses
-from services.controller.view import ActionView, GenerationView, JobView, RankView, View
+from services.controller.view import ActionView, GenerationView, JobView, RankView, ToldStanding, View
 from services.record.answers import failed_in, said
 from services.record.codec import number_of
 from services.record.host_views import host_views, placement_of
@@ -20,6 +20,7 @@ def load_view(memory: Memory) -> View:
     incidents = tuple(i for _, i in sorted(memory.incidents.items()) if not i.state.closed)
     actions = tuple(_action(memory, row) for row in _wanted(memory, incidents))
     named = {incident.job for incident in incidents} | {action.plan.job for action in actions}
+    named |= {held.spec.job for row in memory.standings.values() for held in row.standing.jobs}
     rows = [memory.hosts[name] for name in sorted(memory.hosts)]
     named.update(*(row.workers for row in rows))
     jobs = tuple(
@@ -37,7 +38,13 @@ def load_view(memory: Memory) -> View:
         actions=actions,
         copies=(*(copy for row in rows for copy in row.copies), *persistent),
         next_incident=max(memory.incidents, default=0) + 1,
-        next_decision=max(memory.decisions, default=0) + 1,
+        next_decision=max((memory.decision_floor, *memory.decisions)) + 1,
+        cluster=memory.cluster_id,
+        standings=tuple(
+            ToldStanding(row.standing, row.told_at, row.first_told_at)
+            for _, row in sorted(memory.standings.items())
+            if not row.is_settled
+        ),
     )
 
 

@@ -9,9 +9,10 @@ from functools import partial
 from flyball.contracts.cluster import HostState
 from flyball.contracts.decisions import ActionPlan, Command, CommandUpdate, GenerationPlan
 from flyball.contracts.signals import HostSilent, Report, ReportReply, Signal
+from flyball.contracts.standings import Standing
 from flyball.contracts.succession import speaks_for_host
 from services.actuator.executor import Executor
-from services.actuator.ports import PlaybookStep
+from services.actuator.ports import Judgement, PlaybookStep
 from services.controller.loop import ControllerLoop
 from services.controller.replay import RoundInputs
 from services.controller.view import Outcome, PolicySettings
@@ -20,6 +21,7 @@ from services.rules.stream import Cursor
 from services.runtime.metrics.outages import OUTAGES, Outage
 from services.sensor.detector.witnesses import neighbours
 from simulator.checks.history import Condemned, Granted
+from simulator.ports import standings
 from simulator.ports.action_store import MemoryActionStore
 from simulator.ports.decision_store import MemoryDecisionStore
 from simulator.ports.memory import Memory
@@ -131,6 +133,8 @@ class Controller(Process):
         if group is None:
             return ""
         plans = {key: row.plan for key, row in self._memory.generations.items() if key[0] == group.job}
+        if (group.job, group.generation) not in plans:  # the database lost it
+            return ""
         for name in lasting_neighbours(host.host_id, plans[group.job, group.generation], plans[max(plans)]):
             is_heard = sensor.answers and self.world.now - sensor.heard_at.get(name, 0.0) < 2.0
             if is_heard and self.world.hosts[name].has_heard_for_s(host) > 30.0:
@@ -152,6 +156,7 @@ class Actuator(Process):
     def __init__(self, world: World, name: str, clock: MachineClock, shared: Shared) -> None:
         super().__init__(world, name, clock)
         self.store = MemoryActionStore(shared.memory)
+        self._memory = shared.memory
         self._wakeup = shared.wakeup
         shared.wakeup.listeners.setdefault("actions", []).append(self.wake)
 
@@ -160,14 +165,24 @@ class Actuator(Process):
         self._executor = Executor(store=self.store, wakeup=self._wakeup, clock=self.clock)
         self.woken = self.every(self._round)
 
-    def commands(self, host: Host) -> Sequence[Command]:
-        """What a poll of a host is answered with."""
+    def commands(self, host: Host) -> tuple[Sequence[Command], Judgement | None]:
+        """What a poll of a host is answered with, and by whom; None: by nobody."""
         try:
             if not self._hears(host.host_id, host.incarnation, host.predecessors):
-                return ()
-            return self.store.commands_for(host.host_id, self.clock.wall_s())
+                return (), None
+            given = self.store.commands_for(host.host_id, self.clock.wall_s())
+            judged = standings.judge(self._memory, {host.host_id: host.commands.obeyed})
         except OUTAGES:
-            return ()
+            return (), None
+        return () if judged.ahead else given, judged
+
+    def take_standing(self, standing: Standing) -> None:
+        """Store what a host tells that is ahead of the database."""
+        try:
+            standings.tell(self._memory, standing, self.clock.wall_s())
+        except OUTAGES:
+            return  # it is told again
+        self._wakeup.notify("signals")
 
     def take(self, update: CommandUpdate, predecessors: Sequence[str]) -> bool:
         """Store a host's answer; whether that worked."""
@@ -224,8 +239,24 @@ class Gateway:
         network = self._world.network
         if actuator is None or not network.are_joined(host.host_id, ACTUATOR):
             return
-        for command in actuator.commands(host):
-            network.send(ACTUATOR, host.host_id, host.while_alive(partial(host.commands.obey, command)))
+        commands, judged = actuator.commands(host)
+        if judged is not None:
+            network.send(ACTUATOR, host.host_id, host.while_alive(partial(host.answered, judged)))
+            for command in commands:
+                obey = partial(host.commands.obey, command, judged.cluster)
+                network.send(ACTUATOR, host.host_id, host.while_alive(obey))
+
+    def tell(self, host: Host, standing: Standing) -> None:
+        """Send what a host knows; lost, it is asked for again."""
+        actuator = self._pick(self._actuators, host)
+        if actuator is None:
+            return
+
+        def arrive() -> None:
+            if actuator.answers:
+                actuator.take_standing(standing)
+
+        self._world.network.send(host.host_id, ACTUATOR, arrive)
 
     def answer(self, host: Host, update: CommandUpdate) -> None:
         """Send an answer; it is sent again until it was taken."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from flyball.contracts import standings
 from flyball.contracts.decisions import (
     Command,
     CommandResult,
@@ -23,6 +24,7 @@ from flyball.contracts.decisions import (
 from flyball.contracts.errors import FlyballError, NotFound, PortInUse, StorageFull
 from flyball.contracts.identity import Fence
 from flyball.contracts.signals import WorkerStartFailed
+from flyball.contracts.standings import HeldJob
 from host_daemon.orders.commands import gives_way, job_of
 from host_daemon.orders.job_control import ENGINE_RETURN_S
 from host_daemon.store.command_journal import Admission, admit
@@ -48,6 +50,9 @@ class Commands:
         # on disk
         self._answers: dict[str, CommandUpdate | None] = {}  # by command that was begun
         self._fences: dict[str, Fence] = {}
+        self.obeyed = standings.Obeyed()
+        self.ended: dict[str, int] = {}  # jobs
+        self._jobs: dict[str, tuple[StartWorkers, Fence]] = {}  # the newest of each
         self.restart()
 
     def restart(self) -> None:
@@ -60,7 +65,20 @@ class Commands:
         if self.outgoing.get(update.command_id) is update:
             del self.outgoing[update.command_id]
 
-    def obey(self, command: Command) -> None:
+    def held(self) -> tuple[HeldJob, ...]:
+        """The jobs of this host."""
+        live = {key for key, (_, worker) in self._host.workers.items() if worker is not None}
+        return tuple(
+            HeldJob(
+                body.spec,
+                body.placement,
+                fence,
+                tuple(sorted(rank for generation, rank in live if generation == body.placement.generation)),
+            )
+            for body, fence in self._jobs.values()
+        )
+
+    def obey(self, command: Command, cluster: str) -> None:
         """Take a command that an actuator handed out, perhaps again."""
         if not self._host.is_daemon_up or command.command_id in self._running:
             return
@@ -79,6 +97,8 @@ class Commands:
             return
         self._fences[job] = command.fence
         self._answers.setdefault(command.command_id, None)
+        if admission is Admission.NEW:
+            self.obeyed = self.obeyed.after(command, cluster)
         kind, resumed = type(command.body).__name__, admission is Admission.RESUMED
         self._world.note(
             Obeyed(self._world.now, self._host.host_id, job, command.command_id, kind, command.fence, resumed)
@@ -111,10 +131,13 @@ class Commands:
         body, uniform = command.body, self._world.rng.uniform
         match body:
             case StopWorkers() | EndJob():
+                self._note_end(body)
                 self._end_workers(body.generation)
                 self._world.after(uniform(0.05, 0.8), self._host.while_alive(lambda: self._list_copies(running, body)))
             case StartWorkers():
                 self._end_workers(body.placement.generation - 1)
+                self._jobs[body.spec.job] = body, command.fence
+                self.ended.pop(body.spec.job, None)
                 problem = self._start_problem(body)
                 if problem is None:
                     self._finish_after(uniform(0.05, 0.5), running, lambda: self._start(body))
@@ -129,6 +152,11 @@ class Commands:
                 self._finish_after(uniform(0.05, 0.5), running, CommandResult)
             case _:
                 self._finish_after(uniform(0.05, 0.5), running, CommandResult)
+
+    def _note_end(self, body: StopWorkers | EndJob) -> None:
+        if isinstance(body, EndJob):
+            self._jobs.pop(body.job, None)
+            self.ended[body.job] = body.generation
 
     def _start_problem(self, body: StartWorkers) -> FlyballError | None:
         part = body.placement.host(self._host.host_id)

@@ -24,10 +24,12 @@ from flyball.contracts.signals import (
     SignalBody,
     WorkerExited,
 )
+from flyball.contracts.standings import Standing
 from flyball.contracts.succession import MAX_PREDECESSORS
 from flyball.contracts.testimony import Testimony
 from flyball.contracts.wire import WIRE_VERSION
-from host_daemon.store.outbox import BATCH
+from host_daemon.store.outbox import BATCH, MAX_KEPT, went_back
+from services.actuator.ports import Judgement
 from simulator.world.commands import Commands
 from simulator.world.events import MachineClock
 from simulator.world.training import Group, Worker, error_of
@@ -52,6 +54,8 @@ class ControlPlane(Protocol):
 
     def answer(self, host: Host, update: CommandUpdate) -> None: ...
 
+    def tell(self, host: Host, standing: Standing) -> None: ...
+
 
 class Host:
     def __init__(self, world: World, control: ControlPlane, host_id: str, domain: str, clock: MachineClock) -> None:
@@ -72,6 +76,7 @@ class Host:
         self.incarnation = ""
         self.predecessors: tuple[str, ...] = ()
         self._spool: dict[tuple[str, int], Signal] = {}
+        self._kept: dict[tuple[str, int], Signal] = {}  # of those that were committed
         self._unseen_exits: list[tuple[Group, Worker]] = []  # while no daemon ran
         self.commands = Commands(self)
         self.start_daemon()
@@ -144,6 +149,10 @@ class Host:
         self._seq = self._report_seq = self._replied_seq = 0
         self._sent_at: dict[tuple[str, int], float] = {}
         self._asked: tuple[str, ...] = ()
+        self._told: dict[str, int] = {}
+        self._send_again()  # a new daemon does so with all that lies there
+        self._database = ""  # the incarnation of the one that answered last
+        self._heard_at = self.world.now
         self.commands.restart()
         for group, worker in self._unseen_exits:
             self._exited(group, worker, exit_code=None, signal_number=None, message="", is_expected=False)
@@ -286,9 +295,44 @@ class Host:
         """Forget what is committed; note what is asked. `seq`: of the report."""
         if seq > self._replied_seq:
             self._asked, self._replied_seq = reply.ask, seq
+        if went_back(self._told, reply.committed):
+            self._send_again()
+        self._told.update(reply.committed)
         for key in [key for key in self._spool if key[1] <= reply.committed.get(key[0], 0)]:
-            del self._spool[key]
+            self._kept[key] = self._spool.pop(key)
             self._sent_at.pop(key, None)
+        for key in list(self._kept)[: max(0, len(self._kept) - MAX_KEPT)]:
+            del self._kept[key]
+
+    def answered(self, judged: Judgement) -> None:
+        """Note who answered a poll; one that asks for it is told what is known here."""
+        obeyed = self.commands.obeyed
+        if judged.cluster == obeyed.cluster or not obeyed.cluster:
+            self._heard_at = self.world.now
+        if judged.incarnation != self._database:
+            if self._database:
+                self._send_again()
+            self._database = judged.incarnation
+        if self.host_id in judged.ahead:
+            self.control.tell(self, self._standing())
+
+    def _send_again(self) -> None:
+        self._spool, self._kept = {**self._kept, **self._spool}, {}
+
+    def _standing(self) -> Standing:
+        first = {self.incarnation: self._seq + 1}
+        for incarnation, seq in (*self._kept, *self._spool):
+            first[incarnation] = min(seq, first.get(incarnation, seq))
+        return Standing(
+            host_id=self.host_id,
+            incarnation=self.incarnation,
+            at=self.clock.wall_s(),
+            obeyed=self.commands.obeyed,
+            unheard_s=self.world.now - self._heard_at,
+            jobs=self.commands.held(),
+            ended=self.commands.ended,
+            committed={incarnation: seq - 1 for incarnation, seq in first.items() if seq > 1},
+        )
 
     def _facts(self) -> HostFacts:
         engine_address = f"{self.host_id}:7000" if self.is_engine_up else ""

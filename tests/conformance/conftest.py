@@ -44,7 +44,7 @@ from services.store.decisions.decision_store import SqlDecisionStore
 from services.store.decisions.job_store import SqlJobStore
 from services.store.reports.status_store import SqlStatusStore
 from services.store.sql import database as database_module
-from services.store.sql import tables
+from services.store.sql import lease, tables
 from services.store.sql.database import Database
 from services.store.sql.events import SqlEventLog
 from services.store.sql.schema_upgrade import migrate
@@ -64,6 +64,13 @@ def patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database_module, "CONNECT_TIMEOUT_S", 60.0)
     monkeypatch.setattr(database_module, "BUSY_TIMEOUT_S", 60.0)
     monkeypatch.setattr(database_module, "ANSWER_TIMEOUT_S", 120.0)
+
+
+@pytest.fixture(autouse=True)
+def plain_command_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands are called what their drafts are."""
+    monkeypatch.setattr(lease, "new_incarnation", lambda: "")
+    monkeypatch.setattr(Memory, "new_incarnation", lambda _: "")
 
 
 @pytest.fixture

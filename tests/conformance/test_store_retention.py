@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sqlalchemy import func, insert, select
+from sqlalchemy import delete, func, insert, select
 
 from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.errors import Conflict, NotFound
@@ -94,6 +94,10 @@ def test_commands_go_after_a_week_and_decisions_stay(stores, make) -> None:
     finished, under_way = 2, 2
     assert count(stores, tables.commands) == finished + under_way
     sweep(stores, T + WEEK_S + 1)
+    assert count(stores, tables.commands) == finished + under_way, "those are the newest that the hosts obeyed"
+    for host in ("host-a", "host-b"):
+        stores.actions.record(make.update(f"act-2.stop.{host}.1"))
+    sweep(stores, T + WEEK_S + 1)
     assert count(stores, tables.commands) == under_way, "an action that has not ended keeps them"
     assert count(stores, tables.decisions) == 2
     shown = ReadModels(stores.db).decision("dec-1")
@@ -112,6 +116,11 @@ def test_a_job_goes_a_year_after_its_end_with_everything_of_it(stores, make) -> 
     with stores.db.write() as connection:
         row = {"number": 9, "incident": None, "job": "other", "kind": "hold", "at": T, "epoch": 1, "document": "{}"}
         connection.execute(insert(tables.decisions).values(row))
+    stores.status.record_reports([(make.report("host-a", sent_at=T + YEAR_S), T + YEAR_S)])
+    sweep(stores, T + YEAR_S + 60)
+    assert count(stores, tables.jobs) == 2, "its command is the newest that host-a obeyed"
+    with stores.db.write() as connection:
+        connection.execute(delete(tables.hosts))
     sweep(stores, T + YEAR_S + 60)
     with stores.db.read() as connection:
         for table in tables.metadata.tables.values():

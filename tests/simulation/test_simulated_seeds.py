@@ -184,3 +184,26 @@ def test_a_host_that_floods_delays_no_other_and_loses_nothing() -> None:
     (incident,) = [found.incident for found in done.record.incidents]
     assert (incident.cause, incident.host_id) == ("worker_killed", "host-1")
     assert incident.opened_at - BEGAN_AT < 37.0
+
+
+@pytest.mark.parametrize("lasts_s", [0.5, 20.0, 60.0])
+@pytest.mark.parametrize("restarted", [True, False])
+def test_a_job_is_adopted_by_a_database_that_went_back(lasts_s: float, restarted: bool) -> None:
+    scenario = Scenario(nodes=2, ranks_per_node=2, spares=1, racks=2, step_s=1.0, faults=3)
+    older = Fault(FaultKind.DATABASE_OLDER, 30.0, lasts_s, 0.3, 0.2 if restarted else 0.9)
+    killed = Fault(FaultKind.WORKER_KILLED, 30.0 + lasts_s / 2, 0.0, 0.3, 0.3)
+    later = Fault(FaultKind.HOST_DOWN, 140.0, 60.0, 0.3, 0.3)
+    for seed in range(3):
+        assert run(seed, scenario=scenario, faults=(older, killed, later)).violations == []
+
+
+def test_a_job_is_adopted_by_an_empty_database() -> None:
+    scenario = Scenario(nodes=2, ranks_per_node=2, spares=1, racks=2, step_s=1.0, faults=2)
+    lost, killed = (
+        Fault(FaultKind.DATABASE_LOST, 30.0, 0.0, 0.3, 0.3),
+        Fault(FaultKind.WORKER_KILLED, 80.0, 0.0, 0.3, 0.3),
+    )
+    for seed in range(3):
+        done = run(seed, scenario=scenario, faults=(lost, killed))
+        assert done.violations == []
+        assert {found.incident.cause for found in done.record.incidents} == {"database_new", "worker_killed"}

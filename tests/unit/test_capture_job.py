@@ -135,7 +135,7 @@ def test_a_failed_save_is_finished_and_told_once(identity: WorkerIdentity) -> No
         job.save(1, state(1.0))
         handle = job.save(2, state(2.0))
         assert "No slot was free" in handle.error
-        assert handle.waited_s == 0.0
+        assert handle.waited_s >= 0.01  # its time-out: the save interval adapts to what was waited in vain too
         assert job.wait_until_finished(0.0)
         with pytest.raises(CheckpointError, match="No slot was free"):
             job.check_for_errors()

@@ -27,14 +27,18 @@ from flyball.contracts.decisions import (
 from flyball.contracts.engine_wire import EngineReply, EngineRequest, Flush, GetStatus, Release
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.identity import Fence
+from flyball.contracts.standings import Obeyed
 from host_daemon.engine.engine_process import EngineKeeper
 from host_daemon.link.reporting import MAX_RESTORES, Reporter
 from host_daemon.link.superseded import Refusals
 from host_daemon.orders.commands import CommandFailed, CommandLoop, Progress
 from host_daemon.orders.job_control import JobControl
+from host_daemon.store.allegiance import Allegiance
 from host_daemon.store.command_journal import Admission, CommandJournal
-from host_daemon.store.database import Database
+from host_daemon.store.database import Database, Facts
+from host_daemon.store.outbox import Outbox
 from host_daemon.store.owed_releases import OwedReleases
+from host_daemon.store.worker_records import WorkerRecords
 
 COMMAND = Command("act-1.stop.host.1", "act-1", "host", Fence(1, 1), StopWorkers("job", 1, 0.0), 30.0)
 
@@ -46,7 +50,7 @@ class Supervisor:
         self.waiting = [COMMAND]
         self.answers: asyncio.Queue[CommandUpdate] = asyncio.Queue()
 
-    async def commands(self, host_id: str, incarnation: str, *, wait_s: float) -> CommandBatch:
+    async def commands(self, host_id: str, incarnation: str, *, wait_s: float, obeyed: Obeyed) -> CommandBatch:
         if not self.waiting:
             await asyncio.sleep(wait_s)
         batch, self.waiting = CommandBatch(tuple(self.waiting)), []
@@ -65,6 +69,17 @@ def with_loop(
         database, supervisor = Database(tmp_path / "daemon.sqlite"), Supervisor()
         journal = CommandJournal(database)
         client: Any = supervisor
+        allegiance = Allegiance(
+            host_id="host",
+            incarnation="one",
+            clock=SystemClock(),
+            facts=Facts(database),
+            journal=journal,
+            records=WorkerRecords(database),
+            outbox=Outbox(database, SystemClock(), source="host", incarnation="one"),
+            held=tuple,
+            wake=lambda: None,
+        )
         loop = CommandLoop(
             host_id="host",
             incarnation="one",
@@ -74,6 +89,7 @@ def with_loop(
             handler=handler,
             take_log_requests=lambda _requests: None,
             refusals=Refusals(SystemClock(), 1.0),
+            allegiance=allegiance,
         )
         polling = asyncio.create_task(loop.run())
         async with asyncio.timeout(60.0):
@@ -231,7 +247,7 @@ class Idle:
         return (RankPosition(0, 7),)
 
     async def stop(self, workers: object, grace_s: float) -> None: ...
-    async def forget(self, job: str) -> None: ...
+    async def forget(self, job: str, generation: int) -> None: ...
     def forget_store(self, job: str) -> None: ...
     def remove(self, job: str) -> None: ...
     def drop(self, job: str) -> None: ...

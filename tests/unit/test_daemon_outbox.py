@@ -15,9 +15,9 @@ from flyball.contracts.identity import Fence
 from flyball.contracts.signals import EngineRestarted
 from host_daemon.store import outbox as outbox_module
 from host_daemon.store.command_journal import Admission, CommandJournal
-from host_daemon.store.database import Database
-from host_daemon.store.outbox import Outbox
-from host_daemon.store.worker_records import Facts, WorkerRecord, WorkerRecords
+from host_daemon.store.database import Database, Facts
+from host_daemon.store.outbox import MAX_KEPT, Outbox
+from host_daemon.store.worker_records import WorkerRecord, WorkerRecords
 
 
 class Clock:
@@ -82,7 +82,41 @@ def test_what_an_earlier_incarnation_left_keeps_its_number_and_comes_first(tmp_p
         box, database = spool(tmp_path, Clock(), "two")
         assert await box.load() == 1
         await box.put(EngineRestarted("c"))
-        assert [(s.incarnation, s.seq, s.body.message) for s in box.due()] == [("one", 2, "b"), ("two", 1, "c")]
+        sent = [(s.incarnation, s.seq, s.body.message) for s in box.due()]
+        assert sent == [("one", 2, "b"), ("two", 1, "c")]
+        assert await box.send_again()  # what was committed is kept, and known as such
+        assert [(s.incarnation, s.seq) for s in box.due()] == [("one", 1)]
+        database.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_was_committed_is_sent_again_when_less_of_it_is(tmp_path):
+    async def scenario() -> None:
+        clock = Clock()
+        box, database = spool(tmp_path, clock, "one")
+        for text in "abc":
+            await box.put(EngineRestarted(text))
+        box.due()
+        await box.committed({"one": 3})
+        assert not box.has_uncommitted
+        await box.committed({"one": 1})  # by a database that a backup took the place of
+        assert [s.seq for s in box.due()] == [2, 3]
+        database.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_spool_keeps_the_newest_and_tells_what_it_has_no_more(tmp_path):
+    async def scenario() -> None:
+        box, database = spool(tmp_path, Clock(), "one")
+        assert box.forgotten() == {}
+        for number in range(MAX_KEPT + 10):
+            await box.put(EngineRestarted(str(number)))
+        await box.committed({"one": MAX_KEPT + 10})
+        assert box.forgotten() == {"one": 10}
+        assert await box.send_again()
+        assert {s.seq for s in box.due()} == set(range(11, MAX_KEPT + 11))
         database.close()
 
     asyncio.run(scenario())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import pytest
 
@@ -12,8 +12,10 @@ from flyball.contracts.decisions import Command, CommandBatch, CommandUpdate, St
 from flyball.contracts.errors import DaemonSuperseded, TooBusy, Unreachable
 from flyball.contracts.identity import Fence
 from flyball.contracts.rank_logs import LogPiece, LogRequest
+from flyball.contracts.standings import Obeyed, Standing
 from services.actuator.backends import host_daemons, log_requests
 from services.actuator.backends.host_daemons import HostDaemons
+from services.actuator.ports import Judgement
 from services.runtime.metrics.telemetry import Metrics
 from services.runtime.notify import AsyncWakeup
 from services.runtime.wakeup import LocalWakeup
@@ -66,6 +68,21 @@ class Outbox:
         self.open = [c for c in self.open if c.command_id != update.command_id]
 
 
+class Standings:
+    """A database that knows what hosts obeyed, unless they are said to be ahead."""
+
+    def __init__(self) -> None:
+        self.ahead: set[str] = set()
+        self.incarnation = "i1"
+        self.told: list[Standing] = []
+
+    def judge(self, obeyed: Mapping[str, Obeyed]) -> Judgement:
+        return Judgement("c1", self.incarnation, frozenset(self.ahead & obeyed.keys()))
+
+    def tell(self, standing: Standing) -> None:
+        self.told.append(standing)
+
+
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look that a busy machine holds up is awaited, and no command is so old that it is due again."""
@@ -76,10 +93,12 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 class Rig:
     def __init__(self, max_waiting: int = 10, poll_interval_s: float = 30.0) -> None:
         self.outbox = Outbox()
+        self.standings = Standings()
         self.wakeup = LocalWakeup()
         self.runs: asyncio.Task[None] | None = None
         self.daemons = HostDaemons(
             store=self.outbox,
+            standings=self.standings,
             wakeup=self.wakeup,
             clock=SystemClock(),
             metrics=Metrics(),
@@ -401,5 +420,31 @@ def test_a_restarted_daemon_is_given_commands_before_it_has_reported() -> None:
         assert [c.action_id for c in batch.commands] == ["act-1"]
         await rig.daemons.take_update(answer("i2"), succeeds=("i1",))
         assert rig.outbox.updates == [answer("i2")]
+
+    run(scenario)
+
+
+def test_a_host_that_is_ahead_of_the_database_is_asked_to_tell_and_given_nothing() -> None:
+    async def scenario() -> None:
+        rig = Rig()
+        rig.outbox.open.append(command(1))
+        rig.standings.ahead.add("host-a")
+        batch = await rig.batch()
+        assert (batch.commands, batch.tell_standing, batch.cluster) == ((), True, "c1")
+        rig.standings.ahead.clear()
+        batch = await rig.batch()
+        assert [c.action_id for c in batch.commands] == ["act-1"]
+        assert not batch.tell_standing
+
+    run(scenario)
+
+
+def test_a_host_that_waits_hears_at_once_of_a_database_under_another_incarnation() -> None:
+    async def scenario() -> None:
+        rig = Rig(poll_interval_s=0.01)
+        waiting = asyncio.create_task(rig.batch())
+        await rig.until_looked(1)
+        rig.standings.incarnation = "i2"
+        assert (await waiting).incarnation == "i2"
 
     run(scenario)

@@ -26,9 +26,10 @@ from flyball.contracts.decisions import Command, CommandBatch, CommandUpdate
 from flyball.contracts.errors import DaemonSuperseded, FlyballError, TooBusy, Unreachable
 from flyball.contracts.fault_points import reach
 from flyball.contracts.rank_logs import LogPiece, LogRequest
+from flyball.contracts.standings import Obeyed, Standing
 from flyball.contracts.succession import speaks_for_host
 from services.actuator.backends.log_requests import LogRequests
-from services.actuator.ports import Outbox
+from services.actuator.ports import Judgement, Outbox, Standings
 from services.rules.stream import Wakeup
 from services.runtime.metrics.outages import OUTAGES, Outage
 from services.runtime.metrics.telemetry import Metrics
@@ -53,10 +54,13 @@ class Bells(Wakeup, Subscribable, Protocol):
 class _Poll(msgspec.Struct, eq=False):
     """One waiting connection. `found` is set to its commands, or to none when it is to end."""
 
+    host_id: str
     incarnation: str
     succeeds: Sequence[str]
     deadline_s: float
+    obeyed: Obeyed
     found: asyncio.Future[list[Command]]
+    judgement: Judgement | None = None
     looked: bool = False
     failure: FlyballError | None = None  # why nothing could be found
 
@@ -79,6 +83,7 @@ class HostDaemons:
         self,
         *,
         store: Outbox,
+        standings: Standings,
         wakeup: Bells,
         clock: Clock,
         metrics: Metrics,
@@ -87,6 +92,7 @@ class HostDaemons:
     ) -> None:
         """`poll_interval_s`: how often the store is looked at unwoken."""
         self._store = store
+        self._standings = standings
         self._wakeup = wakeup
         self._clock = clock
         self._metrics = metrics
@@ -114,25 +120,33 @@ class HostDaemons:
         self._logs.answered(piece)
 
     async def next_commands(
-        self, host_id: str, incarnation: str, *, wait_s: float, is_gone: IsGone, succeeds: Sequence[str] = ()
+        self,
+        host_id: str,
+        incarnation: str,
+        *,
+        wait_s: float,
+        is_gone: IsGone,
+        succeeds: Sequence[str] = (),
+        obeyed: Obeyed = Obeyed(),  # noqa: B008 - frozen
     ) -> CommandBatch:
-        """The host's commands as soon as there are some. A newer poll of the same host ends this one, with none.
+        """The host's commands as soon as there are some. A newer poll of the same host ends this one, with none. A host
+        that obeyed what the database does not know is asked to tell, and is given none until that is settled.
         Raises DaemonSuperseded to a daemon that does not speak for the host, TooBusy when too many hosts wait already,
         and Unreachable when the store cannot be looked at."""
         if self._stopping:
             return CommandBatch()
-        poll = self._enter(host_id, incarnation, succeeds, min(max(wait_s, 0.0), MAX_WAIT_S))
+        poll = self._enter(host_id, incarnation, succeeds, min(max(wait_s, 0.0), MAX_WAIT_S), obeyed)
         if self._logs.has_any(host_id):
             poll.end()
         try:
             commands = await self._found(poll)
             # Commands for a daemon that left would wait for its next poll to be handed out again.
             if not commands and not self._logs.has_any(host_id):
-                return CommandBatch()
+                return _signed(CommandBatch(), poll)
             if await is_gone() or self._polls.get(host_id) is not poll:
                 return CommandBatch()
             batch = self._hand_out(host_id, incarnation, commands) if commands else CommandBatch()
-            return msgspec.structs.replace(batch, log_requests=self._logs.take(host_id))
+            return _signed(msgspec.structs.replace(batch, log_requests=self._logs.take(host_id)), poll)
         finally:
             if self._polls.get(host_id) is poll:
                 del self._polls[host_id]
@@ -155,6 +169,21 @@ class HostDaemons:
             message=update.message,
         )
         self._wakeup.notify("actions")
+
+    async def take_standing(self, standing: Standing, *, succeeds: Sequence[str] = ()) -> None:
+        """Keep what a host tells that is ahead of the database. Raises DaemonSuperseded as `next_commands` does."""
+        present = await asyncio.to_thread(self._store.daemons_of, [standing.host_id])
+        if not speaks_for_host(standing.incarnation, succeeds, present.get(standing.host_id, "")):
+            raise _superseded(standing.host_id)
+        await asyncio.to_thread(self._standings.tell, standing)
+        log.warning(
+            "host is ahead of the database",
+            host_id=standing.host_id,
+            cluster=standing.obeyed.cluster,
+            epoch=standing.obeyed.epoch,
+            command_id=standing.obeyed.command_id,
+        )
+        self._wakeup.notify("signals")
 
     async def run(self) -> None:
         """Look for commands until cancelled. While the store is away, who waits is told so, and may ask elsewhere."""
@@ -194,14 +223,14 @@ class HostDaemons:
             self._look_at_all = True
         self._ring.set()
 
-    def _enter(self, host_id: str, incarnation: str, succeeds: Sequence[str], wait_s: float) -> _Poll:
+    def _enter(self, host_id: str, incarnation: str, succeeds: Sequence[str], wait_s: float, obeyed: Obeyed) -> _Poll:
         older = self._polls.get(host_id)
         if older:
             older.end()
         elif len(self._polls) >= self._max_waiting:
             raise TooBusy("Too many hosts wait for commands here.", retry_after_s=2.0, hint="try another actuator")
         found = asyncio.get_running_loop().create_future()
-        poll = _Poll(incarnation, tuple(succeeds), self._clock.monotonic_s() + wait_s, found)
+        poll = _Poll(host_id, incarnation, tuple(succeeds), self._clock.monotonic_s() + wait_s, obeyed, found)
         self._polls[host_id] = poll
         self._metrics.waiting_polls.set(len(self._polls))
         self._call((host_id,))
@@ -250,6 +279,9 @@ class HostDaemons:
             self._marks = {}
             return set()
         marks = await asyncio.to_thread(self._store.unanswered)
+        incarnation = (await asyncio.to_thread(self._standings.judge, {})).incarnation
+        if any(poll.judgement and poll.judgement.incarnation != incarnation for poll in self._polls.values()):
+            return set(self._polls)
         old, self._marks = self._marks, marks
         now_s = self._clock.monotonic_s()
         return {
@@ -273,9 +305,15 @@ class HostDaemons:
         if not polls:
             return
         found = await asyncio.to_thread(self._store.commands_for_hosts, list(polls), self._clock.wall_s())
+        # After the commands were read: those of a copy of the database that took its place meanwhile are not given.
+        judged = await asyncio.to_thread(self._standings.judge, {name: poll.obeyed for name, poll in polls.items()})
         now_s = self._clock.monotonic_s()
         for host_id, poll in polls.items():
             poll.looked = True
+            before, poll.judgement = poll.judgement, judged
+            if host_id in judged.ahead or (before and before.incarnation != judged.incarnation):
+                poll.end()  # it is to hear of that
+                continue
             commands = self._not_recent(host_id, poll.incarnation, found.get(host_id, []), now_s)
             if commands or now_s >= poll.deadline_s:
                 poll.end(commands)
@@ -309,6 +347,17 @@ class HostDaemons:
         for poll in self._polls.values():
             poll.failure = error
             poll.end()
+
+
+def _signed(batch: CommandBatch, poll: _Poll) -> CommandBatch:
+    """With whose commands they are; and whether the daemon is to tell what the database does not know."""
+    judged = poll.judgement
+    if judged is None:
+        return batch
+    is_ahead = poll.host_id in judged.ahead
+    return msgspec.structs.replace(
+        batch, cluster=judged.cluster, incarnation=judged.incarnation, tell_standing=is_ahead
+    )
 
 
 def _superseded(host_id: str) -> DaemonSuperseded:

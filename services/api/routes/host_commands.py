@@ -12,6 +12,7 @@ from flyball.contracts.decisions import CommandBatch, CommandUpdate
 from flyball.contracts.drains import Departure
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.identity import NAME_PATTERN
+from flyball.contracts.standings import MAX_CLUSTER_ID, MAX_COMMAND_ID, Obeyed, Standing
 from flyball.contracts.succession import MAX_PREDECESSORS
 from flyball.contracts.wire import MAX_MESSAGE_BYTES
 from services.actuator.backends.host_daemons import MAX_WAIT_S, HostDaemons
@@ -29,20 +30,40 @@ def router(daemons: HostDaemons, departures: Departures) -> APIRouter:
     @routes.get("/v1/hosts/{host_id}/commands", responses=reply_of(CommandBatch))
     async def get_commands(
         request: Request,
+        *,
         host_id: HostIdPath,
         incarnation: Annotated[str, Query(min_length=1, max_length=64)],
         wait_s: Annotated[float, Query(ge=0.0, le=MAX_WAIT_S)] = 20.0,
         succeeds: SucceedsQuery = "",
+        cluster: Annotated[str, Query(max_length=MAX_CLUSTER_ID)] = "",
+        epoch: Annotated[int, Query(ge=0, lt=2**62)] = 0,
+        command_id: Annotated[str, Query(max_length=MAX_COMMAND_ID)] = "",
     ) -> Response:
-        """Wait for the host's commands; returns at once when there are some, and empty after `wait_s`."""
+        """Wait for the host's commands; returns at once when there are some, and empty after `wait_s`.
+
+        `cluster`, `epoch` and `command_id` are what the host obeyed last: a database that does not know it asks the
+        host to tell its standing.
+        """
         batch = await daemons.next_commands(
             host_id,
             incarnation,
             wait_s=wait_s,
             is_gone=request.is_disconnected,
             succeeds=tuple(filter(None, succeeds.split(","))),
+            obeyed=Obeyed(cluster, epoch, command_id),
         )
         return json_response(batch)
+
+    @routes.post("/v1/hosts/{host_id}/standing", status_code=204, openapi_extra=body_of(Standing))
+    async def post_standing(request: Request, host_id: HostIdPath, succeeds: SucceedsQuery = "") -> Response:
+        """Take what a host obeyed and runs, which the database does not know."""
+        standing = await read_message(request, Standing, max_bytes=MAX_MESSAGE_BYTES)
+        if standing.host_id != host_id:
+            raise InvalidMessage(
+                f"The standing of {standing.host_id!r} was sent for {host_id!r}.", hint="a daemon speaks for itself"
+            )
+        await daemons.take_standing(standing, succeeds=tuple(filter(None, succeeds.split(","))))
+        return Response(status_code=204)
 
     @routes.post("/v1/hosts/{host_id}/updates", status_code=204, openapi_extra=body_of(CommandUpdate))
     async def post_update(request: Request, host_id: HostIdPath, succeeds: SucceedsQuery = "") -> Response:

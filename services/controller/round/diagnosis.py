@@ -31,6 +31,7 @@ DRAIN_REQUESTED = "drain_requested"
 SUPERSEDED_WORKERS = "superseded_workers"
 START_OVERDUE = "start_overdue"
 SAVES_FAILING = "saves_failing"
+RANKS_PARKED = "ranks_parked"  # at an emergency step that nobody knows of any more
 DEPARTURES = frozenset({PREEMPTION_NOTICE, DRAIN_REQUESTED})  # a host is to be left while it is well
 BESIDE_FAILURES = frozenset({*DEPARTURES, SUPERSEDED_WORKERS, SAVES_FAILING})  # the generation goes on all the same
 
@@ -49,6 +50,7 @@ _ORDER = {
             RANK_STALLED,
             CONNECTION_LOST,
             START_OVERDUE,
+            RANKS_PARKED,
         )
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from services.controller.round.diagnosis import Failure
 from services.controller.round.wording import listed
 from services.controller.view import (
     ActionView,
+    Adoption,
     HostChange,
     HostView,
     JobChange,
@@ -76,6 +78,8 @@ class Round:
         self.reported: dict[str, list[Failure]] = {}  # job -> failures that only a signal of this round tells of
         self.noticed: dict[str, float] = {}  # host -> when its preemption notice was observed, if in this round
         self.diagnoses: dict[str, Failure] = {}  # job -> what is wrong with its present generation
+        self.unadopted: set[str] = set()  # jobs about which hosts know more than the view
+        self.adoption: Adoption | None = None
         self.kept_for: dict[str, str] = {}  # free host -> the job that waits for more of them, and came first
         self.spare_of: dict[str, str] = {}  # free host -> the running job that it is a spare of
         self._next_incident = view.next_incident
@@ -228,6 +232,22 @@ class Round:
         """Put on record what is known of a job without an incident that is open."""
         self._record(Decision(self._decision_id(), "", job, kind, reason, rule, self.now, evidence))
 
+    def decide_incident(
+        self, incident: Incident, kind: DecisionKind, rule: str, reason: str, evidence: Evidence = MappingProxyType({})
+    ) -> str:
+        """Put on record what is done about an incident without an action; returns the decision's id."""
+        decision_id = self._decision_id()
+        self._record(
+            Decision(decision_id, incident.incident_id, incident.job, kind, reason, rule, self.now, dict(evidence))
+        )
+        return decision_id
+
+    def supersede_all(self, job: str) -> None:
+        """End whatever is being carried out for a job."""
+        for action in list(self.open_actions(job)):
+            self._superseded.append(action.action_id)
+            self.actions[action.action_id] = msgspec.structs.replace(action, state=ActionState.SUPERSEDED)
+
     def outcome(self) -> Outcome:
         """Everything that this round changed."""
         return Outcome(
@@ -237,6 +257,7 @@ class Round:
             hosts=tuple(self._host_changes.values()),
             jobs=tuple(self._job_changes),
             wake_at=self._wake_at,
+            adoption=self.adoption,
         )
 
     # --- parts of a decision -----------------------------------------------------------------------------------------
@@ -274,9 +295,7 @@ class Round:
     def _supersede(self, plan: ActionPlan) -> None:
         if plan.kind is DecisionKind.CORDON:
             return
-        for action in list(self.open_actions(plan.job)):
-            self._superseded.append(action.action_id)
-            self.actions[action.action_id] = msgspec.structs.replace(action, state=ActionState.SUPERSEDED)
+        self.supersede_all(plan.job)
 
     def _assign(self, plan: ActionPlan) -> None:
         """What follows from a granted generation: its hosts are taken, and the job says where it runs."""

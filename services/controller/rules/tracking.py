@@ -15,6 +15,7 @@ from services.controller.round.diagnosis import (
     DRAIN_REQUESTED,
     HOST_SILENT,
     PREEMPTION_NOTICE,
+    RANKS_PARKED,
     SAVES_FAILING,
     START_OVERDUE,
     SUPERSEDED_WORKERS,
@@ -233,7 +234,7 @@ def _find_failure(round_: Round, job: JobView, generation: GenerationView) -> Fa
     failures += diagnosis.failed_starts(round_.actions.values(), job.spec.job, generation, round_.now)
     failures += round_.reported.get(job.spec.job, [])
     found = diagnosis.root_cause(failure for failure in failures if failure is not None)
-    return found or _never_started(round_, job, generation)
+    return found or _never_started(round_, job, generation) or _parked_for_nothing(round_, job, generation)
 
 
 def _silent_hosts(round_: Round, generation: GenerationView) -> list[HostView]:
@@ -259,6 +260,22 @@ def _never_started(round_: Round, job: JobView, generation: GenerationView) -> F
         at=round_.now,
         rank=missing[0] if missing else -1,
         evidence={"ranks": ranks_kept(missing)},
+    )
+
+
+def _parked_for_nothing(round_: Round, job: JobView, generation: GenerationView) -> Failure | None:
+    """Ranks that stand at the step of an emergency save that the database does not know: it went back, or was lost, and
+    they would stand for ever."""
+    parked = [rank.rank for rank in generation.ranks if rank.phase is Phase.PARKED and rank.exited is None]
+    if not parked or any(round_.open_actions(job.spec.job)) or round_.open_incidents(job.spec.job):
+        return None
+    return Failure(
+        cause=RANKS_PARKED,
+        message=f"{ranks_of(parked).capitalize()} saved a step and wait to be let go; nobody knows what for.",
+        generation=generation.generation,
+        at=round_.now,
+        rank=parked[0],
+        evidence={"ranks": ranks_kept(parked)},
     )
 
 

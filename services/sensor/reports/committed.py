@@ -57,7 +57,8 @@ class CommittedPositions:
         return list(self._newest)
 
     def update(self, fresh: Mapping[Sender, int]) -> None:
-        """Take in what the database says of them."""
+        """Take in what the database says of them. It says nothing of one that was known: then it went back."""
+        fresh = {sender: 0 for sender in self._newest if sender in self._committed} | dict(fresh)
         for sender, seq in fresh.items():
             self._committed[sender] = seq
             self._committed.move_to_end(sender)

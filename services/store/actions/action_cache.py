@@ -42,6 +42,8 @@ class ActionCache:
     def read(self, connection: Connection, rows: Sequence[Row[Any]]) -> Mapping[int, CachedAction]:
         """Those of `rows` (of `COLUMNS`), as this transaction sees them."""
         revision = events.revision(connection)
+        if revision < self._revision:  # an older copy of the database took its place, where numbers mean something else
+            self._known = {}
         known = {row.number: self._known[row.number] for row in rows if row.number in self._known}
         for action, number, answer in _answers(connection, known, after=self._revision):
             record = known[action].records.get(number)
@@ -73,6 +75,8 @@ class AnswerCache:
     def read(self, connection: Connection, numbers: Collection[int]) -> Mapping[int, Said]:
         """Of each of these actions what its hosts said."""
         revision = events.revision(connection)
+        if revision < self._revision:
+            self._told, self._newest = {}, {}
         known = {number: self._told[number] for number in numbers if number in self._told}
         fresh = [*_answers(connection, known, after=self._revision)]
         fresh += _answers(connection, set(numbers) - known.keys(), after=None)

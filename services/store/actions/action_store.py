@@ -80,7 +80,7 @@ class SqlActionStore:
 
         def work(connection: Connection) -> bool:
             number = number_of(progress.action_id)
-            epoch = lease.current_epoch(connection)  # its lock comes before the action's, as in the controller's commit
+            issuer = lease.current(connection)  # its lock comes before the action's, as in the controller's commit
             unmoved = (actions.c.number == number, actions.c.version == progress.version, ~actions.c.ended)
             # Who is being moved by another one is left to it, without waiting; SQLite has one writer at a time.
             claim = select(actions.c.number).where(*unmoved).with_for_update(skip_locked=True)
@@ -95,7 +95,7 @@ class SqlActionStore:
                 phase=progress.phase,
                 state=progress.state,
             )
-            events.append(connection, step_writer.store(connection, position, step, epoch=epoch, now=now))
+            events.append(connection, step_writer.store(connection, position, step, issuer=issuer, now=now))
             return True
 
         return self._db.transact(work)

@@ -9,19 +9,19 @@ from sqlalchemy import Connection, insert, select, update
 from flyball.contracts.cluster import Placement
 from flyball.contracts.decisions import Command
 from flyball.contracts.events import Event
-from flyball.contracts.identity import Fence
-from services.actuator.ports import CommandDraft, PlaybookStep
+from services.actuator.ports import PlaybookStep
 from services.record.codec import dump
+from services.record.lease_terms import Issuer
 from services.record.step_events import (
     Position,
+    command_of,
     events_of,
-    fence_generation,
     restore_step_of,
 )
 from services.store.sql.tables import action_changes, actions, commands, generations, jobs
 
 
-def store(connection: Connection, position: Position, step: PlaybookStep, *, epoch: int, now: float) -> list[Event]:
+def store(connection: Connection, position: Position, step: PlaybookStep, *, issuer: Issuer, now: float) -> list[Event]:
     """Write a step of an action whose row the caller has locked and moved on (`values_of`). Returns its events."""
     if step.message or (step.phase, step.state) != (position.phase, position.state):
         connection.execute(
@@ -32,7 +32,7 @@ def store(connection: Connection, position: Position, step: PlaybookStep, *, epo
     if step.commands:
         granted = connection.scalar(select(jobs.c.generation).where(jobs.c.job == position.plan.job))
         rows = [
-            _row(position, step, draft, Fence(epoch, fence_generation(position.plan, draft, granted)), now)
+            _row(position.number, step.phase, command_of(position, draft, granted, issuer), now)
             for draft in step.commands
         ]
         _withdraw(connection, position.number, step)
@@ -62,13 +62,12 @@ def close_commands(connection: Connection, number: int) -> None:
     connection.execute(update(commands).where(commands.c.action == number, commands.c.is_open).values(is_open=False))
 
 
-def _row(position: Position, step: PlaybookStep, draft: CommandDraft, fence: Fence, now: float) -> dict[str, Any]:
-    command = Command(draft.command_id, position.action_id, draft.host_id, fence, draft.body, draft.deadline_s)
+def _row(action: int, phase: str, command: Command, now: float) -> dict[str, Any]:
     return {
-        "command_id": draft.command_id,
-        "action": position.number,
-        "phase": step.phase,
-        "host_id": draft.host_id,
+        "command_id": command.command_id,
+        "action": action,
+        "phase": phase,
+        "host_id": command.host_id,
         "document": dump(command),
         "created_at": now,
         "dispatched_at": 0.0,

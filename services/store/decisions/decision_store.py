@@ -9,6 +9,7 @@ import structlog
 from sqlalchemy import Connection, select
 
 from flyball.contracts.clock import Clock
+from flyball.contracts.errors import StaleEpoch
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.signals import Signal, SignalUnreadable
 from services.actuator.ports import PlaybookStep
@@ -18,7 +19,7 @@ from services.controller.view import Outcome, View
 from services.record import signal_events
 from services.record.signal_events import SignalKey
 from services.rules.stream import Cursor, LeaseGrant
-from services.store.decisions import outcome_writer, rounds, signal_writer
+from services.store.decisions import outcome_writer, rounds, signal_writer, standing_store
 from services.store.decisions.view_loader import ViewLoader
 from services.store.sql import events, lease
 from services.store.sql.database import Database
@@ -37,6 +38,7 @@ class SqlDecisionStore:
         self._clock = clock
         self._lease = ControllerLease(clock)
         self._views = ViewLoader(clock)
+        self._revision = 0  # of the newest view
         self._is_elected = threading.Event()  # since the last view; a thread of its own may renew the lease
 
     def acquire_lease(self, holder: str, ttl_s: float) -> LeaseGrant | None:
@@ -62,6 +64,13 @@ class SqlDecisionStore:
         """Let another controller take over at once; nothing happens if `holder` has it no more."""
         self._db.transact(lambda connection: lease.release(connection, holder))
 
+    def went_back(self, holder: str) -> None:
+        """An older copy of the database took its place: what is kept of it here is wrong, and a new epoch has to
+        begin."""
+        self._views = ViewLoader(self._clock)
+        self._revision = 0
+        self.release_lease(holder)
+
     def cursor(self) -> Cursor | None:
         """Up to where signals are stored with their decisions; None before the first."""
         with self._db.read() as connection:
@@ -80,6 +89,7 @@ class SqlDecisionStore:
             self._is_elected.clear()
             self._views.expire_all_hosts()
         with self._db.read() as connection:
+            self._revision = events.revision(connection)
             return self._views.load(connection, focus)
 
     def running_jobs(self) -> list[tuple[str, int]]:
@@ -118,7 +128,9 @@ class SqlDecisionStore:
         packed = rounds.pack(inputs) if inputs is not None else None
 
         def work(connection: Connection) -> None:
-            lease.check_epoch(connection, epoch)
+            issuer = lease.check_epoch(connection, epoch)
+            if events.revision(connection) < self._revision:
+                raise StaleEpoch("The database is older than the view of this round.", hint="nothing to do")
             news: list[Event] = []
             news += outcome_writer.store_hosts(connection, outcome.hosts, now)
             news += signal_writer.store(connection, signals, now)
@@ -129,8 +141,10 @@ class SqlDecisionStore:
             news += outcome_writer.store_incidents(connection, outcome.incidents, outcome.decisions)
             news += outcome_writer.supersede(connection, outcome.superseded_actions, now)
             news += outcome_writer.store_decisions(connection, outcome.decisions, epoch)
-            news += outcome_writer.store_actions(connection, outcome.decisions, first_steps, epoch=epoch, now=now)
+            news += outcome_writer.store_actions(connection, outcome.decisions, first_steps, issuer=issuer, now=now)
             news += outcome_writer.store_jobs(connection, outcome.jobs, now)
+            if outcome.adoption is not None:
+                news += standing_store.adopt(connection, outcome.adoption, now)
             if packed is not None:
                 rounds.store(connection, packed, signals, epoch=epoch, now=now)
             events.append(connection, [*news, *outcome.events])

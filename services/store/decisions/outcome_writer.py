@@ -14,6 +14,7 @@ from services.actuator.ports import PlaybookStep
 from services.controller.view import HostChange, JobChange
 from services.record import outcome_events, step_events
 from services.record.codec import dump, load, number_of
+from services.record.lease_terms import Issuer
 from services.record.step_events import Position
 from services.store.actions import step_writer
 from services.store.decisions import drain_store
@@ -115,7 +116,7 @@ def store_actions(
     decided: Sequence[Decision],
     first_steps: Mapping[str, PlaybookStep],
     *,
-    epoch: int,
+    issuer: Issuer,
     now: float,
 ) -> list[Event]:
     """Insert the actions of decisions, each with the first move of its playbook."""
@@ -158,7 +159,7 @@ def store_actions(
             connection.execute(
                 update(actions).where(actions.c.number == number).values(step_writer.values_of(step, now))
             )
-            events.extend(step_writer.store(connection, position, step, epoch=epoch, now=now))
+            events.extend(step_writer.store(connection, position, step, issuer=issuer, now=now))
     return events
 
 

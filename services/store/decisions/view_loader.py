@@ -31,6 +31,7 @@ from services.record.answers import Said, failed_in
 from services.record.codec import load, number_of
 from services.record.host_views import CachedHost, Newest, OtherHosts, host_views, newest_ranks
 from services.store.actions.action_cache import COLUMNS, AnswerCache, load_plans
+from services.store.decisions import standing_store
 from services.store.decisions.drain_store import load_drains
 from services.store.decisions.host_cache import HostCache
 from services.store.reports import vouching
@@ -133,22 +134,24 @@ class ViewLoader:
             self._hosts.expire(failed[action_id])
         self._failed = set(failed)
         cached = self._hosts.read(connection, pages=None if focus is None else TURN_PAGES if focus.jobs else 0)
-        named = open_jobs(open_incidents, action_views)
+        told = standing_store.unsettled(connection)
+        named = open_jobs(open_incidents, action_views) | {held.spec.job for one in told for held in one.standing.jobs}
+        named.update(job for one in told for job in one.standing.ended)
         rows = _job_rows(connection, named.union(*(host.workers for host in cached.values())))
         running = self._generations(connection, [row.job for row in rows])
         placed, newest = self._placed(rows, running)
         drains = load_drains(connection)
         shown = list(cached.values())
         self._others.note(cached, self._hosts.changed(), placed, newest)
-        told = named_hosts(focus.signals) if focus is not None else set()
+        spoken_of = named_hosts(focus.signals) if focus is not None else set()
         if focus is not None:
             named |= focus.jobs | named_jobs(focus.signals)
             named.update(row.job for row in rows if asks(JobState(row.state), stop_requested=bool(row.stop_requested)))
-            named.update(placed[name] for name in (*told, *drains) if name in cached and name in placed)
+            named.update(placed[name] for name in (*spoken_of, *drains) if name in cached and name in placed)
             rows = [row for row in rows if row.job in named]
         job_views = self._jobs(connection, rows, running, cached)
         if focus is not None:
-            involved = {*told, *drains, *open_hosts(open_incidents, action_views), *placed_hosts(job_views)}
+            involved = {*spoken_of, *drains, *open_hosts(open_incidents, action_views), *placed_hosts(job_views)}
             involved.update(self._others.of(named))
             shown = [cached[name] for name in involved if name in cached]
         shown.sort(key=_HOST_ID)
@@ -165,8 +168,10 @@ class ViewLoader:
                 *self._copies.read(connection, _wanted(job_views)),
             ),
             next_incident=_next(connection, incidents),
-            next_decision=_next(connection, decisions),
+            next_decision=max(_next(connection, decisions), standing_store.decision_floor(connection) + 1),
             is_whole=focus is None,
+            cluster=standing_store.cluster_id(connection),
+            standings=told,
         )
 
     def _placed(self, rows: Sequence[Row[Any]], running: Mapping[str, Any]) -> tuple[Mapping[str, str], Newest]:

@@ -26,8 +26,12 @@ def remove_details(db: Database, before: float, max_signals: int) -> Iterator[in
     each transaction removed."""
     yield from until_none(db, partial(_remove_signals, before=before, max_signals=max_signals))
     has_ended = (actions.c.ended, actions.c.ended_at > 0.0, actions.c.ended_at < before)
+    # A host names the newest command that it obeyed, however old: a database without it would be called behind.
+    newest = select(func.max(commands.c.number)).where(commands.c.progress > 0).group_by(commands.c.host_id)
     for table in (commands, action_changes):
         query = select(table.c.number).join(actions, actions.c.number == table.c.action).where(*has_ended)
+        if table is commands:
+            query = query.where(commands.c.number.not_in(newest))
         query = query.order_by(table.c.number).limit(ROWS_AT_ONCE)
         yield from until_none(db, partial(remove_found, table=table, query=query))
     yield db.transact(_remove_watermarks, durable=False)

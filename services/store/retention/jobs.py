@@ -16,6 +16,7 @@ from services.store.sql.tables import (
     decisions,
     events,
     generations,
+    hosts,
     incident_changes,
     incidents,
     job_failures,
@@ -53,12 +54,18 @@ def remove_events_of_no_job(db: Database, before: float) -> Iterator[int]:
 
 
 def _ended(db: Database, before: float) -> list[str]:
-    """But for those with the newest decision or incident, whose numbers would be given out again."""
+    """But for those with the newest decision or incident, whose numbers would be given out again, and with the newest
+    command that a host obeyed: a database that does not know it would be taken for an older one."""
     has_ended = jobs.c.state.in_([state.value for state in JobState if state.ended])
     newest = [
         select(table.c.job).where(table.c.number == select(func.max(table.c.number)).scalar_subquery())
         for table in (decisions, incidents)
     ]
+    of_hosts = commands.c.host_id.in_(select(hosts.c.host_id))
+    obeyed = select(func.max(commands.c.number)).where(commands.c.progress > 0, of_hosts).group_by(commands.c.host_id)
+    newest.append(
+        select(actions.c.job).join(commands, commands.c.action == actions.c.number).where(commands.c.number.in_(obeyed))
+    )
     query = select(jobs.c.job).where(has_ended, jobs.c.ended_at > 0.0, jobs.c.ended_at < before)
     with db.read() as connection:
         kept = {name for one in newest for name in connection.scalars(one)}

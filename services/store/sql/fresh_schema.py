@@ -8,10 +8,11 @@ compares the two schemas, and their rows.
 from __future__ import annotations
 
 from pathlib import Path
+from uuid import uuid4
 
 from sqlalchemy import Connection, inspect, text
 
-from services.store.sql.tables import lease, log_head, metadata
+from services.store.sql.tables import cluster, lease, log_head, metadata
 
 _REVISIONS = Path(__file__).parent / "migrations" / "versions"
 
@@ -31,7 +32,8 @@ def is_newest_or_made(connection: Connection) -> bool:
         return False
     metadata.create_all(connection, checkfirst=False)
     connection.execute(log_head.insert().values(id=1, last_event=0, revision=0))
-    connection.execute(lease.insert().values(name="controller", holder="", epoch=0, expires_at=0.0))
+    connection.execute(lease.insert().values(name="controller", holder="", epoch=0, expires_at=0.0, incarnation=""))
+    connection.execute(cluster.insert().values(id=1, cluster_id=uuid4().hex, decision_floor=0))
     # As alembic makes its table.
     connection.execute(
         text(

@@ -6,12 +6,14 @@ controllers from taking the lease from each other in turns.
 
 from __future__ import annotations
 
+from uuid import uuid4
+
 import msgspec
 from sqlalchemy import Connection, select, text, update
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import StaleEpoch
-from services.record.lease_terms import MARGIN, Held, Renewals, epoch_for
+from services.record.lease_terms import MARGIN, Held, Issuer, Renewals, epoch_for
 from services.rules.stream import LeaseGrant
 from services.store.sql.tables import lease
 
@@ -51,11 +53,13 @@ class ControllerLease:
         epoch = epoch_for(holder, held, now, has_held=self._has_held, is_over=is_over)
         if epoch is None:
             return None
-        connection.execute(
-            update(lease).where(lease.c.name == CONTROLLER).values(holder=holder, epoch=epoch, expires_at=now + ttl_s)
-        )
+        is_new = epoch != row.epoch
+        values = {"holder": holder, "epoch": epoch, "expires_at": now + ttl_s}
+        if is_new:
+            values["incarnation"] = new_incarnation()
+        connection.execute(update(lease).where(lease.c.name == CONTROLLER).values(values))
         self._has_held = True
-        return Acquired(LeaseGrant(epoch, began_s + ttl_s * (1.0 - MARGIN)), is_new=epoch != row.epoch)
+        return Acquired(LeaseGrant(epoch, began_s + ttl_s * (1.0 - MARGIN)), is_new=is_new)
 
 
 def release(connection: Connection, holder: str) -> None:
@@ -63,19 +67,38 @@ def release(connection: Connection, holder: str) -> None:
     connection.execute(update(lease).where(lease.c.name == CONTROLLER, lease.c.holder == holder).values(expires_at=0.0))
 
 
-def current_epoch(connection: Connection) -> int:
-    """The epoch that commands written in this transaction must carry; no other one begins before it ends."""
-    query = select(lease.c.epoch).where(lease.c.name == CONTROLLER).with_for_update(read=True)
-    return int(connection.execute(query).scalar_one())
+def new_incarnation() -> str:
+    """A name for what a database is under one epoch: a copy of it that begins the same epoch has another."""
+    return uuid4().hex[:8]
 
 
-def check_epoch(connection: Connection, epoch: int) -> None:
+def raise_epoch(connection: Connection, above: int) -> None:
+    """Begin an epoch that is newer than `above`, which hosts have obeyed, if the present one is not. Who holds the
+    lease takes it again."""
+    connection.execute(
+        update(lease)
+        .where(lease.c.name == CONTROLLER, lease.c.epoch <= above)
+        .values(epoch=above + 1, incarnation=new_incarnation())
+    )
+
+
+def current(connection: Connection) -> Issuer:
+    """What commands written in this transaction must carry; no other epoch begins before it ends."""
+    query = select(lease.c.epoch, lease.c.incarnation).where(lease.c.name == CONTROLLER).with_for_update(read=True)
+    row = connection.execute(query).one()
+    return Issuer(row.epoch, row.incarnation)
+
+
+def check_epoch(connection: Connection, epoch: int) -> Issuer:
     """Raise StaleEpoch unless `epoch` is the present one; it then stays so until the transaction ends."""
-    present = connection.execute(select(lease.c.epoch).where(lease.c.name == CONTROLLER).with_for_update()).scalar_one()
-    if present != epoch:
+    query = select(lease.c.epoch, lease.c.incarnation).where(lease.c.name == CONTROLLER).with_for_update()
+    present = connection.execute(query).one()
+    if present.epoch != epoch:
         raise StaleEpoch(
-            f"This controller's epoch is {epoch}, but {present} has begun.", hint="nothing to do: another one leads now"
+            f"This controller's epoch is {epoch}, but {present.epoch} has begun.",
+            hint="nothing to do: another one leads now",
         )
+    return Issuer(epoch, present.incarnation)
 
 
 def database_now(connection: Connection) -> float:

@@ -56,7 +56,7 @@ def _job() -> Column[str]:
     return Column("job", Name, nullable=False)
 
 
-# --- the controller's lease and position ------------------------------------------------------------------------------
+# --- who this is: the cluster, the controller's lease and position ----------------------------------------------------
 
 lease = _table(
     "lease",
@@ -64,6 +64,25 @@ lease = _table(
     Column("holder", String(200), nullable=False),
     Column("epoch", BigInteger, nullable=False),
     Column("expires_at", Seconds, nullable=False),  # on the database's clock
+    Column("incarnation", Word, nullable=False, server_default=""),  # random, another one with every epoch
+)
+
+cluster = _table(
+    "cluster",  # one row, made with the database, and copied with it
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("cluster_id", Word, nullable=False),
+    Column("decision_floor", BigInteger, nullable=False),  # numbers up to here were given out, perhaps by another copy
+)
+
+standings = _table(
+    "standings",  # of hosts that were ahead of this database
+    Column("host_id", Name, primary_key=True),
+    Column("told_at", Seconds, nullable=False),
+    Column("first_told_at", Seconds, nullable=False),  # of those since it was settled last
+    Column("is_settled", Boolean, nullable=False, index=True),
+    Column("cluster", Word, nullable=False),  # what it obeyed
+    Column("command_id", String(190), nullable=False),
+    Column("document", Document, nullable=False),
 )
 
 cursors = _table(

@@ -1,0 +1,76 @@
+"""What hosts know that the supervisor's database may have forgotten: whom they obeyed last, and what they run.
+
+A backup that is restored, a replica that lost its last seconds, an empty database: none of them can know by itself that
+it is behind. The hosts can (docs/decisions/0015).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Final
+
+import msgspec
+
+from flyball.contracts.cluster import JobSpec, Placement
+from flyball.contracts.decisions import Command
+from flyball.contracts.identity import Duration, Fence, Generation, HostId, Incarnation, JobName, Moment, Rank, Seq
+
+MAX_COMMAND_ID: Final = 190
+MAX_CLUSTER_ID: Final = 32
+
+ClusterId = Annotated[str, msgspec.Meta(max_length=MAX_CLUSTER_ID)]
+CommandId = Annotated[str, msgspec.Meta(max_length=MAX_COMMAND_ID)]
+Epoch = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+
+
+class Obeyed(msgspec.Struct, frozen=True):
+    """Whom a daemon obeyed. With each poll it says so; a database that does not know the command is behind."""
+
+    cluster: ClusterId = ""  # '': it obeyed nobody, or a supervisor of a release without cluster ids
+    epoch: Epoch = 0  # the highest
+    command_id: CommandId = ""  # the newest
+
+    def after(self, command: Command, cluster: str) -> Obeyed:
+        """Once another command was obeyed."""
+        return Obeyed(cluster or self.cluster, max(self.epoch, command.fence.epoch), command.command_id)
+
+
+class HeldJob(msgspec.Struct, frozen=True):
+    """The newest generation of a job that a host was told to start: all that is needed to supervise it again."""
+
+    spec: JobSpec
+    placement: Placement  # the host's part; rank 0's host has the whole
+    fence: Fence
+    ranks: tuple[Rank, ...]  # those that run
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """What a host tells a supervisor whose database does not know what it obeyed."""
+
+    host_id: HostId
+    incarnation: Incarnation
+    at: Moment
+    obeyed: Obeyed
+    unheard_s: Duration  # since a supervisor of its cluster answered last
+    jobs: tuple[HeldJob, ...] = ()
+    ended: Mapping[JobName, Generation] = {}  # jobs that ended here, and the newest generation of each
+    committed: Mapping[Incarnation, Seq] = {}  # signals up to here were committed, and cannot be sent again
+
+
+def database_knows(obeyed: Obeyed, *, cluster: str, epoch: int, is_command_known: bool) -> bool:
+    """Whether a database of this cluster, under this epoch, is no older than what a host obeyed. Pure."""
+    if obeyed.cluster and obeyed.cluster != cluster:
+        return False
+    return obeyed.epoch <= epoch and (is_command_known or not obeyed.command_id)
+
+
+def decision_number(command_id: str) -> int:
+    """17 for "act-3f9a01c2-17.stop.host-a.1", 0 if it names none. Pure."""
+    _, _, digits = command_id.partition(".")[0].rpartition("-")
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= 18 else 0
+
+
+def issued_id(draft_id: str, incarnation: str) -> str:
+    """A command's id as hosts are given it. Another copy of the database counts the same numbers, under another
+    incarnation: so an answer in an old journal is never taken for one to a new command. Pure."""
+    return f"act-{incarnation}{draft_id.removeprefix('act')}" if incarnation else draft_id

@@ -1,0 +1,87 @@
+"""Whom this daemon obeyed, and what it tells a supervisor whose database does not know that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.decisions import Command, CommandBatch
+from flyball.contracts.identity import HostId
+from flyball.contracts.standings import HeldJob, Obeyed, Standing
+from host_daemon.store.command_journal import CommandJournal
+from host_daemon.store.database import Facts
+from host_daemon.store.outbox import Outbox
+from host_daemon.store.worker_records import WorkerRecords
+
+TELL_AGAIN_S = 0.5
+DATABASE_FACT = "database"  # the incarnation of the one that answered last
+
+_log = structlog.get_logger(__name__)
+
+
+class Allegiance:
+    """`load` comes first."""
+
+    def __init__(
+        self,
+        *,
+        host_id: HostId,
+        incarnation: str,
+        clock: Clock,
+        facts: Facts,
+        journal: CommandJournal,
+        records: WorkerRecords,
+        outbox: Outbox,
+        held: Callable[[], tuple[HeldJob, ...]],
+        wake: Callable[[], None],
+    ) -> None:
+        """`held`: the jobs of this host; `wake` has a report sent."""
+        self._host_id = host_id
+        self._incarnation = incarnation
+        self._clock = clock
+        self._facts = facts
+        self._journal = journal
+        self._records = records
+        self._outbox = outbox
+        self._held = held
+        self._wake = wake
+        self._database = ""
+        self._heard_s = clock.monotonic_s()
+        self.obeyed = Obeyed()
+
+    async def load(self) -> None:
+        """Go on where an earlier daemon of this folder stopped."""
+        self.obeyed = await self._journal.obeyed()
+        self._database = await self._facts.get(DATABASE_FACT) or ""
+
+    async def answered(self, batch: CommandBatch) -> None:
+        """Note who answered a poll. A database under another epoch may be an older one, which has lost signals that it
+        once committed: they are sent again. Raises FlyballError when the disk is full."""
+        if batch.cluster == self.obeyed.cluster or not self.obeyed.cluster:
+            self._heard_s = self._clock.monotonic_s()
+        if batch.incarnation and batch.incarnation != self._database:
+            if self._database and await self._outbox.send_again():
+                self._wake()
+            self._database = batch.incarnation
+            await self._facts.set(DATABASE_FACT, batch.incarnation)
+
+    def begun(self, command: Command, cluster: str) -> None:
+        """A command was noted in the journal."""
+        self.obeyed = self.obeyed.after(command, cluster)
+
+    async def standing(self) -> Standing:
+        """All that a supervisor needs to know to go on from here. Raises FlyballError."""
+        ended: Mapping[str, int] = await self._records.ended()
+        _log.warning("supervisor_is_behind", cluster=self.obeyed.cluster, epoch=self.obeyed.epoch)
+        return Standing(
+            host_id=self._host_id,
+            incarnation=self._incarnation,
+            at=self._clock.wall_s(),
+            obeyed=self.obeyed,
+            unheard_s=self._clock.monotonic_s() - self._heard_s,
+            jobs=self._held(),
+            ended=ended,
+            committed=self._outbox.forgotten(),
+        )

@@ -1,0 +1,80 @@
+"""What simulated hosts obeyed, compared with what the simulated database knows, and what is taken over from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flyball.contracts.cluster import JobState
+from flyball.contracts.events import Event, EventKind
+from flyball.contracts.standings import Obeyed, Standing, database_knows
+from services.actuator.ports import Judgement
+from services.controller.view import AdoptedJob, Adoption
+from services.record.codec import number_of
+from services.record.lease_terms import Held
+from services.record.step_events import restore_step_of
+from simulator.ports.memory import GenerationRow, JobRow, Memory, StandingRow
+
+
+def judge(memory: Memory, obeyed: Mapping[str, Obeyed]) -> Judgement:
+    """Whose commands these are, and which of these hosts know more than this database."""
+    with memory.transaction():
+        epoch = memory.held.epoch
+        ahead = set()
+        for host, one in obeyed.items():
+            is_known = one.command_id in memory.commands
+            if not _is_settled(memory, host, one) and not database_knows(
+                one, cluster=memory.cluster_id, epoch=epoch, is_command_known=is_known
+            ):
+                ahead.add(host)
+        return Judgement(memory.cluster_id, memory.incarnation, frozenset(ahead))
+
+
+def tell(memory: Memory, standing: Standing, now: float) -> None:
+    """Keep what a host tells, for the controller."""
+    with memory.transaction():
+        if _is_settled(memory, standing.host_id, standing.obeyed):
+            return  # it was on the way
+        row = memory.standings.get(standing.host_id)
+        first = now if row is None or row.is_settled else row.first_told_at
+        memory.standings[standing.host_id] = StandingRow(standing, now, first)
+        memory.changed()
+
+
+def adopt(memory: Memory, adoption: Adoption, now: float) -> list[Event]:
+    """Take over what hosts told."""
+    news = [_adopt_job(memory, job, now) for job in adoption.jobs]
+    for one in adoption.settled:
+        host_id = one.standing.host_id
+        for incarnation, seq in one.standing.committed.items():
+            sender = (host_id, incarnation)
+            memory.watermarks[sender] = max(seq, memory.watermarks.get(sender, 0))
+        row = memory.standings[host_id]
+        row.is_settled = _same(row.standing.obeyed, one.standing.obeyed)
+    memory.decision_floor = max(memory.decision_floor, adoption.decision_floor)
+    if memory.held.epoch <= adoption.epoch_floor:
+        memory.begin_epoch(Held(memory.held.holder, adoption.epoch_floor + 1, memory.held.expires_at))
+    return news
+
+
+def _is_settled(memory: Memory, host_id: str, obeyed: Obeyed) -> bool:
+    row = memory.standings.get(host_id)
+    return (
+        row is not None and row.is_settled and _same(row.standing.obeyed, obeyed) and obeyed.epoch <= memory.held.epoch
+    )
+
+
+def _same(one: Obeyed, other: Obeyed) -> bool:
+    return (one.cluster, one.command_id) == (other.cluster, other.command_id)
+
+
+def _adopt_job(memory: Memory, adopted: AdoptedJob, now: float) -> Event:
+    spec, plan = adopted.spec, adopted.plan
+    step = restore_step_of(adopted.placement)
+    job = memory.jobs.setdefault(spec.job, JobRow(spec, now, newest_step=-1 if step is None else step))
+    job.spec, job.state, job.generation, job.ended_at = spec, JobState.RUNNING, plan.generation, 0.0
+    job.message, job.stop_requested = "adopted from its hosts", False
+    memory.generations[spec.job, plan.generation] = GenerationRow(
+        plan, number_of(adopted.decision_id), now, step, adopted.placement.lineage
+    )
+    data = {"restore_step": step, "world_size": spec.world_size}
+    return Event(at=now, kind=EventKind.GENERATION_STARTED, job=spec.job, generation=plan.generation, data=data)
