@@ -37,7 +37,7 @@ class Worker:
         self.host_id, self.rank, self.pid = host_id, rank, pid
         self.phase = Phase.STARTING
         self.step = -1
-        self.moved_at = at
+        self.began_at = self.moved_at = at
         self.is_hung = False
         self.new_steps: list[tuple[int, float]] = []  # not reported yet
 
@@ -163,10 +163,11 @@ class Group:
         self._has_restored = True
         step, source = min(loaded)
         held, newest = self.world.truth.held_before(self)
-        self.world.note(
-            Restored(self.world.now, self.job, self.generation, step, source, held, newest, len(loaded) == 1)
-        )
-        self.world.truth.branched(self, step, source)
+        if not self.world.truth.was_overtaken(self):
+            self.world.note(
+                Restored(self.world.now, self.job, self.generation, step, source, held, newest, len(loaded) == 1)
+            )
+            self.world.truth.branched(self, step, source)
         for worker in self.workers.values():
             worker.phase, worker.moved_at = Phase.STEP, self.world.now
             worker.step = step

@@ -28,6 +28,7 @@ class Truth:
         self._world = world
         self.lineage: Lineage = ()
         self.newest = -1
+        self._branched_at = 0.0
 
     def completed(self, group: Group, step: int) -> None:
         """A generation completed a step."""
@@ -39,6 +40,13 @@ class Truth:
         kept = tuple(entry for entry in self.lineage if step >= 0 and entry.generation <= source)
         self.lineage = branch(kept, restored_step=step if step >= 0 else None, generation=group.generation)
         self.newest = step
+        self._branched_at = self._world.now
+
+    def was_overtaken(self, group: Group) -> bool:
+        """Whether a newer generation restored after all ranks of this one began: a pause held them up. What they do
+        until they are stopped is no part of the history."""
+        is_older = bool(self.lineage) and group.generation < self.lineage[-1].generation
+        return is_older and all(worker.began_at <= self._branched_at for worker in group.workers.values())
 
     def held_before(self, group: Group) -> tuple[int, int]:
         """The newest whole step on hosts that were in reach since before the generation was granted, and the newest
