@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 
 from ckpt_engine.slots.rank_segments import RankSegments
-from flyball.beacon import create_beacon
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, rank_segment
-from flyball.trainer import Job
-from flyball.worker_identity import WorkerIdentity, read_identity
+from flyball.sdk.beacon import create_beacon
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity, read_identity
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 STEP_CALLS = 200_000

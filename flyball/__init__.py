@@ -6,8 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flyball.trainer import Job as Job
-    from flyball.trainer import attach as attach
+    from flyball.sdk.trainer import Job, attach
 
 __version__ = "0.1.0"
 __all__ = ["attach", "Job", "__version__"]
@@ -15,5 +14,5 @@ __all__ = ["attach", "Job", "__version__"]
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - the module protocol of PEP 562
     if name in {"attach", "Job"}:
-        return getattr(import_module("flyball.trainer"), name)
+        return getattr(import_module("flyball.sdk.trainer"), name)
     raise AttributeError(f"module 'flyball' has no attribute {name!r}")

@@ -18,7 +18,6 @@ import msgspec
 import flyball
 from checkpoint_bench.leftovers import folder_prefix, segments_of
 from checkpoint_bench.samples import wait_until
-from flyball.beacon import create_beacon
 from flyball.contracts import wire, worker_env
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, ShardSource, Tier, branch
 from flyball.contracts.cluster import HostRanks, Placement
@@ -32,7 +31,8 @@ from flyball.contracts.engine_wire import (
 )
 from flyball.contracts.identity import Fence
 from flyball.contracts.segments import beacon_path, shm_prefix
-from flyball.trainer import Job
+from flyball.sdk.beacon import create_beacon
+from flyball.sdk.trainer import Job
 
 JOB = "checkpoint-benchmark"
 _ASK_TIMEOUT_S = 60.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from checkpoint_bench.samples import wait_until
-from flyball.trainer import Job, SaveHandle
+from flyball.sdk.trainer import Job, SaveHandle
 
 _SETTLE_TIMEOUT_S = 120.0
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from ckpt_engine.contracts.notices import MAX_MESSAGE_CHARS, Captured, Notice, SaveAborted, SaveWaited
 from ckpt_engine.slots.rank_segments import SlotView
 from flyball.contracts import wire
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.worker_identity import WorkerIdentity
 
 
 class CommitLink(Protocol):

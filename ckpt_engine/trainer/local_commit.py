@@ -18,7 +18,7 @@ from flyball import __version__
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.segments import rank_segment
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.worker_identity import WorkerIdentity
 
 _CLOSE_TIMEOUT_S = 10.0
 

@@ -19,7 +19,7 @@ from ckpt_engine.trainer.background import Background
 from ckpt_engine.trainer.engine_link import CommitLink
 from flyball.contracts.checkpoints import CaptureMode, WhenFull
 from flyball.contracts.errors import CheckpointError
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.worker_identity import WorkerIdentity
 
 if TYPE_CHECKING:
     from ckpt_engine.trainer.capture.prepared_capture import Capture, PreparedCapture

@@ -18,7 +18,7 @@ from ckpt_engine.trainer.engine_link import CommitLink
 from ckpt_engine.trainer.local_commit import LocalCommitter
 from flyball.contracts.checkpoints import Tier, is_alive
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.worker_identity import WorkerIdentity
 
 _log = logging.getLogger("flyball.engine")
 

@@ -30,7 +30,6 @@ from ckpt_engine.trainer.saving import CAPTURE_TIMEOUT_S, ENGINE_PROBE_S, Saver,
 from ckpt_engine.trainer.shard_reader import ShardReader
 from ckpt_engine.world.save_pace import factor_of
 from ckpt_engine.world.save_schedule import is_due
-from flyball.beacon import BeaconWriter
 from flyball.contracts.checkpoints import CheckpointSpec, Tier, is_alive
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import (
@@ -41,7 +40,8 @@ from flyball.contracts.errors import (
     UnsupportedState,
 )
 from flyball.contracts.segments import rank_segment
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.beacon import BeaconWriter
+from flyball.sdk.worker_identity import WorkerIdentity
 
 _log = logging.getLogger("flyball.engine")
 

@@ -74,7 +74,7 @@ def candidates(words: Sequence[str], incomplete: str, environ: Mapping[str, str]
 
 def _of_run(words: Sequence[str], incomplete: str, environ: Mapping[str, str]) -> Found:
     """torchrun's grammar: flags up to the script; what follows is the script's."""
-    from flyball.launch_flags import ALL_FLAGS, Kind, Use
+    from flyball.launch.launch_flags import ALL_FLAGS, Kind, Use
 
     flags = {name: flag for flag in ALL_FLAGS for name in flag.spellings}
     takes = None

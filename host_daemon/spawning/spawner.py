@@ -40,7 +40,7 @@ from host_daemon.spawning.spawn_wire import (
 )
 
 # What a training script imports at its beginning: a job waits for these.
-PRELOAD = ("torch.distributed", "torch.nn.parallel", "torch.optim", "flyball.trainer")
+PRELOAD = ("torch.distributed", "torch.nn.parallel", "torch.optim", "flyball.sdk.trainer")
 # What DistributedDataParallel and the optimizers import at their first use: as much again as torch itself. A restart
 # must find it here, but the first start need not wait for it. It is imported while nothing else is asked for, in
 # pieces, because a request waits for the piece that is being imported.

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from flyball.beacon import BeaconReader, BeaconSnapshot, create_beacon
 from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import Activity, Phase, RankStatus
 from flyball.contracts.decisions import RankPosition
@@ -21,6 +20,7 @@ from flyball.contracts.losses import RankLoss, loss_value
 from flyball.contracts.rank_columns import RankSteps
 from flyball.contracts.segments import beacon_path
 from flyball.contracts.signals import RankMarks
+from flyball.sdk.beacon import BeaconReader, BeaconSnapshot, create_beacon
 from host_daemon.kernel.activity import Key, Seen, Standing
 
 MAX_WAITING_STEPS = 10_000  # per rank, while no report gets through

@@ -32,7 +32,7 @@ from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
 from flyball.contracts.segments import CONTROL_SUFFIX
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.worker_identity import WorkerIdentity
 
 if TYPE_CHECKING:
     from tests.corruption.conftest import Shard, Site

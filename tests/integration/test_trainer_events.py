@@ -154,7 +154,7 @@ def test_a_torchrun_restart_of_two_ranks_is_told_as_it_was(place: str, script: P
 def test_ranks_that_write_to_one_file_at_once_write_whole_lines(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
     writer = (
-        "import sys, os\nfrom flyball.event_file import _Appender\nfrom pathlib import Path\n"
+        "import sys, os\nfrom flyball.sdk.event_file import _Appender\nfrom pathlib import Path\n"
         "appender = _Appender(Path(sys.argv[1]))\n"
         "for n in range(300):\n"
         "    appender.write(iter([(sys.argv[2] * (n * 7 % 5000) + '\\n').encode() for _ in range(3)]))\n"

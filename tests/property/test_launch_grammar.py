@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch.distributed.run import config_from_args, get_args_parser
 
 from flyball.contracts.errors import UsageError
-from flyball.launch_flags import ALL_FLAGS
-from flyball.launch_grammar import Line, read_line
-from flyball.launcher import parse_run
+from flyball.launch.launch_flags import ALL_FLAGS
+from flyball.launch.launch_grammar import Line, read_line
+from flyball.launch.launcher import parse_run
 
 THEIR_ACTIONS = [a for a in get_args_parser()._actions if a.option_strings and a.dest != "help"]
 THEIR_SPELLINGS = [spelling for action in THEIR_ACTIONS for spelling in action.option_strings]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.worker_identity import WorkerIdentity
 
 
 @pytest.fixture
@@ -32,5 +32,5 @@ def lone_rank(tmp_path: Path) -> WorkerIdentity:
 def patient_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit or an event that a busy machine holds up is awaited when a job is closed, and not given up."""
     monkeypatch.setattr("ckpt_engine.trainer.local_commit._CLOSE_TIMEOUT_S", 120.0)
-    monkeypatch.setattr("flyball.event_file._JOIN_S", 120.0)
-    monkeypatch.setattr("flyball.event_file._LOCK_WAIT_S", 120.0)
+    monkeypatch.setattr("flyball.sdk.event_file._JOIN_S", 120.0)
+    monkeypatch.setattr("flyball.sdk.event_file._LOCK_WAIT_S", 120.0)

@@ -18,8 +18,8 @@ from ckpt_engine.trainer.capture import copying, live_samples, optimizer_watch
 from ckpt_engine.trainer.save_handle import SaveHandle
 from ckpt_engine.trainer.state.state_tree import flatten
 from flyball.contracts.segments import rank_segment
-from flyball.trainer import Job
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity
 
 WIDTH = 200
 DEADLINE_S = 120.0

@@ -24,8 +24,8 @@ from ckpt_engine.trainer.capture.prepared_capture import Capture
 from ckpt_engine.trainer.capture.running_capture import RunningCapture
 from flyball.contracts.errors import CorruptShard, MemoryTooSmall
 from flyball.contracts.segments import CONTROL_SUFFIX, rank_segment
-from flyball.trainer import Job
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity
 
 NONE = bytes(integrity.DIGEST_BYTES)
 

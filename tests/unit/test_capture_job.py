@@ -28,8 +28,8 @@ from flyball.contracts import fault_points, worker_env
 from flyball.contracts.checkpoints import CheckpointSpec, Tier, branch
 from flyball.contracts.errors import CheckpointError, RestoreFailed, UnsupportedState
 from flyball.contracts.segments import rank_segment
-from flyball.trainer import Job
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity
 
 DEADLINE_S = 120.0
 pytestmark = pytest.mark.usefixtures("patient_close")

@@ -27,8 +27,8 @@ from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec, LineageEn
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import CheckpointError
 from flyball.contracts.segments import rank_segment
-from flyball.trainer import Job
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity
 
 WIDTH = 96  # a matrix has 36 KiB: more than what is copied at once, and several of the test's pieces
 DEADLINE_S = 120.0

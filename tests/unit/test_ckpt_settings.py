@@ -11,8 +11,8 @@ import pytest
 from ckpt_engine.settings import EngineSettings, check_variables, load_settings, read_config
 from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec
 from flyball.contracts.errors import ConfigurationError, FlyballError, UsageError
-from flyball.launch_flags import ALL_FLAGS
-from flyball.launcher import RunRequest, parse_run
+from flyball.launch.launch_flags import ALL_FLAGS
+from flyball.launch.launcher import RunRequest, parse_run
 from flyball.layered_settings import parse_size
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"

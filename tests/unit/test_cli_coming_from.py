@@ -11,8 +11,8 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from flyball.contracts.errors import UsageError
-from flyball.launch_flags import ALL_FLAGS, TRANSOM_SETTINGS, TRANSOM_VARIABLES, Use
-from flyball.launcher import parse_run
+from flyball.launch.launch_flags import ALL_FLAGS, TRANSOM_SETTINGS, TRANSOM_VARIABLES, Use
+from flyball.launch.launcher import parse_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 ENVIRONMENT = {"FLYBALL_SUPERVISOR": "http://127.0.0.1:7370"}

@@ -13,7 +13,7 @@ from left_runs import left
 
 from flyball.cli.completion import VARIABLE, answer, candidates
 from flyball.cli.main import run_cli
-from flyball.launch_flags import ALL_FLAGS, Use
+from flyball.launch.launch_flags import ALL_FLAGS, Use
 
 
 @pytest.fixture(autouse=True)

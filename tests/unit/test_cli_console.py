@@ -10,7 +10,7 @@ import pytest
 
 from flyball.cli.logs.console import LogFollower
 from flyball.cli.show.messages import beside_output, say
-from flyball.output_flags import Console
+from flyball.launch.output_flags import Console
 
 TIMEOUT_S = 60.0
 

@@ -20,7 +20,7 @@ from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.cluster import Again, JobSpec
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.segments import shm_prefix
-from flyball.launcher import RunRequest
+from flyball.launch.launcher import RunRequest
 from services.store.decisions.job_store import SqlJobStore
 from services.store.sql.database import Database
 from services.store.sql.schema_upgrade import migrate

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from flyball.cli.reach.this_host import EVERYWHERE, is_here, is_here_only, listen_address
 from flyball.client_tls import ClientTls
 from flyball.contracts.errors import UsageError
-from flyball.launch_flags import ALL_FLAGS
-from flyball.launch_grammar import help_text
-from flyball.launcher import default_job_name, parse_run
+from flyball.launch.launch_flags import ALL_FLAGS
+from flyball.launch.launch_grammar import help_text
+from flyball.launch.launcher import default_job_name, parse_run
 
 
 def parse(line: str, **environ: str):
@@ -243,9 +243,8 @@ def test_no_spelling_is_used_twice_and_help_names_all() -> None:
 
 
 def test_the_launcher_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, flyball.launcher; print([m for m in ('torch', 'httpx', 'typer', 'services') if m in sys.modules])"
-    )
+    heavy = ("torch", "httpx", "typer", "services")
+    code = f"import sys, flyball.launch.launcher; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

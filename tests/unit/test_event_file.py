@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from event_files import DEADLINE_S, of_kind, steps_in, wait_for_step
 
-from flyball.beacon import RING_ENTRIES
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.wire import decode, encode
-from flyball.event_file import WORLD_FILE
-from flyball.event_generation import Entered, Launch, _lines_from_the_end, enter, launch_of
-from flyball.trainer import Job
-from flyball.worker_identity import WorkerIdentity, read_identity
+from flyball.sdk.beacon import RING_ENTRIES
+from flyball.sdk.event_file import WORLD_FILE
+from flyball.sdk.event_generation import Entered, Launch, _lines_from_the_end, enter, launch_of
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity, read_identity
 from goodput.calculator import calculate
 from goodput.read.event_files import read_logs
 
@@ -118,9 +118,9 @@ def launched_again(path: Path, restarts: str, *, step: str = "") -> None:
     """The next launch of the same job, in a process of its own that ends without a word."""
     script = (
         "import sys\n"
-        "from flyball import event_file\n"
-        "from flyball.trainer import Job\n"
-        "from flyball.worker_identity import read_identity\n"
+        "from flyball.sdk import event_file\n"
+        "from flyball.sdk.trainer import Job\n"
+        "from flyball.sdk.worker_identity import read_identity\n"
         "event_file._JOIN_S = event_file._LOCK_WAIT_S = 120.0\n"
         "job = Job(read_identity({'FLYBALL_JOB': 'llama'}), events=sys.argv[1])\n"
         "[job.step(int(step)) for step in sys.argv[2:]]\n"
@@ -246,14 +246,14 @@ def test_of_a_long_run_one_line_of_steps_is_decoded(path: Path, monkeypatch: pyt
         decoded.append(line)
         return decode(line, kind)
 
-    monkeypatch.setattr("flyball.event_generation.decode", count)
+    monkeypatch.setattr("flyball.sdk.event_generation.decode", count)
     assert enter_and_write(path, a_launch("two")).incident_id == "restart-2"
     assert len(decoded) == 5  # one of each generation, those of another job, and the start of the generation
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 1 << 20])
 def test_lines_are_read_from_the_end(path: Path, block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flyball.event_generation._BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("flyball.sdk.event_generation._BLOCK_BYTES", block_bytes)
     for text in (b"", b"a", b"a\n", b"one\ntwo two two\n\nthree", b"\n\n"):
         path.write_bytes(text)
         with path.open("rb") as file:

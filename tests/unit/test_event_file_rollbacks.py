@@ -13,9 +13,9 @@ from event_files import of_kind
 
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.wire import encode
-from flyball.event_generation import Launch, enter
-from flyball.trainer import Job
-from flyball.worker_identity import WorkerIdentity, read_identity
+from flyball.sdk.event_generation import Launch, enter
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity, read_identity
 from goodput.calculator import Report, calculate
 from goodput.read.event_files import read_logs
 

@@ -15,8 +15,8 @@ from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier
 from flyball.contracts.events import EventKind
 from flyball.contracts.segments import rank_segment
-from flyball.trainer import Job
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity
 from goodput.calculator import calculate
 from goodput.read.event_files import read_logs
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from event_files import DEADLINE_S, of_kind, steps_in, wait_for_step
 
-from flyball.beacon import RING_ENTRIES
 from flyball.contracts.events import Event, EventKind
-from flyball.event_file import WORLD_FILE, next_period_s
-from flyball.event_generation import Launch, begin
-from flyball.trainer import Job
-from flyball.worker_identity import WorkerIdentity, read_identity
+from flyball.sdk.beacon import RING_ENTRIES
+from flyball.sdk.event_file import WORLD_FILE, next_period_s
+from flyball.sdk.event_generation import Launch, begin
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity, read_identity
 from goodput.calculator import Report, calculate
 from goodput.read.event_files import read_logs, write_events
 
@@ -74,8 +74,8 @@ def locked(path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flyball.event_file._LOCK_WAIT_S", 0.0)
-    monkeypatch.setattr("flyball.event_file._LOCKED_LONG_S", 0.0)
+    monkeypatch.setattr("flyball.sdk.event_file._LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("flyball.sdk.event_file._LOCKED_LONG_S", 0.0)
 
 
 def test_a_locked_file_is_waited_for_and_no_generation_guessed(
@@ -187,7 +187,7 @@ def test_what_could_not_be_written_is_written_later(alone: WorkerIdentity, tmp_p
 def test_a_write_that_hangs_holds_up_neither_training_nor_its_end(
     alone: WorkerIdentity, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flyball.event_file._JOIN_S", 0.1)
+    monkeypatch.setattr("flyball.sdk.event_file._JOIN_S", 0.1)
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # that does not read: a write waits when the pipe is full
     fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, os.sysconf("SC_PAGE_SIZE"))  # soon

@@ -10,7 +10,7 @@ import pytest
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.credentials import host_credential, reader_token
 from flyball.contracts.errors import ConfigurationError, UsageError
-from flyball.forwarded_environment import ALLOWED, ALLOWED_PREFIXES, MAX_BYTES, explicit, is_secret, select
+from flyball.launch.forwarded_environment import ALLOWED, ALLOWED_PREFIXES, MAX_BYTES, explicit, is_secret, select
 from flyball.sealed_values import seal, unseal
 from host_daemon.workers.worker_environment import job_environment
 

@@ -19,8 +19,8 @@ from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.engine_wire import EngineReply, LateSaves
 from flyball.contracts.signals import SaveLate, SignalBody
-from flyball.trainer import Job
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity
 from host_daemon.link.reporting import Reporter
 
 

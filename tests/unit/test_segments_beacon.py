@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from flyball.beacon import BEACON_BYTES, RING_ENTRIES, BeaconReader, BeaconWriter, Mark, create_beacon
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import StateVersionMismatch
+from flyball.sdk.beacon import BEACON_BYTES, RING_ENTRIES, BeaconReader, BeaconWriter, Mark, create_beacon
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyball.beacon import BeaconReader, BeaconWriter, create_beacon
-from flyball.loss import MAX_COPIES, LossReader
+from flyball.sdk.beacon import BeaconReader, BeaconWriter, create_beacon
+from flyball.sdk.loss import MAX_COPIES, LossReader
 
 np = pytest.importorskip("numpy")
 

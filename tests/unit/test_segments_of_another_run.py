@@ -12,11 +12,11 @@ import torch
 
 from ckpt_engine.slots.control_views import RestoreState, RestoreWords
 from ckpt_engine.slots.rank_segments import RankSegments, SlotState
-from flyball.beacon import create_beacon
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.segments import SLOT_SUFFIXES, rank_segment
-from flyball.trainer import Job
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.beacon import create_beacon
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity
 
 FIRST_RUN, SECOND_RUN = "20251119-080000-000", "20251120-080000-000"
 

@@ -23,7 +23,6 @@ from ckpt_engine.slots.control_views import RestoreState, RestoreWords
 from ckpt_engine.slots.rank_segments import RankSegments, SlotState
 from ckpt_engine.trainer.trainer_engine import NO_SUPERVISOR, NOT_DUE
 from ckpt_engine.world.save_schedule import is_due
-from flyball.beacon import BeaconReader, create_beacon
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier, branch
 from flyball.contracts.cluster import Phase
@@ -37,8 +36,9 @@ from flyball.contracts.errors import (
     UsageError,
 )
 from flyball.contracts.segments import SLOT_SUFFIXES, rank_segment
-from flyball.trainer import Job
-from flyball.worker_identity import WorkerIdentity, read_identity
+from flyball.sdk.beacon import BeaconReader, create_beacon
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity, read_identity
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from ckpt_engine.trainer.engine_link import EngineLink
-from flyball.beacon import BeaconReader, create_beacon
 from flyball.contracts.cluster import Phase
-from flyball.trainer import Job
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.beacon import BeaconReader, create_beacon
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity
 
 DEADLINE_S = 60.0
 

@@ -25,7 +25,7 @@ from flyball.contracts.cluster import JobState
 from flyball.contracts.console_wish import BOTH
 from flyball.contracts.errors import FlyballError, NotFound, UsageError
 from flyball.contracts.rank_logs import MAX_PIECE_BYTES, NEWEST
-from flyball.output_flags import ALL_RANKS, Console
+from flyball.launch.output_flags import ALL_RANKS, Console
 
 COMMAND: dict[str, Any] = {
     "help": "Show what the ranks of a job wrote, on this machine also after its end and without a supervisor.",

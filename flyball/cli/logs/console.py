@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from flyball.cli.logs.interleave import Interleaver, Lines, Piece
 from flyball.contracts.console_wish import ERR, OUT
-from flyball.output_flags import Console
+from flyball.launch.output_flags import Console
 
 READ_SIZE_BYTES = 256 << 10
 INTERVAL_S = 0.03  # at which logs are read

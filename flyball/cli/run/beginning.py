@@ -17,7 +17,7 @@ from flyball.contracts.checkpoints import CheckpointSpec, Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import Again, JobSpec, JobState
 from flyball.contracts.errors import Conflict, NotFound, Unreachable
-from flyball.launcher import RunRequest
+from flyball.launch.launcher import RunRequest
 
 if TYPE_CHECKING:
     from flyball.cli.reach.client import ApiClient

@@ -30,9 +30,9 @@ from flyball.contracts.errors import (
     NotFound,
     UsageError,
 )
-from flyball.forwarded_environment import explicit
-from flyball.launch_grammar import help_text
-from flyball.launcher import RunRequest, default_job_name, parse_run
+from flyball.launch.forwarded_environment import explicit
+from flyball.launch.launch_grammar import help_text
+from flyball.launch.launcher import RunRequest, default_job_name, parse_run
 from flyball.programs import find_program
 
 

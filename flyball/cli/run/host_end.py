@@ -12,7 +12,7 @@ from flyball.cli.run.run_folders import holds_memory
 from flyball.cli.show.messages import say
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.cluster import JobSpec, JobState
-from flyball.launcher import RunRequest
+from flyball.launch.launcher import RunRequest
 
 
 def settle_memory(daemon: HostProcess, spec: JobSpec, state: JobState | None, *, has_left: bool, again: str) -> None:

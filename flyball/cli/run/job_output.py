@@ -18,7 +18,7 @@ from flyball.cli.show.messages import beside_output, say
 if TYPE_CHECKING:
     from flyball.cli.reach.client import ApiClient
     from flyball.contracts.cluster import JobSpec
-    from flyball.launcher import RunRequest
+    from flyball.launch.launcher import RunRequest
 
 
 class JobOutput:

@@ -26,7 +26,7 @@ from flyball.cli.show.messages import say
 from flyball.cli.signals import EndSignals
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.errors import ConfigurationError, NotFound, PortInUse, Unreachable
-from flyball.launcher import RunRequest
+from flyball.launch.launcher import RunRequest
 from services.runtime.http.listener import bind_listener
 
 TRUSTED_VARIABLE = "FLYBALL_TRUSTED_NETWORK"

@@ -34,7 +34,7 @@ from flyball.contracts.console_wish import (
     wish_path,
 )
 from flyball.contracts.wire import encode
-from flyball.output_flags import Console
+from flyball.launch.output_flags import Console
 
 LOOK_INTERVAL_S = 0.1  # at the size of the terminal; what is typed comes at once
 DRAIN_TIMEOUT_S = 2.0  # at the end, until the pumps have written everything down

@@ -24,8 +24,8 @@ from flyball.cli.show.messages import say
 from flyball.cli.signals import EndSignals
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.errors import Conflict, FlyballError
-from flyball.forwarded_environment import explicit, select
-from flyball.launcher import RunRequest
+from flyball.launch.forwarded_environment import explicit, select
+from flyball.launch.launcher import RunRequest
 from flyball.sealed_values import seal
 
 if TYPE_CHECKING:

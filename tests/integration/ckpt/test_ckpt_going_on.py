@@ -16,7 +16,7 @@ from flyball.cli.run.run_folders import RunFolder, take
 from flyball.cli.signals import EndSignals, Interrupted
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.cluster import JobSpec
-from flyball.launcher import RunRequest
+from flyball.launch.launcher import RunRequest
 
 RUN = "20270101-120000-000"
 SHARD_BYTES = 200_000  # at least

@@ -24,7 +24,7 @@ while True:
 
 STEPS = """
 import os, signal
-from flyball.beacon import BeaconWriter
+from flyball.sdk.beacon import BeaconWriter
 beacon = BeaconWriter(os.environ["FLYBALL_BEACON"])
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # one that comes early waits
 print("up", flush=True)

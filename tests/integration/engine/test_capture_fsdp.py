@@ -24,8 +24,8 @@ from ckpt_engine.format.manifest import entries_of
 from ckpt_engine.format.shard_format import read_header
 from ckpt_engine.trainer.state.state_tree import flatten
 from flyball.contracts.checkpoints import branch
-from flyball.trainer import Job
-from flyball.worker_identity import read_identity
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import read_identity
 
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

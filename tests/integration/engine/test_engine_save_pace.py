@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier
-from flyball.trainer import Job
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster, EngineHost, Trainer

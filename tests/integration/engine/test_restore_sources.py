@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from ckpt_engine.slots.rank_segments import RankSegments
-from flyball.beacon import create_beacon
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry, RestorePlan, ShardSource, Tier
 from flyball.contracts.engine_wire import Flush
 from flyball.contracts.errors import RestoreFailed
 from flyball.contracts.segments import beacon_path, rank_segment, replica_segment
-from flyball.trainer import Job
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.beacon import create_beacon
+from flyball.sdk.trainer import Job
+from flyball.sdk.worker_identity import WorkerIdentity
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster, EngineHost

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ckpt_engine.slots.rank_segments import RankSegments
-from flyball.beacon import BeaconReader, create_beacon
 from flyball.contracts import wire, worker_env
 from flyball.contracts.checkpoints import Lineage, LineageEntry, RestorePlan, Tier, branch
 from flyball.contracts.cluster import Phase
 from flyball.contracts.engine_wire import Arm, AwaitSaved, Disarm, GetStatus
 from flyball.contracts.identity import Fence
 from flyball.contracts.segments import beacon_path, rank_segment
+from flyball.sdk.beacon import BeaconReader, create_beacon
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster, EngineHost

@@ -130,7 +130,7 @@ def test_a_full_memory_takes_no_manifest_and_no_control_segment(in_tmpfs: InTmpf
 def test_a_beacon_without_room_is_an_error_and_leaves_nothing(in_tmpfs: InTmpfs) -> None:
     in_tmpfs(
         """
-        from flyball.beacon import create_beacon
+        from flyball.sdk.beacon import create_beacon
         fill()
         refused(lambda: create_beacon(folder + "/flyball-key.job.g1.r0.beacon"))
         assert os.listdir(folder) == ["somebody-elses"]

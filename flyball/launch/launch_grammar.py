@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flyball.contracts.errors import UsageError
-from flyball.launch_flags import ALL_FLAGS, Flag, Kind, Origin, Use
+from flyball.launch.launch_flags import ALL_FLAGS, Flag, Kind, Origin, Use
 
 _TYPES = {Kind.TEXT: str, Kind.INTEGER: int, Kind.NUMBER: float, Kind.LIST: str}
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")

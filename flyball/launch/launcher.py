@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 
 from ckpt_engine.settings import Config
-from flyball.checkpoint_flags import gather, read_nothing
 from flyball.client_tls import ClientTls
 from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.errors import UsageError
 from flyball.contracts.identity import check_name
-from flyball.forwarded_environment import ALL, NONE
-from flyball.launch_flags import ALL_FLAGS, TRANSOM_VARIABLES, Flag, Kind, Origin, Use
-from flyball.launch_grammar import convert, read_line
-from flyball.output_flags import Console, parse_console
+from flyball.launch.checkpoint_flags import gather, read_nothing
+from flyball.launch.forwarded_environment import ALL, NONE
+from flyball.launch.launch_flags import ALL_FLAGS, TRANSOM_VARIABLES, Flag, Kind, Origin, Use
+from flyball.launch.launch_grammar import convert, read_line
+from flyball.launch.output_flags import Console, parse_console
 
 DEFAULT_MAX_RESTARTS = 3
 DEFAULT_RENDEZVOUS_PORT = 29400  # torchrun's, as is the next

@@ -13,15 +13,15 @@ from types import TracebackType
 
 from ckpt_engine.trainer.save_handle import SaveHandle
 from ckpt_engine.trainer.trainer_engine import TrainerEngine
-from flyball.beacon import BeaconWriter, Mark
 from flyball.contracts import fault_points
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import RestoreFailed, UsageError
-from flyball.event_file import VARIABLE as EVENTS_VARIABLE
-from flyball.event_file import EventFile
-from flyball.loss import LossReader
-from flyball.worker_identity import WorkerIdentity, read_identity
+from flyball.sdk.beacon import BeaconWriter, Mark
+from flyball.sdk.event_file import VARIABLE as EVENTS_VARIABLE
+from flyball.sdk.event_file import EventFile
+from flyball.sdk.loss import LossReader
+from flyball.sdk.worker_identity import WorkerIdentity, read_identity
 
 __all__ = ["Job", "SaveHandle", "attach"]
 

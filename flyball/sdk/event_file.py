@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from ckpt_engine.trainer.save_handle import NoProgress, Progress, SaveHandle
-from flyball.beacon import RING_ENTRIES, BeaconReader, BeaconSnapshot, BeaconWriter
 from flyball.contracts import worker_env
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import Phase
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.wire import encode
-from flyball.event_generation import Entered, enter, launch_of
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.beacon import RING_ENTRIES, BeaconReader, BeaconSnapshot, BeaconWriter
+from flyball.sdk.event_generation import Entered, enter, launch_of
+from flyball.sdk.worker_identity import WorkerIdentity
 
 VARIABLE = "FLYBALL_EVENTS"
 WORLD_FILE = "generations.jsonl"  # in a folder: what is of the whole job

@@ -24,7 +24,7 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.wire import decode
-from flyball.worker_identity import WorkerIdentity
+from flyball.sdk.worker_identity import WorkerIdentity
 
 _BLOCK_BYTES = 1 << 20
 _LOCK_POLL_S = 0.01

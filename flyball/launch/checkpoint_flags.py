@@ -18,7 +18,7 @@ from ckpt_engine.settings import (
 )
 from flyball.contracts.checkpoints import CheckpointSpec, Tier
 from flyball.contracts.errors import UsageError
-from flyball.launch_flags import ALL_FLAGS, TRANSOM_SETTINGS
+from flyball.launch.launch_flags import ALL_FLAGS, TRANSOM_SETTINGS
 from flyball.layered_settings import field_names
 
 _INTERVALS = ("disk_every_steps", "persistent_every_steps")  # below 0 switches the tier off, as in their origin
