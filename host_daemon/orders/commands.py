@@ -123,7 +123,7 @@ class CommandLoop:
                     self._host_id, self._incarnation, wait_s=POLL_WAIT_S, obeyed=self._allegiance.obeyed
                 )
                 await self._allegiance.answered(batch)
-                if batch.tell_standing:
+                if batch.tell_standing or self._allegiance.has_gap:
                     await self._client.tell_standing(await self._allegiance.standing())
                     await asyncio.sleep(TELL_AGAIN_S)
             except TooBusy as error:

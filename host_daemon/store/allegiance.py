@@ -67,6 +67,11 @@ class Allegiance:
             self._database = batch.incarnation
             await self._facts.set(DATABASE_FACT, batch.incarnation)
 
+    @property
+    def has_gap(self) -> bool:
+        """Whether the database waits for signals that it committed, lost, and cannot be sent again."""
+        return self._outbox.has_gap
+
     def begun(self, command: Command, cluster: str) -> None:
         """A command was noted in the journal."""
         self.obeyed = self.obeyed.after(command, cluster)

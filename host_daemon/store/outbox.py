@@ -51,6 +51,7 @@ class Outbox:
         self._in_memory = False
         self._kept: dict[tuple[str, int], Signal] = {}  # the newest of those that were committed
         self._told: dict[str, int] = {}  # up to where signals were said to be committed
+        self.has_gap = False  # the database lacks signals that are not in the spool any more
         self._lock = asyncio.Lock()  # signals are stored in the order of their numbers
 
     async def load(self) -> int:
@@ -131,6 +132,9 @@ class Outbox:
             gone = list(self._kept)[: max(len(self._kept) - room, 0)]
             for key in gone:
                 del self._kept[key]
+            if upto:
+                forgotten = self.forgotten()
+                self.has_gap = any(seq < forgotten.get(incarnation, 0) for incarnation, seq in upto.items())
             if is_news or gone:
                 await self._trim(gone)  # which may make the room that the others wait for
             await self._store()

@@ -163,12 +163,8 @@ def _store_signals(memory: Memory, fresh: Sequence[Signal], now: float) -> list[
         unique = signal_events.key_of(signal)
         assert unique not in memory.signals, f"{unique} is stored already"  # as a UNIQUE constraint has it
         memory.signals[unique] = signal
-    for source, incarnation in {(signal.source, signal.incarnation): None for signal in fresh}:
-        mark = memory.watermarks.get((source, incarnation), 0)
-        while (source, incarnation, mark + 1) in memory.signals:
-            mark += 1
-        if mark:
-            memory.watermarks[source, incarnation] = mark
+    for sender in {(signal.source, signal.incarnation): None for signal in fresh}:
+        memory.raise_watermark(sender)
     for signal in fresh:
         body = signal.body
         if not isinstance(body, WorkerExited):

@@ -199,6 +199,14 @@ class Memory:
         with self.lock:
             yield
 
+    def raise_watermark(self, sender: Sender, at_least: int = 0) -> None:
+        """Count every signal that is stored right behind a sender's watermark as committed."""
+        mark = max(at_least, self.watermarks.get(sender, 0))
+        while (*sender, mark + 1) in self.signals:
+            mark += 1
+        if mark:
+            self.watermarks[sender] = mark
+
     def changed(self, news: Sequence[Event] = ()) -> None:
         """The end of a transaction that wrote."""
         self.revision += 1

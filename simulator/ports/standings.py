@@ -18,20 +18,18 @@ from simulator.ports.memory import GenerationRow, JobRow, Memory, StandingRow
 def judge(memory: Memory, obeyed: Mapping[str, Obeyed]) -> Judgement:
     """Whose commands these are, and which of these hosts know more than this database."""
     with memory.transaction():
-        epoch = memory.held.epoch
-        ahead = set()
-        for host, one in obeyed.items():
-            is_known = one.command_id in memory.commands
-            if not _is_settled(memory, host, one) and not database_knows(
-                one, cluster=memory.cluster_id, epoch=epoch, is_command_known=is_known
-            ):
-                ahead.add(host)
+        ahead = {host for host, one in obeyed.items() if not _is_settled(memory, host, one) and not _knows(memory, one)}
         return Judgement(memory.cluster_id, memory.incarnation, frozenset(ahead))
 
 
 def tell(memory: Memory, standing: Standing, now: float) -> None:
-    """Keep what a host tells, for the controller."""
+    """Keep what a host tells, for the controller, if it is ahead."""
     with memory.transaction():
+        for incarnation, seq in standing.committed.items():
+            sender = (standing.host_id, incarnation)
+            memory.raise_watermark(sender, seq)
+        if _knows(memory, standing.obeyed):
+            return
         if _is_settled(memory, standing.host_id, standing.obeyed):
             return  # it was on the way
         row = memory.standings.get(standing.host_id)
@@ -45,15 +43,17 @@ def adopt(memory: Memory, adoption: Adoption, now: float) -> list[Event]:
     news = [_adopt_job(memory, job, now) for job in adoption.jobs]
     for one in adoption.settled:
         host_id = one.standing.host_id
-        for incarnation, seq in one.standing.committed.items():
-            sender = (host_id, incarnation)
-            memory.watermarks[sender] = max(seq, memory.watermarks.get(sender, 0))
         row = memory.standings[host_id]
         row.is_settled = _same(row.standing.obeyed, one.standing.obeyed)
     memory.decision_floor = max(memory.decision_floor, adoption.decision_floor)
     if memory.held.epoch <= adoption.epoch_floor:
         memory.begin_epoch(Held(memory.held.holder, adoption.epoch_floor + 1, memory.held.expires_at))
     return news
+
+
+def _knows(memory: Memory, obeyed: Obeyed) -> bool:
+    is_known = obeyed.command_id in memory.commands
+    return database_knows(obeyed, cluster=memory.cluster_id, epoch=memory.held.epoch, is_command_known=is_known)
 
 
 def _is_settled(memory: Memory, host_id: str, obeyed: Obeyed) -> bool:

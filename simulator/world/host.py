@@ -77,6 +77,7 @@ class Host:
         self.predecessors: tuple[str, ...] = ()
         self._spool: dict[tuple[str, int], Signal] = {}
         self._kept: dict[tuple[str, int], Signal] = {}  # of those that were committed
+        self._has_gap = False
         self._unseen_exits: list[tuple[Group, Worker]] = []  # while no daemon ran
         self.commands = Commands(self)
         self.start_daemon()
@@ -303,6 +304,9 @@ class Host:
             self._sent_at.pop(key, None)
         for key in list(self._kept)[: max(0, len(self._kept) - MAX_KEPT)]:
             del self._kept[key]
+        if reply.committed:
+            forgotten = self._forgotten()
+            self._has_gap = any(upto < forgotten.get(one, 0) for one, upto in reply.committed.items())
 
     def answered(self, judged: Judgement) -> None:
         """Note who answered a poll; one that asks for it is told what is known here."""
@@ -313,16 +317,20 @@ class Host:
             if self._database:
                 self._send_again()
             self._database = judged.incarnation
-        if self.host_id in judged.ahead:
+        if self.host_id in judged.ahead or self._has_gap:
             self.control.tell(self, self._standing())
 
     def _send_again(self) -> None:
         self._spool, self._kept = {**self._kept, **self._spool}, {}
 
-    def _standing(self) -> Standing:
+    def _forgotten(self) -> dict[str, int]:
+        """As the daemon's outbox has it."""
         first = {self.incarnation: self._seq + 1}
         for incarnation, seq in (*self._kept, *self._spool):
             first[incarnation] = min(seq, first.get(incarnation, seq))
+        return {incarnation: seq - 1 for incarnation, seq in first.items() if seq > 1}
+
+    def _standing(self) -> Standing:
         return Standing(
             host_id=self.host_id,
             incarnation=self.incarnation,
@@ -331,7 +339,7 @@ class Host:
             unheard_s=self.world.now - self._heard_at,
             jobs=self.commands.held(),
             ended=self.commands.ended,
-            committed={incarnation: seq - 1 for incarnation, seq in first.items() if seq > 1},
+            committed=self._forgotten(),
         )
 
     def _facts(self) -> HostFacts:

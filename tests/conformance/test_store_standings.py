@@ -8,6 +8,7 @@ from flyball.contracts.checkpoints import LineageEntry
 from flyball.contracts.cluster import HostRanks, JobState, Placement
 from flyball.contracts.decisions import DecisionKind
 from flyball.contracts.identity import Fence
+from flyball.contracts.signals import EngineRestarted, Signal
 from flyball.contracts.standings import HeldJob, Obeyed, Standing, decision_number, issued_id
 from services.controller.policy import decide
 from services.controller.view import PolicySettings
@@ -87,3 +88,17 @@ def test_a_command_of_another_incarnation_is_another_command() -> None:
     assert one != other
     assert decision_number(one) == decision_number(other) == decision_number("act-17.stop.host-a.1") == 17
     assert decision_number("") == decision_number("nonsense") == 0
+
+
+def test_signals_that_a_host_cannot_send_again_are_not_waited_for(stores, standings, clock) -> None:  # type: ignore[no-untyped-def]
+    """A database lost seqs up to 17, and nothing else of the host."""
+    later = Signal("host-a", "i", 18, clock.wall_s(), EngineRestarted("later"))
+    view = stores.decisions.load_view()
+    outcome = decide(view, [later], PolicySettings(), clock.wall_s())
+    stores.decisions.commit(epoch=1, now=clock.wall_s(), signals=[later], cursor=None, outcome=outcome, first_steps={})
+    with stores.db.read() as connection:
+        assert read_watermarks(connection, [("host-a", "i")]) == {}
+    standings.tell(standing(stores, identity(stores), obeyed=Obeyed(), jobs=()))
+    with stores.db.read() as connection:
+        assert read_watermarks(connection, [("host-a", "i")]) == {("host-a", "i"): 18}
+    assert not stores.decisions.load_view().standings  # else it knows all that the host does

@@ -122,6 +122,22 @@ def test_the_spool_keeps_the_newest_and_tells_what_it_has_no_more(tmp_path):
     asyncio.run(scenario())
 
 
+def test_signals_that_a_database_lost_and_nobody_has_are_a_gap_until_it_counts_on_above_them(tmp_path):
+    async def scenario() -> None:
+        box, database = spool(tmp_path, Clock(), "one")
+        for number in range(MAX_KEPT + 10):
+            await box.put(EngineRestarted(str(number)))
+        await box.committed({"one": MAX_KEPT + 10})
+        assert not box.has_gap
+        await box.committed({"one": 9})
+        assert box.has_gap and box.forgotten() == {"one": 10}
+        await box.committed({"one": 10})
+        assert not box.has_gap and [s.seq for s in box.due()] == list(range(11, MAX_KEPT + 11))
+        database.close()
+
+    asyncio.run(scenario())
+
+
 def test_numbers_follow_the_order_of_concurrent_puts(tmp_path):
     async def scenario() -> None:
         box, database = spool(tmp_path, Clock(), "one")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from sqlalchemy import Connection, and_, insert, or_, select, tuple_
 
 from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.events import Event
-from flyball.contracts.signals import Signal, WorkerExited
+from flyball.contracts.signals import Sender, Signal, WorkerExited
 from services.record.codec import dump, load, subject_of
 from services.record.signal_events import (
     SignalKey,
@@ -64,7 +64,7 @@ def store(connection: Connection, fresh: Sequence[Signal], now: float) -> list[E
             for signal, subject in zip(fresh, subjects, strict=True)
         ],
     )
-    _raise_watermarks(connection, fresh)
+    raise_watermarks(connection, {(signal.source, signal.incarnation) for signal in fresh})
     return [event_of(signal, now) for signal in fresh]
 
 
@@ -120,8 +120,8 @@ def _hosts_of_ranks(connection: Connection, wanted: set[tuple[str, int]]) -> dic
     }
 
 
-def _raise_watermarks(connection: Connection, fresh: Sequence[Signal]) -> None:
-    senders = {(signal.source, signal.incarnation) for signal in fresh}
+def raise_watermarks(connection: Connection, senders: Collection[Sender]) -> None:
+    """Count every signal that is stored right behind a sender's watermark as committed."""
     marks = read_watermarks(connection, senders)
     rows = []
     for source, incarnation in sorted(senders):

@@ -15,6 +15,7 @@ from services.actuator.ports import Judgement
 from services.controller.view import AdoptedJob, Adoption, ToldStanding
 from services.record.codec import dump, load, number_of
 from services.record.step_events import restore_step_of
+from services.store.decisions.signal_writer import raise_watermarks
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.lease import CONTROLLER, raise_epoch
@@ -53,7 +54,8 @@ class SqlStandings:
         return Judgement(here.cluster_id, here.incarnation, frozenset(ahead))
 
     def tell(self, standing: Standing) -> None:
-        """Keep what a host tells, for the controller."""
+        """Keep what a host tells, for the controller, if it is ahead. Signals that it cannot send again are not waited
+        for."""
         now = self._clock.wall_s()
         row = {
             "told_at": now,
@@ -63,12 +65,22 @@ class SqlStandings:
             "document": dump(standing),
         }
 
+        marks = [
+            {"incarnation": incarnation, "source": standing.host_id, "seq": seq}
+            for incarnation, seq in sorted(standing.committed.items())
+        ]
+
         def work(connection: Connection) -> None:
+            upsert(connection, watermarks, marks, maximum=("seq",))
+            raise_watermarks(connection, [(standing.host_id, incarnation) for incarnation in standing.committed])
+            here = connection.execute(_HERE).one()
+            if _knows(connection, here.cluster_id, here.epoch, standing.obeyed):
+                return
             mine = standings.c.host_id == standing.host_id
             before = connection.execute(select(standings).where(mine).with_for_update()).first()
             if before is None:
                 connection.execute(insert(standings).values(host_id=standing.host_id, first_told_at=now, **row))
-            elif not _is_settled(before, standing.obeyed, connection.execute(_HERE).one().epoch):
+            elif not _is_settled(before, standing.obeyed, here.epoch):
                 first = {"first_told_at": now} if before.is_settled else {}
                 connection.execute(update(standings).where(mine).values(**row, **first))
             events.append(connection, [])
@@ -98,12 +110,6 @@ def adopt(connection: Connection, adoption: Adoption, now: float) -> list[Event]
     news: list[Event] = []
     for job in adoption.jobs:
         news += _adopt_job(connection, job, now)
-    marks = [
-        {"incarnation": incarnation, "source": one.standing.host_id, "seq": seq}
-        for one in adoption.settled
-        for incarnation, seq in sorted(one.standing.committed.items())
-    ]
-    upsert(connection, watermarks, marks, maximum=("seq",))  # what was committed elsewhere is never sent again
     told = [
         (one.standing.host_id, one.standing.obeyed.cluster, one.standing.obeyed.command_id) for one in adoption.settled
     ]
@@ -123,6 +129,11 @@ _HERE = (  # one row each
         cluster.join(lease, lease.c.name == CONTROLLER)
     )
 )
+
+
+def _knows(connection: Connection, cluster_id: str, epoch: int, obeyed: Obeyed) -> bool:
+    known = connection.scalar(select(commands.c.command_id).where(commands.c.command_id == obeyed.command_id))
+    return database_knows(obeyed, cluster=cluster_id, epoch=epoch, is_command_known=known is not None)
 
 
 def _is_settled(row: Row[Any], obeyed: Obeyed, epoch: int) -> bool:
