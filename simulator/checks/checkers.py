@@ -314,7 +314,11 @@ def _nothing_is_given_up_without_a_word(facts: Iterable[Fact], record: Record) -
     """A restart that goes back behind the newest recovery point that was told says so, and has waited for its holders.
     One that begins anew says so."""
     decided = {decided.number: decided.decision for decided in record.decisions}
-    granted_by = {found.plan.generation: decided[found.decision] for found in record.generations}
+    granted_by = {
+        found.plan.generation: decided[found.decision]
+        for found in record.generations
+        if decided[found.decision].kind is not DecisionKind.ADOPT  # what a lost database decided is not on record
+    }
     waits = ("wait_for_newer_steps", "wait_for_a_spare")  # while a spare was waited for, the holders were as well
     waited = {d.incident_id: d.at for d in reversed(decided.values()) if d.rule in waits}
     facts = list(facts)

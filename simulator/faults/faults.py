@@ -117,7 +117,7 @@ class Fault(msgspec.Struct, frozen=True):
         return f"{self.kind.value} for {self.lasts_s:.1f} s" if self.lasts_s else self.kind.value
 
 
-# A database that went back amid other faults still breaks an invariant in one seed of twenty: tests order these two.
+# A database that went back amid other faults still breaks an invariant in one seed of 150: tests order these two.
 _DRAWN = tuple(kind for kind in FaultKind if kind not in (FaultKind.DATABASE_OLDER, FaultKind.DATABASE_LOST))
 
 
