@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from flyball.contracts.cluster import JobState
+from flyball.contracts.cluster import HostState, JobState
 from services.controller.replay import StoredRound
 from simulator.checks import checkers
 from simulator.checks.checkers import Violation
@@ -130,8 +130,10 @@ def _left_undone(cluster: Cluster, *, is_back: bool) -> Iterator[Violation]:
         yield Violation("training_not_back", f"the job is {state}, at step {world.truth.newest}")
     known = {(job, row.generation) for job, row in memory.jobs.items() if not row.state.ended}
     for name, host in world.hosts.items():
+        row = memory.hosts.get(name)
+        is_cordoned = row is not None and row.state is HostState.CORDONED  # an operator is to look at it
         for group, worker in host.workers.values():
-            if (group.job, group.generation) not in known:
+            if (group.job, group.generation) not in (memory.generations if is_cordoned else known):
                 what = f"rank {worker.rank} of generation {group.generation} runs on {name}, unknown to the database"
                 yield Violation("unsupervised", what)
     if waiting := _not_committed(cluster):
