@@ -16,6 +16,8 @@ import msgspec
 import pytest
 from recovery_processes import DEADLINE_S, PATIENT, until
 
+from host_daemon.store.outbox import COMMITTED_FACT
+
 PASSED_ON = ("Authorization", "Content-Type", "Retry-After")
 TIMEOUT_S = 60.0  # longer than a long poll
 
@@ -161,17 +163,20 @@ class Ledger:
         assert spawned == {(generation, rank): 1 for generation, *_ in granted for rank in ranks}
 
     def _check_signals(self) -> None:
-        """What the daemons numbered is stored without a gap, and their spools are empty."""
+        """What the daemons numbered is stored without a gap, and their spools hold nothing else."""
         hosts = self.job.stack.hosts.values()
 
-        def spools_are_empty() -> bool:
+        def spools_are_committed() -> bool:
             for host in hosts:
                 with closing(reading(host.state_dir / "daemon.sqlite")) as spool:
-                    if spool.execute("SELECT count(*) FROM signals").fetchone()[0]:
-                        return False
+                    fact = spool.execute("SELECT value FROM facts WHERE name = ?", (COMMITTED_FACT,)).fetchone()
+                    upto = msgspec.json.decode(fact[0]) if fact else {}
+                    spooled = spool.execute("SELECT incarnation, seq FROM signals").fetchall()
+                if any(seq > upto.get(incarnation, 0) for incarnation, seq in spooled):
+                    return False
             return True
 
-        self.job.stack.until("an empty spool on every host", spools_are_empty)
+        self.job.stack.until("nothing uncommitted in any spool", spools_are_committed)
         numbered = self.rows("SELECT source, incarnation, seq FROM signals ORDER BY seq")
         for host in hosts:
             incarnations = {incarnation for source, incarnation, _ in numbered if source == host.host_id}
