@@ -5,8 +5,9 @@ BIN    := $(VENV)/bin
 JOBS   ?= 4
 RUNTIME := $(VENV)/.runtime
 DEV     := $(VENV)/.dev
+MUTANTS := $(VENV)/.mutants
 
-.PHONY: demo test lint first-hour setup wheel clean
+.PHONY: demo test test-fast mutants lint first-hour setup wheel clean
 .DEFAULT_GOAL := demo
 
 # What users need, and no tool of the developers.
@@ -15,6 +16,16 @@ demo: $(RUNTIME)
 
 test: $(DEV)
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --durations 25 --durations-min 5
+
+# For every save of a file: no processes, no databases, no properties.
+test-fast: $(DEV)
+	$(BIN)/pytest tests/unit -m "not real_time" -n 2 -q
+
+# How strong the tests of the pure core are: mutmut changes it, and some test has to fail. Hours for all of it;
+# `make mutants ONLY='services.rules.recovery_point*'` minutes for a module.
+mutants: $(MUTANTS)
+	$(BIN)/mutmut run $(ONLY)
+	$(BIN)/mutmut results
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -35,9 +46,13 @@ $(RUNTIME): pyproject.toml constraints.txt
 	@$(PYTHON) deploy/set_up_venv.py $(VENV)
 	@touch $@
 
+$(MUTANTS): $(DEV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[mutants]'
+	@touch $@
+
 $(DEV): pyproject.toml constraints.txt
 	@$(PYTHON) deploy/set_up_venv.py $(VENV) --dev
 	@touch $(RUNTIME) $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache mutants

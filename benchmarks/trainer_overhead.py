@@ -25,7 +25,7 @@ import torch
 
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
-from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, rank_segment
+from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, rank_segment
 from flyball.sdk.beacon import create_beacon
 from flyball.sdk.trainer import Job
 from flyball.sdk.worker_identity import WorkerIdentity, read_identity

@@ -29,7 +29,7 @@ from goodput.account.measures import (
     rolling,
     step_quantiles,
 )
-from goodput.account.options import Options
+from goodput.account.options import AccountOptions
 from goodput.account.steps import Executed
 from goodput.history.facts import History
 from goodput.history.job_history import build
@@ -46,8 +46,8 @@ __all__ = [
     "Analysis",
     "IncidentReport",
     "Loss",
-    "Options",
-    "Report",
+    "AccountOptions",
+    "GoodputReport",
     "Steps",
     "analyse",
     "analysis_of",
@@ -64,7 +64,7 @@ class Steps(msgspec.Struct, frozen=True):
     median_s: float | None  # None before two steps in a row
 
 
-class Report(msgspec.Struct, frozen=True):
+class GoodputReport(msgspec.Struct, frozen=True):
     """The measures of one job over [started_at, ended_at]; ratios are None when no time has passed.
 
     goodput = useful / elapsed
@@ -114,14 +114,14 @@ class Report(msgspec.Struct, frozen=True):
 class Analysis(msgspec.Struct, frozen=True):
     """The report, and what it was calculated from."""
 
-    report: Report
+    report: GoodputReport
     timeline: Timeline
     history: History
 
 
 def calculate(
-    events: Iterable[Event], *, now: float | None = None, job: str | None = None, options: Options | None = None
-) -> Report:
+    events: Iterable[Event], *, now: float | None = None, job: str | None = None, options: AccountOptions | None = None
+) -> GoodputReport:
     """The report on one job's events, in any order, with any repetitions and gaps.
 
     `now` (wall clock) ends the time of a job that has not ended; without it the log's last moment does. `job` chooses
@@ -132,20 +132,20 @@ def calculate(
 
 
 def analyse(
-    events: Iterable[Event], *, now: float | None = None, job: str | None = None, options: Options | None = None
+    events: Iterable[Event], *, now: float | None = None, job: str | None = None, options: AccountOptions | None = None
 ) -> Analysis:
     """As `calculate`, with the timeline and the history that the report is made of."""
     return analysis_of(build(events, job=job, now=now), options)
 
 
-def analysis_of(history: History, options: Options | None = None) -> Analysis:
+def analysis_of(history: History, options: AccountOptions | None = None) -> Analysis:
     """The analysis of a history that was built before: of another part of its time, or at another price."""
-    options = options or Options()
+    options = options or AccountOptions()
     line = timeline(history, from_at=options.from_at, to_at=options.to_at)
     return Analysis(report=_report(history, line, options), timeline=line, history=history)
 
 
-def _report(history: History, line: Timeline, options: Options) -> Report:
+def _report(history: History, line: Timeline, options: AccountOptions) -> GoodputReport:
     elapsed_s = line.end - line.start
     gpus = history.world_size if options.gpus is None else options.gpus
     price = Price(gpus=gpus, gpu_hour_price=options.gpu_hour_price)
@@ -171,7 +171,7 @@ def _report(history: History, line: Timeline, options: Options) -> Report:
     )
     lost_steps = step_quantiles(i.lost_steps for i in interrupting)
     mttr_s = fmean(repairs) if repairs else None
-    return Report(
+    return GoodputReport(
         schema=SCHEMA,
         job=history.job,
         outcome=history.outcome,
@@ -236,7 +236,7 @@ def _steps(executed: Sequence[Executed], step_s: float | None) -> Steps:
     )
 
 
-def _notes(history: History, line: Timeline, executed: Sequence[Executed], options: Options) -> tuple[str, ...]:
+def _notes(history: History, line: Timeline, executed: Sequence[Executed], options: AccountOptions) -> tuple[str, ...]:
     notes = []
     if not history.submitted:
         notes.append("The log does not say when the job was submitted: its time is counted from the first event.")

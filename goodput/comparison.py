@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from goodput.calculator import Report
+from goodput.calculator import GoodputReport
 
 SCHEMA = "flyball.goodput.comparison.v1"
 
@@ -31,7 +31,7 @@ class CategoryRow(msgspec.Struct, frozen=True):
     share_difference: float | None  # b less a: what the runs' lengths do not change
 
 
-class Comparison(msgspec.Struct, frozen=True):
+class ReportComparison(msgspec.Struct, frozen=True):
     """Shares are of 1. The share differences of all categories sum to 0, since both sum to the elapsed time."""
 
     schema: str
@@ -40,9 +40,9 @@ class Comparison(msgspec.Struct, frozen=True):
     causes: tuple[CategoryRow, ...]
 
 
-def compare(a: Report, b: Report) -> Comparison:
+def compare(a: GoodputReport, b: GoodputReport) -> ReportComparison:
     """How report `b` differs from report `a`."""
-    return Comparison(
+    return ReportComparison(
         schema=SCHEMA,
         measures=tuple(_row(name, _measures(a)[name], value) for name, value in _measures(b).items()),
         categories=_rows(a.seconds_by_category, b.seconds_by_category, a.elapsed_s, b.elapsed_s),
@@ -50,7 +50,7 @@ def compare(a: Report, b: Report) -> Comparison:
     )
 
 
-def _measures(report: Report) -> dict[str, float | None]:
+def _measures(report: GoodputReport) -> dict[str, float | None]:
     """In the order in which people look at them. Times are seconds."""
     return {
         "goodput": report.goodput,

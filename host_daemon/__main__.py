@@ -14,7 +14,7 @@ from flyball.lean_imports import import_lean, without_collector
 from host_daemon.preflight import check_host
 from host_daemon.settings import DaemonSettings, parse_settings
 from host_daemon.spawning.spawner_start import StartedSpawner, start_spawner
-from host_daemon.store.state_dir import StateDir
+from host_daemon.store.state_dir import HostStateDir
 from host_daemon.workers.worker_environment import expected_environment
 
 
@@ -22,7 +22,7 @@ def main() -> int:
     """Run until SIGTERM; returns the exit code of the class of error that prevented it, else 0."""
     try:
         settings = parse_settings(sys.argv[1:])
-        state_dir = StateDir(settings.state_dir)
+        state_dir = HostStateDir(settings.state_dir)
         state_dir.open()
         check_host(settings)
         _run(settings, state_dir, _start_standby(settings, state_dir))
@@ -32,7 +32,7 @@ def main() -> int:
     return 0
 
 
-def _start_standby(settings: DaemonSettings, state_dir: StateDir) -> StartedSpawner | None:
+def _start_standby(settings: DaemonSettings, state_dir: HostStateDir) -> StartedSpawner | None:
     if not settings.warm_nproc:
         return None
     environment = expected_environment(os.environ, settings.warm_nproc)
@@ -42,7 +42,7 @@ def _start_standby(settings: DaemonSettings, state_dir: StateDir) -> StartedSpaw
         return None
 
 
-def _run(settings: DaemonSettings, state_dir: StateDir, spawner: StartedSpawner | None) -> None:
+def _run(settings: DaemonSettings, state_dir: HostStateDir, spawner: StartedSpawner | None) -> None:
     with without_collector():
         import_lean("structlog", "httpx")  # before the modules that import them
         import asyncio

@@ -13,11 +13,11 @@ import structlog
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.decisions import Command, CommandResult
-from flyball.contracts.engine_wire import EngineReply
 from flyball.contracts.errors import DaemonSuperseded, FlyballError
-from flyball.contracts.segments import shm_prefix
-from flyball.contracts.signals import STORE_ENDED, EngineRestarted, SignalBody, WorkerExited, WorkerStartFailed
-from flyball.contracts.succession import MAX_PREDECESSORS
+from flyball.contracts.on_host.engine_wire import EngineReply
+from flyball.contracts.on_host.segments import shm_prefix
+from flyball.contracts.reports.signals import STORE_ENDED, EngineRestarted, SignalBody, WorkerExited, WorkerStartFailed
+from flyball.contracts.reports.succession import MAX_PREDECESSORS
 from host_daemon.engine.engine_client import EngineClient
 from host_daemon.engine.engine_process import EngineKeeper
 from host_daemon.kernel.activity import ActivityWatch
@@ -29,11 +29,11 @@ from host_daemon.link.failover import Endpoints
 from host_daemon.link.http_client import SupervisorClient
 from host_daemon.link.log_reading import LogReading
 from host_daemon.link.reporting import RESTORES_FACT, Reporter
-from host_daemon.link.superseded import Refusals
-from host_daemon.orders.commands import CommandLoop, Progress
+from host_daemon.link.superseded import RefusedPolls
+from host_daemon.orders.commands import CommandLoop, CommandProgress
 from host_daemon.orders.generation_start import GenerationStarter
 from host_daemon.orders.job_control import JobControl
-from host_daemon.orders.leaving import Leaving, Left
+from host_daemon.orders.leaving import LeaveOutcome, Leaving
 from host_daemon.probes.gpu_use import GpuUse
 from host_daemon.probes.preemption import PreemptionProbe
 from host_daemon.settings import DaemonSettings, read_token_file
@@ -41,10 +41,10 @@ from host_daemon.spawning.spawner_start import StartedSpawner
 from host_daemon.spawning.standby import Standbys
 from host_daemon.store.allegiance import Allegiance
 from host_daemon.store.command_journal import CommandJournal
-from host_daemon.store.database import Database, Facts
-from host_daemon.store.outbox import Outbox
+from host_daemon.store.database import Facts, HostDatabase
+from host_daemon.store.outbox import SignalOutbox
 from host_daemon.store.owed_releases import OwedReleases
-from host_daemon.store.state_dir import StateDir
+from host_daemon.store.state_dir import HostStateDir
 from host_daemon.store.worker_records import WorkerRecords
 from host_daemon.workers.beacons import Beacons
 from host_daemon.workers.terminals import Terminals
@@ -69,7 +69,7 @@ class Agent:
     def __init__(
         self,
         settings: DaemonSettings,
-        state_dir: StateDir,
+        state_dir: HostStateDir,
         host_clock: Clock,
         spawner: StartedSpawner | None = None,
     ) -> None:
@@ -79,10 +79,10 @@ class Agent:
         prefix = shm_prefix(str(state_dir.root), settings.shm_dir)
         self._state_dir = state_dir
         self._clock = clock
-        self._database = Database(state_dir.database)
+        self._database = HostDatabase(state_dir.database)
         self._facts = Facts(self._database)
         self._records = WorkerRecords(self._database)
-        self._outbox = Outbox(self._database, clock, source=settings.host_id, incarnation=incarnation)
+        self._outbox = SignalOutbox(self._database, clock, source=settings.host_id, incarnation=incarnation)
         self._beacons = Beacons(shm_prefix=prefix, clock=clock)
         self._reaper = Reaper()
         self._workers = WorkerTable(records=self._records, reaper=self._reaper, clock=clock, on_exit=self._worker_ended)
@@ -116,7 +116,7 @@ class Agent:
             engine=self._engine,
             ports=ports,
             facts=self._facts,
-            refusals=Refusals(clock, settings.report_interval_s),
+            refusals=RefusedPolls(clock, settings.report_interval_s),
         )
         self._control = JobControl(
             host_id=settings.host_id,
@@ -161,7 +161,7 @@ class Agent:
             clock=clock,
             handler=self._carry_out,
             take_log_requests=LogReading(settings.host_id, state_dir, self._http).take,
-            refusals=Refusals(clock, settings.report_interval_s),
+            refusals=RefusedPolls(clock, settings.report_interval_s),
         )
         self._leaving = Leaving(
             timeout_s=settings.leave_timeout_s,
@@ -225,24 +225,24 @@ class Agent:
         if self._superseded is not None:
             raise self._superseded
 
-    async def _leave(self, at_once: asyncio.Event) -> Left:
+    async def _leave(self, at_once: asyncio.Event) -> LeaveOutcome:
         if at_once.is_set():
-            return Left.UNHEARD if self._workers.live() else Left.IDLE
+            return LeaveOutcome.UNHEARD if self._workers.live() else LeaveOutcome.IDLE
         leaving, told_again = asyncio.create_task(self._leaving.run()), asyncio.create_task(at_once.wait())
         await asyncio.wait((leaving, told_again), return_when=asyncio.FIRST_COMPLETED)
         told_again.cancel()
         leaving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             return await leaving
-        return Left.UNHEARD
+        return LeaveOutcome.UNHEARD
 
-    async def _end(self, left: Left) -> None:
+    async def _end(self, left: LeaveOutcome) -> None:
         await self._commands.close()
         try:
-            is_hasty = left is Left.OVERDUE or self._superseded is not None
+            is_hasty = left is LeaveOutcome.OVERDUE or self._superseded is not None
             await self._control.stop_all(
                 at_most_s=HASTY_GRACE_S if is_hasty else math.inf,
-                flush=left is not Left.MOVED and self._superseded is None,
+                flush=left is not LeaveOutcome.MOVED and self._superseded is None,
             )
         finally:  # also if workers remain, which is then what `run` raises
             await self._engine.stop()
@@ -284,7 +284,7 @@ class Agent:
         with contextlib.suppress(FlyballError):  # a full disk: the next one is heard a little later
             await self._facts.set(INCARNATIONS_FACT, mine)
 
-    async def _carry_out(self, command: Command, progress: Progress) -> CommandResult:
+    async def _carry_out(self, command: Command, progress: CommandProgress) -> CommandResult:
         try:
             return await self._control.carry_out(command, progress)
         finally:

@@ -16,7 +16,7 @@ from flyball.client_tls import ClientTls
 from flyball.contracts.credentials import HostCredential, read_credential
 from flyball.contracts.errors import ConfigurationError, UsageError
 from flyball.contracts.identity import check_name
-from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE
+from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE
 
 MAX_DOMAIN_LENGTH = 128  # what a report may carry
 

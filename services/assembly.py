@@ -38,7 +38,7 @@ from services.store.decisions.decision_store import SqlDecisionStore
 from services.store.decisions.drain_store import SqlDrainStore
 from services.store.decisions.job_store import SqlJobStore
 from services.store.decisions.standing_store import SqlStandings
-from services.store.read.read_models import ReadModels
+from services.store.read.read_models import SqlReadModels
 from services.store.reports.departures import SqlDepartures
 from services.store.reports.placements import SqlPlacements
 from services.store.reports.status_store import SqlStatusStore
@@ -210,7 +210,7 @@ class Assembly:
 
     def _build_api(self) -> ApiPart:
         self.checks["leader"] = self._leader_problem
-        reads = ReadModels(self.db)
+        reads = SqlReadModels(self.db)
         event_metrics = EventMetrics(self._events, self._metrics, self._clock)
         self._background["event-metrics"] = lambda _: event_metrics.run()
         return ApiPart(

@@ -16,7 +16,7 @@ from simulator.ports.status_store import MemoryJobStore
 from simulator.supervisor.processes import Shared, SimulatedWakeup
 from simulator.supervisor.sensors import Sensor
 from simulator.supervisor.services import Actuator, Controller, Gateway
-from simulator.world.events import MachineClock, Timeline
+from simulator.world.events import EventQueue, MachineClock
 from simulator.world.host import Host
 from simulator.world.world import World
 
@@ -51,7 +51,7 @@ def draw_scenario(rng: Random) -> Scenario:
 
 class Cluster:
     def __init__(self, scenario: Scenario, rng: Random) -> None:
-        self.timeline = Timeline()
+        self.timeline = EventQueue()
         self.world = world = World(self.timeline, rng, step_s=scenario.step_s)
         self.memory = Memory(MachineClock(self.timeline))
         self.bus = MemoryBus()

@@ -129,10 +129,13 @@ def _left_undone(cluster: Cluster, *, is_back: bool) -> Iterator[Violation]:
         state = f"{job.state.value}: {job.message}" if job is not None else "not there"
         yield Violation("training_not_back", f"the job is {state}, at step {world.truth.newest}")
     known = {(job, row.generation) for job, row in memory.jobs.items() if not row.state.ended}
+    unknown = checkers.granted_twice(world.facts)
     for name, host in world.hosts.items():
         row = memory.hosts.get(name)
         is_cordoned = row is not None and row.state is HostState.CORDONED  # an operator is to look at it
         for group, worker in host.workers.values():
+            if group.generation in unknown:
+                continue
             if (group.job, group.generation) not in (memory.generations if is_cordoned else known):
                 what = f"rank {worker.rank} of generation {group.generation} runs on {name}, unknown to the database"
                 yield Violation("unsupervised", what)

@@ -18,10 +18,12 @@ import msgspec
 import flyball
 from checkpoint_bench.leftovers import folder_prefix, segments_of
 from checkpoint_bench.samples import wait_until
-from flyball.contracts import wire, worker_env
+from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, ShardSource, Tier, branch
 from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.engine_wire import (
+from flyball.contracts.identity import Fence
+from flyball.contracts.on_host import worker_env
+from flyball.contracts.on_host.engine_wire import (
     ENGINE_SOCKET,
     MAX_ENGINE_FRAME_BYTES,
     NOTIFY_SOCKET,
@@ -29,8 +31,7 @@ from flyball.contracts.engine_wire import (
     EngineReply,
     GetStatus,
 )
-from flyball.contracts.identity import Fence
-from flyball.contracts.segments import beacon_path, shm_prefix
+from flyball.contracts.on_host.segments import beacon_path, shm_prefix
 from flyball.sdk.beacon import create_beacon
 from flyball.sdk.trainer import Job
 

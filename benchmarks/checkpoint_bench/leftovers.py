@@ -8,7 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
-from flyball.contracts.segments import shm_prefix
+from flyball.contracts.on_host.segments import shm_prefix
 
 _FOLDER = re.compile(r"fbb-([0-9]+)-.+")
 

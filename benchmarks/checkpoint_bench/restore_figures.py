@@ -16,7 +16,7 @@ from checkpoint_bench.samples import interleaved, ratios, spread, wait_until
 from checkpoint_bench.state import Training
 from checkpoint_bench.trainer import Saver
 from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec, Tier
-from flyball.contracts.engine_wire import GetStatus
+from flyball.contracts.on_host.engine_wire import GetStatus
 
 _READ_BYTES = 8 << 20
 

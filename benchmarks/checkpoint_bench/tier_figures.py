@@ -14,7 +14,7 @@ from checkpoint_bench.state import Training
 from checkpoint_bench.trainer import Saver
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec
-from flyball.contracts.segments import rank_segment
+from flyball.contracts.on_host.segments import rank_segment
 
 _TIMEOUT_S = 120.0
 

@@ -13,8 +13,8 @@ import msgspec
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.cluster import HostFacts, HostRanks, Phase, RankStatus
 from flyball.contracts.credentials import host_credential
-from flyball.contracts.rank_columns import RankSteps, in_columns, steps_together
-from flyball.contracts.signals import EngineStatus, Report
+from flyball.contracts.reports.rank_columns import RankSteps, in_columns, steps_together
+from flyball.contracts.reports.signals import EngineStatus, Report
 from flyball.contracts.wire import WIRE_VERSION, encode
 
 RANKS_PER_HOST = 8

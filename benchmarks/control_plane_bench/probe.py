@@ -29,8 +29,8 @@ from flyball.contracts.decisions import (
     StartWorkers,
     UpdateState,
 )
-from flyball.contracts.rank_columns import CompletedSteps, Progress, Workers
-from flyball.contracts.signals import EngineStatus, RankMarks, Report, Signal, WorkerExited
+from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, Workers
+from flyball.contracts.reports.signals import EngineStatus, RankMarks, Report, Signal, WorkerExited
 from flyball.contracts.wire import WIRE_VERSION, decode, encode
 from services.store.decisions.job_store import SqlJobStore
 from services.store.sql.database import Database
@@ -145,7 +145,7 @@ class Probe:
             engine=EngineStatus(alive=True),
             signals=signals,
             workers=(Workers(self._job, self._generation, (0,), (4_242,)),) if running else (),
-            progress=(Progress((Phase.STEP,), (self._step,), (0.0,)),) if running else (),
+            progress=(RankProgress((Phase.STEP,), (self._step,), (0.0,)),) if running else (),
             completed=(CompletedSteps(self._job, self._generation, (0,), self._step, ((now,),)),) if running else (),
             marks=(RankMarks(self._job, self._generation, 0, now, now, now, now, now, 0.0),)
             if running and self._marked < self._generation

@@ -10,7 +10,7 @@ from statistics import median
 import msgspec
 
 from flyball.contracts.events import EventKind
-from goodput.calculator import IncidentReport, Options, Report, calculate
+from goodput.calculator import AccountOptions, GoodputReport, IncidentReport, calculate
 from goodput_bench.injector import Strike
 from goodput_bench.runs import Observed
 from goodput_bench.sides import Side
@@ -74,7 +74,7 @@ class SideFigures(msgspec.Struct, frozen=True):
 
 def of_run(observed: Observed, repetition: int) -> RunFigures:
     """The report of one run, counted from its launch to its planned end."""
-    report = calculate(observed.events, now=observed.ended_at, options=Options(to_at=observed.ended_at))
+    report = calculate(observed.events, now=observed.ended_at, options=AccountOptions(to_at=observed.ended_at))
     incidents = tuple(i for i in report.incidents if i.opened_at <= observed.ended_at)
     met = [strike for strike in observed.strikes if strike.at is not None]
     return RunFigures(
@@ -138,7 +138,7 @@ def of_side(runs: Sequence[RunFigures], side: Side) -> SideFigures:
     )
 
 
-def _lost_s_by_fault(report: Report, strikes: Sequence[Strike]) -> dict[str, float]:
+def _lost_s_by_fault(report: GoodputReport, strikes: Sequence[Strike]) -> dict[str, float]:
     """What every kind of fault cost, all of its incidents together; the rest is the start, the saves and what only
     delayed a step."""
     lost: dict[str, float] = defaultdict(float)

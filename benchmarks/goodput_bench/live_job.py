@@ -16,7 +16,7 @@ from restart import Losses, stop
 
 from flyball.contracts.clock import SystemClock
 from goodput_bench.agent_log import Line
-from simulator.inject.processes import Process, environment_of, look_at, own_processes, send, wait_ended
+from simulator.inject.processes import LiveProcess, environment_of, look_at, own_processes, send, wait_ended
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOOK_INTERVAL_S = 0.02
@@ -90,7 +90,7 @@ class LiveJob:
     def last_words(self) -> str:
         return "\n".join(line.text for line in self.lines[-_LAST_LINES:])
 
-    def process_of(self, rank: int) -> Process | None:
+    def process_of(self, rank: int) -> LiveProcess | None:
         """The process that trains as `rank`: the one that it named, if that has the rank's loss file open."""
         with suppress(OSError, ValueError):
             process = look_at(int((self._folder / f"rank{rank}.pid").read_text()))

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from flyball.contracts.events import Event
-from flyball.contracts.segments import shm_prefix
+from flyball.contracts.on_host.segments import shm_prefix
 from goodput.read.event_files import read_logs
 from goodput_bench.agent_log import Line, agent_events
 from goodput_bench.world_steps import summed_up

@@ -9,12 +9,12 @@ from ckpt_engine.contracts import peer_plan as peers
 from ckpt_engine.contracts.peer_wire import TierNaming, WorldStep
 from flyball.contracts.checkpoints import Lineage, RestorePlan, Tier
 from flyball.contracts.cluster import Placement
-from flyball.contracts.engine_wire import Configure
+from flyball.contracts.on_host.engine_wire import Configure
 
 _REMEMBERED_ABANDONED = 16  # as many as a control segment remembers
 
 
-class Generation:
+class HostGeneration:
     """One Configure, seen from this host. Does not change, except that it ends when a newer one begins."""
 
     def __init__(self, configure: Configure, host_id: str) -> None:

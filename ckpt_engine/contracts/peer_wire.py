@@ -18,7 +18,7 @@ from ckpt_engine.format.manifest import MAX_MANIFEST_BYTES
 from ckpt_engine.slots.slot_rules import AbandonedSteps
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.identity import HostId, JobName, Rank, Step
-from flyball.contracts.testimony import Age
+from flyball.contracts.reports.testimony import Age
 
 PEER_PROTOCOL = "flyball-engine/4"
 MAX_FRAME_BYTES = 64 << 10
@@ -104,7 +104,7 @@ class WorldStep(msgspec.Struct, frozen=True, tag="world"):
         return AbandonedSteps(frozenset(self.abandoned), self.world_step, self.abandoned_upto)
 
 
-class RankSteps(msgspec.Struct, frozen=True, tag="rank_steps"):
+class CommittedSteps(msgspec.Struct, frozen=True, tag="rank_steps"):
     """To the coordinator: steps that a rank has committed and, where peers are configured, replicated; and those that
     it will never have."""
 
@@ -148,10 +148,10 @@ class ListShards(msgspec.Struct, frozen=True, tag="list"):
     rank: Rank
 
 
-PeerRequest: TypeAlias = Ping | WorldStep | RankSteps | PutShard | GetShard | ListShards
+PeerRequest: TypeAlias = Ping | WorldStep | CommittedSteps | PutShard | GetShard | ListShards
 
 
-class Verdict(StrEnum):
+class ShardVerdict(StrEnum):
     OK = "ok"
     SEND = "send"  # the put may begin
     COMPARE = "compare"  # send the manifest first: an older step is here, and some of its chunks may be the same
@@ -167,7 +167,7 @@ class Verdict(StrEnum):
 class Reply(msgspec.Struct, frozen=True):
     """The answer to a request. Sizes and tier are set when a shard follows."""
 
-    verdict: Verdict
+    verdict: ShardVerdict
     message: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     manifest_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_MANIFEST_BYTES)] = 0
     shard_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -177,7 +177,7 @@ class Reply(msgspec.Struct, frozen=True):
     daemon_s: Age | None = None  # since the daemon beside the one who answers last spoke to it; None: not told
 
 
-class Inventory(msgspec.Struct, frozen=True):
+class ShardList(msgspec.Struct, frozen=True):
     """The answer to ListShards: committed copies, newest step first."""
 
     copies: tuple[ShardCopy, ...] = ()

@@ -1,5 +1,5 @@
-"""The Unix socket on which the host daemon gives orders and asks questions (`flyball.contracts.engine_wire`), and the
-datagram socket on which trainers give notice."""
+"""The Unix socket on which the host daemon gives orders and asks questions (`flyball.contracts.on_host.engine_wire`),
+and the datagram socket on which trainers give notice."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import structlog
 from ckpt_engine.contracts.notices import MAX_NOTICE_BYTES, Notice
 from ckpt_engine.settings import EngineSettings
 from flyball.contracts import wire
-from flyball.contracts.engine_wire import MAX_ENGINE_FRAME_BYTES, EngineReply, EngineRequest
 from flyball.contracts.errors import FlyballError, InvalidMessage
+from flyball.contracts.on_host.engine_wire import MAX_ENGINE_FRAME_BYTES, EngineReply, EngineRequest
 
 log = structlog.get_logger()
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from ckpt_engine.contracts.generation import Generation
+from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import TierNaming, TierReport
 from ckpt_engine.host.context import Services
 from ckpt_engine.tiers.memory import MemoryTier
@@ -19,7 +19,7 @@ from ckpt_engine.tiers.writing.world_sealer import WorldSealer
 from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
 
 
-def open_disks(generation: Generation, services: Services) -> dict[Tier, ShardStore]:
+def open_disks(generation: HostGeneration, services: Services) -> dict[Tier, ShardStore]:
     """The tiers that the job's settings switch on. Raises ConfigurationError for a place that cannot be one."""
     spec, job, run, settings = generation.configure.spec, generation.job, generation.run, services.settings
     disks: dict[Tier, ShardStore] = {}
@@ -47,7 +47,7 @@ class DurableTiers:
 
     def __init__(
         self,
-        generation: Generation,
+        generation: HostGeneration,
         services: Services,
         *,
         memory: MemoryTier,
@@ -68,6 +68,7 @@ class DurableTiers:
                 disk=disk,
                 counters=services.counters,
                 in_touch=services.in_touch,
+                stored_points=services.stored_points,
                 on_failure=on_failure,
                 on_progress=on_progress,
             )
@@ -173,7 +174,7 @@ class DurableTiers:
             look.wait(asked, deadline_s)
 
 
-def _make_schedule(tier: Tier, generation: Generation, now_s: float) -> TierSchedule:
+def _make_schedule(tier: Tier, generation: HostGeneration, now_s: float) -> TierSchedule:
     return TierSchedule(
         tier,
         policy=generation.configure.spec.policy(tier),

@@ -9,7 +9,7 @@ from typing import Final
 
 import structlog
 
-from ckpt_engine.contracts.generation import Generation
+from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import WorldStep
 from ckpt_engine.host.durable_tiers import DurableTiers
 from ckpt_engine.host.pipeline import RankPipeline
@@ -27,7 +27,7 @@ _MAX_SETTLE_S: Final = 2.0  # for what was captured last to become the world ste
 
 
 def flush(
-    generation: Generation,
+    generation: HostGeneration,
     *,
     memory: MemoryTier,
     coordination: Coordination,
@@ -68,7 +68,7 @@ def flush(
     return reached
 
 
-def _is_unsettled(generation: Generation, memory: MemoryTier, world: WorldStep) -> bool:
+def _is_unsettled(generation: HostGeneration, memory: MemoryTier, world: WorldStep) -> bool:
     """Whether a local rank has a newer step of which it is not known yet whether all have it."""
     abandoned = world.abandoned_steps
     for rank in generation.local_ranks:
@@ -85,7 +85,7 @@ def _is_unsettled(generation: Generation, memory: MemoryTier, world: WorldStep) 
     return False
 
 
-def arm(generation: Generation, memory: MemoryTier, step: int) -> tuple[bool, dict[str, int]]:
+def arm(generation: HostGeneration, memory: MemoryTier, step: int) -> tuple[bool, dict[str, int]]:
     """Have the local ranks save and park at `step`. (armed, positions by rank): not armed if some rank has passed it;
     then none is."""
     positions: dict[str, int] = {}
@@ -100,7 +100,7 @@ def arm(generation: Generation, memory: MemoryTier, step: int) -> tuple[bool, di
     return False, positions
 
 
-def disarm(generation: Generation, memory: MemoryTier) -> dict[int, int]:
+def disarm(generation: HostGeneration, memory: MemoryTier) -> dict[int, int]:
     """Take the emergency step back: ranks that are parked at it train on. Returns it by rank, for those ranks that had
     not reached it and now will not save it."""
     named: dict[int, int] = {}

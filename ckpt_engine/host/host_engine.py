@@ -17,11 +17,11 @@ from ckpt_engine.contracts.counters import Counters
 from ckpt_engine.contracts.notices import Notice
 from ckpt_engine.host.context import Services
 from ckpt_engine.host.daemon_socket import ControlServer, NoticeListener
-from ckpt_engine.host.job import Job
+from ckpt_engine.host.job import EngineJob
 from ckpt_engine.host.late_saves import REMEMBERED_LATE
 from ckpt_engine.host.left_copies import left_copies
 from ckpt_engine.host.peer_requests import PeerRequests
-from ckpt_engine.host.state_dir import FenceFile, JobFiles, LateSavesFile, StateDir
+from ckpt_engine.host.state_dir import EngineStateDir, FenceFile, JobFiles, LateSavesFile
 from ckpt_engine.peers.links import PeerLinks
 from ckpt_engine.peers.peer_server import PeerServer
 from ckpt_engine.peers.transport.handshake import introduce
@@ -31,9 +31,10 @@ from ckpt_engine.peers.transport.tcp import TcpListener, connect_tcp, split_addr
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.reclaim import Reclaimer
 from ckpt_engine.tiers.rate_limit import RateLimit
-from flyball.contracts.checkpoints import STATE_DIR_DISK, Tier
+from flyball.contracts.checkpoints import STATE_DIR_DISK, StoredPoints, Tier
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.engine_wire import (
+from flyball.contracts.errors import ConfigurationError, FlyballError, Unreachable
+from flyball.contracts.on_host.engine_wire import (
     ENGINE_SOCKET,
     NOTIFY_SOCKET,
     Arm,
@@ -47,8 +48,7 @@ from flyball.contracts.engine_wire import (
     LateSaves,
     Release,
 )
-from flyball.contracts.errors import ConfigurationError, FlyballError, Unreachable
-from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
+from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
 
 log = structlog.get_logger()
 
@@ -57,13 +57,13 @@ class Engine:
     """The composition: sockets outside, jobs inside."""
 
     def __init__(
-        self, state: StateDir, *, host_id: str, address: str, port: int, token: bytes, settings: EngineSettings
+        self, state: EngineStateDir, *, host_id: str, address: str, port: int, token: bytes, settings: EngineSettings
     ) -> None:
         self._settings = settings
         self._host_id = host_id
         self._token = token
         self._lock = threading.Lock()
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, EngineJob] = {}
         self._addresses: dict[str, str] = {}  # host -> "ip:port"
         self._late_saves_file = LateSavesFile(state.path / "engine-late-saves.json")
         # Of jobs that ended, and of the engine before this one: told in the answers after that.
@@ -73,6 +73,7 @@ class Engine:
         self._job_files = JobFiles(state.path / "engine-jobs")
         self._daemon_spoke_s: float | None = None
         self._in_touch_until_s = 0.0
+        self._stored_points: StoredPoints | None = None
         self._bytes = ByteCounters()
         self._counters = Counters()
         listener = TcpListener(
@@ -97,6 +98,7 @@ class Engine:
             dial=self._dial,
             code_version=metadata.version("flyball"),
             in_touch=lambda: time.monotonic() < self._in_touch_until_s,
+            stored_points=lambda: self._stored_points,
             rate_limits={
                 Tier.DISK: RateLimit(settings.disk_bytes_per_s, monotonic_s=time.monotonic),
                 Tier.PERSISTENT: RateLimit(settings.persistent_bytes_per_s, monotonic_s=time.monotonic),
@@ -188,7 +190,7 @@ class Engine:
         with self._lock:
             job = self._jobs.get(name)
             if job is None:
-                job = Job(name, self._services)
+                job = EngineJob(name, self._services)
                 job.replicas.drop_torn()
                 self._jobs[name] = job
             addresses = peers.engine_addresses(configure.placement)
@@ -248,7 +250,7 @@ class Engine:
     def _release(self, request: Release) -> EngineReply:
         with self._lock:
             self._fences.obey(request.job, request.fence)
-            job = self._jobs.pop(request.job, None) or Job(request.job, self._services)
+            job = self._jobs.pop(request.job, None) or EngineJob(request.job, self._services)
             self._job_files.remove(request.job)
         if request.keep_memory or request.drop_disk:  # nothing is written any more into what is about to go
             job.end(join_timeout_s=self._settings.drain_timeout_s)
@@ -270,6 +272,7 @@ class Engine:
 
     def _status(self, request: GetStatus) -> EngineReply:
         self._daemon_spoke_s = time.monotonic()  # it asks several times a second
+        self._stored_points = request.stored_points  # first: once in touch, it is relied on
         self._in_touch_until_s = max(self._in_touch_until_s, request.in_touch_until_s)
         if self._late_told is not None:  # who asked before this has got that answer
             self._late_saves_file.remove()
@@ -310,7 +313,7 @@ class Engine:
             **fields,  # type: ignore[arg-type]  # the fields of EngineReply that a request has
         )
 
-    def _job(self, name: str) -> Job:
+    def _job(self, name: str) -> EngineJob:
         job = self._jobs.get(name)
         if job is None:
             raise ConfigurationError(

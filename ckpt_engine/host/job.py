@@ -9,7 +9,7 @@ from functools import partial
 
 import structlog
 
-from ckpt_engine.contracts.generation import Generation
+from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.notices import LATE_S, Notice, SaveAborted, SaveWaited
 from ckpt_engine.contracts.peer_wire import Reply, TierReport
 from ckpt_engine.host import emergency
@@ -30,15 +30,15 @@ from ckpt_engine.world.save_clock import SaveClock
 from ckpt_engine.world.save_pace import factor_of
 from ckpt_engine.world.save_schedule import is_due
 from flyball.contracts.checkpoints import ShardCopy, Tier
-from flyball.contracts.engine_wire import Configure, SaveFailure
 from flyball.contracts.errors import Conflict, StaleCommand
+from flyball.contracts.on_host.engine_wire import Configure, SaveFailure
 
 log = structlog.get_logger()
 
 TOLD_STEPS = 16  # of each slow tier
 
 
-class Job:
+class EngineJob:
     """All methods may be called from any thread."""
 
     def __init__(self, name: str, services: Services) -> None:
@@ -48,12 +48,12 @@ class Job:
         self.replicas = PeerTier(services.shm_prefix, name, services.host_id, options)
         self.late_saves = LateSaveLog(name)
         self.save_failures = SaveFailures(name)
-        self.generation: Generation | None = None
+        self.generation: HostGeneration | None = None
         self.coordination: Coordination | None = None
         self._services = services
         self._pipelines: dict[int, RankPipeline] = {}
         self._durable: DurableTiers | None = None
-        self._swept: Generation | None = None
+        self._swept: HostGeneration | None = None
         self._lock = threading.Lock()  # generation changes
         self._progress = threading.Condition()
         self._reporting = threading.Lock()
@@ -79,7 +79,7 @@ class Job:
             if self.generation is not None and self.generation.number == configure.placement.generation:
                 return
             self._end_running()
-            generation = Generation(configure, self._services.host_id)
+            generation = HostGeneration(configure, self._services.host_id)
             self.memory.run = self.replicas.run = generation.run
             self.save_failures.begin(generation.number)
             coordination, durable = self._coordinate(generation)
@@ -129,7 +129,7 @@ class Job:
         self._pipelines = {}
         self.late_saves.tell_rest(self._services.clock.wall_s())
 
-    def _coordinate(self, generation: Generation) -> tuple[Coordination, DurableTiers]:
+    def _coordinate(self, generation: HostGeneration) -> tuple[Coordination, DurableTiers]:
         """The two know each other: what is written depends on the world, and the world on what was written."""
         coordination: Coordination
 
@@ -161,7 +161,7 @@ class Job:
         return coordination, durable
 
     def _make_pipeline(
-        self, rank: int, generation: Generation, coordination: Coordination, resumed: bool
+        self, rank: int, generation: HostGeneration, coordination: Coordination, resumed: bool
     ) -> RankPipeline:
         services = self._services
         on_failure = partial(self._note_failure, generation, self.save_failures.failed)
@@ -261,7 +261,7 @@ class Job:
         generation = self._running(generation_number)
         self._give_up_emergency(generation, emergency.disarm(generation, self.memory))
 
-    def _give_up_emergency(self, generation: Generation, steps: Mapping[int, int]) -> None:
+    def _give_up_emergency(self, generation: HostGeneration, steps: Mapping[int, int]) -> None:
         """These ranks will not save these steps: said, so that ranks that have done so get their slots back."""
         for rank, step in steps.items():
             pipeline = self._pipelines.get(rank)
@@ -340,7 +340,7 @@ class Job:
             for pipeline in list(self._pipelines.values()):
                 pipeline.peer_is_back(host_id)
 
-    def _any_generation(self) -> Generation:
+    def _any_generation(self) -> HostGeneration:
         if self.generation is None:
             raise StaleCommand(f"No generation of {self.name} runs here.", hint="the job is to be started first")
         return self.generation
@@ -349,7 +349,7 @@ class Job:
         with self._progress:
             self._progress.wait(timeout_s)
 
-    def _running(self, generation_number: int) -> Generation:
+    def _running(self, generation_number: int) -> HostGeneration:
         generation = self.generation
         if generation is None or generation.number != generation_number:
             running = generation.number if generation is not None else "none"
@@ -361,7 +361,7 @@ class Job:
 
     # --- what happens in the pipelines' threads ---
 
-    def _put_replica(self, generation: Generation, peer: str, offer: Offer) -> Reply:
+    def _put_replica(self, generation: HostGeneration, peer: str, offer: Offer) -> Reply:
         def pace(size_bytes: int) -> None:
             self._services.peer_limit.wait(size_bytes, generation.ended.wait)
             if generation.ended.is_set():
@@ -387,7 +387,7 @@ class Job:
         if pipeline is not None and step not in pipeline.saved_steps:
             pipeline.fail(step, f"Rank {rank} was past step {step} when it heard that it was to be saved.")
 
-    def _world_advanced(self, generation: Generation) -> None:
+    def _world_advanced(self, generation: HostGeneration) -> None:
         """All ranks have a step of this generation, so what older placements left here is not needed any more."""
         with self._lock:  # held to the end: a generation that begins meanwhile may need what this one does not
             if self._swept is generation or self.generation is not generation:
@@ -399,6 +399,6 @@ class Job:
                         log.info("segments_freed", job=self.name, rank=rank, tier=str(tier.tier))
 
     def _note_failure(
-        self, generation: Generation, note: Callable[[SaveFailure], None], rank: int, step: int, message: str
+        self, generation: HostGeneration, note: Callable[[SaveFailure], None], rank: int, step: int, message: str
     ) -> None:
         note(SaveFailure(self.name, generation.number, rank, step, message, at=self._services.clock.wall_s()))

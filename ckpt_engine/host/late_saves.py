@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from ckpt_engine.contracts.notices import SaveWaited
-from flyball.contracts.engine_wire import LateSaves
+from flyball.contracts.on_host.engine_wire import LateSaves
 
 TELL_EVERY_S: Final = 60.0  # per rank: a store that is too slow makes every save late
 REMEMBERED_LATE: Final = 64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt_engine.host.context import Services
-from ckpt_engine.host.job import TOLD_STEPS, Job
+from ckpt_engine.host.job import TOLD_STEPS, EngineJob
 from ckpt_engine.tiers.opening import open_disk, open_persistent
 from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import JobHistory, ShardCopy, Tier
@@ -14,7 +14,7 @@ def left_copies(name: str, history: JobHistory | None, services: Services) -> li
     here. Raises what its places do: half of an answer would have the job go on from an older step."""
     if history is None:
         return []
-    job, settings, run, spec = Job(name, services), services.settings, history.run, history.spec
+    job, settings, run, spec = EngineJob(name, services), services.settings, history.run, history.spec
     job.memory.run = job.replicas.run = run
     try:
         found = job.copies()

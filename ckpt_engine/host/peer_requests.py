@@ -8,18 +8,18 @@ from contextlib import contextmanager
 import structlog
 
 from ckpt_engine.contracts.peer_wire import (
+    CommittedSteps,
     GetShard,
     ListShards,
     PeerRequest,
     Ping,
     PutShard,
-    RankSteps,
     Reply,
-    Verdict,
+    ShardVerdict,
     WorldStep,
 )
 from ckpt_engine.host.context import Services
-from ckpt_engine.host.job import Job
+from ckpt_engine.host.job import EngineJob
 from ckpt_engine.peers.replication import receive_replica
 from ckpt_engine.peers.shard_service import list_shards, serve_shard
 from ckpt_engine.peers.transport.port import Connection
@@ -31,7 +31,7 @@ class PeerRequests:
     """For all jobs of this engine; `answer` may be called by several threads."""
 
     def __init__(
-        self, find_job: Callable[[str], Job | None], services: Services, *, daemon_s: Callable[[], float | None]
+        self, find_job: Callable[[str], EngineJob | None], services: Services, *, daemon_s: Callable[[], float | None]
     ) -> None:
         """`find_job`: a job of this engine by its name, None if it was not heard of here. `daemon_s`: since when the
         daemon has not spoken, None if it never did."""
@@ -43,8 +43,8 @@ class PeerRequests:
         """Answer one request on the connection that it came by."""
         match request:
             case Ping():
-                verdict = Reply(Verdict.OK, daemon_s=self._daemon_s())
-            case WorldStep() | RankSteps():
+                verdict = Reply(ShardVerdict.OK, daemon_s=self._daemon_s())
+            case WorldStep() | CommittedSteps():
                 verdict = Reply(self._hear(request), daemon_s=self._daemon_s())
             case PutShard():
                 verdict = self._receive(connection, request)
@@ -58,11 +58,11 @@ class PeerRequests:
                 return
         connection.send(verdict, timeout_s=self._services.settings.io_timeout_s)
 
-    def _hear(self, message: WorldStep | RankSteps) -> Verdict:
+    def _hear(self, message: WorldStep | CommittedSteps) -> ShardVerdict:
         job = self._find_job(message.job)
         coordination = job.coordination if job is not None else None
         if coordination is None:
-            return Verdict.BUSY  # its daemon is about to configure it, or to release it on the sender's side too
+            return ShardVerdict.BUSY  # its daemon is about to configure it, or to release it on the sender's side too
         if isinstance(message, WorldStep):
             return coordination.hear_world(message)
         return coordination.hear_rank(message)
@@ -70,7 +70,7 @@ class PeerRequests:
     def _receive(self, connection: Connection, put: PutShard) -> Reply:
         job = self._find_job(put.job)
         if job is None or job.generation is None or job.coordination is None:
-            return Reply(Verdict.BUSY, f"{put.job} was not announced here yet.")
+            return Reply(ShardVerdict.BUSY, f"{put.job} was not announced here yet.")
         generation, coordination = job.generation, job.coordination
         coordination.hear_world(put.world)
         reply = receive_replica(
@@ -81,9 +81,9 @@ class PeerRequests:
             world=coordination.world,
             settings=self._services.settings,
         )
-        if reply.verdict is Verdict.OK:
+        if reply.verdict is ShardVerdict.OK:
             self._services.counters.add("replicas_committed")
-        elif reply.verdict is Verdict.CORRUPT:
+        elif reply.verdict is ShardVerdict.CORRUPT:
             self._services.counters.add("replicas_corrupt")
             log.warning("replica_refused", job=put.job, rank=put.rank, step=put.step, reason=reply.message)
         return reply
@@ -110,13 +110,13 @@ class PeerRequests:
         )
 
     @contextmanager
-    def _copies_of(self, name: str) -> Iterator[Job]:
+    def _copies_of(self, name: str) -> Iterator[EngineJob]:
         """The job, or one for the body of the with statement: what this engine has not heard of may have copies too."""
         job = self._find_job(name)
         if job is not None:
             yield job
             return
-        job = Job(name, self._services)
+        job = EngineJob(name, self._services)
         try:
             yield job
         finally:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from ckpt_engine.contracts.counters import Counters
-from ckpt_engine.contracts.generation import Generation, WorldView
+from ckpt_engine.contracts.generation import HostGeneration, WorldView
 from ckpt_engine.format import manifest as manifests
-from ckpt_engine.peers.replicator import Outcome, PutReplica, Replicator
+from ckpt_engine.peers.replicator import PutReplica, ReplicationOutcome, Replicator
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import SlotState, SlotView
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
@@ -38,7 +38,7 @@ class RankPipeline:
     def __init__(
         self,
         rank: int,
-        generation: Generation,
+        generation: HostGeneration,
         *,
         memory: MemoryTier,
         world: WorldView,
@@ -286,10 +286,10 @@ class RankPipeline:
                 )
                 self._give_up(view, f"It could not be replicated. {reasons}")
 
-    def _has_it(self, peer: str, outcome: Outcome) -> bool:
+    def _has_it(self, peer: str, outcome: ReplicationOutcome) -> bool:
         return outcome.there and self._peer_down_s(peer) <= self._settings.replicate_timeout_s
 
-    def _peer_settled(self, peer: str, view: SlotView, outcome: Outcome) -> None:
+    def _peer_settled(self, peer: str, view: SlotView, outcome: ReplicationOutcome) -> None:
         if not outcome.there and view.generation != self._generation.number:  # the world has the step without this copy
             self._on_failure(self.rank, view.step, f"It could not be replicated to {peer}: {outcome.reason}")
         self.kick()

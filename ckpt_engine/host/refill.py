@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import structlog
 
-from ckpt_engine.contracts.generation import Generation
+from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_plan import engine_addresses
-from ckpt_engine.contracts.peer_wire import Inventory, ListShards
+from ckpt_engine.contracts.peer_wire import ListShards, ShardList
 from ckpt_engine.host.context import Services
 from ckpt_engine.peers.fetch import Fetcher
 from ckpt_engine.slots.control_views import RestoreAnswer
@@ -24,7 +24,9 @@ log = structlog.get_logger()
 class Refill:
     """For the ranks of one generation on this host. `run` may be called for several ranks at once."""
 
-    def __init__(self, generation: Generation, *, memory: MemoryTier, replicas: PeerTier, services: Services) -> None:
+    def __init__(
+        self, generation: HostGeneration, *, memory: MemoryTier, replicas: PeerTier, services: Services
+    ) -> None:
         self._generation = generation
         self._memory = memory
         self._replicas = replicas
@@ -58,7 +60,7 @@ class Refill:
     def _ask(self, peer: str, rank: int) -> dict[tuple[int, int], ShardSource]:
         wanted = ListShards(self._generation.job, rank)
         with self._services.dial(peer, "") as connection:
-            reply = connection.request(wanted, Inventory, timeout_s=self._services.settings.io_timeout_s)
+            reply = connection.request(wanted, ShardList, timeout_s=self._services.settings.io_timeout_s)
         address = engine_addresses(self._generation.placement).get(peer, "")
         return {
             (copy.generation, copy.step): ShardSource(rank, copy.generation, Tier.PEER, peer, address)

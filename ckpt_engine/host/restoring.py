@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from ckpt_engine.contracts.generation import Generation
+from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.host.context import Services
 from ckpt_engine.peers.fetch import Fetched, Fetcher
 from ckpt_engine.slots.control_segment import ControlSegment
@@ -29,7 +29,7 @@ class Restoring:
 
     def __init__(
         self,
-        generation: Generation,
+        generation: HostGeneration,
         plan: RestorePlan,
         *,
         memory: MemoryTier,

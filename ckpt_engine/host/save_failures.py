@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from flyball.contracts.engine_wire import FailingSaves, SaveFailure
+from flyball.contracts.on_host.engine_wire import FailingSaves, SaveFailure
 
 FAILING_AFTER_S: Final = 60.0  # since the first of at least two that failed with none kept in between
 SAY_AGAIN_S: Final = 300.0

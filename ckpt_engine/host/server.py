@@ -24,7 +24,7 @@ import_lean("structlog")  # before the modules that import it
 import structlog  # noqa: E402
 
 from ckpt_engine.host.host_engine import Engine  # noqa: E402
-from ckpt_engine.host.state_dir import StateDir  # noqa: E402
+from ckpt_engine.host.state_dir import EngineStateDir  # noqa: E402
 from ckpt_engine.settings import load_settings  # noqa: E402
 from flyball.contracts.errors import ConfigurationError, FlyballError  # noqa: E402
 from flyball.contracts.identity import check_name  # noqa: E402
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before any thread: they inherit it, and only sigwait takes them
     try:
         engine = Engine(
-            StateDir(options.state_dir),
+            EngineStateDir(options.state_dir),
             host_id=check_name("host", options.host_id),
             address=options.address,
             port=options.port,

@@ -13,7 +13,6 @@ import structlog
 
 from ckpt_engine.tiers.durable_files import make_folder, sync_folder, write_durably
 from flyball.contracts import wire
-from flyball.contracts.engine_wire import ENGINE_PID_FILE, HOST_STATE_VERSION, Configure, LateSaves
 from flyball.contracts.errors import (
     ConfigurationError,
     Conflict,
@@ -23,13 +22,14 @@ from flyball.contracts.errors import (
     StateVersionMismatch,
 )
 from flyball.contracts.identity import Fence
+from flyball.contracts.on_host.engine_wire import ENGINE_PID_FILE, HOST_STATE_VERSION, Configure, LateSaves
 
 log = structlog.get_logger()
 
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less the closing zero
 
 
-class StateDir:
+class EngineStateDir:
     """The state folder of one host. Open it once per process."""
 
     def __init__(self, path: Path) -> None:

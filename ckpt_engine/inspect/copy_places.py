@@ -26,7 +26,7 @@ from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.tiers.storage import Storage
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard, FlyballError
-from flyball.contracts.segments import SLOT_SUFFIXES, parse_segment, rank_segment, replica_segment
+from flyball.contracts.on_host.segments import SLOT_SUFFIXES, parse_segment, rank_segment, replica_segment
 
 
 @dataclass(frozen=True, slots=True)

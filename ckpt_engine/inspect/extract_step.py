@@ -12,7 +12,7 @@ from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.shard_names import MANIFEST_SUFFIX, SHARD_SUFFIX
 from ckpt_engine.format.step_listing import StepListing
 from ckpt_engine.inspect.copy_places import reason
-from ckpt_engine.inspect.inventory import HeldCopy, Inventory
+from ckpt_engine.inspect.inventory import CopyInventory, HeldCopy
 from ckpt_engine.inspect.shard_reading import ShardReading
 from ckpt_engine.tiers.durable_files import make_folder
 from ckpt_engine.tiers.folder import FolderStorage
@@ -50,7 +50,7 @@ class ExtractedShard(msgspec.Struct, frozen=True):
 
 
 def extract_step(
-    inventory: Inventory,
+    inventory: CopyInventory,
     listing: StepListing,
     target: Path,
     *,
@@ -141,7 +141,7 @@ def _names(rank: int) -> tuple[str, str]:
     return f"rank{rank}{MANIFEST_SUFFIX}", f"rank{rank}{SHARD_SUFFIX}"
 
 
-def _check_apart(inventory: Inventory, target: Path) -> None:
+def _check_apart(inventory: CopyInventory, target: Path) -> None:
     """What is written over is gone before the first byte is read."""
     for held in inventory.held:
         if held.copy.tier in (Tier.DISK, Tier.PERSISTENT) and Path(held.path).parent.resolve() == target.resolve():
@@ -168,7 +168,7 @@ def _make_room(target: Path, *, overwrite: bool) -> None:
         )
 
 
-def _check_complete(inventory: Inventory, listing: StepListing, failed: dict[int, str]) -> None:
+def _check_complete(inventory: CopyInventory, listing: StepListing, failed: dict[int, str]) -> None:
     if failed:
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(failed.items()))
         raise RestoreFailed(

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flyball.contracts import wire
-from flyball.contracts.engine_wire import ENGINE_PID_FILE, Configure
 from flyball.contracts.errors import InvalidMessage
-from flyball.contracts.segments import parse_segment, shm_prefix
+from flyball.contracts.on_host.engine_wire import ENGINE_PID_FILE, Configure
+from flyball.contracts.on_host.segments import parse_segment, shm_prefix
 
 JOBS_FOLDER = "engine-jobs"
 _MAX_DEPTH = 3  # from the root of all state folders: jobs/NAME/host

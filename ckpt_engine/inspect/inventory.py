@@ -29,7 +29,7 @@ class HeldCopy:
         return self.place.path(self.copy)
 
 
-class Inventory:
+class CopyInventory:
     """All copies of one run of a job in some places, as of one look."""
 
     def __init__(self, job: str, places: Sequence[Place], *, run: str = "", lineage: Lineage = ()) -> None:

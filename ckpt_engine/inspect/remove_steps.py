@@ -9,7 +9,7 @@ from enum import StrEnum
 from ckpt_engine.format.shard_names import ShardKey
 from ckpt_engine.format.step_listing import StepKey, StepListing, list_steps
 from ckpt_engine.inspect.copy_places import StoragePlace
-from ckpt_engine.inspect.inventory import Inventory
+from ckpt_engine.inspect.inventory import CopyInventory
 from flyball.contracts.checkpoints import Tier
 
 REMOVABLE = (Tier.DISK, Tier.PERSISTENT)  # the slots of a job are freed all at once, or not at all
@@ -41,7 +41,7 @@ class Target:
         self.place.remove(self.key)
 
 
-def protected(inventory: Inventory) -> dict[StepKey, Protection]:
+def protected(inventory: CopyInventory) -> dict[StepKey, Protection]:
     """The steps that stay."""
     durable = durable_point(inventory)
     found = dict.fromkeys(_perhaps_needed(inventory, durable), Protection.PARTIAL_VIEW)
@@ -50,7 +50,7 @@ def protected(inventory: Inventory) -> dict[StepKey, Protection]:
     return found | {(point.generation, point.step): why for why, point in points if point is not None}
 
 
-def _perhaps_needed(inventory: Inventory, durable: StepListing | None) -> set[StepKey]:
+def _perhaps_needed(inventory: CopyInventory, durable: StepListing | None) -> set[StepKey]:
     """Steps on disk, newer than any that is known to be durable, of which only some ranks' disks are seen from here."""
     seen = {target.key.rank for target in _all_targets(inventory, (Tier.DISK,))}
     return {
@@ -63,7 +63,7 @@ def _perhaps_needed(inventory: Inventory, durable: StepListing | None) -> set[St
     }
 
 
-def needed_memory(inventory: Inventory) -> StepListing | None:
+def needed_memory(inventory: CopyInventory) -> StepListing | None:
     """The newest step of which there is something in memory, if it is newer than any that is known to be durable."""
     durable = durable_point(inventory)
     in_memory = (step for step in inventory.steps if step.alive and any(s.tier not in REMOVABLE for s in step.tiers))
@@ -71,7 +71,7 @@ def needed_memory(inventory: Inventory) -> StepListing | None:
     return newest if newest and (durable is None or newest.step > durable.step) else None
 
 
-def durable_point(inventory: Inventory) -> StepListing | None:
+def durable_point(inventory: CopyInventory) -> StepListing | None:
     """The recovery point that disks and stores alone make, as the inventory lists it."""
     durable = list_steps(
         (held.copy for held in inventory.held if held.copy.tier in REMOVABLE),
@@ -83,18 +83,18 @@ def durable_point(inventory: Inventory) -> StepListing | None:
     return next((step for step in inventory.steps if (step.generation, step.step) == key), None)
 
 
-def stored_steps(inventory: Inventory, tiers: Collection[Tier]) -> set[StepKey]:
+def stored_steps(inventory: CopyInventory, tiers: Collection[Tier]) -> set[StepKey]:
     """The steps of which there is anything in these tiers, whether or not it counts."""
     return {(target.key.generation, target.key.step) for target in _all_targets(inventory, tiers)}
 
 
-def find_targets(inventory: Inventory, steps: Collection[StepKey], tiers: Collection[Tier]) -> list[Target]:
+def find_targets(inventory: CopyInventory, steps: Collection[StepKey], tiers: Collection[Tier]) -> list[Target]:
     """What there is of these steps, rank 0 first: its removal is the end of the whole step."""
     found = [t for t in _all_targets(inventory, tiers) if (t.key.generation, t.key.step) in steps]
     return sorted(found, key=lambda target: (target.key, target.path))
 
 
-def _all_targets(inventory: Inventory, tiers: Collection[Tier]) -> list[Target]:
+def _all_targets(inventory: CopyInventory, tiers: Collection[Tier]) -> list[Target]:
     valid = [
         Target(held.place, ShardKey(*held.key, held.copy.rank), held.copy.size_bytes)
         for held in inventory.held

@@ -42,7 +42,7 @@ class Bandwidths(msgspec.Struct, frozen=True):
                 return self.persistent
 
 
-class Layout(msgspec.Struct, frozen=True):
+class WantedWorld(msgspec.Struct, frozen=True):
     """The wanted world. A rank without a host in `home` will run somewhere else: all copies are remote to it."""
 
     world_size: int
@@ -88,7 +88,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 def plan_step(
     step: Step,
     copies: Iterable[ShardCopy],
-    layout: Layout,
+    layout: WantedWorld,
     *,
     lineage: Lineage | None = None,
     lost_hosts: Collection[HostId] = (),

@@ -23,7 +23,7 @@ from flyball.contracts.errors import CheckpointError, FlyballError
 THREADS = 2  # of which each reads and hashes one copy
 
 
-class Verdict(StrEnum):
+class CopyVerdict(StrEnum):
     GOOD = "good"
     BAD = "bad"
     GONE = "gone"  # overwritten or removed meanwhile, as a job that runs may do
@@ -35,7 +35,7 @@ class Verified(msgspec.Struct, frozen=True):
 
     copy: ShardCopy
     path: str
-    verdict: Verdict
+    verdict: CopyVerdict
     problem: str
     chunks: int
     chunk_bytes: int
@@ -105,7 +105,7 @@ def judge_steps(shards: Iterable[ReadShard], world_sizes: Mapping[StepKey, int])
 def _verify(held: HeldCopy, on_bytes: Callable[[int], None]) -> tuple[Verified, ReadShard | None]:
     path = held.path
     shard: ReadShard | None = None
-    verdict, problem = Verdict.GOOD, ""
+    verdict, problem = CopyVerdict.GOOD, ""
     bad: list[int] = []
     try:
         with held.place.reading(held.copy) as reading:
@@ -114,13 +114,13 @@ def _verify(held: HeldCopy, on_bytes: Callable[[int], None]) -> tuple[Verified, 
                 on_bytes(len(chunk))
                 if error is not None:
                     bad.append(index)
-                    verdict, problem = Verdict.BAD, problem or error.message
-            if verdict is Verdict.GOOD:
+                    verdict, problem = CopyVerdict.BAD, problem or error.message
+            if verdict is CopyVerdict.GOOD:
                 shard = ReadShard(reading.manifest, reading.tensors())
     except CopyGone as error:
-        verdict, problem = Verdict.GONE, error.message
+        verdict, problem = CopyVerdict.GONE, error.message
     except (FlyballError, OSError) as error:
-        verdict, problem = Verdict.BAD, reason(error)
+        verdict, problem = CopyVerdict.BAD, reason(error)
     chunk_bytes = shard.manifest.chunk_bytes if shard else 0
     chunks = integrity.chunk_count(shard.manifest.payload_bytes, chunk_bytes) if shard else 0
     return Verified(held.copy, path, verdict, problem, chunks, chunk_bytes, tuple(bad)), shard

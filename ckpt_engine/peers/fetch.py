@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import structlog
 
 from ckpt_engine.contracts.counters import Counters
-from ckpt_engine.contracts.generation import Generation
-from ckpt_engine.contracts.peer_wire import GetShard, Reply, Verdict
+from ckpt_engine.contracts.generation import HostGeneration
+from ckpt_engine.contracts.peer_wire import GetShard, Reply, ShardVerdict
 from ckpt_engine.format import integrity
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.verified_read import ByteSource, MemorySink, MemorySource, read_verified
@@ -62,7 +62,7 @@ class Fetcher:
 
     def __init__(
         self,
-        generation: Generation,
+        generation: HostGeneration,
         plan: RestorePlan,
         *,
         memory: MemoryTier,
@@ -199,7 +199,7 @@ class Fetcher:
         wanted = GetShard(self._generation.job, step.source.generation, self._plan.step, entry.rank)
         with self._dial(step.source.host_id, step.source.engine_address) as connection:
             reply = connection.request(wanted, Reply, timeout_s=self._settings.io_timeout_s)
-            if reply.verdict is not Verdict.OK:
+            if reply.verdict is not ShardVerdict.OK:
                 raise RestoreFailed(f"its engine answered {reply.verdict}: {reply.message}")
             manifest, manifest_bytes = receive_manifest(
                 connection,

@@ -15,16 +15,16 @@ from collections.abc import Callable, Hashable, Iterable
 
 import structlog
 
-from ckpt_engine.contracts.peer_wire import Ping, RankSteps, Reply, Verdict, WorldStep
+from ckpt_engine.contracts.peer_wire import CommittedSteps, Ping, Reply, ShardVerdict, WorldStep
 from ckpt_engine.peers.transport.pool import Dial
 from ckpt_engine.peers.transport.port import Connection
 from ckpt_engine.settings import EngineSettings
 from flyball.contracts.errors import FlyballError
-from flyball.contracts.testimony import Testimony
+from flyball.contracts.reports.testimony import Testimony
 
 log = structlog.get_logger()
 
-StateMessage = WorldStep | RankSteps
+StateMessage = WorldStep | CommittedSteps
 Key = tuple[str, Hashable]  # the job, and what of it the message speaks of
 _BUSY_GROWTH = 1.5  # of the pause between two tries, up to the interval of pings
 
@@ -158,7 +158,7 @@ class PeerLink:
             waiting = [item for item in self._waiting.items() if item[0] not in deferred]
         for key, message in waiting:
             reply = self._exchange(connection, message)
-            if reply.verdict is Verdict.BUSY:
+            if reply.verdict is ShardVerdict.BUSY:
                 deferred.add(key)
                 continue
             with self._lock:

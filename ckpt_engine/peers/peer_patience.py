@@ -5,7 +5,7 @@ from __future__ import annotations
 _LEAST = 1 / 64  # of the full time; from there on there is one try
 
 
-class Patience:
+class PeerPatience:
     """Halved each time that a step waited in vain, and full again when the peer took one. So a peer that takes nothing
     for good costs all steps together less than twice what it costs the first, and from then on each a single try."""
 

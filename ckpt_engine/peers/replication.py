@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckpt_engine.contracts.generation import Generation, WorldView
-from ckpt_engine.contracts.peer_wire import PutShard, Reply, Verdict
+from ckpt_engine.contracts.generation import HostGeneration, WorldView
+from ckpt_engine.contracts.peer_wire import PutShard, Reply, ShardVerdict
 from ckpt_engine.format import changed_chunks, integrity
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.integrity import chunk_count
@@ -43,12 +43,12 @@ def send_replica(connection: Connection, offer: Offer, *, settings: EngineSettin
     put = offer.put
     ranges = [(0, put.shard_bytes)]
     reply = connection.request(put, Reply, timeout_s=settings.allocate_timeout_s)
-    if reply.verdict not in (Verdict.SEND, Verdict.COMPARE):
+    if reply.verdict not in (ShardVerdict.SEND, ShardVerdict.COMPARE):
         return reply
     send_manifest(connection, offer.manifest)
-    if reply.verdict is Verdict.COMPARE:
+    if reply.verdict is ShardVerdict.COMPARE:
         reply = connection.receive(Reply, timeout_s=settings.allocate_timeout_s)
-        if reply.verdict is not Verdict.SEND:
+        if reply.verdict is not ShardVerdict.SEND:
             return reply
         if reply.wanted:
             ranges = _wanted_ranges(reply.wanted, offer)
@@ -74,7 +74,7 @@ def receive_replica(
     put: PutShard,
     *,
     tier: PeerTier,
-    generation: Generation,
+    generation: HostGeneration,
     world: WorldView,
     settings: EngineSettings,
 ) -> Reply:
@@ -85,27 +85,27 @@ def receive_replica(
         return refusal
     with tier.using(put.rank, create=True) as entry:
         if entry is None:
-            return Reply(Verdict.ERROR, "The replica slots were removed just now.")
+            return Reply(ShardVerdict.ERROR, "The replica slots were removed just now.")
         if tier.find(entry, put.generation, put.step) is not None:
-            return Reply(Verdict.HAVE)
+            return Reply(ShardVerdict.HAVE)
         if not entry.writing.acquire(blocking=False):
-            return Reply(Verdict.BUSY, "Another shard of this rank is arriving.")
+            return Reply(ShardVerdict.BUSY, "Another shard of this rank is arriving.")
         try:
             return _receive_into(entry, connection, put, generation=generation, world=world, settings=settings)
         finally:
             entry.writing.release()
 
 
-def _refusal(put: PutShard, generation: Generation) -> Reply | None:
+def _refusal(put: PutShard, generation: HostGeneration) -> Reply | None:
     if put.running_generation > generation.number:
-        return Reply(Verdict.BUSY, f"Generation {put.running_generation} was not announced here yet.")
+        return Reply(ShardVerdict.BUSY, f"Generation {put.running_generation} was not announced here yet.")
     if put.running_generation < generation.number:
-        return Reply(Verdict.STALE, f"Generation {generation.number} runs.")
+        return Reply(ShardVerdict.STALE, f"Generation {generation.number} runs.")
     if put.rank not in generation.replicated_ranks:
-        return Reply(Verdict.STALE, f"This host is no peer of rank {put.rank}.")
+        return Reply(ShardVerdict.STALE, f"This host is no peer of rank {put.rank}.")
     if not is_alive(put.generation, put.step, generation.lineage):
         return Reply(
-            Verdict.STALE, f"Step {put.step} of generation {put.generation} is not of the history that counts."
+            ShardVerdict.STALE, f"Step {put.step} of generation {put.generation} is not of the history that counts."
         )
     return None
 
@@ -115,7 +115,7 @@ def _receive_into(
     connection: Connection,
     put: PutShard,
     *,
-    generation: Generation,
+    generation: HostGeneration,
     world: WorldView,
     settings: EngineSettings,
 ) -> Reply:
@@ -123,7 +123,7 @@ def _receive_into(
     present = world.present
     slot = choose_slot(segments.slots(), present.world_step, generation.lineage, present.abandoned_steps)
     if slot is None:
-        return Reply(Verdict.FULL, "Both replica slots hold steps that may still be needed.")
+        return Reply(ShardVerdict.FULL, "Both replica slots hold steps that may still be needed.")
     held = _held(segments, slot, put.shard_bytes)
     plan = MemoryPlan(
         put.shard_bytes, local_ranks=max(1, len(generation.local_ranks)), replicas=len(generation.replica_hosts)
@@ -131,9 +131,9 @@ def _receive_into(
     try:
         target = segments.begin_write(slot.index, put.generation, put.step, put.shard_bytes, plan)
     except MemoryTooSmall as error:
-        return Reply(Verdict.ERROR, str(error)[:4096])
+        return Reply(ShardVerdict.ERROR, str(error)[:4096])
     try:
-        connection.send(Reply(Verdict.COMPARE if held else Verdict.SEND), timeout_s=settings.io_timeout_s)
+        connection.send(Reply(ShardVerdict.COMPARE if held else ShardVerdict.SEND), timeout_s=settings.io_timeout_s)
         manifest, manifest_bytes = _receive_manifest(connection, put, generation.run)
         reach("engine.replica")
         wanted = None
@@ -141,7 +141,7 @@ def _receive_into(
             wanted = _take_over(held, manifest, target)
             chunks = chunk_count(put.shard_bytes, manifest.chunk_bytes)
             bitmap = b"" if wanted is None else changed_chunks.encode_bitmap(wanted, chunks)
-            connection.send(Reply(Verdict.SEND, wanted=bitmap), timeout_s=settings.io_timeout_s)
+            connection.send(Reply(ShardVerdict.SEND, wanted=bitmap), timeout_s=settings.io_timeout_s)
         before = connection.bytes_received
         receive_payload(
             connection, manifest, target, superseded=generation.ended.is_set, read_to_end=True, chunks=wanted
@@ -151,14 +151,14 @@ def _receive_into(
         segments.commit(segments.control.slot(slot.index), manifest_bytes)
     except CorruptShard as error:
         segments.drop(slot.index)
-        return Reply(Verdict.CORRUPT, str(error)[:4096])
+        return Reply(ShardVerdict.CORRUPT, str(error)[:4096])
     except MemoryTooSmall as error:
         segments.drop(slot.index)
-        return Reply(Verdict.ERROR, str(error)[:4096])
+        return Reply(ShardVerdict.ERROR, str(error)[:4096])
     except BaseException:
         segments.drop(slot.index)
         raise
-    return Reply(Verdict.OK, manifests.digest(manifest_bytes), unchanged_bytes=unchanged_bytes)
+    return Reply(ShardVerdict.OK, manifests.digest(manifest_bytes), unchanged_bytes=unchanged_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import structlog
 
 from ckpt_engine.contracts.counters import Counters
-from ckpt_engine.contracts.generation import Generation, WorldView
-from ckpt_engine.contracts.peer_wire import PutShard, Reply, Verdict
+from ckpt_engine.contracts.generation import HostGeneration, WorldView
+from ckpt_engine.contracts.peer_wire import PutShard, Reply, ShardVerdict
 from ckpt_engine.format import integrity
 from ckpt_engine.format.manifest import Manifest
-from ckpt_engine.peers.peer_patience import Patience
+from ckpt_engine.peers.peer_patience import PeerPatience
 from ckpt_engine.peers.replication import Offer
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import SlotView
@@ -33,7 +33,7 @@ _BUSY_GROWTH = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplicationOutcome:
     """How it ended with one step and one peer."""
 
     there: bool
@@ -55,14 +55,14 @@ class Replicator:
         self,
         rank: int,
         peer: str,
-        generation: Generation,
+        generation: HostGeneration,
         *,
         memory: MemoryTier,
         world: WorldView,
         put_replica: PutReplica,
         peer_down_s: Callable[[str], float],
         wanted: Callable[[OpenSegments], list[SlotView]],
-        on_settled: Callable[[str, SlotView, Outcome], None],
+        on_settled: Callable[[str, SlotView, ReplicationOutcome], None],
         on_bad: Callable[[OpenSegments, SlotView, str], None],
         counters: Counters,
         settings: EngineSettings,
@@ -82,10 +82,10 @@ class Replicator:
         self._counters = counters
         self._settings = settings
         self._lock = threading.Lock()
-        self._settled: dict[tuple[int, int], Outcome] = {}  # by (generation, step)
+        self._settled: dict[tuple[int, int], ReplicationOutcome] = {}  # by (generation, step)
         self._tried_since: dict[tuple[int, int], float] = {}
         self._busy_retry_s = settings.replicate_retry_s
-        self._patience = Patience(settings.replicate_timeout_s)
+        self._patience = PeerPatience(settings.replicate_timeout_s)
         self._missing = False  # the peer did not get the step before
         self._kick = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{generation.job}-r{rank}-{peer}", daemon=True)
@@ -103,7 +103,7 @@ class Replicator:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
-    def outcome(self, view: SlotView) -> Outcome | None:
+    def outcome(self, view: SlotView) -> ReplicationOutcome | None:
         """How it ended with this step; None while it is being tried."""
         with self._lock:
             return self._settled.get((view.generation, view.step))
@@ -162,7 +162,7 @@ class Replicator:
         if not attempt.there and attempt.retry_s is not None and not is_down:
             self._note_in_vain(attempt.reason)
         if attempt.there or not self._generation.ended.is_set():
-            self._settle(view, Outcome(attempt.there, attempt.reason))
+            self._settle(view, ReplicationOutcome(attempt.there, attempt.reason))
         return None
 
     def _note_in_vain(self, reason: str) -> None:
@@ -172,7 +172,7 @@ class Replicator:
         self._patience.in_vain()
         self._counters.add("peer_backoffs")
 
-    def _settle(self, view: SlotView, outcome: Outcome) -> None:
+    def _settle(self, view: SlotView, outcome: ReplicationOutcome) -> None:
         oldest = self._world.present.world_step
         with self._lock:
             self._settled = {key: known for key, known in self._settled.items() if key[1] >= oldest}
@@ -219,20 +219,20 @@ class Replicator:
         return self._judge(reply, entry, view, manifest)
 
     def _judge(self, reply: Reply, entry: OpenSegments, view: SlotView, manifest: Manifest) -> _Attempt:
-        if reply.verdict is Verdict.OK:
+        if reply.verdict is ShardVerdict.OK:
             self._counters.add("replicas_sent")
             self._counters.add("replica_bytes_unchanged", reply.unchanged_bytes)
-        if reply.verdict in (Verdict.OK, Verdict.HAVE):
+        if reply.verdict in (ShardVerdict.OK, ShardVerdict.HAVE):
             self._busy_retry_s = self._settings.replicate_retry_s
             return _Attempt(True)
         retry_s = None
-        if reply.verdict in (Verdict.BUSY, Verdict.FULL):
+        if reply.verdict in (ShardVerdict.BUSY, ShardVerdict.FULL):
             retry_s = self._busy_retry_s
             self._busy_retry_s = min(retry_s * _BUSY_GROWTH, max(_MAX_BUSY_RETRY_S, retry_s))
-        elif reply.verdict is Verdict.CORRUPT and not self._is_bad_here(entry, view, manifest):
+        elif reply.verdict is ShardVerdict.CORRUPT and not self._is_bad_here(entry, view, manifest):
             retry_s = self._settings.reconnect_interval_s
         reason = f"it answered {reply.verdict}. {reply.message}"
-        return _Attempt(False, retry_s, reason, awaits_world=reply.verdict is Verdict.FULL)
+        return _Attempt(False, retry_s, reason, awaits_world=reply.verdict is ShardVerdict.FULL)
 
     def _is_bad_here(self, entry: OpenSegments, view: SlotView, manifest: Manifest) -> bool:
         """The peer found the bytes bad: whether they are bad in this slot already."""

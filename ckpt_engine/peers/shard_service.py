@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import structlog
 
-from ckpt_engine.contracts.peer_wire import GetShard, Inventory, ListShards, Reply, Verdict
+from ckpt_engine.contracts.peer_wire import GetShard, ListShards, Reply, ShardList, ShardVerdict
 from ckpt_engine.peers.shard_transfer import send_manifest, send_ranges, send_stored
 from ckpt_engine.peers.transport.port import Connection
 from ckpt_engine.settings import EngineSettings
@@ -19,10 +19,10 @@ from flyball.contracts.errors import CorruptShard, FlyballError
 log = structlog.get_logger()
 
 
-def list_shards(wanted: ListShards, slots: Iterable[SlotTier]) -> Inventory:
+def list_shards(wanted: ListShards, slots: Iterable[SlotTier]) -> ShardList:
     """The committed copies of the rank in these tiers. Their bytes are not read: who fetches them checks them."""
     copies = [copy for tier in slots for copy in tier.copies() if copy.rank == wanted.rank]
-    return Inventory(tuple(sorted(copies, key=lambda copy: (-copy.generation, -copy.step))))
+    return ShardList(tuple(sorted(copies, key=lambda copy: (-copy.generation, -copy.step))))
 
 
 def serve_shard(
@@ -41,7 +41,7 @@ def serve_shard(
     for disk in disks:
         if _serve_stored(connection, wanted, disk, settings):
             return
-    connection.send(Reply(Verdict.MISSING, "No tier of this host has it."), timeout_s=settings.io_timeout_s)
+    connection.send(Reply(ShardVerdict.MISSING, "No tier of this host has it."), timeout_s=settings.io_timeout_s)
 
 
 def _serve_slot(connection: Connection, wanted: GetShard, tier: SlotTier, settings: EngineSettings) -> bool:
@@ -56,7 +56,7 @@ def _serve_slot(connection: Connection, wanted: GetShard, tier: SlotTier, settin
             log.warning("slot_not_served", rank=wanted.rank, step=wanted.step, reason=str(error))
             return False
         try:
-            reply = Reply(Verdict.OK, manifest_bytes=len(manifest), shard_bytes=view.payload_bytes, tier=tier.tier)
+            reply = Reply(ShardVerdict.OK, manifest_bytes=len(manifest), shard_bytes=view.payload_bytes, tier=tier.tier)
             connection.send(reply, timeout_s=settings.io_timeout_s)
             send_manifest(connection, manifest)
             # Not limited by `peer_bytes_per_s`: a job stands still until it has these bytes.
@@ -79,7 +79,7 @@ def _serve_stored(connection: Connection, wanted: GetShard, disk: ShardStore, se
             log.warning("file_not_served", rank=wanted.rank, step=wanted.step, reason=str(error))
             return False
         _, manifest, stored = opened
-        reply = Reply(Verdict.OK, manifest_bytes=len(manifest), shard_bytes=stored.size_bytes, tier=disk.tier)
+        reply = Reply(ShardVerdict.OK, manifest_bytes=len(manifest), shard_bytes=stored.size_bytes, tier=disk.tier)
         connection.send(reply, timeout_s=settings.io_timeout_s)
         send_stored(connection, manifest, stored, piece_bytes=settings.transfer_bytes)
         return True

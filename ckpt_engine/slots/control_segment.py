@@ -24,7 +24,7 @@ import xxhash
 from ckpt_engine.format.manifest import MAX_MANIFEST_BYTES
 from ckpt_engine.slots import segment_files
 from ckpt_engine.slots.control_file import HEADER_BYTES, LAST_USE_WORD, LAYOUT_VERSION, MAGIC, boot_time_ns, open_in_use
-from ckpt_engine.slots.control_views import ParkState, RestoreAnswer, RestoreState, RestoreWords, World
+from ckpt_engine.slots.control_views import ParkState, RestoreAnswer, RestoreState, RestoreWords, WorldWords
 from ckpt_engine.slots.memory_order import this_machines_fence
 from ckpt_engine.slots.slot_rules import MAX_SLOTS, MIN_SLOTS, AbandonedSteps, SlotState, SlotView
 from flyball.contracts.checkpoints import Tier
@@ -158,7 +158,7 @@ class ControlSegment:
 
     # --- the engine's words ---
 
-    def read_world(self) -> World:
+    def read_world(self) -> WorldWords:
         words = self._words
         generation = words[_WORLD_GENERATION]  # before the step: a step may only be taken for an older one
         self._fence()
@@ -167,7 +167,7 @@ class ControlSegment:
         step = words[_WORLD_STEP]  # before what is held: a step is held before the world step passes it
         self._fence()
         named = frozenset(words[_ABANDONED.start : _ABANDONED.stop].tolist()) - {-1}
-        return World(
+        return WorldWords(
             fence_epoch=words[_FENCE_EPOCH],
             fence_generation=words[_FENCE_GENERATION],
             generation=generation,

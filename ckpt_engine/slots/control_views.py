@@ -39,7 +39,7 @@ class ParkState(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class WorldWords:
     """What the engine says of the world. Steps are of `generation`; -1 means none."""
 
     fence_epoch: int

@@ -20,7 +20,7 @@ from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots import huge_pages, memory_limits, segment_files, source_digests
 from ckpt_engine.slots.control_file import read_run, run_key, write_run
 from ckpt_engine.slots.control_segment import ControlSegment
-from ckpt_engine.slots.control_views import ParkState, RestoreState, RestoreWords, World
+from ckpt_engine.slots.control_views import ParkState, RestoreState, RestoreWords, WorldWords
 from ckpt_engine.slots.memory_plan import MemoryPlan
 from ckpt_engine.slots.slot_rules import (
     MAX_SLOTS,
@@ -34,7 +34,7 @@ from ckpt_engine.slots.slot_rules import (
 )
 from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.errors import CorruptShard, MemoryTooSmall
-from flyball.contracts.segments import CONTROL_SUFFIX, SLOT_SUFFIXES, parse_segment
+from flyball.contracts.on_host.segments import CONTROL_SUFFIX, SLOT_SUFFIXES, parse_segment
 
 __all__ = [
     "ControlSegment",
@@ -46,7 +46,7 @@ __all__ = [
     "SegmentOptions",
     "SlotState",
     "SlotView",
-    "World",
+    "WorldWords",
     "choose_slot",
     "may_overwrite",
     "slot_count",
@@ -264,7 +264,7 @@ class RankSegments:
 
     # --- the world ---
 
-    def read_world(self) -> World:
+    def read_world(self) -> WorldWords:
         return self.control.read_world()
 
     # --- files ---

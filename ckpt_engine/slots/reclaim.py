@@ -23,7 +23,7 @@ from ckpt_engine.slots.control_file import boot_time_ns, other_layout, read_last
 from ckpt_engine.slots.rank_segments import RankSegments
 from ckpt_engine.slots.reclaim_rules import is_reclaimable, unused_s
 from flyball.contracts.errors import Conflict, FlyballError
-from flyball.contracts.segments import CONTROL_SUFFIX, SLOT_SUFFIXES, SegmentName, parse_segment
+from flyball.contracts.on_host.segments import CONTROL_SUFFIX, SLOT_SUFFIXES, SegmentName, parse_segment
 
 log = structlog.get_logger()
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ckpt_engine.slots.memory_plan import readable_size
 from flyball.contracts.errors import ConfigurationError, FlyballError, MemoryTooSmall
-from flyball.contracts.segments import SegmentName, parse_segment
+from flyball.contracts.on_host.segments import SegmentName, parse_segment
 
 _UNFINISHED = ".new."  # and the pid of its maker
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; an error where a touch would be a SIGBUS

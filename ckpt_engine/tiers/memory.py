@@ -14,7 +14,7 @@ from ckpt_engine.slots import segment_files
 from ckpt_engine.slots.rank_segments import RankSegments, SegmentOptions, SlotState, SlotView
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import StateVersionMismatch
-from flyball.contracts.segments import CONTROL_SUFFIX, SegmentName, rank_segment
+from flyball.contracts.on_host.segments import CONTROL_SUFFIX, SegmentName, rank_segment
 
 log = structlog.get_logger()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_engine.slots.rank_segments import SlotState
 from ckpt_engine.tiers.memory import SlotTier
 from flyball.contracts.checkpoints import Tier
-from flyball.contracts.segments import replica_segment
+from flyball.contracts.on_host.segments import replica_segment
 
 
 class PeerTier(SlotTier):

@@ -9,6 +9,8 @@ from flyball.contracts.checkpoints import LineageEntry, ShardCopy, TierPolicy, i
 
 _BEYOND_KEPT = 16  # steps that some rank could not write, and that are not removed yet
 
+_BEYOND_STORED = 16  # steps that stay until the supervisor has stored one of them; as many as it is told of
+
 
 def reported_steps(policy: TierPolicy) -> int:
     """How many of its newest steps a rank reports, so that the coordinator sees all that may be kept."""
@@ -24,6 +26,14 @@ def newest_alive(
     return frozenset((generation, step) for generation, step in alive if step in newest)
 
 
+def unconfirmed(stored: int | None, held: Iterable[int]) -> frozenset[int]:
+    """Steps of a shared tier that may be the newest that the supervisor knows: `stored`, which was it when it last said
+    so, and of those `held` the newest that came after. Where it has stored none since, that one is all it knows,
+    however long ago it said so."""
+    newer = sorted(step for step in held if stored is None or step > stored)[-_BEYOND_STORED:]
+    return frozenset(newer) if stored is None else frozenset((stored, *newer))
+
+
 def removable(
     copies: Iterable[ShardCopy],
     *,
@@ -32,13 +42,15 @@ def removable(
     ranks: Collection[int] | None,
     keep_every: int = 0,
     sealed: Collection[tuple[int, int]] | None = None,
+    spared: Collection[int] = (),
 ) -> list[ShardCopy]:
     """Copies of `ranks` (None: of all) that no restore will want.
 
     Kept are the steps that the coordinator says are kept, those that are multiples of `keep_every` (0: none), and
     everything newer, except for steps of the running generation that the coordinator has gone past: some rank could not
     write them. `sealed` are the (generation, step) that count, where that can be known: others are no multiples worth
-    keeping. What a newer generation wrote is never removed, and nothing of older ones before a step is complete.
+    keeping. `spared`: steps of the history that stay as well. What a newer generation wrote is never removed, and
+    nothing of older ones before a step is complete.
     """
     running = max(entry.generation for entry in lineage)
     newest_kept = max(naming.kept, default=-1)
@@ -48,7 +60,7 @@ def removable(
             return True
         if not is_alive(copy.generation, copy.step, lineage):
             return newest_kept < 0
-        if copy.step in naming.kept or _is_multiple(copy, keep_every, sealed):
+        if copy.step in naming.kept or copy.step in spared or _is_multiple(copy, keep_every, sealed):
             return True
         if copy.generation == running:
             return copy.step >= naming.step

@@ -6,8 +6,11 @@ nothing of its copy: it is `unread`, is not taken for lost, and is looked at aga
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import structlog
 
@@ -27,7 +30,6 @@ from ckpt_engine.format.shard_names import (
 )
 from ckpt_engine.format.step_listing import StepKey
 from ckpt_engine.format.world_manifest import WorldManifest
-from ckpt_engine.tiers.side_by_side import side_by_side
 from ckpt_engine.tiers.storage import Entry, Storage
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, Unreachable
@@ -283,3 +285,47 @@ class ShardListing:
         """The content before the line with its checksum. Raises CorruptShard."""
         lines = self._storage.read(name, MAX_MANIFEST_FILE_BYTES)
         return manifests.content_of_file(lines, f"{self._storage.place}/{name}")
+
+
+# --- requests side by side -------------------------------------------------------------------------------------------
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def side_by_side(ask: Callable[[Item], Result], items: Sequence[Item], *, threads: int) -> list[Result]:
+    """What `ask` returns for each item, in their order, as if they were asked one by one: it raises what the first of
+    them raised that failed, and begins no other after that. The first is asked alone: a store that is away is waited
+    for once, and by one. Its threads are daemons, unlike an executor's: the process may end while a store hangs."""
+    results: dict[int, Result] = {}
+    errors: dict[int, BaseException] = {}
+    lock = threading.Lock()
+    begun = 1
+
+    def work() -> None:
+        nonlocal begun
+        while True:
+            with lock:
+                index = begun
+                if errors or index >= len(items):
+                    return
+                begun += 1
+            try:
+                results[index] = ask(items[index])
+            except BaseException as error:  # noqa: BLE001 - raised below
+                errors[index] = error
+
+    if items:
+        results[0] = ask(items[0])
+    helpers: list[threading.Thread] = []
+    with contextlib.suppress(RuntimeError):  # no more threads: with those that there are
+        for _ in range(min(threads, len(items) - 1) - 1):
+            helper = threading.Thread(target=work, name="flyball-ask", daemon=True)
+            helper.start()
+            helpers.append(helper)
+    work()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[min(errors)]
+    return [results[index] for index in range(len(items))]

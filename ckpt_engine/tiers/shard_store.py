@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 
 import structlog
 
@@ -303,20 +304,20 @@ class ShardStore:
         lineage: Lineage,
         ranks: Collection[int] | None,
         keep_every: int = 0,
+        spared: Collection[int] = (),
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Remove copies of `ranks` (None: all) that `retention.removable` names and that are not pinned, and shards
-        without a valid manifest likewise, of multiples too; nothing that could not be read. Manifests go first, that of
-        the world with rank 0's. Costs a few requests for each that goes. `may_go_on` is asked ahead of each step: a
-        slow store makes this last, and who prunes may be superseded meanwhile. False if it said no."""
+        """Remove what is `removable` and not pinned, and shards without a valid manifest likewise, of multiples too;
+        nothing that could not be read. Manifests go first, that of the world with rank 0's. A few requests for each
+        that goes. `may_go_on` is asked ahead of each step: it may last, and who prunes be superseded. False if not."""
         with self._pruning:
             with self._lock:
                 found = [copy for _, copy in self._listing.copies.values()]
                 bare = {self.nameless(key): key.manifest for key in self._listing.bare}
                 useless = [*bare, *map(self.nameless, self._listing.broken)]
                 sealed = frozenset(self._listing.worlds) if self.tier is Tier.PERSISTENT else None
-            gone = removable(found, naming=naming, lineage=lineage, ranks=ranks, keep_every=keep_every, sealed=sealed)
-            gone += removable(useless, naming=naming, lineage=lineage, ranks=ranks)
+            rule = partial(removable, naming=naming, lineage=lineage, ranks=ranks, spared=spared)
+            gone = rule(found, keep_every=keep_every, sealed=sealed) + rule(useless)
             for step in sorted({(copy.generation, copy.step) for copy in gone}):
                 if not may_go_on():
                     return False

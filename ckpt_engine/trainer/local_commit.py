@@ -17,7 +17,7 @@ from ckpt_engine.slots.slot_rules import MIN_SLOTS
 from flyball import __version__
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import FlyballError
-from flyball.contracts.segments import rank_segment
+from flyball.contracts.on_host.segments import rank_segment
 from flyball.sdk.worker_identity import WorkerIdentity
 
 _CLOSE_TIMEOUT_S = 10.0

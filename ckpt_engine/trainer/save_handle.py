@@ -11,7 +11,7 @@ from flyball.contracts.errors import CheckpointError
 _POLL_S = 0.001
 
 
-class Progress(Protocol):
+class SaveProgress(Protocol):
     """How far the shards of a rank have come. -1 means no step."""
 
     @property
@@ -42,7 +42,7 @@ class NoProgress:
         return ""
 
 
-class Stage:
+class SaveStage:
     """One thing that a save is to reach. True in a condition once it is reached; never blocks unless asked to."""
 
     def __init__(
@@ -95,16 +95,16 @@ class SaveHandle:
     before, and in optimizers' steps for its own copy. Beyond `LATE_S` it is late: counted, and told the supervisor.
     """
 
-    def __init__(self, step: int, progress: Progress) -> None:
+    def __init__(self, step: int, progress: SaveProgress) -> None:
         self.step = step
         self.error = ""
         self.skipped = ""
         self.waited_s = 0.0
         self._captured = False
         self.progress = progress
-        self.staged = Stage(lambda: self._captured, self)
-        self.replicated = Stage(lambda: self._captured and progress.replicated_step >= step, self)
-        self.durable = Stage(
+        self.staged = SaveStage(lambda: self._captured, self)
+        self.replicated = SaveStage(lambda: self._captured and progress.replicated_step >= step, self)
+        self.durable = SaveStage(
             lambda: self._captured and progress.durable_step >= step,
             self,
             skipped=lambda: progress.durable_skipped(step),

@@ -39,7 +39,7 @@ from flyball.contracts.errors import (
     RestoreFailed,
     UnsupportedState,
 )
-from flyball.contracts.segments import rank_segment
+from flyball.contracts.on_host.segments import rank_segment
 from flyball.sdk.beacon import BeaconWriter
 from flyball.sdk.worker_identity import WorkerIdentity
 

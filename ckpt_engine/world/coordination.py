@@ -9,9 +9,9 @@ import msgspec
 import structlog
 
 from ckpt_engine.contracts.counters import Counters
-from ckpt_engine.contracts.generation import Generation, WorldView
+from ckpt_engine.contracts.generation import HostGeneration, WorldView
 from ckpt_engine.contracts.notices import Captured, Notice, SaveWaited
-from ckpt_engine.contracts.peer_wire import RankSteps, TierNaming, TierReport, Verdict, WorldStep
+from ckpt_engine.contracts.peer_wire import CommittedSteps, ShardVerdict, TierNaming, TierReport, WorldStep
 from ckpt_engine.peers.links import Key, PeerLinks
 from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.tiers.writing.tier_schedule import TierSchedule
@@ -29,7 +29,7 @@ class Coordination:
 
     def __init__(
         self,
-        generation: Generation,
+        generation: HostGeneration,
         *,
         memory: MemoryTier,
         links: PeerLinks,
@@ -53,7 +53,7 @@ class Coordination:
         self._on_naming = on_naming
         self._on_written = on_written
         self._lock = threading.Lock()
-        self._reports: dict[int, RankSteps] = {}  # of local ranks, for a coordinator that comes back
+        self._reports: dict[int, CommittedSteps] = {}  # of local ranks, for a coordinator that comes back
         self._flush_step = -1  # wanted by this host in the disk tiers, out of schedule
         start = self._begin_words()
         self.world = WorldView(start)
@@ -98,7 +98,9 @@ class Coordination:
         it is busy with for long, -1 for none."""
         generation = self._generation
         with self._lock:
-            steps = RankSteps(generation.job, generation.number, rank, saved, failed, tiers, self._flush_step, saving)
+            steps = CommittedSteps(
+                generation.job, generation.number, rank, saved, failed, tiers, self._flush_step, saving
+            )
             self._reports[rank] = steps
         self._send(rank)
 
@@ -123,13 +125,13 @@ class Coordination:
         if steps is not None and generation.coordinates:
             self.hear_rank(steps)
 
-    def hear_rank(self, steps: RankSteps) -> Verdict:
+    def hear_rank(self, steps: CommittedSteps) -> ShardVerdict:
         """What a rank, here or elsewhere, has; for the coordinator."""
         verdict = self._judge(steps.generation)
-        if verdict is not Verdict.OK:
+        if verdict is not ShardVerdict.OK:
             return verdict
         if self._coordinator is None or steps.rank >= self._generation.placement.world_size:
-            return Verdict.ERROR
+            return ShardVerdict.ERROR
         coordinator = self._coordinator
         with self._lock:
             coordinator.now_s = self._clock.monotonic_s()
@@ -144,7 +146,7 @@ class Coordination:
             advanced = changed and self._decide_locked(coordinator)
             to_seal = coordinator.to_seal
         self._follow_up(advanced, to_seal)
-        return Verdict.OK
+        return ShardVerdict.OK
 
     def hear_seals(self, report: TierReport) -> None:
         """Which world manifests this host, the coordinator's, has written."""
@@ -222,15 +224,15 @@ class Coordination:
             self._post(host_id, (self._generation.job, "world"), world)
         return advanced
 
-    def hear_world(self, world: WorldStep) -> Verdict:
+    def hear_world(self, world: WorldStep) -> ShardVerdict:
         """What the coordinator decided: into the control words of the local ranks."""
         verdict = self._judge(world.generation)
-        if verdict is not Verdict.OK:
+        if verdict is not ShardVerdict.OK:
             return verdict
         with self._lock:
             advanced = self._learn_locked(world)
         self._follow_up(advanced, {})
-        return Verdict.OK
+        return ShardVerdict.OK
 
     def _learn_locked(self, world: WorldStep) -> bool:
         before = self.world.present.world_step
@@ -256,14 +258,14 @@ class Coordination:
                 for rank, steps in self._reports.items():
                     self._post(host_id, (generation.job, rank), steps)
 
-    def _post(self, host_id: str, key: Key, message: RankSteps | WorldStep) -> None:
+    def _post(self, host_id: str, key: Key, message: CommittedSteps | WorldStep) -> None:
         # Of an ended generation nobody waits for it, and of an ended job nobody would take it.
         self._links.post(host_id, key, message, unless=self._generation.ended.is_set)
 
-    def _judge(self, generation: int) -> Verdict:
+    def _judge(self, generation: int) -> ShardVerdict:
         if generation > self._generation.number:
-            return Verdict.BUSY  # this host hears of it in a moment
-        return Verdict.OK if generation == self._generation.number else Verdict.STALE
+            return ShardVerdict.BUSY  # this host hears of it in a moment
+        return ShardVerdict.OK if generation == self._generation.number else ShardVerdict.STALE
 
     def _world_of(self, coordinator: Coordinator) -> WorldStep:
         return WorldStep(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import structlog
 
-from ckpt_engine.contracts.generation import Generation
+from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.world.coordination import Coordination
 from ckpt_engine.world.save_pace import factor_of
@@ -24,7 +24,7 @@ class SaveClock:
 
     def __init__(
         self,
-        generation: Generation,
+        generation: HostGeneration,
         *,
         memory: MemoryTier,
         coordination: Coordination,
@@ -40,7 +40,7 @@ class SaveClock:
     @classmethod
     def start_if_needed(
         cls,
-        generation: Generation,
+        generation: HostGeneration,
         *,
         memory: MemoryTier,
         coordination: Coordination,

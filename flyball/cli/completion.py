@@ -74,7 +74,7 @@ def candidates(words: Sequence[str], incomplete: str, environ: Mapping[str, str]
 
 def _of_run(words: Sequence[str], incomplete: str, environ: Mapping[str, str]) -> Found:
     """torchrun's grammar: flags up to the script; what follows is the script's."""
-    from flyball.launch.launch_flags import ALL_FLAGS, Kind, Use
+    from flyball.launch.launch_flags import ALL_FLAGS, FlagKind, Use
 
     flags = {name: flag for flag in ALL_FLAGS for name in flag.spellings}
     takes = None
@@ -83,7 +83,7 @@ def _of_run(words: Sequence[str], incomplete: str, environ: Mapping[str, str]) -
             takes = None
         elif not word.startswith("-"):
             return []
-        elif word in flags and flags[word].kind is not Kind.SWITCH:
+        elif word in flags and flags[word].kind is not FlagKind.SWITCH:
             takes = flags[word]
     if takes is not None:
         option = {"choices": takes.choices}

@@ -10,9 +10,9 @@ import typer
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.options import StateDirOption, SupervisorOption, TokenFileOption, connect, examples
 from flyball.cli.show.output import Format, OutputOption, print_fields, print_json, say
-from flyball.contracts.drains import DrainRequest
 from flyball.contracts.errors import Conflict, Unreachable, UsageError
 from flyball.contracts.identity import check_name
+from flyball.contracts.reports.drains import DrainRequest
 
 COMMAND: dict[str, Any] = {
     "help": "Have a host left: every rank of its job saves one step, the host's ranks go on at a spare, and it gets no "
@@ -32,7 +32,7 @@ def command(
         float, typer.Option(min=0.1, max=86_400.0, metavar="SECONDS", help="refuse it if no spare is free by then")
     ] = 300.0,
     reason: Annotated[str, typer.Option(help="for the record, and for who reads it")] = "",
-    cancel: Annotated[bool, typer.Option("--cancel", help="let the host have work again")] = False,
+    cancel: Annotated[bool, typer.Option("--cancel", help="give the host work again")] = False,
     wait: Annotated[bool, typer.Option(help="wait until the host is left; --no-wait: only ask for it")] = True,
     supervisor: SupervisorOption = "",
     token_file: TokenFileOption = "",

@@ -47,8 +47,12 @@ def daemon(
     client_key_file: ClientKeyOption = "",
     state_dir: Annotated[str, typer.Option(help="where its state and the ranks' logs are kept")] = "",
     host_id: Annotated[str, typer.Option(help="stable name of this host (default: its host name)")] = "",
-    address: Annotated[str, typer.Option(help="IP by which other hosts reach this one (default: found out)")] = "",
-    failure_domain: Annotated[str, typer.Option(help="rack, switch or whatever fails together")] = "",
+    address: Annotated[
+        str, typer.Option(help="address that other hosts use to reach this one (default: detected)")
+    ] = "",
+    failure_domain: Annotated[
+        str, typer.Option(help="failure domain: the rack or switch whose hosts fail together")
+    ] = "",
     warm_nproc: Annotated[
         int,
         typer.Option(

@@ -55,7 +55,7 @@ def kill(
 
 @app.command(
     "hang",
-    help="Stop the process of one rank (SIGSTOP): it lives, and does nothing.",
+    help="Freeze the process of one rank (SIGSTOP).",
     epilog=examples("flyball inject hang --job llama --rank 1"),
 )
 def hang(
@@ -78,7 +78,7 @@ def hang(
 
 @app.command(
     "host-down",
-    help="Lose a host: kill all its processes, remove its shared memory and its state folder.",
+    help="Take a host down: kill its processes, remove its shared memory and its state folder.",
     epilog=examples("flyball inject host-down --host host-b"),
 )
 def host_down(
@@ -100,7 +100,7 @@ def host_down(
 
 @app.command(
     "preempt",
-    help="Give a host notice that it will be taken away, as a cloud does.",
+    help="Send a host a preemption notice, as a cloud does.",
     epilog=examples("flyball inject preempt --host host-b --deadline 30"),
 )
 def preempt(

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from flyball.cli import completion
-from flyball.cli.own_packages import prefer_own_packages
 from flyball.cli.show.messages import say_error
 from flyball.cli.signals import Interrupted
 from flyball.contracts.errors import FlyballError
 from flyball.lean_imports import import_lean, without_collector
+from flyball.own_packages import prefer_own_packages
 
 prefer_own_packages()  # before the commands: some import what users have packages of the same names as
 

@@ -33,7 +33,9 @@ HOSTS_SHOWN = 8  # of more, only those that are not well, unless --hosts asks fo
 MAX_ROWS = 40  # of hosts that are not well
 MAX_OPEN_JOBS = 10_000
 WELL = ("healthy", "spare")
-LimitOption = Annotated[int, typer.Option("--limit", min=1, help="newest jobs, incidents and decisions to ask for")]
+LimitOption = Annotated[
+    int, typer.Option("--limit", min=1, help="how many of the newest jobs, incidents and decisions to show")
+]
 
 
 def command(

@@ -37,9 +37,11 @@ def command(
     redis_url: Annotated[
         str, typer.Option(help="redis://host:6379/0 for the signals, where several supervisors share a database")
     ] = "",
-    tls_cert_file: Annotated[str, typer.Option(help="PEM with the certificate chain to serve with (https)")] = "",
-    tls_key_file: Annotated[str, typer.Option(help="PEM with its key, without a password")] = "",
-    tls_client_ca_file: Annotated[str, typer.Option(help="PEM: take only clients whose certificate it signed")] = "",
+    tls_cert_file: Annotated[str, typer.Option(help="PEM file of the server's certificate chain (enables https)")] = "",
+    tls_key_file: Annotated[str, typer.Option(help="PEM file of the server's key, without a password")] = "",
+    tls_client_ca_file: Annotated[
+        str, typer.Option(help="PEM file of a CA: accept only clients whose certificate it signed")
+    ] = "",
     output: OutputOption = Format.TABLE,
 ) -> int:
     """Until SIGTERM or Ctrl-C, which let running requests end and leave training alone."""

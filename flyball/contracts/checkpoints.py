@@ -160,13 +160,29 @@ class ShardCopy(msgspec.Struct, frozen=True, gc=False, order=True):
 
 
 class LineageEntry(msgspec.Struct, frozen=True):
-    """Steps of `generation` count up to and including `upto_step` (None: all of them, it is the running one)."""
+    """Steps of `generation` count up to and including `upto_step` (None: all of them, it is the running one).
+
+    `after_step`, of a generation that may have made steps which nobody reported: the step that it restored. One step
+    of its own is enough to make it the history: then older generations count up to there, and not at all at -1.
+    """
 
     generation: int
     upto_step: int | None = None
+    after_step: int | None = None
 
 
 Lineage = tuple[LineageEntry, ...]
+Point = tuple[Step, int]  # a step, and the generation that made it
+
+
+class StoredPoint(msgspec.Struct, frozen=True, gc=False):
+    """The newest persistent step of all ranks that the supervisor has stored, and the generation that made it."""
+
+    step: Step
+    generation: Generation
+
+
+StoredPoints = Mapping[JobName, StoredPoint]
 
 
 class JobHistory(msgspec.Struct, frozen=True):
@@ -184,15 +200,23 @@ def is_alive(generation: int, step: int, lineage: Iterable[LineageEntry]) -> boo
     )
 
 
-def branch(lineage: Lineage, *, restored_step: int | None, generation: int) -> Lineage:
-    """The lineage of a new generation that goes on from `restored_step` (None: from scratch, nothing before counts)."""
-    if restored_step is None:
-        return (LineageEntry(generation),)
-    kept = tuple(
-        LineageEntry(e.generation, restored_step if e.upto_step is None else min(e.upto_step, restored_step))
-        for e in lineage
-    )
-    return (*kept, LineageEntry(generation))
+def newest_point(points: Iterable[Point], lineage: Lineage) -> Point | None:
+    """The newest recovery point of a history, None if there is none. Of two generations the later one has the newer
+    steps, but where it only may have made some: there a step of its own puts an end to what is older."""
+    order = {entry.generation: place for place, entry in enumerate(lineage)}
+    return max(points, key=lambda point: (order.get(point[1], -1), point[0]), default=None)
+
+
+def branch(lineage: Lineage, *, restored_step: int | None, generation: int, source: int | None = None) -> Lineage:
+    """The lineage of a new generation that goes on from `restored_step` (None: from scratch, nothing before counts)
+    of generation `source` (None: the last one)."""
+    kept = [LineageEntry(generation)]
+    last = restored_step
+    for entry in reversed(lineage):
+        if last is not None and (source is None or entry.generation <= source):
+            kept.append(LineageEntry(entry.generation, last if entry.upto_step is None else min(entry.upto_step, last)))
+            last = last if entry.after_step is None else min(last, entry.after_step)
+    return tuple(reversed(kept))
 
 
 class ShardSource(msgspec.Struct, frozen=True):
@@ -210,6 +234,11 @@ class RestorePlan(msgspec.Struct, frozen=True):
 
     step: Step
     sources: Mapping[str, tuple[ShardSource, ...]]  # key: str(rank), as JSON wants it
+
+    @property
+    def source_generation(self) -> int:
+        """The generation that made the step: the same for all ranks."""
+        return next(source.generation for found in self.sources.values() for source in found)
 
 
 class RestoreReport(msgspec.Struct, frozen=True, gc=False):

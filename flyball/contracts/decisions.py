@@ -11,7 +11,7 @@ import msgspec
 from flyball.contracts.checkpoints import JobHistory, Lineage, ShardCopy
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.identity import Fence, HostId, JobName, RunId
-from flyball.contracts.rank_logs import LogRequest
+from flyball.contracts.reports.rank_logs import LogRequest
 
 
 class IncidentState(StrEnum):
@@ -74,6 +74,7 @@ class GenerationPlan(msgspec.Struct, frozen=True):
     run: RunId = ""
     restarts_used: int = -1  # of max_restarts, since the job last made progress; -1: as many as restart_count
     furthest_step: int = -1  # that earlier generations reached: progress is counted from there
+    ran_before_s: float = 0.0  # of one that was adopted: how long it had run by then
 
     @property
     def used_restarts(self) -> int:

@@ -17,14 +17,14 @@ class Use(StrEnum):
     REFUSED = "refused"
 
 
-class Origin(StrEnum):
+class FlagOrigin(StrEnum):
     FLYBALL = "Flyball"
     TORCHRUN = "torchrun"
     RESILIENCY = "Google's resiliency library"
     DLROVER = "dlrover-run"
 
 
-class Kind(StrEnum):
+class FlagKind(StrEnum):
     TEXT = "text"
     INTEGER = "integer"
     NUMBER = "number"
@@ -36,8 +36,8 @@ class Flag(NamedTuple):
     """One flag. `names` are spelled as its origin spells them."""
 
     names: tuple[str, ...]
-    kind: Kind
-    origin: Origin
+    kind: FlagKind
+    origin: FlagOrigin
     use: Use
     about: str  # help text; for a noted or refused flag, the reason
     metavar: str = ""
@@ -58,56 +58,74 @@ class Flag(NamedTuple):
         return max(self.names, key=len).lstrip("-").replace("-", "_")
 
 
-_T, _I, _N, _S = Kind.TEXT, Kind.INTEGER, Kind.NUMBER, Kind.SWITCH
+_T, _I, _N, _S = FlagKind.TEXT, FlagKind.INTEGER, FlagKind.NUMBER, FlagKind.SWITCH
 _H, _NOTED, _REFUSED = Use.HONOURED, Use.NOTED, Use.REFUSED
 
 FLYBALL_FLAGS = tuple(
-    Flag(names, kind, Origin.FLYBALL, _H, about, metavar, (), *setting)
+    Flag(names, kind, FlagOrigin.FLYBALL, _H, about, metavar, (), *setting)
     for names, kind, about, metavar, *setting in (
         (("--job",), _T, "name of the job (default: the script's name, and a hash of the command)", "NAME"),
         (("--resume",), _S, "go on with an earlier run: --resume [JOB] (default: the newest), or with a script", ""),
         (("--fresh",), _S, "train anew where the same command would go on from its checkpoints", ""),
         (("--supervisor",), _T, "join the cluster of this supervisor instead of bringing one up", "URL"),
         (("--use-supervisor",), _S, "join the supervisor whose address is in FLYBALL_SUPERVISOR", ""),
-        (("--ca-file",), _T, "PEM of the authority behind its certificate (default: FLYBALL_CA_FILE)", "FILE"),
-        (("--client-cert-file",), _T, "PEM to show if it asks (default: FLYBALL_CLIENT_CERT_FILE)", "FILE"),
-        (("--client-key-file",), _T, "its key (default: FLYBALL_CLIENT_KEY_FILE)", "FILE"),
+        (("--ca-file",), _T, "PEM file of the CA that signed its certificate (default: FLYBALL_CA_FILE)", "FILE"),
+        (("--client-cert-file",), _T, "PEM file of the client certificate (default: FLYBALL_CLIENT_CERT_FILE)", "FILE"),
+        (("--client-key-file",), _T, "PEM file of that certificate's key (default: FLYBALL_CLIENT_KEY_FILE)", "FILE"),
         (("--ckpt-config",), _T, "TOML file of checkpoint settings: [checkpoint] and [engine]", "FILE"),
         (("--ckpt-every",), _I, "steps between saves to memory; 0: none (default: 1)", "STEPS", "every_steps"),
         (("--ckpt-every-s",), _N, "seconds between saves to memory, as well", "SECONDS", "every_s"),
         (("--ckpt-capture",), _T, "lazy (default), or blocking: copy before save returns", "MODE", "capture"),
-        (("--ckpt-when-full",), _T, "a slot is still needed: wait (default) or skip", "WORD", "when_full"),
-        (("--ckpt-memory-limit",), _T, "of a host's slots, e.g. 64GiB; 0: all it has", "SIZE", "memory_limit_bytes"),
+        (("--ckpt-when-full",), _T, "while every slot is in use: wait (default) or skip the save", "WORD", "when_full"),
+        (
+            ("--ckpt-memory-limit",),
+            _T,
+            "memory for a host's slots, e.g. 64GiB; 0: all it has",
+            "SIZE",
+            "memory_limit_bytes",
+        ),
         (("--replicas",), _I, "hosts that hold a copy of each host's memory (default: 1)", "N", "replicas"),
-        (("--replication",), _T, "how those are chosen: ring (default) or clique", "WORD", "replication"),
-        (("--peer-bandwidth",), _T, "bytes per second to them, e.g. 1GB; 0: no limit", "RATE", "peer_bytes_per_s"),
-        (("--no-local-ckpt",), _S, "keep no checkpoint in the state folder, where no other disk is named", ""),
+        (("--replication",), _T, "how these hosts are chosen: ring (default) or clique", "WORD", "replication"),
+        (
+            ("--peer-bandwidth",),
+            _T,
+            "bytes per second to these hosts, e.g. 1GB; 0: no limit",
+            "RATE",
+            "peer_bytes_per_s",
+        ),
+        (("--no-local-ckpt",), _S, "do not save checkpoints in the state folder", ""),
         (("--local-ckpt-interval-s",), _N, "seconds between saves to the disk", "SECONDS", "disk_every_s"),
         (("--local-ckpt-keep",), _I, "newest steps kept on the disk (default: 2)", "N", "disk_keep_latest"),
-        (("--local-ckpt-keep-every",), _I, "multiples of it stay there for ever", "STEPS", "disk_keep_every"),
+        (("--local-ckpt-keep-every",), _I, "keep every step that is a multiple of this", "STEPS", "disk_keep_every"),
         (("--local-ckpt-bandwidth",), _T, "bytes per second to the disk", "RATE", "disk_bytes_per_s"),
         (("--persistent-ckpt-interval-s",), _N, "seconds between saves to the store", "SECONDS", "persistent_every_s"),
-        (("--persistent-ckpt-keep",), _I, "newest steps kept in it (default: 2)", "N", "persistent_keep_latest"),
-        (("--persistent-ckpt-keep-every",), _I, "multiples of it stay for ever", "STEPS", "persistent_keep_every"),
-        (("--persistent-ckpt-bandwidth",), _T, "bytes per second to it", "RATE", "persistent_bytes_per_s"),
+        (("--persistent-ckpt-keep",), _I, "newest steps kept in the store (default: 2)", "N", "persistent_keep_latest"),
+        (
+            ("--persistent-ckpt-keep-every",),
+            _I,
+            "keep every step that is a multiple of this",
+            "STEPS",
+            "persistent_keep_every",
+        ),
+        (("--persistent-ckpt-bandwidth",), _T, "bytes per second to the store", "RATE", "persistent_bytes_per_s"),
         (
             ("--trusted-network",),
             _S,
-            "hosts meet at --rdzv-endpoint without a FLYBALL_TOKEN: who reaches it may join",
+            "accept hosts at --rdzv-endpoint without a FLYBALL_TOKEN",
             "",
         ),
-        (("--env",), Kind.LIST, "with a supervisor: a variable for the workers; ALL, NONE", "NAME[=VALUE]"),
-        (("--never-from-scratch",), _S, "once a step is saved, wait for a copy of one rather than begin anew", ""),
-        (("--hang-timeout",), _N, "seconds without a step that are a hang; 0: adapts (default)", "SECONDS"),
+        (("--env",), FlagKind.LIST, "with a supervisor: pass this variable to the workers; ALL, NONE", "NAME[=VALUE]"),
+        (("--never-from-scratch",), _S, "never restart from step 0 once a step was saved: wait for a copy", ""),
+        (("--hang-timeout",), _N, "seconds without a step that count as a hang; 0: adaptive (default)", "SECONDS"),
         (("--state-dir",), _T, "folder for state and logs (default: one per job name)", "DIR"),
         (("--host-id",), _T, "stable name of this host (default: its host name)", "NAME"),
-        (("-o", "--output"), _T, "what is printed at the end: table or json", "FORMAT"),
+        (("-o", "--output"), _T, "output format: table or json", "FORMAT"),
         (("-h", "--help"), _S, "show this help", ""),
     )
 )
 
 TORCHRUN_FLAGS = tuple(
-    Flag(names, kind, Origin.TORCHRUN, use, about, metavar, choices)
+    Flag(names, kind, FlagOrigin.TORCHRUN, use, about, metavar, choices)
     for names, kind, use, about, metavar, choices in (
         (("--nnodes",), _T, _H, "hosts, or MIN:MAX: runs on MIN, up to MAX join as spares", "N|MIN:MAX", ()),
         (("--nproc-per-node",), _T, _H, "workers per host: a number, auto, cpu, gpu or xpu (default: 1)", "P", ()),
@@ -185,7 +203,7 @@ TORCHRUN_FLAGS = tuple(
 )
 
 RESILIENCY_FLAGS = tuple(
-    Flag(names, kind, Origin.RESILIENCY, use, about, metavar, (), *setting)
+    Flag(names, kind, FlagOrigin.RESILIENCY, use, about, metavar, (), *setting)
     for names, kind, use, about, metavar, *setting in (
         (("--enable-optimized-async-ckpt",), _S, _H, "saves are always asynchronous; nothing to switch on", ""),
         (("--local-ckpt-dir",), _T, _H, "folder on this host's disk for checkpoints", "DIR", "disk_dir"),
@@ -224,7 +242,7 @@ RESILIENCY_FLAGS = tuple(
 )
 
 DLROVER_FLAGS = tuple(
-    Flag(names, kind, Origin.DLROVER, use, about, metavar)
+    Flag(names, kind, FlagOrigin.DLROVER, use, about, metavar)
     for names, kind, use, about, metavar in (
         (("--precheck",), _I, _NOTED, "not supported yet: hosts are not measured before the start", "LEVEL"),
         (("--network-check",), _S, _NOTED, "not supported yet: the network is not measured before the start", ""),

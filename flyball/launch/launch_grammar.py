@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flyball.contracts.errors import UsageError
-from flyball.launch.launch_flags import ALL_FLAGS, Flag, Kind, Origin, Use
+from flyball.launch.launch_flags import ALL_FLAGS, Flag, FlagKind, FlagOrigin, Use
 
-_TYPES = {Kind.TEXT: str, Kind.INTEGER: int, Kind.NUMBER: float, Kind.LIST: str}
+_TYPES = {FlagKind.TEXT: str, FlagKind.INTEGER: int, FlagKind.NUMBER: float, FlagKind.LIST: str}
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 _HELP_HINT = "flyball run --help shows all flags"
 _BY_SPELLING = {spelling: flag for flag in ALL_FLAGS for spelling in flag.spellings}
@@ -29,7 +29,7 @@ _EPILOG = """examples:
 """
 
 
-class Line(NamedTuple):
+class ParsedCommandLine(NamedTuple):
     """A command line, taken apart. `given` has the values of flags by their `dest`, for those that were given."""
 
     given: Mapping[str, object]
@@ -38,7 +38,7 @@ class Line(NamedTuple):
     help: bool = False
 
 
-def read_line(words: Sequence[str]) -> Line:
+def read_line(words: Sequence[str]) -> ParsedCommandLine:
     """Take the words apart. Raises UsageError for a flag that is not known, ambiguous, or lacks its value."""
     given: dict[str, object] = {}
     unknown: list[str] = []
@@ -50,9 +50,9 @@ def read_line(words: Sequence[str]) -> Line:
         if flag is None:
             unknown.append(word)
             continue
-        while flag.kind is Kind.SWITCH:
+        while flag.kind is FlagKind.SWITCH:
             if flag.dest == "help":
-                return Line(given, help=True)
+                return ParsedCommandLine(given, help=True)
             given[flag.dest] = True
             if value is None:
                 break
@@ -71,7 +71,7 @@ def read_line(words: Sequence[str]) -> Line:
     arguments = rest[int(before) + 1 :]
     if not before and arguments[:1] == ["--"]:  # argparse, and so torchrun, drops the first `--` here too
         del arguments[0]
-    return Line(given, script[0] if script else "", tuple(arguments))
+    return ParsedCommandLine(given, script[0] if script else "", tuple(arguments))
 
 
 def _keep(given: dict[str, object], flag: Flag, text: str) -> None:
@@ -81,7 +81,7 @@ def _keep(given: dict[str, object], flag: Flag, text: str) -> None:
             f"{flag.names[-1]} {text} is not one of {', '.join(flag.choices)}.",
             hint=f"for example {flag.names[-1]} {flag.choices[0]}",
         )
-    if flag.kind is Kind.LIST:
+    if flag.kind is FlagKind.LIST:
         kept = given.get(flag.dest, ())
         given[flag.dest] = (*(kept if isinstance(kept, tuple) else ()), value)
     else:
@@ -91,9 +91,9 @@ def _keep(given: dict[str, object], flag: Flag, text: str) -> None:
 def convert(flag: Flag, text: str, shown: str) -> object:
     """The value that a flag's text stands for. Raises UsageError."""
     try:
-        return bool(int(text)) if flag.kind is Kind.SWITCH else _TYPES[flag.kind](text)
+        return bool(int(text)) if flag.kind is FlagKind.SWITCH else _TYPES[flag.kind](text)
     except ValueError:
-        kind = "0 or 1" if flag.kind is Kind.SWITCH else flag.kind
+        kind = "0 or 1" if flag.kind is FlagKind.SWITCH else flag.kind
         raise UsageError(
             f"{shown} is {text!r}, which is not a valid {kind}.", hint="correct it, or leave it out"
         ) from None
@@ -137,7 +137,7 @@ def _candidates(word: str) -> list[str]:
 
 
 def _is_torchruns(flag: Flag) -> bool:
-    return flag.origin is Origin.TORCHRUN or flag.dest == "help"
+    return flag.origin is FlagOrigin.TORCHRUN or flag.dest == "help"
 
 
 def _next_of_cluster(word: str, switch: Flag, rest: str) -> tuple[Flag, str | None]:
@@ -157,7 +157,7 @@ def help_text() -> str:
         description="Run a training script under supervision, in place of torchrun.",
         epilog=_EPILOG,
     )
-    for origin in Origin:
+    for origin in FlagOrigin:
         group = parser.add_argument_group(f"flags of {origin}")
         for flag in (f for f in ALL_FLAGS if f.origin is origin):
             about = flag.about.replace("%", "%%")
@@ -165,7 +165,7 @@ def help_text() -> str:
                 about = f"accepted, changes nothing: {about}"
             if flag.use is Use.REFUSED:
                 about = f"refused: {about}"
-            if flag.kind is Kind.SWITCH:
+            if flag.kind is FlagKind.SWITCH:
                 group.add_argument(*flag.spellings, action="store_true", help=about)
             else:
                 group.add_argument(*flag.spellings, metavar=flag.metavar, choices=flag.choices or None, help=about)

@@ -19,7 +19,7 @@ from flyball.contracts.errors import UsageError
 from flyball.contracts.identity import check_name
 from flyball.launch.checkpoint_flags import gather, read_nothing
 from flyball.launch.forwarded_environment import ALL, NONE
-from flyball.launch.launch_flags import ALL_FLAGS, TRANSOM_VARIABLES, Flag, Kind, Origin, Use
+from flyball.launch.launch_flags import ALL_FLAGS, TRANSOM_VARIABLES, Flag, FlagKind, FlagOrigin, Use
 from flyball.launch.launch_grammar import convert, read_line
 from flyball.launch.output_flags import Console, parse_console
 
@@ -173,7 +173,7 @@ def _hang_timeout_s(seconds: float) -> float:
 
 
 def _notice(flag: Flag, value: object) -> str:
-    shown = flag.names[-1] if flag.kind is Kind.SWITCH else f"{flag.names[-1]} {value}"
+    shown = flag.names[-1] if flag.kind is FlagKind.SWITCH else f"{flag.names[-1]} {value}"
     return f"{shown}: {flag.about}" if flag.about.startswith("not ") else f"{shown}: not needed: {flag.about}"
 
 
@@ -187,9 +187,9 @@ def _from_environment(environ: Mapping[str, str], given: Mapping[str, object]) -
     values: dict[str, object] = {}
     for flag in ALL_FLAGS:
         variable = f"PET_{flag.dest.upper()}"
-        if flag.origin is not Origin.TORCHRUN or variable not in environ or flag.dest in _NOT_BY_VARIABLE:
+        if flag.origin is not FlagOrigin.TORCHRUN or variable not in environ or flag.dest in _NOT_BY_VARIABLE:
             continue
-        if flag.kind is Kind.SWITCH or flag.dest not in given:
+        if flag.kind is FlagKind.SWITCH or flag.dest not in given:
             values[flag.dest] = convert(flag, environ[variable], f"The environment variable {variable}")
     return values
 

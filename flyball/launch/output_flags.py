@@ -8,8 +8,8 @@ from string import Template
 
 import msgspec
 
-from flyball.contracts.console_wish import BOTH
 from flyball.contracts.errors import UsageError
+from flyball.contracts.on_host.console_request import BOTH
 
 ALL_RANKS = -1
 PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"

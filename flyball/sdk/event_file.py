@@ -23,12 +23,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from ckpt_engine.trainer.save_handle import NoProgress, Progress, SaveHandle
-from flyball.contracts import worker_env
+from ckpt_engine.trainer.save_handle import NoProgress, SaveHandle, SaveProgress
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import Phase
 from flyball.contracts.events import Event, EventKind
+from flyball.contracts.on_host import worker_env
 from flyball.contracts.wire import encode
 from flyball.sdk.beacon import RING_ENTRIES, BeaconReader, BeaconSnapshot, BeaconWriter
 from flyball.sdk.event_generation import Entered, enter, launch_of
@@ -90,7 +90,7 @@ class EventFile:
         self._said: deque[_Moment] = deque(maxlen=_MAX_SAID)  # by the trainer, on the monotonic clock
         self._coming: deque[_Moment] = deque(maxlen=_MAX_MOMENTS)  # to be told, by the wall clock
         self._saves: deque[SaveHandle] = deque(maxlen=_MAX_SAID)  # begun, and not yet known to be committed
-        self._progress: Progress = NoProgress()
+        self._progress: SaveProgress = NoProgress()
         self._durable_step = -1  # told
         self._newest = _Moment(0)  # step that was told of this generation
         self._first_number = _FIRST_NUMBER  # that an epoch of a script begins with which numbers the steps of each

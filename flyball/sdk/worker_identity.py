@@ -8,9 +8,10 @@ from typing import TypeVar
 
 import msgspec
 
-from flyball.contracts import wire, worker_env
+from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry
 from flyball.contracts.errors import ConfigurationError
+from flyball.contracts.on_host import worker_env
 
 T = TypeVar("T")
 

@@ -36,7 +36,7 @@ _ORDER: dict[str, int] = {kind: place for place, kind in enumerate(EntryKind)}
 _ONE_OF_A_RUN = (EntryKind.JOB_STARTED, EntryKind.JOB_TERMINATED)
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """One line of the library's log, as it says it."""
 
     timestamp: str  # ISO 8601
@@ -62,7 +62,7 @@ class GoogleGoodput(msgspec.Struct, frozen=True):
 
 
 def measure(
-    entries: Iterable[Entry], *, reference_step_time_s: float | None = None, job: str | None = None
+    entries: Iterable[LogEntry], *, reference_step_time_s: float | None = None, job: str | None = None
 ) -> GoogleGoodput:
     """The measure of one job's entries, in any order. Raises NotFound if there is no such job, UsageError if there are
     several and none was chosen, or if the reference step time is not above 0."""
@@ -90,13 +90,13 @@ def measure(
     )
 
 
-def collapsed(entries: Iterable[Entry]) -> list[Entry]:
+def collapsed(entries: Iterable[LogEntry]) -> list[LogEntry]:
     """Entries in the order of their timestamps as texts, of a run of starts or of terminations the last only; where the
     first is not the scheduling of the job, one of the same moment stands in for it."""
     log = sorted(entries, key=lambda e: (e.timestamp, _ORDER.get(e.event_type, len(_ORDER))))
     if log and log[0].event_type != EntryKind.USER_SCHEDULED:
         log.insert(0, log[0]._replace(event_type=EntryKind.USER_SCHEDULED))
-    kept: list[Entry] = []
+    kept: list[LogEntry] = []
     for entry in log:
         if kept and entry.event_type in _ONE_OF_A_RUN and kept[-1].event_type == entry.event_type:
             kept.pop()
@@ -104,14 +104,14 @@ def collapsed(entries: Iterable[Entry]) -> list[Entry]:
     return kept
 
 
-def _moment(entry: Entry) -> datetime:
+def _moment(entry: LogEntry) -> datetime:
     """By the clock on the wall: what the zone is, and whether its offset changes meanwhile, makes no difference."""
     at = datetime.fromisoformat(entry.timestamp)
     return at if at.tzinfo else at.replace(tzinfo=UTC)
 
 
-def _of_job(entries: Iterable[Entry], job: str | None) -> Sequence[Entry]:
-    by_job: dict[str, list[Entry]] = {}
+def _of_job(entries: Iterable[LogEntry], job: str | None) -> Sequence[LogEntry]:
+    by_job: dict[str, list[LogEntry]] = {}
     for entry in entries:
         by_job.setdefault(entry.job, []).append(entry)
     names = ", ".join(sorted(by_job))

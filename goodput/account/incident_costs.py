@@ -16,7 +16,7 @@ from goodput.account.losses import Price, failure_class
 from goodput.account.measures import Quantiles, quantiles
 from goodput.account.stamps import Stamps
 from goodput.account.sweep import Interval
-from goodput.history.facts import Decision, Generation, History, Incident
+from goodput.history.facts import History, LoggedDecision, LoggedGeneration, LoggedIncident
 
 
 class IncidentReport(msgspec.Struct, frozen=True):
@@ -55,8 +55,8 @@ _PARTS = {
 
 def incident_reports(history: History, line: Timeline, price: Price) -> tuple[IncidentReport, ...]:
     """Of the incidents that were opened in the line's time, or cost some of it."""
-    decisions: defaultdict[str, list[Decision]] = defaultdict(list)
-    answers: defaultdict[str, list[Generation]] = defaultdict(list)
+    decisions: defaultdict[str, list[LoggedDecision]] = defaultdict(list)
+    answers: defaultdict[str, list[LoggedGeneration]] = defaultdict(list)
     spent: defaultdict[str, list[Interval]] = defaultdict(list)
     redone: defaultdict[str, int] = defaultdict(int)
     for decision in history.decisions:
@@ -111,11 +111,11 @@ def seconds_by_category(intervals: Iterable[Interval]) -> dict[str, float]:
 
 
 def _report(
-    incident: Incident,
+    incident: LoggedIncident,
     *,
     began: tuple[float | None, bool],
-    decisions: Sequence[Decision],
-    answers: Sequence[Generation],
+    decisions: Sequence[LoggedDecision],
+    answers: Sequence[LoggedGeneration],
     spent: Mapping[str, float],
     redone: int,
     price: Price,
@@ -163,7 +163,7 @@ class _Beginnings:
         self._completed = sorted(step.completed for step in line.executed)
         self._stamps = Stamps(history, self._completed)
 
-    def of(self, incident: Incident) -> tuple[float | None, bool]:
+    def of(self, incident: LoggedIncident) -> tuple[float | None, bool]:
         """The injector's stamp, else the newest step before the incident was opened. The second value says that it is
         an estimate."""
         stamp = self._stamps.of(incident)

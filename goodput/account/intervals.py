@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from goodput.account.categories import Category
-from goodput.account.stages import Pause, stages
+from goodput.account.stages import TrainingPause, stages
 from goodput.account.steps import (
     PAUSE_FACTOR,
     Executed,
@@ -28,7 +28,7 @@ from goodput.account.steps import (
 )
 from goodput.account.sweep import Interval, Layer, Span, sweep
 from goodput.account.waits import wait_spans
-from goodput.history.facts import Generation, History
+from goodput.history.facts import History, LoggedGeneration
 
 
 class Timeline(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ def timeline(history: History, *, from_at: float | None = None, to_at: float | N
     )
 
 
-def _base_spans(history: History, pauses: Iterable[Pause]) -> Iterator[Span]:
+def _base_spans(history: History, pauses: Iterable[TrainingPause]) -> Iterator[Span]:
     found = stages(history, pauses, cut_off_steps=PAUSE_FACTOR)
     ends = [*(stage.start for stage in found[1:]), history.end]
     for stage, end in zip(found, ends, strict=True):
@@ -78,7 +78,7 @@ class _Shrunk(NamedTuple):
     completed: list[float]
 
 
-def _shrunk(generations: Iterable[Generation], window: Mapping[int, tuple[float, float]]) -> Iterator[_Shrunk]:
+def _shrunk(generations: Iterable[LoggedGeneration], window: Mapping[int, tuple[float, float]]) -> Iterator[_Shrunk]:
     """In the order of time."""
     capacity, cause = 1.0, ""
     for generation in generations:

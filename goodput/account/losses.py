@@ -11,7 +11,7 @@ import msgspec
 from goodput.account.categories import Category
 from goodput.account.measures import SECONDS_PER_HOUR
 from goodput.account.sweep import Interval
-from goodput.history.facts import Incident
+from goodput.history.facts import LoggedIncident
 
 UNKNOWN = "unknown"
 
@@ -76,12 +76,12 @@ class Loss(msgspec.Struct, frozen=True):
     cost: float | None
 
 
-def failure_class(incident: Incident) -> str:
+def failure_class(incident: LoggedIncident) -> str:
     """As the log names it, else as the cause tells."""
     return incident.failure_class or FAILURE_CLASSES.get(incident.cause, UNKNOWN)
 
 
-def losses(intervals: Iterable[Interval], incidents: Iterable[Incident], price: Price) -> tuple[Loss, ...]:
+def losses(intervals: Iterable[Interval], incidents: Iterable[LoggedIncident], price: Price) -> tuple[Loss, ...]:
     """The largest first. Together they are the elapsed time but the useful."""
     known = {incident.incident_id: incident for incident in incidents}
     pieces: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)

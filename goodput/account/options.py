@@ -9,7 +9,7 @@ import msgspec
 from flyball.contracts.errors import UsageError
 
 
-class Options(msgspec.Struct, frozen=True):
+class AccountOptions(msgspec.Struct, frozen=True):
     """None: not known, and what depends on it is None in the report, or as the log has it. Raises UsageError."""
 
     gpu_hour_price: float | None = None  # in any currency, of one GPU for one hour

@@ -16,7 +16,7 @@ from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import DecisionKind
 from goodput.account.categories import Category
 from goodput.account.stamps import Stamps
-from goodput.history.facts import Decision, Generation, History, Incident
+from goodput.history.facts import History, LoggedDecision, LoggedGeneration, LoggedIncident
 
 
 class Stage(NamedTuple):
@@ -27,7 +27,7 @@ class Stage(NamedTuple):
     incident_id: str
 
 
-class Pause(NamedTuple):
+class TrainingPause(NamedTuple):
     """Training stood still from `at`, the completion of a step, until `until` (inf: for good)."""
 
     at: float
@@ -100,7 +100,7 @@ _DECIDED_STAGE = {
 _WAITS_FOR_A_HOST = "wait_for_a_spare"  # the policy's rule that holds because no host is free
 
 
-def stages(history: History, pauses: Iterable[Pause], *, cut_off_steps: float) -> list[Stage]:
+def stages(history: History, pauses: Iterable[TrainingPause], *, cut_off_steps: float) -> list[Stage]:
     """Stages in the order of time, the first at the job's start. A step that a fault cut off counts as recomputed if
     the fault came within `cut_off_steps` times what a step takes."""
     state = _UNKNOWN
@@ -160,7 +160,7 @@ def _belongs_to_another(state: _State, pause: _Mark) -> bool:
     return bool(pause.incident_id) and state.incident_id != pause.incident_id
 
 
-def _marks(history: History, pauses: Iterable[Pause], stamps: Stamps, cut_off_steps: float) -> Iterator[_Mark]:
+def _marks(history: History, pauses: Iterable[TrainingPause], stamps: Stamps, cut_off_steps: float) -> Iterator[_Mark]:
     if history.submitted:
         yield _Mark(history.start, _Kind.SUBMITTED)
     for incident in history.incidents:
@@ -185,7 +185,7 @@ def _marks(history: History, pauses: Iterable[Pause], stamps: Stamps, cut_off_st
         yield _pause_mark(order, pause, cut_off_steps)
 
 
-def _decision_marks(decision: Decision) -> Iterator[_Mark]:
+def _decision_marks(decision: LoggedDecision) -> Iterator[_Mark]:
     if decision.kind in _DECIDED_STAGE:
         category = _DECIDED_STAGE[DecisionKind(decision.kind)]
         yield _Mark(decision.at, _Kind.DECIDED, incident_id=decision.incident_id, category=category)
@@ -194,7 +194,7 @@ def _decision_marks(decision: Decision) -> Iterator[_Mark]:
         yield _Mark(decision.at, _Kind.HELD, incident_id=decision.incident_id, category=category)
 
 
-def _start_up_marks(generation: Generation, *, plain: bool) -> Iterator[_Mark]:
+def _start_up_marks(generation: LoggedGeneration, *, plain: bool) -> Iterator[_Mark]:
     """A generation's own marks, each not before the one that causes it: hosts' clocks differ from the controller's.
     A `plain` script, which never attaches, tells nothing once its processes run."""
     first_step = generation.steps[0].at if generation.steps else None
@@ -221,11 +221,11 @@ class _Order:
         self._by_id = {incident.incident_id: incident for incident in history.incidents}
         self._numbers = [generation.generation for generation in history.generations]
 
-    def incident(self, incident_id: str) -> Incident | None:
+    def incident(self, incident_id: str) -> LoggedIncident | None:
         """None: no event of its own tells of it."""
         return self._by_id.get(incident_id)
 
-    def incident_opened(self, since: float, until: float) -> Incident | None:
+    def incident_opened(self, since: float, until: float) -> LoggedIncident | None:
         """The first one opened in [since, until)."""
         index = bisect_left(self._opened, since)
         return self.history.incidents[index] if index < len(self._opened) and self._opened[index] < until else None
@@ -236,12 +236,12 @@ class _Order:
         index = bisect_right(faults, moment)
         return faults[index] if index < len(faults) else math.inf
 
-    def successor(self, generation: int) -> Generation | None:
+    def successor(self, generation: int) -> LoggedGeneration | None:
         index = bisect_right(self._numbers, generation)
         return self.history.generations[index] if index < len(self._numbers) else None
 
 
-def _pause_mark(order: _Order, pause: Pause, cut_off_steps: float) -> _Mark:
+def _pause_mark(order: _Order, pause: TrainingPause, cut_off_steps: float) -> _Mark:
     """Why steps paused: a fault that an incident followed, the end of the job, or nothing that the log tells."""
     incident_id, opened_at, is_inferred = _ending_incident(order, pause)
     if incident_id:
@@ -258,7 +258,7 @@ def _pause_mark(order: _Order, pause: Pause, cut_off_steps: float) -> _Mark:
     return _Mark(pause.at, _Kind.PAUSED, pause.generation, incident_id, category)
 
 
-def _ending_incident(order: _Order, pause: Pause) -> tuple[str, float, bool]:
+def _ending_incident(order: _Order, pause: TrainingPause) -> tuple[str, float, bool]:
     """The incident because of which training stood still from `pause.at` on ('' if none), when it was opened, and
     whether it is inferred."""
     until = pause.until

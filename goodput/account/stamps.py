@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from goodput.history.facts import History, Incident
+from goodput.history.facts import History, LoggedIncident
 
 STAMP_STEPS = 10  # a fault that the world outlived by more steps is not the one that an incident is about
 
@@ -19,7 +19,7 @@ class Stamps:
         self._faults = history.faults
         self._completed = completed
 
-    def of(self, incident: Incident) -> float | None:
+    def of(self, incident: LoggedIncident) -> float | None:
         """The earliest one that no earlier incident answers and that only a few steps followed; None: there is none."""
         earlier = bisect_left(self._opened, incident.opened_at) - 1
         since = self._opened[earlier] if earlier >= 0 else self._start

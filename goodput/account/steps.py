@@ -10,9 +10,9 @@ from statistics import median_low
 from typing import NamedTuple
 
 from goodput.account.categories import Category
-from goodput.account.stages import Pause
+from goodput.account.stages import TrainingPause
 from goodput.account.sweep import Layer, Span
-from goodput.history.facts import Generation
+from goodput.history.facts import LoggedGeneration
 
 # A step that takes this many times as long as steps do is a step and a pause: the pause is not useful time. A pause of
 # long steps is one from PAUSE_S on, or from PAUSE_STEPS steps on if that is more. Where the log tells of many steps at
@@ -40,13 +40,13 @@ class Executed(NamedTuple):
     incident_id: str  # because of which it was done again, '' if kept or unknown
 
 
-def executed_steps(generations: Sequence[Generation]) -> list[Executed]:
+def executed_steps(generations: Sequence[LoggedGeneration]) -> list[Executed]:
     """Every step that the world completed, in the order of generations, with its fate: a step beyond the one from
     which a later generation went on was done again."""
     by_generation: list[list[Executed]] = []
     # Later generations, each of which went back further than those before it: the furthest first.
     returned_to: list[int] = []
-    returns: list[Generation] = []
+    returns: list[LoggedGeneration] = []
     for generation in reversed(generations):
         of_generation: list[Executed] = []
         # From scratch: a script may count its steps from 0 or from 1.
@@ -94,15 +94,15 @@ def steady_step_s(executed: Iterable[Executed], step_s: float | None) -> dict[in
 
 
 def step_spans(
-    generations: Sequence[Generation], executed: Iterable[Executed], steady_s: Mapping[int, float | None]
-) -> tuple[dict[int, list[Span]], list[Pause]]:
+    generations: Sequence[LoggedGeneration], executed: Iterable[Executed], steady_s: Mapping[int, float | None]
+) -> tuple[dict[int, list[Span]], list[TrainingPause]]:
     """The time of every step by generation, ascending, with the warm-up before it, and the pauses between steps."""
     window = windows(generations)
     first_from = {g.generation: _ready_at(g) for g in generations}
     answered = {g.generation: g.incident_id for g in generations}
     medians = {g.generation: {last.step: last.median_at for last in g.last_ranks} for g in generations}
     spans: dict[int, list[Span]] = {g.generation: [] for g in generations}
-    pauses: list[Pause] = []
+    pauses: list[TrainingPause] = []
     last: dict[int, float] = {}
     warming_up: dict[int, int] = {}  # generation -> steps that may still be warm-up
     for step in executed:
@@ -121,10 +121,10 @@ def step_spans(
         elif step_s is not None and expected is not None and completed - began > (most_s := _most_s(step_s, expected)):
             median_at = medians[step.generation].get(step.step, math.inf)
             if began < median_at <= began + most_s and median_at < completed - expected:
-                pauses.append(Pause(median_at, completed, step.generation, step_s))
+                pauses.append(TrainingPause(median_at, completed, step.generation, step_s))
                 until = median_at  # most ranks had completed it by then
             else:
-                pauses.append(Pause(began, completed, step.generation, step_s))
+                pauses.append(TrainingPause(began, completed, step.generation, step_s))
                 began = completed - expected
             warming_up[step.generation] = 0
         elif warming_up.get(step.generation, 0):
@@ -143,7 +143,7 @@ def step_spans(
         spans[step.generation].append(span)
     for generation, at in last.items():
         if at < window[generation][1]:
-            pauses.append(Pause(at, math.inf, generation, steady_s.get(generation)))
+            pauses.append(TrainingPause(at, math.inf, generation, steady_s.get(generation)))
     return {g: [s for s in of if s.start < s.end] for g, of in spans.items()}, pauses
 
 
@@ -153,7 +153,7 @@ def _most_s(step_s: float, expected: float) -> float:
     return expected + max(slack_s, PAUSE_SHARE * expected)
 
 
-def windows(generations: Sequence[Generation]) -> dict[int, tuple[float, float]]:
+def windows(generations: Sequence[LoggedGeneration]) -> dict[int, tuple[float, float]]:
     """From when to when a generation's steps count. Workers that were cut off may go on after their successors
     started; the successors' time is not theirs."""
     window = {}
@@ -165,7 +165,7 @@ def windows(generations: Sequence[Generation]) -> dict[int, tuple[float, float]]
     return window
 
 
-def _ready_at(generation: Generation) -> float | None:
+def _ready_at(generation: LoggedGeneration) -> float | None:
     """When the first step could begin, as far as the log tells."""
     known = [t for t in (generation.started_at, generation.restore_began_at, generation.restored_at) if t is not None]
     return max(known, default=None)

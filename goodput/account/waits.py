@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from goodput.account.categories import Category
 from goodput.account.sweep import Layer, Span
-from goodput.history.facts import Generation, History, WaitSample
+from goodput.history.facts import History, LoggedGeneration, WaitSample
 from goodput.history.phases import PhaseSpan, Waiting
 from goodput.history.rank_clocks import STRAGGLER_SHARE
 
@@ -51,7 +51,7 @@ class _Moments:
     """A generation, and what bounds the spans within it."""
 
     def __init__(
-        self, generation: Generation, opened: Sequence[float], faults: Sequence[float], step_s: float | None
+        self, generation: LoggedGeneration, opened: Sequence[float], faults: Sequence[float], step_s: float | None
     ) -> None:
         self.generation = generation
         self.completed = [step.at for step in generation.steps]
@@ -143,13 +143,13 @@ def _by_step(log: _Moments, span: PhaseSpan) -> Iterator[tuple[int, float, float
         start = max(start, until)
 
 
-def _tells_of_each(generation: Generation, waiting: Waiting) -> bool:
+def _tells_of_each(generation: LoggedGeneration, waiting: Waiting) -> bool:
     """Whether the phases of ranks are to be gone by. A control plane, which sums up waits for data, tells of phases
     only now and then: of those before and after an evaluation."""
     return bool(generation.phases.get(waiting)) and not (waiting is Waiting.DATA and generation.waited.get(waiting))
 
 
-def _total_waits(generation: Generation, steps: Sequence[Span], waiting: Waiting) -> Iterator[Span]:
+def _total_waits(generation: LoggedGeneration, steps: Sequence[Span], waiting: Waiting) -> Iterator[Span]:
     """Waits of which totals are told. The log tells how much of them there was between two reports, not when: they are
     laid at the ends of the steps of that window, those for data at the beginnings, in proportion to their length."""
     samples = generation.waited.get(waiting)

@@ -9,7 +9,7 @@ import msgspec
 
 from goodput.history.phases import PhaseSpan, Waiting
 from goodput.history.rank_clocks import RankClock
-from goodput.history.step_log import LastRank, WorldStep
+from goodput.history.step_log import CompletedStep, LastRank
 
 
 class WaitSample(NamedTuple):
@@ -19,7 +19,7 @@ class WaitSample(NamedTuple):
     total_s: float
 
 
-class Generation(msgspec.Struct, frozen=True):
+class LoggedGeneration(msgspec.Struct, frozen=True):
     """One restart epoch. Times are wall clock; None where the log does not say."""
 
     generation: int
@@ -30,7 +30,7 @@ class Generation(msgspec.Struct, frozen=True):
     restore_began_at: float | None  # of the last rank
     restored_at: float | None  # of the last rank; when it attached, for a rank that restored nothing
     restore_step: int | None  # -1: from scratch, None: unknown
-    steps: tuple[WorldStep, ...]  # steps ascending, times never falling
+    steps: tuple[CompletedStep, ...]  # steps ascending, times never falling
     last_ranks: tuple[LastRank, ...]  # of steps that several ranks told of, ascending
     waited: Mapping[Waiting, tuple[WaitSample, ...]]  # where only totals are told, of the rank that waited longest
     phases: Mapping[Waiting, tuple[PhaseSpan, ...]]
@@ -43,7 +43,7 @@ class Generation(msgspec.Struct, frozen=True):
     tells_of_blocked: bool = False  # the log says how long saves blocked, be it not at all
 
 
-class Incident(msgspec.Struct, frozen=True):
+class LoggedIncident(msgspec.Struct, frozen=True):
     incident_id: str
     cause: str
     opened_at: float
@@ -55,7 +55,7 @@ class Incident(msgspec.Struct, frozen=True):
     inferred: bool = False  # nobody reported it: a restart tells that there was one, and nothing when it began
 
 
-class Decision(NamedTuple):
+class LoggedDecision(NamedTuple):
     at: float
     kind: str
     incident_id: str
@@ -77,9 +77,9 @@ class History(msgspec.Struct, frozen=True):
     end: float
     submitted: bool
     outcome: str  # '' while the job runs
-    generations: tuple[Generation, ...]
-    incidents: tuple[Incident, ...]  # by time of opening
-    decisions: tuple[Decision, ...]  # by time
+    generations: tuple[LoggedGeneration, ...]
+    incidents: tuple[LoggedIncident, ...]  # by time of opening
+    decisions: tuple[LoggedDecision, ...]  # by time
     faults: tuple[float, ...]
     stops: tuple[float, ...]
     waits: tuple[Wait, ...]

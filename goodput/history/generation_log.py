@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from flyball.contracts.events import Event
-from goodput.history.facts import Generation, Incident, WaitSample
+from goodput.history.facts import LoggedGeneration, LoggedIncident, WaitSample
 from goodput.history.phases import PhaseLog, StartUp, Waiting
-from goodput.history.step_log import StepLog
+from goodput.history.step_log import WorldStepLog
 from goodput.history.values import moment, number, text, whole
 
 _TOTALS = {"save_blocked_s": Waiting.CHECKPOINT, "data_wait_s": Waiting.DATA}
@@ -58,7 +58,7 @@ class GenerationLog:
         self.restore_steps: set[int] = set()  # as the controller named them
         self.restored_steps: set[int] = set()  # as the engines fetched them
         self.incidents: set[str] = set()
-        self.steps = StepLog()
+        self.steps = WorldStepLog()
         self.phases = PhaseLog()
         self.waited: dict[Waiting, dict[int | str, set[WaitSample]]] = {waiting: {} for waiting in _TOTALS.values()}
         self.tells_of_blocked = False
@@ -169,14 +169,14 @@ def full_size(logs: Collection[GenerationLog], submitted: int | None) -> FullSiz
 
 
 def generations(
-    logs_of: Mapping[int, GenerationLog], incidents: Sequence[Incident], full_size: FullSize
-) -> tuple[Generation, ...]:
+    logs_of: Mapping[int, GenerationLog], incidents: Sequence[LoggedIncident], full_size: FullSize
+) -> tuple[LoggedGeneration, ...]:
     """In order."""
     logs = sorted((n, log) for n, log in logs_of.items() if log.is_known)
     answered = _answered_incidents(logs, incidents)
     most_hosts = max((log.hosts for _, log in logs), default=0)
     added = _added_by_epochs(logs)
-    found: list[Generation] = []
+    found: list[LoggedGeneration] = []
     resumed_from: int | None = None
     for n, log in reversed(logs):
         restore_step = log.restore_step()
@@ -190,7 +190,7 @@ def generations(
         restore_began_at, restored_at = log.restore(told, has_steps=bool(world.steps))
         capacity = _share(log.world_size, full_size.ranks) if log.world_size else _share(log.hosts, most_hosts)
         found.append(
-            Generation(
+            LoggedGeneration(
                 generation=n,
                 incident_id=answered[n],
                 began_at=_known(min(signs)),
@@ -249,7 +249,9 @@ def _share(used: int, full: int | None) -> float:
     return used / full if used and full else 1.0
 
 
-def _answered_incidents(logs: Sequence[tuple[int, GenerationLog]], incidents: Sequence[Incident]) -> Mapping[int, str]:
+def _answered_incidents(
+    logs: Sequence[tuple[int, GenerationLog]], incidents: Sequence[LoggedIncident]
+) -> Mapping[int, str]:
     """The incident that each generation answers: as its events say, else the newest one that was open then."""
     answered = {n: max(log.incidents, default="") for n, log in logs}
     asking = sorted((min(log.granted_at, log.started_at), n) for n, log in logs if not answered[n])

@@ -17,10 +17,9 @@ import msgspec
 
 from flyball.contracts.errors import NotFound, UsageError
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.rank_events import per_rank
-from goodput.history.facts import Decision, Generation, History, Wait
+from flyball.contracts.reports.rank_events import per_rank
+from goodput.history.facts import History, LoggedDecision, LoggedGeneration, LoggedIncident, Wait
 from goodput.history.generation_log import GenerationLog, full_size, generations, larger
-from goodput.history.incident_log import IncidentLog
 from goodput.history.values import CLOCK_SET_S, LATEST_S, moment, text, whole
 
 # Of these, events without a job concern every job.
@@ -123,7 +122,7 @@ class _JobLog:
         self.save_every_steps: int | None = None
         self.generations: defaultdict[int, GenerationLog] = defaultdict(GenerationLog)
         self.incidents = IncidentLog()
-        self.decisions: set[Decision] = set()
+        self.decisions: set[LoggedDecision] = set()
         self.faults: set[float] = set()
         self.stops: set[float] = set()
         self.elections: set[float] = set()
@@ -196,7 +195,7 @@ class _JobLog:
 
     def _decision(self, event: Event) -> None:
         kind, rule = text(event.data, "kind"), text(event.data, "rule")
-        self.decisions.add(Decision(event.at, kind, event.incident_id, rule))
+        self.decisions.add(LoggedDecision(event.at, kind, event.incident_id, rule))
         self.incidents.named(event)
 
     def history(self, name: str, of_every_job: _JobLog, now: float | None) -> History:
@@ -225,7 +224,7 @@ class _JobLog:
         )
 
     def _bounds(
-        self, generations: Iterable[Generation], also: _JobLog, ended: tuple[float, str] | None, now: float | None
+        self, generations: Iterable[LoggedGeneration], also: _JobLog, ended: tuple[float, str] | None, now: float | None
     ) -> tuple[float, float]:
         moments = [t for t in (self.first_at, self.last_at, also.first_at, also.last_at) if math.isfinite(t)]
         for generation in generations:
@@ -251,3 +250,68 @@ def _waits(elections: Iterable[float], signals: Iterable[tuple[float, float]]) -
         if since < election:
             waits.add(Wait(since, election))
     return tuple(sorted(waits))
+
+
+# --- incidents -------------------------------------------------------------------------------------------------------
+
+
+class IncidentLog:
+    """Every incident that any event names; one whose opening is missing from the log opens where it is named first."""
+
+    def __init__(self) -> None:
+        self._first_named: dict[str, float] = {}
+        self._opened: dict[str, Event] = {}
+        self._closed: dict[str, Event] = {}
+
+    def named(self, event: Event) -> None:
+        """Take in that an event names an incident."""
+        if event.incident_id:
+            at = self._first_named.get(event.incident_id, math.inf)
+            self._first_named[event.incident_id] = min(at, event.at)
+
+    def opened(self, event: Event) -> None:
+        """Take in an INCIDENT_OPENED event."""
+        self.named(event)
+        _keep_earliest(self._opened, event)
+
+    def closed(self, event: Event) -> None:
+        """Take in an INCIDENT_CLOSED event."""
+        self.named(event)
+        _keep_earliest(self._closed, event)
+
+    def all(self) -> tuple[LoggedIncident, ...]:
+        """By time of opening."""
+        incidents = [self._incident(incident_id) for incident_id in self._first_named]
+        return tuple(sorted(incidents, key=lambda i: (i.opened_at, i.incident_id)))
+
+    def _incident(self, incident_id: str) -> LoggedIncident:
+        opening, closing = self._opened.get(incident_id), self._closed.get(incident_id)
+        told = [event for event in (closing, opening) if event]  # the end knows better than the beginning
+        return LoggedIncident(
+            incident_id=incident_id,
+            cause=_first(text(e.data, "cause") for e in told) or "unknown",
+            opened_at=opening.at if opening else self._first_named[incident_id],
+            closed_at=closing.at if closing else None,
+            outcome=text(closing.data, "state") if closing else "",
+            lost_steps=whole(closing.data, "lost_steps") if closing else None,
+            host_id=_first(e.host_id or text(e.data, "host_id") for e in told),
+            failure_class=_first(text(e.data, "failure_class") for e in told),
+            inferred=opening is not None and opening.data.get("inferred") is True,
+        )
+
+
+def _keep_earliest(chosen: dict[str, Event], event: Event) -> None:
+    """The earliest event of each incident; ties are broken by content, so that order does not matter."""
+    if not event.incident_id:
+        return
+    known = chosen.get(event.incident_id)
+    if known is None or _identity(event) < _identity(known):
+        chosen[event.incident_id] = event
+
+
+def _identity(event: Event) -> tuple[float, str, str]:
+    return event.at, repr(sorted(event.data.items(), key=lambda item: item[0])), event.host_id
+
+
+def _first(values: Iterable[str]) -> str:
+    return next((value for value in values if value), "")

@@ -25,7 +25,7 @@ _LOST_LOG_STEPS = 20
 _FAR_APART_S = 2.0  # sums of a step that come so far apart may be of two epochs; within it slower ranks completed it
 
 
-class WorldStep(NamedTuple):
+class CompletedStep(NamedTuple):
     """A step that every reporting rank of a generation completed; `at` is when the last of them did."""
 
     step: int
@@ -43,14 +43,14 @@ class LastRank(NamedTuple):
 class WorldSteps(NamedTuple):
     """Of one generation."""
 
-    steps: tuple[WorldStep, ...] = ()  # ascending, their times never falling
+    steps: tuple[CompletedStep, ...] = ()  # ascending, their times never falling
     last_ranks: tuple[LastRank, ...] = ()  # of steps that several ranks told of, ascending
     clocks: tuple[RankClock, ...] = ()  # that had to be set right
     lost_logs: tuple[int, ...] = ()  # ranks that told of no more steps long before the others did
     epochs: int = 1  # that the steps are of
 
 
-class StepLog:
+class WorldStepLog:
     """Events go in by `add`, the steps of the world come out."""
 
     __slots__ = ("_again", "_by_rank", "_heard", "_host_of", "_slowest", "_summed", "_summed_again")
@@ -174,7 +174,7 @@ class StepLog:
             of_ranks, rank = latest.get(step, (-math.inf, -1))
             at = max(at, of_ranks, summed.get(step, -math.inf))
             number = step + added if added else step
-            steps.append(WorldStep(number, at))
+            steps.append(CompletedStep(number, at))
             if step in medians and step not in summed:
                 last_ranks.append(LastRank(number, medians[step], self._host_of.get(rank, "")))
         moved = (

@@ -8,7 +8,7 @@ import msgspec
 
 from goodput.predict.prediction import (
     SECONDS_PER_DAY,
-    Tier,
+    PredictedTier,
     TierPlan,
     check_numbers,
     daly_interval_s,
@@ -33,7 +33,7 @@ class Assumptions(msgspec.Struct, frozen=True):
     interval_s: float | None = None  # between two saves, at present
     save_s: float | None = None  # for which a save blocks training
     step_s: float | None = None  # then intervals are whole steps
-    tiers: tuple[Tier, ...] = ()
+    tiers: tuple[PredictedTier, ...] = ()
     restore_s: float = 0.0  # the part of repair_s in whose place the tiers have restores of their own
 
     def __post_init__(self) -> None:

@@ -159,7 +159,7 @@ def _mean_at(is_below: Callable[[float], bool]) -> float:
 # --- several tiers ---------------------------------------------------------------------------------------------------
 
 
-class Tier(msgspec.Struct, frozen=True):
+class PredictedTier(msgspec.Struct, frozen=True):
     """One place for copies. Tiers are nested: what survives in one that is lost more often also does in the others."""
 
     name: str
@@ -183,7 +183,7 @@ class TierPlan(msgspec.Struct, frozen=True):
     goodput: float  # expected
 
 
-def optimal_tiers(tiers: Sequence[Tier], *, mtti_s: float, repair_s: float, step_s: float | None) -> TierPlan:
+def optimal_tiers(tiers: Sequence[PredictedTier], *, mtti_s: float, repair_s: float, step_s: float | None) -> TierPlan:
     """The best interval of every tier, in whole steps (without `step_s`, seconds), and what to expect of them together.
 
     An interruption is recovered from the fastest tier that survives it. To first order the tiers do not touch each
@@ -214,12 +214,12 @@ def optimal_tiers(tiers: Sequence[Tier], *, mtti_s: float, repair_s: float, step
 
 
 class _Chosen(NamedTuple):
-    tier: Tier
+    tier: PredictedTier
     units: int  # between two saves: steps or seconds
     share: float
 
 
-def _candidates(tiers: Sequence[Tier], mtti_s: float, unit_s: float) -> Iterator[list[_Chosen]]:
+def _candidates(tiers: Sequence[PredictedTier], mtti_s: float, unit_s: float) -> Iterator[list[_Chosen]]:
     """Every subset that leaves no interruption uncovered, the least lasting tier first, with Daly's intervals."""
     lasting = sorted(tiers, key=lambda t: (t.survives, t.restore_s))
     for size in range(1, len(tiers) + 1):
@@ -236,7 +236,9 @@ def _candidates(tiers: Sequence[Tier], mtti_s: float, unit_s: float) -> Iterator
                 yield chosen
 
 
-def tiers_goodput(tiers: Sequence[Tier], intervals_s: Sequence[float], *, mtti_s: float, repair_s: float) -> float:
+def tiers_goodput(
+    tiers: Sequence[PredictedTier], intervals_s: Sequence[float], *, mtti_s: float, repair_s: float
+) -> float:
     """The expected goodput with several tiers, the least lasting first: exact with one, else to first order.
 
     useful share of running time 1 / (1 + sum save / interval), times for each tier the share that is not done again
@@ -251,17 +253,17 @@ def tiers_goodput(tiers: Sequence[Tier], intervals_s: Sequence[float], *, mtti_s
     return kept * math.exp(-waiting_s / mtti_s) / stretched / (1.0 + (repair_s + restore_s) / mtti_s)
 
 
-def _shares(tiers: Sequence[Tier]) -> list[float]:
+def _shares(tiers: Sequence[PredictedTier]) -> list[float]:
     """The share of interruptions that each of the tiers, the least lasting first, is the first to survive."""
     return [tier.survives - before for tier, before in zip(tiers, [0.0, *(t.survives for t in tiers)], strict=False)]
 
 
-def _whole_units(tier: Tier, mtti_s: float, unit_s: float) -> int:
+def _whole_units(tier: PredictedTier, mtti_s: float, unit_s: float) -> int:
     """Daly's interval for the interruptions that come to this tier, and none before the save before it is ready."""
     return max(daly_steps(tier.save_s, mtti_s, unit_s), math.ceil(tier.ready_after_s / unit_s - 1e-9))
 
 
-def _check_tiers(tiers: Sequence[Tier]) -> None:
+def _check_tiers(tiers: Sequence[PredictedTier]) -> None:
     if len({t.name for t in tiers}) != len(tiers) or not 1 <= len(tiers) <= MAX_TIERS:
         raise UsageError(f"Give one to {MAX_TIERS} tiers, each with a name of its own.")
     for tier in tiers:

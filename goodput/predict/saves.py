@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 
 from goodput.account.steps import Executed
-from goodput.history.facts import Generation, History
+from goodput.history.facts import History, LoggedGeneration
 from goodput.history.phases import Waiting
 from goodput.predict.recommendation import Recommendation, recommend, steps_between_saves
 
@@ -53,7 +53,7 @@ def _saved_every_steps(history: History) -> float | None:
     return None if history.save_every_steps is None else float(history.save_every_steps)
 
 
-def _gaps(generation: Generation) -> Iterator[int]:
+def _gaps(generation: LoggedGeneration) -> Iterator[int]:
     completed = [step.at for step in generation.steps]
     by_rank: defaultdict[int, set[int]] = defaultdict(set)
     for span in generation.phases.get(Waiting.CHECKPOINT, ()):

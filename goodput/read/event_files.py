@@ -28,7 +28,7 @@ class MalformedLine(msgspec.Struct, frozen=True):
         return f"{self.file}:{self.line}: {self.reason}"
 
 
-class EventLog(msgspec.Struct, frozen=True):
+class ReadEvents(msgspec.Struct, frozen=True):
     """What was read: the events, and what had to be left out."""
 
     events: tuple[Event, ...]
@@ -37,7 +37,7 @@ class EventLog(msgspec.Struct, frozen=True):
     assumed: tuple[str, ...] = ()  # of the lines that were read, where they leave it open
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     """A line of a log that is not blank, without its end; `number` counts from 1."""
 
     file: str
@@ -45,7 +45,7 @@ class Line(NamedTuple):
     data: bytes
 
 
-class Refusals:
+class MalformedLines:
     """Malformed lines: all are counted, the first are named; with `strict` the first raises. Beside them what was
     assumed of the others."""
 
@@ -56,7 +56,7 @@ class Refusals:
         self.assumed: list[str] = []
         self.unclear: dict[str, frozenset[float]] = {}  # file -> times of it that turned out to be refused
 
-    def add(self, line: Line, reason: str) -> None:
+    def add(self, line: LogLine, reason: str) -> None:
         """Leave `line` out. Raises InvalidMessage if malformed lines are not to be left out."""
         found = MalformedLine(line.file, line.number, reason)
         if self._strict:
@@ -65,20 +65,20 @@ class Refusals:
         if len(self.named) < MAX_NAMED_LINES:
             self.named.append(found)
 
-    def log(self, events: Iterable[Event]) -> EventLog:
+    def log(self, events: Iterable[Event]) -> ReadEvents:
         """`events`, read to their end, and then what was refused."""
         read = tuple(events)
-        return EventLog(read, tuple(self.named), self.count, tuple(self.assumed))
+        return ReadEvents(read, tuple(self.named), self.count, tuple(self.assumed))
 
 
-def read_logs(paths: Sequence[Path | str], *, strict: bool = False) -> EventLog:
+def read_logs(paths: Sequence[Path | str], *, strict: bool = False) -> ReadEvents:
     """The events of all files, and of the `*.jsonl` of all folders, together. Malformed lines are counted and named;
     with `strict` the first one raises InvalidMessage. Raises NotFound for a file that does not exist."""
-    refusals = Refusals(strict=strict)
+    refusals = MalformedLines(strict=strict)
     return refusals.log(event for path in log_files(paths) for event in read_events(path, refusals))
 
 
-def read_events(path: Path, refusals: Refusals) -> Iterator[Event]:
+def read_events(path: Path, refusals: MalformedLines) -> Iterator[Event]:
     """The events of a file, one by one as they are read: whoever does not keep them can go through logs of any size."""
     decode_event = decoder_of(Event).decode
     number = 0
@@ -99,7 +99,7 @@ def read_events(path: Path, refusals: Refusals) -> Iterator[Event]:
                 try:
                     yield parse_event(line.rstrip(b"\r\n"))
                 except InvalidMessage as error:
-                    refusals.add(Line(str(path), number, line), error.message)
+                    refusals.add(LogLine(str(path), number, line), error.message)
 
 
 def parse_event(line: bytes) -> Event:
@@ -135,7 +135,7 @@ def log_files(paths: Sequence[Path | str]) -> list[Path]:
     return list(dict.fromkeys(files))
 
 
-def read_lines(path: Path) -> Iterator[Line]:
+def read_lines(path: Path) -> Iterator[LogLine]:
     """Lines with their numbers, blank ones left out. No more of a line is kept than an event may have and one byte,
     by which it is refused."""
     with _open(path, "rb") as file:
@@ -144,7 +144,7 @@ def read_lines(path: Path) -> Iterator[Line]:
             number += 1
             _skip_rest(file, line)
             if line.strip():
-                yield Line(str(path), number, line.rstrip(b"\r\n"))
+                yield LogLine(str(path), number, line.rstrip(b"\r\n"))
 
 
 def _skip_rest(file: IO[bytes], line: bytes) -> None:

@@ -8,20 +8,20 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from goodput.calculator import Report
-from goodput.comparison import Comparison
+from goodput.calculator import GoodputReport
+from goodput.comparison import ReportComparison
 
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 Value = str | float | int | bool | None
 
 
-def report_csv(report: Report) -> str:
+def report_csv(report: GoodputReport) -> str:
     """Columns `section, item, field, value`. Every value of the JSON report is in it, under the same names: `section`
     is the field of the report, `item` the category, cause, host or row within it."""
     return _csv(("section", "item", "field", "value"), _report_rows(msgspec.to_builtins(report)))
 
 
-def comparison_csv(comparison: Comparison) -> str:
+def comparison_csv(comparison: ReportComparison) -> str:
     """Columns `section, item, a, b, difference`; categories and causes in seconds and again as shares."""
     rows: list[tuple[Value, ...]] = [
         ("measures", row.name, row.a, row.b, row.difference) for row in comparison.measures

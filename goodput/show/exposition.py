@@ -8,10 +8,10 @@ from prometheus_client import generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from goodput.calculator import Report
+from goodput.calculator import GoodputReport
 
 
-def exposition(reports: Iterable[Report]) -> str:
+def exposition(reports: Iterable[GoodputReport]) -> str:
     """Gauges, each with the label `training_job`. A measure without a value is left out. Times are seconds, ratios of
     1."""
     registry = CollectorRegistry()
@@ -20,7 +20,7 @@ def exposition(reports: Iterable[Report]) -> str:
 
 
 _JOB = "training_job"  # `job` is the scrape's own label
-_Measure = Callable[[Report], float | None]
+_Measure = Callable[[GoodputReport], float | None]
 _MEASURES: Mapping[str, tuple[str, _Measure]] = {
     "ratio": ("Useful time over elapsed time.", lambda r: r.goodput),
     "ettr_ratio": ("Effective training time ratio.", lambda r: r.ettr),
@@ -49,7 +49,7 @@ _MEASURES: Mapping[str, tuple[str, _Measure]] = {
         lambda r: r.recommendation.save_every_steps if r.recommendation else None,
     ),
 }
-_TABLES: Mapping[str, tuple[str, str, Callable[[Report], Mapping[str, float]]]] = {
+_TABLES: Mapping[str, tuple[str, str, Callable[[GoodputReport], Mapping[str, float]]]] = {
     "category_seconds": (
         "Elapsed time by category; sums to the elapsed time.",
         "category",
@@ -70,7 +70,7 @@ _TABLES: Mapping[str, tuple[str, str, Callable[[Report], Mapping[str, float]]]] 
 
 
 class _Reports(Collector):
-    def __init__(self, reports: list[Report]) -> None:
+    def __init__(self, reports: list[GoodputReport]) -> None:
         self._reports = reports
 
     def collect(self) -> Iterator[GaugeMetricFamily]:

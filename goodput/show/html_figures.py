@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from goodput.account.categories import Category
 from goodput.account.timeline_bins import TimelineBin
-from goodput.calculator import Report
+from goodput.calculator import GoodputReport
 from goodput.wording import percent, seconds
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
@@ -21,7 +21,7 @@ GRID = "#d7dbe0"
 MAX_LABELLED_INCIDENTS = 30  # more marks than that are drawn without their numbers
 
 
-class Group(NamedTuple):
+class CategoryGroup(NamedTuple):
     """Categories that the picture of the run shows as one."""
 
     name: str
@@ -32,39 +32,39 @@ class Group(NamedTuple):
 
 # Eighteen categories cannot be told apart in one picture; the waterfall and the table have each of them.
 GROUPS = (
-    Group("useful", frozenset({Category.USEFUL}), "#1f5fa8", ""),
-    Group("done again", frozenset({Category.RECOMPUTED}), "#d55e00", "/"),
-    Group(
+    CategoryGroup("useful", frozenset({Category.USEFUL}), "#1f5fa8", ""),
+    CategoryGroup("done again", frozenset({Category.RECOMPUTED}), "#d55e00", "/"),
+    CategoryGroup(
         "saving, evaluating, waiting for data or stragglers",
         frozenset({Category.CHECKPOINT_BLOCKED, Category.EVALUATION, Category.DATA_WAIT, Category.STRAGGLER}),
         "#56a3d9",
         ".",
     ),
-    Group(
+    CategoryGroup(
         "detecting and deciding",
         frozenset({Category.DETECTION, Category.DECISION, Category.CONTROL_PLANE_AWAY}),
         "#cc79a7",
         "x",
     ),
-    Group(
+    CategoryGroup(
         "stopping, restarting, restoring",
         frozenset({Category.STOP, Category.RESTART, Category.RESTORE, Category.WARM_UP}),
         "#e69f00",
         "\\",
     ),
-    Group(
+    CategoryGroup(
         "without hosts, queued, ending",
         frozenset({Category.SCHEDULING, Category.IDLE_NO_HOSTS, Category.REDUCED_CAPACITY, Category.SHUTDOWN}),
         "#7a8490",
         "-",
     ),
-    Group("unknown", frozenset({Category.UNKNOWN}), "#ffffff", "+"),
+    CategoryGroup("unknown", frozenset({Category.UNKNOWN}), "#ffffff", "+"),
 )
 
-LOST = Group("not useful", frozenset(), "#e69f00", "/")
+LOST = CategoryGroup("not useful", frozenset(), "#e69f00", "/")
 
 
-def waterfall(report: Report) -> go.Figure:
+def waterfall(report: GoodputReport) -> go.Figure:
     """From the elapsed time down to the useful time, one bar per category, the largest loss first."""
     unit, unit_s = _unit(report.elapsed_s)
     useful_s = report.seconds_by_category[Category.USEFUL]
@@ -133,7 +133,7 @@ def waterfall(report: Report) -> go.Figure:
     return _laid_out(figure, height_px=80 + 28 * len(names), legend=False)
 
 
-def run_timeline(report: Report, bins: Sequence[TimelineBin]) -> go.Figure:
+def run_timeline(report: GoodputReport, bins: Sequence[TimelineBin]) -> go.Figure:
     """What every slice of the run was spent on, and when its incidents began."""
     figure = go.Figure()
     if bins:
@@ -174,7 +174,7 @@ def run_timeline(report: Report, bins: Sequence[TimelineBin]) -> go.Figure:
     return _laid_out(figure, height_px=400, legend=True)
 
 
-def over_time(report: Report) -> go.Figure:
+def over_time(report: GoodputReport) -> go.Figure:
     """Goodput up to every moment, and goodput and ETTR over the rolling window."""
     points = report.rolling
     at = [_moment(point.at) for point in points]
@@ -198,7 +198,7 @@ def over_time(report: Report) -> go.Figure:
     return _laid_out(figure, height_px=340, legend=True)
 
 
-def _filled(group: Group, *, outline: bool = False) -> dict[str, Any]:
+def _filled(group: CategoryGroup, *, outline: bool = False) -> dict[str, Any]:
     """A colour, and a pattern over it for who sees no colours."""
     pattern = {"shape": group.pattern, "fillmode": "overlay", "fgcolor": INK, "fgopacity": 0.75, "size": 6}
     return {

@@ -18,7 +18,7 @@ from plotly.offline import get_plotlyjs
 
 from goodput.account.measures import Quantiles
 from goodput.account.timeline_bins import TimelineBin
-from goodput.calculator import IncidentReport, Report
+from goodput.calculator import GoodputReport, IncidentReport
 from goodput.show.html_figures import over_time, run_timeline, waterfall
 from goodput.wording import counted, percent, seconds
 
@@ -26,7 +26,7 @@ MAX_INCIDENTS = 500  # rows; those that lost most time, in order of time
 MAX_HOSTS = 20
 
 
-def to_html(report: Report, timeline: Sequence[TimelineBin], *, source: str, left_out: int = 0) -> str:
+def to_html(report: GoodputReport, timeline: Sequence[TimelineBin], *, source: str, left_out: int = 0) -> str:
     """The whole page. `source` says where the events come from, `left_out` how many lines of it were none."""
     environment = Environment(
         loader=PackageLoader("goodput.show"),
@@ -79,7 +79,7 @@ def _figure(name: str, figure: go.Figure) -> Markup:
     return Markup(text)
 
 
-def _headline(report: Report) -> list[tuple[str, str, str]]:
+def _headline(report: GoodputReport) -> list[tuple[str, str, str]]:
     """Figure, its name, and what it means."""
     lost_s = report.elapsed_s - report.seconds_by_category["useful"]
     lost_cost = ""
@@ -96,7 +96,7 @@ def _headline(report: Report) -> list[tuple[str, str, str]]:
     ]
 
 
-def _shares(spent: Mapping[str, float], report: Report) -> list[dict[str, Any]]:
+def _shares(spent: Mapping[str, float], report: GoodputReport) -> list[dict[str, Any]]:
     """Rows, the largest first; a job's GPUs are all taken while it runs, so GPU-hours are in proportion to the time."""
     rows = []
     for name, spent_s in sorted(spent.items(), key=lambda item: (-item[1], item[0])):

@@ -16,7 +16,7 @@ from rich.text import Text
 from flyball.contracts import wire
 from goodput.account.categories import Category
 from goodput.account.measures import Quantiles
-from goodput.calculator import IncidentReport, Report
+from goodput.calculator import GoodputReport, IncidentReport
 from goodput.wording import counted, percent, seconds
 
 _BAR_WIDTH = 24
@@ -25,13 +25,13 @@ WORST_HOSTS = 10
 _LIVE = ((99, 5, True), (6, 5, True), (6, 3, False), (6, 1, False), (4, 1, False), (4, 0, False))
 
 
-def to_json(report: Report) -> dict[str, Any]:
+def to_json(report: GoodputReport) -> dict[str, Any]:
     """The report as one JSON object, in plain dicts and lists; docs/goodput.md documents its fields, and `schema`
     names their version."""
     return wire.decoder_of(dict[str, Any]).decode(msgspec.json.encode(report))
 
 
-def to_text(report: Report, *, width: int = 100) -> str:
+def to_text(report: GoodputReport, *, width: int = 100) -> str:
     """The report as plain text."""
     console = Console(width=width, no_color=True, highlight=False, emoji=False)
     with console.capture() as capture:
@@ -39,7 +39,7 @@ def to_text(report: Report, *, width: int = 100) -> str:
     return capture.get()
 
 
-def render(report: Report) -> RenderableType:
+def render(report: GoodputReport) -> RenderableType:
     """The report for a rich console."""
     parts: list[RenderableType] = [_headline(report), _categories(report)]
     if report.badput_s:
@@ -57,7 +57,7 @@ def render(report: Report) -> RenderableType:
     return _spaced(parts)
 
 
-def render_live(report: Report, fits: Callable[[RenderableType], bool]) -> RenderableType:
+def render_live(report: GoodputReport, fits: Callable[[RenderableType], bool]) -> RenderableType:
     """What changes while a job runs: as much of it as `fits`, the headline and the largest categories always."""
     shown: RenderableType = ""
     for categories, incidents, with_recommendation in _LIVE:
@@ -82,7 +82,7 @@ def _line(text: str) -> Text:
     return Text("".join(c if c.isprintable() or c == "\n" else "?" for c in text))
 
 
-def _headline(report: Report) -> Text:
+def _headline(report: GoodputReport) -> Text:
     steps = report.steps
     text = (
         f"Job {report.job or '(without a name)'}: goodput {percent(report.goodput)}, ETTR {percent(report.ettr)} "
@@ -115,7 +115,7 @@ def _table(title: str) -> Table:
     )
 
 
-def _categories(report: Report, *, largest: int | None = None) -> Table:
+def _categories(report: GoodputReport, *, largest: int | None = None) -> Table:
     """All of them, or the useful time and the largest of the rest with the sum of the others."""
     table = _table("Where the time went")
     table.add_column("category")
@@ -136,7 +136,7 @@ def _categories(report: Report, *, largest: int | None = None) -> Table:
     return table
 
 
-def _causes(title: str, what: str, badput_s: Mapping[str, float], report: Report) -> Table:
+def _causes(title: str, what: str, badput_s: Mapping[str, float], report: GoodputReport) -> Table:
     table = _table(title)
     table.add_column(what, overflow="fold")
     table.add_column("time", justify="right")

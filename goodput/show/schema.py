@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from goodput.calculator import SCHEMA, Report
+from goodput.calculator import SCHEMA, GoodputReport
 
 
 def report_schema() -> dict[str, Any]:
     """JSON Schema 2020-12 of the JSON that `flyball goodput report -o json` and `GET /v1/goodput` give."""
-    found = msgspec.json.schema(Report)
+    found = msgspec.json.schema(GoodputReport)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"Goodput report, {SCHEMA}",

@@ -1,4 +1,4 @@
-"""Speaks `flyball.contracts.engine_wire` to the checkpoint engine beside the daemon."""
+"""Speaks `flyball.contracts.on_host.engine_wire` to the checkpoint engine beside the daemon."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import struct
 from pathlib import Path
 
 from flyball.contracts import wire
-from flyball.contracts.engine_wire import MAX_ENGINE_FRAME_BYTES, EngineReply, EngineRequest
 from flyball.contracts.errors import FlyballError, InvalidMessage, Unreachable
+from flyball.contracts.on_host.engine_wire import MAX_ENGINE_FRAME_BYTES, EngineReply, EngineRequest
 
 DEFAULT_TIMEOUT_S = 5.0
 _HEADER = struct.Struct("<I")

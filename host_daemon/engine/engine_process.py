@@ -13,16 +13,17 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import structlog
 
+from flyball.contracts.checkpoints import StoredPoints
 from flyball.contracts.clock import Clock
-from flyball.contracts.engine_wire import EngineReply, GetStatus
 from flyball.contracts.errors import FlyballError, Unreachable
-from flyball.contracts.signals import EngineRestarted
-from flyball.contracts.testimony import Testimony
+from flyball.contracts.on_host.engine_wire import EngineReply, GetStatus
+from flyball.contracts.reports.signals import EngineRestarted
+from flyball.contracts.reports.testimony import Testimony
 from flyball.process_title import read_words
 from host_daemon.engine.engine_client import EngineClient
 from host_daemon.kernel.processes import launch, open_pidfd, open_pidfd_of, send_signal, signal_pidfd
 from host_daemon.settings import DaemonSettings, read_token_file
-from host_daemon.store.state_dir import StateDir
+from host_daemon.store.state_dir import HostStateDir
 
 POLL_S = 0.2
 START_TIMEOUT_S = 20.0
@@ -39,7 +40,7 @@ class EngineKeeper:
     def __init__(
         self,
         settings: DaemonSettings,
-        state_dir: StateDir,
+        state_dir: HostStateDir,
         client: EngineClient,
         clock: Clock,
         *,
@@ -57,6 +58,7 @@ class EngineKeeper:
         self._about: tuple[str, ...] = ()
         self._ask_now = asyncio.Event()
         self._in_touch_until_s = 0.0
+        self._stored_points: StoredPoints = {}
         self._noted_s = 0.0  # when `status` came
         self.restores_since = 0.0  # restores up to this wall time were seen; set it before `run` to go on there
         self.status = EngineReply(ok=False)  # the newest answer, also while the engine is away
@@ -71,9 +73,12 @@ class EngineKeeper:
             self._about = peers
             self._ask_now.set()
 
-    def in_touch(self, until_s: float) -> None:
-        """The supervisor answered: until then (monotonic) it cannot give this host up."""
+    def in_touch(self, until_s: float, stored_points: StoredPoints) -> None:
+        """The supervisor answered: until then (monotonic) it cannot give this host up. While it tells nothing of what
+        it has stored, what it told before holds."""
         self._in_touch_until_s = until_s
+        if stored_points:
+            self._stored_points = stored_points
 
     def testimonies(self) -> tuple[Testimony, ...]:
         """Of the peers asked about that live, with their ages as of now."""
@@ -200,7 +205,7 @@ class EngineKeeper:
             while not ended.is_set():
                 try:
                     self._ask_now.clear()
-                    status = GetStatus(self.restores_since, self._about, self._in_touch_until_s)
+                    status = GetStatus(self.restores_since, self._about, self._in_touch_until_s, self._stored_points)
                     await self._note(await self._client.ask(status))
                     answered = self._clock.monotonic_s()
                 except FlyballError as error:
@@ -223,7 +228,7 @@ class EngineKeeper:
         await self._on_status(reply)
 
 
-def _pid_in(state_dir: StateDir) -> int:
+def _pid_in(state_dir: HostStateDir) -> int:
     """The pid that this folder's engine last wrote down, 0 if there is none."""
     try:
         return int(state_dir.engine_pid.read_text().split()[0])

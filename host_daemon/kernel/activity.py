@@ -7,6 +7,7 @@ A worker is all processes of its session, and their descendants: data loaders an
 from __future__ import annotations
 
 import os
+import platform
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flyball.contracts.cluster import Activity
-from host_daemon.kernel.system_calls import in_call, is_reading_input
 
 WINDOW_S = 4.0  # over which a worker that does nothing does nothing
 OFTEN_S, SELDOM_S = 0.4, 2.0  # between two looks at a worker: in the first seconds, and later
@@ -31,7 +31,7 @@ Key = tuple[str, int, int]  # job, generation, rank
 UsesGpu = Callable[[Iterable[int]], bool | None]  # of these pids; None: one has a GPU, and its use is not known
 
 
-class Standing(NamedTuple):
+class StalledWorker(NamedTuple):
     """A worker whose beacon stands still."""
 
     key: Key
@@ -79,7 +79,7 @@ class ActivityWatch:
         self._trees: dict[int, frozenset[int]] = {}
         self._trees_read_s = -TREE_S
 
-    def look(self, standing: Sequence[Standing], now_s: float) -> dict[Key, Seen]:
+    def look(self, standing: Sequence[StalledWorker], now_s: float) -> dict[Key, Seen]:
         """What each of these does. Those that are not among them any more are forgotten: they moved."""
         here = {(of.key, of.pid) for of in standing}
         self._watched = {key: watched for key, watched in self._watched.items() if key in here}
@@ -221,3 +221,85 @@ def _has_blocked_thread(pid: int) -> bool:
         if text[text.rindex(")") + 2] == "D":
             return True
     return False
+
+
+# --- system calls ----------------------------------------------------------------------------------------------------
+
+# Those in which processes wait for long. Others are told by their number.
+_NUMBERS = {
+    "x86_64": {
+        0: "read",
+        1: "write",
+        7: "poll",
+        16: "ioctl",
+        23: "select",
+        34: "pause",
+        35: "nanosleep",
+        42: "connect",
+        43: "accept",
+        45: "recvfrom",
+        47: "recvmsg",
+        61: "wait4",
+        72: "fcntl",
+        73: "flock",
+        74: "fsync",
+        128: "rt_sigtimedwait",
+        202: "futex",
+        230: "clock_nanosleep",
+        232: "epoll_wait",
+        247: "waitid",
+        270: "pselect6",
+        271: "ppoll",
+        281: "epoll_pwait",
+        288: "accept4",
+    },
+    "aarch64": {
+        22: "epoll_pwait",
+        25: "fcntl",
+        29: "ioctl",
+        32: "flock",
+        63: "read",
+        64: "write",
+        72: "pselect6",
+        73: "ppoll",
+        82: "fsync",
+        95: "waitid",
+        98: "futex",
+        101: "nanosleep",
+        115: "clock_nanosleep",
+        137: "rt_sigtimedwait",
+        202: "accept",
+        203: "connect",
+        207: "recvfrom",
+        212: "recvmsg",
+        242: "accept4",
+        260: "wait4",
+    },
+}
+_NAMES = _NUMBERS.get(platform.machine(), {})
+
+
+def in_call(pid: int) -> str:
+    """The call that the main thread of a process waits in, '' if that cannot be told."""
+    number, _ = _call(pid)
+    return "" if number < 0 else _NAMES.get(number, f"call {number}")
+
+
+def is_reading_input(pid: int) -> bool:
+    """Whether the main thread waits for its standard input: `input()`, or a prompt of pdb."""
+    number, arguments = _call(pid)
+    name = _NAMES.get(number, "")
+    if name == "read":
+        return arguments[0] == 0
+    # readline waits with the set of descriptors below 1
+    return name in ("select", "pselect6") and arguments[0] == 1
+
+
+def _call(pid: int) -> tuple[int, list[int]]:
+    """(-1, []) if it waits in none, or may not be looked at."""
+    try:
+        words = Path(f"/proc/{pid}/syscall").read_text().split()
+        number = int(words[0])
+    except (OSError, ValueError, IndexError):
+        return -1, []
+    return number, [int(word, 16) for word in words[1:7]]

@@ -7,7 +7,7 @@ import msgspec
 import structlog
 
 from flyball.contracts.clock import Clock
-from flyball.contracts.signals import Report
+from flyball.contracts.reports.signals import Report
 
 _log = structlog.get_logger(__name__)
 

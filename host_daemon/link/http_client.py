@@ -10,7 +10,6 @@ import msgspec
 from flyball.client_tls import ClientTls, plain_http, tls_trouble
 from flyball.contracts import wire
 from flyball.contracts.decisions import CommandBatch, CommandUpdate
-from flyball.contracts.drains import Departure
 from flyball.contracts.errors import (
     ConfigurationError,
     DaemonSuperseded,
@@ -25,9 +24,10 @@ from flyball.contracts.errors import (
     Unreachable,
     WrongClock,
 )
-from flyball.contracts.rank_logs import LogPiece
-from flyball.contracts.signals import Report, ReportReply
-from flyball.contracts.standings import Obeyed, Standing
+from flyball.contracts.reports.drains import Departure
+from flyball.contracts.reports.rank_logs import LogPiece
+from flyball.contracts.reports.signals import Report, ReportReply
+from flyball.contracts.reports.standings import HostStanding, LastObeyed
 from host_daemon.link.failover import Endpoints
 
 CONNECT_TIMEOUT_S = 2.0
@@ -85,7 +85,7 @@ class SupervisorClient:
         incarnation: str,
         *,
         wait_s: float,
-        obeyed: Obeyed = Obeyed(),  # noqa: B008 - frozen
+        obeyed: LastObeyed = LastObeyed(),  # noqa: B008 - frozen
     ) -> CommandBatch:
         """Long poll: answers as soon as there is a command, or with none after `wait_s`."""
         if self._actuators.are_several:
@@ -99,7 +99,7 @@ class SupervisorClient:
         )
         return wire.decode(response.content, CommandBatch)
 
-    async def tell_standing(self, standing: Standing) -> None:
+    async def tell_standing(self, standing: HostStanding) -> None:
         """What the database does not know."""
         content, path = wire.encode(standing), f"/v1/hosts/{standing.host_id}/standing"
         await self._send(self._actuators, "POST", path, content=content, params=self._succession())
@@ -184,7 +184,7 @@ class SupervisorClient:
         return renewed
 
 
-def _params(obeyed: Obeyed) -> dict[str, str]:
+def _params(obeyed: LastObeyed) -> dict[str, str]:
     return {name: str(value) for name, value in msgspec.structs.asdict(obeyed).items() if value}
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import structlog
 
 from flyball.contracts.errors import FlyballError
-from flyball.contracts.rank_logs import NEWEST, LogPiece, LogRequest
+from flyball.contracts.reports.rank_logs import NEWEST, LogPiece, LogRequest
 from host_daemon.link.http_client import SupervisorClient
-from host_daemon.store.state_dir import StateDir
+from host_daemon.store.state_dir import HostStateDir
 
 MAX_ANSWERING = 8
 
@@ -23,7 +23,7 @@ _GENERATION = re.compile(r"g(\d+)$")
 class LogReading:
     """Reads in threads: a log may be on a network file system that hangs."""
 
-    def __init__(self, host_id: str, state_dir: StateDir, client: SupervisorClient) -> None:
+    def __init__(self, host_id: str, state_dir: HostStateDir, client: SupervisorClient) -> None:
         self._host_id = host_id
         self._state_dir = state_dir
         self._client = client

@@ -12,7 +12,6 @@ import structlog
 
 from flyball.contracts.checkpoints import RestoreReport
 from flyball.contracts.cluster import HostFacts
-from flyball.contracts.engine_wire import EngineReply, FailingSaves, LateSaves, SaveFailure
 from flyball.contracts.errors import (
     DaemonSuperseded,
     FlyballError,
@@ -23,8 +22,9 @@ from flyball.contracts.errors import (
     Unauthorized,
     WrongClock,
 )
-from flyball.contracts.rank_columns import in_columns, steps_together
-from flyball.contracts.signals import (
+from flyball.contracts.on_host.engine_wire import EngineReply, FailingSaves, LateSaves, SaveFailure
+from flyball.contracts.reports.rank_columns import in_columns, steps_together
+from flyball.contracts.reports.signals import (
     MAX_SAVE_INTERVALS,
     EngineStatus,
     Report,
@@ -39,10 +39,10 @@ from host_daemon.engine.engine_process import EngineKeeper
 from host_daemon.kernel.free_ports import FreePorts, is_free
 from host_daemon.link.cluster_clock import ClusterClock, no_later
 from host_daemon.link.http_client import SupervisorClient
-from host_daemon.link.superseded import Refusals
+from host_daemon.link.superseded import RefusedPolls
 from host_daemon.settings import DaemonSettings
 from host_daemon.store.database import Facts
-from host_daemon.store.outbox import RESEND_AFTER_S, Outbox
+from host_daemon.store.outbox import RESEND_AFTER_S, SignalOutbox
 from host_daemon.workers.beacons import BeaconReadings, Beacons
 
 MIN_INTERVAL_S = 0.005  # between two reports, also when much happens
@@ -66,12 +66,12 @@ class Reporter:
         *,
         incarnation: str,
         client: SupervisorClient,
-        outbox: Outbox,
+        outbox: SignalOutbox,
         beacons: Beacons,
         engine: EngineKeeper,
         ports: FreePorts,
         facts: Facts,
-        refusals: Refusals,
+        refusals: RefusedPolls,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -240,7 +240,7 @@ class Reporter:
                 self._beacons.put_back(readings)
             raise
         self._engine.ask_about(reply.ask)
-        self._engine.in_touch(now_s + TOUCH_INTERVALS * self._settings.report_interval_s)
+        self._engine.in_touch(now_s + TOUCH_INTERVALS * self._settings.report_interval_s, reply.stored_points)
         await self._after(readings, restores)
         await self._outbox.committed(reply.committed)
 

@@ -9,7 +9,7 @@ LEAST_S = 5.0
 INTERVALS = 5.0  # between reports; the supervisor gives a dead daemon up before
 
 
-class Refusals:
+class RefusedPolls:
     """Of one loop."""
 
     def __init__(self, clock: Clock, report_interval_s: float) -> None:

@@ -24,11 +24,11 @@ from flyball.contracts.decisions import (
     WarmUp,
 )
 from flyball.contracts.errors import DaemonSuperseded, FlyballError, StaleCommand, TooBusy, Unreachable
-from flyball.contracts.rank_logs import LogRequest
+from flyball.contracts.reports.rank_logs import LogRequest
 from host_daemon.link.http_client import SupervisorClient
-from host_daemon.link.superseded import Refusals
+from host_daemon.link.superseded import RefusedPolls
 from host_daemon.store.allegiance import TELL_AGAIN_S, Allegiance
-from host_daemon.store.command_journal import Admission, CommandJournal
+from host_daemon.store.command_journal import CommandAdmission, CommandJournal
 
 POLL_WAIT_S = 20.0
 POLL_RETRY_S = 0.2
@@ -51,10 +51,10 @@ class CommandFailed(FlyballError):
 
 
 # Carries out one command; `resumed` says that an earlier daemon began it, `acknowledged` that it had said so.
-Handler = Callable[[Command, "Progress"], Awaitable[CommandResult]]
+Handler = Callable[[Command, "CommandProgress"], Awaitable[CommandResult]]
 
 
-class Progress:
+class CommandProgress:
     """What a handler needs of the command's own life."""
 
     def __init__(self, *, resumed: bool, acknowledged: bool, acknowledge: Acknowledge) -> None:
@@ -97,7 +97,7 @@ class CommandLoop:
         clock: Clock,
         handler: Handler,
         take_log_requests: Callable[[Sequence[LogRequest]], None],
-        refusals: Refusals,
+        refusals: RefusedPolls,
         allegiance: Allegiance,
     ) -> None:
         self._host_id = host_id
@@ -167,24 +167,24 @@ class CommandLoop:
         except FlyballError as error:
             await self._answer(command, _failed(error), stored=False)
             return
-        if admission is Admission.ANSWERED and answer is not None:
+        if admission is CommandAdmission.ANSWERED and answer is not None:
             # It may be another daemon's, whose word counts no more.
             self._send(msgspec.structs.replace(answer, incarnation=self._incarnation))
             return
-        if admission is Admission.STALE:
+        if admission is CommandAdmission.STALE:
             message = f"{command.command_id} carries {command.fence}, and a newer one was obeyed."
             await self._answer(command, (UpdateState.REFUSED, StaleCommand.code, message, CommandResult()))
             return
         self._allegiance.begun(command, cluster)
         self._supersede(command)
         _log.info("command", id=command.command_id, kind=type(command.body).__name__, job=job, state=admission.value)
-        await self._carry_out(command, resumed=admission is Admission.RESUMED, acknowledged=answer is not None)
+        await self._carry_out(command, resumed=admission is CommandAdmission.RESUMED, acknowledged=answer is not None)
 
     async def _carry_out(self, command: Command, *, resumed: bool, acknowledged: bool) -> None:
         async def acknowledge(result: CommandResult) -> None:
             await self._answer(command, (UpdateState.ACKNOWLEDGED, "", "", result))
 
-        progress = Progress(resumed=resumed, acknowledged=acknowledged, acknowledge=acknowledge)
+        progress = CommandProgress(resumed=resumed, acknowledged=acknowledged, acknowledge=acknowledge)
         try:
             async with (
                 asyncio.timeout(command.deadline_s),

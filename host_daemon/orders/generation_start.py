@@ -15,7 +15,7 @@ from host_daemon.kernel.free_ports import is_free
 from host_daemon.spawning.spawn_wire import Order, StoreOrder, WorkerOrder
 from host_daemon.spawning.spawner_client import SpawnedProcess
 from host_daemon.spawning.standby import Standbys
-from host_daemon.store.state_dir import StateDir, clear_errors, end_file
+from host_daemon.store.state_dir import HostStateDir, clear_errors, end_file
 from host_daemon.store.worker_records import STORE_RANK
 from host_daemon.workers.beacons import Beacons
 from host_daemon.workers.terminals import Terminals, terminal_environment
@@ -30,7 +30,7 @@ class GenerationStarter:
         self,
         *,
         address: str,
-        state_dir: StateDir,
+        state_dir: HostStateDir,
         shm_prefix: str,
         standbys: Standbys,
         workers: WorkerTable,

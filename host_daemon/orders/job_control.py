@@ -20,19 +20,28 @@ from flyball.contracts.decisions import (
     StopWorkers,
     WarmUp,
 )
-from flyball.contracts.engine_wire import Arm, AwaitSaved, Configure, Disarm, EngineReply, EngineRequest, Flush, Release
 from flyball.contracts.errors import FlyballError, NotFound, StaleCommand, Unreachable
-from flyball.contracts.signals import SignalBody, WorkerStartFailed
-from flyball.contracts.standings import HeldJob
+from flyball.contracts.on_host.engine_wire import (
+    Arm,
+    AwaitSaved,
+    Configure,
+    Disarm,
+    EngineReply,
+    EngineRequest,
+    Flush,
+    Release,
+)
+from flyball.contracts.reports.signals import SignalBody, WorkerStartFailed
+from flyball.contracts.reports.standings import HeldJob
 from flyball.sealed_values import unseal
 from host_daemon.engine.engine_client import EngineClient, EngineRefused
 from host_daemon.engine.engine_process import EngineKeeper
 from host_daemon.kernel.free_ports import FreePorts
-from host_daemon.orders.commands import CommandFailed, Progress
+from host_daemon.orders.commands import CommandFailed, CommandProgress
 from host_daemon.orders.generation_start import GenerationStarter
 from host_daemon.spawning.standby import Standbys
 from host_daemon.store.owed_releases import OwedReleases
-from host_daemon.store.worker_records import JobRecord, WorkerRecords
+from host_daemon.store.worker_records import JobRecord, WorkerRecord, WorkerRecords
 from host_daemon.workers.beacons import Beacons
 from host_daemon.workers.worker_environment import expected_environment, job_environment
 from host_daemon.workers.workers import WorkerTable
@@ -84,7 +93,7 @@ class JobControl:
         self._secrets: dict[str, tuple[Mapping[str, str], dict[str, str]]] = {}  # job -> sealed, and what was in it
         self._jobs: dict[str, JobRecord] = {}
 
-    async def carry_out(self, command: Command, progress: Progress) -> CommandResult:
+    async def carry_out(self, command: Command, progress: CommandProgress) -> CommandResult:
         """Do what the command says. Raises FlyballError with what prevents it."""
         match command.body:
             case WarmUp() as body:
@@ -112,17 +121,20 @@ class JobControl:
         except FlyballError as error:  # the workers that run have them; a start will say it to the user
             _log.error("secrets_not_read", job=record.spec.job, error=str(error))
 
-    def held(self) -> tuple[HeldJob, ...]:
-        """The jobs of this host, each with the newest generation that it was told to start, and the ranks that run."""
-        live: dict[tuple[str, int], list[int]] = {}
+    def held(self, now: float) -> tuple[HeldJob, ...]:
+        """The jobs of this host at `now`, wall clock: each with its newest generation, and the ranks that run."""
+        live: dict[tuple[str, int], list[WorkerRecord]] = {}
         for worker in self._workers.live():
             record = worker.record
             if record.rank >= 0:
-                live.setdefault((record.job, record.generation), []).append(record.rank)
-        return tuple(
-            HeldJob(job.spec, job.placement, job.fence, tuple(sorted(live.get((name, job.placement.generation), ()))))
-            for name, job in sorted(self._jobs.items())
-        )
+                live.setdefault((record.job, record.generation), []).append(record)
+        held = []
+        for name, job in sorted(self._jobs.items()):
+            workers = live.get((name, job.placement.generation), ())
+            ranks = tuple(sorted(worker.rank for worker in workers))
+            ran_s = max((max(0.0, now - worker.spawned_at) for worker in workers), default=0.0)
+            held.append(HeldJob(job.spec, job.placement, job.fence, ranks, ran_s))
+        return tuple(held)
 
     def _environment_of(self, spec: JobSpec) -> dict[str, str]:
         """That of the job's workers. What was once unsealed is kept in memory: a new secret of the cluster takes
@@ -227,7 +239,7 @@ class JobControl:
                 _log.warning("no_store_prepared", job=body.job, error=str(error))
         return port
 
-    async def _start(self, command: Command, body: StartWorkers, progress: Progress) -> CommandResult:
+    async def _start(self, command: Command, body: StartWorkers, progress: CommandProgress) -> CommandResult:
         spec, placement = body.spec, body.placement
         host = placement.host(self._host_id)
         if host is None:
@@ -278,7 +290,7 @@ class JobControl:
             )
         return CommandResult(pids={str(rank): pid for rank, pid in live.items()})
 
-    async def _save(self, command: Command, body: SaveEmergency, progress: Progress) -> CommandResult:
+    async def _save(self, command: Command, body: SaveEmergency, progress: CommandProgress) -> CommandResult:
         until_s = asyncio.get_running_loop().time() + body.deadline_s
         if not progress.acknowledged:
             try:

@@ -10,9 +10,9 @@ from typing import Final, Protocol
 import structlog
 
 from flyball.contracts.clock import Clock
-from flyball.contracts.drains import Departure
 from flyball.contracts.errors import FlyballError
-from flyball.contracts.signals import PreemptionNotice, SignalBody
+from flyball.contracts.reports.drains import Departure
+from flyball.contracts.reports.signals import PreemptionNotice, SignalBody
 
 SOURCE: Final = "sigterm"
 REACH_S: Final = 2.0  # without an answer for that long, there is no supervisor to wait for
@@ -22,7 +22,7 @@ FACT: Final = "leaving"  # set while a notice of ours stands
 _log = structlog.get_logger(__name__)
 
 
-class Left(StrEnum):
+class LeaveOutcome(StrEnum):
     """How it ended."""
 
     IDLE = "idle"  # there were no ranks
@@ -33,7 +33,7 @@ class Left(StrEnum):
     @property
     def is_in_order(self) -> bool:
         """Whether nobody has to look for the host: it takes nothing with it that anybody needs."""
-        return self in (Left.IDLE, Left.MOVED)
+        return self in (LeaveOutcome.IDLE, LeaveOutcome.MOVED)
 
 
 class FactStore(Protocol):
@@ -63,15 +63,15 @@ class Leaving:
         self._has_ranks = has_ranks
         self._facts = facts
 
-    async def run(self) -> Left:
+    async def run(self) -> LeaveOutcome:
         """Give notice if there are ranks, and wait until the host is needed no more, or the time is over."""
         if not self._has_ranks():
-            return Left.IDLE
+            return LeaveOutcome.IDLE
         if self._timeout_s <= 0.0:
-            return Left.UNHEARD
+            return LeaveOutcome.UNHEARD
         if not await self._is_in_reach():
             _log.warning("leaving_unheard", why="no supervisor is in reach")
-            return Left.UNHEARD
+            return LeaveOutcome.UNHEARD
         until_s = self._clock.monotonic_s() + self._timeout_s
         await self._give_notice()
         return await self._wait_until(until_s)
@@ -106,7 +106,7 @@ class Leaving:
             _log.warning("notice_not_noted", error=str(error))
         await self._signal(PreemptionNotice(deadline_at=self._clock.wall_s() + self._timeout_s, source=SOURCE))
 
-    async def _wait_until(self, until_s: float) -> Left:
+    async def _wait_until(self, until_s: float) -> LeaveOutcome:
         """The workers may be gone long before their state was fetched from here, so the supervisor is asked."""
         waits_for = ""
         while self._clock.monotonic_s() < until_s:
@@ -117,10 +117,10 @@ class Leaving:
                 said = Departure(may_leave=False, waits_for=f"the supervisor ({type(error).__name__})")
             if said.may_leave and not self._has_ranks():
                 _log.info("left")
-                return Left.MOVED
+                return LeaveOutcome.MOVED
             if said.waits_for != waits_for:
                 waits_for = said.waits_for
                 _log.info("leaving_waits", waits_for=waits_for)
             await asyncio.sleep(ASK_EVERY_S)
         _log.error("leaving_overdue", timeout_s=self._timeout_s, waits_for=waits_for)
-        return Left.OVERDUE
+        return LeaveOutcome.OVERDUE

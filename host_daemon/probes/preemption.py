@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 import structlog
 
-from flyball.contracts.signals import PreemptionNotice
+from flyball.contracts.reports.signals import PreemptionNotice
 from flyball.contracts.wire import MALFORMED, decoder_of
 
 MAX_NOTICE_BYTES = 4_096

@@ -16,11 +16,12 @@ import os
 import runpy
 import signal
 import socket
+import stat
 import sys
 import traceback
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 import msgspec
 
@@ -29,9 +30,7 @@ from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import ConfigurationError, FlyballError
 from flyball.process_title import set_title
 from host_daemon.kernel.processes import INHERITED_DESCRIPTOR
-from host_daemon.spawning.spawn_wire import HEADER, LEAVE, Order, StoreOrder, Streams, WorkerOrder
-from host_daemon.spawning.store_server import serve_store
-from host_daemon.spawning.worker_streams import redirect
+from host_daemon.spawning.spawn_wire import HEADER, LEAVE, Order, StoreOrder, WorkerOrder, WorkerStreamPaths
 
 NO_LEAVE_EXIT_CODE = 125
 _FRAMES_OF_OURS = (__file__, runpy.__file__, "<frozen runpy>")
@@ -40,7 +39,7 @@ _FRAMES_OF_OURS = (__file__, runpy.__file__, "<frozen runpy>")
 def carry_out(order: Order) -> None:
     """Run what was ordered, in this process; ends by SystemExit, or by returning when the script is through."""
     if isinstance(order, StoreOrder):
-        redirect(order.log_path, Streams())
+        redirect(order.log_path, WorkerStreamPaths())
         serve_store(order.job, order.address, order.port)
         return
     os.environ.clear()
@@ -206,6 +205,97 @@ def main() -> None:
         if _receive(control, len(LEAVE)) != LEAVE:
             os._exit(NO_LEAVE_EXIT_CODE)
     carry_out(order)
+
+
+# --- the rendezvous store --------------------------------------------------------------------------------------------
+
+# The process that hosts a generation's TCPStore, so that it listens before the first rank looks for it.
+#
+# A refused connection costs a rank half a second or more (torch's own back-off), and with the store inside rank 0
+# every restart races for it. A fresh process per generation also means a fresh store: nothing stale is ever met.
+
+
+def serve_store(job: str, address: str, port: int) -> None:
+    """Listen until killed. Ends with an exception if the port is taken."""
+    from torch._C._distributed_c10d import TCPStore
+
+    set_title(f"{job} rendezvous store", [f"{address}:{port}"])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    store = TCPStore(address, port, None, True, wait_for_workers=False)
+    os.write(1, f"listening on {address}:{store.port}\n".encode())
+    while True:
+        signal.pause()
+
+
+# --- standard streams ------------------------------------------------------------------------------------------------
+
+_LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+_NOBODY_THERE = (errno.EIO, errno.EPIPE)  # what a write says when the pump is dead: of a terminal, of a pipe
+
+
+def redirect(log_path: str, streams: WorkerStreamPaths) -> None:
+    """Have this process write where it was told, or, where that is gone already, to its log."""
+    log = os.open(log_path, _LOG_FLAGS, 0o600)
+    for descriptor, path in ((1, streams.stdout), (2, streams.stderr)):
+        device = _open(path, os.O_WRONLY)
+        os.dup2(log if device is None else device, descriptor)
+        if device is not None:
+            os.close(device)
+    os.close(log)
+    given = _open(streams.stdin, os.O_RDONLY)
+    if given is not None:
+        os.dup2(given, 0)
+        os.close(given)
+    if streams.stdout or streams.stderr:
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            stream = _lasting(getattr(sys, name), number, log_path)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a log is read while it is written, and its writer may be killed
+
+
+def _open(path: str, access: int) -> int | None:
+    """A terminal, for reading and writing, or a pipe or file for `access`; None if it is not there any more."""
+    if not path:
+        return None
+    try:
+        is_terminal = stat.S_ISCHR(Path(path).stat().st_mode)
+        # no controlling terminal: when the pump dies no signal comes of it
+        flags = (os.O_RDWR if is_terminal else access) | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(path, flags)
+    except OSError:
+        return None
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def _lasting(old: TextIO, descriptor: int, log_path: str) -> io.TextIOWrapper:
+    raw = _Lasting(descriptor, log_path)
+    raw.name = old.name  # '<stdout>'
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=old.encoding, errors=old.errors, newline="\n", line_buffering=True
+    )
+
+
+class _Lasting(io.FileIO):
+    """A stream that goes on in the log when the pump is dead, so that a killed pump ends no training."""
+
+    def __init__(self, descriptor: int, log_path: str) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._log_path = log_path
+
+    def write(self, data: Any, /) -> int:  # noqa: ANN401 - any buffer
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in _NOBODY_THERE:
+                raise
+        log = os.open(self._log_path, _LOG_FLAGS, 0o600)
+        os.dup2(log, self.fileno())
+        os.close(log)
+        return super().write(data)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ MAX_FRAME_BYTES = 4 << 20
 LEAVE = b"!"  # the byte that lets a spawned process run
 
 
-class Streams(msgspec.Struct, frozen=True):
+class WorkerStreamPaths(msgspec.Struct, frozen=True):
     """Terminals, pipes or a file to read that a worker is to have; '': no input, and output to the log."""
 
     stdin: str = ""
@@ -37,7 +37,7 @@ class WorkerOrder(msgspec.Struct, frozen=True, tag="worker"):
     environment: Mapping[str, str]  # complete
     log_path: str
     program: bool = False
-    streams: Streams = Streams()
+    streams: WorkerStreamPaths = WorkerStreamPaths()
     end_file: str = ""  # made when the script has ended well; '': none
 
 

@@ -9,10 +9,10 @@ import structlog
 from flyball.contracts.clock import Clock
 from flyball.contracts.decisions import Command, CommandBatch
 from flyball.contracts.identity import HostId
-from flyball.contracts.standings import HeldJob, Obeyed, Standing
+from flyball.contracts.reports.standings import HeldJob, HostStanding, LastObeyed
 from host_daemon.store.command_journal import CommandJournal
 from host_daemon.store.database import Facts
-from host_daemon.store.outbox import Outbox
+from host_daemon.store.outbox import SignalOutbox
 from host_daemon.store.worker_records import WorkerRecords
 
 TELL_AGAIN_S = 0.5
@@ -33,11 +33,11 @@ class Allegiance:
         facts: Facts,
         journal: CommandJournal,
         records: WorkerRecords,
-        outbox: Outbox,
-        held: Callable[[], tuple[HeldJob, ...]],
+        outbox: SignalOutbox,
+        held: Callable[[float], tuple[HeldJob, ...]],
         wake: Callable[[], None],
     ) -> None:
-        """`held`: the jobs of this host; `wake` has a report sent."""
+        """`held(now)`: the jobs of this host; `wake` has a report sent."""
         self._host_id = host_id
         self._incarnation = incarnation
         self._clock = clock
@@ -49,7 +49,7 @@ class Allegiance:
         self._wake = wake
         self._database = ""
         self._heard_s = clock.monotonic_s()
-        self.obeyed = Obeyed()
+        self.obeyed = LastObeyed()
 
     async def load(self) -> None:
         """Go on where an earlier daemon of this folder stopped."""
@@ -76,17 +76,17 @@ class Allegiance:
         """A command was noted in the journal."""
         self.obeyed = self.obeyed.after(command, cluster)
 
-    async def standing(self) -> Standing:
+    async def standing(self) -> HostStanding:
         """All that a supervisor needs to know to go on from here. Raises FlyballError."""
         ended: Mapping[str, int] = await self._records.ended()
         _log.warning("supervisor_is_behind", cluster=self.obeyed.cluster, epoch=self.obeyed.epoch)
-        return Standing(
+        return HostStanding(
             host_id=self._host_id,
             incarnation=self._incarnation,
             at=self._clock.wall_s(),
             obeyed=self.obeyed,
             unheard_s=self._clock.monotonic_s() - self._heard_s,
-            jobs=self._held(),
+            jobs=self._held(self._clock.wall_s()),
             ended=ended,
             committed=self._outbox.forgotten(),
         )

@@ -10,8 +10,8 @@ import msgspec
 from flyball.contracts import wire
 from flyball.contracts.decisions import Command, CommandUpdate, UpdateState
 from flyball.contracts.identity import Fence
-from flyball.contracts.standings import Obeyed
-from host_daemon.store.database import Database, Facts
+from flyball.contracts.reports.standings import LastObeyed
+from host_daemon.store.database import Facts, HostDatabase
 
 KEPT_ANSWERS = 500
 
@@ -19,30 +19,32 @@ KEPT_ANSWERS = 500
 OBEYED_FACT = "obeyed"
 
 
-class Admission(Enum):
+class CommandAdmission(Enum):
     NEW = "new"  # obey it
     RESUMED = "resumed"  # an earlier daemon began it and was killed before it could answer
     ANSWERED = "answered"  # send the stored answer again
     STALE = "stale"  # a newer fence was obeyed; refuse
 
 
-def admit(fence: Fence, highest: Fence | None, *, is_known: bool, answer: CommandUpdate | None) -> Admission:
+def admit(fence: Fence, highest: Fence | None, *, is_known: bool, answer: CommandUpdate | None) -> CommandAdmission:
     """What to do about a command: `highest` is the newest fence obeyed for its job, `is_known` whether it was begun,
     `answer` what was said to it last. Pure."""
     if answer is not None and answer.state is not UpdateState.ACKNOWLEDGED:
-        return Admission.ANSWERED
+        return CommandAdmission.ANSWERED
     if highest is not None and fence < highest:
-        return Admission.STALE
-    return Admission.RESUMED if is_known else Admission.NEW
+        return CommandAdmission.STALE
+    return CommandAdmission.RESUMED if is_known else CommandAdmission.NEW
 
 
 class CommandJournal:
     """Fences and answers, stored before anything is done or said."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: HostDatabase) -> None:
         self._database = database
 
-    async def admit(self, command: Command, job: str, cluster: str = "") -> tuple[Admission, CommandUpdate | None]:
+    async def admit(
+        self, command: Command, job: str, cluster: str = ""
+    ) -> tuple[CommandAdmission, CommandUpdate | None]:
         """Decide about a command and remember it, its fence, and whose it is; also returns the newest stored answer, if
         any.
 
@@ -50,21 +52,21 @@ class CommandJournal:
         """
         fence = command.fence
 
-        def work(connection: sqlite3.Connection) -> tuple[Admission, CommandUpdate | None]:
+        def work(connection: sqlite3.Connection) -> tuple[CommandAdmission, CommandUpdate | None]:
             row = connection.execute(
                 "SELECT answer FROM commands WHERE command_id = ?", (command.command_id,)
             ).fetchone()
             answer = wire.decoder_of(CommandUpdate).decode(row[0]) if row and row[0] else None
             highest = connection.execute("SELECT epoch, generation FROM fences WHERE job = ?", (job,)).fetchone()
             admission = admit(fence, Fence(*highest) if highest else None, is_known=bool(row), answer=answer)
-            if admission in (Admission.ANSWERED, Admission.STALE):
+            if admission in (CommandAdmission.ANSWERED, CommandAdmission.STALE):
                 return admission, answer
             connection.execute(
                 "INSERT INTO fences (job, epoch, generation) VALUES (?, ?, ?)"
                 " ON CONFLICT (job) DO UPDATE SET epoch = excluded.epoch, generation = excluded.generation",
                 (job, fence.epoch, fence.generation),
             )
-            if admission is Admission.RESUMED:
+            if admission is CommandAdmission.RESUMED:
                 return admission, answer
             connection.execute("INSERT INTO commands (command_id, job) VALUES (?, ?)", (command.command_id, job))
             obeyed = wire.encode(_obeyed(connection).after(command, cluster)).decode()
@@ -72,7 +74,7 @@ class CommandJournal:
             connection.execute(
                 "DELETE FROM commands WHERE number <= (SELECT max(number) FROM commands) - ?", (KEPT_ANSWERS,)
             )
-            return Admission.NEW, None
+            return CommandAdmission.NEW, None
 
         return await self._database.run(work)
 
@@ -87,7 +89,7 @@ class CommandJournal:
             )
         )
 
-    async def obeyed(self) -> Obeyed:
+    async def obeyed(self) -> LastObeyed:
         """Whom this daemon, or an earlier one, obeyed last."""
         return await self._database.run(_obeyed)
 
@@ -99,6 +101,6 @@ class CommandJournal:
         return Fence(*row) if row else None
 
 
-def _obeyed(connection: sqlite3.Connection) -> Obeyed:
+def _obeyed(connection: sqlite3.Connection) -> LastObeyed:
     row = connection.execute("SELECT value FROM facts WHERE name = ?", (OBEYED_FACT,)).fetchone()
-    return wire.decode(row[0].encode(), Obeyed) if row else Obeyed()
+    return wire.decode(row[0].encode(), LastObeyed) if row else LastObeyed()

@@ -43,7 +43,7 @@ CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 
 
-class Database:
+class HostDatabase:
     """Opens or creates the file. Raises StateVersionMismatch for one of another version."""
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
@@ -111,7 +111,7 @@ class Database:
 class Facts:
     """Small things to remember by name."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: HostDatabase) -> None:
         self._database = database
 
     async def get(self, name: str) -> str | None:

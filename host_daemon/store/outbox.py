@@ -15,8 +15,8 @@ import structlog
 from flyball.contracts import wire
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError, InvalidMessage
-from flyball.contracts.signals import Signal, SignalBody
-from host_daemon.store.database import Database, Facts, Work
+from flyball.contracts.reports.signals import Signal, SignalBody
+from host_daemon.store.database import Facts, HostDatabase, Work
 
 MAX_SIGNALS = 10_000
 MAX_IN_MEMORY = 1_000  # signals that found the disk full or broken
@@ -29,7 +29,7 @@ COMMITTED_FACT = "signals_committed"  # JSON: up to where, by incarnation
 _log = structlog.get_logger(__name__)
 
 
-class Outbox:
+class SignalOutbox:
     """Numbers signals, keeps them on disk, and says which are due to be sent.
 
     A signal is due no more when a reply says that its (incarnation, seq) is committed; the newest stay in the spool all
@@ -38,7 +38,7 @@ class Outbox:
     the cause, stay.
     """
 
-    def __init__(self, database: Database, clock: Clock, *, source: str, incarnation: str) -> None:
+    def __init__(self, database: HostDatabase, clock: Clock, *, source: str, incarnation: str) -> None:
         self._database = database
         self._clock = clock
         self._source = source

@@ -8,8 +8,8 @@ import sqlite3
 import msgspec
 
 from flyball.contracts import wire
-from flyball.contracts.engine_wire import Release
-from host_daemon.store.database import Database
+from flyball.contracts.on_host.engine_wire import Release
+from host_daemon.store.database import HostDatabase
 
 _PREFIX = "release:"  # of the names in the table `facts`; the job follows
 
@@ -17,7 +17,7 @@ _PREFIX = "release:"  # of the names in the table `facts`; the job follows
 class OwedReleases:
     """Remembered before the engine is asked, until it has answered."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: HostDatabase) -> None:
         self._database = database
 
     async def load(self) -> list[Release]:

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flyball.contracts.engine_wire import ENGINE_PID_FILE, ENGINE_SOCKET, HOST_STATE_VERSION, NOTIFY_SOCKET
 from flyball.contracts.errors import ConfigurationError, StateVersionMismatch, StorageFull
+from flyball.contracts.on_host.engine_wire import ENGINE_PID_FILE, ENGINE_SOCKET, HOST_STATE_VERSION, NOTIFY_SOCKET
 
 
-class StateDir:
+class HostStateDir:
     """Names the files of one host, and holds the lock that makes its daemon the only one."""
 
     def __init__(self, root: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from flyball.contracts import wire
 from flyball.contracts.cluster import JobSpec, Placement
 from flyball.contracts.identity import Fence
-from host_daemon.store.database import Database, Facts, Work
+from host_daemon.store.database import Facts, HostDatabase, Work
 
 _INSERT = (
     "INSERT OR REPLACE INTO workers (job, generation, rank, pid, start_ticks, spawned_at, log_path)"
@@ -44,7 +44,7 @@ class JobRecord(msgspec.Struct, frozen=True):
 class WorkerRecords:
     """The tables `workers` and `jobs`. Other tools may read `workers`; only the daemon writes it."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: HostDatabase) -> None:
         self._database = database
 
     async def load(self) -> tuple[list[tuple[WorkerRecord, bool]], list[JobRecord]]:

@@ -16,12 +16,12 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import Activity, Phase, RankStatus
 from flyball.contracts.decisions import RankPosition
 from flyball.contracts.errors import StateVersionMismatch
-from flyball.contracts.losses import RankLoss, loss_value
-from flyball.contracts.rank_columns import RankSteps
-from flyball.contracts.segments import beacon_path
-from flyball.contracts.signals import RankMarks
+from flyball.contracts.on_host.losses import RankLoss, loss_value
+from flyball.contracts.on_host.segments import beacon_path
+from flyball.contracts.reports.rank_columns import RankSteps
+from flyball.contracts.reports.signals import RankMarks
 from flyball.sdk.beacon import BeaconReader, BeaconSnapshot, create_beacon
-from host_daemon.kernel.activity import Key, Seen, Standing
+from host_daemon.kernel.activity import Key, Seen, StalledWorker
 
 MAX_WAITING_STEPS = 10_000  # per rank, while no report gets through
 STEPS_PER_REPORT = 1_000  # per rank
@@ -122,12 +122,12 @@ class Beacons:
         newest = max((w.generation for w in ours), default=0)
         return tuple(RankPosition(w.rank, w.snapshot.step) for w in ours if w.generation == newest)
 
-    def standing(self) -> list[Standing]:
+    def standing(self) -> list[StalledWorker]:
         """Live workers whose beacons have not moved for longer than they usually take. Who looks at what they do
         meanwhile says so with `see`."""
         now_ns, wall_s = self._now()
         return [
-            Standing(key, w.pid)
+            StalledWorker(key, w.pid)
             for key, w in self._watched.items()
             if w.live and _age_s(w, now_ns, wall_s) > _usual_s(w.snapshot)
         ]

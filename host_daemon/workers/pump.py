@@ -20,7 +20,7 @@ from pathlib import Path
 
 READ_SIZE_BYTES = 64 << 10
 ERR = 2
-FRAME = struct.Struct("<cH")  # as in flyball.contracts.console_wish
+FRAME = struct.Struct("<cH")  # as in flyball.contracts.on_host.console_request
 SIZE = struct.Struct("<HH")
 
 

@@ -2,7 +2,7 @@
 and keeps a pump at work that copies what comes out of them to the logs.
 
 Nothing of it may end training. The daemon holds the far sides too, and starts a pump that died again; when both are
-dead the workers' streams go on in the log (see worker_streams).
+dead the workers' streams go on in the log (see spawning/child.py).
 """
 
 from __future__ import annotations
@@ -21,12 +21,20 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from flyball.contracts.console_wish import BOTH, ERR, OUT, ConsoleWish, console_folder, control_path, wish_path
+from flyball.contracts.on_host.console_request import (
+    BOTH,
+    ERR,
+    OUT,
+    ConsoleRequest,
+    console_folder,
+    control_path,
+    wish_path,
+)
 from flyball.contracts.wire import MALFORMED, decoder_of
 from host_daemon.kernel.processes import launch, read_stat
 from host_daemon.kernel.reaper import Reaper
-from host_daemon.spawning.spawn_wire import Streams
-from host_daemon.store.state_dir import StateDir
+from host_daemon.spawning.spawn_wire import WorkerStreamPaths
+from host_daemon.store.state_dir import HostStateDir
 from host_daemon.workers import pump
 from host_daemon.workers.workers import Worker
 
@@ -41,21 +49,21 @@ _log = structlog.get_logger(__name__)
 class Terminals:
     """Those of all jobs of this host."""
 
-    def __init__(self, state_dir: StateDir, reaper: Reaper) -> None:
+    def __init__(self, state_dir: HostStateDir, reaper: Reaper) -> None:
         self._state_dir = state_dir
         self._reaper = reaper
         self._open: dict[tuple[str, int], _Generation] = {}
         self._minders: set[asyncio.Task[None]] = set()
 
-    def wish(self, job: str) -> ConsoleWish | None:
+    def wish(self, job: str) -> ConsoleRequest | None:
         """What the launching command asks for; None if it asks for nothing, runs elsewhere or is gone."""
         try:
-            wish = decoder_of(ConsoleWish).decode(wish_path(self._state_dir.root, job).read_bytes())
+            wish = decoder_of(ConsoleRequest).decode(wish_path(self._state_dir.root, job).read_bytes())
         except (OSError, *MALFORMED):
             return None
         return wish if read_stat(wish.pid) else None
 
-    def open(self, wish: ConsoleWish, job: str, generation: int, logs: Sequence[Path]) -> list[Streams]:
+    def open(self, wish: ConsoleRequest, job: str, generation: int, logs: Sequence[Path]) -> list[WorkerStreamPaths]:
         """What each worker is to have as its streams, by local rank. Without terminals (a container that has none, no
         descriptors left) that is its log alone."""
         made = _Generation(self._state_dir.root, job, generation, wish, self._reaper)
@@ -66,7 +74,7 @@ class Terminals:
         except OSError as error:
             _log.warning("no_terminals", job=job, generation=generation, error=str(error))
             made.close()
-            return [Streams(wish.piped) for _ in logs]
+            return [WorkerStreamPaths(wish.piped) for _ in logs]
         if made.channels:
             self._open[job, generation] = made
         return streams
@@ -113,7 +121,7 @@ class _Generation:
     """The terminals and pipes of one generation. Workers open the near side by its path; it is held open here as well,
     so that it has no end before they do."""
 
-    def __init__(self, root: Path, job: str, generation: int, wish: ConsoleWish, reaper: Reaper) -> None:
+    def __init__(self, root: Path, job: str, generation: int, wish: ConsoleRequest, reaper: Reaper) -> None:
         self.job = job
         self.generation = generation
         self.channels: list[dict[str, object]] = []  # as pump.Channel takes them
@@ -126,22 +134,22 @@ class _Generation:
         self._log = Path(os.devnull)
         self.pump_ended: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
-    def add(self, local_rank: int, log: Path) -> Streams:
+    def add(self, local_rank: int, log: Path) -> WorkerStreamPaths:
         """Make what one worker needs."""
         wish = self._wish
         terminal = wish.terminal[local_rank] if local_rank < len(wish.terminal) else 0
         if not terminal and not wish.apart:
-            return Streams(wish.piped)
+            return WorkerStreamPaths(wish.piped)
         if not self.channels:
             self._log = log
         if terminal == BOTH:
             path = self._add_terminal(log, BOTH)
-            return Streams(path if wish.keyboard and local_rank == 0 else wish.piped, path, path)
+            return WorkerStreamPaths(path if wish.keyboard and local_rank == 0 else wish.piped, path, path)
         out, err = (
             self._add_terminal(log, stream) if terminal & stream else self._add_pipe(local_rank, log, stream)
             for stream in (OUT, ERR)
         )
-        return Streams(wish.piped, out, err)
+        return WorkerStreamPaths(wish.piped, out, err)
 
     def start_pump(self) -> None:
         """Raises OSError."""
@@ -200,7 +208,7 @@ def _unread_bytes(descriptor: int) -> int:
     return int(struct.unpack("i", found)[0])
 
 
-def terminal_environment(wish: ConsoleWish, local_rank: int, environment: Mapping[str, str]) -> Mapping[str, str]:
+def terminal_environment(wish: ConsoleRequest, local_rank: int, environment: Mapping[str, str]) -> Mapping[str, str]:
     """The environment of a worker that gets a terminal: the variables that describe it are those of the command."""
     has_terminal = local_rank < len(wish.terminal) and wish.terminal[local_rank]
     return {**environment, **wish.environment} if has_terminal else environment

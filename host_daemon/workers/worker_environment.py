@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flyball.contracts import wire, worker_env
+from flyball.contracts import wire
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.errors import ConfigurationError
-from flyball.contracts.segments import beacon_path
+from flyball.contracts.on_host import worker_env
+from flyball.contracts.on_host.segments import beacon_path
 
 # From which size on memcpy writes past the caches. glibc derives it from what the processor says of them, and virtual
 # machines say odd things (240 MiB here): then the copy of a state throws the trainer's data out of the caches, which
@@ -65,7 +66,7 @@ def rank_environment(
         "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
         "TORCHELASTIC_RUN_ID": placement.job,
         "TORCHELASTIC_ERROR_FILE": error_file,
-        "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is a process of its own, see store_server
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is a process of its own, see spawning/child.py
     }
     flyball = {
         worker_env.JOB: placement.job,

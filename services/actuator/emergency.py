@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flyball.contracts.decisions import DecisionKind, FlushState, SaveEmergency, UpdateState
-from services.actuator.ports import ActionProgress, CommandRecord
+from services.actuator.ports import ActionProgress, OutboxCommand
 
 _RELEASE_FLUSH_S = 2.0
 _ANSWER_S = 1.0  # of what is left, for the answers to be heard
@@ -38,10 +38,10 @@ def save_limit_s(body: SaveEmergency, left_s: float) -> float:
     return body.deadline_s + min(_ANSWER_S / 2, (left_s - body.deadline_s) / 2)
 
 
-def newest_saves(progress: ActionProgress) -> dict[str, CommandRecord]:
+def newest_saves(progress: ActionProgress) -> dict[str, OutboxCommand]:
     """By host the newest command to save, of the step that was named last."""
     saves = [r for r in progress.commands if isinstance(r.command.body, SaveEmergency)]
-    newest: dict[str, CommandRecord] = {}
+    newest: dict[str, OutboxCommand] = {}
     for record in saves:
         known = newest.get(record.command.host_id)
         if known is None or _step(record) >= _step(known):
@@ -83,5 +83,5 @@ def outcome(progress: ActionProgress) -> str:
     return f"step {step} is saved{where}"
 
 
-def _step(record: CommandRecord) -> int:
+def _step(record: OutboxCommand) -> int:
     return record.command.body.step if isinstance(record.command.body, SaveEmergency) else -1

@@ -8,7 +8,7 @@ from typing import Final
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.decisions import ActionPlan, CommandResult, DecisionKind, EndJob, StopWorkers, UpdateState
 from services.actuator.moves import DEFAULT_FLUSH_S
-from services.actuator.ports import ActionProgress, CommandRecord
+from services.actuator.ports import ActionProgress, OutboxCommand
 from services.rules.recovery_point import newest_step
 
 # What these end is freed: the newest recovery point goes to the slow tiers first, where the job has any.
@@ -16,7 +16,7 @@ FREEING: Final = frozenset({DecisionKind.FAIL_JOB, DecisionKind.STOP_JOB, Decisi
 _LAST_FLUSH_TIMEOUT_S: Final = 50.0
 
 
-def stopped(commands: Iterable[CommandRecord]) -> dict[str, CommandResult]:
+def stopped(commands: Iterable[OutboxCommand]) -> dict[str, CommandResult]:
     """What the hosts that stopped found, by host; of several answers the last."""
     return {
         record.command.host_id: record.update.result

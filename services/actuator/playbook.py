@@ -28,7 +28,7 @@ from flyball.contracts.decisions import (
 from services.actuator import emergency, endings
 from services.actuator.host_parts import host_parts
 from services.actuator.moves import drafts, end, move, names, number
-from services.actuator.ports import ActionProgress, CommandDraft, CommandRecord, PlaybookStep
+from services.actuator.ports import ActionProgress, CommandDraft, OutboxCommand, PlaybookStep
 from services.rules.incident_states import ACTION, ActionEvent
 from services.rules.recovery_point import plan_restore
 
@@ -58,11 +58,11 @@ class _Answers(msgspec.Struct):
     """What the hosts of a phase have said so far."""
 
     done: list[str] = []
-    waiting: list[CommandRecord] = []
+    waiting: list[OutboxCommand] = []
     unanswered: list[str] = []  # past their deadline
-    failed: list[CommandRecord] = []
+    failed: list[OutboxCommand] = []
     again: list[str] = []
-    late: list[CommandRecord] = []  # an emergency save's step that was passed already
+    late: list[OutboxCommand] = []  # an emergency save's step that was passed already
 
 
 def advance(progress: ActionProgress, now: float) -> PlaybookStep:
@@ -270,6 +270,7 @@ def _placement(progress: ActionProgress, following: GenerationPlan, results: Map
         lineage=branch(
             following.parent_lineage,
             restored_step=restore.step if restore else None,
+            source=restore.source_generation if restore else None,
             generation=following.generation,
         ),
         restore=restore,
@@ -326,7 +327,7 @@ def _answers(progress: ActionProgress, now: float) -> _Answers:
     return answers
 
 
-def _due(progress: ActionProgress, record: CommandRecord) -> float:
+def _due(progress: ActionProgress, record: OutboxCommand) -> float:
     """When a host that has not answered is given up. In an emergency not a moment later than it was given: what is left
     is for the flush."""
     if progress.phase == SAVE:
@@ -340,7 +341,7 @@ def _targets(progress: ActionProgress) -> tuple[str, ...]:
     return progress.plan.stop_hosts
 
 
-def _asked(progress: ActionProgress, phase: str) -> dict[str, list[CommandRecord]]:
+def _asked(progress: ActionProgress, phase: str) -> dict[str, list[OutboxCommand]]:
     """Of each host the commands of a phase, oldest first; of an emergency save only those of the step named last."""
     asked = _sent(progress, phase)
     if phase == SAVE:
@@ -350,9 +351,9 @@ def _asked(progress: ActionProgress, phase: str) -> dict[str, list[CommandRecord
     return asked
 
 
-def _sent(progress: ActionProgress, phase: str) -> dict[str, list[CommandRecord]]:
+def _sent(progress: ActionProgress, phase: str) -> dict[str, list[OutboxCommand]]:
     """Of each host the commands of a phase, oldest first. There may be many thousand hosts: one pass for all."""
-    sent: defaultdict[str, list[CommandRecord]] = defaultdict(list)
+    sent: defaultdict[str, list[OutboxCommand]] = defaultdict(list)
     for record in progress.commands:
         if record.phase == phase and not isinstance(record.command.body, WarmUp):
             sent[record.command.host_id].append(record)
@@ -372,7 +373,7 @@ def _warm_ups(progress: ActionProgress, now: float) -> list[CommandDraft]:
     ]
 
 
-def _failure_message(phase: str, failed: Iterable[CommandRecord]) -> str:
+def _failure_message(phase: str, failed: Iterable[OutboxCommand]) -> str:
     said = {r.command.host_id: r.update.message or r.update.code for r in failed if r.update is not None}
     return "; ".join(f"{host} could not {phase}: {why or 'no reason given'}" for host, why in said.items())
 

@@ -19,12 +19,12 @@ from flyball.contracts.decisions import (
     UpdateState,
 )
 from flyball.contracts.events import Event
-from flyball.contracts.standings import Obeyed, Standing
+from flyball.contracts.reports.standings import HostStanding, LastObeyed
 
 ANSWER_SLACK_S = 2.0  # for the answer to travel, after the daemon's own deadline
 
 
-class CommandRecord(msgspec.Struct, frozen=True):
+class OutboxCommand(msgspec.Struct, frozen=True):
     """An outbox row and what its host answered last (None: nothing yet)."""
 
     command: Command
@@ -48,7 +48,7 @@ class ActionProgress(msgspec.Struct, frozen=True):
     phase: str  # '' before the first
     version: int  # compare-and-set
     started_at: float
-    commands: tuple[CommandRecord, ...]
+    commands: tuple[OutboxCommand, ...]
     persistent_copies: tuple[ShardCopy, ...] = ()  # copies on the persistent tier, which no host owns
     engine_addresses: Mapping[str, str] = {}  # host -> "ip:port"
     attempt: int = 1  # of the present phase; an emergency save that came too late is named anew
@@ -61,7 +61,7 @@ class ActionProgress(msgspec.Struct, frozen=True):
         since = self.started_at if is_urgent else max(self.started_at, self.watched_since)
         return since + self.plan.deadline_s
 
-    def answer_due(self, record: CommandRecord) -> float:
+    def answer_due(self, record: OutboxCommand) -> float:
         """When a host that has not answered by then is given up."""
         return max(record.created_at, self.watched_since) + record.command.deadline_s + ANSWER_SLACK_S
 
@@ -123,14 +123,14 @@ class Judgement(msgspec.Struct, frozen=True):
 class Standings(Protocol):
     """What hosts obeyed, compared with what the database knows."""
 
-    def judge(self, obeyed: Mapping[str, Obeyed]) -> Judgement: ...
+    def judge(self, obeyed: Mapping[str, LastObeyed]) -> Judgement: ...
 
-    def tell(self, standing: Standing) -> None:
+    def tell(self, standing: HostStanding) -> None:
         """Keep what a host tells that is ahead of the database."""
         ...
 
 
-class Outbox(Protocol):
+class CommandOutbox(Protocol):
     """The commands, as those see them who hand them out. Any number of actuators share it."""
 
     def unanswered(self) -> dict[str, tuple[int, int]]:

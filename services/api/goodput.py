@@ -15,7 +15,7 @@ import msgspec
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import NotFound, TooBusy
 from flyball.contracts.events import Event
-from goodput.account.options import Options
+from goodput.account.options import AccountOptions
 from services.api.ports import EventLog, Json, ReadModels
 
 if TYPE_CHECKING:  # the calculator is imported when somebody asks: a supervisor starts without it
@@ -41,7 +41,7 @@ class ReportsBusy(TooBusy):
 class Asked(msgspec.Struct, frozen=True):
     """How a report is asked for."""
 
-    options: Options = Options()
+    options: AccountOptions = AccountOptions()
     timeline_bins: int = 0  # slices of the run's time to give with it
 
 

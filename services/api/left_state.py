@@ -18,11 +18,12 @@ from services.api.goodput import GoodputReports
 from services.api.routes import jobs, observations
 from services.runtime.http.paging import Page
 from services.runtime.wakeup import LocalWakeup
-from services.store.read.read_models import ReadModels
+from services.store.read.read_models import SqlReadModels
 from services.store.sql.database import Database
 from services.store.sql.events import SqlEventLog
 from services.store.sql.lease import leader
 from services.store.sql.left_state import LAST_SIGN_SQL, revisions
+from services.store.sql.schema_upgrade import refuse_from_before
 
 Json = dict[str, Any]
 INTERRUPTED = "interrupted"
@@ -36,6 +37,7 @@ def check_schema(db: Database) -> None:
     known = revisions()
     if found == known[-1]:
         return
+    refuse_from_before(db.name, found)
     is_older = found in known
     raise StateVersionMismatch(
         f"The database {db.name} has schema {found}, and this release reads {known[-1]}.",
@@ -53,7 +55,7 @@ def supervisor_ended_at(db: Database, *, is_known_dead: bool) -> float | None:
         return max(filter(None, connection.execute(text(LAST_SIGN_SQL)).one()), default=None)
 
 
-class LeftReads(ReadModels):
+class LeftReads(SqlReadModels):
     """Jobs that had not ended when their supervisor did are `interrupted`: nobody knows more of them."""
 
     def __init__(self, db: Database, ended_at: float | None) -> None:

@@ -18,17 +18,17 @@ from services.runtime.notify import AsyncWakeup, Subscribable
 log = structlog.get_logger()
 
 
-class Bells(msgspec.Struct, frozen=True):
+class Wakeups(msgspec.Struct, frozen=True):
     """Rung by the threads of this process, and by other processes, when there is something new."""
 
     events: AsyncWakeup
 
 
-Background = Callable[[Bells], Awaitable[None]]
+Background = Callable[[Wakeups], Awaitable[None]]
 
 
-def bells_of(request: Request) -> Bells:
-    return cast("Bells", request.app.state.bells)
+def bells_of(request: Request) -> Wakeups:
+    return cast("Wakeups", request.app.state.bells)
 
 
 @asynccontextmanager
@@ -40,7 +40,7 @@ async def running(
     on_given_up: Callable[[str], None],
 ) -> AsyncIterator[None]:
     """The application's lifespan. `on_given_up` is told the name of a task that keeps crashing."""
-    bells = Bells(events=AsyncWakeup(wakeup, "events"))
+    bells = Wakeups(events=AsyncWakeup(wakeup, "events"))
     app.state.bells = bells
     tasks = [
         asyncio.create_task(_kept_running(name, body, bells, clock, on_given_up), name=name)
@@ -56,7 +56,7 @@ async def running(
 
 
 async def _kept_running(
-    name: str, body: Background, bells: Bells, clock: Clock, on_given_up: Callable[[str], None]
+    name: str, body: Background, bells: Wakeups, clock: Clock, on_given_up: Callable[[str], None]
 ) -> None:
     """A coroutine that crashes is started anew a bounded number of times: nothing but it would notice."""
     budget = CrashBudget(clock)

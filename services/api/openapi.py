@@ -10,10 +10,10 @@ import msgspec
 
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.decisions import CommandBatch, CommandUpdate
-from flyball.contracts.drains import Departure, DrainRequest
 from flyball.contracts.events import Event
-from flyball.contracts.rank_logs import LogPiece
-from flyball.contracts.signals import Report, ReportReply
+from flyball.contracts.reports.drains import Departure, DrainRequest
+from flyball.contracts.reports.rank_logs import LogPiece
+from flyball.contracts.reports.signals import Report, ReportReply
 from services.runtime.http.problem_details import MEDIA_TYPE
 
 _REF_TEMPLATE = "#/components/schemas/{name}"

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.cluster import Again, JobSpec
-from flyball.contracts.drains import Departure, DrainRequest
 from flyball.contracts.events import Event, EventKind
+from flyball.contracts.reports.drains import Departure, DrainRequest
 from services.runtime.http.paging import Page
 from services.runtime.metrics.log_cursor import EventLogReader
 

@@ -10,7 +10,7 @@ import structlog
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from flyball.contracts.errors import InvalidMessage, TooBusy
-from flyball.contracts.signals import Signal
+from flyball.contracts.reports.signals import Signal
 from flyball.contracts.wire import encode
 from services.rules.stream import Cursor, Delivered
 from services.rules.unreadable import read_signal

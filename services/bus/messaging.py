@@ -10,7 +10,7 @@ import structlog
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import Unreachable
-from flyball.contracts.signals import Signal, SignalUnreadable
+from flyball.contracts.reports.signals import Signal, SignalUnreadable
 from services.bus.embedded import EmbeddedBus
 from services.rules.stream import Cursor, Delivered
 from services.runtime.health import Check

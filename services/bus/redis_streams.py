@@ -18,7 +18,7 @@ from typing import Any, cast
 import structlog
 
 from flyball.contracts.errors import InvalidMessage, TooBusy, Unreachable
-from flyball.contracts.signals import Signal
+from flyball.contracts.reports.signals import Signal
 from flyball.contracts.wire import encode
 from services.bus.redis_client import RedisServer
 from services.rules.stream import Cursor, Delivered

@@ -14,7 +14,7 @@ import msgspec
 
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import Incident
-from flyball.contracts.signals import Signal
+from flyball.contracts.reports.signals import Signal
 from services.controller.view import ActionView, JobView, View
 
 

@@ -31,6 +31,7 @@ from services.runtime.metrics.outages import OUTAGES, Outage
 
 BATCH = 256  # signals per round
 POLL_S = 0.05  # how often to look for what other processes wrote; within the process a wake-up comes first
+HOSTS_REPORT_S = 3.0  # after the database went back: a grant before its hosts report may use a generation number again
 
 log = structlog.get_logger(__name__)
 
@@ -65,6 +66,7 @@ class ControllerLoop:
         self._bus_outage = Outage("controller-bus", clock)
         self._read_bus_at_s = 0.0
         self._revision = 0  # of the database, when it was looked at last
+        self._resume_at_s = 0.0
         self._turns = Turns()
         self._poll_s = POLL_S
 
@@ -97,6 +99,7 @@ class ControllerLoop:
         grant = self._lease.take()
         if grant is None:
             self._epoch = None
+            self._look_at_revision()  # it may be the next leader's database that goes back
             return self._lease.renewal_s
         if grant.epoch != self._epoch:
             self._cursor = self._untrimmed = self._store.cursor()
@@ -113,12 +116,14 @@ class ControllerLoop:
         return POLL_S
 
     def _round(self, grant: LeaseGrant) -> float:
-        revision = self._store.revision()  # before the view: what changes in between is looked at again
-        if revision < self._revision:
-            self._revision, self._epoch = revision, None
+        if self._look_at_revision():
+            self._epoch = None
             self._lease.begin_anew()
             return 0.0
-        self._revision = revision
+        revision = self._revision  # from before the view: what changes in between is looked at again
+        pause_s = self._resume_at_s - self._clock.monotonic_s()
+        if pause_s > 0.0:
+            return min(pause_s, self._poll_s)
         delivered = self._read_bus()
         began_s = self._clock.monotonic_s()
         if not delivered and not self._turns.is_due(revision, began_s):
@@ -158,6 +163,14 @@ class ControllerLoop:
         wake_s = ended_s + (outcome.wake_at - self._clock.wall_s()) if outcome.wake_at else inf
         self._turns.looked(focus, took_s=ended_s - began_s, now_s=ended_s, wake_s=wake_s, goes_on=goes_on)
         return self._turns.wait_s(AGAIN_S if goes_on else self._poll_s, ended_s)
+
+    def _look_at_revision(self) -> bool:
+        """Whether the database went back: an older one took its place. Its hosts know what it forgot, and report it."""
+        before, self._revision = self._revision, self._store.revision()
+        if self._revision >= before:
+            return False
+        self._resume_at_s = self._clock.monotonic_s() + HOSTS_REPORT_S
+        return True
 
     def _read_bus(self) -> list[Delivered]:
         """The next signals. While the bus is away there are none, and what needs none goes on: the bus keeps nothing

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import IncidentState
-from flyball.contracts.signals import Signal
+from flyball.contracts.reports.signals import Signal
 from services.controller.round.diagnosis import DRAIN_REQUESTED, PREEMPTION_NOTICE, SAVES_FAILING, SUPERSEDED_WORKERS
 from services.controller.round.round import Case, Round, Verdict
 from services.controller.rules import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from flyball.contracts.signals import Signal
+from flyball.contracts.reports.signals import Signal
 from services.actuator.ports import PlaybookStep
 from services.controller.focus import Focus
 from services.controller.replay import RoundInputs

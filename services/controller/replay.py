@@ -13,7 +13,7 @@ from enum import StrEnum
 import msgspec
 
 from flyball.contracts.decisions import Decision, Incident
-from flyball.contracts.signals import Signal
+from flyball.contracts.reports.signals import Signal
 from services.controller.policy import decide
 from services.controller.view import Outcome, PastFailure, PolicySettings, View
 

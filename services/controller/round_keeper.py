@@ -12,7 +12,7 @@ import structlog
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError
-from flyball.contracts.signals import Signal
+from flyball.contracts.reports.signals import Signal
 from services.controller.ports import DecisionStore
 from services.controller.replay import RoundInputs
 from services.runtime.metrics.outages import OUTAGES, Outage

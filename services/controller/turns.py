@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import inf
 
-from flyball.contracts.signals import Signal
+from flyball.contracts.reports.signals import Signal
 from services.controller.focus import Focus
 
 AGAIN_S = 0.01  # after a round that changed something: the next one sees what followed from it

@@ -13,11 +13,11 @@ import msgspec
 from flyball.contracts.checkpoints import Lineage, ShardCopy
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase, Placement
 from flyball.contracts.decisions import ActionPlan, ActionState, Decision, GenerationPlan, Incident
-from flyball.contracts.drains import DrainState
 from flyball.contracts.events import Event
 from flyball.contracts.identity import run_id
-from flyball.contracts.signals import WorkerExited
-from flyball.contracts.standings import Standing
+from flyball.contracts.reports.drains import DrainState
+from flyball.contracts.reports.signals import WorkerExited
+from flyball.contracts.reports.standings import HostStanding
 
 
 class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,6 +110,7 @@ class GenerationView(msgspec.Struct, frozen=True):
     furthest_step: int = -1
     run: str = ""
     parent_lineage: Lineage = ()  # the history that it was to go on from
+    ran_before_s: float = 0.0  # of one that was adopted: how long it had run by then
 
     @property
     def used_restarts(self) -> int:
@@ -169,7 +170,7 @@ class ActionView(msgspec.Struct, frozen=True):
 class ToldStanding(msgspec.Struct, frozen=True):
     """What a host that is ahead of the database told, and is not settled. Moments are wall clock, of who took it."""
 
-    standing: Standing
+    standing: HostStanding
     told_at: float
     first_told_at: float
 

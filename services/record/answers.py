@@ -9,14 +9,14 @@ import msgspec
 from flyball.contracts.decisions import CommandUpdate, UpdateState
 
 
-class Said(msgspec.Struct, frozen=True):
+class ActionAnswers(msgspec.Struct, frozen=True):
     """What the hosts of an action have answered so far."""
 
     positions: Mapping[str, int]  # str(rank) -> newest completed step that any answer names
     failed: Mapping[tuple[str, str], tuple[str, str]]  # phase and host, if its last answer there is that it failed
 
 
-def said(answers: Iterable[CommandUpdate]) -> Said:
+def said(answers: Iterable[CommandUpdate]) -> ActionAnswers:
     """What answers of one action say together, in the order of their commands. Pure."""
     newest: dict[str, int] = {}
     failed: dict[tuple[str, str], tuple[str, str]] = {}
@@ -29,10 +29,10 @@ def said(answers: Iterable[CommandUpdate]) -> Said:
             failed[asked] = (update.code, update.message)
         elif update.state is UpdateState.SUCCEEDED:
             failed.pop(asked, None)
-    return Said(newest, failed)
+    return ActionAnswers(newest, failed)
 
 
-def failed_in(answers: Said, phase: str) -> dict[str, tuple[str, str]]:
+def failed_in(answers: ActionAnswers, phase: str) -> dict[str, tuple[str, str]]:
     """Host -> code and message, of those that failed in a phase. Pure."""
     return {host: why for (of_phase, host), why in answers.failed.items() if of_phase == phase}
 

@@ -9,7 +9,7 @@ import msgspec
 from flyball.contracts import wire
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.errors import NotFound
-from flyball.contracts.signals import Signal
+from flyball.contracts.reports.signals import Signal
 
 
 def dump(value: object) -> str:

@@ -90,7 +90,7 @@ def host_views(
             preempt_deadline_at=row.preempt_deadline_at,
             job=placed.get(row.host_id, ""),
             reason=row.reason,
-            stale_jobs=_stale_jobs(row.workers, newest),
+            stale_jobs=_stale_jobs(row.workers, newest, placed.get(row.host_id)),
             drain=drains.get(row.host_id),
             stored_report_at=row.last_report_at,
             left_at=row.left_at,
@@ -100,14 +100,20 @@ def host_views(
     )
 
 
-def _stale_jobs(workers: Mapping[str, int], newest: Newest) -> Mapping[str, int]:
-    if all(newest.get(job) == (generation, False) for job, generation in workers.items()):  # as nearly always
-        return {}
+def _stale_jobs(workers: Mapping[str, int], newest: Newest, placed: str | None) -> Mapping[str, int]:
+    """Jobs whose workers here were superseded; `placed`: the job that has ranks here. A database that went back may
+    grant a generation's number again: workers of the newest one are superseded too where it has no rank."""
+    if all(job == placed and newest.get(job) == (generation, False) for job, generation in workers.items()):
+        return {}  # as nearly always
     return {
         job: generation
         for job, generation in workers.items()
-        if job in newest and (newest[job][1] or generation < newest[job][0])
+        if job in newest and _is_stale(generation, *newest[job], is_placed=job == placed)
     }
+
+
+def _is_stale(generation: int, newest: int, has_ended: bool, *, is_placed: bool) -> bool:
+    return has_ended or generation < newest or (generation == newest and not is_placed)
 
 
 class OtherHosts:
@@ -138,10 +144,10 @@ class OtherHosts:
             if (
                 name not in self._placed
                 or not host.copies_of.isdisjoint(jobs)
-                or _stale_jobs(host.workers, self._newest)
+                or _stale_jobs(host.workers, self._newest, self._placed.get(name))
             ):
                 yield name
 
     def _is_other(self, host: CachedHost) -> bool:
         job = self._placed.get(host.host_id)
-        return job is None or not host.copies_of <= {job} or bool(_stale_jobs(host.workers, self._newest))
+        return job is None or not host.copies_of <= {job} or bool(_stale_jobs(host.workers, self._newest, job))

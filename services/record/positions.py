@@ -10,7 +10,7 @@ from services.record.codec import dump, load
 from services.record.report_events import RankKey, RankRow
 
 
-class RankPosition(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class ReportedPosition(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The newest that a host said of a rank; `reported_at` 0.0: only that it completed steps."""
 
     rank: int
@@ -26,7 +26,7 @@ class JobPositions(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     job: str
     generation: int
-    ranks: tuple[RankPosition, ...]
+    ranks: tuple[ReportedPosition, ...]
 
 
 def read_positions(document: str) -> list[JobPositions]:
@@ -52,9 +52,9 @@ def rows_of(positions: Iterable[JobPositions], host_id: str) -> dict[RankKey, Ra
 
 def document_of(rows: Mapping[RankKey, RankRow], newest: Mapping[str, int]) -> str:
     """What is kept: the ranks of the generations in `newest`. What others did is in the event log."""
-    parts: dict[tuple[str, int], list[RankPosition]] = {}
+    parts: dict[tuple[str, int], list[ReportedPosition]] = {}
     for (job, generation, rank), row in rows.items():
         if newest.get(job) == generation and (row.reported_at or row.step >= 0):
-            position = RankPosition(rank, row.pid, row.step, row.phase, row.reported_at, row.is_gone)
+            position = ReportedPosition(rank, row.pid, row.step, row.phase, row.reported_at, row.is_gone)
             parts.setdefault((job, generation), []).append(position)
     return dump([JobPositions(job, generation, tuple(ranks)) for (job, generation), ranks in parts.items()])

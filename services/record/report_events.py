@@ -11,10 +11,10 @@ import msgspec
 from flyball.contracts.checkpoints import RestoreReport, ShardCopy
 from flyball.contracts.cluster import Phase, RankStatus
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.rank_columns import CompletedSteps, Workers, statuses_in
-from flyball.contracts.rank_events import summed_up
-from flyball.contracts.signals import RankMarks, Report
-from flyball.contracts.succession import is_given_up, speaks_for_host
+from flyball.contracts.reports.rank_columns import CompletedSteps, Workers, statuses_in
+from flyball.contracts.reports.rank_events import summed_up
+from flyball.contracts.reports.signals import RankMarks, Report
+from flyball.contracts.reports.succession import is_given_up, speaks_for_host
 from services.record.codec import dump, load
 from services.sensor.reports.step_log import StepSummary
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import structlog
 
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.signals import Signal
+from flyball.contracts.reports.signals import Signal
 from services.record.codec import subject_of
 from services.rules.unreadable import unstorable
 

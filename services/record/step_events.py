@@ -10,7 +10,7 @@ from flyball.contracts.cluster import Placement
 from flyball.contracts.decisions import ActionPlan, ActionState, Command, StartWorkers
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.identity import Fence
-from flyball.contracts.standings import issued_id
+from flyball.contracts.reports.standings import issued_id
 from services.actuator.ports import CommandDraft, PlaybookStep
 from services.record.lease_terms import Issuer
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from flyball.contracts.checkpoints import Lineage, RestorePlan, ShardCopy, ShardSource, Tier
+import msgspec
+
+from flyball.contracts.checkpoints import Lineage, RestorePlan, ShardCopy, ShardSource, Tier, newest_point
 from flyball.contracts.cluster import HostRanks
 from flyball.contracts.recovery import by_nearness, complete_points, is_within_reach
 
@@ -14,7 +16,7 @@ from flyball.contracts.recovery import by_nearness, complete_points, is_within_r
 def newest_step(copies: Iterable[ShardCopy], lineage: Lineage, world_size: int) -> int | None:
     """The newest step of which every rank has a copy, all from one generation and alive by lineage; None if there is
     no such step."""
-    point = max(complete_points(copies, lineage, world_size), default=None)
+    point = newest_point(complete_points(copies, lineage, world_size), lineage)
     return point[0] if point else None
 
 
@@ -33,7 +35,7 @@ def plan_restore(
     """
     home = {rank: host.host_id for host in hosts for rank in host.ranks}
     usable = [copy for copy in copies if is_within_reach(copy, home.get(copy.rank, ""), engine_addresses)]
-    point = max(complete_points(usable, lineage, world_size), default=None)
+    point = newest_point(complete_points(usable, lineage, world_size), lineage)
     if point is None:
         return None
     step, generation = point
@@ -57,6 +59,6 @@ def before(lineage: Lineage, step: int) -> Lineage:
     """The history without `step` and everything after it: for going back to an older recovery point."""
     last = step - 1
     return tuple(
-        type(entry)(entry.generation, last if entry.upto_step is None else min(entry.upto_step, last))
+        msgspec.structs.replace(entry, upto_step=last if entry.upto_step is None else min(entry.upto_step, last))
         for entry in lineage
     )

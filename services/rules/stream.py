@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from flyball.contracts.signals import Signal
+from flyball.contracts.reports.signals import Signal
 
 
 class Cursor(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import msgspec
 
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.identity import Incarnation, Seq
-from flyball.contracts.signals import Signal, SignalUnreadable
+from flyball.contracts.reports.signals import Signal, SignalUnreadable
 from flyball.contracts.wire import decode
 
 KEPT_CHARACTERS = 4_000  # of the document, for whoever looks into it

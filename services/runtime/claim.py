@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from services.runtime.http.listener import bind_listener
-from services.runtime.state_dir import StateDir
+from services.runtime.state_dir import SupervisorStateDir
 
 PARTS = ("sensor", "controller", "actuator", "api")
 
@@ -31,7 +31,7 @@ class Claim:
     ) -> None:
         """`listener`: the socket, if it is bound already. Raises PortInUse, ConfigurationError, StateVersionMismatch or
         StorageFull; then nothing is held."""
-        self.state_dir = StateDir(folder)
+        self.state_dir = SupervisorStateDir(folder)
         with ExitStack() as undo:
             if listener is not None:
                 undo.callback(listener.close)

@@ -19,7 +19,7 @@ _GIVEN_UP = "given up after repeated crashes"
 Check = Callable[[], str]  # '' when all is well, else what is wrong
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class HealthVerdict(msgspec.Struct, frozen=True):
     ok: bool
     checks: dict[str, str]  # name -> "ok" or what is wrong
 
@@ -36,7 +36,7 @@ class Health:
         self._looks = 0  # how often the checks have been gone through
         self._is_looking = False
         self._checking = ""  # what is being looked at, or was last
-        self._last: Verdict | None = None
+        self._last: HealthVerdict | None = None
         self._last_at_s = 0.0
         self._given_up: dict[str, str] = {}
 
@@ -44,11 +44,11 @@ class Health:
         """A task that is none of the loops has ended for good: the process is not whole any more."""
         self._given_up[task] = _GIVEN_UP
 
-    def live(self) -> Verdict:
+    def live(self) -> HealthVerdict:
         """Whether every loop and task still runs."""
         return _verdict({loop.name: _GIVEN_UP if loop.failed else "" for loop in self._loops} | self._given_up)
 
-    def ready(self) -> Verdict:
+    def ready(self) -> HealthVerdict:
         """Whether everything that the process needs is there; within `PATIENCE_S`, whatever does not answer."""
         with self._looked:
             fresh_s = self._clock.monotonic_s() - FRESH_S
@@ -84,5 +84,7 @@ def _result(check: Check) -> str:
         return error.message
 
 
-def _verdict(problems: Mapping[str, str]) -> Verdict:
-    return Verdict(ok=not any(problems.values()), checks={name: problem or "ok" for name, problem in problems.items()})
+def _verdict(problems: Mapping[str, str]) -> HealthVerdict:
+    return HealthVerdict(
+        ok=not any(problems.values()), checks={name: problem or "ok" for name, problem in problems.items()}
+    )

@@ -24,7 +24,7 @@ class SupervisorRecord(msgspec.Struct, frozen=True):
     pid: int
 
 
-class StateDir:
+class SupervisorStateDir:
     """Owns the folder from `open` to `close`. Files in it are the owner's alone (0700, 0600)."""
 
     def __init__(self, path: Path) -> None:

@@ -173,6 +173,9 @@ def _carried_out(record: Record) -> Iterator[Violation]:
     actions = {action.number for action in record.actions}
     commanded = {command.action for command in record.commands}
     granted = {generation.decision for generation in record.generations}
+    adopting = _adopting(record)
+    # A generation whose own decision went with a database is on record by the decision that adopted it.
+    adopted = {(g.plan.job, g.plan.generation) for g in record.generations if g.decision in adopting}
     known = {found.incident.incident_id for found in record.incidents}
     for decided in record.decisions:
         plan, name = decided.decision.action, f"dec-{decided.number}"
@@ -184,18 +187,23 @@ def _carried_out(record: Record) -> Iterator[Violation]:
             yield Violation("decision_lost", f"{name} has no action")
         elif decided.number not in commanded and (plan.stop_hosts or plan.next is not None):
             yield Violation("decision_lost", f"{name} has no command")
-        if plan.next is not None and decided.number not in granted:
+        if plan.next is not None and decided.number not in granted and (plan.job, plan.next.generation) not in adopted:
             yield Violation("decision_lost", f"{name} granted generation {plan.next.generation}, which is not there")
 
 
+def _adopting(record: Record) -> set[int]:
+    """Numbers of the decisions that took over what hosts run."""
+    return {decided.number for decided in record.decisions if decided.decision.kind is DecisionKind.ADOPT}
+
+
 def _generations_grow(record: Record) -> Iterator[Violation]:
-    adopted = {decided.number for decided in record.decisions if decided.decision.kind is DecisionKind.ADOPT}
+    adopting = _adopting(record)
     for before, after in pairwise(record.generations):
         if before.plan.job != after.plan.job:
             continue
         step = f"generation {after.plan.generation} of {after.plan.job}"
         is_next = after.plan.generation == before.plan.generation + 1
-        if not is_next and not (after.decision in adopted and after.plan.generation > before.plan.generation):
+        if not is_next and not (after.decision in adopting and after.plan.generation > before.plan.generation):
             yield Violation("generation_skipped", f"{step} follows {before.plan.generation}")
         if after.decision <= before.decision:
             yield Violation("generation_went_back", f"{step} was granted before its predecessor")
@@ -266,12 +274,20 @@ def _obeyed_once(facts: Iterable[Fact]) -> Iterator[Violation]:
             seen.add((fact.host_id, fact.command_id))
 
 
-def _no_older_rank_beside_a_newer(facts: Iterable[Fact]) -> Iterator[Violation]:
+def granted_twice(facts: Iterable[Fact]) -> set[int]:
+    """Generations whose number was granted again by a database that went back, before any host could tell it. The
+    simulation has one group of ranks for each number, so of these it does not know who runs where."""
+    granted = [fact.generation for fact in facts if isinstance(fact, Granted)]
+    return {generation for generation in granted if granted.count(generation) > 1}
+
+
+def _no_older_rank_beside_a_newer(facts: Sequence[Fact]) -> Iterator[Violation]:
     alive: dict[tuple[str, str], set[tuple[int, int]]] = {}
+    unknown = granted_twice(facts)
     for fact in facts:
         if isinstance(fact, WorkerBegan):
             here = alive.setdefault((fact.host_id, fact.job), set())
-            for generation, rank in sorted(here):
+            for generation, rank in sorted(place for place in here if place[0] not in unknown):
                 if generation < fact.generation or (generation, rank) == (fact.generation, fact.rank):
                     what = f"rank {rank} of {generation} lived on {fact.host_id} when {fact.generation} began"
                     yield Violation("older_rank_alive", what)
@@ -362,8 +378,11 @@ def _failed_starts_are_free(facts: Iterable[Fact], record: Record) -> Iterator[V
             not_started.add(fact.generation)
         elif isinstance(fact, WorkerWent) and fact.why not in (EXPECTED, HOST_WENT):
             has_failed.add(fact.generation)
+    adopting = _adopting(record)
     for before, after in pairwise(record.generations):
         number = before.plan.generation
+        if after.decision in adopting:
+            continue  # what was burnt in between went with the database
         if number in not_started - has_failed and after.plan.restart_count > before.plan.restart_count:
             yield Violation(
                 "start_charged", f"generation {number} could not be started, and a restart was burnt for it"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from flyball.contracts.drains import DrainState
+from flyball.contracts.reports.drains import DrainState
 from services.controller.view import DrainView
 from simulator.checks.history import FaultBegan, FaultEnded
 from simulator.faults.faults import Fault, FaultKind
@@ -15,7 +15,7 @@ from simulator.world.training import SIGKILL
 
 if TYPE_CHECKING:
     from simulator.cluster import Cluster
-    from simulator.supervisor.processes import Process
+    from simulator.supervisor.processes import SimulatedProcess
     from simulator.world.host import Host
 
 _AWAY_AFTER_PREEMPTION_S = 60.0
@@ -222,10 +222,12 @@ class Injector:
                 process.clock.error_s = (fault.size - 0.5) * 20.0
                 return process.name, lambda: setattr(process.clock, "error_s", 0.0), fault.lasts_s
             return self._kill_or_stop(process, what, fault.lasts_s)
-        processes: Sequence[Process] = cluster.sensors if kind == "sensor" else cluster.actuators
+        processes: Sequence[SimulatedProcess] = cluster.sensors if kind == "sensor" else cluster.actuators
         return self._kill_or_stop(processes[int(fault.pick * len(processes))], what, fault.lasts_s)
 
-    def _kill_or_stop(self, process: Process, what: str, lasts_s: float) -> tuple[str, Callable[[], None], float]:
+    def _kill_or_stop(
+        self, process: SimulatedProcess, what: str, lasts_s: float
+    ) -> tuple[str, Callable[[], None], float]:
         if what == "stopped":
             process.stop_for(lasts_s)
             return process.name, _nothing, lasts_s

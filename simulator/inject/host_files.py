@@ -9,17 +9,17 @@ from pathlib import Path
 
 import msgspec
 
-from flyball.contracts.engine_wire import HOST_STATE_VERSION
 from flyball.contracts.errors import ConfigurationError, NotFound, StateVersionMismatch
-from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
-from simulator.inject.processes import Process, environment_of, look_at, own_processes
+from flyball.contracts.on_host.engine_wire import HOST_STATE_VERSION
+from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
+from simulator.inject.processes import LiveProcess, environment_of, look_at, own_processes
 
 PREEMPTION_NOTICE = "preemption-notice.json"  # the daemon watches for it
 _DAEMON = "host_daemon"
 _MODULES = frozenset({_DAEMON, "host_daemon.spawning.spawner", "ckpt_engine.host.server"})
 
 
-class Worker(msgspec.Struct, frozen=True):
+class RecordedWorker(msgspec.Struct, frozen=True):
     """A process that the daemon wrote down when it started it; rank -1 is a generation's store."""
 
     job: str
@@ -55,7 +55,7 @@ class HostFiles:
             hint="give the folder that the daemon got as --state-dir",
         )
 
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[RecordedWorker]:
         """Workers that had not ended when the daemon last looked, newest generation first."""
         uri = f"{(self.root / 'daemon.sqlite').as_uri()}?mode=ro"
         try:
@@ -71,22 +71,22 @@ class HostFiles:
             raise ConfigurationError(
                 f"The workers of {self.root} cannot be read: {error}.", hint="see that its host daemon runs"
             ) from error
-        return [Worker(*row) for row in rows]
+        return [RecordedWorker(*row) for row in rows]
 
-    def process_of(self, worker: Worker) -> Process | None:
+    def process_of(self, worker: RecordedWorker) -> LiveProcess | None:
         """The worker's process if it runs: the same start time, and the leader of its session as all workers are."""
         process = look_at(worker.pid)
         if process is None or process.start_ticks != worker.start_ticks or process.session != worker.pid:
             return None
         return process
 
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[LiveProcess]:
         """Daemon first, then engine, spawners, workers and whatever the workers started: all that now run."""
         sessions = {w.pid for w in self.workers() if self.process_of(w) is not None}
         found = [p for p in own_processes() if p.pid != os.getpid() and (p.session in sessions or self._serves(p))]
         return sorted(found, key=lambda p: (_DAEMON not in p.argv, p.session in sessions, p.pid))
 
-    def daemon(self) -> Process | None:
+    def daemon(self) -> LiveProcess | None:
         return next((p for p in self.processes() if _DAEMON in p.argv), None)
 
     def segment_prefix(self) -> Path:
@@ -106,7 +106,7 @@ class HostFiles:
                 hint="remove what is left of it",
             ) from error
 
-    def _serves(self, process: Process) -> bool:
+    def _serves(self, process: LiveProcess) -> bool:
         """Whether a process is a daemon, spawner or engine that was given this state folder."""
         return not _MODULES.isdisjoint(process.argv) and state_dir_of(process) == self.root
 
@@ -121,7 +121,7 @@ def segments(prefix: Path) -> list[Path]:
     return [prefix.parent / name for name in sorted(own)]
 
 
-def state_dir_of(process: Process) -> Path | None:
+def state_dir_of(process: LiveProcess) -> Path | None:
     """The folder that a process was given as --state-dir; None if it was given none, or has ended."""
     given = None
     for argument, following in zip(process.argv, [*process.argv[1:], ""], strict=True):
@@ -137,5 +137,5 @@ def state_dir_of(process: Process) -> Path | None:
         return None
 
 
-def is_daemon(process: Process) -> bool:
+def is_daemon(process: LiveProcess) -> bool:
     return _DAEMON in process.argv

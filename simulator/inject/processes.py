@@ -16,7 +16,7 @@ from flyball.contracts.errors import ConfigurationError
 from flyball.process_title import words_of
 
 
-class Process(msgspec.Struct, frozen=True):
+class LiveProcess(msgspec.Struct, frozen=True):
     """A live process. (pid, start_ticks) names it for ever, on one boot of the machine."""
 
     pid: int
@@ -25,7 +25,7 @@ class Process(msgspec.Struct, frozen=True):
     argv: tuple[str, ...]
 
 
-def look_at(pid: int) -> Process | None:
+def look_at(pid: int) -> LiveProcess | None:
     """The live process of that pid, None if there is none (a zombie is none)."""
     folder = Path(f"/proc/{pid}")
     try:
@@ -36,10 +36,10 @@ def look_at(pid: int) -> Process | None:
     fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may contain anything
     if fields[0] in "ZX":
         return None
-    return Process(pid=pid, start_ticks=int(fields[19]), session=int(fields[3]), argv=tuple(argv))
+    return LiveProcess(pid=pid, start_ticks=int(fields[19]), session=int(fields[3]), argv=tuple(argv))
 
 
-def own_processes() -> Iterator[Process]:
+def own_processes() -> Iterator[LiveProcess]:
     """Live processes of this user."""
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal():
@@ -52,7 +52,7 @@ def own_processes() -> Iterator[Process]:
             yield process
 
 
-def environment_of(process: Process) -> dict[str, str]:
+def environment_of(process: LiveProcess) -> dict[str, str]:
     """The environment that a process was started with; empty if it is gone."""
     try:
         block = Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace")
@@ -61,7 +61,7 @@ def environment_of(process: Process) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in block.split("\0") if "=" in entry)
 
 
-def send(process: Process, number: signal.Signals) -> bool:
+def send(process: LiveProcess, number: signal.Signals) -> bool:
     """Signal this very process; False if it has ended. Raises ConfigurationError if the kernel forbids it."""
     try:
         descriptor = os.pidfd_open(process.pid)
@@ -84,12 +84,12 @@ def send(process: Process, number: signal.Signals) -> bool:
     return True
 
 
-def wait_ended(processes: Iterable[Process], *, timeout_s: float, clock: Clock) -> list[Process]:
+def wait_ended(processes: Iterable[LiveProcess], *, timeout_s: float, clock: Clock) -> list[LiveProcess]:
     """Wait until all have ended; returns those that have not by then."""
     deadline = clock.monotonic_s() + timeout_s
     with ExitStack() as descriptors:
         poll = select.poll()
-        waiting: dict[int, Process] = {}
+        waiting: dict[int, LiveProcess] = {}
         for process in processes:
             try:
                 descriptor = os.pidfd_open(process.pid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flyball.contracts.decisions import Command, CommandUpdate, UpdateState
-from services.actuator.ports import ActionProgress, CommandRecord, PlaybookStep
+from services.actuator.ports import ActionProgress, OutboxCommand, PlaybookStep
 from services.record.answers import ACKNOWLEDGED, ANSWERED
 from services.record.codec import number_of
 from simulator.ports import steps
@@ -38,7 +38,7 @@ class MemoryActionStore:
             phase=row.phase,
             version=row.version,
             started_at=row.started_at,
-            commands=tuple(CommandRecord(c.command, c.phase, c.created_at, c.update) for c in row.commands),
+            commands=tuple(OutboxCommand(c.command, c.phase, c.created_at, c.update) for c in row.commands),
             persistent_copies=tuple(c for c in self._memory.persistent_copies.values() if c.job == row.plan.job),
             engine_addresses=addresses,
             attempt=row.attempt,

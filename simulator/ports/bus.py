@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from flyball.contracts.errors import TooBusy, Unreachable
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.signals import Signal
+from flyball.contracts.reports.signals import Signal
 from services.rules.stream import Cursor, Delivered
 from simulator.ports.memory import Memory
 

@@ -9,7 +9,7 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.decisions import ActionState, Decision, Incident
 from flyball.contracts.errors import StaleEpoch
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.signals import Signal, WorkerExited
+from flyball.contracts.reports.signals import Signal, WorkerExited
 from services.actuator.ports import PlaybookStep
 from services.controller.focus import Focus, focused
 from services.controller.replay import RoundInputs, StoredRound

@@ -31,8 +31,8 @@ from flyball.contracts.decisions import (
 )
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.events import Event
-from flyball.contracts.signals import Sender, Signal, WorkerExited
-from flyball.contracts.standings import Standing
+from flyball.contracts.reports.signals import Sender, Signal, WorkerExited
+from flyball.contracts.reports.standings import HostStanding
 from services.controller.replay import StoredRound
 from services.controller.view import DrainView, PastFailure
 from services.record.lease_terms import Held
@@ -117,7 +117,7 @@ class ActionRow(msgspec.Struct):
 class StandingRow(msgspec.Struct):
     """What a host told that was ahead of this database."""
 
-    standing: Standing
+    standing: HostStanding
     told_at: float
     first_told_at: float
     is_settled: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from flyball.contracts.cluster import JobState
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.standings import Obeyed, Standing, database_knows
+from flyball.contracts.reports.standings import HostStanding, LastObeyed, database_knows
 from services.actuator.ports import Judgement
 from services.controller.view import AdoptedJob, Adoption
 from services.record.codec import number_of
@@ -15,14 +15,14 @@ from services.record.step_events import restore_step_of
 from simulator.ports.memory import GenerationRow, JobRow, Memory, StandingRow
 
 
-def judge(memory: Memory, obeyed: Mapping[str, Obeyed]) -> Judgement:
+def judge(memory: Memory, obeyed: Mapping[str, LastObeyed]) -> Judgement:
     """Whose commands these are, and which of these hosts know more than this database."""
     with memory.transaction():
         ahead = {host for host, one in obeyed.items() if not _is_settled(memory, host, one) and not _knows(memory, one)}
         return Judgement(memory.cluster_id, memory.incarnation, frozenset(ahead))
 
 
-def tell(memory: Memory, standing: Standing, now: float) -> None:
+def tell(memory: Memory, standing: HostStanding, now: float) -> None:
     """Keep what a host tells, for the controller, if it is ahead."""
     with memory.transaction():
         for incarnation, seq in standing.committed.items():
@@ -51,19 +51,19 @@ def adopt(memory: Memory, adoption: Adoption, now: float) -> list[Event]:
     return news
 
 
-def _knows(memory: Memory, obeyed: Obeyed) -> bool:
+def _knows(memory: Memory, obeyed: LastObeyed) -> bool:
     is_known = obeyed.command_id in memory.commands
     return database_knows(obeyed, cluster=memory.cluster_id, epoch=memory.held.epoch, is_command_known=is_known)
 
 
-def _is_settled(memory: Memory, host_id: str, obeyed: Obeyed) -> bool:
+def _is_settled(memory: Memory, host_id: str, obeyed: LastObeyed) -> bool:
     row = memory.standings.get(host_id)
     return (
         row is not None and row.is_settled and _same(row.standing.obeyed, obeyed) and obeyed.epoch <= memory.held.epoch
     )
 
 
-def _same(one: Obeyed, other: Obeyed) -> bool:
+def _same(one: LastObeyed, other: LastObeyed) -> bool:
     return (one.cluster, one.command_id) == (other.cluster, other.command_id)
 
 

@@ -8,7 +8,7 @@ from flyball.contracts.checkpoints import Tier
 from flyball.contracts.cluster import HostState, JobSpec, JobState
 from flyball.contracts.errors import Conflict, NotFound
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.signals import Report, Sender
+from flyball.contracts.reports.signals import Report, Sender
 from services.record import report_events
 from services.record.report_events import Before, RankRow
 from services.sensor.detector.rank_states import LearnedJob

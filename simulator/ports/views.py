@@ -80,6 +80,7 @@ def _generation(memory: Memory, job: JobRow) -> GenerationView | None:
         restarts_used=row.plan.restarts_used,
         furthest_step=row.plan.furthest_step,
         parent_lineage=row.plan.parent_lineage,
+        ran_before_s=row.plan.ran_before_s,
         ranks=tuple(
             RankView(
                 rank=number,

@@ -41,7 +41,7 @@ class SimulatedWakeup:
         raise AssertionError("nobody blocks in simulated time")
 
 
-class Process(ABC):
+class SimulatedProcess(ABC):
     """Something that runs, can be stopped for a while, and can be killed and started anew."""
 
     def __init__(self, world: World, name: str, clock: MachineClock) -> None:
@@ -109,7 +109,7 @@ class Process(ABC):
         return wake
 
 
-P = TypeVar("P", bound=Process)
+P = TypeVar("P", bound=SimulatedProcess)
 
 
 class Shared(msgspec.Struct, frozen=True, eq=False):

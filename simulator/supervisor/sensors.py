@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flyball.contracts.errors import FlyballError
-from flyball.contracts.signals import Report, ReportReply, Signal
+from flyball.contracts.reports.signals import Report, ReportReply, Signal
 from services.runtime.metrics.outages import OUTAGES, Outage
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.detector.witnesses import neighbours
@@ -13,12 +13,12 @@ from services.sensor.reports.report_queue import ReportQueue
 from services.sensor.reports.report_writer import MAX_HOSTS
 from services.sensor.reports.step_log import StepSummary
 from simulator.ports.status_store import MemoryStatusStore
-from simulator.supervisor.processes import TICK_S, WRITE_EVERY_S, Process, Shared
+from simulator.supervisor.processes import TICK_S, WRITE_EVERY_S, Shared, SimulatedProcess
 from simulator.world.events import MachineClock
 from simulator.world.world import World
 
 
-class Sensor(Process):
+class Sensor(SimulatedProcess):
     """One sensor around the real admission, fault detector and queue."""
 
     def __init__(self, world: World, name: str, clock: MachineClock, shared: Shared) -> None:

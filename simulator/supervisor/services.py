@@ -8,9 +8,9 @@ from functools import partial
 
 from flyball.contracts.cluster import HostState
 from flyball.contracts.decisions import ActionPlan, Command, CommandUpdate, GenerationPlan
-from flyball.contracts.signals import HostSilent, Report, ReportReply, Signal
-from flyball.contracts.standings import Standing
-from flyball.contracts.succession import speaks_for_host
+from flyball.contracts.reports.signals import HostSilent, Report, ReportReply, Signal
+from flyball.contracts.reports.standings import HostStanding
+from flyball.contracts.reports.succession import speaks_for_host
 from services.actuator.executor import Executor
 from services.actuator.ports import Judgement, PlaybookStep
 from services.controller.loop import ControllerLoop
@@ -25,7 +25,7 @@ from simulator.ports import standings
 from simulator.ports.action_store import MemoryActionStore
 from simulator.ports.decision_store import MemoryDecisionStore
 from simulator.ports.memory import Memory
-from simulator.supervisor.processes import P, Process, Shared
+from simulator.supervisor.processes import P, Shared, SimulatedProcess
 from simulator.supervisor.sensors import Sensor
 from simulator.world.events import MachineClock
 from simulator.world.host import ACTUATOR, SENSOR, Host
@@ -76,7 +76,7 @@ def lasting_neighbours(host_id: str, own: GenerationPlan, present: GenerationPla
     return [name for name in neighbours(own.hosts, own.peers).get(host_id, ()) if name in kept]
 
 
-class Controller(Process):
+class Controller(SimulatedProcess):
     """One process around the real loop."""
 
     def __init__(
@@ -150,7 +150,7 @@ class Controller(Process):
         return wait_s
 
 
-class Actuator(Process):
+class Actuator(SimulatedProcess):
     """One process around the real executor; it answers the daemons' polls."""
 
     def __init__(self, world: World, name: str, clock: MachineClock, shared: Shared) -> None:
@@ -176,7 +176,7 @@ class Actuator(Process):
             return (), None
         return () if judged.ahead else given, judged
 
-    def take_standing(self, standing: Standing) -> None:
+    def take_standing(self, standing: HostStanding) -> None:
         """Store what a host tells that is ahead of the database."""
         try:
             standings.tell(self._memory, standing, self.clock.wall_s())
@@ -246,7 +246,7 @@ class Gateway:
                 obey = partial(host.commands.obey, command, judged.cluster)
                 network.send(ACTUATOR, host.host_id, host.while_alive(obey))
 
-    def tell(self, host: Host, standing: Standing) -> None:
+    def tell(self, host: Host, standing: HostStanding) -> None:
         """Send what a host knows; lost, it is asked for again."""
         actuator = self._pick(self._actuators, host)
         if actuator is None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from flyball.contracts import standings
 from flyball.contracts.decisions import (
     Command,
     CommandResult,
@@ -23,13 +22,14 @@ from flyball.contracts.decisions import (
 )
 from flyball.contracts.errors import FlyballError, NotFound, PortInUse, StorageFull
 from flyball.contracts.identity import Fence
-from flyball.contracts.signals import WorkerStartFailed
-from flyball.contracts.standings import HeldJob
+from flyball.contracts.reports import standings
+from flyball.contracts.reports.signals import WorkerStartFailed
+from flyball.contracts.reports.standings import HeldJob
 from host_daemon.orders.commands import gives_way, job_of
 from host_daemon.orders.job_control import ENGINE_RETURN_S
-from host_daemon.store.command_journal import Admission, admit
+from host_daemon.store.command_journal import CommandAdmission, admit
 from simulator.checks.history import Obeyed, StartFailed
-from simulator.world.training import SIGKILL, Group
+from simulator.world.training import SIGKILL, RunningGeneration
 
 if TYPE_CHECKING:
     from simulator.world.host import Host
@@ -50,7 +50,7 @@ class Commands:
         # on disk
         self._answers: dict[str, CommandUpdate | None] = {}  # by command that was begun
         self._fences: dict[str, Fence] = {}
-        self.obeyed = standings.Obeyed()
+        self.obeyed = standings.LastObeyed()
         self.ended: dict[str, int] = {}  # jobs
         self._jobs: dict[str, tuple[StartWorkers, Fence]] = {}  # the newest of each
         self.restart()
@@ -67,16 +67,15 @@ class Commands:
 
     def held(self) -> tuple[HeldJob, ...]:
         """The jobs of this host."""
-        live = {key for key, (_, worker) in self._host.workers.items() if worker is not None}
-        return tuple(
-            HeldJob(
-                body.spec,
-                body.placement,
-                fence,
-                tuple(sorted(rank for generation, rank in live if generation == body.placement.generation)),
-            )
-            for body, fence in self._jobs.values()
-        )
+        live = {key: worker for key, (_, worker) in self._host.workers.items() if worker is not None}
+        held = []
+        for body, fence in self._jobs.values():
+            mine = {
+                rank: worker for (generation, rank), worker in live.items() if generation == body.placement.generation
+            }
+            ran_s = max((self._world.now - worker.began_at for worker in mine.values()), default=0.0)
+            held.append(HeldJob(body.spec, body.placement, fence, tuple(sorted(mine)), ran_s))
+        return tuple(held)
 
     def obey(self, command: Command, cluster: str) -> None:
         """Take a command that an actuator handed out, perhaps again."""
@@ -89,17 +88,17 @@ class Commands:
         answer = self._answers.get(command.command_id)
         is_known = command.command_id in self._answers
         admission = admit(command.fence, self._fences.get(job), is_known=is_known, answer=answer)
-        if admission is Admission.ANSWERED and answer is not None:
+        if admission is CommandAdmission.ANSWERED and answer is not None:
             self._send(msgspec.structs.replace(answer, incarnation=self._host.incarnation))
             return
-        if admission is Admission.STALE:
+        if admission is CommandAdmission.STALE:
             self._answer(command, UpdateState.REFUSED, code="stale_command")
             return
         self._fences[job] = command.fence
         self._answers.setdefault(command.command_id, None)
-        if admission is Admission.NEW:
+        if admission is CommandAdmission.NEW:
             self.obeyed = self.obeyed.after(command, cluster)
-        kind, resumed = type(command.body).__name__, admission is Admission.RESUMED
+        kind, resumed = type(command.body).__name__, admission is CommandAdmission.RESUMED
         self._world.note(
             Obeyed(self._world.now, self._host.host_id, job, command.command_id, kind, command.fence, resumed)
         )
@@ -240,7 +239,7 @@ class Commands:
             result = CommandResult(positions=positions)
             self._answer(running.command, UpdateState.FAILED, code="too_late", result=result)
 
-    def _watch_save(self, running: _Running, group: Group, body: SaveEmergency) -> None:
+    def _watch_save(self, running: _Running, group: RunningGeneration, body: SaveEmergency) -> None:
         if self._running.get(running.command.command_id) is not running:
             return
         if group.has_saved(body.step):

@@ -10,7 +10,7 @@ BEGAN_AT = 1_000_000.0  # wall clock at the start
 Happening = Callable[[], None]
 
 
-class Timeline:
+class EventQueue:
     """What is due first happens first; of two at the same moment the one that was planned first."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Timeline:
 class MachineClock:
     """A machine's clocks: the wall clock may be set wrong, the monotonic one runs on."""
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: EventQueue) -> None:
         self._timeline = timeline
         self.error_s = 0.0
 

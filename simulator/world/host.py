@@ -13,8 +13,8 @@ from flyball.contracts.cluster import HostFacts, RankStatus
 from flyball.contracts.decisions import (
     CommandUpdate,
 )
-from flyball.contracts.rank_columns import RankSteps, in_columns, steps_together
-from flyball.contracts.signals import (
+from flyball.contracts.reports.rank_columns import RankSteps, in_columns, steps_together
+from flyball.contracts.reports.signals import (
     EngineRestarted,
     EngineStatus,
     PreemptionNotice,
@@ -24,15 +24,15 @@ from flyball.contracts.signals import (
     SignalBody,
     WorkerExited,
 )
-from flyball.contracts.standings import Standing
-from flyball.contracts.succession import MAX_PREDECESSORS
-from flyball.contracts.testimony import Testimony
+from flyball.contracts.reports.standings import HostStanding
+from flyball.contracts.reports.succession import MAX_PREDECESSORS
+from flyball.contracts.reports.testimony import Testimony
 from flyball.contracts.wire import WIRE_VERSION
 from host_daemon.store.outbox import BATCH, MAX_KEPT, went_back
 from services.actuator.ports import Judgement
 from simulator.world.commands import Commands
 from simulator.world.events import MachineClock
-from simulator.world.training import Group, Worker, error_of
+from simulator.world.training import RunningGeneration, SimulatedWorker, error_of
 
 if TYPE_CHECKING:
     from simulator.world.world import World
@@ -54,14 +54,14 @@ class ControlPlane(Protocol):
 
     def answer(self, host: Host, update: CommandUpdate) -> None: ...
 
-    def tell(self, host: Host, standing: Standing) -> None: ...
+    def tell(self, host: Host, standing: HostStanding) -> None: ...
 
 
 class Host:
     def __init__(self, world: World, control: ControlPlane, host_id: str, domain: str, clock: MachineClock) -> None:
         self.world, self.control, self.host_id, self.domain, self.clock = world, control, host_id, domain, clock
         self.copies: list[ShardCopy] = []
-        self.workers: dict[tuple[int, int], tuple[Group, Worker]] = {}  # by generation and rank
+        self.workers: dict[tuple[int, int], tuple[RunningGeneration, SimulatedWorker]] = {}  # by generation and rank
         self.is_up = True
         self.is_daemon_up = False
         self.is_engine_up = True
@@ -78,7 +78,7 @@ class Host:
         self._spool: dict[tuple[str, int], Signal] = {}
         self._kept: dict[tuple[str, int], Signal] = {}  # of those that were committed
         self._has_gap = False
-        self._unseen_exits: list[tuple[Group, Worker]] = []  # while no daemon ran
+        self._unseen_exits: list[tuple[RunningGeneration, SimulatedWorker]] = []  # while no daemon ran
         self.commands = Commands(self)
         self.start_daemon()
 
@@ -205,8 +205,8 @@ class Host:
 
     def worker_went(
         self,
-        group: Group,
-        worker: Worker,
+        group: RunningGeneration,
+        worker: SimulatedWorker,
         *,
         exit_code: int | None,
         signal_number: int | None,
@@ -229,8 +229,8 @@ class Host:
 
     def _exited(
         self,
-        group: Group,
-        worker: Worker,
+        group: RunningGeneration,
+        worker: SimulatedWorker,
         *,
         exit_code: int | None,
         signal_number: int | None,
@@ -330,8 +330,8 @@ class Host:
             first[incarnation] = min(seq, first.get(incarnation, seq))
         return {incarnation: seq - 1 for incarnation, seq in first.items() if seq > 1}
 
-    def _standing(self) -> Standing:
-        return Standing(
+    def _standing(self) -> HostStanding:
+        return HostStanding(
             host_id=self.host_id,
             incarnation=self.incarnation,
             at=self.clock.wall_s(),
@@ -350,20 +350,20 @@ class Host:
         """What the engine says that it holds."""
         return tuple(self.copies) if self.is_engine_up else ()
 
-    def _status(self, group: Group, worker: Worker) -> RankStatus:
+    def _status(self, group: RunningGeneration, worker: SimulatedWorker) -> RankStatus:
         age_s = self.world.now - worker.moved_at
         doing = worker.doing(self.world.now)
         return RankStatus(
             group.job, group.generation, worker.rank, worker.pid, worker.phase, worker.step, age_s, *doing
         )
 
-    def _steps(self, group: Group, worker: Worker) -> RankSteps:
+    def _steps(self, group: RunningGeneration, worker: SimulatedWorker) -> RankSteps:
         first = worker.new_steps[0][0] if worker.new_steps else -1
         at = tuple(at + self.clock.error_s for _, at in worker.new_steps)
         worker.new_steps = []
         return RankSteps(group.job, group.generation, worker.rank, first, at)
 
-    def _unreachable(self, mine: list[tuple[Group, Worker]]) -> tuple[str, ...]:
+    def _unreachable(self, mine: list[tuple[RunningGeneration, SimulatedWorker]]) -> tuple[str, ...]:
         peers = {peer: None for group, _ in mine for peer in group.parts[self.host_id].peers.get(self.host_id, ())}
         return tuple(peer for peer in peers if not self._hears(peer, LINK_LOST_AFTER_S))
 

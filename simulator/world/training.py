@@ -1,7 +1,7 @@
 """A simulated job as it truly runs: ranks in lock step, saves with their replicas, and what a failure drags after it.
 
-One `Group` is one generation that hosts were told to start. It trains while every rank lives on hosts that reach each
-other; it does not know what the supervisor believes.
+One `RunningGeneration` is one generation that hosts were told to start. It trains while every rank lives on hosts that
+reach each other; it does not know what the supervisor believes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.cluster import Activity, Phase, Placement, WorkerError
 from flyball.contracts.errors import RestoreFailed
-from flyball.contracts.signals import SavesFailing, SavesRecovered
+from flyball.contracts.reports.signals import SavesFailing, SavesRecovered
 from simulator.checks.history import NO_SOURCE, Parked, Restored, Saved
 from simulator.world.events import Happening
 
@@ -30,7 +30,7 @@ STANDS_AFTER_S = 2.5  # no step takes as long
 RESUME_LOOK_S = 0.25
 
 
-class Worker:
+class SimulatedWorker:
     """One rank's process."""
 
     def __init__(self, host_id: str, rank: int, pid: int, at: float) -> None:
@@ -49,13 +49,13 @@ class Worker:
         return (Activity.STOPPED, stands_s, "") if self.is_hung else (Activity.IDLE, stands_s, "futex")
 
 
-class Group:
+class RunningGeneration:
     """One generation of a job. Each host knows the part of the placement that it was told."""
 
     def __init__(self, world: World, placement: Placement, rng: Random) -> None:
         self.world, self.placement, self._rng = world, placement, rng
         self.parts: dict[str, Placement] = {}
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, SimulatedWorker] = {}
         self.step_s = world.step_s
         self.beacons: dict[str, dict[int, int]] = {}  # host -> rank -> newest step, also of the dead
         self.parks_at: dict[str, int] = {}  # host -> step at which its ranks park
@@ -77,14 +77,14 @@ class Group:
     def generation(self) -> int:
         return self.placement.generation
 
-    def start(self, host_id: str, rank: int, pid: int) -> Worker:
+    def start(self, host_id: str, rank: int, pid: int) -> SimulatedWorker:
         """A rank's process begins."""
-        worker = self.workers[rank] = Worker(host_id, rank, pid, self.world.now)
+        worker = self.workers[rank] = SimulatedWorker(host_id, rank, pid, self.world.now)
         self.beacons.setdefault(host_id, {})[rank] = -1
         self.world.after(self._rng.uniform(0.5, 2.5), lambda: self._attached(worker))
         return worker
 
-    def left(self, worker: Worker) -> None:
+    def left(self, worker: SimulatedWorker) -> None:
         """A rank's process is gone: the others lose their connections, once they notice."""
         if self.workers.get(worker.rank) is worker:
             del self.workers[worker.rank]
@@ -116,17 +116,17 @@ class Group:
 
     # --- start-up ----------------------------------------------------------------------------------------------------
 
-    def _is_alive(self, worker: Worker) -> bool:
+    def _is_alive(self, worker: SimulatedWorker) -> bool:
         return self.workers.get(worker.rank) is worker
 
-    def _put_off(self, workers: Iterable[Worker], happening: Happening) -> bool:
+    def _put_off(self, workers: Iterable[SimulatedWorker], happening: Happening) -> bool:
         """Whether the machine of one of these ranks is paused: then it happens later."""
         is_paused = any(self.world.hosts[worker.host_id].is_paused for worker in workers)
         if is_paused:
             self.world.after(RESUME_LOOK_S, happening)
         return is_paused
 
-    def _attached(self, worker: Worker) -> None:
+    def _attached(self, worker: SimulatedWorker) -> None:
         if not self._is_alive(worker) or self._put_off([worker], lambda: self._attached(worker)):
             return
         worker.phase, worker.moved_at = Phase.RESTORING, self.world.now
@@ -208,7 +208,7 @@ class Group:
         self._note_parked()
         self._begin_step()
 
-    def _stands(self, worker: Worker) -> bool:
+    def _stands(self, worker: SimulatedWorker) -> bool:
         return worker.is_hung or worker.phase is not Phase.STEP or self.world.hosts[worker.host_id].is_paused
 
     def _note_parked(self) -> None:
@@ -234,7 +234,7 @@ class Group:
         self._is_stepping = True
         self.world.after(0.5, self._end_step)
 
-    def _fail_soon(self, worker: Worker, message: str) -> None:
+    def _fail_soon(self, worker: SimulatedWorker, message: str) -> None:
         def fail() -> None:
             if self._is_alive(worker) and not worker.is_hung and not self._put_off([worker], fail):
                 self.world.exit(self, worker, exit_code=1, message=message)
@@ -279,7 +279,7 @@ class Group:
                 host.put(SavesRecovered(self.job, self.generation))
         return can_all
 
-    def _copy(self, worker: Worker, step: int, tier: Tier, host_id: str) -> ShardCopy:
+    def _copy(self, worker: SimulatedWorker, step: int, tier: Tier, host_id: str) -> ShardCopy:
         digest = f"{self.generation}.{step}.{worker.rank}"
         return ShardCopy(self.job, self.generation, step, worker.rank, tier, host_id, SHARD_SIZE_BYTES, digest)
 

@@ -10,9 +10,8 @@ from flyball.contracts.checkpoints import Lineage, ShardCopy, ShardSource, branc
 from flyball.contracts.cluster import Placement
 from flyball.contracts.recovery import complete_points
 from simulator.checks.history import EXPECTED, HOST_WENT, Fact, HostWent, WorkerBegan, WorkerWent
-from simulator.world.events import Happening, Timeline
-from simulator.world.network import Network
-from simulator.world.training import Group, Worker
+from simulator.world.events import EventQueue, Happening
+from simulator.world.training import RunningGeneration, SimulatedWorker
 
 if TYPE_CHECKING:
     from simulator.world.host import Host
@@ -30,25 +29,26 @@ class Truth:
         self.newest = -1
         self._branched_at = 0.0
 
-    def completed(self, group: Group, step: int) -> None:
+    def completed(self, group: RunningGeneration, step: int) -> None:
         """A generation completed a step."""
         if self.lineage and self.lineage[-1].generation == group.generation:
             self.newest = max(self.newest, step)
 
-    def branched(self, group: Group, step: int, source: int) -> None:
+    def branched(self, group: RunningGeneration, step: int, source: int) -> None:
         """A generation went on from a step of an earlier one; -1: from scratch."""
-        kept = tuple(entry for entry in self.lineage if step >= 0 and entry.generation <= source)
-        self.lineage = branch(kept, restored_step=step if step >= 0 else None, generation=group.generation)
+        self.lineage = branch(
+            self.lineage, restored_step=step if step >= 0 else None, generation=group.generation, source=source
+        )
         self.newest = step
         self._branched_at = self._world.now
 
-    def was_overtaken(self, group: Group) -> bool:
+    def was_overtaken(self, group: RunningGeneration) -> bool:
         """Whether a newer generation restored after all ranks of this one began: a pause held them up. What they do
         until they are stopped is no part of the history."""
         is_older = bool(self.lineage) and group.generation < self.lineage[-1].generation
         return is_older and all(worker.began_at <= self._branched_at for worker in group.workers.values())
 
-    def held_before(self, group: Group) -> tuple[int, int]:
+    def held_before(self, group: RunningGeneration) -> tuple[int, int]:
         """The newest whole step on hosts that were in reach since before the generation was granted, and the newest
         completed; -1: none."""
         since_s = self._world.now - self._world.granted_at.get(group.generation, 0.0) + KNOWN_AFTER_S
@@ -61,12 +61,12 @@ class Truth:
 class World:
     """Everything that is, and the way in which it happens."""
 
-    def __init__(self, timeline: Timeline, rng: Random, *, step_s: float) -> None:
+    def __init__(self, timeline: EventQueue, rng: Random, *, step_s: float) -> None:
         self.timeline, self.rng, self.step_s = timeline, rng, step_s
         self.network = Network(timeline, rng)
         self.truth = Truth(self)
         self.hosts: dict[str, Host] = {}
-        self.groups: dict[int, Group] = {}  # by generation, of the one job
+        self.groups: dict[int, RunningGeneration] = {}  # by generation, of the one job
         self.granted_at: dict[int, float] = {}  # by generation
         self.facts: list[Fact] = []
         self.ports_taken = 0  # generations that find theirs taken when they begin
@@ -112,7 +112,7 @@ class World:
             source, target
         )
 
-    def can_fetch(self, worker: Worker, job: str, source: ShardSource, step: int) -> bool:
+    def can_fetch(self, worker: SimulatedWorker, job: str, source: ShardSource, step: int) -> bool:
         """Whether a rank's host can have the bytes from a source, now."""
         holder = self.hosts.get(source.host_id)
         if holder is None or not self.can_copy(source.host_id, worker.host_id):
@@ -122,14 +122,14 @@ class World:
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
-    def group(self, placement: Placement) -> Group:
+    def group(self, placement: Placement) -> RunningGeneration:
         """The generation that this placement starts."""
         known = self.groups.get(placement.generation)
         if known is None:
-            known = self.groups[placement.generation] = Group(self, placement, self.rng)
+            known = self.groups[placement.generation] = RunningGeneration(self, placement, self.rng)
         return known
 
-    def begin(self, placement: Placement, host_id: str, rank: int, pid: int) -> Worker:
+    def begin(self, placement: Placement, host_id: str, rank: int, pid: int) -> SimulatedWorker:
         """Start a rank's process."""
         self.note(WorkerBegan(self.now, host_id, placement.job, placement.generation, rank))
         group = self.group(placement)
@@ -138,8 +138,8 @@ class World:
 
     def exit(
         self,
-        group: Group,
-        worker: Worker,
+        group: RunningGeneration,
+        worker: SimulatedWorker,
         *,
         exit_code: int | None = None,
         signal_number: int | None = None,
@@ -178,3 +178,59 @@ class World:
         if not host.is_up:
             self.note(HostWent(self.now, host_id, True))
             host.come_up()
+
+
+# --- the network -----------------------------------------------------------------------------------------------------
+
+LONGEST_DELAY_S = 20.0
+
+
+class Network:
+    """Messages may overtake each other. A machine reaches itself always."""
+
+    def __init__(self, timeline: EventQueue, rng: Random) -> None:
+        self._timeline = timeline
+        self._rng = rng
+        self._cut: dict[tuple[str, str], float] = {}  # since when
+        self.healed_at = timeline.now  # the newest end of a cut
+        self.loss = 0.0  # of all messages, as a fraction
+        self.repetition = 0.01
+        self.delay_s = 0.004  # middle of most
+        self.stuck_fraction = 0.003  # in a connection that stands still for a while
+        self.slow_fraction = 0.01  # of the messages, held up a hundred times as long
+
+    def cut(self, source: str, target: str) -> None:
+        """Lose everything from `source` to `target`."""
+        self._cut.setdefault((source, target), self._timeline.now)
+
+    def heal(self, source: str, target: str) -> None:
+        """End a cut."""
+        if self._cut.pop((source, target), None) is not None:
+            self.healed_at = self._timeline.now
+
+    def is_open(self, source: str, target: str) -> bool:
+        """Whether a message would arrive, chance apart."""
+        return (source, target) not in self._cut
+
+    def are_joined(self, one: str, other: str) -> bool:
+        """Whether a connection between the two lives."""
+        return self.is_open(one, other) and self.is_open(other, one)
+
+    def cut_for_s(self, one: str, other: str) -> float:
+        """For how long a connection between the two has been impossible."""
+        began = [at for pair in ((one, other), (other, one)) if (at := self._cut.get(pair)) is not None]
+        return self._timeline.now - min(began) if began else 0.0
+
+    def send(self, source: str, target: str, arrival: Happening) -> None:
+        """Have `arrival` happen at the target: once, never, or twice."""
+        if not self.is_open(source, target) or (self.loss and self._rng.random() < self.loss):
+            return
+        self._timeline.after(self._delay_s(), arrival)
+        if self._rng.random() < self.repetition:
+            self._timeline.after(self._delay_s(), arrival)
+
+    def _delay_s(self) -> float:
+        if self._rng.random() < self.stuck_fraction:
+            return self._rng.uniform(1.0, LONGEST_DELAY_S)
+        slow = 100.0 if self._rng.random() < self.slow_fraction else 1.0
+        return self.delay_s * slow * (0.5 + self._rng.random())

@@ -21,7 +21,7 @@ from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostFacts, JobSpec
 from flyball.contracts.credentials import host_credential
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.signals import EngineStatus, Report
+from flyball.contracts.reports.signals import EngineStatus, Report
 from flyball.contracts.wire import WIRE_VERSION, encode
 from services.api import goodput
 from services.main import Supervisor

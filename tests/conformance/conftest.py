@@ -30,8 +30,8 @@ from flyball.contracts.decisions import (
     UpdateState,
 )
 from flyball.contracts.events import EventKind
-from flyball.contracts.rank_columns import RankSteps, in_columns, steps_together
-from flyball.contracts.signals import EngineStatus, Report, Signal, SignalBody, WorkerExited
+from flyball.contracts.reports.rank_columns import RankSteps, in_columns, steps_together
+from flyball.contracts.reports.signals import EngineStatus, Report, Signal, SignalBody, WorkerExited
 from flyball.contracts.wire import WIRE_VERSION
 from services.actuator.ports import ActionStore, CommandDraft, PlaybookStep
 from services.bus import redis_client

@@ -21,7 +21,16 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.contracts.peer_wire import PEER_PROTOCOL, Challenge, Hello, PeerRequest, Ping, Reply, Verdict, Welcome
+from ckpt_engine.contracts.peer_wire import (
+    PEER_PROTOCOL,
+    Challenge,
+    Hello,
+    PeerRequest,
+    Ping,
+    Reply,
+    ShardVerdict,
+    Welcome,
+)
 from ckpt_engine.peers.peer_server import PeerServer
 from ckpt_engine.peers.transport.handshake import admit, introduce
 from ckpt_engine.peers.transport.pool import ConnectionPool
@@ -146,7 +155,7 @@ class Server:
         self.server.start()
 
     def _answer(self, connection: Connection, request: object) -> None:
-        connection.send(Reply(Verdict.OK), timeout_s=60)
+        connection.send(Reply(ShardVerdict.OK), timeout_s=60)
         connection.send_raw(memoryview(BULK))
 
     def dial(self, token: bytes = TOKEN, port: int = 0, settings: EngineSettings = PATIENT) -> Connection:
@@ -167,7 +176,7 @@ def server(transport: Tcp) -> Iterator[Server]:
 
 
 def bulk_of(connection: Connection) -> bytes:
-    assert connection.request(Ping(), Reply, timeout_s=60) == Reply(Verdict.OK)
+    assert connection.request(Ping(), Reply, timeout_s=60) == Reply(ShardVerdict.OK)
     target = bytearray(len(BULK))
     connection.receive_raw(memoryview(target))
     return bytes(target)
@@ -182,16 +191,16 @@ def test_frames_and_bytes_arrive_in_order_and_only_bytes_are_counted(
     pair = Pair(transport, PATIENT)
 
     def send() -> None:
-        pair.theirs.send(Reply(Verdict.OK, "first"), timeout_s=60)
+        pair.theirs.send(Reply(ShardVerdict.OK, "first"), timeout_s=60)
         pair.theirs.send_raw(memoryview(BULK))
-        pair.theirs.send(Reply(Verdict.HAVE), timeout_s=60)
+        pair.theirs.send(Reply(ShardVerdict.HAVE), timeout_s=60)
 
     sending = threads.submit(send)
     assert pair.ours.receive(Reply, timeout_s=60).message == "first"
     target = bytearray(len(BULK))
     pair.ours.receive_raw(memoryview(target))
     assert target == BULK
-    assert pair.ours.receive(Reply, timeout_s=60).verdict is Verdict.HAVE
+    assert pair.ours.receive(Reply, timeout_s=60).verdict is ShardVerdict.HAVE
     sending.result()
     assert pair.theirs.bytes_sent == pair.ours.bytes_received == len(BULK)
     pair.close()

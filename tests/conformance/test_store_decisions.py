@@ -12,7 +12,7 @@ from flyball.contracts.cluster import HostState, JobState, Phase, RankStatus
 from flyball.contracts.decisions import ActionState, CommandResult, IncidentState, RankPosition
 from flyball.contracts.errors import Conflict, NotFound, StaleEpoch
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.signals import HostSilent, PreemptionNotice, SignalUnreadable, WorkerExited
+from flyball.contracts.reports.signals import HostSilent, PreemptionNotice, SignalUnreadable, WorkerExited
 from services.actuator.ports import PlaybookStep
 from services.controller.view import HostChange, JobChange, PastFailure
 from services.rules.stream import Cursor

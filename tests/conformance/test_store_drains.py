@@ -7,12 +7,12 @@ import pytest
 
 from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.decisions import ActionPlan, Decision, DecisionKind, GenerationPlan
-from flyball.contracts.drains import DrainRequest, DrainState
 from flyball.contracts.errors import Conflict, NotFound
+from flyball.contracts.reports.drains import DrainRequest, DrainState
 from services.controller.view import DrainView, HostChange, JobChange
 from services.record import codec
 from services.store.decisions.drain_store import SqlDrainStore
-from services.store.read.read_models import ReadModels
+from services.store.read.read_models import SqlReadModels
 from services.store.reports import departures as departures_module
 from services.store.reports import running_plans
 from services.store.reports.departures import SqlDepartures
@@ -31,7 +31,7 @@ def wish(stores, host_id: str = "host-c") -> DrainView | None:
 
 
 def shown(stores, host_id: str = "host-c"):
-    return ReadModels(stores.db).host(host_id)["drain"]
+    return SqlReadModels(stores.db).host(host_id)["drain"]
 
 
 def test_a_wish_stands_until_it_is_answered(stores, drains) -> None:
@@ -62,7 +62,7 @@ def test_a_drained_host_is_one_that_is_cordoned_with_nothing_under_way(stores, d
         decisions=(Decision("dec-1", "", "", DecisionKind.CORDON, "no rank is on it", "rule", T, {"host": "host-c"}),),
     )
     assert shown(stores)["state"] == "requested", "its ranks do not train elsewhere yet"
-    assert ReadModels(stores.db).decisions(None)[0]["evidence"] == {"host": "host-c"}
+    assert SqlReadModels(stores.db).decisions(None)[0]["evidence"] == {"host": "host-c"}
     stores.commit(incidents=(make.incident(1, "resolved", host_id="host-c", cause="drain_requested"),))
     assert shown(stores)["state"] == "drained"
 

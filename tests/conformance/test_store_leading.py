@@ -19,7 +19,7 @@ from services.controller.view import PolicySettings
 from services.rules.stream import LeaseGrant
 from services.runtime.wakeup import LocalWakeup
 from services.store.decisions.decision_store import SqlDecisionStore
-from services.store.read.read_models import ReadModels
+from services.store.read.read_models import SqlReadModels
 from services.store.sql import lease as lease_module
 from services.store.sql import tables
 
@@ -59,7 +59,7 @@ def deciding(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -
 
 
 def decided(stores) -> int:
-    return len(ReadModels(stores.db).decisions("job"))
+    return len(SqlReadModels(stores.db).decisions("job"))
 
 
 def test_a_round_that_outlasts_the_lease_is_stored(submitted, clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,3 +224,24 @@ def test_an_outage_in_the_middle_of_a_round_is_waited_out(clock) -> None:
     hold.keep_on()
     lease.away, clock.now_s = True, clock.now_s + 0.9  # over, had it not been renewed
     assert hold.confirm(began) is not None
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_nothing_is_granted_until_hosts_had_time_to_report_to_an_older_database(stores, make, clock, leads) -> None:
+    """What they run may have the number that the database would give out next."""
+    if not leads:
+        controller(stores, "other#1", clock).run_once()
+    loop_ = controller(stores, "one#1", clock)
+    revision = loop_._store.revision
+    loop_._store.revision = lambda: revision() + 1_000
+    loop_.run_once()
+    loop_._store.revision = revision
+    stores.status.record_reports([(make.report(host), make.T) for host in ("host-a", "host-b")])
+    stores.jobs.submit(make.spec(), make.T)
+    clock.now_s += LONGEST_ROUND_S  # the other's lease is over
+    loop_.run_once()
+    loop_.run_once()
+    assert decided(stores) == 0
+    clock.now_s += loop.HOSTS_REPORT_S
+    loop_.run_once()
+    assert decided(stores) == 1

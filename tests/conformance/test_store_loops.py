@@ -35,7 +35,7 @@ from services.controller.view import PolicySettings
 from services.rules.stream import Cursor, Delivered
 from services.runtime.wakeup import LocalWakeup
 from services.store.decisions.decision_store import SqlDecisionStore
-from services.store.read.read_models import ReadModels
+from services.store.read.read_models import SqlReadModels
 
 DEADLINE_S = 120.0
 A = ("host-a", "inc-a")  # who sends, unless told otherwise
@@ -81,7 +81,7 @@ class Cluster:
     def __init__(self, stores, make) -> None:
         self.stores, self.make = stores, make
         self.bus = EmbeddedBus(stores.db)
-        self.reads = ReadModels(stores.db)
+        self.reads = SqlReadModels(stores.db)
         self.clock = SystemClock()
         self.seq = 0
         self.generation = 0

@@ -2,47 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
 from sqlalchemy import event, select, update
 
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
+from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, StoredPoint, Tier
 from services.record.codec import dump
+from services.store.reports.placements import SqlPlacements
 from services.store.sql import tables
 
 Tell = Callable[..., list[str]]
 
 
 @pytest.fixture
-def tell(sql_stores, make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tell]:
+def statements(sql_stores) -> Iterator[list[str]]:
+    """What the database was asked, in order."""
+    found: list[str] = []
+
+    def note(_connection, _cursor, statement: str, *_more) -> None:
+        found.append(statement)
+
+    with sql_stores.db.write() as writing, sql_stores.db.read() as reading:
+        engines = {writing.engine, reading.engine}
+    for engine in engines:
+        event.listen(engine, "before_cursor_execute", note)
+    yield found
+    for engine in engines:
+        event.remove(engine, "before_cursor_execute", note)
+
+
+@pytest.fixture
+def tell(sql_stores, make, statements: list[str], monkeypatch: pytest.MonkeyPatch) -> Tell:
     """Reports these steps as an engine does that has all ranks' shards; returns the statements that it took. Every
     200th step of the job stays in the store for ever."""
     spec = CheckpointSpec(persistent_dir="/store", persistent_every_steps=10, persistent_keep_every=200)
     monkeypatch.setattr(make, "spec", partial(make.spec, checkpoint=spec))
     sql_stores.run_job()
-    statements: list[str] = []
     sent_at = 1010.0
 
-    def note(_connection, _cursor, statement: str, *_more) -> None:
-        statements.append(statement)
-
-    def report(*steps: int) -> list[str]:
+    def report(*steps: int, ranks: Sequence[int] = range(4)) -> list[str]:
         nonlocal sent_at
         sent_at += 1.0
         copies = tuple(
-            ShardCopy("job", 1, step, rank, Tier.PERSISTENT, "", 10, "d") for step in steps for rank in range(4)
+            ShardCopy("job", 1, step, rank, Tier.PERSISTENT, "", 10, "d") for step in steps for rank in ranks
         )
         statements.clear()
         sql_stores.status.record_reports([(make.report("host-a", sent_at=sent_at, copies=copies), sent_at)])
         return [statement for statement in statements if "persistent_" in statement]
 
-    with sql_stores.db.write() as connection:
-        engine = connection.engine
-    event.listen(engine, "before_cursor_execute", note)
-    yield report
-    event.remove(engine, "before_cursor_execute", note)
+    return report
 
 
 def kept_by(sql_stores) -> list[int]:
@@ -76,3 +86,33 @@ def test_the_copies_of_all_steps_are_counted_at_once(tell: Tell) -> None:
     tell(*range(10, 170, 10))
     told = tell(170)
     assert sum("count(" in statement for statement in told) == 1
+
+
+def test_a_sensor_knows_the_newest_step_of_all_ranks_that_is_stored(sql_stores, tell: Tell, statements) -> None:
+    placements = SqlPlacements(sql_stores.db)
+    assert placements.read().stored_points == {}
+    tell(10, 20)
+    tell(30, ranks=(0, 1, 2))
+    assert placements.read().stored_points == {"job": StoredPoint(20, 1)}
+    statements.clear()
+    assert placements.read().stored_points == {"job": StoredPoint(20, 1)}
+    assert not [asked for asked in statements if "count(" in asked], "nothing has changed"
+    tell(30, ranks=(3,))
+    tell(40, ranks=(0,))
+    statements.clear()
+    assert placements.read().stored_points == {"job": StoredPoint(30, 1)}
+    assert sum("count(" in asked for asked in statements) == 2
+    history = dump((LineageEntry(1, 25), LineageEntry(2)))
+    with sql_stores.db.write() as connection:  # as if its next generation had begun at step 25
+        connection.execute(update(tables.generations).values(lineage=history))
+    assert SqlPlacements(sql_stores.db).read().stored_points == {"job": StoredPoint(20, 1)}
+    tell(40, ranks=(1, 2, 3))
+    assert placements.read().stored_points == {"job": StoredPoint(20, 1)}, "which its history lost"
+
+
+def test_jobs_without_that_tier_are_not_asked_for(sql_stores, statements) -> None:
+    sql_stores.run_job()
+    placements = SqlPlacements(sql_stores.db)
+    statements.clear()
+    assert placements.read().stored_points == placements.read().stored_points == {}
+    assert not [asked for asked in statements if "persistent_" in asked]

@@ -11,7 +11,7 @@ from services.actuator.executor import Executor
 from services.bus.embedded import EmbeddedBus
 from services.rules.stream import Cursor
 from services.runtime.wakeup import LocalWakeup
-from services.store.read.read_models import ReadModels
+from services.store.read.read_models import SqlReadModels
 
 # Every example makes its own database; what the fixtures give it has no state.
 PROPERTY = settings(
@@ -50,7 +50,7 @@ def test_answers_in_any_order_start_a_generation_at_most_once(new_stores, make, 
                 assert now.state is final[command_id]
             elif now.state in FINAL:
                 final[command_id] = now.state
-    commands = ReadModels(stores.db).decision("dec-2")["action"]["commands"]
+    commands = SqlReadModels(stores.db).decision("dec-2")["action"]["commands"]
     assert {c["command_id"]: c["state"] for c in commands if c["command_id"] in final} == final
     started = [event for _, event in stores.log.read(None, 0, 1000, {EventKind.GENERATION_STARTED})]
     assert [event.generation for event in started] in ([1], [1, 2])

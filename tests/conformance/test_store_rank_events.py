@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flyball.contracts.checkpoints import RestoreReport, Tier
 from flyball.contracts.events import EventKind
-from flyball.contracts.rank_events import per_rank
-from flyball.contracts.signals import RankMarks
+from flyball.contracts.reports.rank_events import per_rank
+from flyball.contracts.reports.signals import RankMarks
 
 
 def test_a_start_writes_one_event_per_report_and_kind(port_stores, make) -> None:

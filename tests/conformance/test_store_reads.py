@@ -15,13 +15,13 @@ from flyball.contracts.events import Event, EventKind
 from services.actuator.ports import PlaybookStep
 from services.controller.view import HostChange
 from services.runtime.http.paging import Page
-from services.store.read.read_models import ReadModels
+from services.store.read.read_models import SqlReadModels
 from services.store.sql import tables
 
 
 @pytest.fixture
-def reads(stores) -> ReadModels:
-    return ReadModels(stores.db)
+def reads(stores) -> SqlReadModels:
+    return SqlReadModels(stores.db)
 
 
 @pytest.fixture

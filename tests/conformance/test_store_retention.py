@@ -12,7 +12,7 @@ from services.controller.replay import RoundInputs
 from services.controller.view import HostChange, JobChange, Outcome, PolicySettings
 from services.record.retention_rules import DAY_S, RetentionSettings
 from services.store.decisions import rounds as round_store
-from services.store.read.read_models import ReadModels
+from services.store.read.read_models import SqlReadModels
 from services.store.retention.hosts import SqlHostRemoval
 from services.store.retention.sweep import Sweeper
 from services.store.sql import tables
@@ -100,7 +100,7 @@ def test_commands_go_after_a_week_and_decisions_stay(stores, make) -> None:
     sweep(stores, T + WEEK_S + 1)
     assert count(stores, tables.commands) == under_way, "an action that has not ended keeps them"
     assert count(stores, tables.decisions) == 2
-    shown = ReadModels(stores.db).decision("dec-1")
+    shown = SqlReadModels(stores.db).decision("dec-1")
     assert shown["decision_id"] == "dec-1" and shown["reason"]
 
 
@@ -143,7 +143,7 @@ def test_dead_hosts_are_forgotten_after_a_week(stores, make) -> None:
     stores.commit(hosts=(HostChange("host-e", HostState.CORDONED, "its fan is loud"),))
     stores.status.record_reports([(make.report("host-d", sent_at=T + WEEK_S), T + WEEK_S)])
     sweep(stores, T + WEEK_S + 60)
-    found = {host["host_id"] for host in ReadModels(stores.db).hosts(also_left=True)}
+    found = {host["host_id"] for host in SqlReadModels(stores.db).hosts(also_left=True)}
     assert found == {"host-a", "host-b", "host-d", "host-e"}, "ranks, reports and an operator's word keep a host"
     assert {host.host_id for host in stores.other_decisions().load_view().hosts} == found
 
@@ -162,9 +162,9 @@ def test_a_host_is_removed_at_once_where_an_operator_says_so(stores, make) -> No
     removal.remove("host-c", T + 60)
     assert stores.decisions.revision() > revision
     with pytest.raises(NotFound):
-        ReadModels(stores.db).host("host-c")
+        SqlReadModels(stores.db).host("host-c")
     stores.status.record_reports([(make.report("host-c", sent_at=T + 61), T + 61)])
-    assert ReadModels(stores.db).host("host-c")["state"] == "healthy", "it may join again"
+    assert SqlReadModels(stores.db).host("host-c")["state"] == "healthy", "it may join again"
 
 
 def test_watermarks_of_incarnations_that_others_followed_go_with_their_signals(stores, make) -> None:

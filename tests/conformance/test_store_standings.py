@@ -8,8 +8,8 @@ from flyball.contracts.checkpoints import LineageEntry
 from flyball.contracts.cluster import HostRanks, JobState, Placement
 from flyball.contracts.decisions import DecisionKind
 from flyball.contracts.identity import Fence
-from flyball.contracts.signals import EngineRestarted, Signal
-from flyball.contracts.standings import HeldJob, Obeyed, Standing, decision_number, issued_id
+from flyball.contracts.reports.signals import EngineRestarted, Signal
+from flyball.contracts.reports.standings import HeldJob, HostStanding, LastObeyed, decision_number, issued_id
 from services.controller.policy import decide
 from services.controller.view import PolicySettings
 from services.store.decisions.standing_store import SqlStandings
@@ -19,7 +19,7 @@ from services.store.sql import lease
 NEWEST = "act-0badcafe-40.start.host-a.1"
 
 
-def standing(stores, cluster: str, **changes) -> Standing:  # type: ignore[no-untyped-def]  # fixtures
+def standing(stores, cluster: str, **changes) -> HostStanding:  # type: ignore[no-untyped-def]  # fixtures
     spec = stores.make.spec()
     hosts = tuple(HostRanks(f"host-{name}", "10.0.0.1", "10.0.0.1:1", (rank,)) for rank, name in enumerate("ab"))
     placement = Placement(
@@ -34,9 +34,9 @@ def standing(stores, cluster: str, **changes) -> Standing:  # type: ignore[no-un
         restore=None,
         run="20261123-180000-000",
     )
-    told = {"obeyed": Obeyed(cluster, 12, NEWEST), "unheard_s": 100.0, "committed": {"i": 17}}
+    told = {"obeyed": LastObeyed(cluster, 12, NEWEST), "unheard_s": 100.0, "committed": {"i": 17}}
     told["jobs"] = (HeldJob(spec, placement, Fence(12, 7), (0,)),)
-    return Standing(host_id="host-a", incarnation="i", at=1.0, **(told | changes))
+    return HostStanding(host_id="host-a", incarnation="i", at=1.0, **(told | changes))
 
 
 def identity(stores) -> str:  # type: ignore[no-untyped-def]
@@ -52,11 +52,11 @@ def standings(stores, clock) -> SqlStandings:  # type: ignore[no-untyped-def]
 def test_a_host_is_ahead_that_obeyed_what_the_database_does_not_know(stores, standings) -> None:  # type: ignore[no-untyped-def]
     mine = identity(stores)
     told = {
-        "nobody": Obeyed(),
-        "unknown-command": Obeyed(mine, 1, NEWEST),
-        "newer-epoch": Obeyed(mine, 2, ""),
-        "other-cluster": Obeyed("another", 1, ""),
-        "old-release": Obeyed("", 1, ""),
+        "nobody": LastObeyed(),
+        "unknown-command": LastObeyed(mine, 1, NEWEST),
+        "newer-epoch": LastObeyed(mine, 2, ""),
+        "other-cluster": LastObeyed("another", 1, ""),
+        "old-release": LastObeyed("", 1, ""),
     }
     assert standings.judge(told).ahead == {"unknown-command", "newer-epoch", "other-cluster"}
 
@@ -76,7 +76,7 @@ def test_what_a_host_runs_is_adopted_with_counters_above_all_that_it_saw(stores,
     [job] = view.jobs
     assert (job.state, job.generation.generation, job.generation.started_at > 0.0) == (JobState.RUNNING, 7, True)
     assert {d.kind for d in outcome.decisions} == {DecisionKind.ADOPT}
-    obeyed = Obeyed(mine, 12, NEWEST)
+    obeyed = LastObeyed(mine, 12, NEWEST)
     assert not standings.judge({"host-a": obeyed}).ahead  # it is settled
     assert standings.judge({"host-b": obeyed}).ahead
     with stores.db.read() as connection:
@@ -98,7 +98,7 @@ def test_signals_that_a_host_cannot_send_again_are_not_waited_for(stores, standi
     stores.decisions.commit(epoch=1, now=clock.wall_s(), signals=[later], cursor=None, outcome=outcome, first_steps={})
     with stores.db.read() as connection:
         assert read_watermarks(connection, [("host-a", "i")]) == {}
-    standings.tell(standing(stores, identity(stores), obeyed=Obeyed(), jobs=()))
+    standings.tell(standing(stores, identity(stores), obeyed=LastObeyed(), jobs=()))
     with stores.db.read() as connection:
         assert read_watermarks(connection, [("host-a", "i")]) == {("host-a", "i"): 18}
     assert not stores.decisions.load_view().standings  # else it knows all that the host does

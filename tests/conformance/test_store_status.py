@@ -10,14 +10,14 @@ from flyball.contracts.checkpoints import RestoreReport, Tier
 from flyball.contracts.cluster import HostState, JobState, Phase, RankStatus
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.rank_columns import RankSteps
-from flyball.contracts.signals import EngineStatus, RankMarks
+from flyball.contracts.reports.rank_columns import RankSteps
+from flyball.contracts.reports.signals import EngineStatus, RankMarks
 from services.controller.view import HostChange, JobChange
 from services.sensor.detector.job_pace import Alarm, LearnedPace
 from services.sensor.detector.rank_states import LearnedJob
 from services.sensor.detector.stances import Stance
 from services.sensor.reports.step_log import StepSummary
-from services.store.read.read_models import ReadModels
+from services.store.read.read_models import SqlReadModels
 from services.store.reports.placements import SqlPlacements
 
 
@@ -365,5 +365,5 @@ def test_the_controller_hears_a_host_of_the_ranks_that_it_was_given(sql_stores, 
     liar = make.report("host-b", sent_at=1011.0, ranks=(status(0, 9_000), status(2, 6)))
     sql_stores.status.record_reports([(liar, 1011.0)])
     assert ranks_of(sql_stores) == {0: ("host-a", 5, Phase.STEP), 2: ("host-b", 6, Phase.STEP)}
-    shown = ReadModels(sql_stores.db).job("job")["ranks"]
+    shown = SqlReadModels(sql_stores.db).job("job")["ranks"]
     assert [rank["step"] for rank in shown] == [5, -1, 6, -1]

@@ -13,9 +13,9 @@ from sqlalchemy import delete, select
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.cluster import HostState, JobState, Phase, RankStatus
 from flyball.contracts.decisions import ActionState, CommandResult, RankPosition
-from flyball.contracts.drains import DrainRequest
 from flyball.contracts.errors import FlyballError
-from flyball.contracts.signals import HostReturned, RankStalled, Signal
+from flyball.contracts.reports.drains import DrainRequest
+from flyball.contracts.reports.signals import HostReturned, RankStalled, Signal
 from services.actuator.ports import PlaybookStep
 from services.controller.focus import Focus, focused
 from services.controller.view import HostChange, JobChange, Outcome, View

@@ -13,7 +13,7 @@ from sqlalchemy import delete, select
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import Phase
 from flyball.contracts.events import EventKind
-from flyball.contracts.signals import RankStalled, SignalUnreadable
+from flyball.contracts.reports.signals import RankStalled, SignalUnreadable
 from services.bus.embedded import EmbeddedBus
 from services.bus.messaging import MeasuredBus
 from services.bus.redis_client import RedisServer

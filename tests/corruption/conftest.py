@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_engine.contracts.counters import Counters
-from ckpt_engine.contracts.generation import Generation
+from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format import shard_format
 from ckpt_engine.format.manifest import MAX_MANIFEST_BYTES, Manifest
@@ -28,10 +28,10 @@ from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.trainer.capture.prepared_capture import Capture
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, ShardSource, Tier
 from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.engine_wire import Configure
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.identity import Fence
-from flyball.contracts.segments import CONTROL_SUFFIX, SLOT_SUFFIXES
+from flyball.contracts.on_host.engine_wire import Configure
+from flyball.contracts.on_host.segments import CONTROL_SUFFIX, SLOT_SUFFIXES
 
 STEP = 3
 CHUNK_BYTES = 256  # so that a shard of 1 KiB has several
@@ -140,7 +140,7 @@ class Site:
         plan = RestorePlan(STEP, {"0": sources})
         placement = Placement("job", 2, 1, (HostRanks("a", "::1", "a:1", (0,)),), "::1", 1, {}, lineage, plan)
         return Fetcher(
-            Generation(Configure(Fence(1, 2), "a", placement, CheckpointSpec()), "a"),
+            HostGeneration(Configure(Fence(1, 2), "a", placement, CheckpointSpec()), "a"),
             plan,
             memory=self.slots[Tier.MEMORY],  # type: ignore[arg-type]  # it is one
             replicas=self.slots[Tier.PEER],  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import pytest
 import torch
 import xxhash
 
-from ckpt_engine.contracts.peer_wire import GetShard, Reply, Verdict
+from ckpt_engine.contracts.peer_wire import GetShard, Reply, ShardVerdict
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format.shard_names import world_manifest_name
 from ckpt_engine.format.verified_read import MemorySource
@@ -31,7 +31,7 @@ from ckpt_engine.trainer.shard_reader import ShardReader
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
-from flyball.contracts.segments import CONTROL_SUFFIX
+from flyball.contracts.on_host.segments import CONTROL_SUFFIX
 from flyball.sdk.worker_identity import WorkerIdentity
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def sender() -> Iterator[Sender]:
 
 def answer_with(shard: Shard) -> bytes:
     frame = wire.encode(
-        Reply(Verdict.OK, manifest_bytes=len(shard.data), shard_bytes=len(shard.payload), tier=Tier.DISK)
+        Reply(ShardVerdict.OK, manifest_bytes=len(shard.data), shard_bytes=len(shard.payload), tier=Tier.DISK)
     )
     return len(frame).to_bytes(4, "little") + frame + shard.data + xxhash.xxh3_128_digest(shard.data) + shard.payload
 

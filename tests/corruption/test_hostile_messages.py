@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from ckpt_engine.contracts.notices import Notice
-from ckpt_engine.contracts.peer_wire import Challenge, Hello, Inventory, PeerRequest, Reply, Welcome
+from ckpt_engine.contracts.peer_wire import Challenge, Hello, PeerRequest, Reply, ShardList, Welcome
 from flyball.contracts import wire
-from flyball.contracts.engine_wire import EngineReply, EngineRequest
 from flyball.contracts.errors import InvalidMessage
+from flyball.contracts.on_host.engine_wire import EngineReply, EngineRequest
 
 FIELDS = (b"type", b"job", b"verdict", b"nonce", b"ok", b"copies")
 DEEP = b"[" * 30_000 + b"]" * 30_000
@@ -28,7 +28,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize(
-    "kind", [PeerRequest, Reply, Inventory, Challenge, Hello, Welcome, EngineRequest, EngineReply, Notice], ids=str
+    "kind", [PeerRequest, Reply, ShardList, Challenge, Hello, Welcome, EngineRequest, EngineReply, Notice], ids=str
 )
 def test_what_is_no_message_is_refused(kind: Any, name: str) -> None:  # noqa: ANN401 - a type or a union
     with pytest.raises(InvalidMessage):

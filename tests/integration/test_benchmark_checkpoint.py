@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flyball.contracts.engine_wire import ENGINE_SOCKET
-from flyball.contracts.segments import shm_prefix
+from flyball.contracts.on_host.engine_wire import ENGINE_SOCKET
+from flyball.contracts.on_host.segments import shm_prefix
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "checkpoint.py"
 FLOORS = {"memcpy_s", "copy2_s", "disk_write_gbs", "tcp_gbs"}

@@ -167,7 +167,7 @@ def test_another_releases_state_is_refused_and_left_alone(place: Path, tmp_path:
     run = find_run({"FLYBALL_STATE_DIR": str(place / "s")}, "done")
     copy = tmp_path / "flyball.sqlite"
     copy.write_bytes((run.supervisor_dir / "flyball.sqlite").read_bytes())
-    for revision, hint in (("9999", "a newer one"), ("0001", "brings it up to date")):
+    for revision, hint in (("9999", "a newer one"), ("0015", "empty database")):
         db = Database(f"sqlite:///{copy}")
         with db.write() as connection:
             connection.execute(text("UPDATE alembic_version SET version_num = :new"), {"new": revision})

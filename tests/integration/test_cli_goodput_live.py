@@ -22,7 +22,7 @@ from flyball.cli.main import run_cli
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.events import Event
 from flyball.contracts.wire import encode
-from goodput.account.options import Options
+from goodput.account.options import AccountOptions
 from goodput.calculator import calculate
 from goodput.read.event_files import write_events
 from goodput.show.report import to_json
@@ -80,7 +80,7 @@ def test_the_whole_report_comes_from_a_live_supervisor(capsys: pytest.CaptureFix
             f"--job llama --from {start + 1800.0} --to {end - 60.0} --gpu-hour-price 2.5 --window 10m -o json", capsys
         )
     )
-    options = Options(gpu_hour_price=2.5, window_s=600.0, from_at=start + 1800.0, to_at=end - 60.0)
+    options = AccountOptions(gpu_hour_price=2.5, window_s=600.0, from_at=start + 1800.0, to_at=end - 60.0)
     expected = to_json(calculate(EVENTS, options=options))
     # The job that was submitted over HTTP has events of its own, at the time of this test.
     assert found["seconds_by_category"] == expected["seconds_by_category"]

@@ -25,7 +25,7 @@ from own_servers import free_port
 
 from flyball.cli.reach.client import ApiClient
 from flyball.contracts.cluster import Phase
-from flyball.contracts.segments import SHM_DIR_VARIABLE
+from flyball.contracts.on_host.segments import SHM_DIR_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 300.0

@@ -23,8 +23,8 @@ from flyball.contracts.cluster import HostFacts, JobSpec, Phase
 from flyball.contracts.credentials import host_credential
 from flyball.contracts.errors import ConfigurationError, PortInUse, StateVersionMismatch
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.rank_columns import CompletedSteps, Progress, Workers
-from flyball.contracts.signals import EngineRestarted, EngineStatus, Report, Signal, WorkerExited
+from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, Workers
+from flyball.contracts.reports.signals import EngineRestarted, EngineStatus, Report, Signal, WorkerExited
 from flyball.contracts.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
 from services.actuator.backends import host_daemons
 from services.main import Supervisor
@@ -160,7 +160,7 @@ def test_a_worker_dies_and_the_whole_way_is_visible(client: httpx.Client) -> Non
     trained = report(
         engine=EngineStatus(alive=True, intervals=(msgspec.structs.replace(apart, generation=0, every_steps=2), apart)),
         workers=(Workers("demo", generation, (0,), (9,)),),
-        progress=(Progress((Phase.STEP,), (3,), (0.1,)),),
+        progress=(RankProgress((Phase.STEP,), (3,), (0.1,)),),
         completed=(CompletedSteps("demo", generation, (0,), 0, ((now - 3,), (now - 2,), (now - 1,), (now,))),),
     )
     assert send(client, trained).status_code == 200

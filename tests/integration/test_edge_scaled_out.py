@@ -31,8 +31,8 @@ from flyball.contracts.decisions import (
     UpdateState,
 )
 from flyball.contracts.errors import FlyballError
-from flyball.contracts.rank_columns import Progress, Workers
-from flyball.contracts.signals import EngineStatus, Report, Signal, WorkerExited
+from flyball.contracts.reports.rank_columns import RankProgress, Workers
+from flyball.contracts.reports.signals import EngineStatus, Report, Signal, WorkerExited
 from flyball.contracts.wire import WIRE_VERSION, encode
 from host_daemon.link.failover import Endpoints
 from host_daemon.link.http_client import SupervisorClient
@@ -121,7 +121,7 @@ class Daemon:
             engine=EngineStatus(alive=True),
             signals=tuple(self.spool),
             workers=(Workers("demo", self.generation, (0,), (9,)),) if self.trains else (),
-            progress=(Progress((Phase.STEP,), (self.step,), (0.0,)),) if self.trains else (),
+            progress=(RankProgress((Phase.STEP,), (self.step,), (0.0,)),) if self.trains else (),
         )
         committed = (await self._client.report(report)).committed.get("inc-a", 0)
         self.spool = [one for one in self.spool if one.seq > committed]

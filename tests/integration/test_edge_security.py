@@ -21,11 +21,11 @@ from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostFacts
 from flyball.contracts.credentials import host_credential, reader_token
 from flyball.contracts.errors import DaemonSuperseded, FlyballError, Unauthorized
-from flyball.contracts.signals import EngineStatus, PreemptionNotice, Report
+from flyball.contracts.reports.signals import EngineStatus, PreemptionNotice, Report
 from flyball.contracts.wire import WIRE_VERSION, encode
 from host_daemon.agent import Agent
 from host_daemon.settings import parse_settings
-from host_daemon.store.state_dir import StateDir
+from host_daemon.store.state_dir import HostStateDir
 from services.api.auth import ACCESS
 from services.main import Supervisor
 from services.settings import load_settings
@@ -178,7 +178,7 @@ def agent_of(supervisor: Supervisor, root: Path, host_id: str, clock: Any) -> Ag
     if not token_file.exists():
         token_file.write_text(host_credential(supervisor.token, host_id).text())
     arguments = ["--state-dir", str(root / "state"), "--host-id", host_id, "--supervisor", supervisor.url]
-    state_dir = StateDir(root / "state")
+    state_dir = HostStateDir(root / "state")
     state_dir.open()
     return Agent(parse_settings([*arguments, "--token-file", str(token_file)], {}), state_dir, clock)
 

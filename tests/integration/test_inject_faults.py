@@ -22,8 +22,8 @@ from flyball.cli.reach.client import ApiClient
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import NotFound, StateVersionMismatch, Unreachable, UsageError
 from flyball.contracts.events import EventKind
-from flyball.contracts.segments import SHM_DIR_VARIABLE, shm_prefix
-from host_daemon.store.database import Database
+from flyball.contracts.on_host.segments import SHM_DIR_VARIABLE, shm_prefix
+from host_daemon.store.database import HostDatabase
 from simulator.inject import faults
 from simulator.inject.processes import look_at
 
@@ -42,7 +42,7 @@ class Host:
         self.shm = folder / f"{host_id}-shm"
         self.shm.mkdir()
         (self.root / "VERSION").write_text("1\n")
-        Database(self.root / "daemon.sqlite").close()
+        HostDatabase(self.root / "daemon.sqlite").close()
         self.processes: list[subprocess.Popen[str]] = []
         self.daemon = self.start(PAUSE, "host_daemon", "--state-dir", str(self.root), "--host-id", host_id)
 

@@ -15,9 +15,10 @@ import pytest
 from own_servers import free_port
 
 from ckpt_engine.slots.rank_segments import RankSegments, SlotState
-from flyball.contracts import fault_points, wire, worker_env
+from flyball.contracts import fault_points, wire
 from flyball.contracts.checkpoints import Lineage, LineageEntry, branch
-from flyball.contracts.segments import rank_segment, shm_prefix
+from flyball.contracts.on_host import worker_env
+from flyball.contracts.on_host.segments import rank_segment, shm_prefix
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 RANKS = 4

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.slots.rank_segments import RankSegments, SlotState
-from flyball.contracts import fault_points, wire, worker_env
+from flyball.contracts import fault_points, wire
 from flyball.contracts.checkpoints import Lineage, LineageEntry, branch
-from flyball.contracts.segments import rank_segment
+from flyball.contracts.on_host import worker_env
+from flyball.contracts.on_host.segments import rank_segment
 
 TRAINER = """
 import sys, torch, flyball

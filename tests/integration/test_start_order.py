@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from flyball.contracts.errors import ConfigurationError
-from flyball.contracts.segments import DEFAULT_SHM_DIR, shm_prefix
+from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, shm_prefix
 from host_daemon.kernel.reaper import Reaper
 from host_daemon.spawning.spawn_wire import WorkerOrder
 from host_daemon.spawning.spawner_client import SpawnerProcess

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyball.contracts.cluster import HostFacts
-from flyball.contracts.signals import EngineStatus, HostReturned, HostSilent, Report
+from flyball.contracts.reports.signals import EngineStatus, HostReturned, HostSilent, Report
 from flyball.contracts.wire import WIRE_VERSION
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.detector.heard_hosts import SilenceSettings

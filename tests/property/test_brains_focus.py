@@ -12,8 +12,8 @@ from test_brains_policy import NOW, SETTINGS, signals_of, views
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
 from flyball.contracts.decisions import ActionState, GenerationPlan
-from flyball.contracts.drains import DrainState
-from flyball.contracts.signals import HostReturned, Signal, WorkerExited
+from flyball.contracts.reports.drains import DrainState
+from flyball.contracts.reports.signals import HostReturned, Signal, WorkerExited
 from services.controller.focus import Focus, focused, placed_hosts
 from services.controller.policy import decide
 from services.controller.turns import slices

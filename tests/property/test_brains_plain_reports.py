@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.cluster import HostFacts, Phase, RankStatus
 from flyball.contracts.errors import InvalidMessage
-from flyball.contracts.rank_columns import RankSteps, Workers, in_columns, statuses_in, steps_in, steps_together
-from flyball.contracts.signals import EngineStatus, PreemptionNotice, Report, Signal
+from flyball.contracts.reports.rank_columns import RankSteps, Workers, in_columns, statuses_in, steps_in, steps_together
+from flyball.contracts.reports.signals import EngineStatus, PreemptionNotice, Report, Signal
 from flyball.contracts.wire import WIRE_VERSION, decode, encode
 from services.sensor.detector.patience import StallSettings
 from services.sensor.detector.rank_stalls import StallWatch

@@ -23,7 +23,7 @@ from flyball.contracts.decisions import (
 from flyball.contracts.identity import Fence
 from services.actuator.host_parts import host_parts
 from services.actuator.playbook import PHASES, START, advance, may_start
-from services.actuator.ports import ActionProgress, CommandRecord
+from services.actuator.ports import ActionProgress, OutboxCommand
 
 SPEC = JobSpec(job="job", argv=("t.py",), workdir="/", nnodes=2, nproc_per_node=1)
 NEXT = GenerationPlan(
@@ -89,7 +89,7 @@ def test_one_start_and_always_an_end(
             if step.phase not in phases[-1:]:
                 phases.append(step.phase)
             fresh = tuple(
-                CommandRecord(
+                OutboxCommand(
                     Command(d.command_id, "act-1", d.host_id, Fence(1, 2), d.body, d.deadline_s), step.phase, now, None
                 )
                 for d in step.commands

@@ -19,8 +19,8 @@ from flyball.contracts.decisions import (
     Incident,
     IncidentState,
 )
-from flyball.contracts.drains import DrainState
-from flyball.contracts.signals import (
+from flyball.contracts.reports.drains import DrainState
+from flyball.contracts.reports.signals import (
     HostReturned,
     HostSilent,
     PreemptionNotice,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier, branch, is_alive
+from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier, branch, is_alive, newest_point
 from flyball.contracts.cluster import HostRanks
+from flyball.contracts.recovery import complete_points
 from services.rules.recovery_point import before, newest_step, plan_restore
 
 HOSTS = ("a", "b", "c")
@@ -25,29 +26,31 @@ copies_of = st.lists(
     ),
     max_size=60,
 )
+maybe_step = st.none() | st.integers(0, 6)
 lineages = st.lists(
-    st.builds(LineageEntry, st.integers(1, 3), st.one_of(st.none(), st.integers(0, 6))), max_size=3
-).map(tuple)
+    st.builds(LineageEntry, st.integers(1, 3), maybe_step, maybe_step), max_size=3, unique_by=lambda e: e.generation
+).map(lambda entries: tuple(sorted(entries, key=lambda entry: entry.generation)))
 worlds = st.integers(1, 4)
 reachable = st.sets(st.sampled_from(HOSTS))
 
 
-def complete(copies: list[ShardCopy], lineage: tuple[LineageEntry, ...], world_size: int) -> list[int]:
-    """By brute force: every step that all ranks have, from one generation that counts."""
-    return [
+def newest(copies: list[ShardCopy], lineage: tuple[LineageEntry, ...], world_size: int) -> int | None:
+    """By brute force: the last step that all ranks have from the last generation that counts and made such a step."""
+    complete = [
         step
-        for step in range(7)
         for generation in range(1, 4)
+        for step in range(7)
         if is_alive(generation, step, lineage)
         and all(any((c.generation, c.step, c.rank) == (generation, step, r) for c in copies) for r in range(world_size))
     ]
+    return complete[-1] if complete else None
 
 
 @given(copies_of, lineages, worlds)
 def test_it_is_the_newest_complete_step(
     copies: list[ShardCopy], lineage: tuple[LineageEntry, ...], world_size: int
 ) -> None:
-    assert newest_step(copies, lineage, world_size) == max(complete(copies, lineage, world_size), default=None)
+    assert newest_step(copies, lineage, world_size) == newest(copies, lineage, world_size)
 
 
 @given(copies_of, lineages, worlds, reachable, st.permutations(HOSTS))
@@ -63,7 +66,7 @@ def test_every_rank_has_a_source_within_reach(
     plan = plan_restore(copies, lineage, world_size, addresses, hosts)
     home = {rank: host.host_id for host in hosts for rank in host.ranks}
     usable = [c for c in copies if c.tier is Tier.PERSISTENT or c.host_id in in_reach or c.host_id == home.get(c.rank)]
-    expected = max(complete(usable, lineage, world_size), default=None)
+    expected = newest(usable, lineage, world_size)
     if plan is None:
         assert expected is None
         return
@@ -90,9 +93,16 @@ def test_every_rank_has_a_source_within_reach(
 def test_what_is_branched_off_is_never_restored_again(
     copies: list[ShardCopy], lineage: tuple[LineageEntry, ...], world_size: int
 ) -> None:
-    step = newest_step(copies, lineage, world_size)
-    after = branch(lineage, restored_step=step, generation=9)
-    assert newest_step(copies, after, world_size) == step
+    point = newest_point(complete_points(copies, lineage, world_size), lineage)
+    step, source = point or (None, None)
+    after = branch(lineage, restored_step=step, generation=9, source=source)
+    assert newest_point(complete_points(copies, after, world_size), after) == point
+    assert all(entry.upto_step is None or entry.upto_step <= step for entry in after if step is not None)
+    assert all(entry.after_step is None for entry in after), "nothing is in doubt once a copy was found"
     if step is not None:
         older = newest_step(copies, before(lineage, step), world_size)
         assert older is None or older < step
+
+
+def test_what_comes_before_a_step_leaves_older_ends_where_they_are() -> None:
+    assert before((LineageEntry(1, 3), LineageEntry(2)), 10) == (LineageEntry(1, 3), LineageEntry(2, 9))

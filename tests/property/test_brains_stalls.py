@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyball.contracts.cluster import Activity, HostFacts, Phase, RankStatus
-from flyball.contracts.rank_columns import RankSteps, in_columns, steps_together
-from flyball.contracts.signals import EngineStatus, RankStalled, Report, SignalBody
+from flyball.contracts.reports.rank_columns import RankSteps, in_columns, steps_together
+from flyball.contracts.reports.signals import EngineStatus, RankStalled, Report, SignalBody
 from flyball.contracts.wire import WIRE_VERSION
 from services.sensor.detector.patience import StallSettings
 from services.sensor.detector.rank_stalls import StallWatch

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flyball.contracts.cluster import HostFacts
 from flyball.contracts.errors import FlyballError, WrongClock
-from flyball.contracts.signals import EngineStatus, Report
+from flyball.contracts.reports.signals import EngineStatus, Report
 from flyball.contracts.wire import WIRE_VERSION
 from services.sensor.reports.admission import Admission
 

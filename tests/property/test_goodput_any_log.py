@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.wire import decode, encode
-from goodput.calculator import Options, Report, analyse, analysis_of, calculate
+from goodput.calculator import AccountOptions, GoodputReport, analyse, analysis_of, calculate
 from goodput.history.job_history import HistoryBuilder
 from goodput.read.event_files import read_logs, write_events
 
@@ -93,7 +93,7 @@ def logs(moments: st.SearchStrategy[float]) -> st.SearchStrategy[list[Event]]:
 events = st.one_of(logs(early), logs(late), logs(moments))
 options = st.one_of(
     st.builds(
-        Options,
+        AccountOptions,
         gpu_hour_price=st.one_of(st.none(), st.floats(0, 10)),
         window_s=st.floats(0.001, 5000),
         from_at=st.one_of(st.none(), st.floats(base, base + 500)),
@@ -110,7 +110,7 @@ options = st.one_of(
 @given(events, options, st.one_of(st.none(), moments))
 @settings(max_examples=250, deadline=None)
 def test_intervals_partition_the_time_and_the_losses_sum_to_what_is_not_useful(
-    log: list[Event], asked: Options, now: float | None
+    log: list[Event], asked: AccountOptions, now: float | None
 ) -> None:
     analysis = analyse(log, now=now, options=asked)
     report, line = analysis.report, analysis.timeline
@@ -123,7 +123,7 @@ def test_intervals_partition_the_time_and_the_losses_sum_to_what_is_not_useful(
     check_sums(report)
 
 
-def check_sums(report: Report) -> None:
+def check_sums(report: GoodputReport) -> None:
     elapsed_s, useful = report.elapsed_s, report.seconds_by_category["useful"]
     lost = pytest.approx(elapsed_s - useful, rel=1e-6, abs=1e-6)
     assert sum(report.seconds_by_category.values()) == pytest.approx(elapsed_s, rel=1e-6, abs=1e-6)
@@ -197,7 +197,7 @@ def test_parts_of_the_time_sum_to_the_whole(log: list[Event], one: float, two: f
     log = [msgspec.structs.replace(e, data={k: v for k, v in e.data.items() if k not in SIZES}) for e in log]
 
     def spent(from_at: float, to_at: float) -> dict[str, float]:
-        return dict(calculate(log, options=Options(from_at=from_at, to_at=to_at)).seconds_by_category)
+        return dict(calculate(log, options=AccountOptions(from_at=from_at, to_at=to_at)).seconds_by_category)
 
     whole, parts = spent(first, last), (spent(first, middle), spent(middle, last))
     for category, seconds in whole.items():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyball.contracts.events import Event, EventKind
-from goodput.calculator import Report, calculate
+from goodput.calculator import GoodputReport, calculate
 
 BASE = 1_000_000.0
 START_S = 4.0
@@ -47,7 +47,7 @@ class Run:
         self.events.append(Event(now, EventKind.JOB_ENDED, "job", data={"outcome": "succeeded"}))
         self.useful_s = float(steps)
 
-    def report(self) -> Report:
+    def report(self) -> GoodputReport:
         report = calculate(self.events)
         assert sum(report.seconds_by_category.values()) == pytest.approx(report.elapsed_s, abs=1e-6)
         assert report.elapsed_s == pytest.approx(self.elapsed_s, abs=1e-6)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flyball.contracts.errors import InvalidMessage
 from goodput.calculator import calculate
-from goodput.read.event_files import EventLog
+from goodput.read.event_files import ReadEvents
 from goodput.read.importers.registry import FORMATS, read
 
 SAMPLES = [path.read_bytes() for path in sorted((Path(__file__).parents[1] / "goodput_logs").iterdir())]
@@ -67,7 +67,7 @@ any_bytes = st.one_of(
 )
 
 
-def read_bytes(data: bytes, *, format: str, strict: bool = False) -> EventLog:
+def read_bytes(data: bytes, *, format: str, strict: bool = False) -> ReadEvents:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log"
         path.write_bytes(data)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyball.contracts.events import Event, EventKind
-from goodput.calculator import Options, calculate
-from goodput.history.step_log import StepLog
+from goodput.calculator import AccountOptions, calculate
+from goodput.history.step_log import WorldStepLog
 
 RANKS = 4
 CATEGORIES = {"data": "data_wait", "checkpoint": "checkpoint_blocked", "eval": "evaluation", "straggler": "straggler"}
@@ -145,7 +145,7 @@ def test_what_held_training_up_comes_out_again(schedule: list[dict], step_s: flo
     log = written.log + chance.choices(written.log, k=20)
     chance.shuffle(log)
 
-    report = calculate(log, options=Options(gpu_hour_price=1.0))
+    report = calculate(log, options=AccountOptions(gpu_hour_price=1.0))
 
     assert report.elapsed_s == pytest.approx(sum(written.truth.values()))
     for category, seconds in report.seconds_by_category.items():
@@ -165,7 +165,7 @@ def test_what_held_training_up_comes_out_again(schedule: list[dict], step_s: flo
 def test_a_host_whose_clock_is_off_moves_the_steps_of_the_world_by_less_than_one(
     ranks: int, steps: int, off_s: float, step_s: float
 ) -> None:
-    log = StepLog()
+    log = WorldStepLog()
     true = [1000.0 + step_s * (step + 1) for step in range(steps)]
     for rank in range(ranks):
         times = [at + off_s for at in true] if rank == 0 else true

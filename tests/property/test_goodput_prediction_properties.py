@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from goodput.predict.outlook import Assumptions, outlook
-from goodput.predict.prediction import Tier, daly_interval_s, expected_goodput, optimal_tiers, rate_interval
+from goodput.predict.prediction import PredictedTier, daly_interval_s, expected_goodput, optimal_tiers, rate_interval
 from goodput.predict.recommendation import recommend
 
 seconds = st.floats(1e-3, 1e6)
@@ -49,7 +49,7 @@ def test_more_tiers_are_never_worse(
     repair_s: float,
     step_s: float,
 ) -> None:
-    tiers = [Tier(f"t{i}", save_s[i], restore_s[i], share) for i, share in enumerate([1.0, *survives])]
+    tiers = [PredictedTier(f"t{i}", save_s[i], restore_s[i], share) for i, share in enumerate([1.0, *survives])]
     plan = optimal_tiers(tiers, mtti_s=mtti_s, repair_s=repair_s, step_s=step_s)
     alone = optimal_tiers(tiers[:1], mtti_s=mtti_s, repair_s=repair_s, step_s=step_s)
     assert 0.0 <= alone.goodput <= plan.goodput <= 1.0

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.rank_events import per_rank, summed_up
+from flyball.contracts.reports.rank_events import per_rank, summed_up
 from flyball.contracts.wire import decode, encode
 from goodput.calculator import calculate
 from goodput.history.job_history import build

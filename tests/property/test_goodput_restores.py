@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flyball.contracts.events import Event, EventKind
-from goodput.calculator import Report, calculate
+from goodput.calculator import GoodputReport, calculate
 
 BASE = 1_000_000.0
 
@@ -88,7 +88,7 @@ class Log:
         self.events.append(Event(self.now, EventKind.JOB_ENDED, "job", data={"outcome": "succeeded"}))
 
 
-def spent(report: Report) -> dict[str, float]:
+def spent(report: GoodputReport) -> dict[str, float]:
     return {category: s for category, s in report.seconds_by_category.items() if s > 1e-6}
 
 

@@ -16,7 +16,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 from flyball.contracts.errors import UsageError
 from flyball.launch.launch_flags import ALL_FLAGS
-from flyball.launch.launch_grammar import Line, read_line
+from flyball.launch.launch_grammar import ParsedCommandLine, read_line
 from flyball.launch.launcher import parse_run
 
 THEIR_ACTIONS = [a for a in get_args_parser()._actions if a.option_strings and a.dest != "help"]
@@ -71,7 +71,7 @@ def torchruns(words: Sequence[str]) -> tuple[Namespace | None, str]:
             return None, said.getvalue()
 
 
-def ours(words: Sequence[str]) -> Line | None:
+def ours(words: Sequence[str]) -> ParsedCommandLine | None:
     try:
         line = read_line(words)
     except UsageError as error:
@@ -80,7 +80,7 @@ def ours(words: Sequence[str]) -> Line | None:
     return None if line.help or not line.script else line
 
 
-def assert_same(line: Line, theirs: Namespace) -> None:
+def assert_same(line: ParsedCommandLine, theirs: Namespace) -> None:
     assert line.script == theirs.training_script
     assert list(line.script_arguments) == theirs.training_script_args
     for action in THEIR_ACTIONS:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.format.manifest import Manifest
-from ckpt_engine.inspect.restore_planner import Bandwidths, Layout, StepPlan, plan_step
+from ckpt_engine.inspect.restore_planner import Bandwidths, StepPlan, WantedWorld, plan_step
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier, is_alive
 from flyball.contracts.cluster import HostRanks
 from flyball.contracts.recovery import NotUsable, Origin
@@ -47,7 +47,7 @@ def test_every_copy_is_a_source_or_refused_for_a_reason_that_is_true(
     plan = plan_step(
         STEP,
         found,
-        Layout(3, home),
+        WantedWorld(3, home),
         lineage=lineage,
         lost_hosts=lost,
         engine_addresses={host: f"{host}:1" for host in askable},
@@ -84,7 +84,7 @@ def test_it_agrees_with_the_controllers_choice(
     hosts = [HostRanks(host, "ip", "", (rank,)) for rank, host in enumerate(HOSTS)]
     addresses = {host: f"{host}:1" for host in askable}
     chosen = plan_restore(found, lineage, 3, addresses, hosts)
-    layout = Layout(3, {rank: host for host in hosts for rank, host in ((host.ranks[0], host.host_id),)})
+    layout = WantedWorld(3, {rank: host for host in hosts for rank, host in ((host.ranks[0], host.host_id),)})
     plan = plan_step(STEP, found, layout, lineage=lineage, engine_addresses=addresses)
     assert plan.is_restorable == (chosen is not None)
     if chosen is not None:
@@ -101,7 +101,7 @@ def test_a_lost_hosts_ranks_are_served_from_afar_and_share_the_way() -> None:
         copy_of(1, Tier.PEER, "b"),
         copy_of(2, Tier.MEMORY, "b"),
     ]
-    layout = Layout(3, {0: "a", 1: "a", 2: "b"})
+    layout = WantedWorld(3, {0: "a", 1: "a", 2: "b"})
     rates = Bandwidths(local_memory=10e9, remote_memory=1e9)
     plan = plan_step(STEP, found, layout, lost_hosts={"a"}, bandwidths=rates)
     assert [[s.origin for s in shard.sources] for shard in plan.shards] == [
@@ -120,7 +120,7 @@ def unrestorable(plan: StepPlan, rank: int) -> NotUsable | None:
 
 
 def test_why_a_step_cannot_be_restored() -> None:
-    here = Layout(2, {0: "a", 1: "b"})
+    here = WantedWorld(2, {0: "a", 1: "b"})
     first, second = copy_of(0, Tier.DISK, "a"), copy_of(1, Tier.DISK, "b")
     assert unrestorable(plan_step(STEP, [first], here), 1) is NotUsable.NO_COPY
     assert unrestorable(plan_step(STEP, [first, second], here, lost_hosts=["b"]), 1) is NotUsable.LOST_HOST
@@ -136,5 +136,5 @@ def test_why_a_step_cannot_be_restored() -> None:
 
 def test_a_world_of_another_size_is_refused_where_manifests_tell() -> None:
     manifest = Manifest(1, "v", "job", 1, STEP, 0, 4, 0, 1, b"", ())
-    plan = plan_step(STEP, [copy_of(0, Tier.DISK, "a")], Layout(1, {0: "a"}), manifests={"1-0": manifest})
+    plan = plan_step(STEP, [copy_of(0, Tier.DISK, "a")], WantedWorld(1, {0: "a"}), manifests={"1-0": manifest})
     assert unrestorable(plan, 0) is NotUsable.OTHER_WORLD_SIZE

@@ -38,8 +38,8 @@ from flyball.contracts.decisions import (
     WarmUp,
 )
 from flyball.contracts.identity import Fence
-from flyball.contracts.rank_columns import RankSteps, in_columns, statuses_in, steps_together
-from flyball.contracts.signals import (
+from flyball.contracts.reports.rank_columns import RankSteps, in_columns, statuses_in, steps_together
+from flyball.contracts.reports.signals import (
     EngineStatus,
     PreemptionNotice,
     Report,
@@ -49,7 +49,7 @@ from flyball.contracts.signals import (
 )
 from flyball.contracts.wire import WIRE_VERSION
 from services.actuator.playbook import advance
-from services.actuator.ports import ActionProgress, CommandRecord, PlaybookStep
+from services.actuator.ports import ActionProgress, OutboxCommand, PlaybookStep
 from services.controller.policy import decide
 from services.controller.view import (
     ActionView,
@@ -254,7 +254,7 @@ class Store:
                 else (following.generation - 1 if following else action.plan.generation)
             )
             command = Command(draft.command_id, action_id, draft.host_id, Fence(1, generation), body, draft.deadline_s)
-            fresh.append(CommandRecord(command, step.phase, now, None))
+            fresh.append(OutboxCommand(command, step.phase, now, None))
         if step.placement is not None:
             key = (step.placement.job, step.placement.generation)
             assert key not in self.started, "a generation was started twice"

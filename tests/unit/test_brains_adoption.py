@@ -8,7 +8,7 @@ import pytest
 from flyball.contracts.checkpoints import LineageEntry
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.identity import Fence
-from flyball.contracts.standings import HeldJob, Obeyed, Standing
+from flyball.contracts.reports.standings import HeldJob, HostStanding, LastObeyed
 from services.actuator.host_parts import host_parts
 from services.controller.policy import decide
 from services.controller.rules.adoption import GATHER_S, NOT_ADOPTED, OTHER_CLUSTER_S, WHOLE_WITHIN_S, merged
@@ -34,11 +34,11 @@ def told(*hosts: int, cluster: str = "mine", unheard_s: float = 100.0, alive: bo
     parts = host_parts(WHOLE)
     return tuple(
         ToldStanding(
-            Standing(
+            HostStanding(
                 host_id=f"h{n}",
                 incarnation="i",
                 at=NOW,
-                obeyed=Obeyed(cluster, 9, "act-abcd-31.start.h.1"),
+                obeyed=LastObeyed(cluster, 9, "act-abcd-31.start.h.1"),
                 unheard_s=unheard_s,
                 jobs=(HeldJob(SPEC, parts[f"h{n}"], Fence(9, 5), (n,) if alive else ()),),
             ),

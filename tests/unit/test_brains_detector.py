@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from flyball.contracts.cluster import HostFacts, RankStatus
-from flyball.contracts.rank_columns import RankSteps, in_columns, steps_together
-from flyball.contracts.signals import (
+from flyball.contracts.reports.rank_columns import RankSteps, in_columns, steps_together
+from flyball.contracts.reports.signals import (
     EngineStatus,
     HostReturned,
     HostSilent,

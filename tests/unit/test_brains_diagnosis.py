@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from flyball.contracts.cluster import HostRanks, HostState, Phase, WorkerError
-from flyball.contracts.signals import RankStalled, WorkerExited
+from flyball.contracts.reports.signals import RankStalled, WorkerExited
 from services.controller.round import diagnosis
 from services.controller.round.diagnosis import exit_failure, is_done, root_cause, silence_failure, stall_failure
 from services.controller.view import GenerationView, HostView, RankView

@@ -10,8 +10,8 @@ import pytest
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
 from flyball.contracts.decisions import ActionState, DecisionKind, Incident, IncidentState
-from flyball.contracts.drains import DrainState
-from flyball.contracts.signals import PreemptionNotice, Signal
+from flyball.contracts.reports.drains import DrainState
+from flyball.contracts.reports.signals import PreemptionNotice, Signal
 from services.controller.policy import decide
 from services.controller.view import (
     ActionView,

@@ -19,7 +19,7 @@ from flyball.contracts.decisions import (
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.identity import Fence
 from services.actuator.executor import AWAY_AFTER_S, MAX_FAULTS, Executor
-from services.actuator.ports import ActionProgress, CommandRecord, PlaybookStep
+from services.actuator.ports import ActionProgress, OutboxCommand, PlaybookStep
 from services.runtime.wakeup import LocalWakeup
 
 
@@ -47,7 +47,7 @@ class Actions:
     def apply(self, progress: ActionProgress, step: PlaybookStep, now: float) -> bool:
         self.fault(progress.action_id, step)
         fresh = [
-            CommandRecord(
+            OutboxCommand(
                 Command(d.command_id, progress.action_id, d.host_id, Fence(1, 1), d.body, d.deadline_s),
                 step.phase,
                 now,

@@ -11,7 +11,7 @@ import pytest
 
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
 from flyball.contracts.decisions import Incident, IncidentState
-from flyball.contracts.signals import FalseAlarm, HostSilent, RankStalled, Signal, WorkerExited
+from flyball.contracts.reports.signals import FalseAlarm, HostSilent, RankStalled, Signal, WorkerExited
 from services.controller.policy import decide
 from services.controller.round.guardrails import budget_after
 from services.controller.round.round import Round

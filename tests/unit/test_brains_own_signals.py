@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from flyball.contracts.signals import HostReturned, HostSilent, PeerUnreachable
+from flyball.contracts.reports.signals import HostReturned, HostSilent, PeerUnreachable
 from services.sensor.reports.own_signals import MAX_SEND_AGAIN_S, OwnSignals
 
 SILENT, RETURNED = HostSilent("a", 3.0, 2.0, ()), HostReturned("a", 9.0)

@@ -28,7 +28,7 @@ from flyball.contracts.decisions import (
 )
 from flyball.contracts.identity import Fence
 from services.actuator.playbook import advance, may_start
-from services.actuator.ports import ActionProgress, CommandRecord, PlaybookStep
+from services.actuator.ports import ActionProgress, OutboxCommand, PlaybookStep
 
 NOW = 1000.0
 SPEC = JobSpec(job="job", argv=("t.py",), workdir="/", nnodes=2, nproc_per_node=1)
@@ -76,7 +76,7 @@ def begun(plan: ActionPlan) -> ActionProgress:
 
 def apply(progress: ActionProgress, step: PlaybookStep, now: float = NOW) -> ActionProgress:
     fresh = [
-        CommandRecord(
+        OutboxCommand(
             Command(d.command_id, "act-9", d.host_id, Fence(1, 2), d.body, d.deadline_s), step.phase, now, None
         )
         for d in step.commands
@@ -142,6 +142,28 @@ def test_a_migration_stops_then_starts() -> None:
     done = advance(progress, NOW + 2)
     assert done.state is ActionState.SUCCEEDED
     assert advance(apply(progress, done), NOW + 3).state is ActionState.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("own", "left"),
+    [
+        (False, (LineageEntry(2, 57), LineageEntry(4))),
+        (True, (LineageEntry(2, 50), LineageEntry(3, 57), LineageEntry(4))),
+    ],
+)
+def test_a_generation_that_reported_no_step_counts_if_a_copy_is_found(
+    own: bool, left: tuple[LineageEntry, ...]
+) -> None:
+    """Generation 3 restored step 50 and reported nothing since: the bus was away."""
+    history = (LineageEntry(2), LineageEntry(3, after_step=50))
+    both = msgspec.structs.replace(NEXT, generation=4, parent=3, parent_lineage=history)
+    progress = begun(msgspec.structs.replace(MIGRATE, next=both))
+    progress = apply(progress, advance(progress, NOW))
+    made = [msgspec.structs.replace(copy, generation=3 if own else 2) for copy in STOPPED.copies]
+    stopped = msgspec.structs.replace(STOPPED, copies=tuple(made))
+    step = advance(answer(progress, UpdateState.SUCCEEDED, {"a": stopped}), NOW + 1)
+    assert step.placement is not None
+    assert step.placement.lineage == left
 
 
 def test_a_first_start_has_nothing_to_stop_or_restore() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flyball.contracts.cluster import Phase, RankStatus
-from flyball.contracts.rank_columns import Progress, Workers
+from flyball.contracts.reports.rank_columns import RankProgress, Workers
 from services.sensor.detector.job_pace import JobPace
 from services.sensor.detector.patience import StallSettings
 from services.sensor.detector.rank_states import Rank, RanksInSteps, WatchedJob
@@ -14,7 +14,7 @@ def followed(*reports: tuple[float, tuple[int, ...], tuple[float, ...]]) -> list
     ranks = [Rank("a", RankStatus("job", 1, n, 10 + n, Phase.STEP, 5, 0.0), 99.0) for n in range(2)]
     together = RanksInSteps(WatchedJob(JobPace(StallSettings())), Workers("job", 1, (0, 1), (10, 11)), ranks)
     for now_s, steps, ages_s in reports:
-        together.follow(Progress((Phase.STEP,), steps, ages_s), now_s)
+        together.follow(RankProgress((Phase.STEP,), steps, ages_s), now_s)
     together.settle()
     return [rank.moved_s for rank in ranks]
 

@@ -7,7 +7,7 @@ import pytest
 
 from flyball.contracts.cluster import HostRanks, Phase
 from flyball.contracts.decisions import Incident, IncidentState
-from flyball.contracts.signals import WorkerExited
+from flyball.contracts.reports.signals import WorkerExited
 from services.controller.round.guardrails import Budget, budget_after, progress_of
 from services.controller.view import GenerationView, PolicySettings, RankView
 
@@ -98,3 +98,43 @@ def test_the_time_of_a_hang_ends_with_the_last_report() -> None:
     hung = generation(121, 121, ran_s=70.0)
     alive = tuple(msgspec.structs.replace(rank, exited=None, exited_at=0.0) for rank in hung.ranks)
     assert progress_of(msgspec.structs.replace(hung, ranks=alive), SETTINGS) == "1 new step in 70 s"
+
+
+def _exited(after_s: float, *, step: int = 121, phase: Phase | None = None) -> dict[str, object]:
+    return {
+        "exited": WorkerExited("job", 4, 0, 7, None, 9, step, None, last_phase=phase),
+        "exited_at": STARTED + after_s,
+    }
+
+
+def test_a_generation_ran_until_its_first_worker_ended() -> None:
+    failed = generation(121, 121, ran_s=90.0)
+    assert progress_of(failed, SETTINGS) == "1 new step in 90 s"
+    first = msgspec.structs.replace(failed.ranks[0], **_exited(20.0))
+    assert progress_of(msgspec.structs.replace(failed, ranks=(first, failed.ranks[1])), SETTINGS) == ""
+
+
+@pytest.mark.parametrize(
+    ("step", "at_its_end", "shows_none"),
+    [
+        (-1, {"step": -1}, True),
+        (-1, {"step": -1, "phase": Phase.STARTING}, True),
+        (-1, {"step": -1, "phase": Phase.STEP}, False),  # it was on its way to its first step
+        (-1, {"step": 0}, False),
+        (0, {"step": 0}, False),
+    ],
+)
+def test_a_script_shows_no_steps_if_neither_its_reports_nor_its_end_do(
+    step: int, at_its_end: dict[str, object], shows_none: bool
+) -> None:
+    failed = generation(step, ran_s=4000.0, phase=Phase.STARTING, restore_step=None, furthest_step=50)
+    rank = msgspec.structs.replace(failed.ranks[0], **_exited(4000.0, **at_its_end))
+    said = progress_of(msgspec.structs.replace(failed, ranks=(rank,)), SETTINGS)
+    assert said == ("4000 s without a failure" if shows_none else "")
+
+
+def test_the_furthest_step_is_also_that_of_a_worker_whose_end_was_seen_before_its_report() -> None:
+    failed = generation(121, 121)
+    rank = msgspec.structs.replace(failed.ranks[0], **_exited(5.0, step=140))
+    left = msgspec.structs.replace(failed, ranks=(rank, failed.ranks[1]))
+    assert budget_after(left, incident(), SETTINGS).furthest_step == 140

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from flyball.contracts.cluster import Activity, HostFacts, Phase, RankStatus
-from flyball.contracts.rank_columns import RankSteps, in_columns, steps_together
-from flyball.contracts.signals import EngineStatus, FalseAlarm, RankStalled, Report
+from flyball.contracts.reports.rank_columns import RankSteps, in_columns, steps_together
+from flyball.contracts.reports.signals import EngineStatus, FalseAlarm, RankStalled, Report
 from flyball.contracts.wire import WIRE_VERSION
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
-from services.sensor.detector.patience import Patience
+from services.sensor.detector.patience import PhasePatience
 from services.sensor.detector.rank_states import LearnedJob
 from services.sensor.detector.stances import Stance
 
@@ -516,7 +516,7 @@ def test_a_setting_that_names_one_stance_or_phase_leaves_the_others() -> None:
     changed = msgspec.json.decode(given, type=DetectorSettings, strict=False).stalls
     usual = DetectorSettings().stalls
     assert changed.stances == {**usual.stances, Stance.TOGETHER: 600.0}
-    assert changed.phases == {**usual.phases, Phase(2): Patience(1.0, 2.0, 3.0)}
+    assert changed.phases == {**usual.phases, Phase(2): PhasePatience(1.0, 2.0, 3.0)}
 
 
 def restarted(job: Job) -> None:

@@ -19,7 +19,7 @@ from flyball.contracts.decisions import (
     Incident,
     IncidentState,
 )
-from flyball.contracts.signals import Signal, WorkerStartFailed
+from flyball.contracts.reports.signals import Signal, WorkerStartFailed
 from services.controller.policy import decide
 from services.controller.view import (
     ActionView,

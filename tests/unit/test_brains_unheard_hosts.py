@@ -9,7 +9,7 @@ import msgspec
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.cluster import HostRanks, HostState, JobSpec, JobState, Phase
 from flyball.contracts.decisions import DecisionKind, Incident, IncidentState
-from flyball.contracts.signals import (
+from flyball.contracts.reports.signals import (
     HostReturned,
     HostSilent,
     HostSuspect,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from flyball.contracts import testimony
 from flyball.contracts.cluster import HostFacts, HostRanks, Phase, RankStatus
-from flyball.contracts.rank_columns import in_columns
-from flyball.contracts.signals import EngineStatus, HostReturned, HostSilent, HostSuspect, Report, SignalBody
+from flyball.contracts.reports import testimony
+from flyball.contracts.reports.rank_columns import in_columns
+from flyball.contracts.reports.signals import EngineStatus, HostReturned, HostSilent, HostSuspect, Report, SignalBody
 from flyball.contracts.wire import WIRE_VERSION
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.detector.heard_hosts import SilenceSettings

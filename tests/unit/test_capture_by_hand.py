@@ -17,9 +17,11 @@ from ckpt_engine.trainer import save_trials
 from ckpt_engine.trainer.capture import copying, live_samples, optimizer_watch
 from ckpt_engine.trainer.save_handle import SaveHandle
 from ckpt_engine.trainer.state.state_tree import flatten
-from flyball.contracts.segments import rank_segment
+from flyball.contracts.on_host.segments import rank_segment
 from flyball.sdk.trainer import Job
 from flyball.sdk.worker_identity import WorkerIdentity
+
+pytestmark = pytest.mark.real_time
 
 WIDTH = 200
 DEADLINE_S = 120.0

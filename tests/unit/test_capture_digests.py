@@ -23,7 +23,7 @@ from ckpt_engine.trainer.capture.copying import TensorCopy
 from ckpt_engine.trainer.capture.prepared_capture import Capture
 from ckpt_engine.trainer.capture.running_capture import RunningCapture
 from flyball.contracts.errors import CorruptShard, MemoryTooSmall
-from flyball.contracts.segments import CONTROL_SUFFIX, rank_segment
+from flyball.contracts.on_host.segments import CONTROL_SUFFIX, rank_segment
 from flyball.sdk.trainer import Job
 from flyball.sdk.worker_identity import WorkerIdentity
 

@@ -21,18 +21,19 @@ from safetensors.torch import load as load_with_the_library
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format import shard_format
 from ckpt_engine.slots.rank_segments import ParkState, RankSegments, SlotState
-from ckpt_engine.trainer.background import Background
 from ckpt_engine.trainer.capture import prepared_capture as capture
+from ckpt_engine.trainer.saving import Background
 from ckpt_engine.trainer.trainer_engine import NOT_DUE
-from flyball.contracts import fault_points, worker_env
+from flyball.contracts import fault_points
 from flyball.contracts.checkpoints import CheckpointSpec, Tier, branch
 from flyball.contracts.errors import CheckpointError, RestoreFailed, UnsupportedState
-from flyball.contracts.segments import rank_segment
+from flyball.contracts.on_host import worker_env
+from flyball.contracts.on_host.segments import rank_segment
 from flyball.sdk.trainer import Job
 from flyball.sdk.worker_identity import WorkerIdentity
 
 DEADLINE_S = 120.0
-pytestmark = pytest.mark.usefixtures("patient_close")
+pytestmark = [pytest.mark.real_time, pytest.mark.usefixtures("patient_close")]
 
 
 @pytest.fixture
@@ -371,8 +372,8 @@ def test_work_that_cannot_have_a_thread_is_done_at_once(monkeypatch: pytest.Monk
 
 LEAVES_TORCH_LATE = """
 import sys, threading, time, torch
-from ckpt_engine.trainer import background
-from ckpt_engine.trainer.background import Background
+from ckpt_engine.trainer import saving as background
+from ckpt_engine.trainer.saving import Background
 background._CLOSE_TIMEOUT_S = 60
 begun, one, other = threading.Event(), torch.zeros(1 << 20), torch.zeros(1 << 20)
 def work():
@@ -395,7 +396,7 @@ def test_no_thread_is_in_torch_when_the_interpreter_ends() -> None:
 
 TRAINER = """
 import os, signal, threading, torch, flyball
-from ckpt_engine.trainer import background
+from ckpt_engine.trainer import saving as background
 from ckpt_engine.trainer.capture import copying
 from ckpt_engine.trainer import trainer_engine as engine
 from ckpt_engine.trainer import save_trials

@@ -26,9 +26,11 @@ from ckpt_engine.trainer.state.state_tree import flatten
 from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec, LineageEntry, WhenFull
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import CheckpointError
-from flyball.contracts.segments import rank_segment
+from flyball.contracts.on_host.segments import rank_segment
 from flyball.sdk.trainer import Job
 from flyball.sdk.worker_identity import WorkerIdentity
+
+pytestmark = pytest.mark.real_time
 
 WIDTH = 96  # a matrix has 36 KiB: more than what is copied at once, and several of the test's pieces
 DEADLINE_S = 120.0

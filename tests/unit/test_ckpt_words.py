@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.inspect.tier_folders import find_in_folder
-from ckpt_engine.inspect.verify_copies import Verdict, Verified, judge_steps
+from ckpt_engine.inspect.verify_copies import CopyVerdict, Verified, judge_steps
 from flyball.cli.ckpt.options import parse_step, storage_tiers
 from flyball.cli.ckpt.tables import ranks_text
 from flyball.cli.ckpt.verify import advice, describe
@@ -13,24 +13,26 @@ from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import UsageError
 
 
-def verified(verdict: Verdict, tier: Tier = Tier.DISK, *, rank: int = 0, bad: tuple[int, ...] = ()) -> Verified:
+def verified(verdict: CopyVerdict, tier: Tier = Tier.DISK, *, rank: int = 0, bad: tuple[int, ...] = ()) -> Verified:
     copy = ShardCopy("job", 1, 4, rank, tier, "host-a", 10, "ab")
     return Verified(copy, "/disk/x", verdict, "The copy ends early." if not bad else "", 8, 1 << 20, bad)
 
 
 def test_a_bad_copy_is_described_by_its_first_chunk() -> None:
-    assert describe(verified(Verdict.BAD, bad=(3,))) == ("chunk 3 of 8 (from byte 3145728) does not match its checksum")
-    assert describe(verified(Verdict.BAD, bad=(3, 4, 7))).endswith(", and 2 more")
-    assert describe(verified(Verdict.BAD)) == "The copy ends early."
+    assert describe(verified(CopyVerdict.BAD, bad=(3,))) == (
+        "chunk 3 of 8 (from byte 3145728) does not match its checksum"
+    )
+    assert describe(verified(CopyVerdict.BAD, bad=(3, 4, 7))).endswith(", and 2 more")
+    assert describe(verified(CopyVerdict.BAD)) == "The copy ends early."
 
 
 def test_advice_depends_on_what_else_there_is() -> None:
-    bad = verified(Verdict.BAD)
+    bad = verified(CopyVerdict.BAD)
     assert "good copy in memory or peer" in advice(
-        bad, [verified(Verdict.GOOD, Tier.PEER), verified(Verdict.GOOD, Tier.MEMORY)]
+        bad, [verified(CopyVerdict.GOOD, Tier.PEER), verified(CopyVerdict.GOOD, Tier.MEMORY)]
     )
-    assert "another copy of this rank" in advice(bad, [verified(Verdict.GOOD, Tier.PEER, rank=1)])
-    assert advice(verified(Verdict.GONE), []).startswith("none")
+    assert "another copy of this rank" in advice(bad, [verified(CopyVerdict.GOOD, Tier.PEER, rank=1)])
+    assert advice(verified(CopyVerdict.GONE), []).startswith("none")
 
 
 def test_many_ranks_are_counted() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flyball.cli.reach.places import Connection
+from flyball.cli.reach.places import SupervisorConnection
 from flyball.cli.run.beginning import begin, record_of
 from flyball.cli.run.ending import Ending
 from flyball.cli.run.going_on import open_jobs
@@ -19,7 +19,7 @@ from flyball.cli.signals import EndSignals
 from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.cluster import Again, JobSpec
 from flyball.contracts.errors import Unreachable
-from flyball.contracts.segments import shm_prefix
+from flyball.contracts.on_host.segments import shm_prefix
 from flyball.launch.launcher import RunRequest
 from services.store.decisions.job_store import SqlJobStore
 from services.store.sql.database import Database
@@ -53,7 +53,7 @@ def test_a_daemon_that_cannot_start_takes_no_memory_with_it(
     segment = Path(shm_prefix(str(home.host.resolve()), str(tmp_path)) + f".{JOB}.r0.s0")
     segment.write_bytes(b"the newest step")
     (home.path / "host.daemon.out").mkdir()
-    connection = Connection("http://127.0.0.1:1", "token", home.path)
+    connection = SupervisorConnection("http://127.0.0.1:1", "token", home.path)
     with pytest.raises(IsADirectoryError), ExitStack() as stack:
         start_daemon(RunRequest(ARGV), spec, connection, home.host, stack)
     assert segment.exists()

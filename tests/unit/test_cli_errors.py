@@ -15,6 +15,8 @@ from flyball.cli.show.output import print_fields, print_table, say, say_error
 from flyball.contracts import errors
 from flyball.contracts.errors import FlyballError, NotFound
 
+pytestmark = pytest.mark.real_time
+
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 
 

@@ -14,10 +14,12 @@ from flyball.cli.goodput import watch as goodput_watch
 from flyball.cli.main import run_cli
 from flyball.contracts.errors import TooBusy, Unreachable
 from flyball.contracts.events import Event
-from goodput.account.options import Options
+from goodput.account.options import AccountOptions
 from goodput.calculator import calculate
 from goodput.read.event_files import write_events
 from goodput.show.report import to_json
+
+pytestmark = pytest.mark.real_time
 
 EVENTS = interrupted_run()
 GOOGLE = [
@@ -61,7 +63,7 @@ def test_the_short_form_is_the_report(line: str, logs: Path, capsys: pytest.Capt
 
 
 def test_options_are_those_of_the_calculator(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = Options(
+    options = AccountOptions(
         gpu_hour_price=2.5,
         gpus=16,
         window_s=600.0,

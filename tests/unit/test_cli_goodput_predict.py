@@ -11,8 +11,10 @@ from goodput_runs import interrupted_run
 
 from flyball.cli.main import run_cli
 from goodput.calculator import calculate
-from goodput.predict.prediction import Tier, optimal_tiers
+from goodput.predict.prediction import PredictedTier, optimal_tiers
 from goodput.read.event_files import write_events
+
+pytestmark = pytest.mark.real_time
 
 EVENTS = interrupted_run()
 
@@ -42,7 +44,7 @@ def test_the_restore_that_was_seen_is_not_counted_beside_those_of_the_tiers(
     restore_s = seen.repair["restore"].mean_s
     assert seen.mttf_s and seen.mttr_s and restore_s
     assert restore_s == pytest.approx(16.0)
-    store = Tier("persistent", 20.0, 120.0, 1.0)
+    store = PredictedTier("persistent", 20.0, 120.0, 1.0)
     plan = optimal_tiers([store], mtti_s=seen.mttf_s, repair_s=seen.mttr_s - restore_s, step_s=seen.step_s)
 
     found = json_of("a.jsonl --tier persistent:20:120:1", capsys)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyball.cli.logs.interleave import MOST_S, QUIET_S, Interleaver, Lines, Piece
-from flyball.contracts.console_wish import OUT
+from flyball.contracts.on_host.console_request import OUT
 
 
 def text(pieces: list[Piece]) -> bytes:

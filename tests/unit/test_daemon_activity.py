@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from flyball.contracts.cluster import Activity
-from host_daemon.kernel.activity import ActivityWatch, Seen, Standing
+from host_daemon.kernel.activity import ActivityWatch, Seen, StalledWorker
+
+pytestmark = pytest.mark.real_time
 
 DEADLINE_S = 40.0
 KEY = ("job", 1, 0)
@@ -72,7 +74,7 @@ def watch_for(pid: int, wanted: Activity, *, at_least_s: float = 0.0) -> Seen:
     seen = {}
     while time.monotonic() < deadline:
         now_s = time.monotonic()
-        seen = watch.look([Standing(KEY, pid)], now_s)
+        seen = watch.look([StalledWorker(KEY, pid)], now_s)
         if seen[KEY].activity is wanted and now_s - seen[KEY].since_s >= at_least_s:
             return seen[KEY]
         time.sleep(0.2)
@@ -82,7 +84,7 @@ def watch_for(pid: int, wanted: Activity, *, at_least_s: float = 0.0) -> Seen:
 def test_whatever_works_is_active(start: Callable[[str], int]) -> None:
     codes = {"burns": BURNS, "thread": BURNS_IN_A_THREAD, "child": CHILD_BURNS, "orphan": ORPHAN_BURNS}
     codes |= {"writes": WRITES, "polls": POLLS}
-    standing = [Standing((name, 1, 0), start(code)) for name, code in codes.items()]
+    standing = [StalledWorker((name, 1, 0), start(code)) for name, code in codes.items()]
     watch = ActivityWatch(lambda pids: False)
     began = time.monotonic()
     looks = []
@@ -119,7 +121,7 @@ def test_a_gpu_that_is_busy_or_cannot_be_asked_keeps_a_process_from_being_idle(s
     pid = start(SLEEPS)
     for answer, expected in ((True, Activity.ACTIVE), (None, Activity.UNKNOWN)):
         watch = ActivityWatch(lambda pids, answer=answer: answer)  # type: ignore[misc]
-        seen = [watch.look([Standing(KEY, pid)], at)[KEY].activity for at in (100.0, 105.0, 110.0)]
+        seen = [watch.look([StalledWorker(KEY, pid)], at)[KEY].activity for at in (100.0, 105.0, 110.0)]
         assert seen[1:] == [expected] * 2
 
 
@@ -130,4 +132,4 @@ def test_a_process_that_is_gone_is_not_known(start: Callable[[str], int]) -> Non
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None and time.monotonic() < deadline:
         time.sleep(0.01)
     os.waitpid(pid, 0)
-    assert ActivityWatch(lambda pids: False).look([Standing(KEY, pid)], 1.0)[KEY].activity is Activity.UNKNOWN
+    assert ActivityWatch(lambda pids: False).look([StalledWorker(KEY, pid)], 1.0)[KEY].activity is Activity.UNKNOWN

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from flyball.contracts.checkpoints import RestoreReport, Tier
+from flyball.contracts.checkpoints import RestoreReport, StoredPoint, Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.decisions import (
     Command,
@@ -24,19 +24,19 @@ from flyball.contracts.decisions import (
     StopWorkers,
     UpdateState,
 )
-from flyball.contracts.engine_wire import EngineReply, EngineRequest, Flush, GetStatus, Release
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.identity import Fence
-from flyball.contracts.standings import Obeyed
+from flyball.contracts.on_host.engine_wire import EngineReply, EngineRequest, Flush, GetStatus, Release
+from flyball.contracts.reports.standings import LastObeyed
 from host_daemon.engine.engine_process import EngineKeeper
 from host_daemon.link.reporting import MAX_RESTORES, Reporter
-from host_daemon.link.superseded import Refusals
-from host_daemon.orders.commands import CommandFailed, CommandLoop, Progress
+from host_daemon.link.superseded import RefusedPolls
+from host_daemon.orders.commands import CommandFailed, CommandLoop, CommandProgress
 from host_daemon.orders.job_control import JobControl
 from host_daemon.store.allegiance import Allegiance
-from host_daemon.store.command_journal import Admission, CommandJournal
-from host_daemon.store.database import Database, Facts
-from host_daemon.store.outbox import Outbox
+from host_daemon.store.command_journal import CommandAdmission, CommandJournal
+from host_daemon.store.database import Facts, HostDatabase
+from host_daemon.store.outbox import SignalOutbox
 from host_daemon.store.owed_releases import OwedReleases
 from host_daemon.store.worker_records import WorkerRecords
 
@@ -50,7 +50,7 @@ class Supervisor:
         self.waiting = [COMMAND]
         self.answers: asyncio.Queue[CommandUpdate] = asyncio.Queue()
 
-    async def commands(self, host_id: str, incarnation: str, *, wait_s: float, obeyed: Obeyed) -> CommandBatch:
+    async def commands(self, host_id: str, incarnation: str, *, wait_s: float, obeyed: LastObeyed) -> CommandBatch:
         if not self.waiting:
             await asyncio.sleep(wait_s)
         batch, self.waiting = CommandBatch(tuple(self.waiting)), []
@@ -62,11 +62,11 @@ class Supervisor:
 
 def with_loop(
     tmp_path: Path,
-    handler: Callable[[Command, Progress], Awaitable[CommandResult]],
+    handler: Callable[[Command, CommandProgress], Awaitable[CommandResult]],
     scenario: Callable[[CommandLoop, Supervisor, CommandJournal], Awaitable[None]],
 ) -> None:
     async def run() -> None:
-        database, supervisor = Database(tmp_path / "daemon.sqlite"), Supervisor()
+        database, supervisor = HostDatabase(tmp_path / "daemon.sqlite"), Supervisor()
         journal = CommandJournal(database)
         client: Any = supervisor
         allegiance = Allegiance(
@@ -76,8 +76,8 @@ def with_loop(
             facts=Facts(database),
             journal=journal,
             records=WorkerRecords(database),
-            outbox=Outbox(database, SystemClock(), source="host", incarnation="one"),
-            held=tuple,
+            outbox=SignalOutbox(database, SystemClock(), source="host", incarnation="one"),
+            held=lambda _: (),
             wake=lambda: None,
         )
         loop = CommandLoop(
@@ -88,7 +88,7 @@ def with_loop(
             clock=SystemClock(),
             handler=handler,
             take_log_requests=lambda _requests: None,
-            refusals=Refusals(SystemClock(), 1.0),
+            refusals=RefusedPolls(SystemClock(), 1.0),
             allegiance=allegiance,
         )
         polling = asyncio.create_task(loop.run())
@@ -101,14 +101,14 @@ def with_loop(
 
 
 def test_a_handler_that_crashes_is_an_answer(tmp_path: Path) -> None:
-    async def crash(command: Command, progress: Progress) -> CommandResult:
+    async def crash(command: Command, progress: CommandProgress) -> CommandResult:
         raise OSError("no such device")
 
     async def scenario(loop: CommandLoop, supervisor: Supervisor, journal: CommandJournal) -> None:
         answer = await supervisor.answers.get()
         assert (answer.state, answer.code) == (UpdateState.FAILED, "error")
         assert "no such device" in answer.message
-        assert await journal.admit(COMMAND, "job") == (Admission.ANSWERED, answer)
+        assert await journal.admit(COMMAND, "job") == (CommandAdmission.ANSWERED, answer)
 
     with_loop(tmp_path, crash, scenario)
 
@@ -116,7 +116,7 @@ def test_a_handler_that_crashes_is_an_answer(tmp_path: Path) -> None:
 def test_a_command_that_the_daemons_end_cuts_off_is_not_called_superseded(tmp_path: Path) -> None:
     begun = asyncio.Event()
 
-    async def hang(command: Command, progress: Progress) -> CommandResult:
+    async def hang(command: Command, progress: CommandProgress) -> CommandResult:
         begun.set()
         await asyncio.Event().wait()
         return CommandResult()
@@ -139,7 +139,7 @@ def test_a_step_that_is_named_anew_does_not_wait_for_the_one_before(tmp_path: Pa
 
     armed: list[int] = []
 
-    async def hang(command: Command, progress: Progress) -> CommandResult:
+    async def hang(command: Command, progress: CommandProgress) -> CommandResult:
         assert isinstance(command.body, SaveEmergency)
         armed.append(command.body.step)
         await asyncio.Event().wait()
@@ -179,7 +179,7 @@ def test_a_restarted_daemon_asks_its_engine_only_for_what_it_has_not_reported() 
     assert asked == [GetStatus(restores_since=12.5)]
 
 
-def test_an_engine_is_told_until_when_and_not_for_how_long_its_host_is_in_touch(
+def test_an_engine_is_told_until_when_its_host_is_in_touch_and_what_the_supervisor_has_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[EngineRequest] = []
@@ -200,7 +200,8 @@ def test_an_engine_is_told_until_when_and_not_for_how_long_its_host_is_in_touch(
         keeper = EngineKeeper(parts, parts, client, SystemClock(), on_restart=ignore, on_status=ignore)
         keeper._pid = process.pid
         monkeypatch.setattr(keeper, "_is_engine", lambda pid: True)
-        keeper.in_touch(4711.5)
+        keeper.in_touch(4710.5, {"job": StoredPoint(20, 3)})
+        keeper.in_touch(4711.5, {})  # a sensor that does not know yet
         await asyncio.wait_for(keeper._watch(), 60.0)
 
     try:
@@ -208,7 +209,7 @@ def test_an_engine_is_told_until_when_and_not_for_how_long_its_host_is_in_touch(
     finally:
         process.kill()
         process.wait()
-    assert asked[0] == GetStatus(in_touch_until_s=4711.5)
+    assert asked[0] == GetStatus(in_touch_until_s=4711.5, stored_points={"job": StoredPoint(20, 3)})
 
 
 class Keeper:
@@ -255,7 +256,7 @@ class Idle:
         return 4711
 
 
-def control_of(database: Database | None, engine: Engine, keeper: Keeper) -> JobControl:
+def control_of(database: HostDatabase | None, engine: Engine, keeper: Keeper) -> JobControl:
     idle: Any = Idle()
     database_: Any = database
     engine_: Any = engine
@@ -275,19 +276,19 @@ def control_of(database: Database | None, engine: Engine, keeper: Keeper) -> Job
     )
 
 
-PROGRESS = Progress(resumed=False, acknowledged=False, acknowledge=lambda result: asyncio.sleep(0))
+PROGRESS = CommandProgress(resumed=False, acknowledged=False, acknowledge=lambda result: asyncio.sleep(0))
 
 
 def test_a_job_that_ended_while_the_engine_was_away_is_released_by_the_next_engine_of_the_next_daemon(
     tmp_path: Path,
 ) -> None:
     async def scenario() -> None:
-        database, engine = Database(tmp_path / "daemon.sqlite"), Engine()
+        database, engine = HostDatabase(tmp_path / "daemon.sqlite"), Engine()
         end = Command("act-2.end.host.1", "act-2", "host", Fence(1, 1), EndJob("job", 1, 0.0), 30.0)
         await control_of(database, engine, Keeper()).carry_out(end, PROGRESS)
         assert engine.asked == []
         database.close()
-        database, engine.away = Database(tmp_path / "daemon.sqlite"), False
+        database, engine.away = HostDatabase(tmp_path / "daemon.sqlite"), False
         control = control_of(database, engine, Keeper())
         record: Any = None
         control._jobs["job"] = record  # it runs again

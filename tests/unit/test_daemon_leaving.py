@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.drains import Departure
 from flyball.contracts.errors import FlyballError, Unreachable
-from flyball.contracts.signals import PreemptionNotice, SignalBody
-from host_daemon.orders.leaving import FACT, Leaving, Left
+from flyball.contracts.reports.drains import Departure
+from flyball.contracts.reports.signals import PreemptionNotice, SignalBody
+from host_daemon.orders.leaving import FACT, LeaveOutcome, Leaving
 
 GO = Departure(may_leave=True)
 WAIT = Departure(may_leave=False, waits_for="the ranks of job gpt to be moved")
@@ -55,26 +55,26 @@ class World:
         )
 
 
-def run(world: World, timeout_s: float = 5.0) -> Left:
+def run(world: World, timeout_s: float = 5.0) -> LeaveOutcome:
     return asyncio.run(world.leaving(timeout_s).run())
 
 
 def test_a_host_without_ranks_says_nothing_and_waits_for_nothing() -> None:
     world = World(ranks=0)
-    assert run(world) is Left.IDLE and not world.said
+    assert run(world) is LeaveOutcome.IDLE and not world.said
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.15])
 def test_without_a_supervisor_nobody_is_waited_for(timeout_s: float) -> None:
     world = World(Unreachable("away"))
-    assert run(world, timeout_s) is Left.UNHEARD and not world.said
+    assert run(world, timeout_s) is LeaveOutcome.UNHEARD and not world.said
 
 
 def test_it_waits_until_the_ranks_are_gone_and_the_supervisor_lets_it_go() -> None:
     world = World(WAIT, WAIT, Unreachable("a moment"), WAIT, GO)
     world.on_notice = lambda: setattr(world, "ranks", 0)  # stopped at once; their state is fetched later
     before = SystemClock().wall_s()
-    assert run(world, 120.0) is Left.MOVED
+    assert run(world, 120.0) is LeaveOutcome.MOVED
     (notice,) = world.said
     assert isinstance(notice, PreemptionNotice) and notice.source == "sigterm"
     assert before <= notice.deadline_at - 120.0 <= SystemClock().wall_s()
@@ -84,7 +84,7 @@ def test_it_waits_until_the_ranks_are_gone_and_the_supervisor_lets_it_go() -> No
 @pytest.mark.parametrize("answer", [WAIT, GO, Unreachable("gone for good")])
 def test_it_does_not_wait_longer_than_it_may(answer: Departure | FlyballError) -> None:
     world = World(WAIT, answer)  # GO while ranks are here is no leave
-    assert run(world, 0.3) is Left.OVERDUE
+    assert run(world, 0.3) is LeaveOutcome.OVERDUE
 
 
 def test_the_next_daemon_takes_the_notice_back_once() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flyball.contracts.rank_logs import NEWEST, LogPiece, LogRequest
+from flyball.contracts.reports.rank_logs import NEWEST, LogPiece, LogRequest
 from flyball.contracts.wire import decode, encode
 from host_daemon.link.log_reading import read_piece
 

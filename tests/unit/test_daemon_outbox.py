@@ -12,11 +12,11 @@ from flyball.contracts import wire
 from flyball.contracts.decisions import Command, CommandUpdate, StopWorkers, UpdateState
 from flyball.contracts.errors import ConfigurationError, StateVersionMismatch, StorageFull
 from flyball.contracts.identity import Fence
-from flyball.contracts.signals import EngineRestarted
+from flyball.contracts.reports.signals import EngineRestarted
 from host_daemon.store import outbox as outbox_module
-from host_daemon.store.command_journal import Admission, CommandJournal
-from host_daemon.store.database import Database, Facts
-from host_daemon.store.outbox import MAX_KEPT, Outbox
+from host_daemon.store.command_journal import CommandAdmission, CommandJournal
+from host_daemon.store.database import Facts, HostDatabase
+from host_daemon.store.outbox import MAX_KEPT, SignalOutbox
 from host_daemon.store.worker_records import WorkerRecord, WorkerRecords
 
 
@@ -33,9 +33,9 @@ class Clock:
         return self.now_s
 
 
-def spool(path: Path, clock: Clock, incarnation: str, **settings: int) -> tuple[Outbox, Database]:
-    database = Database(path / "daemon.sqlite", **settings)
-    return Outbox(database, clock, source="host-a", incarnation=incarnation), database
+def spool(path: Path, clock: Clock, incarnation: str, **settings: int) -> tuple[SignalOutbox, HostDatabase]:
+    database = HostDatabase(path / "daemon.sqlite", **settings)
+    return SignalOutbox(database, clock, source="host-a", incarnation=incarnation), database
 
 
 def bodies(signals) -> list[str]:
@@ -231,7 +231,7 @@ def test_a_signal_whose_sender_was_cancelled_is_sent_all_the_same(tmp_path):
 
 def test_an_error_of_the_database_module_itself_is_explained_too(tmp_path):
     async def scenario() -> None:
-        database = Database(tmp_path / "daemon.sqlite")
+        database = HostDatabase(tmp_path / "daemon.sqlite")
         with pytest.raises(ConfigurationError, match="cannot be used"):
             await database.run(lambda connection: connection.execute("SELECT ?", ()))
         database.close()
@@ -241,12 +241,12 @@ def test_an_error_of_the_database_module_itself_is_explained_too(tmp_path):
 
 def test_a_file_of_another_version_is_left_alone(tmp_path):
     path = tmp_path / "daemon.sqlite"
-    Database(path).close()
+    HostDatabase(path).close()
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA user_version = 9")
     connection.close()
     with pytest.raises(StateVersionMismatch, match="version 9") as caught:
-        Database(path)
+        HostDatabase(path)
     assert caught.value.hint
 
 
@@ -260,23 +260,23 @@ def answer(command_id: str, state: UpdateState) -> CommandUpdate:
 
 def test_the_journal_admits_each_command_once_and_nothing_stale(tmp_path):
     async def scenario() -> None:
-        database = Database(tmp_path / "daemon.sqlite")
+        database = HostDatabase(tmp_path / "daemon.sqlite")
         journal = CommandJournal(database)
-        assert await journal.admit(command("a", 2, 3), "job") == (Admission.NEW, None)
-        assert (await journal.admit(command("b", 1, 9), "job"))[0] is Admission.STALE  # an older leader
-        assert (await journal.admit(command("c", 2, 2), "job"))[0] is Admission.STALE
-        assert (await journal.admit(command("d", 1, 1), "other"))[0] is Admission.NEW  # fences are per job
-        assert (await journal.admit(command("a", 2, 3), "job"))[0] is Admission.RESUMED
+        assert await journal.admit(command("a", 2, 3), "job") == (CommandAdmission.NEW, None)
+        assert (await journal.admit(command("b", 1, 9), "job"))[0] is CommandAdmission.STALE  # an older leader
+        assert (await journal.admit(command("c", 2, 2), "job"))[0] is CommandAdmission.STALE
+        assert (await journal.admit(command("d", 1, 1), "other"))[0] is CommandAdmission.NEW  # fences are per job
+        assert (await journal.admit(command("a", 2, 3), "job"))[0] is CommandAdmission.RESUMED
         await journal.store(answer("a", UpdateState.ACKNOWLEDGED), "job")
         admission, stored = await journal.admit(command("a", 2, 3), "job")
-        assert admission is Admission.RESUMED and stored.state is UpdateState.ACKNOWLEDGED
+        assert admission is CommandAdmission.RESUMED and stored.state is UpdateState.ACKNOWLEDGED
         await journal.store(answer("a", UpdateState.SUCCEEDED), "job")
         database.close()
-        database = Database(tmp_path / "daemon.sqlite")
+        database = HostDatabase(tmp_path / "daemon.sqlite")
         journal = CommandJournal(database)
         admission, stored = await journal.admit(command("a", 2, 3), "job")
-        assert admission is Admission.ANSWERED and stored == answer("a", UpdateState.SUCCEEDED)
-        assert (await journal.admit(command("e", 2, 2), "job"))[0] is Admission.STALE
+        assert admission is CommandAdmission.ANSWERED and stored == answer("a", UpdateState.SUCCEEDED)
+        assert (await journal.admit(command("e", 2, 2), "job"))[0] is CommandAdmission.STALE
         database.close()
 
     asyncio.run(scenario())
@@ -284,13 +284,13 @@ def test_the_journal_admits_each_command_once_and_nothing_stale(tmp_path):
 
 def test_the_journal_is_bounded(tmp_path):
     async def scenario() -> None:
-        database = Database(tmp_path / "daemon.sqlite")
+        database = HostDatabase(tmp_path / "daemon.sqlite")
         journal = CommandJournal(database)
         for i in range(520):
             await journal.admit(command(f"c{i}", 1, 1), "job")
         count = await database.run(lambda c: c.execute("SELECT count(*) FROM commands").fetchone()[0])
         assert count == 500
-        assert (await journal.admit(command("c519", 1, 1), "job"))[0] is Admission.RESUMED
+        assert (await journal.admit(command("c519", 1, 1), "job"))[0] is CommandAdmission.RESUMED
         database.close()
 
     asyncio.run(scenario())

@@ -34,7 +34,7 @@ from host_daemon.settings import parse_settings
 from host_daemon.spawning.spawn_wire import StoreOrder
 from host_daemon.spawning.spawner_client import SpawnError
 from host_daemon.spawning.standby import Standbys
-from host_daemon.store.state_dir import StateDir
+from host_daemon.store.state_dir import HostStateDir
 from host_daemon.workers.worker_environment import COPY_PAST_CACHES, job_environment, rank_environment
 from host_daemon.workers.worker_errors import read_error
 
@@ -246,21 +246,21 @@ def test_bad_settings_are_named_with_a_next_step(tmp_path, changes, error, word)
 
 
 def test_one_daemon_per_state_folder_and_only_of_its_version(tmp_path):
-    first = StateDir(tmp_path / "state")
+    first = HostStateDir(tmp_path / "state")
     first.open()
     assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
     with pytest.raises(ConfigurationError, match=str(os.getpid())):
-        StateDir(tmp_path / "state").open()
+        HostStateDir(tmp_path / "state").open()
     first.close()
-    again = StateDir(tmp_path / "state")
+    again = HostStateDir(tmp_path / "state")
     again.open()
     again.close()
     (tmp_path / "state" / "VERSION").write_text("0\n")
     with pytest.raises(StateVersionMismatch, match="'0'"):
-        StateDir(tmp_path / "state").open()
+        HostStateDir(tmp_path / "state").open()
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="file"):
-        StateDir(tmp_path / "file").open()
+        HostStateDir(tmp_path / "file").open()
 
 
 def test_what_the_host_lacks_is_said_at_the_start(tmp_path):

@@ -19,8 +19,8 @@ from flyball.contracts.errors import (
     TooBusy,
     WrongClock,
 )
-from flyball.contracts.rank_columns import CompletedSteps, Progress, Workers
-from flyball.contracts.signals import (
+from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, Workers
+from flyball.contracts.reports.signals import (
     EngineStatus,
     HostSilent,
     PreemptionNotice,
@@ -199,8 +199,8 @@ def workers(*ranks: int, generation: int = 1, **columns: object) -> Workers:
     return msgspec.structs.replace(made, **columns)
 
 
-def progress(*steps: int, **columns: object) -> Progress:
-    made = Progress((Phase.STEP,), steps, (0.1,) * len(steps))
+def progress(*steps: int, **columns: object) -> RankProgress:
+    made = RankProgress((Phase.STEP,), steps, (0.1,) * len(steps))
     return msgspec.structs.replace(made, **columns)
 
 

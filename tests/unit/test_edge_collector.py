@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from services.runtime.collector import LONG_S, LOOK_THROUGH_EVERY_S, LeaveOutOld
+from services.runtime.lifecycle import LONG_S, LOOK_THROUGH_EVERY_S, LeaveOutOld
 
 
 class ManualClock:
@@ -44,7 +44,7 @@ def test_what_lived_through_a_long_collection_is_left_out_for_an_hour() -> None:
 
 SCRIPT = """
 import gc, weakref
-from services.runtime import collector
+from services.runtime import lifecycle as collector
 from flyball.contracts.clock import SystemClock
 class Thing: pass
 collector.LONG_S = 0.0

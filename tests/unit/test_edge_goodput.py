@@ -11,7 +11,7 @@ from goodput_runs import START, interrupted_run
 
 from flyball.contracts.errors import NotFound, UsageError
 from flyball.contracts.events import Event
-from goodput.account.options import Options
+from goodput.account.options import AccountOptions
 from goodput.calculator import calculate
 from goodput.show.report import to_json
 from services.api import goodput
@@ -70,7 +70,7 @@ def test_without_a_wish_it_is_the_report_up_to_now() -> None:
 
 def test_it_is_what_was_asked_for() -> None:
     reports, _, _ = reports_of(EVENTS)
-    options = Options(gpu_hour_price=2.0, window_s=600.0, from_at=START + 1000.0, to_at=START + 5000.0)
+    options = AccountOptions(gpu_hour_price=2.0, window_s=600.0, from_at=START + 1000.0, to_at=START + 5000.0)
     found = reports.report("llama", Asked(options, timeline_bins=20))
     timeline = found.pop("timeline")
     assert found == to_json(calculate(EVENTS, now=NOW, options=options))
@@ -172,7 +172,7 @@ def test_events_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UsageError):
-        Options(from_at=10.0, to_at=5.0)
+        AccountOptions(from_at=10.0, to_at=5.0)
     reports, _, _ = reports_of([])
     with pytest.raises(NotFound):
         reports.report("llama")

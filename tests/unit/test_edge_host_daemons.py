@@ -11,8 +11,8 @@ from flyball.contracts.clock import SystemClock
 from flyball.contracts.decisions import Command, CommandBatch, CommandUpdate, StopWorkers, UpdateState
 from flyball.contracts.errors import DaemonSuperseded, TooBusy, Unreachable
 from flyball.contracts.identity import Fence
-from flyball.contracts.rank_logs import LogPiece, LogRequest
-from flyball.contracts.standings import Obeyed, Standing
+from flyball.contracts.reports.rank_logs import LogPiece, LogRequest
+from flyball.contracts.reports.standings import HostStanding, LastObeyed
 from services.actuator.backends import host_daemons, log_requests
 from services.actuator.backends.host_daemons import HostDaemons
 from services.actuator.ports import Judgement
@@ -74,12 +74,15 @@ class Standings:
     def __init__(self) -> None:
         self.ahead: set[str] = set()
         self.incarnation = "i1"
-        self.told: list[Standing] = []
+        self.told: list[HostStanding] = []
+        self.judged = 0
 
-    def judge(self, obeyed: Mapping[str, Obeyed]) -> Judgement:
-        return Judgement("c1", self.incarnation, frozenset(self.ahead & obeyed.keys()))
+    def judge(self, obeyed: Mapping[str, LastObeyed]) -> Judgement:
+        judgement = Judgement("c1", self.incarnation, frozenset(self.ahead & obeyed.keys()))
+        self.judged += bool(obeyed)
+        return judgement
 
-    def tell(self, standing: Standing) -> None:
+    def tell(self, standing: HostStanding) -> None:
         self.told.append(standing)
 
 
@@ -442,9 +445,11 @@ def test_a_host_that_is_ahead_of_the_database_is_asked_to_tell_and_given_nothing
 def test_a_host_that_waits_hears_at_once_of_a_database_under_another_incarnation() -> None:
     async def scenario() -> None:
         rig = Rig(poll_interval_s=0.01)
-        waiting = asyncio.create_task(rig.batch())
-        await rig.until_looked(1)
+        waiting = asyncio.create_task(rig.batch(wait_s=60.0))
+        while not rig.standings.judged:
+            await asyncio.sleep(0)
         rig.standings.incarnation = "i2"
-        assert (await waiting).incarnation == "i2"
+        async with asyncio.timeout(20.0):  # not when its wait is over
+            assert (await waiting).incarnation == "i2"
 
     run(scenario)

@@ -14,7 +14,7 @@ from stepped_loop import SteppedLoop
 
 from flyball.contracts.credentials import host_credential
 from flyball.contracts.errors import TooBusy
-from flyball.contracts.signals import Report, ReportReply
+from flyball.contracts.reports.signals import Report, ReportReply
 from flyball.contracts.wire import MAX_MESSAGE_BYTES, WIRE_VERSION
 from services.api import hot_path
 from services.api.hot_path import KnownHead, KnownHeads, ReportDesk, ReportProtocol

@@ -8,7 +8,15 @@ import msgspec
 import pytest
 
 from flyball.contracts.cluster import HostFacts
-from flyball.contracts.signals import EngineRestarted, EngineStatus, HostReturned, HostSilent, Report, Sender, Signal
+from flyball.contracts.reports.signals import (
+    EngineRestarted,
+    EngineStatus,
+    HostReturned,
+    HostSilent,
+    Report,
+    Sender,
+    Signal,
+)
 from flyball.contracts.wire import WIRE_VERSION, encode
 from services.api.hot_path import ReportDesk
 from services.runtime.http.auth import Authenticator

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import pytest
 
+from flyball.contracts.checkpoints import StoredPoint
 from flyball.contracts.cluster import Activity, HostFacts, HostRanks, Phase, RankStatus
 from flyball.contracts.decisions import GenerationPlan
-from flyball.contracts.rank_columns import CompletedSteps, RankSteps, in_columns, statuses_in, steps_together
-from flyball.contracts.signals import EngineStatus, RankMarks, RankStalled, Report
-from flyball.contracts.wire import WIRE_VERSION
+from flyball.contracts.reports.rank_columns import CompletedSteps, RankSteps, in_columns, statuses_in, steps_together
+from flyball.contracts.reports.signals import EngineStatus, RankMarks, RankStalled, Report, ReportReply
+from flyball.contracts.wire import WIRE_VERSION, decode, encode
 from services.runtime.metrics.telemetry import Metrics
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.detector.rank_states import LearnedJob
@@ -174,8 +175,8 @@ class Rig:
 
         return dict(asyncio.run(write()))
 
-    def say(self, host_id: str, **parts: object) -> None:
-        self.ingest.accept(report(host_id, sent_at=self.clock.now_s, **parts), host_id=host_id, size_bytes=10)
+    def say(self, host_id: str, **parts: object) -> ReportReply:
+        return self.ingest.accept(report(host_id, sent_at=self.clock.now_s, **parts), host_id=host_id, size_bytes=10)
 
     def pass_a_second(self) -> None:
         for _ in range(20):
@@ -223,6 +224,20 @@ def test_a_sensor_goes_on_with_what_the_one_before_it_stored() -> None:
     second.pass_a_second()
     second.say("a", ranks=(status(0, step=29), status(1, step=29)))
     assert second.learned()["job"].pace.steps == stored["job"].pace.steps
+
+
+def test_a_host_is_told_what_is_stored_of_the_jobs_that_it_runs() -> None:
+    rig = Rig()
+    rig.know(Placements({}, PLACED, stored_points={"job": StoredPoint(20, 2), "another": StoredPoint(5, 1)}))
+    told = rig.say("a", ranks=(status(0), status(1)))
+    assert told.stored_points == {"job": StoredPoint(20, 2)}
+    assert decode(encode(told), ReportReply) == told
+    rig.clock.now_s += 1.0
+    assert rig.say("a").stored_points == {}, "it runs nothing"
+    assert rig.say("c", ranks=(status(0),)).stored_points == {}, "of ranks of another host"
+    other = Rig()
+    other.know(Placements({}, PLACED))
+    assert other.say("a", ranks=(status(0),)) == ReportReply({}), "of a job that has no such tier"
 
 
 def test_a_generation_that_is_new_to_the_sensor_is_looked_for_at_once() -> None:

@@ -22,7 +22,7 @@ from services.runtime import health as health_module
 from services.runtime.health import Health
 from services.runtime.http.listener import bind_listener, url_of
 from services.runtime.lifecycle import MAX_RESTARTS_IN_WINDOW, CrashBudget, LoopThread
-from services.runtime.state_dir import StateDir, SupervisorRecord
+from services.runtime.state_dir import SupervisorRecord, SupervisorStateDir
 from services.runtime.wakeup import LocalWakeup
 
 
@@ -38,7 +38,7 @@ class SteppedClock:
 
 
 def test_a_new_folder_is_private_and_versioned(tmp_path: Path) -> None:
-    folder = StateDir(tmp_path / "a" / "b")
+    folder = SupervisorStateDir(tmp_path / "a" / "b")
     folder.open(["sensor"])
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     assert (folder.path / "VERSION").read_text() == "1\n"
@@ -48,13 +48,13 @@ def test_a_new_folder_is_private_and_versioned(tmp_path: Path) -> None:
 def test_a_folder_of_another_version_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "VERSION").write_text("7\n")
     with pytest.raises(StateVersionMismatch, match="version '7'") as caught:
-        StateDir(tmp_path).open(["sensor"])
+        SupervisorStateDir(tmp_path).open(["sensor"])
     assert caught.value.hint
     assert (tmp_path / "VERSION").read_text() == "7\n"
 
 
 def test_one_process_per_part_and_folder(tmp_path: Path) -> None:
-    first, second, other_part = StateDir(tmp_path), StateDir(tmp_path), StateDir(tmp_path)
+    first, second, other_part = SupervisorStateDir(tmp_path), SupervisorStateDir(tmp_path), SupervisorStateDir(tmp_path)
     first.open(["sensor", "api"])
     with pytest.raises(ConfigurationError, match=r"pid \d+.*runs the api"):
         second.open(["api"])
@@ -67,17 +67,17 @@ def test_one_process_per_part_and_folder(tmp_path: Path) -> None:
 
 def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:
     script = (
-        "import os, pathlib, sys; from services.runtime.state_dir import StateDir;"
-        "StateDir(pathlib.Path(sys.argv[1])).open(['api']); os.kill(os.getpid(), 9)"
+        "import os, pathlib, sys; from services.runtime.state_dir import SupervisorStateDir;"
+        "SupervisorStateDir(pathlib.Path(sys.argv[1])).open(['api']); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False, timeout=120).returncode == -9
-    folder = StateDir(tmp_path)
+    folder = SupervisorStateDir(tmp_path)
     folder.open(["api"])
     folder.close()
 
 
 def test_the_token_is_made_once_and_private(tmp_path: Path) -> None:
-    folders = [StateDir(tmp_path) for _ in range(8)]
+    folders = [SupervisorStateDir(tmp_path) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         tokens = set(pool.map(lambda folder: folder.token(), folders))
     assert len(tokens) == 1
@@ -90,11 +90,11 @@ def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("a" * 40)
     (tmp_path / "token").chmod(0o644)
     with pytest.raises(ConfigurationError, match="can be read by others"):
-        StateDir(tmp_path).token()
+        SupervisorStateDir(tmp_path).token()
 
 
 def test_a_private_file_stays_what_it_is(tmp_path: Path) -> None:
-    folder = StateDir(tmp_path)
+    folder = SupervisorStateDir(tmp_path)
     folder.make_private("flyball.sqlite")
     assert stat.S_IMODE((tmp_path / "flyball.sqlite").stat().st_mode) == 0o600
     (tmp_path / "flyball.sqlite").write_text("data")
@@ -105,12 +105,12 @@ def test_a_private_file_stays_what_it_is(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="Cannot use") as caught:
-        StateDir(tmp_path / "file" / "folder").open(["api"])
+        SupervisorStateDir(tmp_path / "file" / "folder").open(["api"])
     assert "--state-dir" in caught.value.hint
 
 
 def test_the_record_comes_and_goes(tmp_path: Path) -> None:
-    folder = StateDir(tmp_path)
+    folder = SupervisorStateDir(tmp_path)
     folder.write_record("supervisor", SupervisorRecord(url="http://127.0.0.1:1", pid=2))
     data = (tmp_path / "supervisor.json").read_bytes()
     assert msgspec.json.decode(data) == {"url": "http://127.0.0.1:1", "pid": 2}

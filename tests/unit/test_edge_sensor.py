@@ -13,7 +13,7 @@ import pytest
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostFacts
 from flyball.contracts.errors import Unreachable
-from flyball.contracts.signals import EngineStatus, PreemptionNotice, RankMarks, Report, Sender, Signal
+from flyball.contracts.reports.signals import EngineStatus, PreemptionNotice, RankMarks, Report, Sender, Signal
 from flyball.contracts.wire import WIRE_VERSION
 from services.rules.stream import Cursor, Delivered
 from services.runtime.metrics.telemetry import Metrics

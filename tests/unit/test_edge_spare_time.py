@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.sensor.reports.spare_time import MAX_SHARE, MIN_SHARE, SpareTime
+from services.sensor.reports.report_writer import MAX_SHARE, MIN_SHARE, SpareTime
 
 
 class Machine:

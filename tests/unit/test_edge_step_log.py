@@ -9,33 +9,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.losses import RankLoss
-from flyball.contracts.rank_columns import RankSteps, steps_together
-from flyball.contracts.signals import RankMarks
+from flyball.contracts.on_host.losses import RankLoss
+from flyball.contracts.reports.rank_columns import RankSteps, steps_together
+from flyball.contracts.reports.signals import RankMarks
 from flyball.contracts.wire import encode
 from goodput.history import job_history
 from goodput.history.phases import Waiting
 from services.record.report_events import event_of_steps
-from services.sensor.reports.step_log import StepLog, StepSummary
+from services.sensor.reports.step_log import StepEventLog, StepSummary
 
 
 def steps(rank: int, first_step: int, *completed_at: float, generation: int = 1) -> RankSteps:
     return RankSteps("job", generation, rank, first_step, completed_at)
 
 
-def hear(log: StepLog, host_id: str, now_s: float, *told: RankSteps) -> None:
+def hear(log: StepEventLog, host_id: str, now_s: float, *told: RankSteps) -> None:
     log.observe(host_id, steps_together(told), now_s)
 
 
 def test_steps_that_all_ranks_completed_are_told_at_once() -> None:
-    log = StepLog("s")
+    log = StepEventLog("s")
     hear(log, "a", 0.0, steps(0, 0, 10.0, 11.0), steps(1, 0, 10.5, 11.5))
     assert log.take(0.0) == [StepSummary("job", 1, 11.5, 0, (10.5, 11.5), slowest_step=1, ranks=2, sensor="s")]
     assert log.take(9.0) == []
 
 
 def test_steps_that_some_have_completed_wait_for_the_interval_and_come_again() -> None:
-    log = StepLog("s", interval_s=1.0)
+    log = StepEventLog("s", interval_s=1.0)
     hear(log, "a", 0.0, steps(0, 0, 10.0), steps(1, 0, 10.0))
     log.take(0.0)
     hear(log, "a", 1.0, steps(0, 1, 11.0))
@@ -46,7 +46,7 @@ def test_steps_that_some_have_completed_wait_for_the_interval_and_come_again() -
 
 
 def test_a_host_that_reports_elsewhere_holds_nothing_back() -> None:
-    log = StepLog("s")
+    log = StepEventLog("s")
     hear(log, "a", 0.0, steps(0, 0, 10.0))
     hear(log, "b", 0.0, steps(1, 0, 10.0))
     log.take(0.0)
@@ -56,7 +56,7 @@ def test_a_host_that_reports_elsewhere_holds_nothing_back() -> None:
 
 
 def test_marks_are_handed_on_when_a_moment_is_new_and_blocked_time_is_summed_up() -> None:
-    log = StepLog("s", interval_s=1.0)
+    log = StepEventLog("s", interval_s=1.0)
 
     def told(blocked_s: float, first_step_at: float, now_s: float) -> int:
         marks = tuple(
@@ -80,7 +80,7 @@ def test_marks_are_handed_on_when_a_moment_is_new_and_blocked_time_is_summed_up(
 
 
 def test_what_is_left_is_told_at_the_end() -> None:
-    log = StepLog("s")
+    log = StepEventLog("s")
     hear(log, "a", 0.0, steps(0, 5, 10.0), steps(1, 0, 9.0))
     assert log.take(0.0) == []
     assert [(s.first_step, s.slowest_step) for s in log.take(0.0, everything=True)] == [(0, 0), (5, 0)]
@@ -105,7 +105,7 @@ def test_a_sensor_that_died_does_not_hold_back_those_that_hear_its_hosts_now() -
 )
 def test_goodput_sees_the_same_steps_of_the_world(ranks: list[list[int]], pauses: list[float], sensors: int) -> None:
     """Ranks report runs of steps at their own pace, to one sensor or two."""
-    logs = [StepLog(f"s{n}", interval_s=1.0) for n in range(sensors)]
+    logs = [StepEventLog(f"s{n}", interval_s=1.0) for n in range(sensors)]
     each: list[Event] = []
     summed: list[Event] = []
     done = [0] * len(ranks)
@@ -134,7 +134,7 @@ def test_goodput_sees_the_same_steps_of_the_world(ranks: list[list[int]], pauses
 @given(st.integers(0, 2**32))
 def test_ranks_that_go_on_together_are_summed_up_as_if_each_was_told_of_alone(seed: int) -> None:
     chance = random.Random(seed)
-    together, alone = StepLog("s"), StepLog("s")
+    together, alone = StepEventLog("s"), StepEventLog("s")
     newest = {("a", 0): -1, ("a", 1): -1, ("b", 2): -1, ("b", 3): -1, ("b", 4): -1}
     now_s = 0.0
     for _ in range(chance.randint(1, 30)):
@@ -162,7 +162,7 @@ def test_ranks_that_go_on_together_are_summed_up_as_if_each_was_told_of_alone(se
 
 
 def test_the_newest_loss_goes_with_the_summary_once() -> None:
-    log = StepLog("s")
+    log = StepEventLog("s")
     hear(log, "a", 0.0, steps(0, 0, 10.0, 11.0))
     log.observe_losses((RankLoss("job", 1, 0, 0, 3.0),), 11.0, 0.0)
     log.observe_losses((RankLoss("job", 1, 0, 1, 2.5),), 11.0, 0.0)
@@ -175,7 +175,7 @@ def test_the_newest_loss_goes_with_the_summary_once() -> None:
 
 
 def test_a_loss_that_comes_after_its_step_is_told_alone() -> None:
-    log = StepLog("s", interval_s=1.0)
+    log = StepEventLog("s", interval_s=1.0)
     hear(log, "a", 0.0, steps(0, 0, 10.0))
     log.take(0.0)
     log.observe_losses((RankLoss("job", 1, 0, 0, "inf"),), 10.5, 0.5)
@@ -188,7 +188,7 @@ def test_a_loss_that_comes_after_its_step_is_told_alone() -> None:
 
 def test_a_loss_in_the_log_changes_no_account() -> None:
     def account(*, with_loss: bool) -> list[object]:
-        log = StepLog("s")
+        log = StepEventLog("s")
         events = []
         for step in range(5):
             hear(log, "a", float(step), steps(0, step, 10.0 + step))

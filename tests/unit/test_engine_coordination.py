@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_engine.contracts.counters import Counters
-from ckpt_engine.contracts.generation import Generation
-from ckpt_engine.contracts.peer_wire import RankSteps
+from ckpt_engine.contracts.generation import HostGeneration
+from ckpt_engine.contracts.peer_wire import CommittedSteps
 from ckpt_engine.peers.links import PeerLinks
 from ckpt_engine.peers.transport.port import Connection
 from ckpt_engine.settings import EngineSettings
@@ -18,9 +18,9 @@ from ckpt_engine.world.coordination import Coordination
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.engine_wire import Configure
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.identity import Fence
+from flyball.contracts.on_host.engine_wire import Configure
 
 PLACEMENT = Placement(
     job="job",
@@ -39,10 +39,10 @@ class SlowLinks:
     """Messages to the coordinator, of which the newest counts; something happens while the first one is handed in."""
 
     def __init__(self) -> None:
-        self.messages: list[RankSteps] = []
+        self.messages: list[CommittedSteps] = []
         self.meanwhile: Callable[[], None] = lambda: None
 
-    def post(self, host_id: str, key: object, message: RankSteps, *, unless: Callable[[], bool]) -> None:
+    def post(self, host_id: str, key: object, message: CommittedSteps, *, unless: Callable[[], bool]) -> None:
         meanwhile, self.meanwhile = self.meanwhile, lambda: None
         meanwhile()
         self.messages.append(message)
@@ -50,7 +50,7 @@ class SlowLinks:
 
 def coordinate(links: Any, memory: MemoryTier) -> Coordination:  # noqa: ANN401 - PeerLinks, or what stands for them
     return Coordination(
-        Generation(Configure(Fence(1, 3), "b", PLACEMENT, CheckpointSpec()), "b"),
+        HostGeneration(Configure(Fence(1, 3), "b", PLACEMENT, CheckpointSpec()), "b"),
         memory=memory,
         links=links,
         counters=Counters(),

@@ -10,13 +10,13 @@ import pytest
 
 from ckpt_engine.contracts.notices import SaveWaited
 from ckpt_engine.host.host_engine import Engine
-from ckpt_engine.host.state_dir import StateDir
+from ckpt_engine.host.state_dir import EngineStateDir
 from ckpt_engine.settings import EngineSettings
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.engine_wire import Configure, GetStatus, Release
 from flyball.contracts.identity import Fence
-from flyball.contracts.segments import SHM_DIR_VARIABLE
+from flyball.contracts.on_host.engine_wire import Configure, GetStatus, Release
+from flyball.contracts.on_host.segments import SHM_DIR_VARIABLE
 
 PLACEMENT = Placement(
     job="job",
@@ -34,13 +34,13 @@ PLACEMENT = Placement(
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setenv(SHM_DIR_VARIABLE, str(tmp_path))
-    made = make(StateDir(tmp_path / "state"))
+    made = make(EngineStateDir(tmp_path / "state"))
     made.start()
     yield made
     made.stop()
 
 
-def make(state: StateDir) -> Engine:
+def make(state: EngineStateDir) -> Engine:
     return Engine(state, host_id="host", address="127.0.0.1", port=0, token=b"token", settings=EngineSettings())
 
 
@@ -67,7 +67,7 @@ def test_late_saves_that_nobody_asked_for_outlive_several_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SHM_DIR_VARIABLE, str(tmp_path))
-    state = StateDir(tmp_path / "state")
+    state = EngineStateDir(tmp_path / "state")
     first = make(state)
     first.answer(Configure(Fence(1, 1), "host", PLACEMENT, CheckpointSpec()))
     for step in (7, 8, 9):
@@ -93,7 +93,7 @@ def test_an_engine_starts_whatever_is_where_late_saves_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SHM_DIR_VARIABLE, str(tmp_path))
-    state = StateDir(tmp_path / "state")
+    state = EngineStateDir(tmp_path / "state")
     (state.path / "engine-late-saves.json").mkdir()
     engine = make(state)
     for _ in range(2):

@@ -21,7 +21,7 @@ from ckpt_engine.contracts.peer_wire import TierNaming
 from ckpt_engine.format.integrity import chunk_digests
 from ckpt_engine.format.shard_names import ShardKey
 from ckpt_engine.host.context import Services
-from ckpt_engine.host.job import Job
+from ckpt_engine.host.job import EngineJob
 from ckpt_engine.host.save_failures import FAILING_AFTER_S
 from ckpt_engine.peers.links import PeerLinks
 from ckpt_engine.peers.transport.pool import ConnectionPool
@@ -35,9 +35,9 @@ from ckpt_engine.tiers.writing.tier_writer import DiskWriter
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.engine_wire import Configure
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.identity import Fence
+from flyball.contracts.on_host.engine_wire import Configure
 
 
 def nobody(host_id: str, address: str) -> Connection:
@@ -45,9 +45,9 @@ def nobody(host_id: str, address: str) -> Connection:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def job(tmp_path: Path) -> Iterator[EngineJob]:
     settings = EngineSettings()
-    made = Job(
+    made = EngineJob(
         "job",
         Services(
             host_id="host",
@@ -67,6 +67,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
             dial=nobody,
             code_version="test",
             in_touch=lambda: True,
+            stored_points=lambda: None,
         ),
     )
     yield made
@@ -98,7 +99,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def writers_wait(job: Job) -> bool:
+def writers_wait(job: EngineJob) -> bool:
     """Whether every writer has looked at its folder, done what it heard, and would take what is captured now. One that
     is busy, be it with an empty folder, lets a captured step go by: it is named soon."""
     assert job._durable is not None
@@ -109,7 +110,7 @@ def writers_wait(job: Job) -> bool:
     return True
 
 
-def capture(job: Job, generation: int, step: int, *, slot: int | None = None) -> None:
+def capture(job: EngineJob, generation: int, step: int, *, slot: int | None = None) -> None:
     payload = save({"w": np.full(1000, step, np.float32)})
     index = step % 2 if slot is None else slot
     with job.memory.using(0, create=True) as entry:
@@ -118,7 +119,7 @@ def capture(job: Job, generation: int, step: int, *, slot: int | None = None) ->
         entry.segments.mark_captured(index)
 
 
-def test_a_flush_does_not_wait_for_a_slot_that_is_being_fetched_into(job: Job) -> None:
+def test_a_flush_does_not_wait_for_a_slot_that_is_being_fetched_into(job: EngineJob) -> None:
     job.begin(configure(1, 0))
     with job.memory.using(0) as entry:
         assert entry is not None
@@ -132,7 +133,7 @@ def test_a_flush_does_not_wait_for_a_slot_that_is_being_fetched_into(job: Job) -
     assert [copy.step for copy in job.copies() if copy.tier is Tier.MEMORY] == [0]
 
 
-def test_a_world_step_of_an_older_generation_frees_nothing_that_the_running_one_has(job: Job) -> None:
+def test_a_world_step_of_an_older_generation_frees_nothing_that_the_running_one_has(job: EngineJob) -> None:
     job.begin(configure(1, 0))
     older = job.generation
     assert older is not None
@@ -146,7 +147,7 @@ def test_a_world_step_of_an_older_generation_frees_nothing_that_the_running_one_
 
 
 def test_a_shard_on_disk_is_durable_also_when_older_ones_cannot_be_removed(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: EngineJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = threading.Event()
 
@@ -169,7 +170,7 @@ def test_a_shard_on_disk_is_durable_also_when_older_ones_cannot_be_removed(
     assert job.save_failures.newest() == []
 
 
-def test_a_rank_reports_what_is_newest_whichever_thread_was_first(job: Job) -> None:
+def test_a_rank_reports_what_is_newest_whichever_thread_was_first(job: EngineJob) -> None:
     class Pipeline:
         saved_steps: tuple[int, ...] = (1,)
         failed_steps: tuple[int, ...] = ()
@@ -204,7 +205,7 @@ def test_a_rank_reports_what_is_newest_whichever_thread_was_first(job: Job) -> N
 
 
 def test_a_slot_is_held_while_a_slow_disk_writes_from_it_and_newer_steps_are_committed_meanwhile(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: EngineJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writing, written = threading.Event(), threading.Event()
     write = ShardStore.write
@@ -245,7 +246,7 @@ def test_a_slot_is_held_while_a_slow_disk_writes_from_it_and_newer_steps_are_com
 
 
 def test_a_due_step_is_written_while_it_is_hashed_and_counts_when_it_is_named(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: EngineJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described = threading.Event()
     write_ahead, calls = ShardStore.write_ahead, []
@@ -278,7 +279,7 @@ def test_a_due_step_is_written_while_it_is_hashed_and_counts_when_it_is_named(
 
 
 def test_nothing_is_left_of_a_step_that_was_written_ahead_and_never_named(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: EngineJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described = threading.Event()
     await_name = DiskWriter._await_name
@@ -299,7 +300,9 @@ def test_nothing_is_left_of_a_step_that_was_written_ahead_and_never_named(
     assert job.save_failures.newest() == []
 
 
-def test_a_writer_outlives_a_machine_without_threads(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_outlives_a_machine_without_threads(
+    job: EngineJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_ahead = ShardStore.write_ahead
 
     def short_of_threads(store: ShardStore, key: ShardKey, *arguments: Any, **named: Any) -> int:  # noqa: ANN401
@@ -329,7 +332,7 @@ def test_a_writer_outlives_a_machine_without_threads(job: Job, tmp_path: Path, m
 @pytest.mark.parametrize("error", [MemoryError(), KeyError("a fault of its own")])
 @pytest.mark.parametrize("fails", ["scan_once", "write", "prune", "holds"])
 def test_a_writer_outlives_what_nobody_expected(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, error: Exception
+    job: EngineJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, error: Exception
 ) -> None:
     failed, method = threading.Event(), getattr(ShardStore, fails)
 
@@ -356,7 +359,7 @@ def test_a_writer_outlives_what_nobody_expected(
 
 
 def test_what_is_written_ahead_makes_way_for_an_older_step_that_is_named(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: EngineJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described = threading.Event()
     await_name = DiskWriter._await_name
@@ -384,7 +387,7 @@ def test_what_is_written_ahead_makes_way_for_an_older_step_that_is_named(
 
 
 def test_a_persistent_step_is_listed_when_the_world_manifest_is_written(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: EngineJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sealing, seal_now = threading.Event(), threading.Event()
     seal = ShardStore.seal
@@ -409,7 +412,7 @@ def test_a_persistent_step_is_listed_when_the_world_manifest_is_written(
 
 
 def test_a_rank_whose_manifest_cannot_be_read_tells_of_it_as_held_and_not_before_it_was_looked_at_again(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: EngineJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
     for step in (0, 1):
@@ -444,7 +447,7 @@ def test_a_rank_whose_manifest_cannot_be_read_tells_of_it_as_held_and_not_before
 
 
 def test_a_folder_that_hangs_keeps_one_thread_however_often_it_is_looked_at(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: EngineJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks, go_on, scan = threading.Semaphore(0), threading.Event(), ShardStore.scan
 
@@ -475,7 +478,7 @@ def test_a_folder_that_hangs_keeps_one_thread_however_often_it_is_looked_at(
 
 @pytest.mark.parametrize("ends_by", ["flush", "generation", "drain"])
 def test_a_write_that_waits_for_its_bandwidth_goes_on_at_once_when_there_is_haste(
-    job: Job, tmp_path: Path, ends_by: str
+    job: EngineJob, tmp_path: Path, ends_by: str
 ) -> None:
     limit = RateLimit(1, monotonic_s=time.monotonic)  # a byte per second: a shard takes an hour
     job._services = replace(job._services, rate_limits={Tier.DISK: limit})
@@ -496,7 +499,9 @@ def test_a_write_that_waits_for_its_bandwidth_goes_on_at_once_when_there_is_hast
     wait_for(lambda: disk.holds(1, 0, 0))
 
 
-def test_a_slot_that_is_not_what_it_was_copied_from_is_dropped_when_the_disk_takes_it(job: Job, tmp_path: Path) -> None:
+def test_a_slot_that_is_not_what_it_was_copied_from_is_dropped_when_the_disk_takes_it(
+    job: EngineJob, tmp_path: Path
+) -> None:
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
     payload = save({"w": np.arange(1 << 20, dtype=np.float32)})
     source = bytearray(payload)
@@ -513,7 +518,7 @@ def test_a_slot_that_is_not_what_it_was_copied_from_is_dropped_when_the_disk_tak
     assert job.copies() == []
 
 
-def test_late_saves_of_the_running_generation_are_counted(job: Job) -> None:
+def test_late_saves_of_the_running_generation_are_counted(job: EngineJob) -> None:
     job.begin(configure(2, 0))
     for generation in (1, 2, 2):
         job.notice(SaveWaited("job", 0, generation, 7, 0.5))
@@ -521,7 +526,7 @@ def test_late_saves_of_the_running_generation_are_counted(job: Job) -> None:
     assert [(late.step, late.count) for late in job.late_saves.newest()] == [(7, 1)]
 
 
-def test_late_saves_that_were_not_told_yet_are_told_when_their_generation_ends(job: Job) -> None:
+def test_late_saves_that_were_not_told_yet_are_told_when_their_generation_ends(job: EngineJob) -> None:
     job.begin(configure(2, 0))
     for step in (7, 8):
         job.notice(SaveWaited("job", 0, 2, step, 0.5))
@@ -529,7 +534,7 @@ def test_late_saves_that_were_not_told_yet_are_told_when_their_generation_ends(j
     assert [(late.generation, late.step, late.count) for late in job.late_saves.newest()] == [(2, 7, 1), (2, 8, 1)]
 
 
-def test_a_rank_that_gives_up_one_save_after_the_other_fails_until_one_is_kept(job: Job) -> None:
+def test_a_rank_that_gives_up_one_save_after_the_other_fails_until_one_is_kept(job: EngineJob) -> None:
     job.begin(configure(2, 0))
     for step in (5, 6):
         job.notice(SaveAborted("job", 0, 2, step, "no slot was free"))

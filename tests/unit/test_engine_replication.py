@@ -13,8 +13,8 @@ import pytest
 import xxhash
 from safetensors.numpy import save
 
-from ckpt_engine.contracts.generation import Generation, WorldView
-from ckpt_engine.contracts.peer_wire import PutShard, Reply, Verdict, WorldStep
+from ckpt_engine.contracts.generation import HostGeneration, WorldView
+from ckpt_engine.contracts.peer_wire import PutShard, Reply, ShardVerdict, WorldStep
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.peers.replication import receive_replica
 from ckpt_engine.peers.transport.port import ByteCounters
@@ -24,9 +24,9 @@ from ckpt_engine.slots.rank_segments import SegmentOptions
 from ckpt_engine.tiers.peer import PeerTier
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.engine_wire import Configure
 from flyball.contracts.errors import FlyballError, InvalidMessage, Unreachable
 from flyball.contracts.identity import Fence
+from flyball.contracts.on_host.engine_wire import Configure
 
 SETTINGS = EngineSettings(io_timeout_s=60)
 PLACEMENT = Placement(
@@ -58,7 +58,7 @@ class Receiver:
 
     def __init__(self, prefix: str, options: SegmentOptions | None = None, spec: CheckpointSpec | None = None) -> None:
         self.tier = PeerTier(prefix, "job", "b", options)
-        self.generation = Generation(Configure(Fence(1, 3), "b", PLACEMENT, spec or CheckpointSpec()), "b")
+        self.generation = HostGeneration(Configure(Fence(1, 3), "b", PLACEMENT, spec or CheckpointSpec()), "b")
         self.world = WorldView(WorldStep("job", 3, 9))
         self._listener = socket.create_server(("127.0.0.1", 0))
 
@@ -122,7 +122,7 @@ def receiver(tmp_path: Path) -> Iterator[Receiver]:
     made = Receiver(str(tmp_path / "flyball-test"))
     manifest, payload = shard(10)
     assert made.put(offer(manifest, payload, 10), wire_bytes(manifest, payload)) == Reply(
-        Verdict.OK, manifests.digest(manifest)
+        ShardVerdict.OK, manifests.digest(manifest)
     )
     yield made
     made.close()
@@ -138,12 +138,12 @@ def test_every_flipped_byte_of_manifest_and_shard_is_found(receiver: Receiver) -
         outcome = receiver.put(offer(manifest, payload, 11), bytes(altered))
         in_shard = position >= len(whole) - len(payload)
         if in_shard:
-            assert isinstance(outcome, Reply) and outcome.verdict is Verdict.CORRUPT, position
+            assert isinstance(outcome, Reply) and outcome.verdict is ShardVerdict.CORRUPT, position
         else:
             assert isinstance(outcome, InvalidMessage), position
     assert receiver.held() == {10: older}
     reply = receiver.put(offer(manifest, payload, 11), whole)
-    assert isinstance(reply, Reply) and reply.verdict is Verdict.OK
+    assert isinstance(reply, Reply) and reply.verdict is ShardVerdict.OK
     assert receiver.held() == {10: older, 11: payload}
 
 
@@ -162,24 +162,24 @@ def test_another_ranks_or_steps_shard_is_not_taken_for_this_one(receiver: Receiv
         outcome = receiver.put(offer(other[0], other[1], 11), wire_bytes(*other))
         assert isinstance(outcome, InvalidMessage)
     outcome = receiver.put(offer(wanted, payload, 11), wire_bytes(wanted, shard(12)[1]))
-    assert isinstance(outcome, Reply) and outcome.verdict is Verdict.CORRUPT
+    assert isinstance(outcome, Reply) and outcome.verdict is ShardVerdict.CORRUPT
     assert receiver.held() == {10: shard(10)[1]}
 
 
 @pytest.mark.parametrize(
     ("more", "verdict"),
     [
-        ({"running_generation": 2}, Verdict.STALE),
-        ({"running_generation": 4}, Verdict.BUSY),
-        ({"rank": 1}, Verdict.STALE),  # our own
-        ({"generation": 2}, Verdict.STALE),  # no part of the lineage
-        ({"generation": 1, "step": 5}, Verdict.STALE),  # beyond the branch
-        ({"shard_bytes": 1 << 60}, Verdict.ERROR),  # memory that there is not
-        ({"step": 10}, Verdict.HAVE),
+        ({"running_generation": 2}, ShardVerdict.STALE),
+        ({"running_generation": 4}, ShardVerdict.BUSY),
+        ({"rank": 1}, ShardVerdict.STALE),  # our own
+        ({"generation": 2}, ShardVerdict.STALE),  # no part of the lineage
+        ({"generation": 1, "step": 5}, ShardVerdict.STALE),  # beyond the branch
+        ({"shard_bytes": 1 << 60}, ShardVerdict.ERROR),  # memory that there is not
+        ({"step": 10}, ShardVerdict.HAVE),
     ],
 )
 def test_what_is_not_to_be_taken_is_refused_before_a_byte_is_sent(
-    receiver: Receiver, more: dict[str, object], verdict: Verdict
+    receiver: Receiver, more: dict[str, object], verdict: ShardVerdict
 ) -> None:
     manifest, payload = shard(11)
     outcome = receiver.put(offer(manifest, payload, **{"step": 11, **more}), b"")
@@ -192,10 +192,10 @@ def test_steps_that_may_still_be_needed_are_not_overwritten(receiver: Receiver) 
     assert isinstance(receiver.put(offer(manifest, payload, 11), wire_bytes(manifest, payload)), Reply)
     newer, payload = shard(12)
     outcome = receiver.put(offer(newer, payload, 12), b"")
-    assert isinstance(outcome, Reply) and outcome.verdict is Verdict.FULL
+    assert isinstance(outcome, Reply) and outcome.verdict is ShardVerdict.FULL
     receiver.world.learn(WorldStep("job", 3, 11))
     outcome = receiver.put(offer(newer, payload, 12), wire_bytes(newer, payload))
-    assert isinstance(outcome, Reply) and outcome.verdict is Verdict.OK
+    assert isinstance(outcome, Reply) and outcome.verdict is ShardVerdict.OK
     assert set(receiver.held()) == {11, 12}
 
 
@@ -213,7 +213,7 @@ def test_an_older_replica_that_is_gone_does_not_keep_newer_ones_out(tmp_path: Pa
             Path(f"{entry.segments.base}.s{gone.index}").unlink()
         manifest, payload = shard(12, value=1, values=3 << 20)  # almost all as in step 11
         reply = receiver.put(offer(manifest, payload, 12), wire_bytes(manifest, payload))
-        assert isinstance(reply, Reply) and reply.verdict is Verdict.OK, reply
+        assert isinstance(reply, Reply) and reply.verdict is ShardVerdict.OK, reply
     finally:
         receiver.close()
 
@@ -225,7 +225,7 @@ def test_a_replica_is_planned_with_those_that_this_host_holds(tmp_path: Path) ->
     receiver = Receiver(str(tmp_path / "flyball-test"), limit, CheckpointSpec(replicas=8))
     try:
         reply = receiver.put(offer(manifest, payload, 10), wire_bytes(manifest, payload))
-        assert isinstance(reply, Reply) and reply.verdict is Verdict.OK, reply
+        assert isinstance(reply, Reply) and reply.verdict is ShardVerdict.OK, reply
     finally:
         receiver.close()
 

@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from ckpt_engine.contracts.counters import Counters
-from ckpt_engine.contracts.generation import Generation, WorldView
-from ckpt_engine.contracts.peer_wire import Reply, Verdict, WorldStep
+from ckpt_engine.contracts.generation import HostGeneration, WorldView
+from ckpt_engine.contracts.peer_wire import Reply, ShardVerdict, WorldStep
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.host.pipeline import RankPipeline
-from ckpt_engine.peers.peer_patience import Patience
+from ckpt_engine.peers.peer_patience import PeerPatience
 from ckpt_engine.peers.replication import Offer
-from ckpt_engine.peers.replicator import Outcome, Replicator
+from ckpt_engine.peers.replicator import ReplicationOutcome, Replicator
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import SlotView
 from ckpt_engine.tiers.memory import MemoryTier
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.engine_wire import Configure
 from flyball.contracts.identity import Fence
+from flyball.contracts.on_host.engine_wire import Configure
 
 PLACEMENT = Placement(
     job="job",
@@ -68,22 +68,22 @@ def memory(tmp_path: Path) -> Iterator[MemoryTier]:
     tier.release()
 
 
-@pytest.mark.parametrize(("answer", "there"), [(Verdict.FULL, True), (Verdict.BUSY, False)])
+@pytest.mark.parametrize(("answer", "there"), [(ShardVerdict.FULL, True), (ShardVerdict.BUSY, False)])
 def test_a_peer_is_given_up_that_does_not_know_the_job_and_not_one_that_awaits_the_world(
-    memory: MemoryTier, answer: Verdict, there: bool
+    memory: MemoryTier, answer: ShardVerdict, there: bool
 ) -> None:
     settled = threading.Event()
-    outcomes: list[tuple[SlotView, Outcome]] = []
-    answers = [Reply(answer)] * 10 + [Reply(Verdict.OK)]  # asked for far longer than the timeout
+    outcomes: list[tuple[SlotView, ReplicationOutcome]] = []
+    answers = [Reply(answer)] * 10 + [Reply(ShardVerdict.OK)]  # asked for far longer than the timeout
 
     def put_replica(peer: str, offer: Offer) -> Reply:
         return answers.pop(0)
 
-    def on_settled(peer: str, view: SlotView, outcome: Outcome) -> None:
+    def on_settled(peer: str, view: SlotView, outcome: ReplicationOutcome) -> None:
         outcomes.append((view, outcome))
         settled.set()
 
-    generation = Generation(Configure(Fence(1, 1), "a", PLACEMENT, CheckpointSpec()), "a")
+    generation = HostGeneration(Configure(Fence(1, 1), "a", PLACEMENT, CheckpointSpec()), "a")
     replicator = Replicator(
         0,
         "b",
@@ -110,7 +110,7 @@ def test_a_peer_is_given_up_that_does_not_know_the_job_and_not_one_that_awaits_t
 
 @given(st.floats(0.001, 3600))
 def test_all_steps_together_wait_for_a_peer_that_takes_nothing_no_longer_than_twice_the_first(full_s: float) -> None:
-    patience = Patience(full_s)
+    patience = PeerPatience(full_s)
     waited_s = 0.0
     for _ in range(100):
         waited_s += patience.left_s
@@ -122,15 +122,15 @@ def test_all_steps_together_wait_for_a_peer_that_takes_nothing_no_longer_than_tw
 
 def test_a_peer_that_is_busy_for_good_is_asked_once_for_each_step_until_it_takes_one(memory: MemoryTier) -> None:
     settled = threading.Semaphore(0)
-    outcomes: list[Outcome] = []
-    asked = [Reply(Verdict.BUSY, "It is not ready."), Reply(Verdict.OK)]
+    outcomes: list[ReplicationOutcome] = []
+    asked = [Reply(ShardVerdict.BUSY, "It is not ready."), Reply(ShardVerdict.OK)]
     counters = Counters()
 
-    def on_settled(peer: str, view: SlotView, outcome: Outcome) -> None:
+    def on_settled(peer: str, view: SlotView, outcome: ReplicationOutcome) -> None:
         outcomes.append(outcome)
         settled.release()
 
-    generation = Generation(Configure(Fence(1, 1), "a", PLACEMENT, CheckpointSpec()), "a")
+    generation = HostGeneration(Configure(Fence(1, 1), "a", PLACEMENT, CheckpointSpec()), "a")
     replicator = Replicator(
         0,
         "b",
@@ -167,14 +167,14 @@ class Pipeline:
     """Rank 0's on host a, with peers whose answers the test gives."""
 
     def __init__(self, memory: MemoryTier, peers: tuple[str, ...]) -> None:
-        self.answers = dict.fromkeys(peers, Verdict.OK)
+        self.answers = dict.fromkeys(peers, ShardVerdict.OK)
         self.down_s = dict.fromkeys(peers, 0.0)
         self.asked = {peer: threading.Semaphore(0) for peer in peers}
         self.may_answer = {peer: threading.Event() for peer in peers}
         self.failures: list[int] = []
         self.counters = Counters()
         placement = msgspec.structs.replace(PLACEMENT, peers={"a": peers, "b": ("a",)})
-        self.generation = Generation(Configure(Fence(1, 1), "a", placement, CheckpointSpec()), "a")
+        self.generation = HostGeneration(Configure(Fence(1, 1), "a", placement, CheckpointSpec()), "a")
         self.pipeline = RankPipeline(
             0,
             self.generation,
@@ -221,10 +221,10 @@ def test_a_step_that_was_saved_is_sent_again_however_often_its_peer_goes_away(
     host = make_pipeline("b")
     host.may_answer["b"].set()
     wait_for(lambda: host.pipeline.saved_steps == (4,))
-    host.answers["b"] = Verdict.ERROR  # it came back, and has no memory for replicas
+    host.answers["b"] = ShardVerdict.ERROR  # it came back, and has no memory for replicas
     host.pipeline.peer_is_back("b")
     wait_for(lambda: host.counters.snapshot().get("replicas_given_up") == 1)
-    host.answers["b"] = Verdict.OK
+    host.answers["b"] = ShardVerdict.OK
     host.pipeline.peer_is_back("b")
     wait_for(lambda: host.counters.snapshot()["replicas_sent"] == 2)
     assert (host.pipeline.saved_steps, host.pipeline.failed_steps, host.failures) == ((4,), (), [])
@@ -238,7 +238,7 @@ def test_a_step_is_not_saved_by_a_replica_on_a_host_that_died_meanwhile(
     wait_for(lambda: host.counters.snapshot().get("replicas_sent") == 1)
     assert host.asked["c"].acquire(timeout=60.0)
     host.down_s["b"] = 60.0
-    host.answers["c"] = Verdict.ERROR
+    host.answers["c"] = ShardVerdict.ERROR
     host.may_answer["c"].set()
     wait_for(lambda: host.failures == [4])
     assert (host.pipeline.saved_steps, host.pipeline.failed_steps) == ((), (4,))

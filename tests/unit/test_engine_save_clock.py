@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.contracts.generation import Generation
+from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.world.save_clock import SaveClock
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.engine_wire import Configure
 from flyball.contracts.identity import Fence
+from flyball.contracts.on_host.engine_wire import Configure
 
 SPEC = CheckpointSpec(every_steps=0, every_s=0.1)
 PLACEMENT = Placement(
@@ -31,7 +31,7 @@ TICKS = 4
 
 
 def test_a_step_that_was_passed_by_is_told_once(tmp_path: Path) -> None:
-    generation = Generation(Configure(Fence(1, 3), "a", PLACEMENT, SPEC), "a")
+    generation = HostGeneration(Configure(Fence(1, 3), "a", PLACEMENT, SPEC), "a")
     memory = MemoryTier(str(tmp_path / "flyball-test"), "job", "a")
     told: list[tuple[int, int]] = []
     positions: list[int] = []

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.host.state_dir import FenceFile, JobFiles, StateDir
+from ckpt_engine.host.state_dir import EngineStateDir, FenceFile, JobFiles
 from ckpt_engine.tiers.durable_files import write_durably
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.engine_wire import Configure
 from flyball.contracts.errors import (
     ConfigurationError,
     Conflict,
@@ -22,6 +21,7 @@ from flyball.contracts.errors import (
     StorageFull,
 )
 from flyball.contracts.identity import Fence
+from flyball.contracts.on_host.engine_wire import Configure
 
 
 def test_the_highest_fence_survives_and_lower_ones_are_refused(tmp_path: Path) -> None:
@@ -46,26 +46,26 @@ def test_a_fence_file_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path
 
 
 def test_a_folder_has_one_engine_and_one_version(tmp_path: Path) -> None:
-    state = StateDir(tmp_path / "host")
+    state = EngineStateDir(tmp_path / "host")
     assert (tmp_path / "host").stat().st_mode & 0o777 == 0o700
     state.write_pid_file(4711)
     with pytest.raises(Conflict, match=str(os.getpid())):
-        StateDir(tmp_path / "host")
+        EngineStateDir(tmp_path / "host")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "VERSION").write_text("0\n")
     with pytest.raises(StateVersionMismatch):
-        StateDir(tmp_path / "old")
+        EngineStateDir(tmp_path / "old")
 
 
 def test_a_path_too_long_for_a_socket_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="longer than"):
-        StateDir(tmp_path / ("x" * 100)).socket_path("engine.sock")
+        EngineStateDir(tmp_path / ("x" * 100)).socket_path("engine.sock")
 
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="cannot be made"):
-        StateDir(tmp_path / "file" / "host")
+        EngineStateDir(tmp_path / "file" / "host")
 
 
 def test_configurations_are_kept_until_removed(tmp_path: Path) -> None:

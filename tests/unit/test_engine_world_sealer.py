@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from ckpt_engine.contracts.counters import Counters
-from ckpt_engine.contracts.generation import Generation
+from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.opening import open_persistent
 from ckpt_engine.tiers.shard_store import ShardStore
@@ -19,9 +19,9 @@ from ckpt_engine.tiers.writing.world_sealer import WorldSealer
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.engine_wire import Configure
 from flyball.contracts.errors import StorageFull
 from flyball.contracts.identity import Fence
+from flyball.contracts.on_host.engine_wire import Configure
 
 SETTINGS = EngineSettings(seal_timeout_s=3600.0, scan_interval_s=0.01)
 PLACEMENT = Placement(
@@ -47,7 +47,7 @@ class Sealing:
         self.failures: list[tuple[int, str]] = []
         self.failed = threading.Event()
         self.sealer = WorldSealer(
-            Generation(Configure(Fence(1, 1), "a", PLACEMENT, spec), "a"),
+            HostGeneration(Configure(Fence(1, 1), "a", PLACEMENT, spec), "a"),
             self.disk,
             counters=self.counters,
             settings=settings,

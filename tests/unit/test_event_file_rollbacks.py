@@ -16,7 +16,7 @@ from flyball.contracts.wire import encode
 from flyball.sdk.event_generation import Launch, enter
 from flyball.sdk.trainer import Job
 from flyball.sdk.worker_identity import WorkerIdentity, read_identity
-from goodput.calculator import Report, calculate
+from goodput.calculator import GoodputReport, calculate
 from goodput.read.event_files import read_logs
 
 pytestmark = pytest.mark.usefixtures("patient_close")
@@ -39,7 +39,7 @@ def train(job: Job, *steps: int) -> None:
         job.step(step)
 
 
-def report(path: Path) -> Report:
+def report(path: Path) -> GoodputReport:
     found = calculate(read_logs([path]).events)
     assert sum(found.seconds_by_category.values()) == pytest.approx(found.elapsed_s)
     return found

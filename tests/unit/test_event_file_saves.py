@@ -14,7 +14,7 @@ from ckpt_engine.slots.control_views import RestoreState, RestoreWords
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier
 from flyball.contracts.events import EventKind
-from flyball.contracts.segments import rank_segment
+from flyball.contracts.on_host.segments import rank_segment
 from flyball.sdk.trainer import Job
 from flyball.sdk.worker_identity import WorkerIdentity
 from goodput.calculator import calculate

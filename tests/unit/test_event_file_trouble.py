@@ -22,7 +22,7 @@ from flyball.sdk.event_file import WORLD_FILE, next_period_s
 from flyball.sdk.event_generation import Launch, begin
 from flyball.sdk.trainer import Job
 from flyball.sdk.worker_identity import WorkerIdentity, read_identity
-from goodput.calculator import Report, calculate
+from goodput.calculator import GoodputReport, calculate
 from goodput.read.event_files import read_logs, write_events
 
 pytestmark = pytest.mark.usefixtures("patient_close")
@@ -122,7 +122,7 @@ def test_on_a_file_system_without_locks_a_run_is_told_all_the_same(
 def test_a_generation_that_two_ranks_began_is_taken_for_one() -> None:
     """As may happen where there are no locks."""
 
-    def report(ranks: int) -> Report:
+    def report(ranks: int) -> GoodputReport:
         launch = Launch("llama", "first", 1.0, 2.0, rank=0, world_size=2, given=0)
         events = [event for _ in range(ranks) for event in begin(launch).events]
         started = events[-1]

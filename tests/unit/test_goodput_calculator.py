@@ -6,7 +6,7 @@ import pytest
 
 from flyball.contracts.errors import NotFound, UsageError
 from flyball.contracts.events import Event, EventKind
-from goodput.calculator import Report, calculate
+from goodput.calculator import GoodputReport, calculate
 
 JOB = "gpt"
 
@@ -68,7 +68,7 @@ def killed_worker(*, stamped: bool = True) -> list[Event]:
     ]
 
 
-def spent(report: Report) -> dict[str, float]:
+def spent(report: GoodputReport) -> dict[str, float]:
     """The categories that occur, to a millisecond."""
     assert sum(report.seconds_by_category.values()) == pytest.approx(report.elapsed_s, rel=1e-6)
     assert sum(report.badput_s.values()) == pytest.approx(report.elapsed_s - report.seconds_by_category["useful"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flyball.contracts.events import Event, EventKind
-from goodput.calculator import Options, Report, calculate
+from goodput.calculator import AccountOptions, GoodputReport, calculate
 
 JOB = "gpt"
 HOSTS = ("host-a", "host-b", "host-c", "host-d")
@@ -41,7 +41,7 @@ def end(at: float, outcome: str = "succeeded") -> Event:
     return event(at, EventKind.JOB_ENDED, outcome=outcome)
 
 
-def spent(report: Report) -> dict[str, float]:
+def spent(report: GoodputReport) -> dict[str, float]:
     """The categories that occur, to a millisecond; that everything sums up is checked on the way."""
     assert sum(report.seconds_by_category.values()) == pytest.approx(report.elapsed_s)
     assert sum(row.seconds for row in report.losses) == pytest.approx(
@@ -288,7 +288,7 @@ def test_the_second_example_of_the_docs() -> None:
             event(63.7, EventKind.INCIDENT_CLOSED, incident="inc-1", state="resolved", lost_steps=1),
             end(68.6),
         ],
-        options=Options(gpu_hour_price=2.0),
+        options=AccountOptions(gpu_hour_price=2.0),
     )
     assert spent(report) == {
         "useful": 11.5,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flyball.contracts.events import Event, EventKind
-from goodput.calculator import Report, calculate
+from goodput.calculator import GoodputReport, calculate
 from goodput.read.importers.registry import read
 
 BASE = 1_700_000_000.0
@@ -40,7 +40,7 @@ def told(steps: Iterable[tuple[float, int]], *, generation: int = 1, ranks: int 
     ]
 
 
-def run(steps: list[Event], end: float, *more: Event) -> Report:
+def run(steps: list[Event], end: float, *more: Event) -> GoodputReport:
     return calculate(
         [
             event(0.0, EventKind.JOB_SUBMITTED),
@@ -52,7 +52,7 @@ def run(steps: list[Event], end: float, *more: Event) -> Report:
     )
 
 
-def spent(report: Report) -> dict[str, float]:
+def spent(report: GoodputReport) -> dict[str, float]:
     return {category: round(s, 3) for category, s in report.seconds_by_category.items() if round(s, 3)}
 
 

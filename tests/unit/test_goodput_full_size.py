@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flyball.contracts.events import Event, EventKind
-from goodput.calculator import Options, calculate
+from goodput.calculator import AccountOptions, calculate
 
 
 def event(at: float, kind: EventKind, /, *, generation: int = -1, rank: int = -1, incident: str = "", **data) -> Event:
@@ -43,7 +43,7 @@ def test_a_job_that_shrunk_counts_as_far_as_its_ranks_do() -> None:
             steps(3, 8, 11.0, 12.0),
             end(12.0),
         ],
-        options=Options(gpu_hour_price=3.6),
+        options=AccountOptions(gpu_hour_price=3.6),
     )
     spent = {category: round(s, 3) for category, s in report.seconds_by_category.items() if round(s, 3)}
     assert spent == {"useful": 9.0, "reduced_capacity": 1.0, "stop": 2.0}

@@ -12,8 +12,8 @@ import pytest
 
 from flyball.cli.main import run_cli
 from flyball.contracts.errors import NotFound, UsageError
-from goodput.account.google_resiliency import Entry, EntryKind, GoogleGoodput, collapsed, measure
-from goodput.read.event_files import Refusals
+from goodput.account.google_resiliency import EntryKind, GoogleGoodput, LogEntry, collapsed, measure
+from goodput.read.event_files import MalformedLines
 from goodput.read.importers.registry import read_entries
 
 SAMPLE = Path(__file__).parents[1] / "goodput_logs" / "google_resiliency.jsonl"
@@ -32,12 +32,12 @@ def at(seconds: float) -> str:
 
 # Three nodes start, load step 100, save step 200 and end: with 8 s a step, 800 s of 900. As in Google's own test.
 RUN = [
-    Entry(at(0), SCHEDULED),
-    *(Entry(at(60 * n), START) for n in (1, 2, 3)),
-    Entry(at(300), LOAD, 100),
-    Entry(at(600), SAVE, 200),
-    Entry(at(720), STOPPED),
-    *(Entry(at(780 + 60 * n), END) for n in (0, 1, 2)),
+    LogEntry(at(0), SCHEDULED),
+    *(LogEntry(at(60 * n), START) for n in (1, 2, 3)),
+    LogEntry(at(300), LOAD, 100),
+    LogEntry(at(600), SAVE, 200),
+    LogEntry(at(720), STOPPED),
+    *(LogEntry(at(780 + 60 * n), END) for n in (0, 1, 2)),
 ]
 
 
@@ -45,7 +45,7 @@ def measured(lines: list[dict[str, object]], folder: Path, reference_step_time_s
     """Of a file of these lines, none of which may be refused."""
     path = folder / "log.jsonl"
     path.write_text("".join(json.dumps({"job_name": "j", **line}) + "\n" for line in lines))
-    refusals = Refusals(strict=True)
+    refusals = MalformedLines(strict=True)
     return measure(read_entries([path], refusals), reference_step_time_s=reference_step_time_s)
 
 
@@ -134,15 +134,15 @@ def test_runs_collapse_to_their_last_and_the_first_event_stands_in_for_the_sched
 
 
 def test_entries_of_one_moment_are_taken_in_the_order_of_a_run() -> None:
-    together = [Entry(at(1), kind) for kind in ("lunch", *reversed(EntryKind))]
+    together = [LogEntry(at(1), kind) for kind in ("lunch", *reversed(EntryKind))]
     assert [e.event_type for e in collapsed(together)] == [*EntryKind, "lunch"]
 
 
 def test_an_event_of_an_unknown_type_counts_for_time_and_parts_a_run() -> None:
-    lunch, dinner = Entry(at(-30), "lunch"), Entry(at(1200), "dinner")
-    log = collapsed([*RUN[1:], lunch, dinner, Entry(at(90), "tea")])
+    lunch, dinner = LogEntry(at(-30), "lunch"), LogEntry(at(1200), "dinner")
+    log = collapsed([*RUN[1:], lunch, dinner, LogEntry(at(90), "tea")])
     assert [e.event_type for e in log][:5] == [SCHEDULED, "lunch", START, "tea", START]
-    found = measure([*RUN[1:], lunch, dinner, Entry(at(90), "tea")], reference_step_time_s=8.0)
+    found = measure([*RUN[1:], lunch, dinner, LogEntry(at(90), "tea")], reference_step_time_s=8.0)
     assert (found.total_events, found.job_started_count) == (10, 2)
     assert (found.total_runtime_seconds, found.goodput_percentage) == (1230.0, 800 / 1230 * 100)
 
@@ -177,8 +177,8 @@ def test_a_line_that_its_calculator_stops_at_is_left_out_and_named(tmp_path: Pat
         ),
     ):
         path.write_text(f"{bad}\n{SAMPLE.read_text()}")
-        refusals = Refusals()
-        assert measure(read_entries([path], refusals)) == measure(read_entries([SAMPLE], Refusals()))
+        refusals = MalformedLines()
+        assert measure(read_entries([path], refusals)) == measure(read_entries([SAMPLE], MalformedLines()))
         assert [why in m.reason for m in refusals.named] == [True]
 
 
@@ -190,19 +190,19 @@ def test_a_map_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_reference_or_progress_there_is_no_percentage() -> None:
     without = measure(RUN)
     assert (without.goodput_percentage, without.step_diff, without.min_loaded_step) == (0.0, None, None)
-    back = measure([Entry(at(0), LOAD, 50), Entry(at(9), SAVE, 40)], reference_step_time_s=1.0)
+    back = measure([LogEntry(at(0), LOAD, 50), LogEntry(at(9), SAVE, 40)], reference_step_time_s=1.0)
     assert (back.goodput_percentage, back.step_diff) == (0.0, None)
-    assert measure([Entry(at(5), SAVE, 40)], reference_step_time_s=1.0).total_runtime_seconds == 0.0
+    assert measure([LogEntry(at(5), SAVE, 40)], reference_step_time_s=1.0).total_runtime_seconds == 0.0
 
 
 def test_a_load_of_step_0_counts_for_the_smallest_step_and_not_as_a_load() -> None:
-    log = [Entry(at(0), LOAD, 0), Entry(at(100), SAVE, 10), Entry(at(150), LOAD, 10)]
+    log = [LogEntry(at(0), LOAD, 0), LogEntry(at(100), SAVE, 10), LogEntry(at(150), LOAD, 10)]
     found = measure(log, reference_step_time_s=5.0)
     assert (found.checkpoints_loaded, found.min_loaded_step, found.goodput_percentage) == (1, 0, 50 / 150 * 100)
 
 
 def test_the_sample() -> None:
-    found = measure(read_entries([SAMPLE], Refusals(strict=True)), reference_step_time_s=10.0)
+    found = measure(read_entries([SAMPLE], MalformedLines(strict=True)), reference_step_time_s=10.0)
     # Starts at 60, 1000 and 1100 (one run), 2260; ends in two runs. It does not know of the steps that were lost.
     assert (found.job_started_count, found.checkpoints_loaded, found.checkpoints_saved) == (3, 2, 10)
     assert found.total_runtime_seconds == pytest.approx(2760.4 - 60.1234)

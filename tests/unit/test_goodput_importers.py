@@ -12,8 +12,8 @@ import pytest
 from flyball.cli.main import run_cli
 from flyball.contracts.errors import InvalidMessage, NotFound, UsageError
 from flyball.contracts.events import Event, EventKind
-from goodput.calculator import Report, calculate
-from goodput.read.event_files import EventLog
+from goodput.calculator import GoodputReport, calculate
+from goodput.read.event_files import ReadEvents
 from goodput.read.importers.options import parse_mapping
 from goodput.read.importers.registry import FORMATS, read
 
@@ -21,15 +21,15 @@ SAMPLES = Path(__file__).parents[1] / "goodput_logs"
 BASE = 1_700_000_000.0
 
 
-def spent(report: Report) -> dict[str, float]:
+def spent(report: GoodputReport) -> dict[str, float]:
     return {category: round(seconds, 3) for category, seconds in report.seconds_by_category.items() if seconds > 1e-6}
 
 
-def restored_steps(log: EventLog) -> list[int]:
+def restored_steps(log: ReadEvents) -> list[int]:
     return [e.data["step"] for e in log.events if e.kind is EventKind.RESTORED]
 
 
-def sample(name: str) -> Report:
+def sample(name: str) -> GoodputReport:
     log = read([SAMPLES / name])
     report = calculate(log.events)
     assert sum(report.seconds_by_category.values()) == pytest.approx(report.elapsed_s)
@@ -157,7 +157,7 @@ def test_failed_restarts_are_not_counted_twice(tmp_path: Path) -> None:
 # --- the same said otherwise -----------------------------------------------------------------------------------------
 
 
-def comparable(log: EventLog) -> set[str]:
+def comparable(log: ReadEvents) -> set[str]:
     return {
         repr((e.at, e.kind, e.job, e.generation, e.rank, e.incident_id, sorted(e.data.items()))) for e in log.events
     }

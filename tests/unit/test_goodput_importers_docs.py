@@ -10,7 +10,7 @@ import pytest
 
 from flyball.cli.main import run_cli
 from goodput.account.google_resiliency import measure
-from goodput.read.event_files import Refusals
+from goodput.read.event_files import MalformedLines
 from goodput.read.importers.options import KEYS
 from goodput.read.importers.registry import FORMATS, read_entries
 
@@ -43,6 +43,6 @@ def test_every_format_and_key_of_a_map_is_documented() -> None:
 
 
 def test_a_reference_step_that_is_too_long_hides_any_loss() -> None:
-    entries = read_entries([ROOT / "tests" / "goodput_logs" / "google_resiliency.jsonl"], Refusals())
+    entries = read_entries([ROOT / "tests" / "goodput_logs" / "google_resiliency.jsonl"], MalformedLines())
     percentage = measure(entries, reference_step_time_s=13.5).goodput_percentage
     assert f"comes to\n{percentage:.2f}%" in DOCUMENT

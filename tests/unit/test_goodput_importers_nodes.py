@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from flyball.contracts.events import EventKind
-from goodput.calculator import Report, calculate
-from goodput.read.event_files import EventLog
+from goodput.calculator import GoodputReport, calculate
+from goodput.read.event_files import ReadEvents
 from goodput.read.importers.registry import read
 
 BASE = 1_700_000_000.0
@@ -36,11 +36,11 @@ def titan(
     return path
 
 
-def restarts(log: EventLog) -> int:
+def restarts(log: ReadEvents) -> int:
     return sum(1 for e in log.events if e.kind is EventKind.INCIDENT_OPENED)
 
 
-def summary(report: Report) -> tuple[dict[str, float], int, int, int]:
+def summary(report: GoodputReport) -> tuple[dict[str, float], int, int, int]:
     spent = {category: round(seconds, 2) for category, seconds in report.seconds_by_category.items()}
     return spent, report.steps.kept, report.steps.recomputed, report.interruptions
 

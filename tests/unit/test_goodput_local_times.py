@@ -13,7 +13,7 @@ import pytest
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.events import EventKind
 from goodput.calculator import calculate
-from goodput.read.event_files import EventLog
+from goodput.read.event_files import ReadEvents
 from goodput.read.importers.registry import read
 
 BERLIN = {"tz": "Europe/Berlin"}
@@ -32,7 +32,7 @@ def table(path: Path, rows: Sequence[str]) -> Path:
     return path
 
 
-def told(log: EventLog) -> dict[int, float]:
+def told(log: ReadEvents) -> dict[int, float]:
     return {
         int(str(event.data["first_step"])) + place: float(at)
         for event in log.events

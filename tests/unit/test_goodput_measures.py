@@ -12,7 +12,7 @@ from flyball.contracts.events import Event, EventKind
 from goodput.account.categories import Category
 from goodput.account.measures import quantile, quantiles, rolling
 from goodput.account.sweep import Interval
-from goodput.calculator import Options, Report, calculate
+from goodput.calculator import AccountOptions, GoodputReport, calculate
 
 DAY_S = 86_400.0
 
@@ -137,7 +137,7 @@ def test_a_window_longer_than_the_time_is_all_of_it() -> None:
 
 
 def test_mfu_and_productivity_multiply_to_what_the_machines_could_have_done() -> None:
-    flops = Options(model_flops_per_step=8e12, peak_flops_per_gpu=2.5e12)
+    flops = AccountOptions(model_flops_per_step=8e12, peak_flops_per_gpu=2.5e12)
     report = calculate(job(10.0), options=flops)
 
     assert report.mfu == pytest.approx(0.4)  # 8 TFLOP in a second on eight of 2.5
@@ -150,7 +150,7 @@ def test_mfu_and_productivity_multiply_to_what_the_machines_could_have_done() ->
 
 
 def test_without_flops_a_reference_step_time_tells_the_program_goodput() -> None:
-    report = calculate(job(10.0), options=Options(reference_step_s=0.8))
+    report = calculate(job(10.0), options=AccountOptions(reference_step_s=0.8))
     assert report.mfu is None
     assert report.productivity is not None
     assert report.productivity.program == pytest.approx(0.8)
@@ -161,7 +161,7 @@ def test_without_flops_a_reference_step_time_tells_the_program_goodput() -> None
 
 def test_gpu_hours_and_money_need_gpus_and_a_price() -> None:
     assert calculate(job(10.0)).cost is None
-    report = calculate(job(10.0), options=Options(gpu_hour_price=2.0))
+    report = calculate(job(10.0), options=AccountOptions(gpu_hour_price=2.0))
     assert (report.gpus, report.cost) == (8, pytest.approx(2.0 * 8 * report.elapsed_s / 3600))
     assert "One GPU for each of the 8 ranks was assumed." in report.notes
     assert sum(row.cost or 0.0 for row in report.losses) == pytest.approx(
@@ -169,19 +169,19 @@ def test_gpu_hours_and_money_need_gpus_and_a_price() -> None:
     )
     (incident,) = report.incidents
     assert incident.cost == pytest.approx(2.0 * (incident.gpu_hours or 0.0))
-    named = calculate(job(10.0), options=Options(gpu_hour_price=2.0, gpus=64))
+    named = calculate(job(10.0), options=AccountOptions(gpu_hour_price=2.0, gpus=64))
     assert named.gpu_hours == pytest.approx(8 * (report.gpu_hours or 0.0))
-    unknown = calculate([event(0.0, EventKind.JOB_SUBMITTED)], options=Options(gpu_hour_price=2.0))
+    unknown = calculate([event(0.0, EventKind.JOB_SUBMITTED)], options=AccountOptions(gpu_hour_price=2.0))
     assert (unknown.gpus, unknown.cost, unknown.gpu_hours_by_category) == (None, None, {})
 
 
 def test_a_part_of_the_time() -> None:
     log = job(10.0, 20.0)
     whole = calculate(log)
-    first = calculate(log, options=Options(to_at=115.0))  # the second generation begins there
+    first = calculate(log, options=AccountOptions(to_at=115.0))  # the second generation begins there
     assert (first.started_at, first.ended_at, first.interruptions) == (0.0, 115.0, 1)
     assert "part of the job's time" in first.notes[-1]
-    second = calculate(log, options=Options(from_at=115.0))
+    second = calculate(log, options=AccountOptions(from_at=115.0))
     assert second.interruptions == 1
     assert first.elapsed_s + second.elapsed_s == pytest.approx(whole.elapsed_s)
     assert first.steps.kept + second.steps.kept == whole.steps.kept
@@ -190,7 +190,7 @@ def test_a_part_of_the_time() -> None:
         assert parts == pytest.approx(seconds), category
     # The first incident's restart lies in the second part: it is told of there too, and not counted again.
     assert [i.incident_id for i in second.incidents] == ["inc-1", "inc-2"]
-    beside = calculate(log, options=Options(from_at=5 * DAY_S))
+    beside = calculate(log, options=AccountOptions(from_at=5 * DAY_S))
     assert (beside.elapsed_s, beside.goodput, beside.rolling) == (0.0, None, ())
 
 
@@ -208,7 +208,7 @@ def test_a_part_of_the_time() -> None:
 )
 def test_options_that_mean_nothing_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError):
-        Options(**wrong)  # type: ignore[arg-type]
+        AccountOptions(**wrong)  # type: ignore[arg-type]
 
 
 def test_the_recommendation_is_made_from_what_the_log_tells() -> None:
@@ -264,6 +264,6 @@ def moved(event: Event, by_s: float) -> Event:
 
 
 def test_thousands_of_incidents() -> None:
-    report: Report = calculate(job(*([10.0] * 2000), steps=4))
+    report: GoodputReport = calculate(job(*([10.0] * 2000), steps=4))
     assert report.interruptions == 2000
     assert report.steps.recomputed == 2 * 2000

@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from flyball.contracts.events import Event, EventKind
-from goodput.account.options import Options
+from goodput.account.options import AccountOptions
 from goodput.account.timeline_bins import binned
-from goodput.calculator import Report, analyse, calculate
+from goodput.calculator import GoodputReport, analyse, calculate
 from goodput.comparison import compare
 from goodput.show.csv_report import comparison_csv, report_csv
 from goodput.show.exposition import exposition
@@ -29,8 +29,8 @@ HOSTILE_JOB = "<script>alert(1)</script>"
 HOSTILE_HOSTS = ("</script><img src=x onerror=alert(2)>", '"><svg onload=alert(3)>', "=cmd|' /C calc'!A0")
 
 
-def page(events: list[Event], **options: float) -> tuple[Report, str]:
-    analysis = analyse(events, options=Options(**options))  # type: ignore[arg-type]
+def page(events: list[Event], **options: float) -> tuple[GoodputReport, str]:
+    analysis = analyse(events, options=AccountOptions(**options))  # type: ignore[arg-type]
     report = analysis.report
     bins = binned(analysis.timeline.intervals, report.started_at, report.ended_at, 100)
     return report, to_html(report, bins, source="a.jsonl", left_out=2)
@@ -139,7 +139,7 @@ def test_very_many_incidents_are_cut_to_the_worst() -> None:
 
 
 def test_every_value_is_in_the_csv() -> None:
-    report = calculate(interrupted_run(), options=Options(gpu_hour_price=1.0))
+    report = calculate(interrupted_run(), options=AccountOptions(gpu_hour_price=1.0))
     rows = list(csv.DictReader(io.StringIO(report_csv(report))))
     assert list(rows[0]) == ["section", "item", "field", "value"]
     found = {(r["section"], r["item"], r["field"]): r["value"] for r in rows}
@@ -166,7 +166,7 @@ def test_no_name_is_a_formula_in_a_spreadsheet() -> None:
 
 
 def test_the_metrics_are_what_prometheus_reads() -> None:
-    report = calculate(interrupted_run(job='a"b\\c\n'), options=Options(gpu_hour_price=1.0))
+    report = calculate(interrupted_run(job='a"b\\c\n'), options=AccountOptions(gpu_hour_price=1.0))
     families = {f.name: f for f in text_string_to_metric_families(exposition([report]))}
     goodput = families["flyball_goodput_ratio"].samples[0]
     assert (goodput.labels, goodput.value) == ({"training_job": 'a"b\\c\n'}, report.goodput)
@@ -219,7 +219,7 @@ def test_a_run_against_itself_differs_in_nothing() -> None:
 
 
 def test_the_text_says_what_it_cost_and_what_to_do() -> None:
-    report = calculate(interrupted_run(), options=Options(gpu_hour_price=2.5))
+    report = calculate(interrupted_run(), options=AccountOptions(gpu_hour_price=2.5))
     shown = " ".join(to_text(report).split())
     assert report.recommendation and report.recommendation.text in shown
     assert "30.4 GPU-hours, cost 76.01, of which 7.12 was not useful" in shown
@@ -228,7 +228,7 @@ def test_the_text_says_what_it_cost_and_what_to_do() -> None:
 
 
 def test_a_screen_has_what_fits_and_the_most_important_always() -> None:
-    report = calculate(interrupted_run(steps_between=60, save_every=20), options=Options(gpu_hour_price=2.5))
+    report = calculate(interrupted_run(steps_between=60, save_every=20), options=AccountOptions(gpu_hour_price=2.5))
     console = Console(width=80)
 
     def lines(height: int) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from flyball.contracts.errors import UsageError
 from goodput.predict.prediction import (
-    Tier,
+    PredictedTier,
     daly_interval_s,
     expected_ettr,
     expected_goodput,
@@ -116,13 +116,13 @@ def test_the_interval_holds_the_rate_as_often_as_it_says() -> None:
 
 # --- tiers -----------------------------------------------------------------------------------------------------------
 
-MEMORY = Tier("memory", save_s=0.05, restore_s=1.0, survives=0.7)
-PEER = Tier("peer", save_s=0.2, restore_s=5.0, survives=0.95)
-STORE = Tier("persistent", save_s=20.0, restore_s=120.0, survives=1.0, ready_after_s=60.0)
+MEMORY = PredictedTier("memory", save_s=0.05, restore_s=1.0, survives=0.7)
+PEER = PredictedTier("peer", save_s=0.2, restore_s=5.0, survives=0.95)
+STORE = PredictedTier("persistent", save_s=20.0, restore_s=120.0, survives=1.0, ready_after_s=60.0)
 
 
 def test_one_tier_gets_dalys_interval() -> None:
-    store = Tier("persistent", save_s=20.0, restore_s=120.0, survives=1.0)
+    store = PredictedTier("persistent", save_s=20.0, restore_s=120.0, survives=1.0)
     plan = optimal_tiers([store], mtti_s=10_000.0, repair_s=60.0, step_s=1.0)
     steps = round(daly_interval_s(20.0, 10_000.0))
     assert plan.tiers[0].interval_steps == steps
@@ -148,20 +148,20 @@ def test_each_tier_is_saved_to_as_its_own_failures_ask_for() -> None:
 
 
 def test_a_tier_that_is_of_no_use_is_left_out() -> None:
-    costly = Tier("costly", save_s=40.0, restore_s=100.0, survives=0.5)
-    never = Tier("never", save_s=0.0, restore_s=0.0, survives=0.0)
+    costly = PredictedTier("costly", save_s=40.0, restore_s=100.0, survives=0.5)
+    never = PredictedTier("never", save_s=0.0, restore_s=0.0, survives=0.0)
     plan = optimal_tiers([costly, never, STORE], mtti_s=3_600.0, repair_s=20.0, step_s=1.0)
     assert [tier.interval_steps is None for tier in plan.tiers] == [True, True, False]
     assert sum(tier.restores_share for tier in plan.tiers) == 1.0
 
 
 def test_no_save_begins_before_the_one_before_it_counts() -> None:
-    slow = Tier("slow", save_s=0.0, restore_s=1.0, survives=1.0, ready_after_s=90.5)
+    slow = PredictedTier("slow", save_s=0.0, restore_s=1.0, survives=1.0, ready_after_s=90.5)
     assert optimal_tiers([slow], mtti_s=3_600.0, repair_s=0.0, step_s=1.0).tiers[0].interval_steps == 91
 
 
 def test_the_plan_of_two_tiers_is_what_a_simulated_run_gives_and_no_other_is_better() -> None:
-    tiers = [Tier("memory", 0.1, 2.0, 0.8), Tier("persistent", 5.0, 30.0, 1.0)]
+    tiers = [PredictedTier("memory", 0.1, 2.0, 0.8), PredictedTier("persistent", 5.0, 30.0, 1.0)]
     plan = optimal_tiers(tiers, mtti_s=400.0, repair_s=10.0, step_s=1.0)
     steps = [tier.interval_steps or 0 for tier in plan.tiers]
     assert plan.goodput == pytest.approx(simulated(tiers, steps, mtti_s=400.0, repair_s=10.0), abs=0.02)
@@ -171,7 +171,7 @@ def test_the_plan_of_two_tiers_is_what_a_simulated_run_gives_and_no_other_is_bet
             assert other <= plan.goodput + 1e-3
 
 
-def simulated(tiers: list[Tier], intervals: list[int], *, mtti_s: float, repair_s: float) -> float:
+def simulated(tiers: list[PredictedTier], intervals: list[int], *, mtti_s: float, repair_s: float) -> float:
     """Steps of a second with saves behind them; a failure goes back to the newest copy that is still there."""
     rng = random.Random(11)
     saved = [0] * len(tiers)
@@ -214,7 +214,7 @@ def test_wrong_numbers_are_named() -> None:
     with pytest.raises(UsageError, match="No tier survives"):
         optimal_tiers([MEMORY], mtti_s=1.0, repair_s=1.0, step_s=1.0)
     with pytest.raises(UsageError, match="memory cannot survive"):
-        optimal_tiers([Tier("memory", 1.0, 1.0, 70.0)], mtti_s=1.0, repair_s=1.0, step_s=1.0)
+        optimal_tiers([PredictedTier("memory", 1.0, 1.0, 70.0)], mtti_s=1.0, repair_s=1.0, step_s=1.0)
     with pytest.raises(UsageError, match="name of its own"):
         optimal_tiers([STORE, STORE], mtti_s=1.0, repair_s=1.0, step_s=1.0)
     with pytest.raises(UsageError, match="count"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flyball.contracts.events import Event, EventKind
-from goodput.calculator import Report, calculate
+from goodput.calculator import GoodputReport, calculate
 
 
 def event(at: float, kind: EventKind, /, *, rank: int = -1, incident: str = "", **data: object) -> Event:
@@ -16,7 +16,7 @@ def steps(completed_at: list[float], rank: int = 0, first_step: int = 0) -> Even
     return event(completed_at[-1], EventKind.STEPS, rank=rank, first_step=first_step, completed_at=completed_at)
 
 
-def spent(report: Report) -> dict[str, float]:
+def spent(report: GoodputReport) -> dict[str, float]:
     return {category: round(s, 3) for category, s in report.seconds_by_category.items() if round(s, 3)}
 
 

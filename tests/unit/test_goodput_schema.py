@@ -7,15 +7,15 @@ from pathlib import Path
 
 from flyball.contracts.events import Event, EventKind
 from goodput.account.losses import Loss
-from goodput.calculator import SCHEMA, IncidentReport, Report, Steps, calculate
+from goodput.calculator import SCHEMA, GoodputReport, IncidentReport, Steps, calculate
 from goodput.show.report import to_json
 from goodput.show.schema import report_schema
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Of the first release. Whoever reads reports counts on these for as long as SCHEMA is the same.
 FIRST = {
-    Report: "schema job outcome started_at ended_at elapsed_s goodput ettr seconds_by_category badput_s incidents "
-    "interruptions mttr_s mttf_s steps notes",
+    GoodputReport: "schema job outcome started_at ended_at elapsed_s goodput ettr seconds_by_category badput_s "
+    "incidents interruptions mttr_s mttf_s steps notes",
     IncidentReport: "incident_id cause outcome began_at began_is_estimate detected_s decided_s resumed_s decisions "
     "lost_steps seconds_by_category badput_s",
     Steps: "kept recomputed newest median_s",
@@ -41,5 +41,5 @@ def test_the_top_level_has_what_readers_look_for_and_nothing_undocumented() -> N
     report = to_json(calculate([Event(0.0, EventKind.JOB_SUBMITTED, "gpt"), Event(5.0, EventKind.JOB_ENDED, "gpt")]))
     assert set(ASKED_FOR.split()) <= set(report)
     page = (DOCS / "goodput.md").read_text()
-    fields = (*Report.__struct_fields__, *IncidentReport.__struct_fields__, *Loss.__struct_fields__)
+    fields = (*GoodputReport.__struct_fields__, *IncidentReport.__struct_fields__, *Loss.__struct_fields__)
     assert [name for name in fields if f"`{name}`" not in page] == []

@@ -17,8 +17,8 @@ from ckpt_engine.slots.rank_segments import SlotView
 from ckpt_engine.trainer.engine_link import EngineLink
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec
-from flyball.contracts.engine_wire import EngineReply, LateSaves
-from flyball.contracts.signals import SaveLate, SignalBody
+from flyball.contracts.on_host.engine_wire import EngineReply, LateSaves
+from flyball.contracts.reports.signals import SaveLate, SignalBody
 from flyball.sdk.trainer import Job
 from flyball.sdk.worker_identity import WorkerIdentity
 from host_daemon.link.reporting import Reporter

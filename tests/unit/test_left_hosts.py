@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from flyball.contracts.cluster import HostFacts, HostRanks, HostState, JobSpec, JobState, Phase
-from flyball.contracts.signals import EngineStatus, HostReturned, HostSilent, Report
+from flyball.contracts.reports.signals import EngineStatus, HostReturned, HostSilent, Report
 from flyball.contracts.wire import WIRE_VERSION, decode, encode
 from services.controller.policy import decide
 from services.controller.round.spare_choice import free_hosts

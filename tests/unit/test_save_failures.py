@@ -11,8 +11,8 @@ import msgspec
 from ckpt_engine.host.save_failures import FAILING_AFTER_S, SAY_AGAIN_S, SaveFailures
 from flyball.contracts import wire
 from flyball.contracts.decisions import DecisionKind, Incident, IncidentState
-from flyball.contracts.engine_wire import EngineReply, FailingSaves, SaveFailure
-from flyball.contracts.signals import SavesFailing, SavesRecovered, SignalBody
+from flyball.contracts.on_host.engine_wire import EngineReply, FailingSaves, SaveFailure
+from flyball.contracts.reports.signals import SavesFailing, SavesRecovered, SignalBody
 from host_daemon.link.reporting import Reporter
 from services.controller.policy import decide
 from services.controller.view import Outcome, PolicySettings, View

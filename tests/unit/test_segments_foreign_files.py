@@ -15,7 +15,7 @@ from ckpt_engine.slots.memory_plan import MemoryPlan
 from ckpt_engine.slots.rank_segments import RankSegments
 from ckpt_engine.tiers.memory import MemoryTier
 from flyball.contracts.errors import MemoryTooSmall, StateVersionMismatch
-from flyball.contracts.segments import rank_segment, shm_prefix
+from flyball.contracts.on_host.segments import rank_segment, shm_prefix
 
 ANOTHER_USER = 65534
 

@@ -13,7 +13,7 @@ import torch
 from ckpt_engine.slots.control_views import RestoreState, RestoreWords
 from ckpt_engine.slots.rank_segments import RankSegments, SlotState
 from flyball.contracts.checkpoints import Tier
-from flyball.contracts.segments import SLOT_SUFFIXES, rank_segment
+from flyball.contracts.on_host.segments import SLOT_SUFFIXES, rank_segment
 from flyball.sdk.beacon import create_beacon
 from flyball.sdk.trainer import Job
 from flyball.sdk.worker_identity import WorkerIdentity

@@ -15,7 +15,7 @@ from ckpt_engine.slots.rank_segments import RankSegments, SegmentOptions, SlotSt
 from ckpt_engine.slots.slot_rules import MAX_SLOTS, slot_count
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier
 from flyball.contracts.errors import ConfigurationError, MemoryTooSmall, StateVersionMismatch
-from flyball.contracts.segments import SLOT_SUFFIXES
+from flyball.contracts.on_host.segments import SLOT_SUFFIXES
 
 LINEAGE = (LineageEntry(1),)
 SIZE = 5000

@@ -24,7 +24,7 @@ from ckpt_engine.slots.rank_segments import (
 from ckpt_engine.slots.slot_rules import AbandonedSteps, SlotView, choose_slot
 from flyball.contracts.checkpoints import LineageEntry, Tier
 from flyball.contracts.errors import ConfigurationError, CorruptShard, MemoryTooSmall, StateVersionMismatch
-from flyball.contracts.segments import (
+from flyball.contracts.on_host.segments import (
     CONTROL_SUFFIX,
     SLOT_SUFFIXES,
     beacon_path,

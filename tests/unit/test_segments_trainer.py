@@ -35,7 +35,7 @@ from flyball.contracts.errors import (
     UnsupportedState,
     UsageError,
 )
-from flyball.contracts.segments import SLOT_SUFFIXES, rank_segment
+from flyball.contracts.on_host.segments import SLOT_SUFFIXES, rank_segment
 from flyball.sdk.beacon import BeaconReader, create_beacon
 from flyball.sdk.trainer import Job
 from flyball.sdk.worker_identity import WorkerIdentity, read_identity

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
 import structlog
 
 from ckpt_engine.contracts.counters import Counters
-from ckpt_engine.contracts.generation import Generation
+from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import TierNaming
+from ckpt_engine.tiers.retention_rules import unconfirmed
 from ckpt_engine.tiers.shard_store import ShardStore
-from flyball.contracts.checkpoints import Tier
+from flyball.contracts.checkpoints import StoredPoints, Tier, is_alive
 from flyball.contracts.errors import FlyballError
 
 log = structlog.get_logger()
@@ -20,20 +20,33 @@ log = structlog.get_logger()
 class TierRetention:
     """What one rank keeps in one tier during one generation.
 
-    Out of touch with the supervisor, another generation may be about to restore what all share. So these stay: what was
-    there when the last prune in touch was through, or before that what this began with; and what the supervisor was
-    last told in touch.
+    Of what all share another generation restores the newest step that the supervisor knows: it says which, some time
+    after it has stored it. So that one stays, and what came after it; before it said any, what this began with.
+
+    Out of touch with the supervisor, nothing goes that was there before. So these stay: what was left when the last
+    prune in touch was through, or until then what this began with; and what the supervisor was last told in touch.
     """
 
     def __init__(
-        self, generation: Generation, disk: ShardStore, *, rank: int, counters: Counters, in_touch: Callable[[], bool]
+        self,
+        generation: HostGeneration,
+        disk: ShardStore,
+        *,
+        rank: int,
+        counters: Counters,
+        in_touch: Callable[[], bool],
+        stored_points: Callable[[], StoredPoints | None],
     ) -> None:
-        """`in_touch()`: whether the supervisor cannot have given up this host."""
+        """`in_touch()`: whether the supervisor cannot have given up this host. `stored_points()`: as it last told them;
+        None: it does not."""
         self._generation = generation
         self._disk = disk
         self._rank = rank
         self._counters = counters
         self._in_touch = in_touch
+        self._stored_points = stored_points
+        self._stored: int | None = None  # the step of this history that the supervisor last told of
+        self._begun_with: tuple[int, ...] = ()
         self._keep_every = generation.configure.spec.policy(disk.tier).keep_every
         self._kept_in_touch: tuple[int, ...] = ()
         self._told_in_touch: frozenset[int] = frozenset()
@@ -41,7 +54,7 @@ class TierRetention:
     def begin(self) -> None:
         """The tier was looked at: what an engine that was killed, or the generation before, kept in touch stays until
         the supervisor is heard."""
-        self._kept_in_touch = self._disk.sealed_steps(self._generation.lineage, or_unread=True)
+        self._begun_with = self._kept_in_touch = self._disk.sealed_steps(self._generation.lineage, or_unread=True)
 
     def told(self, steps: frozenset[int]) -> None:
         """The supervisor is told that this rank has these steps. Its answer covers them, however short the touch:
@@ -54,9 +67,9 @@ class TierRetention:
         go. The shard that was written counts, whatever becomes of older ones: failures are counted and logged."""
         generation, shared = self._generation, self._disk.tier is Tier.PERSISTENT
         in_touch = shared and self._in_touch()
-        if shared and not in_touch:
-            kept = {*naming.kept, *self._kept_in_touch, *self._told_in_touch}
-            naming = msgspec.structs.replace(naming, kept=tuple(sorted(kept)))
+        spared: frozenset[int] = frozenset()
+        if shared:
+            spared = self._unconfirmed() if in_touch else self._told_in_touch.union(self._kept_in_touch)
         through = False
         try:
             if shared:  # rank 0's host has written them
@@ -66,11 +79,24 @@ class TierRetention:
                 lineage=generation.lineage,
                 ranks=generation.local_ranks if shared else None,
                 keep_every=self._keep_every,
+                spared=spared,
                 may_go_on=lambda: not generation.ended.is_set() and (not shared or self._in_touch() == in_touch),
             )
         except (FlyballError, OSError) as error:  # tried again after the next write
             self._counters.add(f"{self._disk.tier}_prune_failures")
             log.warning("disk_not_pruned", tier=str(self._disk.tier), rank=self._rank, reason=str(error))
         if in_touch:
-            there = naming.kept if through else self._disk.sealed_steps(generation.lineage, or_unread=True)
-            self._kept_in_touch = there
+            all_there = self._disk.sealed_steps
+            there = spared.union(naming.kept) if through else all_there(generation.lineage, or_unread=True)
+            self._kept_in_touch = tuple(there)
+
+    def _unconfirmed(self) -> frozenset[int]:
+        """What the supervisor may know as the newest step."""
+        stored_points, lineage = self._stored_points(), self._generation.lineage
+        if stored_points is None:
+            return frozenset()
+        stored = stored_points.get(self._generation.job)
+        if stored is not None and is_alive(stored.generation, stored.step, lineage):  # else its history is over
+            self._stored = stored.step
+        held = self._disk.held(self._rank, lineage, or_unread=True)
+        return unconfirmed(self._stored, held).union(self._begun_with if self._stored is None else ())

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import structlog
 
 from ckpt_engine.contracts.counters import Counters
-from ckpt_engine.contracts.generation import Generation
+from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import TierNaming, TierReport
 from ckpt_engine.format import integrity
 from ckpt_engine.format.manifest import Manifest
@@ -30,7 +30,7 @@ from ckpt_engine.tiers.retention_rules import reported_steps
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.tiers.writing.lasting import run_lasting, said
 from ckpt_engine.tiers.writing.tier_retention import TierRetention
-from flyball.contracts.checkpoints import Tier
+from flyball.contracts.checkpoints import StoredPoints, Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, StorageFull
 
 log = structlog.get_logger()
@@ -56,16 +56,16 @@ class DiskWriter:
         self,
         rank: int,
         *,
-        generation: Generation,
+        generation: HostGeneration,
         memory: MemoryTier,
         disk: ShardStore,
         counters: Counters,
         in_touch: Callable[[], bool],
+        stored_points: Callable[[], StoredPoints | None],
         on_failure: OnFailure,
         on_progress: Callable[[int], None],
     ) -> None:
-        """`on_progress(rank)` whenever `report` changed. `in_touch()`: whether the supervisor cannot have given up this
-        host."""
+        """`on_progress(rank)` whenever `report` changed. `in_touch()`, `stored_points()`: see `TierRetention`."""
         self.rank = self._rank = rank
         self._generation = generation
         self._memory = memory
@@ -73,7 +73,9 @@ class DiskWriter:
         self._counters = counters
         self._on_failure = on_failure
         self._on_progress = on_progress
-        self._retention = TierRetention(generation, disk, rank=rank, counters=counters, in_touch=in_touch)
+        self._retention = TierRetention(
+            generation, disk, rank=rank, counters=counters, in_touch=in_touch, stored_points=stored_points
+        )
         self._scanned = False
         self._unreadable = ""  # why the folder, or a manifest, could not be read
         self._unread_until_s = 0.0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import structlog
 
 from ckpt_engine.contracts.counters import Counters
-from ckpt_engine.contracts.generation import Generation
+from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import TierReport
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.retention_rules import reported_steps
@@ -29,7 +29,7 @@ class WorldSealer:
 
     def __init__(
         self,
-        generation: Generation,
+        generation: HostGeneration,
         disk: ShardStore,
         *,
         counters: Counters,

@@ -22,7 +22,7 @@ from ckpt_engine.trainer.capture.copying import TensorCopy, written_by_hand
 _log = logging.getLogger("flyball.engine")
 
 
-class Streams(Protocol):
+class DeviceStreams(Protocol):
     """What is asked of a GPU runtime. Events are its own."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -88,7 +88,7 @@ class CudaStreams:
 class DeviceJob:
     """Tensors of GPUs on their way into a slot."""
 
-    def __init__(self, streams: Streams, copies: list[TensorCopy]) -> None:
+    def __init__(self, streams: DeviceStreams, copies: list[TensorCopy]) -> None:
         self._streams = streams
         self._lock = threading.Lock()
         self._events: dict[torch.device, Any] = {}
@@ -134,7 +134,7 @@ class DeviceJob:
 class PinnedSlots:
     """The slots that are pinned in this process; a slot that got a new file is pinned anew."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: DeviceStreams) -> None:
         self._streams = streams
         self._pinned: dict[int, tuple[memoryview, int]] = {}  # the memory is held until it is unpinned
 

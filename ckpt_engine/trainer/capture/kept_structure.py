@@ -150,7 +150,7 @@ def _as_tensor(value: object) -> torch.Tensor:
 class _Local:
     """A sharded tensor's block, if it is sharded as it was."""
 
-    layout: sharded_tensors.Layout
+    layout: sharded_tensors.ShardLayout
 
     def __call__(self, value: Any) -> torch.Tensor:  # noqa: ANN401 - a DTensor, whose module may not be there
         try:

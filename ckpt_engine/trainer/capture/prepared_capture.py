@@ -17,7 +17,7 @@ from ckpt_engine.format.shard_format import LENGTH_BYTES, Block, TensorHeader
 from ckpt_engine.slots.memory_plan import readable_size
 from ckpt_engine.slots.source_digests import SourceDigests
 from ckpt_engine.trainer.capture.copying import TensorCopy, copy_whole, is_plain, move_bytes
-from ckpt_engine.trainer.capture.device_copies import CudaStreams, DeviceJob, PinnedSlots, Streams
+from ckpt_engine.trainer.capture.device_copies import CudaStreams, DeviceJob, DeviceStreams, PinnedSlots
 from ckpt_engine.trainer.capture.kept_structure import StateReader
 from ckpt_engine.trainer.capture.live_samples import Samples, Windows
 from ckpt_engine.trainer.capture.optimizer_watch import Extent, extent_of
@@ -123,7 +123,7 @@ class _Plan:
             views.append(data[begin:end].view(dtype).view(shape))
         return _SlotViews(payload, whole.data_ptr(), views, [view.data_ptr() for view in views])
 
-    def find_routes(self, flat: FlatState, lazy: Collection[Extent], streams: Streams) -> _Routes:
+    def find_routes(self, flat: FlatState, lazy: Collection[Extent], streams: DeviceStreams) -> _Routes:
         """`lazy` is never changed, but replaced."""
         addresses = [tensor.data_ptr() for tensor in flat.tensors.values()]
         known = self.routes
@@ -156,7 +156,7 @@ class PreparedCapture:
     flat: FlatState
     plan: _Plan
     header: bytes
-    streams: Streams
+    streams: DeviceStreams
     pinned: PinnedSlots
 
     @property
@@ -216,7 +216,7 @@ class PreparedCapture:
 class Capture:
     """Prepares states for their slots; keeps the plan of the newest structure."""
 
-    def __init__(self, streams: Streams | None = None) -> None:
+    def __init__(self, streams: DeviceStreams | None = None) -> None:
         self._reader = StateReader()
         self._plan: _Plan | None = None
         self._streams = streams or CudaStreams()

@@ -35,7 +35,7 @@ class NotSaveable(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ShardLayout:
     """How a sharded tensor lies on its mesh; the same for the same tensor from one save to the next."""
 
     block: Block
@@ -54,7 +54,7 @@ def local_block(tensor: DTensor) -> torch.Tensor:
     return local if type(local) is torch.Tensor else tensor.to_local().detach()  # one that is still being sent
 
 
-def layout_of(tensor: DTensor) -> Layout:
+def layout_of(tensor: DTensor) -> ShardLayout:
     """Where the block belongs. Raises NotSaveable if it cannot be said."""
     return _layout(tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements), tuple(local_block(tensor).shape))
 
@@ -62,7 +62,7 @@ def layout_of(tensor: DTensor) -> Layout:
 @functools.lru_cache(maxsize=1024)
 def _layout(
     shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...], local_shape: tuple[int, ...]
-) -> Layout:
+) -> ShardLayout:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as torch's own checkpoints do
 
     nodes = [_placement_node(placement) for placement in placements]
@@ -79,7 +79,7 @@ def _layout(
         "mesh_dim_names": list(names) if names else None,
         "placements": nodes,
     }
-    return Layout(block, node)
+    return ShardLayout(block, node)
 
 
 def _placement_node(placement: Placement) -> PlacementNode:

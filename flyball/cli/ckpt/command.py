@@ -27,7 +27,7 @@ app = typer.Typer(
 @app.command("ls", epilog=examples("flyball ckpt ls", "flyball ckpt ls --dir /mnt/ckpt --all -o json"))
 def ls(
     *,
-    show_all: Annotated[bool, typer.Option("--all", help="also steps that a restart gave up")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="include steps that a restart gave up")] = False,
     state_dir: StateDir = "",
     folders: Folders = None,
     job: JobName = "",
@@ -86,7 +86,7 @@ def restore(
     *,
     step: StepName,
     to: Annotated[Path, typer.Option("--to", help="folder for rankN.safetensors and rankN.manifest")],
-    force: Annotated[bool, typer.Option("--force", help="overwrite files that are there")] = False,
+    force: Annotated[bool, typer.Option("--force", help="overwrite existing files")] = False,
     generation: Generation = None,
     state_dir: StateDir = "",
     folders: Folders = None,

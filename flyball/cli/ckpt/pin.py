@@ -22,7 +22,7 @@ from flyball.contracts.checkpoints import Tier
 from flyball.contracts.errors import NotFound
 
 if TYPE_CHECKING:
-    from ckpt_engine.inspect.inventory import Inventory
+    from ckpt_engine.inspect.inventory import CopyInventory
 
 PIN: dict[str, Any] = {
     "help": "Keep a step on disks and in stores, whatever the job's retention says.",
@@ -67,7 +67,9 @@ def unpin(
 class _StepPlaces:
     """The folders and stores that have something of a step."""
 
-    def __init__(self, step: int | None, tiers: Collection[Tier], generation: int | None, inventory: Inventory) -> None:
+    def __init__(
+        self, step: int | None, tiers: Collection[Tier], generation: int | None, inventory: CopyInventory
+    ) -> None:
         """Raises NotFound if there are none."""
         from ckpt_engine.inspect.copy_places import StoragePlace
         from ckpt_engine.inspect.remove_steps import durable_point

@@ -10,7 +10,7 @@ import msgspec
 
 from ckpt_engine.inspect.copy_places import Ignored, Place, SlotPlace, StoragePlace
 from ckpt_engine.inspect.host_folder import HostFolder, find_host_folders
-from ckpt_engine.inspect.inventory import Inventory
+from ckpt_engine.inspect.inventory import CopyInventory
 from ckpt_engine.inspect.step_folder import StepFolder
 from ckpt_engine.inspect.tier_folders import TierFolder, find_in_folder, find_in_store
 from ckpt_engine.settings import EngineSettings, load_settings
@@ -18,10 +18,10 @@ from ckpt_engine.tiers.opening import open_storage
 from flyball.cli.reach.places import state_root
 from flyball.cli.show.output import say
 from flyball.contracts.checkpoints import Tier
-from flyball.contracts.engine_wire import Configure
 from flyball.contracts.errors import ConfigurationError, FlyballError, NotFound, UsageError
 from flyball.contracts.identity import check_name
-from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE
+from flyball.contracts.on_host.engine_wire import Configure
+from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE
 
 MAX_STORE_RETRY_S = 10.0  # a person waits for it
 
@@ -30,7 +30,7 @@ MAX_STORE_RETRY_S = 10.0  # a person waits for it
 class JobCopies:
     """A job's inventory, and what the hosts that were looked at know of the job."""
 
-    inventory: Inventory
+    inventory: CopyInventory
     hosts: tuple[HostFolder, ...]  # of this run
     runs: tuple[str, ...] = ()  # of the job, all that are known, oldest first
 
@@ -74,7 +74,7 @@ def find_copies(environ: Mapping[str, str], *, state_dir: str, folders: Sequence
     ]
     places += [_storage_place(found, settings) for found in of_job if found.run == run]
     known = _newest_configure(here, name)
-    inventory = Inventory(name, _unique(places), run=run or "", lineage=known.placement.lineage if known else ())
+    inventory = CopyInventory(name, _unique(places), run=run or "", lineage=known.placement.lineage if known else ())
     inventory.ignored += [Ignored(file, why) for host in hosts for file, why in host.unreadable.items()]
     return JobCopies(inventory, tuple(here), tuple(runs))
 

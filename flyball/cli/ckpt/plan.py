@@ -58,7 +58,9 @@ class Known:
 def command(
     *,
     step: StepName,
-    lost: Annotated[list[str] | None, typer.Option("--lost", metavar="HOST", help="as if this host were gone")] = None,
+    lost: Annotated[
+        list[str] | None, typer.Option("--lost", metavar="HOST", help="plan as if this host were lost")
+    ] = None,
     generation: Generation = None,
     state_dir: StateDir = "",
     folders: Folders = None,
@@ -68,7 +70,7 @@ def command(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Nothing is changed. Exit code 23 if the step could not be restored."""
-    from ckpt_engine.inspect.restore_planner import Layout, plan_step
+    from ckpt_engine.inspect.restore_planner import WantedWorld, plan_step
 
     wanted = parse_step(step)
     if supervisor or (os.environ.get("FLYBALL_SUPERVISOR") and not state_dir and not folders):
@@ -88,7 +90,7 @@ def command(
     plan = plan_step(
         wanted,
         [copy for copy in known.copies if generation in (None, copy.generation)],
-        Layout(known.world_size, known.home),
+        WantedWorld(known.world_size, known.home),
         lineage=known.lineage,
         lost_hosts={*known.lost, *(lost or ())},
         sealed=known.sealed,

@@ -17,7 +17,7 @@ from flyball.contracts.errors import Conflict, NotFound, UsageError
 
 if TYPE_CHECKING:
     from ckpt_engine.format.step_listing import StepKey
-    from ckpt_engine.inspect.inventory import Inventory
+    from ckpt_engine.inspect.inventory import CopyInventory
     from ckpt_engine.inspect.remove_steps import Protection, Target
     from flyball.cli.ckpt.places import JobCopies
 
@@ -34,8 +34,8 @@ def command(
     everything: Annotated[bool, typer.Option("--all", help="all steps but those that stay")] = False,
     tier: TierName = None,
     memory: Annotated[bool, typer.Option("--memory", help="all slots and replicas of a job that is dead")] = False,
-    force: Annotated[bool, typer.Option("--force", help="also what would stay")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
+    force: Annotated[bool, typer.Option("--force", help="remove what would be kept, too")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="skip the confirmation")] = False,
     generation: Generation = None,
     state_dir: StateDir = "",
     folders: Folders = None,
@@ -97,7 +97,7 @@ def command(
 
 
 def _wanted(
-    inventory: Inventory, steps: Collection[int | None], tiers: Collection[Tier], generation: int | None
+    inventory: CopyInventory, steps: Collection[int | None], tiers: Collection[Tier], generation: int | None
 ) -> set[StepKey]:
     from ckpt_engine.inspect.remove_steps import stored_steps
 

@@ -12,7 +12,7 @@ from ckpt_engine.format.manifest import Manifest, TensorEntry
 from ckpt_engine.format.step_listing import StepListing
 from ckpt_engine.inspect.copy_places import Ignored
 from ckpt_engine.inspect.extract_step import ExtractedShard
-from ckpt_engine.inspect.inventory import HeldCopy, Inventory, read_tensors
+from ckpt_engine.inspect.inventory import CopyInventory, HeldCopy, read_tensors
 from ckpt_engine.slots.memory_plan import readable_size
 from flyball.cli.show.output import print_fields, print_table, say
 from flyball.contracts.checkpoints import Tier
@@ -32,7 +32,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def listing_json(
-    inventory: Inventory, steps: Sequence[StepListing], *, runs: Sequence[str], now: float
+    inventory: CopyInventory, steps: Sequence[StepListing], *, runs: Sequence[str], now: float
 ) -> dict[str, Any]:
     """`now` is the wall clock, seconds since the epoch."""
     point = inventory.recovery_point
@@ -63,7 +63,7 @@ def age_text(seconds: float | None) -> str | None:
     return f"{int(seconds // unit_s)} {name}"
 
 
-def print_listing(inventory: Inventory, steps: Sequence[StepListing], *, hidden: int, now: float) -> None:
+def print_listing(inventory: CopyInventory, steps: Sequence[StepListing], *, hidden: int, now: float) -> None:
     tiers = [tier for tier in Tier if any(share.tier is tier for step in steps for share in step.tiers)]
     print_table(
         f"Checkpoints of {inventory.job}" + (f", run {inventory.run}" if inventory.run else "") + ", ranks per tier",
@@ -129,7 +129,7 @@ def shard_json(
     return found
 
 
-def print_step(inventory: Inventory, step: StepListing, shards: Sequence[tuple[HeldCopy, Manifest | None]]) -> None:
+def print_step(inventory: CopyInventory, step: StepListing, shards: Sequence[tuple[HeldCopy, Manifest | None]]) -> None:
     versions = sorted({manifest.code_version for _, manifest in shards if manifest})
     print_fields(
         {

@@ -15,7 +15,7 @@ from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
 if TYPE_CHECKING:
     from ckpt_engine.format.step_listing import StepKey
     from ckpt_engine.inspect.copy_places import Ignored
-    from ckpt_engine.inspect.inventory import Inventory
+    from ckpt_engine.inspect.inventory import CopyInventory
     from ckpt_engine.inspect.verify_copies import Verified, VerifiedStep
 
 COMMAND: dict[str, Any] = {
@@ -28,7 +28,7 @@ COMMAND: dict[str, Any] = {
 def command(
     *,
     step: Annotated[str, typer.Argument(metavar="[STEP]", help="a step")] = LATEST,
-    everything: Annotated[bool, typer.Option("--all", help="every copy of every step")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="verify every copy of every step")] = False,
     generation: Generation = None,
     state_dir: StateDir = "",
     folders: Folders = None,
@@ -36,7 +36,7 @@ def command(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Nothing is changed."""
-    from ckpt_engine.inspect.verify_copies import Verdict
+    from ckpt_engine.inspect.verify_copies import CopyVerdict
 
     wanted = None if everything else parse_step(step)
     for found, is_last in looks(state_dir, folders, job, newest=wanted is None and not everything):
@@ -44,7 +44,7 @@ def command(
         listings = list(inventory.steps) if everything else [inventory.find(wanted, generation)]
         world_sizes = {(listing.generation, listing.step): listing.world_size for listing in listings}
         results, steps = _verify(inventory, world_sizes)
-        if is_last or not any(result.verdict is Verdict.GONE for result in results):
+        if is_last or not any(result.verdict is CopyVerdict.GONE for result in results):
             break
     ignored = [i for i in inventory.ignored if everything or (i.key and (i.key.generation, i.key.step) in world_sizes)]
     if output is Format.JSON:
@@ -56,8 +56,10 @@ def command(
         raise problem
 
 
-def _verify(inventory: Inventory, world_sizes: dict[StepKey, int]) -> tuple[list[Verified], tuple[VerifiedStep, ...]]:
-    from ckpt_engine.inspect.verify_copies import Verdict, judge_steps, verify_copies
+def _verify(
+    inventory: CopyInventory, world_sizes: dict[StepKey, int]
+) -> tuple[list[Verified], tuple[VerifiedStep, ...]]:
+    from ckpt_engine.inspect.verify_copies import CopyVerdict, judge_steps, verify_copies
     from flyball.cli.show.progress import bytes_bar
 
     held_copies = [held for held in inventory.held if held.key in world_sizes]
@@ -66,7 +68,7 @@ def _verify(inventory: Inventory, world_sizes: dict[StepKey, int]) -> tuple[list
     with bytes_bar("verifying", sum(held.copy.size_bytes for held in held_copies)) as advance:
         for held, (result, shard) in zip(held_copies, verify_copies(held_copies, advance), strict=True):
             results.append(result)
-            if result.verdict is Verdict.GOOD and shard is not None and inventory.counts(held):
+            if result.verdict is CopyVerdict.GOOD and shard is not None and inventory.counts(held):
                 usable.append(shard)
     return results, judge_steps(usable, world_sizes)
 
@@ -79,9 +81,9 @@ def _problem(
     *,
     everything: bool,
 ) -> FlyballError | None:
-    from ckpt_engine.inspect.verify_copies import Verdict
+    from ckpt_engine.inspect.verify_copies import CopyVerdict
 
-    bad = sum(result.verdict is Verdict.BAD for result in results) + len(ignored)
+    bad = sum(result.verdict is CopyVerdict.BAD for result in results) + len(ignored)
     if bad:
         return CorruptShard(
             f"{bad} {'copy' if bad == 1 else 'copies'} of {job} cannot be relied on.",
@@ -104,20 +106,20 @@ def _problem(
 def _to_json(
     job: str, results: Sequence[Verified], steps: Sequence[VerifiedStep], ignored: Sequence[Ignored]
 ) -> dict[str, Any]:
-    from ckpt_engine.inspect.verify_copies import Verdict
+    from ckpt_engine.inspect.verify_copies import CopyVerdict
     from flyball.cli.ckpt.tables import ignored_json
 
-    counts = {str(verdict): sum(result.verdict is verdict for result in results) for verdict in Verdict}
+    counts = {str(verdict): sum(result.verdict is verdict for result in results) for verdict in CopyVerdict}
     return {"job": job, **counts, "copies": results, "steps": steps, "ignored": ignored_json(ignored)}
 
 
 def _show(results: Sequence[Verified], steps: Sequence[VerifiedStep], ignored: Sequence[Ignored]) -> None:
-    from ckpt_engine.inspect.verify_copies import Verdict
+    from ckpt_engine.inspect.verify_copies import CopyVerdict
     from ckpt_engine.slots.memory_plan import readable_size
     from flyball.cli.ckpt.tables import say_ignored
 
-    good = [result for result in results if result.verdict is Verdict.GOOD]
-    wrong = [result for result in results if result.verdict is not Verdict.GOOD]
+    good = [result for result in results if result.verdict is CopyVerdict.GOOD]
+    wrong = [result for result in results if result.verdict is not CopyVerdict.GOOD]
     whole = [step.step for step in steps if step.is_whole]
     print_fields(
         {
@@ -151,9 +153,9 @@ def describe(result: Verified) -> str:
 
 def advice(result: Verified, good: Sequence[Verified]) -> str:
     """What to do about a copy that is bad or gone."""
-    from ckpt_engine.inspect.verify_copies import Verdict
+    from ckpt_engine.inspect.verify_copies import CopyVerdict
 
-    if result.verdict is Verdict.GONE:
+    if result.verdict is CopyVerdict.GONE:
         return "none: its job has gone on"
     wanted = (result.copy.generation, result.copy.step, result.copy.rank)
     others = sorted({str(g.copy.tier) for g in good if (g.copy.generation, g.copy.step, g.copy.rank) == wanted})

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,14 +22,13 @@ from flyball.cli.demo.faults import (
     FaultRow,
     inject_and_measure,
 )
-from flyball.cli.demo.losses import compare, newest_step, read_losses
+from flyball.cli.demo.losses import LossComparison, compare, newest_step, read_losses
 from flyball.cli.demo.reference import run_reference
-from flyball.cli.demo.report import FAULTS, DemoResult, print_result
 from flyball.cli.demo.stack import JOB, WORLD_SIZE, DemoStack
-from flyball.cli.demo.timeline import Timeline
+from flyball.cli.demo.timeline import DemoTimeline
 from flyball.cli.reach.options import examples
 from flyball.cli.reach.places import make_state_dir
-from flyball.cli.show.output import print_json
+from flyball.cli.show.output import print_fields, print_json, print_table
 from flyball.cli.signals import EndSignals
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import NotFound
@@ -61,7 +61,7 @@ def command(
     folder = make_state_dir(parent / f"flyball-demo-{secrets.token_hex(3)}")
     done = False
     try:
-        with EndSignals(("SIGTERM", "SIGINT", "SIGHUP")) as signals, Timeline(json_on_stdout=json) as timeline:
+        with EndSignals(("SIGTERM", "SIGINT", "SIGHUP")) as signals, DemoTimeline(json_on_stdout=json) as timeline:
             result = _Demo(folder, script, seed, timeline, signals).run(steps, port)
             done = result.passed
         if json:
@@ -77,7 +77,7 @@ def command(
 
 
 class _Demo:
-    def __init__(self, folder: Path, script: Path, seed: int, timeline: Timeline, signals: EndSignals) -> None:
+    def __init__(self, folder: Path, script: Path, seed: int, timeline: DemoTimeline, signals: EndSignals) -> None:
         self._folder = folder
         self._script = script
         self._seed = seed
@@ -133,7 +133,7 @@ class _Demo:
         busy = {rank["host_id"] for rank in self._stack.job()["ranks"]}
         return bool(self._stack.ready_hosts() - busy)
 
-    def _goodput(self) -> Any:  # noqa: ANN401 - goodput.calculator.Report, imported late
+    def _goodput(self) -> Any:  # noqa: ANN401 - goodput.calculator.GoodputReport, imported late
         from goodput.calculator import calculate
         from goodput.read.event_files import write_events
 
@@ -182,4 +182,75 @@ def _example() -> Path:
     raise NotFound(
         f"The example train_gpt.py is not installed with {package}.",
         hint="install Flyball from its repository or wheel",
+    )
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+FAULTS = ("kill", "hang", "host-down", "preempt")
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """Everything that the demo found out."""
+
+    steps: int
+    faults: tuple[FaultRow, ...]
+    comparison: LossComparison
+    goodput: float | None
+    badput_s: dict[str, float]
+    decisions: int
+
+    @property
+    def passed(self) -> bool:
+        """Every fault was recovered, and training is bit for bit that of a run without faults."""
+        return (
+            tuple(f.fault for f in self.faults) == FAULTS
+            and all(f.recovered for f in self.faults)
+            and self.comparison.matches
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "faults": [f.to_json() for f in self.faults],
+            "loss_matches_uninterrupted": self.comparison.matches,
+            "losses_compared": self.comparison.compared,
+            "losses_of_repeated_steps": self.comparison.repeated,
+            "loss_problems": list(self.comparison.problems),
+            "goodput": self.goodput,
+            "badput_s": {cause: round(seconds, 3) for cause, seconds in self.badput_s.items()},
+            "decisions": self.decisions,
+        }
+
+
+def print_result(result: DemoResult) -> None:
+    """The report on stdout."""
+    print_table(
+        "Faults (seconds since the injection; steps lost)",
+        ("fault", "decision", "detected", "decided", "resumed", "lost", "from"),
+        (
+            [
+                f.fault,
+                f.decision.replace("_", " "),
+                *(f"{seconds:.2f}" for seconds in (f.detected_s, f.decided_s, f.resumed_s)),
+                f.lost_steps,
+                f.restored_from,
+            ]
+            for f in result.faults
+        ),
+    )
+    lost_steps = sum(f.lost_steps for f in result.faults)
+    losses = result.comparison
+    counts = f"{losses.compared} compared with an uninterrupted torchrun, {losses.repeated} of them of steps done twice"
+    same = "equal, bit for bit" if losses.matches else "NOT equal: " + "; ".join(losses.problems)
+    print_fields(
+        {
+            "steps": result.steps,
+            "losses": f"{counts}: {same}",
+            "goodput": "-" if result.goodput is None else f"{100 * result.goodput:.1f} % of the elapsed time",
+            "badput": ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in result.badput_s.items()) or "none",
+            "decisions": result.decisions,
+            "verdict": f"every fault recovered, steps lost and done again: {lost_steps}" if result.passed else "FAILED",
+        }
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyball.cli.demo.events import EventFeed
 from flyball.cli.demo.stack import JOB, WORLD_SIZE, DemoStack
-from flyball.cli.demo.targets import inject
 from flyball.contracts.checkpoints import Tier
+from flyball.contracts.clock import SystemClock
 from flyball.contracts.decisions import DecisionKind, IncidentState
 from flyball.contracts.events import Event, EventKind
+
+if TYPE_CHECKING:
+    from simulator.inject.faults import Injection
 
 STEPS_BETWEEN_FAULTS = 5
 START_DEADLINE_S = 180.0  # import torch on a slow machine
@@ -21,7 +24,7 @@ SPARE_DEADLINE_S = 180.0  # import torch once more, beside ranks that train
 
 
 @dataclass(frozen=True)
-class Restored:
+class RankRestore:
     """Where one rank's bytes came from."""
 
     rank: int
@@ -47,7 +50,7 @@ class FaultRow:
     restored_from: str
     incident_id: str
     recovered: bool
-    restored: tuple[Restored, ...]
+    restored: tuple[RankRestore, ...]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -131,9 +134,9 @@ def _row(
     )
 
 
-def _restored(event: Event) -> Restored:
+def _restored(event: Event) -> RankRestore:
     data = event.data
-    return Restored(
+    return RankRestore(
         rank=event.rank,
         tier=str(data.get("source_tier", "")),
         host=str(data.get("source_host", "") or event.host_id),
@@ -142,7 +145,36 @@ def _restored(event: Event) -> Restored:
     )
 
 
-def _sources(restored: tuple[Restored, ...]) -> str:
+def _sources(restored: tuple[RankRestore, ...]) -> str:
     """The farthest tier that any rank needed: 'memory' if all had their own bytes, 'peer host-a' if one had not."""
     elsewhere = dict.fromkeys(f"{r.tier} {r.host}" for r in restored if r.tier != Tier.MEMORY)
     return ", ".join(elsewhere) or (Tier.MEMORY.value if restored else "")
+
+
+# --- targets ---------------------------------------------------------------------------------------------------------
+
+KILLED_RANK = 1
+HUNG_RANK = 2
+LOST_RANK = 3  # its host is lost: the ranks on it change hosts
+PREEMPTED_RANK = 0  # its host gets notice: it also has the world's rank 0
+NOTICE_S = 60.0
+
+
+def inject(stack: DemoStack, fault: str) -> Injection:
+    """Do one fault to the running job. The stamp in the answer is taken before it happens."""
+    from simulator.inject import faults
+
+    clock = SystemClock()
+    if fault == "kill":
+        return faults.kill(stack.client, job=JOB, rank=KILLED_RANK, clock=clock)
+    if fault == "hang":
+        return faults.hang(stack.client, job=JOB, rank=HUNG_RANK, clock=clock)
+    if fault == "host-down":
+        host_id = _host_of(stack, LOST_RANK)
+        stack.expect_loss(host_id)
+        return faults.host_down(stack.client, host_id=host_id, clock=clock)
+    return faults.preempt(stack.client, host_id=_host_of(stack, PREEMPTED_RANK), deadline_s=NOTICE_S, clock=clock)
+
+
+def _host_of(stack: DemoStack, rank: int) -> str:
+    return next(str(r["host_id"]) for r in stack.job()["ranks"] if r["rank"] == rank)

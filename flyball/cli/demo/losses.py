@@ -14,7 +14,7 @@ MISMATCHES_NAMED = 5
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LossComparison:
     """What the comparison of two runs found."""
 
     matches: bool
@@ -40,7 +40,7 @@ def newest_step(losses: Losses) -> int:
     return max((step for _, step in losses), default=-1)
 
 
-def compare(losses: Losses, reference: Losses) -> Comparison:
+def compare(losses: Losses, reference: Losses) -> LossComparison:
     """Every execution of every step must be the uninterrupted run's, to the last bit, and no step may be missing."""
     problems = []
     for (rank, step), values in sorted(losses.items()):
@@ -56,7 +56,7 @@ def compare(losses: Losses, reference: Losses) -> Comparison:
         if missing:
             problems.append(f"rank {rank} never completed step {missing[0]}")
     compared = sum(len(values) for values in losses.values())
-    return Comparison(
+    return LossComparison(
         matches=bool(losses) and not problems,
         compared=compared,
         repeated=compared - len(losses),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flyball.cli.demo.events import EventFeed
-from flyball.cli.demo.timeline import Timeline
+from flyball.cli.demo.timeline import DemoTimeline
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.run.embedded import start_supervisor
 from flyball.cli.run.host_process import HostProcess
@@ -30,7 +30,7 @@ STOP_DEADLINE_S = 30.0
 class DemoStack:
     """Everything that the demo starts, and the end of it."""
 
-    def __init__(self, folder: Path, timeline: Timeline, signals: EndSignals) -> None:
+    def __init__(self, folder: Path, timeline: DemoTimeline, signals: EndSignals) -> None:
         self.folder = folder
         self.losses_dir = folder / "losses"
         self.hosts: dict[str, HostProcess] = {}

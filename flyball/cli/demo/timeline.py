@@ -32,7 +32,7 @@ _MARKS = {
 }
 
 
-class Timeline:
+class DemoTimeline:
     """Writes to stderr when stdout is kept for JSON."""
 
     def __init__(self, *, json_on_stdout: bool) -> None:

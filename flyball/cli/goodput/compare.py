@@ -26,7 +26,7 @@ from flyball.cli.reach.options import examples
 from flyball.cli.show.output import printable
 
 if TYPE_CHECKING:
-    from goodput.comparison import CategoryRow, Comparison, Row
+    from goodput.comparison import CategoryRow, ReportComparison, Row
 
 COMMAND: dict[str, Any] = {
     "help": "Compare two runs: measures side by side, and the difference by category and by cause.",
@@ -73,7 +73,7 @@ def command(
             write_out(_text(found, one, other), out)
 
 
-def _text(found: Comparison, one: Found, other: Found) -> str:
+def _text(found: ReportComparison, one: Found, other: Found) -> str:
     console = Console(
         width=min(120, shutil.get_terminal_size((100, 24)).columns), no_color=True, highlight=False, emoji=False
     )

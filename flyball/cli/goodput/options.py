@@ -43,7 +43,7 @@ class ReportFormat(StrEnum):
 
 ReportFormatOption = Annotated[
     ReportFormat | None,
-    typer.Option("-o", "--output", help="default: what the name of --out ends in, else table"),
+    typer.Option("-o", "--output", help="output format (default: by the extension of --out, else table)"),
 ]
 
 

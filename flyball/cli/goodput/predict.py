@@ -15,9 +15,9 @@ from flyball.contracts.errors import UsageError
 from goodput.predict.recommendation import Recommendation
 
 if TYPE_CHECKING:
-    from goodput.calculator import Report
+    from goodput.calculator import GoodputReport
     from goodput.predict.outlook import Outlook
-    from goodput.predict.prediction import Tier
+    from goodput.predict.prediction import PredictedTier
 
 COMMAND: dict[str, Any] = {
     "help": "Predict goodput and the best checkpoint interval: from what was seen of a run, or from given numbers. "
@@ -51,7 +51,7 @@ def command(
         typer.Option(min=0.0, help="from a fault to the first step after it; with --tier, without the restore"),
     ] = None,
     interval_s: Annotated[Seconds, typer.Option(help="time between two saves now")] = None,
-    save_s: Annotated[Seconds, typer.Option(min=0.0, help="for which a save blocks training")] = None,
+    save_s: Annotated[Seconds, typer.Option(min=0.0, help="seconds for which one save blocks training")] = None,
     step_s: Annotated[Seconds, typer.Option(help="what a step takes; intervals are then whole steps")] = None,
     tiers: Annotated[
         list[str] | None,
@@ -73,7 +73,7 @@ def command(
         if mtti_s is not None:
             raise UsageError("--mtti-s and --nodes both say how often the job is interrupted.", hint="give one")
         mtti_s = job_mtti_s(nodes, failures_per_1000_node_days)
-    report: Report | None = None
+    report: GoodputReport | None = None
     if mtti_s is None or query != Query():  # else nothing is said of a run
         report = find(query).report
     told = report.recommendation if report else None
@@ -103,7 +103,7 @@ def _first(given: float | None, seen: float | None) -> float | None:
     return seen if given is None else given
 
 
-def _restore_s(report: Report | None) -> float:
+def _restore_s(report: GoodputReport | None) -> float:
     """What the restore took of the restarts that were seen."""
     restore = report.repair.get("restore") if report else None
     return 0.0 if restore is None else restore.mean_s or 0.0
@@ -115,8 +115,8 @@ def _saved_every_s(seen: Recommendation) -> float | None:
     return seen.saved_every_steps * seen.step_s
 
 
-def _tier(text: str) -> Tier:
-    from goodput.predict.prediction import Tier
+def _tier(text: str) -> PredictedTier:
+    from goodput.predict.prediction import PredictedTier
 
     name, *numbers = text.split(":")
     try:
@@ -128,7 +128,7 @@ def _tier(text: str) -> Tier:
             f"--tier {text} is not a tier.",
             hint="NAME:SAVE_S:RESTORE_S:SURVIVES[:READY_AFTER_S], for example memory:0.05:1:0.7",
         ) from None
-    return Tier(name, *values)
+    return PredictedTier(name, *values)
 
 
 def _show(found: Outlook) -> None:

@@ -12,7 +12,7 @@ import typer
 from flyball.cli.goodput.sources import AUTO, Query
 from flyball.cli.goodput.times import parse_duration, parse_moment
 from flyball.cli.reach.options import DatabaseOption, JobOption, StateDirOption, SupervisorOption, TokenFileOption
-from goodput.account.options import Options
+from goodput.account.options import AccountOptions
 
 
 def query_of(
@@ -27,13 +27,13 @@ def query_of(
     ] = "",
     until: Annotated[str, typer.Option("--to", help="only up to here, written likewise")] = "",
     log_format: Annotated[
-        str, typer.Option("--format", help="format of the logs, if it is not found out (see goodput-importers.md)")
+        str, typer.Option("--format", help="format of the logs (default: detected; see goodput-importers.md)")
     ] = AUTO,
     log_map: Annotated[
         str,
         typer.Option("--map", metavar="KEY=VALUE,...", help="columns of a CSV log, time zone: at=time,step=iter"),
     ] = "",
-    strict: Annotated[bool, typer.Option("--strict", help="a malformed line is an error, not left out")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="fail on a malformed line instead of skipping it")] = False,
     gpu_hour_price: Annotated[
         float | None,
         typer.Option(metavar="PRICE", min=0.0, help="what a GPU costs per hour, in any currency"),
@@ -60,7 +60,7 @@ def query_of(
         strict=strict,
         since=parse_moment("--from", since),
         until=parse_moment("--to", until),
-        options=Options(gpu_hour_price=gpu_hour_price, gpus=gpus, window_s=parse_duration("--window", window)),
+        options=AccountOptions(gpu_hour_price=gpu_hour_price, gpus=gpus, window_s=parse_duration("--window", window)),
     )
 
 

@@ -26,7 +26,7 @@ from flyball.cli.show.output import cell
 from flyball.contracts.errors import UsageError
 
 if TYPE_CHECKING:
-    from goodput.calculator import Report
+    from goodput.calculator import GoodputReport
 
 TIMELINE_BINS = 240  # of the HTML report: about three pixels each
 
@@ -72,7 +72,7 @@ def render(found: Found, chosen: ReportFormat) -> str:
     """The report in one of the formats."""
     from goodput.show.report import to_json, to_text
 
-    report: Report = found.report
+    report: GoodputReport = found.report
     match chosen:
         case ReportFormat.JSON:
             return msgspec.json.format(msgspec.json.encode(to_json(report)), indent=2).decode()
@@ -91,7 +91,7 @@ def render(found: Found, chosen: ReportFormat) -> str:
 def google_text(query: Query, chosen: ReportFormat) -> str:
     """What the calculator of Google's resiliency library says, with its own keys. Raises UsageError, NotFound."""
     from goodput.account.google_resiliency import measure
-    from goodput.read.event_files import Refusals
+    from goodput.read.event_files import MalformedLines
     from goodput.read.importers.registry import read_entries
 
     if not query.logs:
@@ -113,7 +113,7 @@ def google_text(query: Query, chosen: ReportFormat) -> str:
     for flag, value in unknown.items():
         if value is not None:
             raise UsageError(f"--method google-resiliency has no {flag}.", hint="leave it out, or --method flyball")
-    refusals = Refusals(strict=query.strict)
+    refusals = MalformedLines(strict=query.strict)
     entries = list(read_entries(query.logs, refusals))
     say_left_out(refusals.count, refusals.named)
     found = measure(entries, reference_step_time_s=query.options.reference_step_s, job=query.job or None)

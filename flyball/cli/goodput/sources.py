@@ -18,12 +18,12 @@ from flyball.contracts import wire
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import NotFound, UsageError
 from flyball.contracts.identity import is_name
-from goodput.account.options import Options
+from goodput.account.options import AccountOptions
 
 if TYPE_CHECKING:
     from flyball.cli.reach.client import ApiClient
     from goodput.account.timeline_bins import TimelineBin
-    from goodput.calculator import Report
+    from goodput.calculator import GoodputReport
     from goodput.read.event_files import MalformedLine
 
 AUTO = "auto"
@@ -44,14 +44,14 @@ class Query(msgspec.Struct, frozen=True):
     strict: bool = False
     since: Moment | None = None
     until: Moment | None = None
-    options: Options = Options()
+    options: AccountOptions = AccountOptions()
     quiet: bool = False  # malformed lines are counted, and not named on stderr
 
 
 class Found(msgspec.Struct, frozen=True):
     """A report, the slices of its time (as many as were asked for), and where they come from."""
 
-    report: Report
+    report: GoodputReport
     timeline: tuple[TimelineBin, ...]
     source: str
     left_out: int = 0  # malformed lines
@@ -115,12 +115,12 @@ def _from_logs(query: Query, bins: int) -> Found:
     from goodput.account.timeline_bins import binned
     from goodput.calculator import analysis_of
     from goodput.history.job_history import SeveralJobs, build
-    from goodput.read.event_files import Refusals
+    from goodput.read.event_files import MalformedLines
     from goodput.read.importers.options import parse_mapping
     from goodput.read.importers.registry import stream
 
     refuse_supervisor(query)
-    refusals = Refusals(strict=query.strict)
+    refusals = MalformedLines(strict=query.strict)
     mapping = parse_mapping(query.log_map) if query.log_map else None
     # No event is kept: a log may be of any size.
     events = stream(query.logs, refusals, format=query.log_format, mapping=mapping)
@@ -148,7 +148,7 @@ def say_left_out(count: int, first: Sequence[MalformedLine]) -> None:
         say(f"{count} {lines} left out, the first: {first[0]}")
 
 
-def _clipped(query: Query, start: float, end: float) -> Options:
+def _clipped(query: Query, start: float, end: float) -> AccountOptions:
     """The options with the moments that relate to a run over [start, end]. Raises UsageError if none of it is left."""
     since = query.since.resolve(start, end) if query.since else None
     until = query.until.resolve(start, end) if query.until else None
@@ -162,7 +162,7 @@ def _clipped(query: Query, start: float, end: float) -> Options:
 
 def _from_supervisor(query: Query, bins: int) -> Found:
     from goodput.account.timeline_bins import TimelineBin
-    from goodput.calculator import Report
+    from goodput.calculator import GoodputReport
 
     if query.log_format != AUTO or query.log_map or query.strict:
         raise UsageError("--format, --map and --strict are for log files, and none is named.", hint="name the files")
@@ -179,7 +179,7 @@ def _from_supervisor(query: Query, bins: int) -> Found:
         asked = msgspec.structs.asdict(options) | {"timeline_bins": bins or None}
         answer = client.get("/v1/goodput", job=job, **{k: None if v is None else repr(v) for k, v in asked.items()})
         return Found(
-            report=wire.convert(answer, Report),
+            report=wire.convert(answer, GoodputReport),
             timeline=wire.convert(answer.get("timeline", []), tuple[TimelineBin, ...]),
             source=f"job {job} at {client.url}",
             is_final=isinstance(client, LeftState) and client.ended_at is not None,

@@ -23,7 +23,7 @@ from flyball.cli.signals import EndSignals
 from flyball.contracts.errors import TooBusy, Unreachable
 
 if TYPE_CHECKING:
-    from goodput.calculator import Report
+    from goodput.calculator import GoodputReport
 
 LOOK_EVERY_S = 0.1  # whether somebody wants it to end
 BUSY_SHARE = 0.25  # at most this part of the time is spent on reading and calculating
@@ -62,10 +62,10 @@ def command(
     return signals.exit_code
 
 
-def _looks(query: Query, every_s: float, signals: EndSignals) -> Iterator[tuple[Report, str]]:
+def _looks(query: Query, every_s: float, signals: EndSignals) -> Iterator[tuple[GoodputReport, str]]:
     """The report as often as it may have changed, and why it is an old one ('' if it is not), until the job ended. What
     is wrong at the first look raises; later on a supervisor that is away is waited for."""
-    report: Report | None = None
+    report: GoodputReport | None = None
     is_final = False
     seen: object = None
     while not signals.count:
@@ -99,7 +99,7 @@ def _stamp(logs: Sequence[Path]) -> object:
     return [(path, state.st_size, state.st_mtime_ns) for path, state in states]
 
 
-def _tell(looks: Iterable[tuple[Report, str]], line: Callable[[Report], str]) -> None:
+def _tell(looks: Iterable[tuple[GoodputReport, str]], line: Callable[[GoodputReport], str]) -> None:
     away = ""
     for report, trouble in looks:
         if trouble:
@@ -111,11 +111,11 @@ def _tell(looks: Iterable[tuple[Report, str]], line: Callable[[Report], str]) ->
         away = trouble
 
 
-def _json_line(report: Report) -> str:
+def _json_line(report: GoodputReport) -> str:
     return msgspec.json.encode(report).decode()
 
 
-def _line(report: Report) -> str:
+def _line(report: GoodputReport) -> str:
     from goodput.wording import counted, percent, seconds
 
     windowed = report.ettr_window
@@ -127,7 +127,7 @@ def _line(report: Report) -> str:
     )
 
 
-def _show(looks: Iterable[tuple[Report, str]], console: Console) -> None:
+def _show(looks: Iterable[tuple[GoodputReport, str]], console: Console) -> None:
     from goodput.show.report import render_live
 
     with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:

@@ -22,9 +22,9 @@ from flyball.cli.reach.places import find_supervisor
 from flyball.cli.run.host_process import is_written
 from flyball.cli.show.output import Format, OutputOption, print_json, say
 from flyball.contracts.cluster import JobState
-from flyball.contracts.console_wish import BOTH
 from flyball.contracts.errors import FlyballError, NotFound, UsageError
-from flyball.contracts.rank_logs import MAX_PIECE_BYTES, NEWEST
+from flyball.contracts.on_host.console_request import BOTH
+from flyball.contracts.reports.rank_logs import MAX_PIECE_BYTES, NEWEST
 from flyball.launch.output_flags import ALL_RANKS, Console
 
 COMMAND: dict[str, Any] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flyball.cli.logs.interleave import Interleaver, Lines, Piece
-from flyball.contracts.console_wish import ERR, OUT
+from flyball.contracts.on_host.console_request import ERR, OUT
 from flyball.launch.output_flags import Console
 
 READ_SIZE_BYTES = 256 << 10

@@ -12,7 +12,7 @@ import msgspec
 
 from flyball.cli.show.messages import say
 from flyball.contracts.errors import FlyballError, NotFound
-from flyball.contracts.rank_logs import MAX_PIECE_BYTES, NEWEST
+from flyball.contracts.reports.rank_logs import MAX_PIECE_BYTES, NEWEST
 
 if TYPE_CHECKING:
     from flyball.cli.reach.client import ApiClient  # the HTTP library is for those who ask

@@ -112,7 +112,10 @@ def runs_in(folder: Path) -> list[LocalRun]:
             signs = () if record else connection.execute(LAST_SIGN_SQL).fetchone()
             seen_at = max(filter(None, signs), default=None)
     except sqlite3.Error as error:
-        changed_at = (folder / DATABASE).stat().st_mtime
+        try:
+            changed_at = (folder / DATABASE).stat().st_mtime
+        except FileNotFoundError:  # removed since it was found
+            return []
         return [LocalRun("", UNREADABLE, home, folder, message=f"its database: {error}", submitted_at=changed_at)]
     return [_run(row, home, folder, record.url if record else "", seen_at) for row in rows]
 

@@ -76,7 +76,7 @@ def keep_token(file: Path, token: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Connection:
+class SupervisorConnection:
     """How to reach a supervisor."""
 
     url: str
@@ -92,7 +92,7 @@ class Connection:
 
 def find_supervisor(
     environ: Mapping[str, str], *, url: str = "", token_file: str = "", state_dir: str = ""
-) -> Connection:
+) -> SupervisorConnection:
     """The supervisor that is named by flag or environment, else the one that runs on this machine. Several of one
     cluster are named with commas between them.
 
@@ -122,7 +122,7 @@ def find_supervisor(
             raise UsageError(f"{one} is not an address.", hint="for example --supervisor http://10.0.0.1:7370")
     url = url.strip().rstrip("/")
     token, file = _token(environ, token_file, folder or _folder_of(url, environ))
-    return Connection(url, token, file, tuple(one.strip() for one in others))
+    return SupervisorConnection(url, token, file, tuple(one.strip() for one in others))
 
 
 def _folder_of(url: str, environ: Mapping[str, str]) -> Path:
@@ -144,18 +144,18 @@ def _token(environ: Mapping[str, str], token_file: str, folder: Path) -> tuple[s
         ) from error
 
 
-class SupervisorRecord(msgspec.Struct):
+class RunningSupervisor(msgspec.Struct):
     """Where a supervisor on this machine can be reached."""
 
     url: str
     pid: int
 
 
-def live_record(folder: Path) -> SupervisorRecord | None:
+def live_record(folder: Path) -> RunningSupervisor | None:
     """supervisor.json of a folder, if its process runs; one that began later is another, of the same id."""
     file = folder / "supervisor.json"
     try:
-        record, written_at = decoder_of(SupervisorRecord).decode(file.read_bytes()), file.stat().st_mtime
+        record, written_at = decoder_of(RunningSupervisor).decode(file.read_bytes()), file.stat().st_mtime
         if not _is_alive(record.pid) or psutil.Process(record.pid).create_time() > written_at + CLOCK_STEP_S:
             return None
     except (OSError, psutil.Error, *MALFORMED):

@@ -167,7 +167,7 @@ def _newest(
     disk = checkpoint.disk_dir if not checkpoint.disk_is_default or Path(checkpoint.disk_dir).exists() else ""
     if past is None and not any((disk, checkpoint.persistent_dir)):
         return None  # and nothing is imported that could read it
-    from flyball.cli.run.going_on import Left, other_runs
+    from flyball.cli.run.going_on import LeftCheckpoints, other_runs
 
     unread: list[str] = []
     runs = [past.run] if past else []
@@ -175,7 +175,7 @@ def _newest(
     for run in runs:
         check()
         lineage = past.lineage if past and past.run == run else ()
-        left = Left(home, spec.checkpoint, host_id=host_id, run=run, lineage=lineage, environ=environ)
+        left = LeftCheckpoints(home, spec.checkpoint, host_id=host_id, run=run, lineage=lineage, environ=environ)
         point = left.verified(check=check)
         if point is not None:
             return point

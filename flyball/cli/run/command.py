@@ -12,7 +12,7 @@ import msgspec
 
 from ckpt_engine.settings import read_config
 from flyball.cli.reach import this_host
-from flyball.cli.reach.places import Connection, find_supervisor
+from flyball.cli.reach.places import SupervisorConnection, find_supervisor
 from flyball.cli.run.beginning import begin, record_of, say_where_it_goes, with_default_tier
 from flyball.cli.run.embedded import KeptSupervisor
 from flyball.cli.run.ending import Ending
@@ -89,7 +89,7 @@ def _alone(
     home.write(record)
     supervisor = KeptSupervisor(folder / "supervisor")
     stack.callback(supervisor.stop)
-    connection = Connection(supervisor.url, supervisor.token, supervisor.token_file)
+    connection = SupervisorConnection(supervisor.url, supervisor.token, supervisor.token_file)
     secret = f"/?token={supervisor.token}" if sys.stderr.isatty() else ""  # not into the log of a batch system
     say(f"job {spec.job}; status page {supervisor.url}{secret}")
     say(f"state and logs in {folder}")

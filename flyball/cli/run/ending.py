@@ -17,11 +17,11 @@ from flyball.cli.show.messages import say
 from flyball.cli.signals import EndSignals
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import JobSpec, JobState
-from flyball.contracts.engine_wire import ENGINE_SOCKET, Flush
 from flyball.contracts.errors import FlyballError
+from flyball.contracts.on_host.engine_wire import ENGINE_SOCKET, Flush
 
 if TYPE_CHECKING:
-    from flyball.cli.run.going_on import Left, Point
+    from flyball.cli.run.going_on import LeftCheckpoints, Point
     from services.store.decisions.job_store import PastRun
 
 FLUSH_WITHIN_S: Final = 50.0
@@ -87,13 +87,13 @@ class Ending:
             left = self._look()
         self._tell(left)
 
-    def _is_behind(self, left: Left) -> bool:
+    def _is_behind(self, left: LeftCheckpoints) -> bool:
         from flyball.cli.run.going_on import DURABLE
 
         newest, durable = left.newest(), left.newest(DURABLE)
         return newest is not None and (durable is None or durable.step < newest.step)
 
-    def _tell(self, left: Left, *, hasty: bool = False) -> None:
+    def _tell(self, left: LeftCheckpoints, *, hasty: bool = False) -> None:
         """Say where the newest step is; it leaves the memory only if that is a disk or a store, by its bytes."""
         from flyball.cli.run.going_on import DURABLE, MEMORY
 
@@ -127,11 +127,11 @@ class Ending:
         command = shlex.join([*words, "--resume", self._spec.job])
         say(f"step {point.step} of job {self._spec.job} {where}; go on with: {command}")
 
-    def _look(self) -> Left:
-        from flyball.cli.run.going_on import Left
+    def _look(self) -> LeftCheckpoints:
+        from flyball.cli.run.going_on import LeftCheckpoints
 
         past = self._past()
-        return Left(
+        return LeftCheckpoints(
             self._home,
             self._spec.checkpoint,
             host_id=self._daemon.host_id,

@@ -14,9 +14,9 @@ import msgspec
 
 from ckpt_engine.format.step_listing import StepListing
 from ckpt_engine.inspect.copy_places import Place, SlotPlace, StoragePlace
-from ckpt_engine.inspect.inventory import HeldCopy, Inventory
+from ckpt_engine.inspect.inventory import CopyInventory, HeldCopy
 from ckpt_engine.inspect.tier_folders import TierFolder, find_in_folder, find_in_store
-from ckpt_engine.inspect.verify_copies import Verdict, verify_copies
+from ckpt_engine.inspect.verify_copies import CopyVerdict, verify_copies
 from ckpt_engine.settings import load_settings
 from ckpt_engine.tiers.opening import open_storage, run_location
 from flyball.cli.run.run_folders import RunFolder, segments_prefix
@@ -51,7 +51,7 @@ class Point:
         return f"{self.tier.value}, verified" if self.verified else f"{self.tier.value}, not verified yet"
 
 
-class Left:
+class LeftCheckpoints:
     """What a job has left in the memory of this machine, on its disk and in a store, as of one look."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Left:
             storage = open_storage(run_location(root, job, run), settings)
             places.append(StoragePlace(storage, tier=tier, job=job, run=run, host_id=owner))
         self.run = run
-        self._inventory = Inventory(job, places, run=run, lineage=lineage)
+        self._inventory = CopyInventory(job, places, run=run, lineage=lineage)
 
     @property
     def unread(self) -> list[str]:
@@ -178,8 +178,10 @@ def _good_copies(
         verdicts = [result.verdict for result, _ in verify_copies(nearest, count)]
         if overdue:
             return good + nearest, False
-        good += [held for held, verdict in zip(nearest, verdicts, strict=True) if verdict is Verdict.GOOD]
-        untried = [copies[1:] for copies, verdict in zip(untried, verdicts, strict=True) if verdict is not Verdict.GOOD]
+        good += [held for held, verdict in zip(nearest, verdicts, strict=True) if verdict is CopyVerdict.GOOD]
+        untried = [
+            copies[1:] for copies, verdict in zip(untried, verdicts, strict=True) if verdict is not CopyVerdict.GOOD
+        ]
         if not all(untried):
             return None
     return good, True

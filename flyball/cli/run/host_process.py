@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from flyball.contracts.engine_wire import ENGINE_PID_FILE
 from flyball.contracts.errors import FlyballError, Unreachable
-from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
+from flyball.contracts.on_host.engine_wire import ENGINE_PID_FILE
+from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
 from flyball.process_title import read_words
 from host_daemon.kernel.processes import read_stat, session_members
 

@@ -80,6 +80,7 @@ class JobWatch:
         self._starting_since = 0.0  # all ranks, as far as is known; 0.0: one is further
         self._held_at: dict[str, float] = {}  # when a hold was first seen, by decision
         self._answered_at = time.monotonic()
+        self._was_seen = False  # the supervisor knew the job
 
     def wait(self) -> Job:
         """The job when it has ended, or as it is when the person lost patience (a second Ctrl-C)."""
@@ -168,15 +169,21 @@ class JobWatch:
             job: Job = self._client.get(f"/v1/jobs/{self._spec.job}")
             decisions = self._client.items("/v1/decisions", job=self._spec.job, after=self._settled)
         except FlyballError as error:
-            if isinstance(error, _FINAL_ANSWERS):
+            is_forgotten = isinstance(error, NotFound) and self._was_seen
+            if isinstance(error, _FINAL_ANSWERS) and not is_forgotten:
                 raise
             if not self._goes_on():
                 raise (self._given_up or error) from None
             if "away" not in self._told:
                 self._told.add("away")
-                say(f"{error.message} Training goes on; asking again.")
+                why = error.message
+                if is_forgotten:  # by a database that was removed, or replaced by an older one
+                    self._settled = None
+                    why = f"The supervisor's database does not know job {self._spec.job} any more."
+                say(f"{why} Training goes on; asking again.")
             return None
         self._told.discard("away")
+        self._was_seen = True
         self._answered_at = time.monotonic()
         action_states = [d["action_state"] for d in decisions if d.get("action_state")]
         self._is_acting = any(not ActionState(state).ended for state in action_states)

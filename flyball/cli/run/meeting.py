@@ -15,7 +15,7 @@ import msgspec
 
 from flyball.cli.logs import job_logs
 from flyball.cli.reach import this_host
-from flyball.cli.reach.places import Connection, make_state_dir, state_root
+from flyball.cli.reach.places import SupervisorConnection, make_state_dir, state_root
 from flyball.cli.run.beginning import begin_at, say_where_it_goes
 from flyball.cli.run.embedded import KeptSupervisor
 from flyball.cli.run.host_end import say_what_is_kept, settle_memory
@@ -35,7 +35,7 @@ RENDEZVOUS_TIMEOUT_S = 300.0
 RENDEZVOUS_RETRY_S = 0.5
 
 
-def join(request: RunRequest, spec: JobSpec, connection: Connection, stack: ExitStack) -> Session:
+def join(request: RunRequest, spec: JobSpec, connection: SupervisorConnection, stack: ExitStack) -> Session:
     """A cluster's supervisor; this host joins it unless it has."""
     name = request.host_id or this_host.host_id()
     with client_of(connection) as client:
@@ -73,7 +73,7 @@ def meet(request: RunRequest, spec: JobSpec, stack: ExitStack, signals: EndSigna
     request = msgspec.structs.replace(request, host_id=claim_host_id(request, os.environ, stack))
     host, _, port = request.rendezvous.rpartition(":")
     url = f"http://{request.rendezvous}"
-    connection = Connection(url, token, None)
+    connection = SupervisorConnection(url, token, None)
     supervisor: KeptSupervisor | None = None
     here = request.node_rank == 0 if request.node_rank is not None else this_host.is_here(host)
     if here:
@@ -110,7 +110,7 @@ def _folder_of_meeting(request: RunRequest, stack: ExitStack) -> Path:
     return home.path
 
 
-def _await_supervisor(connection: Connection, signals: EndSignals) -> None:
+def _await_supervisor(connection: SupervisorConnection, signals: EndSignals) -> None:
     deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
     say(f"waiting for the supervisor at {connection.url}")
     with client_of(connection) as client:

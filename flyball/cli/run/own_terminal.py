@@ -19,7 +19,7 @@ from typing import TextIO
 
 import msgspec
 
-from flyball.contracts.console_wish import (
+from flyball.contracts.on_host.console_request import (
     BOTH,
     CONTROL,
     ERR,
@@ -29,7 +29,7 @@ from flyball.contracts.console_wish import (
     OUT,
     SIZE,
     WINDOW,
-    ConsoleWish,
+    ConsoleRequest,
     console_folder,
     wish_path,
 )
@@ -44,7 +44,7 @@ TERMINAL_VARIABLES = ("TERM", "COLORTERM", "TERM_PROGRAM", "NO_COLOR", "FORCE_CO
 
 def wish_of(
     console: Console, nproc: int, environ: Mapping[str, str], *, out: TextIO, err: TextIO, one_rank: bool
-) -> ConsoleWish | None:
+) -> ConsoleRequest | None:
     """What to ask for, given the streams that the ranks' output goes to; None if plain logs will do."""
     here = (OUT if out.isatty() else 0) | (ERR if err.isatty() else 0)
     terminal = tuple(here & console.raw(local_rank) for local_rank in range(nproc))
@@ -56,7 +56,7 @@ def wish_of(
     rows, columns = _size(out, err)
     keyboard = one_rank and terminal[0] == BOTH and _has_keyboard()
     environment = {name: environ[name] for name in TERMINAL_VARIABLES if name in environ}
-    return ConsoleWish(os.getpid(), terminal, apart, keyboard, piped, rows, columns, environment)
+    return ConsoleRequest(os.getpid(), terminal, apart, keyboard, piped, rows, columns, environment)
 
 
 def _is_same(out: TextIO, err: TextIO) -> bool:
@@ -92,7 +92,7 @@ def _has_keyboard() -> bool:
 class OwnTerminal:
     """Keeps the wish up to date, and sends the pumps of the job the size of the terminal and what is typed."""
 
-    def __init__(self, host_dir: Path, job: str, wish: ConsoleWish) -> None:
+    def __init__(self, host_dir: Path, job: str, wish: ConsoleRequest) -> None:
         self._folder = console_folder(host_dir, job)
         self._path = wish_path(host_dir, job)
         self._wish = wish

@@ -23,7 +23,7 @@ from flyball.cli.reach.places import live_record, make_state_dir, state_root
 from flyball.cli.show.messages import say
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import Conflict, NotFound
-from flyball.contracts.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
+from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
 from flyball.contracts.wire import MALFORMED, decoder_of
 
 RECORD: Final = "run.json"

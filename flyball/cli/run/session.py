@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,16 +13,18 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from ckpt_engine.settings import CONFIG_VARIABLE
+from flyball.cli.logs.console import LogFollower
+from flyball.cli.logs.log_mirror import RankZeroElsewhere
 from flyball.cli.reach import this_host
-from flyball.cli.reach.places import Connection, keep_token
+from flyball.cli.reach.places import SupervisorConnection, keep_token
 from flyball.cli.run.beginning import Submission
 from flyball.cli.run.embedded import KeptSupervisor
 from flyball.cli.run.ending import Ending
 from flyball.cli.run.host_leave import HostLeave, is_there
 from flyball.cli.run.host_process import HostProcess
-from flyball.cli.run.job_output import JobOutput
 from flyball.cli.run.job_watch import AWAY_LIMIT_S, Job, JobWatch, submit
-from flyball.cli.show.messages import say
+from flyball.cli.run.own_terminal import OwnTerminal, wish_of
+from flyball.cli.show.messages import beside_output, say
 from flyball.cli.signals import EndSignals
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.errors import Conflict, FlyballError
@@ -30,6 +34,8 @@ from flyball.sealed_values import seal
 
 if TYPE_CHECKING:
     from flyball.cli.reach.client import ApiClient
+    from flyball.contracts.cluster import JobSpec
+    from flyball.launch.launcher import RunRequest
 
 OWN_HOST_REPORT_INTERVAL_S: Final = 0.5
 OTHERS_HEAR_WITHIN_S: Final = 10.0
@@ -39,7 +45,9 @@ OTHERS_LOOK_INTERVAL_S: Final = 0.2
 class Session:
     """A supervisor in reach and, unless one runs already, a daemon for this host."""
 
-    def __init__(self, connection: Connection, daemon: HostProcess | None, leave: HostLeave | None = None) -> None:
+    def __init__(
+        self, connection: SupervisorConnection, daemon: HostProcess | None, leave: HostLeave | None = None
+    ) -> None:
         self.connection = connection
         self.daemon = daemon
         self.leave = leave  # where other hosts may go on without this one
@@ -109,14 +117,14 @@ class Session:
                 time.sleep(OTHERS_LOOK_INTERVAL_S)
 
 
-def client_of(connection: Connection) -> ApiClient:
+def client_of(connection: SupervisorConnection) -> ApiClient:
     from flyball.cli.reach.client import ApiClient  # httpx: the daemon starts before it is imported
 
     return ApiClient(connection.url, connection.token)
 
 
 def start_daemon(
-    request: RunRequest, spec: JobSpec, connection: Connection, folder: Path, stack: ExitStack
+    request: RunRequest, spec: JobSpec, connection: SupervisorConnection, folder: Path, stack: ExitStack
 ) -> HostProcess:
     """What an earlier run left in its memory outlives this one too, until somebody knows better."""
     token_file = connection.token_file or keep_token(folder.parent / f"{folder.name}.token", connection.token)
@@ -136,7 +144,7 @@ def start_daemon(
     return daemon
 
 
-def _own_address(request: RunRequest, connection: Connection) -> str:
+def _own_address(request: RunRequest, connection: SupervisorConnection) -> str:
     """The IP by which other hosts reach this one."""
     host = request.rendezvous.rpartition(":")[0]
     if host and this_host.listen_address(host) == this_host.EVERYWHERE:  # its name means 127.0.1.1 to itself
@@ -160,3 +168,63 @@ def _with_environment(spec: JobSpec, request: RunRequest, token: str) -> JobSpec
     return msgspec.structs.replace(
         spec, user_env=forwarded.plain, sealed_env=seal(forwarded.secret, secret=token, job=spec.job)
     )
+
+
+# --- output ----------------------------------------------------------------------------------------------------------
+
+
+class JobOutput:
+    """Shows it until `stack` is closed. With --output json stdout is for the result."""
+
+    def __init__(self, request: RunRequest, spec: JobSpec, stack: ExitStack) -> None:
+        self._request = request
+        self._spec = spec
+        self._stack = stack
+        self._out = sys.stderr if request.output == "json" else sys.stdout
+        self._terminal: OwnTerminal | None = None
+
+    def lend_terminal(self, host_dir: Path | None) -> None:
+        """Have the workers on this machine get what they are to have of this terminal; before the job is submitted."""
+        wish = wish_of(
+            self._request.console,
+            self._spec.nproc_per_node,
+            os.environ,
+            out=self._out,
+            err=sys.stderr,
+            one_rank=self._spec.world_size == 1,
+        )
+        if wish is not None and host_dir is not None and os.access(host_dir, os.W_OK):
+            self._terminal = OwnTerminal(host_dir, self._spec.job, wish)
+            self._stack.enter_context(self._terminal.lent())
+
+    def follow(self, logs: Path, *, after: int) -> None:
+        """Show the ranks of this machine. `after`: the generation up to which all was shown."""
+        follower = self._follower(logs, after)
+        self._stack.enter_context(beside_output(follower.own_line))
+        self._stack.callback(follower.close)
+        if self._terminal:
+            self._stack.callback(self._terminal.drain)
+        follower.start()
+
+    def follow_rank_zero(self, client: ApiClient, *, after: int, also_here: bool) -> None:
+        """Show rank 0 if all ranks are on other hosts, or, with `also_here`, wherever they are."""
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="flyball-logs-")))
+        follower = self._follower(folder, after)
+        self._stack.callback(follower.close)
+        follower.start()
+        host_id = "" if also_here else self._request.host_id or this_host.host_id()
+        elsewhere = RankZeroElsewhere(client, self._spec.job, host_id, folder)
+        self._stack.callback(elsewhere.close)
+        elsewhere.start()
+
+    def _follower(self, logs: Path, after: int) -> LogFollower:
+        return LogFollower(
+            logs,
+            self._request.console,
+            nproc=self._spec.nproc_per_node,
+            role=self._request.role,
+            out=self._out.buffer,
+            err=sys.stderr.buffer,
+            on_broken_pipe=lambda: say(f"nobody reads the output any more; training goes on, its logs are in {logs}"),
+            begins_at=lambda _path, generation, _rank: 0 if generation > after else None,
+        )

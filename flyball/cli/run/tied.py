@@ -12,7 +12,7 @@ import runpy
 import signal
 import sys
 
-from flyball.cli.own_packages import prefer_own_packages
+from flyball.own_packages import prefer_own_packages
 
 PR_SET_PDEATHSIG = 1
 

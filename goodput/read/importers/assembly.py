@@ -9,15 +9,17 @@ stays unknown. Starts that complete no step answer the same incident.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
 from flyball.contracts.events import Event, EventKind
-from goodput.read.event_files import Refusals
+from goodput.history.epochs import Epochs, Telling, epochs_in
+from goodput.read.event_files import MalformedLines
 from goodput.read.importers.node_clocks import aligned
-from goodput.read.importers.records import SAME_MOMENT_S, UNKNOWN_STEP, Kind, Record
-from goodput.read.importers.through_epochs import numbered_through
+from goodput.read.importers.records import SAME_MOMENT_S, UNKNOWN_STEP, ImportedRecord, RecordKind
+from goodput.wording import counted
 
 MAX_STEPS_PER_EVENT = 1000
 # Some lines say what a step took. What is left of the time since the line before was spent otherwise, if it is more
@@ -30,12 +32,14 @@ _BEHIND_S = 30.0
 _Value: TypeAlias = str | int | float | bool | list[int | float | str] | None
 
 
-def events_of(records: Iterable[Record], refusals: Refusals, *, saves_are_steps: bool = False) -> Iterator[Event]:
+def events_of(
+    records: Iterable[ImportedRecord], refusals: MalformedLines, *, saves_are_steps: bool = False
+) -> Iterator[Event]:
     """The events of every job in `records`, which come in any order, without those of times that turn out to be
     unclear when all were read; what was assumed of them is added to `refusals`.
     With `saves_are_steps` the log has no other sign of a step than that its state was saved; a step that is saved twice
     in a row was then saved by two nodes."""
-    jobs: dict[str, set[Record]] = defaultdict(set)
+    jobs: dict[str, set[ImportedRecord]] = defaultdict(set)
     for record in records:
         jobs[record.job].add(record)
     assumed = refusals.assumed
@@ -60,7 +64,7 @@ class _History:
         self._generation = 0
         self._incident = ""  # that is open
         self._stopped_at: float | None = None  # newest sign that the processes of this generation ended
-        self._ended: Record | None = None  # newest sign that the job did
+        self._ended: ImportedRecord | None = None  # newest sign that the job did
         self._last_told: dict[tuple[str, int], tuple[int, int]] = {}  # file and rank -> generation, its newest step
         self._just_told: dict[int, OrderedDict[int, float]] = defaultdict(OrderedDict)  # rank -> steps of a moment
         self._reset(0.0, None)
@@ -70,7 +74,7 @@ class _History:
         self._started_at = started_at
         self._answers = self._incident
         self._starts: dict[str, float] = {}  # node -> its start
-        self._ready: dict[Kind, tuple[float, int]] = {}  # newest LOADED and READY
+        self._ready: dict[RecordKind, tuple[float, int]] = {}  # newest LOADED and READY
         self._restore_steps: set[int] = set()
         self._began: dict[int, tuple[float, int]] = {}  # rank -> its newest step that began
         self._newest: dict[int, tuple[float, int]] = {}  # rank -> its newest complete step
@@ -80,19 +84,19 @@ class _History:
     def _has_steps(self) -> bool:
         return bool(self._newest or self._began)
 
-    def events(self, records: Iterable[Record]) -> Iterator[Event]:
+    def events(self, records: Iterable[ImportedRecord]) -> Iterator[Event]:
         take = {
-            Kind.SUBMITTED: self._take_submitted,
-            Kind.STARTED: self._take_start,
-            Kind.LOADED: self._take_ready,
-            Kind.READY: self._take_ready,
-            Kind.STEP: self._take_step,
-            Kind.BEGAN: self._take_began,
-            Kind.SAVED: self._take_saved,
-            Kind.ENTERED: self._take_entered,
-            Kind.PHASE: self._take_phase,
-            Kind.STOPPED: self._take_stopped,
-            Kind.ENDED: self._take_ended,
+            RecordKind.SUBMITTED: self._take_submitted,
+            RecordKind.STARTED: self._take_start,
+            RecordKind.LOADED: self._take_ready,
+            RecordKind.READY: self._take_ready,
+            RecordKind.STEP: self._take_step,
+            RecordKind.BEGAN: self._take_began,
+            RecordKind.SAVED: self._take_saved,
+            RecordKind.ENTERED: self._take_entered,
+            RecordKind.PHASE: self._take_phase,
+            RecordKind.STOPPED: self._take_stopped,
+            RecordKind.ENDED: self._take_ended,
         }
         for record in records:
             take[record.kind](record)
@@ -104,10 +108,10 @@ class _History:
 
     # --- one record ---
 
-    def _take_submitted(self, record: Record) -> None:
+    def _take_submitted(self, record: ImportedRecord) -> None:
         self._tell(EventKind.JOB_SUBMITTED, record.at, generation=-1)
 
-    def _take_start(self, record: Record) -> None:
+    def _take_start(self, record: ImportedRecord) -> None:
         known = self._starts.get(record.label)
         if known is not None and record.at - known <= SAME_MOMENT_S:
             return
@@ -118,7 +122,7 @@ class _History:
         self._starts[record.label] = record.at
         self._tell(EventKind.RANK_MARKS, record.at, {"spawned_at": record.at}, rank=record.rank)
 
-    def _take_ready(self, record: Record) -> None:
+    def _take_ready(self, record: ImportedRecord) -> None:
         if self._has_steps:
             known_at, known_step = self._ready.get(record.kind, (record.at, None))
             if known_step == record.step and record.at - known_at <= SAME_MOMENT_S:
@@ -128,11 +132,11 @@ class _History:
         self._ready[record.kind] = (record.at, record.step)
         if record.step != UNKNOWN_STEP:
             self._restore_steps.add(record.step)
-        if record.kind is Kind.LOADED and record.step >= 0:
+        if record.kind is RecordKind.LOADED and record.step >= 0:
             self._tell(EventKind.RESTORED, record.at, {"step": record.step}, rank=record.rank)
         self._tell(EventKind.RANK_MARKS, record.at, {"restored_at": record.at}, rank=record.rank)
 
-    def _take_step(self, record: Record) -> None:
+    def _take_step(self, record: ImportedRecord) -> None:
         known = self._newest.get(record.rank)
         if self._is_known(record, known):
             return
@@ -142,7 +146,7 @@ class _History:
             self._next_generation(began_at)
             known = None
             if record.seconds > 0:
-                self._take_ready(record._replace(at=began_at, kind=Kind.READY, step=UNKNOWN_STEP))
+                self._take_ready(record._replace(at=began_at, kind=RecordKind.READY, step=UNKNOWN_STEP))
         if record.seconds > 0 and known is not None:
             self._tell_time_beside_steps(record, *known)
         elif record.seconds > 0 and not self._newest:
@@ -150,7 +154,7 @@ class _History:
         self._complete(record.rank, record.step, record.at)
         self._keep_told(record)
 
-    def _take_began(self, record: Record) -> None:
+    def _take_began(self, record: ImportedRecord) -> None:
         known = self._began.get(record.rank)
         if self._is_known(record, known):
             return
@@ -165,34 +169,34 @@ class _History:
         self._began[record.rank] = (record.at, record.step)
         self._keep_told(record)
 
-    def _take_saved(self, record: Record) -> None:
+    def _take_saved(self, record: ImportedRecord) -> None:
         if self._saves_are_steps:
             self._take_step(record)
         data: dict[str, _Value] = {"step": record.step, "tier": record.label}
         self._tell(EventKind.CHECKPOINT_SAVED, record.at, data, rank=record.rank)
 
-    def _take_entered(self, record: Record) -> None:
+    def _take_entered(self, record: ImportedRecord) -> None:
         if self._generation == 0:
             self._next_generation(record.at)
         self._tell(EventKind.PHASE, record.at, {"phase": record.label}, rank=record.rank)
 
-    def _take_phase(self, record: Record) -> None:
+    def _take_phase(self, record: ImportedRecord) -> None:
         if self._generation == 0 or (self._has_steps and record.label == "restore"):
             self._next_generation(record.at - record.seconds)
         self._tell_phase(record.rank, record.label, record.at - record.seconds, record.at)
 
-    def _take_stopped(self, record: Record) -> None:
+    def _take_stopped(self, record: ImportedRecord) -> None:
         if self._ended is None:
             self._stopped_at = record.at
         else:  # it was over once its processes were gone
             self._ended = self._ended._replace(at=record.at)
 
-    def _take_ended(self, record: Record) -> None:
+    def _take_ended(self, record: ImportedRecord) -> None:
         self._ended = record
 
     # --- what follows from several ---
 
-    def _is_known(self, record: Record, newest: tuple[float, int] | None) -> bool:
+    def _is_known(self, record: ImportedRecord, newest: tuple[float, int] | None) -> bool:
         """Whether a step was told of before and is not done again: it was told of a moment ago, or its file goes on
         while another is ahead. A file that goes back within a generation tells of steps that are done again."""
         if newest is None:
@@ -214,7 +218,7 @@ class _History:
         self._last_told[teller] = (self._generation, record.step)
         return True
 
-    def _keep_told(self, record: Record) -> None:
+    def _keep_told(self, record: ImportedRecord) -> None:
         """What tells later whether a step is known."""
         self._last_told[record.file, record.rank] = (self._generation, record.step)
         told = self._just_told[record.rank]
@@ -264,15 +268,15 @@ class _History:
         if len(self._steps[rank]) >= MAX_STEPS_PER_EVENT:
             self._tell_steps()
 
-    def _count_back(self, record: Record) -> None:
+    def _count_back(self, record: ImportedRecord) -> None:
         """The first line sums up the steps since the loop began. Their number follows from what each took, if the clock
         is fine enough for that."""
-        ready_at, step = self._ready.get(Kind.READY, (record.at, UNKNOWN_STEP))
+        ready_at, step = self._ready.get(RecordKind.READY, (record.at, UNKNOWN_STEP))
         if step == UNKNOWN_STEP and record.at > ready_at and record.seconds >= _CLOCK_S:
             count = max(1, round((record.at - ready_at) / record.seconds))
             self._restore_steps.add(max(-1, record.step - count))
 
-    def _tell_time_beside_steps(self, record: Record, known_at: float, known_step: int) -> None:
+    def _tell_time_beside_steps(self, record: ImportedRecord, known_at: float, known_step: int) -> None:
         """A line that says what its steps took, and comes later than that after the line before: something else was
         done meanwhile, and nothing says what."""
         steps_s = (record.step - known_step) * record.seconds
@@ -316,3 +320,56 @@ class _History:
     def _told(self) -> Iterator[Event]:
         yield from self._out
         self._out.clear()
+
+
+# --- step numbers of each epoch --------------------------------------------------------------------------------------
+
+# After these a number that begins anew is a restart's. A checkpoint that is loaded is one as well, and tells its step.
+_SIGNS = frozenset(
+    {
+        RecordKind.SUBMITTED,
+        RecordKind.STARTED,
+        RecordKind.LOADED,
+        RecordKind.READY,
+        RecordKind.STOPPED,
+        RecordKind.ENDED,
+    }
+)
+_COMPLETE_BEFORE = frozenset({RecordKind.LOADED, RecordKind.READY, RecordKind.SAVED})
+
+
+def numbered_through(
+    job: str, records: Sequence[ImportedRecord], assumed: list[str], *, saves_are_steps: bool
+) -> Sequence[ImportedRecord]:
+    """The records of a job, in the order of time. The file and rank that tells of most steps says where epochs began;
+    that there are any is added to `assumed`."""
+    steps = {RecordKind.STEP, RecordKind.BEGAN, *([RecordKind.SAVED] if saves_are_steps else [])}
+    tellers = Counter((record.file, record.rank) for record in records if record.kind in steps)
+    leader = max(sorted(tellers), key=lambda teller: tellers[teller], default=None)
+    told = [r for r in records if r.kind in steps and (r.file, r.rank) == leader]
+    if all(one.step < two.step for one, two in pairwise(told)):
+        return records
+    signs = [record.at for record in records if _is_sign(record)]
+    epochs = epochs_in((Telling(record.at, record.step) for record in told), restarts=signs)
+    if epochs is None:
+        return records
+    again = " A restart at the first of them is taken to begin the newest epoch again." if epochs.restarts else ""
+    assumed.append(
+        f"Job {job}: step numbers begin anew {counted(epochs.count - 1, 'time')} without a sign of a failure: they were"
+        f" taken for those of epochs, and numbered through.{again}"
+    )
+    return sorted(_numbered(record, epochs, before=record.kind in _COMPLETE_BEFORE - steps) for record in records)
+
+
+def _is_sign(record: ImportedRecord) -> bool:
+    return record.kind in _SIGNS or (
+        record.kind in (RecordKind.PHASE, RecordKind.ENTERED) and record.label in ("restore", "init")
+    )
+
+
+def _numbered(record: ImportedRecord, epochs: Epochs, *, before: bool) -> ImportedRecord:
+    if record.step < 0:
+        return record
+    told = Telling(record.at, record.step)
+    number = epochs.number_before(told) if before else epochs.number(told)
+    return record._replace(step=number)

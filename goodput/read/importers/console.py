@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from goodput.read.event_files import Line, Refusals
-from goodput.read.importers.options import Options
-from goodput.read.importers.records import Record, Unusable
-from goodput.read.importers.times import STAMP, Clock, clocks
+from goodput.read.event_files import LogLine, MalformedLines
+from goodput.read.importers.options import ImportOptions
+from goodput.read.importers.records import ImportedRecord, Unusable
+from goodput.read.importers.times import STAMP, TimestampReader, clocks
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _STAMP = re.compile(STAMP)
@@ -19,13 +19,13 @@ _STAMP_WITHIN = 200  # characters: what follows is the message's own
 _MAX_CHARACTERS = 4000  # of a line that can tell anything
 
 
-class Said(NamedTuple):
+class ConsoleLine(NamedTuple):
     """A line as the program wrote it, and who and when, as far as the line says."""
 
     text: str
     rank: int
     stamp: str | None
-    clock: Clock
+    clock: TimestampReader
 
     def at(self) -> float:
         """When it was written. Raises Unusable for a line without a time."""
@@ -41,13 +41,13 @@ def text_of(line: bytes) -> str:
     return _COLOURS.sub("", line[:_MAX_CHARACTERS].decode("utf-8", "replace")).rsplit("\r", 1)[-1]
 
 
-def _said(line: bytes, clock: Clock) -> Said:
+def _said(line: bytes, clock: TimestampReader) -> ConsoleLine:
     """Its first time of day is the one it was written at."""
     text = text_of(line)
     head = text[:_STAMP_WITHIN]
     rank = _RANK.search(head)
     stamp = _STAMP.search(head)
-    return Said(
+    return ConsoleLine(
         text,
         int(next(group for group in rank.groups() if group is not None)) if rank else 0,
         stamp.group() if stamp else None,
@@ -56,8 +56,11 @@ def _said(line: bytes, clock: Clock) -> Said:
 
 
 def records_of(
-    lines: Iterable[Line], refusals: Refusals, options: Options, read: Callable[[Said], Iterator[Record]]
-) -> Iterator[Record]:
+    lines: Iterable[LogLine],
+    refusals: MalformedLines,
+    options: ImportOptions,
+    read: Callable[[ConsoleLine], Iterator[ImportedRecord]],
+) -> Iterator[ImportedRecord]:
     """What `read` makes of every line; it raises Unusable for one that should mean something and does not."""
     for line, clock in clocks(lines, options.zone, refusals):
         try:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from goodput.read.event_files import Line, Refusals
-from goodput.read.importers.options import Options
-from goodput.read.importers.records import Kind, Record, Unusable, number_in, seconds_of, step_of
-from goodput.read.importers.times import Clock, clocks, from_number, scale_of
+from goodput.read.event_files import LogLine, MalformedLines
+from goodput.read.importers.options import ImportOptions
+from goodput.read.importers.records import ImportedRecord, RecordKind, Unusable, number_in, seconds_of, step_of
+from goodput.read.importers.times import TimestampReader, clocks, from_number, scale_of
 
 _USUAL_NAMES = {
     "at": ("at", "time", "timestamp", "_timestamp", "wall time", "wall_time", "datetime"),
@@ -30,7 +30,7 @@ def recognises(line: bytes) -> bool:
         return False
 
 
-def records(lines: Iterable[Line], refusals: Refusals, options: Options) -> Iterator[Record]:
+def records(lines: Iterable[LogLine], refusals: MalformedLines, options: ImportOptions) -> Iterator[ImportedRecord]:
     """A record of every row. A file without a header goes on where the one before it ended."""
     columns: Mapping[str, int] = {}
     file = ""
@@ -51,14 +51,16 @@ def records(lines: Iterable[Line], refusals: Refusals, options: Options) -> Iter
             refusals.add(line, str(error))
 
 
-def _record(fields: Sequence[str], columns: Mapping[str, int], options: Options, clock: Clock) -> Record:
+def _record(
+    fields: Sequence[str], columns: Mapping[str, int], options: ImportOptions, clock: TimestampReader
+) -> ImportedRecord:
     values = {key: fields[place].strip() for key, place in columns.items() if place < len(fields)}
     if missing := sorted(_NEEDED - set(values)):
         raise Unusable(f"a row of {len(fields)} columns has none for `{missing[0]}`")
     seconds = values.get("step_s", "")
-    return Record(
+    return ImportedRecord(
         at=_moment(values["at"], options, clock),
-        kind=Kind.STEP,
+        kind=RecordKind.STEP,
         step=step_of(number_in(values["step"])),
         rank=step_of(number_in(values["rank"])) if "rank" in values else 0,
         seconds=seconds_of(number_in(seconds, scale_of(options.step_s_unit))) if seconds else 0.0,
@@ -66,7 +68,7 @@ def _record(fields: Sequence[str], columns: Mapping[str, int], options: Options,
     )
 
 
-def _moment(text: str, options: Options, clock: Clock) -> float:
+def _moment(text: str, options: ImportOptions, clock: TimestampReader) -> float:
     if options.at_format:
         return clock.from_format(text, options.at_format)
     if text[4:5] == "-":

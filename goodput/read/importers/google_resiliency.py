@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC
 
-from goodput.account.google_resiliency import Entry, EntryKind
+from goodput.account.google_resiliency import EntryKind, LogEntry
 from goodput.history.values import MOST_STEPS
-from goodput.read.event_files import Line, Refusals
+from goodput.read.event_files import LogLine, MalformedLines
 from goodput.read.importers.json_entries import entry_of, has_any, name_in
-from goodput.read.importers.options import Options
-from goodput.read.importers.records import UNKNOWN_STEP, Kind, Record, Unusable, step_of
-from goodput.read.importers.times import Clock, clocks
+from goodput.read.importers.options import ImportOptions
+from goodput.read.importers.records import UNKNOWN_STEP, ImportedRecord, RecordKind, Unusable, step_of
+from goodput.read.importers.times import TimestampReader, clocks
 
-_KINDS: Mapping[str, Kind] = {
-    EntryKind.USER_SCHEDULED: Kind.SUBMITTED,
-    EntryKind.JOB_STARTED: Kind.STARTED,
-    EntryKind.CHECKPOINT_LOADED: Kind.LOADED,
-    EntryKind.CHECKPOINT_SAVED: Kind.SAVED,
-    EntryKind.JOB_TERMINATED: Kind.STOPPED,
-    EntryKind.USER_TERMINATED: Kind.ENDED,
+_KINDS: Mapping[str, RecordKind] = {
+    EntryKind.USER_SCHEDULED: RecordKind.SUBMITTED,
+    EntryKind.JOB_STARTED: RecordKind.STARTED,
+    EntryKind.CHECKPOINT_LOADED: RecordKind.LOADED,
+    EntryKind.CHECKPOINT_SAVED: RecordKind.SAVED,
+    EntryKind.JOB_TERMINATED: RecordKind.STOPPED,
+    EntryKind.USER_TERMINATED: RecordKind.ENDED,
 }
 
 
@@ -32,7 +32,7 @@ def recognises(line: bytes) -> bool:
     return has_any(line, ("event_type",)) and b'"timestamp"' in line
 
 
-def records(lines: Iterable[Line], refusals: Refusals, options: Options) -> Iterator[Record]:
+def records(lines: Iterable[LogLine], refusals: MalformedLines, options: ImportOptions) -> Iterator[ImportedRecord]:
     """The records of all entries of the types that are known."""
     for line, clock in clocks(lines, options.zone, refusals):
         try:
@@ -43,7 +43,7 @@ def records(lines: Iterable[Line], refusals: Refusals, options: Options) -> Iter
             yield record._replace(job=record.job or options.job, file=line.file)
 
 
-def entries(lines: Iterable[Line], refusals: Refusals) -> Iterator[Entry]:
+def entries(lines: Iterable[LogLine], refusals: MalformedLines) -> Iterator[LogEntry]:
     """What the lines say, as they say it, for Google's own formula; refused are those that its calculator stops at, and
     steps too large to be any."""
     for line in lines:
@@ -53,7 +53,7 @@ def entries(lines: Iterable[Line], refusals: Refusals) -> Iterator[Entry]:
             refusals.add(line, str(error))
 
 
-def _record(fields: Mapping[str, object], clock: Clock) -> Record:
+def _record(fields: Mapping[str, object], clock: TimestampReader) -> ImportedRecord:
     """To load step 0 is to start from scratch: steps count from 1."""
     name = name_in(fields, "event_type")
     kind = _KINDS.get(name)
@@ -61,21 +61,21 @@ def _record(fields: Mapping[str, object], clock: Clock) -> Record:
         raise Unusable(f"event_type {name[:40]!r} is not one of {', '.join(_KINDS)}")
     at = clock.from_stamp(name_in(fields, "timestamp"))
     step, rank = (step_of(0 if (value := fields.get(key)) is None else value) for key in ("step", "node_rank"))
-    if kind is Kind.LOADED and step == 0:
-        kind = Kind.READY
-    return Record(
+    if kind is RecordKind.LOADED and step == 0:
+        kind = RecordKind.READY
+    return ImportedRecord(
         at,
         kind,
-        step if kind in (Kind.LOADED, Kind.READY, Kind.SAVED) else UNKNOWN_STEP,
-        rank if kind is Kind.STARTED else 0,
-        {Kind.STARTED: str(rank), Kind.ENDED: "stopped"}.get(kind, ""),
+        step if kind in (RecordKind.LOADED, RecordKind.READY, RecordKind.SAVED) else UNKNOWN_STEP,
+        rank if kind is RecordKind.STARTED else 0,
+        {RecordKind.STARTED: str(rank), RecordKind.ENDED: "stopped"}.get(kind, ""),
         job=name_in(fields, "job_name"),
     )
 
 
-def _entry(fields: Mapping[str, object]) -> Entry:
+def _entry(fields: Mapping[str, object]) -> LogEntry:
     timestamp, event_type = name_in(fields, "timestamp"), name_in(fields, "event_type")
-    Clock(UTC).from_stamp(timestamp)
+    TimestampReader(UTC).from_stamp(timestamp)
     if not event_type:
         raise Unusable("an entry without `event_type`")
     step = fields.get("step", 0)
@@ -83,4 +83,4 @@ def _entry(fields: Mapping[str, object]) -> Entry:
         step = None
     elif not abs(step) <= MOST_STEPS:
         raise Unusable(f"a `step` beyond {MOST_STEPS} is none")
-    return Entry(timestamp, event_type, step, name_in(fields, "job_name"))
+    return LogEntry(timestamp, event_type, step, name_in(fields, "job_name"))

@@ -13,10 +13,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from goodput.read.event_files import Line, Refusals
-from goodput.read.importers.console import Said, records_of, text_of
-from goodput.read.importers.options import Options
-from goodput.read.importers.records import UNKNOWN_STEP, Kind, Record, Unusable, moment_of, number_in, step_of
+from goodput.read.event_files import LogLine, MalformedLines
+from goodput.read.importers.console import ConsoleLine, records_of, text_of
+from goodput.read.importers.options import ImportOptions
+from goodput.read.importers.records import (
+    UNKNOWN_STEP,
+    ImportedRecord,
+    RecordKind,
+    Unusable,
+    moment_of,
+    number_in,
+    step_of,
+)
 from goodput.read.importers.times import STAMP
 
 _ITERATION = re.compile(r"\biteration\s+(\d{1,16})/\s*\d+ \|")
@@ -35,32 +43,32 @@ def recognises(line: bytes) -> bool:
     return _MOMENT.search(text) is not None or bool(_ITERATION.search(text) and _ELAPSED_MS.search(text))
 
 
-def records(lines: Iterable[Line], refusals: Refusals, options: Options) -> Iterator[Record]:
+def records(lines: Iterable[LogLine], refusals: MalformedLines, options: ImportOptions) -> Iterator[ImportedRecord]:
     """The records of all lines that tell of training; the others are passed over."""
     return records_of(lines, refusals, options, _read)
 
 
-def _read(line: Said) -> Iterator[Record]:
+def _read(line: ConsoleLine) -> Iterator[ImportedRecord]:
     if found := _ITERATION.search(line.text):
         yield _iteration(line, step_of(int(found[1])))
     elif found := _MOMENT.search(line.text):
         at = line.clock.from_stamp(found[2])
         if found[1].startswith("before"):
-            yield Record(at, Kind.READY, UNKNOWN_STEP, line.rank)
+            yield ImportedRecord(at, RecordKind.READY, UNKNOWN_STEP, line.rank)
         elif found[1] == "after training is done":
-            yield Record(at, Kind.ENDED, label="succeeded")
+            yield ImportedRecord(at, RecordKind.ENDED, label="succeeded")
         else:
-            yield Record(at, Kind.STARTED, rank=line.rank, label=str(line.rank))
+            yield ImportedRecord(at, RecordKind.STARTED, rank=line.rank, label=str(line.rank))
     elif line.stamp is not None and (found := _LOADED.search(line.text)):
-        yield Record(line.at(), Kind.LOADED, step_of(int(found[1])) or -1, line.rank)
+        yield ImportedRecord(line.at(), RecordKind.LOADED, step_of(int(found[1])) or -1, line.rank)
     elif line.stamp is not None and (found := _SAVED.search(line.text)):
-        yield Record(line.at(), Kind.SAVED, step_of(int(found[1])), line.rank)
+        yield ImportedRecord(line.at(), RecordKind.SAVED, step_of(int(found[1])), line.rank)
 
 
-def _iteration(line: Said, step: int) -> Record:
+def _iteration(line: ConsoleLine, step: int) -> ImportedRecord:
     elapsed = _ELAPSED_MS.search(line.text)
     if elapsed is None:
         raise Unusable("an iteration without `elapsed time per iteration (ms)`")
     current = _CURRENT_TIME.search(line.text)
     at = line.at() if current is None else moment_of(number_in(current[1]))
-    return Record(at, Kind.STEP, step, line.rank, seconds=number_in(elapsed[1], 1e-3))
+    return ImportedRecord(at, RecordKind.STEP, step, line.rank, seconds=number_in(elapsed[1], 1e-3))

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from goodput.read.event_files import Line, Refusals
+from goodput.read.event_files import LogLine, MalformedLines
 from goodput.read.importers.json_entries import entry_of, has_any, name_in
-from goodput.read.importers.options import Options
-from goodput.read.importers.records import Kind, Record, Unusable, moment_of, seconds_of, step_of
+from goodput.read.importers.options import ImportOptions
+from goodput.read.importers.records import ImportedRecord, RecordKind, Unusable, moment_of, seconds_of, step_of
 
 _STEP_START = "step_start_time"
 # A start is told by one entry, its end by another: each says that the rank entered a phase.
@@ -35,7 +35,7 @@ def recognises(line: bytes) -> bool:
     return has_any(line, (*_MOMENTS, f"{_SAVE}_start_time", f"{_RESTORE}_start_time"))
 
 
-def records(lines: Iterable[Line], refusals: Refusals, options: Options) -> Iterator[Record]:
+def records(lines: Iterable[LogLine], refusals: MalformedLines, options: ImportOptions) -> Iterator[ImportedRecord]:
     """The records of all entries."""
     for line in lines:
         try:
@@ -47,7 +47,7 @@ def records(lines: Iterable[Line], refusals: Refusals, options: Options) -> Iter
             refusals.add(line, str(error))
 
 
-def _records(entry: Mapping[str, object]) -> Iterator[Record]:
+def _records(entry: Mapping[str, object]) -> Iterator[ImportedRecord]:
     if "event_type" in entry:
         yield from _checkpoint_records(entry)
         return
@@ -57,30 +57,30 @@ def _records(entry: Mapping[str, object]) -> Iterator[Record]:
     for key in found:
         at = moment_of(entry[key])
         if key == "job_start_time":
-            yield Record(at, Kind.STARTED)
+            yield ImportedRecord(at, RecordKind.STARTED)
         elif key == "job_end_time":
-            yield Record(at, Kind.ENDED, label="succeeded")
+            yield ImportedRecord(at, RecordKind.ENDED, label="succeeded")
         elif key == _STEP_START:
-            yield Record(at, Kind.BEGAN, step_of(entry.get("step_count")))
+            yield ImportedRecord(at, RecordKind.BEGAN, step_of(entry.get("step_count")))
         else:
-            yield Record(at, Kind.ENTERED, label=_ENTERS[key])
+            yield ImportedRecord(at, RecordKind.ENTERED, label=_ENTERS[key])
 
 
-def _checkpoint_records(entry: Mapping[str, object]) -> Iterator[Record]:
+def _checkpoint_records(entry: Mapping[str, object]) -> Iterator[ImportedRecord]:
     """What training waited for: the part of a save that blocks, and a restore."""
     what = name_in(entry, "event_type")
     step = step_of(entry.get("step"))
     if what == "save":
         seconds = seconds_of(entry.get(f"{_SAVE}_duration_secs") or 0.0)
         at = moment_of(entry.get(f"{_SAVE}_start_time")) + seconds
-        yield Record(at, Kind.SAVED, step, label=name_in(entry, "directory")[:200])
+        yield ImportedRecord(at, RecordKind.SAVED, step, label=name_in(entry, "directory")[:200])
         if seconds > 0:
-            yield Record(at, Kind.PHASE, label="checkpoint", seconds=seconds)
+            yield ImportedRecord(at, RecordKind.PHASE, label="checkpoint", seconds=seconds)
     elif what == "restore":
         seconds = seconds_of(entry.get(f"{_RESTORE}_duration_secs") or 0.0)
         at = moment_of(entry.get(f"{_RESTORE}_start_time")) + seconds
-        yield Record(at, Kind.LOADED, step)
+        yield ImportedRecord(at, RecordKind.LOADED, step)
         if seconds > 0:
-            yield Record(at, Kind.PHASE, label="restore", seconds=seconds)
+            yield ImportedRecord(at, RecordKind.PHASE, label="restore", seconds=seconds)
     else:
         raise Unusable(f"event_type {what[:40]!r} is neither save nor restore")

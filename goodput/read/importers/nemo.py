@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from goodput.read.event_files import Line, Refusals
-from goodput.read.importers.console import Said, records_of, text_of
-from goodput.read.importers.options import Options
-from goodput.read.importers.records import Kind, Record, Unusable, number_in, step_of
+from goodput.read.event_files import LogLine, MalformedLines
+from goodput.read.importers.console import ConsoleLine, records_of, text_of
+from goodput.read.importers.options import ImportOptions
+from goodput.read.importers.records import ImportedRecord, RecordKind, Unusable, number_in, step_of
 
 _ITERATION = re.compile(r"\bTraining epoch \d+, iteration (\d{1,16})/\d+ \|")
 _GLOBAL_STEP = re.compile(r"\| global_step: (\d{1,16})\b")
@@ -25,16 +25,16 @@ def recognises(line: bytes) -> bool:
     return _ITERATION.search(text_of(line)) is not None
 
 
-def records(lines: Iterable[Line], refusals: Refusals, options: Options) -> Iterator[Record]:
+def records(lines: Iterable[LogLine], refusals: MalformedLines, options: ImportOptions) -> Iterator[ImportedRecord]:
     """The records of all lines that tell of training; the others are passed over."""
     return records_of(lines, refusals, options, _read)
 
 
-def _read(line: Said) -> Iterator[Record]:
+def _read(line: ConsoleLine) -> Iterator[ImportedRecord]:
     if found := _ITERATION.search(line.text):
         step = _GLOBAL_STEP.search(line.text) or found  # an epoch's iterations begin anew
         timing = _STEP_S.search(line.text)
         seconds = number_in(timing[1]) if timing else 0.0
         if seconds < 0:
             raise Unusable(f"a step of {seconds} s")
-        yield Record(line.at(), Kind.STEP, step_of(int(step[1])), line.rank, seconds=seconds)
+        yield ImportedRecord(line.at(), RecordKind.STEP, step_of(int(step[1])), line.rank, seconds=seconds)

@@ -15,7 +15,7 @@ from statistics import median_low
 from typing import NamedTuple
 
 from goodput.history.values import CLOCK_SET_S
-from goodput.read.importers.records import SAME_MOMENT_S, Kind, Record
+from goodput.read.importers.records import SAME_MOMENT_S, ImportedRecord, RecordKind
 
 _LEAST_STEPS = 3  # that agree: fewer may do so by chance
 
@@ -26,10 +26,10 @@ class _Teller(NamedTuple):
     file: str
     first_at: float
     last_at: float
-    told: Mapping[tuple[Kind, int], Sequence[float]]  # ascending
+    told: Mapping[tuple[RecordKind, int], Sequence[float]]  # ascending
 
 
-def aligned(job: str, records: Collection[Record], assumed: list[str]) -> Collection[Record]:
+def aligned(job: str, records: Collection[ImportedRecord], assumed: list[str]) -> Collection[ImportedRecord]:
     """The records of a job, by the clock of the file that tells of most steps; without those of a clock that was not
     set. What was left out or moved is added to `assumed`."""
     records = _of_set_clocks(job, records, assumed)
@@ -47,7 +47,7 @@ def aligned(job: str, records: Collection[Record], assumed: list[str]) -> Collec
     return [record._replace(at=record.at - ahead_s.get(record.file, 0.0)) for record in records]
 
 
-def _of_set_clocks(job: str, records: Collection[Record], assumed: list[str]) -> Collection[Record]:
+def _of_set_clocks(job: str, records: Collection[ImportedRecord], assumed: list[str]) -> Collection[ImportedRecord]:
     """Beside later ones, records of about 1970 tell nothing: in the order of time they would be another run."""
     unset = sorted({record.file for record in records if record.at < CLOCK_SET_S})
     later = [record for record in records if record.at >= CLOCK_SET_S] if unset else []
@@ -63,10 +63,10 @@ def _more(files: Sequence[str]) -> str:
     return f", as were those of {len(files) - 1} more" if len(files) > 1 else ""
 
 
-def _tellers(records: Collection[Record]) -> list[_Teller]:
-    told: dict[str, dict[tuple[Kind, int], list[float]]] = {}
+def _tellers(records: Collection[ImportedRecord]) -> list[_Teller]:
+    told: dict[str, dict[tuple[RecordKind, int], list[float]]] = {}
     for record in records:
-        if record.kind in (Kind.STEP, Kind.BEGAN):
+        if record.kind in (RecordKind.STEP, RecordKind.BEGAN):
             told.setdefault(record.file, {}).setdefault((record.kind, record.step), []).append(record.at)
     for times in (times for steps in told.values() for times in steps.values()):
         times.sort()

@@ -13,7 +13,7 @@ COLUMNS = ("at", "step", "rank", "step_s", "job_column")
 KEYS = (*COLUMNS, "job", "tz", "at_format", "at_unit", "step_s_unit", "delimiter")
 
 
-class Options(NamedTuple):
+class ImportOptions(NamedTuple):
     """`columns` and what follows it are of CSV only."""
 
     job: str  # of logs that name none
@@ -25,7 +25,7 @@ class Options(NamedTuple):
     delimiter: str
 
 
-def options(mapping: Mapping[str, str] | None, *, job: str) -> Options:
+def options(mapping: Mapping[str, str] | None, *, job: str) -> ImportOptions:
     """Options from `--map`; `job` names the job of a log that does not. Raises UsageError for a key or value that makes
     no sense."""
     given = dict(mapping or {})
@@ -34,7 +34,7 @@ def options(mapping: Mapping[str, str] | None, *, job: str) -> Options:
     delimiter = {"tab": "\t", "comma": ","}.get(given.get("delimiter", ""), given.get("delimiter", ","))
     if len(delimiter) != 1:
         raise UsageError(f"The delimiter {delimiter!r} is not one character.", hint="use `;`, `comma` or `tab`")
-    read = Options(
+    read = ImportOptions(
         job=given.get("job", job),
         zone=times.zone(given.get("tz", "")),
         columns={key: given[key] for key in COLUMNS if key in given},

@@ -1,6 +1,6 @@
 """What lines of foreign logs come down to. Pure.
 
-Every importer turns lines into `Record`s, each line by itself; `importers.assembly` makes a job's history of
+Every importer turns lines into `ImportedRecord`s, each line by itself; `importers.assembly` makes a job's history of
 them. So neither the order of files and lines nor a line that comes twice changes anything, with one exception: times
 without an offset of the hour that comes twice (`importers.times`).
 """
@@ -18,7 +18,7 @@ _MAX_STEP = 2**53  # as far as a float, which some logs write, is exact
 _MAX_AT = 1e11  # seconds; what is beyond it is in another unit
 
 
-class Kind(IntEnum):
+class RecordKind(IntEnum):
     """What a record says, in causal order, which settles the order of records of the same moment."""
 
     SUBMITTED = 0
@@ -34,11 +34,11 @@ class Kind(IntEnum):
     ENDED = 10  # the job is over; `label`: the outcome
 
 
-class Record(NamedTuple):
+class ImportedRecord(NamedTuple):
     """`at` is wall-clock seconds."""
 
     at: float
-    kind: Kind
+    kind: RecordKind
     step: int = UNKNOWN_STEP
     rank: int = 0
     label: str = ""

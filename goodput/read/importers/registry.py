@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from flyball.contracts.errors import UsageError
 from flyball.contracts.events import Event
-from goodput.account.google_resiliency import Entry
-from goodput.read.event_files import EventLog, Line, Refusals, log_files, read_events, read_lines
+from goodput.account.google_resiliency import LogEntry
+from goodput.read.event_files import LogLine, MalformedLines, ReadEvents, log_files, read_events, read_lines
 from goodput.read.importers import csv_table, google_resiliency, megatron, ml_goodput, nemo, torchtitan
 from goodput.read.importers.assembly import events_of
-from goodput.read.importers.options import Options, options
-from goodput.read.importers.records import Record
+from goodput.read.importers.options import ImportOptions, options
+from goodput.read.importers.records import ImportedRecord
 
 AUTO = "auto"
 FLYBALL = "flyball"
@@ -28,7 +28,7 @@ class Importer(NamedTuple):
     business it passes over."""
 
     recognises: Callable[[bytes], bool]
-    records: Callable[[Iterable[Line], Refusals, Options], Iterator[Record]]
+    records: Callable[[Iterable[LogLine], MalformedLines, ImportOptions], Iterator[ImportedRecord]]
     saves_are_steps: bool = False
 
 
@@ -50,7 +50,7 @@ def read(
     format: str = AUTO,
     strict: bool = False,
     mapping: Mapping[str, str] | None = None,
-) -> EventLog:
+) -> ReadEvents:
     """The events of all files together, whose order does not matter; a folder stands for its `*.jsonl`, and a file that
     is named twice is read once.
 
@@ -59,13 +59,13 @@ def read(
     InvalidMessage. Raises UsageError for a format that is none, a map that makes no sense or a file of no known format,
     NotFound for a file that does not exist, ConfigurationError for one that cannot be read.
     """
-    refusals = Refusals(strict=strict)
+    refusals = MalformedLines(strict=strict)
     return refusals.log(stream(paths, refusals, format=format, mapping=mapping))
 
 
 def stream(
     paths: Sequence[Path | str],
-    refusals: Refusals,
+    refusals: MalformedLines,
     *,
     format: str = AUTO,
     mapping: Mapping[str, str] | None = None,
@@ -81,7 +81,7 @@ def stream(
     return chain.from_iterable(_events(name, files, refusals, mapping) for name, files in by_format.items())
 
 
-def read_entries(paths: Sequence[Path | str], refusals: Refusals) -> Iterator[Entry]:
+def read_entries(paths: Sequence[Path | str], refusals: MalformedLines) -> Iterator[LogEntry]:
     """The entries of all files, for the formula of Google's resiliency library (`account.google_resiliency`).
     Raises as `read` does; `refusals` is complete when all were gone through."""
     return google_resiliency.entries(chain.from_iterable(map(read_lines, log_files(paths))), refusals)
@@ -117,7 +117,9 @@ def detect(path: Path, mapping: Mapping[str, str] | None = None) -> tuple[str, i
     return "", number
 
 
-def _events(name: str, files: Sequence[Path], refusals: Refusals, mapping: Mapping[str, str] | None) -> Iterator[Event]:
+def _events(
+    name: str, files: Sequence[Path], refusals: MalformedLines, mapping: Mapping[str, str] | None
+) -> Iterator[Event]:
     if name == FLYBALL:
         for path in files:
             yield from read_events(path, refusals)

@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from zoneinfo import ZoneInfo
 
 from flyball.contracts.errors import UsageError
-from goodput.read.event_files import Line, Refusals
+from goodput.read.event_files import LogLine, MalformedLines
 from goodput.read.importers.records import Unusable, moment_of, number_in
 
 # 2026-01-31 12:00:05,123 · 2026-01-31T12:00:05.123456789Z · 2026-01-31T12:00:05+08:00
@@ -47,7 +47,7 @@ def zone(name: str) -> tzinfo:
         raise UsageError(f"There is no time zone {name!r}.", hint="use UTC, +02:00 or Europe/Berlin") from error
 
 
-class Clock:
+class TimestampReader:
     """Reads the times of one file, in the order of its lines; those without an offset are of `zone`."""
 
     def __init__(self, zone: tzinfo) -> None:
@@ -99,27 +99,29 @@ class Clock:
         return self._last
 
 
-def clocks(lines: Iterable[Line], zone: tzinfo, refusals: Refusals) -> Iterator[tuple[Line, Clock]]:
+def clocks(
+    lines: Iterable[LogLine], zone: tzinfo, refusals: MalformedLines
+) -> Iterator[tuple[LogLine, TimestampReader]]:
     """Every line with the clock of its file. Times that turn out to be unclear at the file's end are refused:
     `refusals.unclear`."""
-    clock, file = Clock(zone), ""
+    clock, file = TimestampReader(zone), ""
     for line in lines:
         if line.file != file:
             _judge(clock, file, refusals)
-            clock, file = Clock(zone), line.file
+            clock, file = TimestampReader(zone), line.file
         clock.line = line.number
         yield line, clock
     _judge(clock, file, refusals)
 
 
-def _judge(clock: Clock, file: str, refusals: Refusals) -> None:
+def _judge(clock: TimestampReader, file: str, refusals: MalformedLines) -> None:
     """What is to be said of a file that was read."""
     if not clock.unclear:
         return
     if clock.cannot_tell:
         refusals.unclear[file] = frozenset(clock.unclear)
         for number in clock.unclear_lines:
-            refusals.add(Line(file, number, b""), _CANNOT_TELL)
+            refusals.add(LogLine(file, number, b""), _CANNOT_TELL)
     elif clock.came_twice:
         refusals.assumed.append(
             f"{file}: from line {clock.second_from} on, times of the hour that comes twice when summer time ends are of"

@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from goodput.read.event_files import Line, Refusals
-from goodput.read.importers.console import Said, records_of, text_of
-from goodput.read.importers.options import Options
-from goodput.read.importers.records import Kind, Record, number_in, step_of
+from goodput.read.event_files import LogLine, MalformedLines
+from goodput.read.importers.console import ConsoleLine, records_of, text_of
+from goodput.read.importers.options import ImportOptions
+from goodput.read.importers.records import ImportedRecord, RecordKind, number_in, step_of
 
 _LOGGED = r" - (?:INFO|WARNING) - "
 _STEP = re.compile(_LOGGED + r"step:\s*(\d{1,16})(?:/\d+)?(?:\s*=\s*[\d.]+%)?\s+loss:")
@@ -30,21 +30,23 @@ def recognises(line: bytes) -> bool:
     return any(pattern.search(text) for pattern in (_STEP, _READY))
 
 
-def records(lines: Iterable[Line], refusals: Refusals, options: Options) -> Iterator[Record]:
+def records(lines: Iterable[LogLine], refusals: MalformedLines, options: ImportOptions) -> Iterator[ImportedRecord]:
     """The records of all lines that tell of training; the others are passed over."""
     return records_of(lines, refusals, options, _read)
 
 
-def _read(line: Said) -> Iterator[Record]:
+def _read(line: ConsoleLine) -> Iterator[ImportedRecord]:
     if found := _STEP.search(line.text):
-        yield Record(line.at(), Kind.STEP, step_of(int(found[1])), line.rank)
+        yield ImportedRecord(line.at(), RecordKind.STEP, step_of(int(found[1])), line.rank)
     elif _STARTS.search(line.text):
-        yield Record(line.at(), Kind.STARTED, rank=line.rank, label=str(line.rank))
+        yield ImportedRecord(line.at(), RecordKind.STARTED, rank=line.rank, label=str(line.rank))
     elif found := _READY.search(line.text):
-        yield Record(line.at(), Kind.READY, step_of(int(found[1])) - 1, line.rank)
+        yield ImportedRecord(line.at(), RecordKind.READY, step_of(int(found[1])) - 1, line.rank)
     elif found := _LOADED.search(line.text):
-        yield Record(line.at(), Kind.PHASE, rank=line.rank, label="restore", seconds=number_in(found[1]))
+        yield ImportedRecord(line.at(), RecordKind.PHASE, rank=line.rank, label="restore", seconds=number_in(found[1]))
     elif found := _SAVED.search(line.text):
-        yield Record(line.at(), Kind.PHASE, rank=line.rank, label="checkpoint", seconds=number_in(found[1]))
+        yield ImportedRecord(
+            line.at(), RecordKind.PHASE, rank=line.rank, label="checkpoint", seconds=number_in(found[1])
+        )
     elif _ENDED.search(line.text):
-        yield Record(line.at(), Kind.ENDED, label="succeeded")
+        yield ImportedRecord(line.at(), RecordKind.ENDED, label="succeeded")

@@ -25,11 +25,11 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.decisions import Command, CommandBatch, CommandUpdate
 from flyball.contracts.errors import DaemonSuperseded, FlyballError, TooBusy, Unreachable
 from flyball.contracts.fault_points import reach
-from flyball.contracts.rank_logs import LogPiece, LogRequest
-from flyball.contracts.standings import Obeyed, Standing
-from flyball.contracts.succession import speaks_for_host
+from flyball.contracts.reports.rank_logs import LogPiece, LogRequest
+from flyball.contracts.reports.standings import HostStanding, LastObeyed
+from flyball.contracts.reports.succession import speaks_for_host
 from services.actuator.backends.log_requests import LogRequests
-from services.actuator.ports import Judgement, Outbox, Standings
+from services.actuator.ports import CommandOutbox, Judgement, Standings
 from services.rules.stream import Wakeup
 from services.runtime.metrics.outages import OUTAGES, Outage
 from services.runtime.metrics.telemetry import Metrics
@@ -47,7 +47,7 @@ LONGEST_REST_S = 1.0  # a look may also have waited for a lock or a busy machine
 IsGone = Callable[[], Awaitable[bool]]
 
 
-class Bells(Wakeup, Subscribable, Protocol):
+class WakeupSource(Wakeup, Subscribable, Protocol):
     """What wakes threads, and calls listeners."""
 
 
@@ -58,7 +58,7 @@ class _Poll(msgspec.Struct, eq=False):
     incarnation: str
     succeeds: Sequence[str]
     deadline_s: float
-    obeyed: Obeyed
+    obeyed: LastObeyed
     found: asyncio.Future[list[Command]]
     judgement: Judgement | None = None
     looked: bool = False
@@ -82,9 +82,9 @@ class HostDaemons:
     def __init__(
         self,
         *,
-        store: Outbox,
+        store: CommandOutbox,
         standings: Standings,
-        wakeup: Bells,
+        wakeup: WakeupSource,
         clock: Clock,
         metrics: Metrics,
         max_waiting: int,
@@ -127,7 +127,7 @@ class HostDaemons:
         wait_s: float,
         is_gone: IsGone,
         succeeds: Sequence[str] = (),
-        obeyed: Obeyed = Obeyed(),  # noqa: B008 - frozen
+        obeyed: LastObeyed = LastObeyed(),  # noqa: B008 - frozen
     ) -> CommandBatch:
         """The host's commands as soon as there are some. A newer poll of the same host ends this one, with none. A host
         that obeyed what the database does not know is asked to tell, and is given none until that is settled.
@@ -170,7 +170,7 @@ class HostDaemons:
         )
         self._wakeup.notify("actions")
 
-    async def take_standing(self, standing: Standing, *, succeeds: Sequence[str] = ()) -> None:
+    async def take_standing(self, standing: HostStanding, *, succeeds: Sequence[str] = ()) -> None:
         """Keep what a host tells that is ahead of the database. Raises DaemonSuperseded as `next_commands` does."""
         present = await asyncio.to_thread(self._store.daemons_of, [standing.host_id])
         if not speaks_for_host(standing.incarnation, succeeds, present.get(standing.host_id, "")):
@@ -223,7 +223,9 @@ class HostDaemons:
             self._look_at_all = True
         self._ring.set()
 
-    def _enter(self, host_id: str, incarnation: str, succeeds: Sequence[str], wait_s: float, obeyed: Obeyed) -> _Poll:
+    def _enter(
+        self, host_id: str, incarnation: str, succeeds: Sequence[str], wait_s: float, obeyed: LastObeyed
+    ) -> _Poll:
         older = self._polls.get(host_id)
         if older:
             older.end()

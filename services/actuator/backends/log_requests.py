@@ -11,7 +11,7 @@ import secrets
 import msgspec
 
 from flyball.contracts.errors import TooBusy, Unreachable
-from flyball.contracts.rank_logs import LogPiece, LogRequest
+from flyball.contracts.reports.rank_logs import LogPiece, LogRequest
 
 MAX_OPEN_PER_HOST = 32
 ANSWER_TIMEOUT_S = 10.0

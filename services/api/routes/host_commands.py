@@ -9,11 +9,11 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
 from flyball.contracts.decisions import CommandBatch, CommandUpdate
-from flyball.contracts.drains import Departure
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.identity import NAME_PATTERN
-from flyball.contracts.standings import MAX_CLUSTER_ID, MAX_COMMAND_ID, Obeyed, Standing
-from flyball.contracts.succession import MAX_PREDECESSORS
+from flyball.contracts.reports.drains import Departure
+from flyball.contracts.reports.standings import MAX_CLUSTER_ID, MAX_COMMAND_ID, HostStanding, LastObeyed
+from flyball.contracts.reports.succession import MAX_PREDECESSORS
 from flyball.contracts.wire import MAX_MESSAGE_BYTES
 from services.actuator.backends.host_daemons import MAX_WAIT_S, HostDaemons
 from services.api.exchange import json_response, read_message
@@ -50,14 +50,14 @@ def router(daemons: HostDaemons, departures: Departures) -> APIRouter:
             wait_s=wait_s,
             is_gone=request.is_disconnected,
             succeeds=tuple(filter(None, succeeds.split(","))),
-            obeyed=Obeyed(cluster, epoch, command_id),
+            obeyed=LastObeyed(cluster, epoch, command_id),
         )
         return json_response(batch)
 
-    @routes.post("/v1/hosts/{host_id}/standing", status_code=204, openapi_extra=body_of(Standing))
+    @routes.post("/v1/hosts/{host_id}/standing", status_code=204, openapi_extra=body_of(HostStanding))
     async def post_standing(request: Request, host_id: HostIdPath, succeeds: SucceedsQuery = "") -> Response:
         """Take what a host obeyed and runs, which the database does not know."""
-        standing = await read_message(request, Standing, max_bytes=MAX_MESSAGE_BYTES)
+        standing = await read_message(request, HostStanding, max_bytes=MAX_MESSAGE_BYTES)
         if standing.host_id != host_id:
             raise InvalidMessage(
                 f"The standing of {standing.host_id!r} was sent for {host_id!r}.", hint="a daemon speaks for itself"

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from flyball.contracts.clock import Clock
-from flyball.contracts.drains import DrainRequest
+from flyball.contracts.reports.drains import DrainRequest
 from services.api.exchange import json_response, read_message
 from services.api.openapi import body_of
 from services.api.ports import DrainStore, HostRemoval, ReadModels

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Query
 from starlette.responses import Response
 
 from flyball.contracts.identity import NAME_PATTERN
-from goodput.account.options import Options
+from goodput.account.options import AccountOptions
 from goodput.account.timeline_bins import MAX_BINS
 from services.api.exchange import json_response, page_response
 from services.api.goodput import Asked, GoodputReports
@@ -93,7 +93,7 @@ def router(reads: ReadModels, goodput: GoodputReports) -> APIRouter:
         measures. With a price per GPU and hour the losses have their cost. With `timeline_bins` the time in as many
         slices, each with its seconds by category, comes with it as `timeline`."""
         asked = Asked(
-            Options(
+            AccountOptions(
                 gpu_hour_price=gpu_hour_price,
                 window_s=window_s,
                 from_at=from_at,

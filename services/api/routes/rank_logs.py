@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from flyball.contracts.errors import InvalidMessage, NotFound
 from flyball.contracts.identity import NAME_PATTERN
-from flyball.contracts.rank_logs import MAX_PIECE_BYTES, NEWEST, LogPiece, LogRequest
+from flyball.contracts.reports.rank_logs import MAX_PIECE_BYTES, NEWEST, LogPiece, LogRequest
 from flyball.contracts.wire import MAX_MESSAGE_BYTES
 from services.actuator.backends.host_daemons import HostDaemons
 from services.api.exchange import json_response, read_message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from flyball.contracts.signals import Report, ReportReply
+from flyball.contracts.reports.signals import Report, ReportReply
 from flyball.contracts.wire import MAX_MESSAGE_BYTES, OtherVersion
 from services.api.auth import principal_in
 from services.api.exchange import json_response, read_body

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import msgspec
+
 from flyball.contracts.checkpoints import JobHistory, Lineage, Tier
 from flyball.contracts.cluster import HostRanks
 from flyball.contracts.decisions import ActionPlan, DecisionKind, GenerationPlan, Incident
@@ -195,10 +197,14 @@ def _involved(
 
 def _history(generation: GenerationView) -> Lineage:
     """The history that a restart goes on from. A generation that made no step cuts nothing off: what it restored was
-    what could be had then, and whoever holds newer steps may be back."""
+    what could be had then, and whoever holds newer steps may be back. One that reported no step may have made some all
+    the same, since reports wait while the bus is away: its own entry says from where on they would count."""
     restored = -1 if generation.restore_step is None else generation.restore_step
     has_stepped = any(newest_step_of(rank, generation) > restored for rank in generation.ranks)
-    return generation.lineage if has_stepped or not generation.parent_lineage else generation.parent_lineage
+    if has_stepped or not generation.parent_lineage:
+        return generation.lineage
+    own = (entry for entry in generation.lineage if entry.generation == generation.generation)
+    return (*generation.parent_lineage, *(msgspec.structs.replace(e, after_step=restored) for e in own))
 
 
 def loses_without(case: Case, generation: GenerationView, host_ids: Collection[str]) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from flyball.contracts.checkpoints import RestorePlan, ShardSource
 from flyball.contracts.cluster import HostRanks, JobState, Placement
 from flyball.contracts.decisions import DecisionKind, GenerationPlan, Incident
-from flyball.contracts.standings import HeldJob, decision_number
+from flyball.contracts.reports.standings import HeldJob, decision_number
 from services.controller.round.round import Round
 from services.controller.round.wording import listed
 from services.controller.view import AdoptedJob, Adoption, GenerationView, JobView, ToldStanding
@@ -190,7 +190,11 @@ def _adopt(
 ) -> AdoptedJob:
     spec = parts[0][1].spec
     placement = merged([held.placement for _, held in parts])
-    plan = plan_of(placement, known_step=placement.restore.step if placement.restore else -1)
+    plan = plan_of(
+        placement,
+        known_step=placement.restore.step if placement.restore else -1,
+        ran_s=max(held.ran_s for _, held in parts),
+    )
     live = sum(len(held.ranks) for _, held in parts)
     known = round_.jobs.get(job)
     before = "did not know the job" if known is None else f"knew generation {_newest(known)}"
@@ -288,7 +292,7 @@ def merged(parts: list[Placement]) -> Placement:
     )
 
 
-def plan_of(placement: Placement, *, known_step: int) -> GenerationPlan:
+def plan_of(placement: Placement, *, known_step: int, ran_s: float) -> GenerationPlan:
     """The grant that led to a placement, as far as the placement tells. Pure."""
     history = placement.lineage[:-1]
     return GenerationPlan(
@@ -304,4 +308,5 @@ def plan_of(placement: Placement, *, known_step: int) -> GenerationPlan:
         master_port=placement.master_port,
         run=placement.run,
         furthest_step=known_step,
+        ran_before_s=ran_s,
     )

@@ -9,8 +9,8 @@ import msgspec
 
 from flyball.contracts.cluster import HostState, JobState, Phase
 from flyball.contracts.decisions import DecisionKind
-from flyball.contracts.drains import DrainState
-from flyball.contracts.signals import (
+from flyball.contracts.reports.drains import DrainState
+from flyball.contracts.reports.signals import (
     FalseAlarm,
     HostReturned,
     HostSilent,

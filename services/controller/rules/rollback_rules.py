@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from flyball.contracts.checkpoints import Tier
+from flyball.contracts.checkpoints import Tier, newest_point
 from flyball.contracts.decisions import ActionPlan, DecisionKind
 from flyball.contracts.recovery import complete_points
 from services.controller.round import plans
@@ -123,7 +123,8 @@ def say_what_is_given_up(case: Case, wanted: Verdict) -> Verdict:
         reason = f"{wanted.reason} It gives up {found.given_up}: {why}."
         evidence = found.evidence
     elif _begins_anew(case, wanted.plan):
-        reason = f"{wanted.reason} No copy of any step is known: unless a host that is stopped has one, it begins anew."
+        why = "No copy of any step is known" if _has_saved(case.job) else "No checkpoint of it is known"
+        reason = f"{wanted.reason} {why}: unless a host that is stopped has one, it begins anew."
         evidence = {"newest_step": case.job.newest_step}
     else:
         return wanted
@@ -135,7 +136,8 @@ def rollback_of(case: Case, plan: ActionPlan | None) -> Rollback | None:
     if plan is None or plan.next is None:
         return None
     copies = [copy for copy in case.round.view.copies if copy.job == plan.job]
-    told = max(complete_points(copies, plan.next.parent_lineage, plan.spec.world_size), default=None)
+    history = plan.next.parent_lineage
+    told = newest_point(complete_points(copies, history, plan.spec.world_size), history)
     reach_step = _reach_step(case, plan)
     if told is None or told[0] <= reach_step:
         return None
@@ -159,24 +161,23 @@ def _reach_step(case: Case, plan: ActionPlan) -> int:
 
 
 def _begins_anew(case: Case, plan: ActionPlan | None) -> bool:
-    """Whether a job that should have copies restarts without any that is known."""
-    if plan is None or plan.next is None or case.incident is None:
-        return False
-    return _has_saved(case.job) and _reach_step(case, plan) < 0
+    """Whether a job restarts without a copy of any step that is known."""
+    return plan is not None and plan.next is not None and case.incident is not None and _reach_step(case, plan) < 0
 
 
 def _step_s(case: Case, told_step: int) -> float:
     """What a step took in the present generation, start-up and pauses included: they would come again. Of one that made
     none it is what the job took for a step so far."""
     job, generation = case.job, case.job.generation or case.job.before
+    ran_before_s = generation.ran_before_s if generation is not None else 0.0  # a new database knows the job since then
     if generation is not None and generation.started_at > 0.0 and generation.ranks:
         restored = -1 if generation.restore_step is None else generation.restore_step
         made = newest_common_step(generation) - restored
         if made > 0:
             heard_at = max(rank.reported_at for rank in generation.ranks)
-            return max(0.0, heard_at - generation.started_at) / made
+            return max(0.0, heard_at - generation.started_at + ran_before_s) / made
     since = case.incident.opened_at if case.incident is not None else case.now
-    return max(0.0, since - job.submitted_at) / (max(told_step, job.newest_step) + 1)
+    return max(0.0, since - job.submitted_at + ran_before_s) / (max(told_step, job.newest_step) + 1)
 
 
 def _has_saved(job: JobView) -> bool:

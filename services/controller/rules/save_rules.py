@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import DecisionKind, Incident
-from flyball.contracts.signals import SavesFailing, SavesRecovered, Signal
+from flyball.contracts.reports.signals import SavesFailing, SavesRecovered, Signal
 from services.controller.round.diagnosis import SAVES_FAILING
 from services.controller.round.round import Case, Round, Verdict
 from services.controller.round.wording import kept, listed, ranks_of

@@ -12,7 +12,7 @@ import msgspec
 from flyball.contracts.cluster import HostState
 from flyball.contracts.decisions import ActionState, DecisionKind, FailedStart, Incident
 from flyball.contracts.errors import FlyballError, PortInUse, StaleCommand, StorageFull, Unreachable
-from flyball.contracts.signals import STORE_ENDED
+from flyball.contracts.reports.signals import STORE_ENDED
 from services.controller.round import diagnosis, guardrails, plans
 from services.controller.round.diagnosis import WORKER_START_FAILED
 from services.controller.round.round import Case, Round, Verdict

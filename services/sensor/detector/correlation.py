@@ -18,7 +18,7 @@ class Fall(msgspec.Struct, frozen=True):
     due_s: float  # when it is to be called silent, seen alone
 
 
-class Group(msgspec.Struct, frozen=True):
+class SilentHosts(msgspec.Struct, frozen=True):
     """Hosts that are called silent at once."""
 
     domain: str  # '' : they share none
@@ -58,7 +58,7 @@ def groups_of(falls: Iterable[Fall], window_s: float) -> list[list[Fall]]:
     return list(groups.values())
 
 
-def due_groups(falls: Sequence[Fall], now_s: float, settings: CorrelationSettings) -> list[Group]:
+def due_groups(falls: Sequence[Fall], now_s: float, settings: CorrelationSettings) -> list[SilentHosts]:
     """Those to be called silent now. Who is due waits for a while for the others of its group, so that they come as
     one; then those that are due come without the rest."""
     found = []
@@ -68,7 +68,7 @@ def due_groups(falls: Sequence[Fall], now_s: float, settings: CorrelationSetting
             continue
         domains = {fall.domain for fall in due}
         found.append(
-            Group(
+            SilentHosts(
                 domain=due[0].domain if len(due) > 1 and len(domains) == 1 else "",
                 host_ids=tuple(sorted(fall.host_id for fall in due)),
                 within_s=max(fall.last_seen_s for fall in due) - min(fall.last_seen_s for fall in due),

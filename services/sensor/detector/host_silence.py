@@ -16,8 +16,8 @@ from typing import Protocol
 
 import msgspec
 
-from flyball.contracts.signals import HostReturned, HostSilent, HostSuspect, Report, SignalBody
-from services.sensor.detector.correlation import Fall, Group, due_groups, groups_of
+from flyball.contracts.reports.signals import HostReturned, HostSilent, HostSuspect, Report, SignalBody
+from services.sensor.detector.correlation import Fall, SilentHosts, due_groups, groups_of
 from services.sensor.detector.heard_hosts import HeardHost, SilenceSettings
 from services.sensor.detector.witnesses import Witnesses
 
@@ -298,7 +298,7 @@ class SilenceWatch:
         is_mass = overdue >= max(settings.many_hosts, settings.many_fraction * known) or 1 < known <= overdue
         return settings.correlated_factor if is_mass else settings.unwitnessed_factor
 
-    def _call_silent(self, case: _Case, group: Group, alone: float, now_s: float) -> HostSilent:
+    def _call_silent(self, case: _Case, group: SilentHosts, alone: float, now_s: float) -> HostSilent:
         case.host.is_red = True
         return HostSilent(
             host_id=case.name,

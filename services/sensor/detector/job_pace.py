@@ -37,7 +37,7 @@ class Alarm(NamedTuple):
     stance: Stance
 
 
-class Pause(NamedTuple):
+class FalseAlarmPause(NamedTuple):
     """A pause that showed an alarm to be false."""
 
     alarm: Alarm
@@ -76,7 +76,7 @@ class JobPace:
         self.sampled: set[int] = set()  # ranks whose steps are timed
         self.repeats = 0  # alarms at the step of `_alarm`, in earlier generations
         self.false_alarms = 0
-        self.disproved: Pause | None = None  # news, until somebody takes it
+        self.disproved: FalseAlarmPause | None = None  # news, until somebody takes it
         self._steps: deque[float] = deque(maxlen=settings.window)
         self._usual_step_s: float | None = None  # of `_steps`; None: to be computed
         self._timed = 0  # steps of this generation that are among `_steps`
@@ -193,7 +193,7 @@ class JobPace:
         if alarm.stance is Stance.FROZEN or paused_s < self._settings.comparable * alarm.silent_s:
             return
         self.false_alarms += 1
-        self.disproved = Pause(alarm, paused_s)
+        self.disproved = FalseAlarmPause(alarm, paused_s)
         self._alarm, self.repeats = None, 0
         self.survive(alarm.stance, paused_s)
         self._deadlines.clear()

@@ -10,7 +10,7 @@ from flyball.contracts.cluster import Phase
 from services.sensor.detector.stances import Stance
 
 
-class Patience(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PhasePatience(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a rank may stay in a phase without moving."""
 
     unknown_s: float  # while nothing was seen of this phase in this job
@@ -20,13 +20,13 @@ class Patience(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 # The least time that ranks are waited for in a phase. What they do (`StallSettings.stances`) may say longer.
 _PATIENCE = {
-    Phase.STARTING: Patience(unknown_s=600.0, floor_s=30.0, factor=4.0),
-    Phase.RESTORING: Patience(unknown_s=600.0, floor_s=30.0, factor=4.0),
-    Phase.STEP: Patience(unknown_s=0.0, floor_s=0.0, factor=8.0),
-    Phase.CHECKPOINT: Patience(unknown_s=60.0, floor_s=10.0, factor=8.0),
-    Phase.DATA: Patience(unknown_s=600.0, floor_s=30.0, factor=8.0),
-    Phase.EVAL: Patience(unknown_s=1800.0, floor_s=60.0, factor=4.0),
-    Phase.OTHER: Patience(unknown_s=1800.0, floor_s=60.0, factor=4.0),
+    Phase.STARTING: PhasePatience(unknown_s=600.0, floor_s=30.0, factor=4.0),
+    Phase.RESTORING: PhasePatience(unknown_s=600.0, floor_s=30.0, factor=4.0),
+    Phase.STEP: PhasePatience(unknown_s=0.0, floor_s=0.0, factor=8.0),
+    Phase.CHECKPOINT: PhasePatience(unknown_s=60.0, floor_s=10.0, factor=8.0),
+    Phase.DATA: PhasePatience(unknown_s=600.0, floor_s=30.0, factor=8.0),
+    Phase.EVAL: PhasePatience(unknown_s=1800.0, floor_s=60.0, factor=4.0),
+    Phase.OTHER: PhasePatience(unknown_s=1800.0, floor_s=60.0, factor=4.0),
 }
 
 # A false alarm costs a restart, and the trust in all alarms. So only a frozen process is a matter of seconds; what an
@@ -44,10 +44,10 @@ class StallSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When a rank counts as stalled. Phases and stances that are given change those of the defaults, and leave the
     others as they are. What is in neither never stalls: phases parked and done, stance attended."""
 
-    phases: Mapping[Phase, Patience] = msgspec.field(default_factory=dict)
-    first_step: Patience = Patience(unknown_s=600.0, floor_s=30.0, factor=4.0)  # compiles, warms up
+    phases: Mapping[Phase, PhasePatience] = msgspec.field(default_factory=dict)
+    first_step: PhasePatience = PhasePatience(unknown_s=600.0, floor_s=30.0, factor=4.0)  # compiles, warms up
     stances: Mapping[Stance, float] = msgspec.field(default_factory=dict)  # s, at least
-    frozen: Patience = Patience(unknown_s=10.0, floor_s=2.0, factor=2.0)  # of the usual step
+    frozen: PhasePatience = PhasePatience(unknown_s=10.0, floor_s=2.0, factor=2.0)  # of the usual step
     frozen_most_s: float = 10.0  # a process that is stopped while others run needs no longer proof
     unattached_frozen_s: float = 10.0  # of scripts that tell no steps
     unattached_idle_s: float = 1800.0  # all ranks of such a script do nothing
@@ -71,7 +71,7 @@ class StallSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         msgspec.structs.force_setattr(self, "stances", {**_STANCES, **self.stances})
 
 
-def limit_s(patience: Patience, seen_s: float) -> float:
+def limit_s(patience: PhasePatience, seen_s: float) -> float:
     """The deadline of a phase of which the longest usual duration is `seen_s`; 0.0: none was seen."""
     return max(patience.floor_s, patience.factor * seen_s) if seen_s > 0.0 else patience.unknown_s
 

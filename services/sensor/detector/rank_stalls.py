@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from math import inf
 
 from flyball.contracts.cluster import Activity, Phase, RankStatus
-from flyball.contracts.rank_columns import CompletedSteps, Workers, statuses_in
-from flyball.contracts.signals import FalseAlarm, RankStalled, Report, SignalBody
+from flyball.contracts.reports.rank_columns import CompletedSteps, Workers, statuses_in
+from flyball.contracts.reports.signals import FalseAlarm, RankStalled, Report, SignalBody
 from services.sensor.detector.job_pace import Alarm, JobPace
 from services.sensor.detector.patience import StallSettings
 from services.sensor.detector.rank_states import LearnedJob, Rank, RanksInSteps, WatchedJob

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from flyball.contracts.cluster import Activity, RankStatus
-from flyball.contracts.rank_columns import Progress, Workers
+from flyball.contracts.reports.rank_columns import RankProgress, Workers
 from services.sensor.detector.job_pace import Alarm, JobPace, LearnedPace
 from services.sensor.detector.stances import Stance, stance_of
 
@@ -228,7 +228,7 @@ class RanksInSteps:
         self.now_s = 0.0
         self.is_settled = True
 
-    def follow(self, progress: Progress, now_s: float) -> None:
+    def follow(self, progress: RankProgress, now_s: float) -> None:
         """They went on, or rest."""
         steps, ages_s = progress.steps, progress.beacon_ages_s
         if steps == self.steps:

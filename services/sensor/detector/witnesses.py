@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from flyball.contracts.cluster import HostRanks
-from flyball.contracts.signals import PeerUnreachable, Report
-from flyball.contracts.testimony import MAX_ASKED
+from flyball.contracts.reports.signals import PeerUnreachable, Report
+from flyball.contracts.reports.testimony import MAX_ASKED
 
 MAX_NEIGHBOURS = 4
 

@@ -28,9 +28,15 @@ from flyball.contracts.errors import (
     WrongClock,
 )
 from flyball.contracts.identity import is_name
-from flyball.contracts.losses import RankLoss
-from flyball.contracts.rank_columns import CompletedSteps, Workers, check_completed, check_progress, check_workers
-from flyball.contracts.signals import (
+from flyball.contracts.on_host.losses import RankLoss
+from flyball.contracts.reports.rank_columns import (
+    CompletedSteps,
+    Workers,
+    check_completed,
+    check_progress,
+    check_workers,
+)
+from flyball.contracts.reports.signals import (
     HostReturned,
     HostSilent,
     HostSuspect,
@@ -40,7 +46,7 @@ from flyball.contracts.signals import (
     Signal,
     SignalUnreadable,
 )
-from flyball.contracts.succession import is_given_up
+from flyball.contracts.reports.succession import is_given_up
 from flyball.contracts.wire import check_version
 
 INCARNATIONS_KEPT = 5  # per host

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flyball.contracts.clock import Clock
-from flyball.contracts.signals import Sender, Signal
+from flyball.contracts.reports.signals import Sender, Signal
 from services.runtime.metrics.outages import OUTAGES, Outage
 from services.runtime.notify import AsyncWakeup
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from flyball.contracts.rank_columns import CompletedSteps
+from flyball.contracts.reports.rank_columns import CompletedSteps
 from services.sensor.reports.placed import Placed
 
 WAIT_S = 60.0  # a placement is read within a second while the database answers

@@ -11,11 +11,12 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from flyball.contracts.checkpoints import StoredPoints
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError, TooBusy
-from flyball.contracts.losses import RankLoss
-from flyball.contracts.rank_columns import CompletedSteps
-from flyball.contracts.signals import RankMarks, Report, ReportReply, Signal, SignalBody
+from flyball.contracts.on_host.losses import RankLoss
+from flyball.contracts.reports.rank_columns import CompletedSteps, Workers
+from flyball.contracts.reports.signals import RankMarks, Report, ReportReply, Signal, SignalBody
 from flyball.contracts.wire import encode
 from services.runtime.metrics.outages import OUTAGES, Outage
 from services.runtime.metrics.telemetry import Metrics
@@ -27,7 +28,7 @@ from services.sensor.reports.early_steps import EarlySteps
 from services.sensor.reports.own_signals import OwnSignals
 from services.sensor.reports.placed import Placed
 from services.sensor.reports.report_queue import Received, ReportQueue
-from services.sensor.reports.step_log import StepLog
+from services.sensor.reports.step_log import StepEventLog
 from services.sensor.reports.vouches import Vouches
 
 log = structlog.get_logger()
@@ -35,7 +36,7 @@ log = structlog.get_logger()
 NOTHING_NEW = ReportReply(committed={})
 
 
-class Placements(Protocol):
+class PlacementSource(Protocol):
     @property
     def neighbours(self) -> Mapping[str, tuple[str, ...]]: ...
 
@@ -47,6 +48,9 @@ class Placements(Protocol):
 
     @property
     def learned(self) -> Mapping[str, LearnedJob]: ...
+
+    @property
+    def stored_points(self) -> StoredPoints: ...
 
 
 class WriteVouches(Protocol):
@@ -89,10 +93,11 @@ class Ingest:
         self.vouches = Vouches()
         # Two may have one name, for a while or by mistake: what one hears of must not count as heard by the other.
         self._voucher = f"sensor.{sensor_id}.{incarnation}"
-        self._steps = StepLog(sensor_id)
+        self._steps = StepEventLog(sensor_id)
         self._early = EarlySteps()
         self._own = OwnSignals(source=f"sensor.{sensor_id}", incarnation=incarnation)
         self._admission = Admission()
+        self._stored_points: StoredPoints = {}
         self._placed: Placed | None = None  # None: not known yet, and everybody is believed
         self._asked_for: set[tuple[str, int]] = set()  # generations that were not known here
         self._is_new_heard = asyncio.Event()
@@ -164,7 +169,8 @@ class Ingest:
         incarnations = {report.incarnation, *(s.incarnation for s in report.signals)} if report.signals else None
         known = self._committed.known(host_id, incarnations or (report.incarnation,))
         ask = self._detector.questions(host_id)
-        return ReportReply(known, ask) if known or ask else NOTHING_NEW
+        stored = self._stored_points and self._stored_of(heard.workers)
+        return ReportReply(known, ask, stored) if known or ask or stored else NOTHING_NEW
 
     def admit_large(self, host_id: str, size_bytes: int) -> None:
         """To be asked before a report of more than LARGE_REPORT_BYTES is decoded. Raises TooBusy; the host is alive."""
@@ -240,7 +246,7 @@ class Ingest:
                 wait_s = outage.pause_s(error)
             await asyncio.sleep(wait_s)
 
-    async def run_placements(self, read: Callable[[], Placements]) -> None:
+    async def run_placements(self, read: Callable[[], PlacementSource]) -> None:
         """Go on knowing which host has which ranks, whom to ask about one that falls silent (see
         `witnesses.neighbours`), and which jobs say themselves when they are hung."""
         outage = Outage("placements", self._clock)
@@ -255,6 +261,7 @@ class Ingest:
                 if found.learned is not recalled:
                     recalled = found.learned
                     self._detector.recall(recalled)
+                self._stored_points = found.stored_points
                 self.know(found.placed)
                 outage.ended()
             except OUTAGES as error:
@@ -312,6 +319,10 @@ class Ingest:
             self._asked_for.add(unknown)
             self._is_new_heard.set()
         return heard, stored
+
+    def _stored_of(self, workers: Sequence[Workers]) -> StoredPoints:
+        """What a host is told that runs these."""
+        return {of.job: self._stored_points[of.job] for of in workers if of.job in self._stored_points}
 
     def _own_losses(self, host_id: str, losses: tuple[RankLoss, ...]) -> tuple[RankLoss, ...]:
         return losses if self._placed is None else self._placed.own_losses(host_id, losses)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from flyball.contracts.signals import HostReturned, HostSilent, HostSuspect, Signal, SignalBody
+from flyball.contracts.reports.signals import HostReturned, HostSilent, HostSuspect, Signal, SignalBody
 
 MAX_KEPT = 50_000  # all hosts that a sensor knows may fall silent, and return
 SEND_AGAIN_S = 2.0  # after a signal was handed on and is not committed, doubled each time up to the maximum

@@ -16,9 +16,9 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from flyball.contracts.decisions import GenerationPlan
-from flyball.contracts.losses import RankLoss
-from flyball.contracts.rank_columns import CompletedSteps, Progress, Workers, phases_of
-from flyball.contracts.signals import Report
+from flyball.contracts.on_host.losses import RankLoss
+from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, Workers, phases_of
+from flyball.contracts.reports.signals import Report
 
 Generation = tuple[str, int]  # job, generation
 GivenRanks = Mapping[str, Collection[int]]  # of one generation: host -> its ranks
@@ -165,10 +165,10 @@ def _workers_at(of: Workers, places: Sequence[int]) -> Workers:
     return msgspec.structs.replace(of, ranks=_at(of.ranks, places), pids=_at(of.pids, places))
 
 
-def _progress_at(of: Progress, places: Sequence[int]) -> Progress:
+def _progress_at(of: RankProgress, places: Sequence[int]) -> RankProgress:
     if len(places) == len(of.steps):
         return of
-    return Progress(
+    return RankProgress(
         _at(phases_of(of), places),
         _at(of.steps, places),
         _at(of.beacon_ages_s, places),

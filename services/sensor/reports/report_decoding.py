@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from flyball.contracts.errors import InvalidMessage
-from flyball.contracts.signals import Report
+from flyball.contracts.reports.signals import Report
 from flyball.contracts.wire import MALFORMED, MAX_MESSAGE_BYTES, check_version, decode, decoder_of
 
 MAX_HOSTS = 20_000

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from flyball.contracts.signals import Report, Signal
+from flyball.contracts.reports.signals import Report, Signal
 from services.sensor.reports.step_log import StepSummary
 
 MAX_SIGNALS_AT_ONCE = 1000  # far below what the bus holds: more than that it would refuse for ever

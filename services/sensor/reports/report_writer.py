@@ -8,6 +8,7 @@ goes on being stored: else jobs would seem to stand still, and what is judged by
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -16,13 +17,12 @@ import structlog
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.fault_points import reach
-from flyball.contracts.signals import Report, Sender, Signal
+from flyball.contracts.reports.signals import Report, Sender, Signal
 from services.rules.stream import SignalBus, Wakeup
 from services.runtime.lifecycle import LoopThread
 from services.runtime.metrics.outages import OUTAGES, Outage
 from services.runtime.metrics.telemetry import Metrics
 from services.sensor.reports.report_queue import Batch, Received, ReportQueue
-from services.sensor.reports.spare_time import SpareTime
 from services.sensor.reports.step_log import StepSummary
 
 log = structlog.get_logger()
@@ -209,3 +209,46 @@ def _job(steps: StepSummary) -> str:
 
 def _sender(item: Received) -> str:
     return item.report.facts.host_id if item.report else "the sensor"
+
+
+# --- spare time ------------------------------------------------------------------------------------------------------
+
+MAX_SHARE = 1 / 8  # of a core
+MIN_SHARE = 1 / 32  # however busy the others are: what waits for ever is lost
+
+
+class SpareTime:
+    """For one thread, in turns of work and rest: it takes a half of what the process's other threads leave of the one
+    core that the interpreter's lock gives them all, within bounds. As the others grow into what it leaves, it takes the
+    least when they are at their limit, and the most when they are at ease."""
+
+    def __init__(
+        self,
+        *,
+        monotonic_s: Callable[[], float],
+        process_s: Callable[[], float] = time.process_time,
+        thread_s: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """`process_s`, `thread_s`: processor time of the process and of the calling thread. A turn begins now."""
+        self._monotonic_s = monotonic_s
+        self._process_s = process_s
+        self._thread_s = thread_s
+        self._rested_from = self._began = self._now()
+
+    def begin(self) -> None:
+        """The thread has rested, or waited for something to do, and works now."""
+        self._began = self._now()
+
+    def rest_s(self) -> float:
+        """The work is done: how long to rest."""
+        wall_s, process_s, thread_s = self._now()
+        elapsed_s = wall_s - self._rested_from[0]
+        others_s = process_s - self._rested_from[1] - (thread_s - self._rested_from[2])
+        left = 1.0 - others_s / elapsed_s if elapsed_s > 0.0 else 0.0
+        share = min(MAX_SHARE, max(MIN_SHARE, left / 2))
+        next_s = self._began[0] + (thread_s - self._began[2]) / share
+        self._rested_from = (wall_s, process_s, thread_s)
+        return max(0.0, next_s - wall_s)
+
+    def _now(self) -> tuple[float, float, float]:
+        return self._monotonic_s(), self._process_s(), self._thread_s()

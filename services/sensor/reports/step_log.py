@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from flyball.contracts.losses import LossValue, RankLoss
-from flyball.contracts.rank_columns import CompletedSteps
-from flyball.contracts.signals import RankMarks
+from flyball.contracts.on_host.losses import LossValue, RankLoss
+from flyball.contracts.reports.rank_columns import CompletedSteps
+from flyball.contracts.reports.signals import RankMarks
 
 INTERVAL_S = 1.0  # at the latest so long after a step; at once when all ranks have completed it
 MAX_STEPS = 10_000  # per generation, that wait to be stored: the oldest are let go
@@ -112,7 +112,7 @@ class _Generation:
             self.at_front += ranks
 
 
-class StepLog:
+class StepEventLog:
     """`now_s` is a monotonic clock. Not thread-safe."""
 
     def __init__(self, sensor: str, interval_s: float = INTERVAL_S) -> None:

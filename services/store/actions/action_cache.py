@@ -13,8 +13,8 @@ import msgspec
 from sqlalchemy import Connection, Row, Select, select
 
 from flyball.contracts.decisions import ActionPlan, Command, CommandResult, CommandUpdate
-from services.actuator.ports import CommandRecord
-from services.record.answers import Said, said
+from services.actuator.ports import OutboxCommand
+from services.record.answers import ActionAnswers, said
 from services.record.codec import load
 from services.store.sql import events
 from services.store.sql.tables import actions, commands
@@ -29,7 +29,7 @@ _COMMANDS = select(
 class CachedAction(msgspec.Struct):
     plan: ActionPlan
     version: int = -1
-    records: dict[int, CommandRecord] = {}  # number -> as its host answered last, oldest first
+    records: dict[int, OutboxCommand] = {}  # number -> as its host answered last, oldest first
 
 
 class ActionCache:
@@ -69,10 +69,10 @@ class AnswerCache:
 
     def __init__(self) -> None:
         self._told: dict[int, dict[int, CommandUpdate]] = {}  # action -> command -> its answer, without copies
-        self._newest: dict[int, Said] = {}
+        self._newest: dict[int, ActionAnswers] = {}
         self._revision = 0
 
-    def read(self, connection: Connection, numbers: Collection[int]) -> Mapping[int, Said]:
+    def read(self, connection: Connection, numbers: Collection[int]) -> Mapping[int, ActionAnswers]:
         """Of each of these actions what its hosts said."""
         revision = events.revision(connection)
         if revision < self._revision:
@@ -114,8 +114,8 @@ def _answers(
     yield from (tuple(row) for row in connection.execute(query))
 
 
-def _record(row: Any) -> CommandRecord:  # noqa: ANN401 - a row's columns have no static type
-    return CommandRecord(
+def _record(row: Any) -> OutboxCommand:  # noqa: ANN401 - a row's columns have no static type
+    return OutboxCommand(
         command=load(row.document, Command),
         phase=row.phase,
         created_at=row.created_at,

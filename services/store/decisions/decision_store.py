@@ -11,7 +11,7 @@ from sqlalchemy import Connection, select
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import StaleEpoch
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.signals import Signal, SignalUnreadable
+from flyball.contracts.reports.signals import Signal, SignalUnreadable
 from services.actuator.ports import PlaybookStep
 from services.controller.focus import Focus
 from services.controller.replay import RoundInputs

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, delete, func, insert, select
 from flyball import __version__
 from flyball.contracts import wire
 from flyball.contracts.errors import StateVersionMismatch
-from flyball.contracts.signals import Signal
+from flyball.contracts.reports.signals import Signal
 from services.controller.replay import RoundInputs, StoredRound
 from services.record.codec import dump, load
 from services.record.signal_events import SignalKey, key_of

@@ -8,7 +8,7 @@ from sqlalchemy import Connection, and_, insert, or_, select, tuple_
 
 from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.events import Event
-from flyball.contracts.signals import Sender, Signal, WorkerExited
+from flyball.contracts.reports.signals import Sender, Signal, WorkerExited
 from services.record.codec import dump, load, subject_of
 from services.record.signal_events import (
     SignalKey,

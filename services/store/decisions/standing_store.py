@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Row, insert, select, tuple_, update
 from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import JobState
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.standings import Obeyed, Standing, database_knows
+from flyball.contracts.reports.standings import HostStanding, LastObeyed, database_knows
 from services.actuator.ports import Judgement
 from services.controller.view import AdoptedJob, Adoption, ToldStanding
 from services.record.codec import dump, load, number_of
@@ -30,9 +30,9 @@ class SqlStandings:
         self._db = db
         self._clock = clock
 
-    def judge(self, obeyed: Mapping[str, Obeyed]) -> Judgement:
+    def judge(self, obeyed: Mapping[str, LastObeyed]) -> Judgement:
         """Whose commands these are, and which of these hosts know more than this database."""
-        told = {host: one for host, one in obeyed.items() if one != Obeyed()}
+        told = {host: one for host, one in obeyed.items() if one != LastObeyed()}
         with self._db.read() as connection:
             here = connection.execute(_HERE).one()
             ids = sorted({one.command_id for one in told.values() if one.command_id})
@@ -53,7 +53,7 @@ class SqlStandings:
                 }
         return Judgement(here.cluster_id, here.incarnation, frozenset(ahead))
 
-    def tell(self, standing: Standing) -> None:
+    def tell(self, standing: HostStanding) -> None:
         """Keep what a host tells, for the controller, if it is ahead. Signals that it cannot send again are not waited
         for."""
         now = self._clock.wall_s()
@@ -101,7 +101,8 @@ def unsettled(connection: Connection) -> tuple[ToldStanding, ...]:
     """What hosts told that are ahead, by their names; nothing, as a rule."""
     query = select(standings).where(~standings.c.is_settled).order_by(standings.c.host_id)
     return tuple(
-        ToldStanding(load(row.document, Standing), row.told_at, row.first_told_at) for row in connection.execute(query)
+        ToldStanding(load(row.document, HostStanding), row.told_at, row.first_told_at)
+        for row in connection.execute(query)
     )
 
 
@@ -131,12 +132,12 @@ _HERE = (  # one row each
 )
 
 
-def _knows(connection: Connection, cluster_id: str, epoch: int, obeyed: Obeyed) -> bool:
+def _knows(connection: Connection, cluster_id: str, epoch: int, obeyed: LastObeyed) -> bool:
     known = connection.scalar(select(commands.c.command_id).where(commands.c.command_id == obeyed.command_id))
     return database_knows(obeyed, cluster=cluster_id, epoch=epoch, is_command_known=known is not None)
 
 
-def _is_settled(row: Row[Any], obeyed: Obeyed, epoch: int) -> bool:
+def _is_settled(row: Row[Any], obeyed: LastObeyed, epoch: int) -> bool:
     """Whether what a host obeyed was taken over; what it told of that on the way is no news then."""
     is_same = (row.cluster, row.command_id) == (obeyed.cluster, obeyed.command_id)
     return bool(row.is_settled) and is_same and obeyed.epoch <= epoch

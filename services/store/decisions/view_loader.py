@@ -27,7 +27,7 @@ from services.controller.view import (
     RankView,
     View,
 )
-from services.record.answers import Said, failed_in
+from services.record.answers import ActionAnswers, failed_in
 from services.record.codec import load, number_of
 from services.record.host_views import CachedHost, Newest, OtherHosts, host_views, newest_ranks
 from services.store.actions.action_cache import COLUMNS, AnswerCache, load_plans
@@ -302,6 +302,7 @@ def _generation(row: Any, plan: GenerationPlan, seen: Mapping[int, RankView]) ->
         furthest_step=plan.furthest_step,
         run=plan.run,
         parent_lineage=plan.parent_lineage,
+        ran_before_s=plan.ran_before_s,
         ranks=tuple(seen[number] for number in sorted(seen)),
     )
 
@@ -347,7 +348,7 @@ def _actions(
     connection: Connection,
     rows: Sequence[Row[Any]],
     plans: Mapping[int, ActionPlan],
-    answers: Mapping[int, Said],
+    answers: Mapping[int, ActionAnswers],
 ) -> tuple[ActionView, ...]:
     if not rows:
         return ()

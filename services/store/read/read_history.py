@@ -11,7 +11,7 @@ from sqlalchemy import Column, Connection, Row, Select, Table, or_, select
 
 from flyball.contracts.checkpoints import RestoreReport
 from flyball.contracts.decisions import ActionPlan, Command, CommandUpdate, Decision, DecisionKind, Incident
-from flyball.contracts.signals import Signal
+from flyball.contracts.reports.signals import Signal
 from services.record.codec import load, number_of, plain, shown
 from services.runtime.http.paging import Page
 from services.store.read.read_state import moment

@@ -19,7 +19,7 @@ T = TypeVar("T")
 _FIRST = Page()
 
 
-class ReadModels:
+class SqlReadModels:
     """The answers of the API, the live page and the command line. Thread-safe."""
 
     def __init__(self, db: Database) -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
-from sqlalchemy import Connection, Row, select
+import msgspec
+from sqlalchemy import Connection, Row, func, select
 
 from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
 from flyball.contracts.cluster import HostState, JobSpec, JobState
 from flyball.contracts.decisions import GenerationPlan, Incident
-from flyball.contracts.drains import DrainState
-from flyball.contracts.losses import loss_value
-from flyball.contracts.signals import EngineStatus
+from flyball.contracts.events import Event, EventKind
+from flyball.contracts.on_host.losses import loss_value
+from flyball.contracts.reports.drains import DrainState
+from flyball.contracts.reports.signals import EngineStatus
 from services.record.codec import load, plain, shown
 from services.rules.recovery_point import newest_step
 from services.runtime.http.paging import Page
-from services.store.read.read_progress import JobProgress, progress
 from services.store.reports import persistent_steps, vouching
 from services.store.reports.rank_rows import KnownRank, known_ranks
 from services.store.sql import tables
@@ -267,3 +270,53 @@ def _lineage(connection: Connection, job: str) -> Lineage:
     )
     lineage: Lineage = load(document, Lineage) if document else ()
     return lineage
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+MAX_JOBS = 50  # of a page: for each the end of its log is read
+NEWEST_EVENTS = 4  # a sensor sums steps up once a second or so
+LEAST_STEPS = 3  # in one of them, to say how long a step takes
+
+
+class JobProgress(msgspec.Struct, frozen=True):
+    """Moments are wall clock; None: not known."""
+
+    started_at: float | None = None  # of the first generation
+    generation_started_at: float | None = None  # of the newest one that was started
+    last_step_at: float | None = None
+    step_s: float | None = None  # lately, in the median
+
+
+def progress(connection: Connection, jobs: Sequence[str]) -> dict[str, JobProgress]:
+    """Of each of these jobs; of very many, steps are read of the last ones only."""
+    generations = tables.generations.c
+    query = (
+        select(generations.job, func.min(generations.started_at), func.max(generations.started_at))
+        .where(generations.job.in_(sorted(jobs)), generations.started_at > 0.0)
+        .group_by(generations.job)
+    )
+    found = {job: JobProgress(first, newest) for job, first, newest in connection.execute(query)}
+    for job in list(jobs)[-MAX_JOBS:]:
+        if job in found:
+            last_step_at, step_s = _steps(connection, job)
+            found[job] = msgspec.structs.replace(found[job], last_step_at=last_step_at, step_s=step_s)
+    return found
+
+
+def _steps(connection: Connection, job: str) -> tuple[float | None, float | None]:
+    events = tables.events.c
+    query = (
+        select(events.document)
+        .where(events.job == job, events.kind == EventKind.STEPS.value)
+        .order_by(events.number.desc())
+        .limit(NEWEST_EVENTS)
+    )
+    times = [_completed(load(document, Event)) for document in connection.scalars(query)]
+    gaps = [later - earlier for found in times if len(found) >= LEAST_STEPS for earlier, later in pairwise(found)]
+    return max((at for found in times for at in found), default=None), median(gaps) if gaps else None
+
+
+def _completed(event: Event) -> list[float]:
+    told = event.data.get("completed_at")
+    return [float(at) for at in told if isinstance(at, int | float)] if isinstance(told, list) else []

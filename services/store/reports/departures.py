@@ -8,7 +8,7 @@ from sqlalchemy import Connection, select
 
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import ActionPlan, Incident
-from flyball.contracts.drains import Departure
+from flyball.contracts.reports.drains import Departure
 from services.record.codec import load, number_of
 from services.store.reports.running_plans import RunningPlans, hosts_of
 from services.store.sql.database import Database

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import msgspec
 from sqlalchemy import Connection, delete, func, select
 
-from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier, is_alive
+from flyball.contracts.checkpoints import Lineage, ShardCopy, StoredPoint, StoredPoints, Tier, is_alive
 from flyball.contracts.cluster import JobSpec
 from services.record.codec import load
 from services.store.sql.tables import generations, jobs, persistent_copies, persistent_steps
@@ -187,6 +187,36 @@ def read(connection: Connection, jobs: Sequence[str]) -> tuple[ShardCopy, ...]:
     return tuple(_copy(row) for row in connection.execute(query)) if jobs else ()
 
 
+class NewestStored:
+    """The newest step of all ranks that is stored of each job: what a restore would name. It is asked for every second,
+    and counts the ranks of those steps alone that came after the one it knows. Belongs to one thread at a time."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[Mapping[tuple[int, int], int], Wanted | None]] = {}
+        self._points: dict[str, StoredPoint] = {}
+
+    def read(self, connection: Connection, jobs: Collection[str]) -> StoredPoints:
+        """Of these jobs those that have one, as this transaction sees them."""
+        marks = _versions(connection, jobs)
+        for job, versions in marks.items():
+            seen, before = self._seen.get(job, ({}, None))
+            if versions == seen:
+                continue
+            wanted, known = _wanted(connection, job), self._points.pop(job, None)
+            for generation, step in sorted(versions, key=_newest_first):
+                if wanted is None or not is_alive(generation, step, wanted.lineage):
+                    continue
+                if (wanted == before and known == StoredPoint(step, generation)) or (
+                    _ranks_of(connection, job, generation, step, wanted.world_size) == wanted.world_size
+                ):
+                    self._points[job] = StoredPoint(step, generation)
+                    break
+            self._seen[job] = (versions, wanted)
+        self._seen = {job: seen for job, seen in self._seen.items() if job in marks}
+        self._points = {job: point for job, point in self._points.items() if job in marks}
+        return dict(self._points)
+
+
 class PersistentCopies:
     """Keeps what it has read: a job of 80,000 ranks has as many copies of each step. Belongs to one thread at a
     time."""
@@ -198,10 +228,7 @@ class PersistentCopies:
         """Of these jobs the copies that a restore may want, as this transaction sees them."""
         if not wanted:
             return ()
-        marks: dict[str, dict[tuple[int, int], int]] = {}
-        query = select(*_MARK, persistent_steps.c.version).where(persistent_steps.c.job.in_(sorted(wanted)))
-        for job, generation, step, version in connection.execute(query):
-            marks.setdefault(job, {})[generation, step] = version
+        marks = _versions(connection, wanted)
         read: list[StepKey] = []
         for job, versions in sorted(marks.items()):
 
@@ -233,6 +260,22 @@ def _marks(connection: Connection, names: Collection[str]) -> dict[str, set[tupl
     for job, generation, step in connection.execute(select(*_MARK).where(persistent_steps.c.job.in_(sorted(names)))):
         found.setdefault(job, set()).add((generation, step))
     return found
+
+
+def _versions(connection: Connection, names: Collection[str]) -> dict[str, dict[tuple[int, int], int]]:
+    """Job -> the (generation, step) of which there are copies -> its version."""
+    found: dict[str, dict[tuple[int, int], int]] = {}
+    query = select(*_MARK, persistent_steps.c.version).where(persistent_steps.c.job.in_(sorted(names)))
+    for job, generation, step, version in connection.execute(query):
+        found.setdefault(job, {})[generation, step] = version
+    return found
+
+
+def _ranks_of(connection: Connection, job: str, generation: int, step: int, world_size: int) -> int:
+    """How many have a copy."""
+    columns = persistent_copies.c
+    mine = (columns.job == job, columns.generation == generation, columns.step == step, columns.rank < world_size)
+    return connection.scalar(select(func.count()).where(*mine)) or 0
 
 
 def _of_step(connection: Connection, job: str, generation: int, step: int) -> tuple[ShardCopy, ...]:

@@ -7,12 +7,14 @@ from collections.abc import Collection, Mapping
 import msgspec
 from sqlalchemy import Connection, select
 
+from flyball.contracts.checkpoints import StoredPoints, Tier
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.decisions import GenerationPlan
 from services.record.codec import load
 from services.sensor.detector.rank_states import LearnedJob
 from services.sensor.detector.witnesses import neighbours
 from services.sensor.reports.placed import GivenRanks, Placed, given_in
+from services.store.reports.persistent_steps import NewestStored
 from services.store.reports.running_plans import RunningPlans
 from services.store.sql.database import Database
 from services.store.sql.tables import jobs, learned_jobs
@@ -30,12 +32,13 @@ class _Part(msgspec.Struct, frozen=True):
 
 class Placements(msgspec.Struct, frozen=True):
     """`neighbours`: host -> those whose engines have a link with its engine, nearest first. `hang_timeouts`: job ->
-    seconds, of those that name one."""
+    seconds, of those that name one. `stored_points`: of jobs with a persistent tier."""
 
     neighbours: Neighbours
     placed: Placed
     hang_timeouts: Mapping[str, float] = {}
     learned: Mapping[str, LearnedJob] = {}  # by an earlier sensor, of jobs that are new here
+    stored_points: StoredPoints = {}
 
 
 class SqlPlacements:
@@ -47,27 +50,40 @@ class SqlPlacements:
         self._seen: Mapping[_Generation, _Part] = {}
         self._before: dict[_Generation, GivenRanks] = {}  # of each job the generation before the one in `_seen`
         self._all = Placements({}, Placed({}))
+        self._stored = NewestStored()
+        self._persistent: frozenset[str] = frozenset()  # jobs with that tier
 
     def read(self) -> Placements:
         """Of all running jobs; the same value while nothing changed."""
         with self._db.read() as connection:
             known = self._plans.read(connection)
             if known is self._seen:
+                stored = self._stored_points(connection)
+                if stored != self._all.stored_points:
+                    self._all = msgspec.structs.replace(self._all, stored_points=stored)
                 return self._all
-            timeouts = _hang_timeouts(connection)
+            specs = _specs(connection)
+            self._persistent = frozenset(
+                job for job, spec in specs.items() if spec.checkpoint.policy(Tier.PERSISTENT).is_on
+            )
+            timeouts = {job: spec.hang_timeout_s for job, spec in specs.items() if spec.hang_timeout_s}
             learned = _learned(connection, {job for job, _ in known} - {job for job, _ in self._seen})
+            stored = self._stored_points(connection)
         self._before = _before(known, self._seen, self._before)
         self._seen = known
         near = {host_id: names for key in sorted(known) for host_id, names in known[key].neighbours.items()}
         given = {key: part.given for key, part in known.items()}
-        self._all = Placements(near, Placed(self._before | given), timeouts, learned)
+        self._all = Placements(near, Placed(self._before | given), timeouts, learned, stored)
         return self._all
 
+    def _stored_points(self, connection: Connection) -> StoredPoints:
+        return self._stored.read(connection, self._persistent) if self._persistent else {}
 
-def _hang_timeouts(connection: Connection) -> dict[str, float]:
+
+def _specs(connection: Connection) -> dict[str, JobSpec]:
+    """Of running jobs."""
     running = select(jobs.c.job, jobs.c.spec).where(jobs.c.state == JobState.RUNNING.value)
-    specs: dict[str, JobSpec] = {row.job: load(row.spec, JobSpec) for row in connection.execute(running)}
-    return {name: spec.hang_timeout_s for name, spec in specs.items() if spec.hang_timeout_s}
+    return {row.job: load(row.spec, JobSpec) for row in connection.execute(running)}
 
 
 def _learned(connection: Connection, names: Collection[str]) -> dict[str, LearnedJob]:

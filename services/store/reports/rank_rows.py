@@ -9,7 +9,7 @@ import msgspec
 from sqlalchemy import Connection, select
 
 from flyball.contracts.cluster import Phase
-from flyball.contracts.signals import WorkerExited
+from flyball.contracts.reports.signals import WorkerExited
 from services.record.codec import load
 from services.record.positions import read_positions
 from services.store.sql.tables import host_reports, jobs, ranks

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, delete, select, update
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.cluster import HostState, JobState
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.signals import Report, Sender
+from flyball.contracts.reports.signals import Report, Sender
 from flyball.contracts.wire import encode
 from services.record import report_events
 from services.record.codec import dump

@@ -8,7 +8,7 @@ from sqlalchemy import Connection, delete, func, insert, inspect, select, text
 from flyball.contracts.errors import Conflict, StateVersionMismatch
 from services.store.sql.database import Database
 from services.store.sql.fresh_schema import newest_revision
-from services.store.sql.schema_upgrade import migrate
+from services.store.sql.schema_upgrade import migrate, refuse_from_before
 from services.store.sql.tables import bus_streams, hosts, jobs, metadata
 
 ROWS_AT_ONCE = 500
@@ -35,6 +35,7 @@ def copy_database(source: Database, target: Database) -> dict[str, int]:
 def _check_source(connection: Connection, name: str) -> None:
     tables = inspect(connection).get_table_names()
     found = connection.scalar(text("SELECT version_num FROM alembic_version")) if "alembic_version" in tables else None
+    refuse_from_before(name, found)
     if found != newest_revision():
         raise StateVersionMismatch(
             f"The database {name} has schema {found}; this release uses {newest_revision()}.",

@@ -6,21 +6,24 @@ and lock the rows that they change. Every failure of the database comes out as a
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, DisconnectionError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from flyball.contracts.errors import ConfigurationError, InvalidMessage, NotFound, Unreachable
-from services.store.sql.failures import is_deadlock, is_not_primary, translate
+from services.store.sql.failures import is_deadlock, is_not_primary, is_without_tables, translate
 from services.store.sql.left_state import read_only_uri
-from services.store.sql.sqlite_turns import begin_immediate
 
 T = TypeVar("T")
 
@@ -48,6 +51,8 @@ class Database:
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         # SQLite's own lock is a poll; within a process a mutex hands over at once.
         self._writers = threading.Lock() if self.is_sqlite else None
+        self.make_schema: Callable[[], None] | None = None  # of a file that took the place of ours; see `migrate`
+        self._has_no_schema = False
         if self.is_sqlite:
             self._reader, self._writer = _sqlite_engines(self.url, read_only=read_only)
         else:
@@ -57,6 +62,7 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A transaction in which all reads see the same state."""
+        self._make_schema_anew()
         with self._translated(), self._reader.begin() as connection:
             yield connection
 
@@ -67,6 +73,7 @@ class Database:
         Every commit survives the kill of any process. `durable=False` is for what is sent again anyway: on SQLite it
         does not wait for the disk, and a power cut may take the newest of such commits back (never out of order).
         """
+        self._make_schema_anew()
         if self._writers is None:
             with self._translated(), self._writer.begin() as connection:
                 yield connection
@@ -110,6 +117,11 @@ class Database:
         finally:
             engine.dispose()
 
+    def _make_schema_anew(self) -> None:
+        if self._has_no_schema and self.make_schema is not None:
+            self._has_no_schema = False  # first: the schema is made by this very database
+            self.make_schema()
+
     def close(self) -> None:
         """Give all connections back."""
         self._reader.dispose()
@@ -127,6 +139,12 @@ class Database:
             translated = translate(error, self.name)
             if translated is None:
                 raise
+            if self.make_schema is not None and is_without_tables(error):
+                self._has_no_schema = True
+                raise Unreachable(
+                    f"The database file {self.name} was removed, or is another one.",
+                    hint="it is made anew; running jobs are taken over from their hosts",
+                ) from error
             raise translated from error
         except PoolTimeout as error:
             raise Unreachable(
@@ -183,18 +201,34 @@ def _sqlite_engines(url: URL, *, read_only: bool) -> tuple[Engine, Engine]:
         connection.exec_driver_sql(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
         begin_immediate(connection, url.database or "", timeout_s=BUSY_TIMEOUT_S)
 
+    def checked_out(_connection: object, record: ConnectionPoolEntry, _proxy: object) -> None:
+        """A connection to a file that was removed goes on with it, unseen by those who connect anew."""
+        file = _identity(url.database or "")
+        if record.info.setdefault("file", file) != file:
+            raise DisconnectionError
+
     common = (f"busy_timeout={int(BUSY_TIMEOUT_S * 1000)}", "foreign_keys=ON")
     # Parameters stay out of errors, and so out of logs: a job's specification may carry secrets in its environment.
     writer = create_engine(url, pool_size=1, max_overflow=0, pool_timeout=BUSY_TIMEOUT_S, hide_parameters=True)
     event.listen(writer, "connect", connected((*common, "journal_mode=WAL")))
     event.listen(writer, "begin", begin_write)
+    event.listen(writer, "checkout", checked_out)
     opened = {"creator": lambda: _open_read_only(Path(url.database or ""))} if read_only else {}
     reader = create_engine(
         url, pool_size=4, max_overflow=12, pool_timeout=BUSY_TIMEOUT_S, hide_parameters=True, **opened
     )
     event.listen(reader, "connect", connected((*common, "query_only=ON")))
     event.listen(reader, "begin", begin_read)
+    event.listen(reader, "checkout", checked_out)
     return reader, writer
+
+
+def _identity(file: str) -> tuple[int, int] | None:
+    try:
+        found = Path(file).stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _open_read_only(file: Path) -> sqlite3.Connection:
@@ -228,3 +262,64 @@ def _mysql_engine(url: URL, *, isolation_level: str, answer_timeout_s: float | N
     )
     event.listen(engine, "handle_error", failed)
     return engine
+
+
+# --- turns of SQLite's writers ---------------------------------------------------------------------------------------
+
+# How processes that write to one SQLite file take turns.
+#
+# SQLite's lock has no queue: who waits looks again after pauses that grow to 0.1 s. Between the transactions of a
+# process that writes one after the other, which are microseconds apart, others waited for seconds, longer than a
+# controller's lease lasts. So there is a file beside the database that one locks while one waits to begin. As the
+# next transaction of whoever writes now needs that lock too, it cannot come before the one that has been waiting.
+
+
+LOOK_MS = 1  # how often one that waits looks whether it may go on
+
+
+def begin_immediate(connection: Connection, path: str, *, timeout_s: float) -> None:
+    """Begin a transaction that writes to the database at `path`, in turn with other processes.
+
+    Raises what SQLite's own BEGIN IMMEDIATE raises: that it is locked after `timeout_s`, or what else is wrong.
+    """
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, sqlite3.Connection)
+    deadline_s = time.monotonic() + timeout_s
+    driver.execute(f"PRAGMA busy_timeout={LOOK_MS}").fetchall()
+    try:
+        with _turn(f"{path}-turn", deadline_s):
+            while time.monotonic() < deadline_s:
+                try:
+                    driver.execute("BEGIN IMMEDIATE")
+                    return
+                except sqlite3.Error as error:
+                    if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                        break
+            connection.exec_driver_sql("BEGIN IMMEDIATE")  # says what is wrong in the terms of all other statements
+    finally:
+        driver.execute(f"PRAGMA busy_timeout={int(timeout_s * 1000)}").fetchall()
+
+
+@contextmanager
+def _turn(path: str, deadline_s: float) -> Iterator[None]:
+    """Hold the turn for the block. Go on without it after the deadline, and where there can be no such file or lock: it
+    is SQLite's own lock that keeps the data right, and says what is wrong."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield
+        return
+    try:
+        while time.monotonic() < deadline_s:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which the kernel drops with its holder
+                break
+            except BlockingIOError:
+                time.sleep(LOOK_MS / 1000)
+            except OSError:
+                break
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing it would leave the lock to a child forked meanwhile
+        os.close(descriptor)

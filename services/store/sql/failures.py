@@ -98,6 +98,11 @@ def is_deadlock(error: BaseException | None) -> bool:
     return isinstance(error, DBAPIError) and _mysql_number(error.orig) == _MYSQL_DEADLOCK
 
 
+def is_without_tables(error: DBAPIError) -> bool:
+    """Whether an SQLite file is empty: it is not the one whose schema was made."""
+    return isinstance(error.orig, sqlite3.Error) and "no such table" in str(error.orig)
+
+
 def is_not_primary(error: BaseException | None) -> bool:
     """Whether the server takes no writes. Behind the same address another one may, but only for new connections."""
     return _mysql_number(error) in _MYSQL_NOT_PRIMARY

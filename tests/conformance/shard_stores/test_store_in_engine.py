@@ -16,7 +16,7 @@ from safetensors.numpy import save
 
 from ckpt_engine.contracts.counters import Counters
 from ckpt_engine.host.context import Services
-from ckpt_engine.host.job import Job
+from ckpt_engine.host.job import EngineJob
 from ckpt_engine.peers.links import PeerLinks
 from ckpt_engine.peers.transport.pool import ConnectionPool
 from ckpt_engine.peers.transport.port import Connection
@@ -24,12 +24,21 @@ from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import RestoreState
 from ckpt_engine.tiers.rate_limit import RateLimit
 from ckpt_engine.tiers.shard_store import ShardStore
-from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, ShardCopy, ShardSource, Tier
+from flyball.contracts.checkpoints import (
+    CheckpointSpec,
+    LineageEntry,
+    RestorePlan,
+    ShardCopy,
+    ShardSource,
+    StoredPoint,
+    StoredPoints,
+    Tier,
+)
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.engine_wire import Configure
 from flyball.contracts.errors import StorageFull, Unreachable
 from flyball.contracts.identity import Fence
+from flyball.contracts.on_host.engine_wire import Configure
 from flyball.contracts.recovery import complete_points
 
 Place = Any  # the conftest's
@@ -41,11 +50,16 @@ def nobody(host_id: str, address: str) -> Connection:
 
 
 @pytest.fixture
-def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def start_job(tmp_path: Path) -> Iterator[Callable[..., EngineJob]]:
     """Engines of hosts that share nothing but the store."""
-    jobs: list[Job] = []
+    jobs: list[EngineJob] = []
 
-    def start(host_id: str, limit: RateLimit | None = None, in_touch: Callable[[], bool] = lambda: True) -> Job:
+    def start(
+        host_id: str,
+        limit: RateLimit | None = None,
+        in_touch: Callable[[], bool] = lambda: True,
+        stored_points: Callable[[], StoredPoints | None] = lambda: None,
+    ) -> EngineJob:
         settings = EngineSettings()
         (tmp_path / host_id).mkdir(exist_ok=True)
         services = Services(
@@ -66,9 +80,10 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
             dial=nobody,
             code_version="test",
             in_touch=in_touch,
+            stored_points=stored_points,
             rate_limits={Tier.PERSISTENT: limit} if limit else {},
         )
-        jobs.append(Job("job", services))
+        jobs.append(EngineJob("job", services))
         return jobs[-1]
 
     yield start
@@ -93,7 +108,7 @@ def configure(host_id: str, place: Place, *, generation: int = 1, restore: Resto
     return Configure(Fence(1, generation), host_id, placement, spec)
 
 
-def capture(job: Job, step: int, *, slot: int) -> bytes:
+def capture(job: EngineJob, step: int, *, slot: int) -> bytes:
     payload = save({"w": np.full(300_000, step, np.float32)})
     with job.memory.using(0, create=True) as entry:
         assert entry is not None
@@ -103,7 +118,7 @@ def capture(job: Job, step: int, *, slot: int) -> bytes:
     return payload
 
 
-def persistent_steps(job: Job) -> list[int]:
+def persistent_steps(job: EngineJob) -> list[int]:
     return [copy.step for copy in job.copies() if copy.tier is Tier.PERSISTENT]
 
 
@@ -115,7 +130,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_a_step_goes_to_the_store_and_comes_back_on_a_host_that_has_nothing(
-    shared_place: Place, start_job: Callable[..., Job]
+    shared_place: Place, start_job: Callable[..., EngineJob]
 ) -> None:
     job = start_job("first")
     job.begin(configure("first", shared_place))
@@ -134,7 +149,7 @@ def test_a_step_goes_to_the_store_and_comes_back_on_a_host_that_has_nothing(
 
 
 def test_a_write_that_fails_is_told_and_the_next_step_is_written(
-    shared_place: Place, start_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    shared_place: Place, start_job: Callable[..., EngineJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = ShardStore.write
 
@@ -158,7 +173,7 @@ def test_a_write_that_fails_is_told_and_the_next_step_is_written(
     wait_for(lambda: persistent_steps(job) == [0, 2])
 
 
-def test_the_limit_is_asked_for_every_byte(shared_place: Place, start_job: Callable[..., Job]) -> None:
+def test_the_limit_is_asked_for_every_byte(shared_place: Place, start_job: Callable[..., EngineJob]) -> None:
     class Limit(RateLimit):
         def __init__(self) -> None:
             super().__init__(0, monotonic_s=time.monotonic)
@@ -182,9 +197,13 @@ def test_the_limit_is_asked_for_every_byte(shared_place: Place, start_job: Calla
 class CutHost:
     """A host of one rank that is in touch with the supervisor as long as it is said to be."""
 
-    def __init__(self, place: Place, start_job: Callable[..., Job]) -> None:
+    def __init__(
+        self, place: Place, start_job: Callable[..., EngineJob], stored_points: StoredPoints | None = None
+    ) -> None:
+        self.place = place
         self.is_in_touch = True
-        self.job = start_job("host-a", in_touch=lambda: self.is_in_touch)
+        self.stored_points = stored_points
+        self.job = start_job("host-a", in_touch=lambda: self.is_in_touch, stored_points=lambda: self.stored_points)
         self.job.begin(configure("host-a", place))
 
     def save_steps(self, *steps: int) -> None:
@@ -195,9 +214,13 @@ class CutHost:
     def comes_to_have(self, *steps: int) -> None:
         wait_for(lambda: persistent_steps(self.job) == [*steps])
 
+    def comes_to_leave(self, *steps: int) -> None:
+        """Whatever it tells of."""
+        wait_for(lambda: [copy.step for copy in self.place.store().scan()] == [*steps])
+
 
 @pytest.fixture
-def cut_host(shared_place: Place, start_job: Callable[..., Job]) -> CutHost:
+def cut_host(shared_place: Place, start_job: Callable[..., EngineJob]) -> CutHost:
     """Out of touch since step 4, at step 7; it has kept what there was."""
     host = CutHost(shared_place, start_job)
     host.save_steps(0, 1, 2, 3)
@@ -228,8 +251,42 @@ def test_what_the_supervisor_was_told_of_in_a_touch_too_short_for_a_prune_stays(
     cut_host.comes_to_have(11, 12)
 
 
+def test_the_newest_step_that_the_supervisor_knows_stays_however_far_behind_it_is(
+    shared_place: Place, start_job: Callable[..., EngineJob]
+) -> None:
+    host = CutHost(shared_place, start_job, stored_points={})  # it has stored nothing, and may store any of these
+    host.save_steps(0, 1, 2, 3, 4)
+    host.comes_to_leave(0, 1, 2, 3, 4)
+    host.stored_points = {"job": StoredPoint(2, 1)}
+    host.save_steps(5)
+    host.comes_to_leave(2, 3, 4, 5)
+    host.save_steps(*range(6, 24))  # without another answer: its database is away
+    host.comes_to_leave(2, *range(8, 24))
+    host.stored_points = {"job": StoredPoint(30, 7)}  # of a history that this generation does not belong to
+    host.is_in_touch = False  # the cut
+    host.save_steps(24, 25, 26)
+    host.comes_to_leave(2, *range(8, 24), 25, 26)
+    host.is_in_touch, host.stored_points = True, {"job": StoredPoint(26, 1)}
+    host.save_steps(27)
+    host.comes_to_leave(26, 27)
+
+
+def test_what_a_generation_began_with_stays_until_the_supervisor_says_what_it_knows(
+    shared_place: Place, start_job: Callable[..., EngineJob]
+) -> None:
+    before = CutHost(shared_place, start_job, stored_points={})
+    before.save_steps(0, 1, 2)
+    before.job.end(join_timeout_s=DEADLINE_S)
+    host = CutHost(shared_place, start_job, stored_points={})
+    host.save_steps(3, 4)
+    host.comes_to_leave(0, 1, 2, 3, 4)
+    host.stored_points = {"job": StoredPoint(4, 1)}
+    host.save_steps(5)
+    host.comes_to_leave(4, 5)
+
+
 def test_what_a_superseded_engine_goes_on_to_write_and_seals_is_dead_to_those_that_came_after(
-    shared_place: Place, start_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    shared_place: Place, start_job: Callable[..., EngineJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writing, go_on, write = threading.Event(), threading.Event(), ShardStore.write
 
@@ -259,7 +316,7 @@ def test_what_a_superseded_engine_goes_on_to_write_and_seals_is_dead_to_those_th
 
 
 def test_a_prune_that_lasts_ends_when_the_touch_does_and_what_it_left_stays(
-    shared_place: Place, shard: Callable[..., Any], start_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    shared_place: Place, shard: Callable[..., Any], start_job: Callable[..., EngineJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = shared_place.store()
     for step in range(6):
@@ -298,7 +355,7 @@ def test_a_prune_that_lasts_ends_when_the_touch_does_and_what_it_left_stays(
 
 
 def test_an_engine_that_begins_out_of_touch_leaves_what_was_there(
-    shared_place: Place, start_job: Callable[..., Job]
+    shared_place: Place, start_job: Callable[..., EngineJob]
 ) -> None:
     job = start_job("host-a")
     job.begin(configure("host-a", shared_place))

@@ -13,8 +13,8 @@ import pytest
 
 from ckpt_engine.contracts.peer_wire import TierNaming
 from ckpt_engine.format.manifest import Manifest
+from ckpt_engine.tiers.shard_listing import side_by_side
 from ckpt_engine.tiers.shard_store import ShardStore
-from ckpt_engine.tiers.side_by_side import side_by_side
 from ckpt_engine.tiers.storage import Storage
 from flyball.contracts.checkpoints import LineageEntry, Tier
 from flyball.contracts.errors import StorageFull, Unreachable

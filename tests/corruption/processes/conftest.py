@@ -25,12 +25,13 @@ import msgspec
 import pytest
 
 from ckpt_engine.slots.rank_segments import RankSegments, SlotState
-from flyball.contracts import fault_points, wire, worker_env
+from flyball.contracts import fault_points, wire
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry, RestorePlan, branch, is_alive
 from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.engine_wire import Arm, Configure, EngineReply, Flush, GetStatus
 from flyball.contracts.identity import Fence
-from flyball.contracts.segments import rank_segment, shm_prefix
+from flyball.contracts.on_host import worker_env
+from flyball.contracts.on_host.engine_wire import Arm, Configure, EngineReply, Flush, GetStatus
+from flyball.contracts.on_host.segments import rank_segment, shm_prefix
 from services.rules.recovery_point import plan_restore
 
 JOB = "job"

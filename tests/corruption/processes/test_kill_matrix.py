@@ -17,7 +17,7 @@ from ckpt_engine.format import integrity
 from ckpt_engine.trainer.restore.restore_file import read_manifest
 from flyball.contracts import fault_points
 from flyball.contracts.checkpoints import Tier
-from flyball.contracts.engine_wire import Flush
+from flyball.contracts.on_host.engine_wire import Flush
 
 if TYPE_CHECKING:
     from tests.corruption.processes.conftest import Site

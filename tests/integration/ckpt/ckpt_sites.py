@@ -27,9 +27,9 @@ from flyball.cli.main import run_cli
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry
 from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.engine_wire import Configure
 from flyball.contracts.identity import Fence
-from flyball.contracts.segments import rank_segment, replica_segment, shm_prefix
+from flyball.contracts.on_host.engine_wire import Configure
+from flyball.contracts.on_host.segments import rank_segment, replica_segment, shm_prefix
 
 JOB = "job"
 CHUNK_BYTES = 1 << 16

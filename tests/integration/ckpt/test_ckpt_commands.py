@@ -16,11 +16,11 @@ from safetensors import safe_open
 from ckpt_engine.format.manifest import entries_of
 from ckpt_engine.format.shard_format import read_header
 from ckpt_engine.inspect.copy_places import SlotPlace
-from ckpt_engine.inspect.inventory import Inventory
+from ckpt_engine.inspect.inventory import CopyInventory
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
-from flyball.contracts.segments import CONTROL_SUFFIX, rank_segment
+from flyball.contracts.on_host.segments import CONTROL_SUFFIX, rank_segment
 
 
 def flip(path: Path, offset: int) -> None:
@@ -97,7 +97,10 @@ def test_steps_that_a_restart_gave_up_are_shown_on_demand(site: Site) -> None:
     assert states(site.json("ls")) == [(6, True, True), (5, True, False)]
     everything = site.json("ls", "--all")
     assert [(s["step"], s["alive"]) for s in everything["steps"]] == [(6, True), (5, True), (9, False)]
-    assert everything["lineage"] == [{"generation": 1, "upto_step": 5}, {"generation": 2, "upto_step": None}]
+    assert everything["lineage"] == [
+        {"generation": 1, "upto_step": 5, "after_step": None},
+        {"generation": 2, "upto_step": None, "after_step": None},
+    ]
     inferred = site.json("ls", "--dir", "disk", "--all")  # nobody has recorded it here
     assert [(s["step"], s["alive"]) for s in inferred["steps"]] == [(6, True), (5, True), (9, False)]
 
@@ -445,7 +448,7 @@ def test_a_step_that_is_overwritten_while_it_is_listed_is_no_recovery_point(site
 
     places = [SlotPlace(Tier.MEMORY, site.prefix("host-a"), JOB, "host-a")]
     places.append(OverwrittenAtOnce(Tier.MEMORY, site.prefix("host-b"), JOB, "host-b"))
-    inventory = Inventory(JOB, places)
+    inventory = CopyInventory(JOB, places)
     assert [(step.step, step.world_size, step.recovery_point) for step in inventory.steps] == [(10, 2, True)]
 
 

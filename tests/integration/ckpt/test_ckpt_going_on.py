@@ -11,7 +11,7 @@ import pytest
 from ckpt_sites import FROM_SCRATCH, JOB, Site
 
 from flyball.cli.run.beginning import begin
-from flyball.cli.run.going_on import Left
+from flyball.cli.run.going_on import LeftCheckpoints
 from flyball.cli.run.run_folders import RunFolder, take
 from flyball.cli.signals import EndSignals, Interrupted
 from flyball.contracts.checkpoints import Tier
@@ -37,8 +37,8 @@ def home(site: Site) -> Iterator[RunFolder]:
     folder.close()
 
 
-def left(site: Site, home: RunFolder) -> Left:
-    return Left(home, site.spec, host_id="host", run=RUN, lineage=FROM_SCRATCH, environ=site.environment)
+def left(site: Site, home: RunFolder) -> LeftCheckpoints:
+    return LeftCheckpoints(home, site.spec, host_id="host", run=RUN, lineage=FROM_SCRATCH, environ=site.environment)
 
 
 def spoil(folder: Path) -> None:

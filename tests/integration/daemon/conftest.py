@@ -37,9 +37,9 @@ from flyball.contracts.decisions import (
     UpdateState,
     WarmUp,
 )
-from flyball.contracts.drains import Departure
 from flyball.contracts.identity import Fence
-from flyball.contracts.signals import Report, ReportReply, Signal, WorkerExited
+from flyball.contracts.reports.drains import Departure
+from flyball.contracts.reports.signals import Report, ReportReply, Signal, WorkerExited
 
 TOKEN = "a-token-for-tests"
 HOST_TOKEN = host_credential(TOKEN, "host-a").token

@@ -6,7 +6,7 @@ import msgspec
 
 from flyball.contracts.checkpoints import RestorePlan, ShardSource, Tier, branch
 from flyball.contracts.decisions import SaveEmergency, StartWorkers, UpdateState
-from flyball.contracts.rank_columns import statuses_in
+from flyball.contracts.reports.rank_columns import statuses_in
 
 TRAINER = """
 import threading

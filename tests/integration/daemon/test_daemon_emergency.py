@@ -14,8 +14,8 @@ from safetensors import safe_open
 
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.decisions import FlushState, SaveEmergency, StopWorkers, UpdateState
-from flyball.contracts.rank_columns import statuses_in
-from flyball.contracts.segments import rank_segment, shm_prefix
+from flyball.contracts.on_host.segments import rank_segment, shm_prefix
+from flyball.contracts.reports.rank_columns import statuses_in
 
 EVERY = 10  # steps between two saves to memory
 

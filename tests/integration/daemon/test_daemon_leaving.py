@@ -6,8 +6,8 @@ import signal
 from itertools import count
 
 from flyball.contracts.decisions import UpdateState
-from flyball.contracts.drains import Departure
-from flyball.contracts.signals import PreemptionNotice
+from flyball.contracts.reports.drains import Departure
+from flyball.contracts.reports.signals import PreemptionNotice
 
 WAIT = """
 import signal

@@ -12,8 +12,8 @@ import pytest
 
 from flyball.contracts.cluster import Phase, RankStatus
 from flyball.contracts.decisions import StartWorkers, StopWorkers, UpdateState
-from flyball.contracts.rank_columns import statuses_in, steps_in
-from flyball.contracts.signals import EngineRestarted, PreemptionNotice, Report
+from flyball.contracts.reports.rank_columns import statuses_in, steps_in
+from flyball.contracts.reports.signals import EngineRestarted, PreemptionNotice, Report
 
 WAIT = """
 import signal

@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 from flyball.contracts.decisions import StartWorkers, UpdateState, WarmUp
-from flyball.contracts.signals import WorkerStartFailed
+from flyball.contracts.reports.signals import WorkerStartFailed
 
 PRINT_ENVIRONMENT = """
 import json, os, sys, torch

@@ -32,9 +32,9 @@ from flyball.contracts.checkpoints import (
     Tier,
 )
 from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.engine_wire import Configure, EngineReply, GetStatus
 from flyball.contracts.identity import Fence
-from flyball.contracts.segments import rank_segment, shm_prefix
+from flyball.contracts.on_host.engine_wire import Configure, EngineReply, GetStatus
+from flyball.contracts.on_host.segments import rank_segment, shm_prefix
 
 JOB = "job"
 # A peer that is held up for a while is alive: no step is given up and no source passed over for that, nor is what was

@@ -16,8 +16,8 @@ from own_servers import free_port
 from safetensors.torch import load
 
 from ckpt_engine.slots.rank_segments import RankSegments, SlotState
-from flyball.contracts import worker_env
-from flyball.contracts.segments import rank_segment
+from flyball.contracts.on_host import worker_env
+from flyball.contracts.on_host.segments import rank_segment
 
 LOOP = """
 import hashlib, random, sys, torch, torch.distributed as dist, flyball

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from own_servers import free_port
 
-from flyball.contracts import worker_env
+from flyball.contracts.on_host import worker_env
 
 RANK = """
 import json, os, threading

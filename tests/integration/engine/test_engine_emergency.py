@@ -14,8 +14,8 @@ import pytest
 
 from ckpt_engine.world.save_schedule import is_due
 from flyball.contracts.checkpoints import CheckpointSpec, RestorePlan, Tier, branch
-from flyball.contracts.engine_wire import Arm, AwaitSaved, Disarm, EngineReply, Flush, GetStatus
 from flyball.contracts.identity import Fence
+from flyball.contracts.on_host.engine_wire import Arm, AwaitSaved, Disarm, EngineReply, Flush, GetStatus
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster, EngineHost, Trainer

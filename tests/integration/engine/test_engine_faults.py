@@ -10,8 +10,8 @@ from safetensors.numpy import load_file
 
 from ckpt_engine.slots.rank_segments import RankSegments, RestoreState, SlotState
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier
-from flyball.contracts.engine_wire import Flush
-from flyball.contracts.segments import replica_segment
+from flyball.contracts.on_host.engine_wire import Flush
+from flyball.contracts.on_host.segments import replica_segment
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster, EngineHost, Trainer

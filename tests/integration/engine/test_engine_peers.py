@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from ckpt_engine.contracts.peer_wire import Inventory, ListShards
+from ckpt_engine.contracts.peer_wire import ListShards, ShardList
 from ckpt_engine.peers.transport.handshake import introduce
 from ckpt_engine.peers.transport.port import ByteCounters, Connection, Identity
 from ckpt_engine.peers.transport.tcp import connect_tcp
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import RankSegments, RestoreState
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Replication, RestorePlan, Tier
-from flyball.contracts.segments import replica_segment
+from flyball.contracts.on_host.segments import replica_segment
 from services.controller.round.peer_choice import choose_peers
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ def test_a_peer_says_what_it_holds_of_the_ranks_that_it_is_asked_for(
         second.save(step)
     until(lambda: first.world_step == second.world_step == 1)
     with call(b) as connection:
-        held = connection.request(ListShards("job", 0), Inventory, timeout_s=60).copies
+        held = connection.request(ListShards("job", 0), ShardList, timeout_s=60).copies
         assert [(copy.step, copy.tier, copy.host_id) for copy in held] == [(1, Tier.PEER, "b"), (0, Tier.PEER, "b")]
-        own = connection.request(ListShards("job", 1), Inventory, timeout_s=60).copies
+        own = connection.request(ListShards("job", 1), ShardList, timeout_s=60).copies
         assert {(copy.step, copy.rank, copy.tier) for copy in own} == {(0, 1, Tier.MEMORY), (1, 1, Tier.MEMORY)}
-        assert connection.request(ListShards("another", 0), Inventory, timeout_s=60).copies == ()
+        assert connection.request(ListShards("another", 0), ShardList, timeout_s=60).copies == ()
     digests = {copy.digest for copy in a.status.copies if (copy.rank, copy.step) == (0, 1)}
     assert digests == {held[0].digest}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_engine.slots.rank_segments import RankSegments
-from flyball.contracts.segments import rank_segment
+from flyball.contracts.on_host.segments import rank_segment
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster, EngineHost, Trainer

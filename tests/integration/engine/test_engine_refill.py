@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CheckpointSpec, Tier
 from flyball.contracts.fault_points import VARIABLE
-from flyball.contracts.segments import replica_segment
+from flyball.contracts.on_host.segments import replica_segment
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster, EngineHost, Trainer

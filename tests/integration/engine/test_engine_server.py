@@ -13,10 +13,10 @@ from ckpt_engine.contracts.notices import SaveAborted, SaveWaited
 from ckpt_engine.slots.rank_segments import RankSegments, RestoreState, SlotState
 from ckpt_engine.world.coordinator import MAX_ABANDONED
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, Tier
-from flyball.contracts.engine_wire import Arm, AwaitSaved, Configure, Flush, GetStatus, Release
 from flyball.contracts.identity import Fence
-from flyball.contracts.segments import replica_segment
-from flyball.contracts.testimony import Testimonies
+from flyball.contracts.on_host.engine_wire import Arm, AwaitSaved, Configure, Flush, GetStatus, Release
+from flyball.contracts.on_host.segments import replica_segment
+from flyball.contracts.reports.testimony import Testimonies
 
 if TYPE_CHECKING:
     from tests.integration.engine.conftest import Cluster, EngineHost, Trainer

@@ -15,9 +15,9 @@ import torch
 
 from ckpt_engine.slots.rank_segments import RankSegments
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, LineageEntry, RestorePlan, ShardSource, Tier
-from flyball.contracts.engine_wire import Flush
 from flyball.contracts.errors import RestoreFailed
-from flyball.contracts.segments import beacon_path, rank_segment, replica_segment
+from flyball.contracts.on_host.engine_wire import Flush
+from flyball.contracts.on_host.segments import beacon_path, rank_segment, replica_segment
 from flyball.sdk.beacon import create_beacon
 from flyball.sdk.trainer import Job
 from flyball.sdk.worker_identity import WorkerIdentity

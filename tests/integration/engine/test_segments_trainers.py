@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ckpt_engine.slots.rank_segments import RankSegments
-from flyball.contracts import wire, worker_env
+from flyball.contracts import wire
 from flyball.contracts.checkpoints import Lineage, LineageEntry, RestorePlan, Tier, branch
 from flyball.contracts.cluster import Phase
-from flyball.contracts.engine_wire import Arm, AwaitSaved, Disarm, GetStatus
 from flyball.contracts.identity import Fence
-from flyball.contracts.segments import beacon_path, rank_segment
+from flyball.contracts.on_host import worker_env
+from flyball.contracts.on_host.engine_wire import Arm, AwaitSaved, Disarm, GetStatus
+from flyball.contracts.on_host.segments import beacon_path, rank_segment
 from flyball.sdk.beacon import BeaconReader, create_beacon
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from flyball.contracts import fault_points, worker_env
+from flyball.contracts import fault_points
+from flyball.contracts.on_host import worker_env
 
 ARMED = Path(os.environ["ARMED_DIR"])
 PACE_S = float(os.environ["ARMED_PACE_S"])

@@ -13,7 +13,7 @@ import pytest
 
 from flyball.cli.reach.client import ApiClient
 from flyball.contracts.cluster import JobSpec
-from flyball.contracts.segments import SHM_DIR_VARIABLE
+from flyball.contracts.on_host.segments import SHM_DIR_VARIABLE
 
 sys.path.append(str(Path(__file__).parent))  # tests are no packages: the modules beside this one are found by path
 pytest.register_assert_rewrite("recovery_jobs", "recovery_namespaces", "recovery_processes")

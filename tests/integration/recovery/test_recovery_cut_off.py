@@ -19,11 +19,9 @@ from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.clock import SystemClock
 from simulator.inject import faults
 
-EVERY = 30  # steps between two that are written to the folder: more than a second, where a report comes each 0.2 s
+EVERY = 5  # steps between two that are written to the folder: some are, before a report of one was stored and answered
 SILENT_S = 3.5  # three times as long a host may say nothing for which nobody speaks: a daemon may be held up as well
-# Of them, in the folder. The supervisor must hear of one before they are removed, also where it was paused for seconds:
-# of two the one it knew was gone once, and the first restore failed.
-KEPT = 8
+KEPT = 1  # of them, in the folder: beside those that the supervisor may know
 
 
 @pytest.fixture(scope="module")

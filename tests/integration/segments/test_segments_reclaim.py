@@ -23,7 +23,7 @@ from ckpt_engine.slots.reclaim_rules import is_reclaimable, unused_s
 from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.tiers.peer import PeerTier
 from flyball.contracts.errors import Conflict
-from flyball.contracts.segments import parse_segment, rank_segment, replica_segment, shm_prefix
+from flyball.contracts.on_host.segments import parse_segment, rank_segment, replica_segment, shm_prefix
 
 SIZE = 5000
 ROOT = Path(__file__).parents[3]

@@ -14,12 +14,14 @@ from sqlalchemy import Connection, text
 
 from flyball.contracts.errors import StateVersionMismatch, Unreachable
 from services.store.sql.database import Database
+from services.store.sql.schema_upgrade import refuse_from_before
 
 LOCK_TIMEOUT_S = 60
 
 
 def upgrade(db: Database) -> None:
-    """Apply what is missing. Raises StateVersionMismatch if the database is newer than this release."""
+    """Apply what is missing. Raises StateVersionMismatch if the database is newer than this release, or from before the
+    first one."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
@@ -28,7 +30,9 @@ def upgrade(db: Database) -> None:
         found = MigrationContext.configure(connection).get_current_revision()
         if found == script.get_current_head():
             return
-        if found is not None and found not in {revision.revision for revision in script.walk_revisions()}:
+        known = {revision.revision for revision in script.walk_revisions()}
+        refuse_from_before(db.name, found)
+        if found is not None and found not in known:
             raise StateVersionMismatch(
                 f"The database {db.name} has schema {found}, which this release does not know.",
                 hint="run the release of Flyball that wrote it, or a newer one",

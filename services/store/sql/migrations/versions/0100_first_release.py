@@ -1,13 +1,16 @@
-"""The first schema."""
+"""The first schema that was released. Later revisions are kept, and each is tested from here on."""
+
+from uuid import uuid4
 
 import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import mysql
 
-revision = "0001"
+revision = "0100"
 down_revision = None
 
 NUMBER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+BLOB = sa.LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")
 DOCUMENT = sa.Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
 OPTIONS = {
     f"{dialect}_{option}": value
@@ -49,6 +52,13 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("name", name="pk_bus_streams"),
     )
     create_table(
+        "cluster",
+        sa.Column("id", sa.Integer(), autoincrement=False, nullable=False),
+        sa.Column("cluster_id", sa.String(length=32), nullable=False),
+        sa.Column("decision_floor", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_cluster"),
+    )
+    create_table(
         "cursors",
         sa.Column("name", sa.String(length=32), nullable=False),
         sa.Column("stream", sa.String(length=64), nullable=False),
@@ -69,6 +79,16 @@ def upgrade() -> None:
     create_index("ix_decisions_incident", "decisions", ["incident"])
     create_index("ix_decisions_job", "decisions", ["job"])
     create_table(
+        "drains",
+        sa.Column("host_id", sa.String(length=64), nullable=False),
+        sa.Column("state", sa.String(length=32), nullable=False),
+        sa.Column("requested_at", sa.Double(), nullable=False),
+        sa.Column("deadline_at", sa.Double(), nullable=False),
+        sa.Column("reason", DOCUMENT, nullable=False),
+        sa.Column("message", DOCUMENT, nullable=False),
+        sa.PrimaryKeyConstraint("host_id", name="pk_drains"),
+    )
+    create_table(
         "events",
         sa.Column("number", NUMBER, autoincrement=False, nullable=False),
         sa.Column("at", sa.Double(), nullable=False),
@@ -79,6 +99,18 @@ def upgrade() -> None:
     )
     create_index("ix_events_job", "events", ["job"])
     create_table(
+        "host_reports",
+        sa.Column("host_id", sa.String(length=64), nullable=False),
+        sa.Column("incarnation", sa.String(length=64), nullable=False),
+        sa.Column("sent_at", sa.Double(), nullable=False),
+        sa.Column("received_at", sa.Double(), nullable=False),
+        sa.Column("digest", sa.String(length=32), nullable=False),
+        sa.Column("workers", DOCUMENT, nullable=False),
+        sa.Column("positions", DOCUMENT, nullable=False),
+        sa.Column("version", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("host_id", name="pk_host_reports"),
+    )
+    create_table(
         "hosts",
         sa.Column("host_id", sa.String(length=64), nullable=False),
         sa.Column("state", sa.String(length=32), nullable=False),
@@ -86,19 +118,17 @@ def upgrade() -> None:
         sa.Column("reason", DOCUMENT, nullable=False),
         sa.Column("preempt_deadline_at", sa.Double(), nullable=False),
         sa.Column("joined_at", sa.Double(), nullable=False),
+        sa.Column("left_at", sa.Double(), server_default="0", nullable=False),
         sa.Column("address", sa.String(length=128), nullable=False),
         sa.Column("failure_domain", sa.String(length=128), nullable=False),
         sa.Column("engine_address", sa.String(length=160), nullable=False),
         sa.Column("free_port", sa.Integer(), nullable=False),
         sa.Column("daemon_version", sa.String(length=64), nullable=False),
         sa.Column("pid", sa.Integer(), nullable=False),
-        sa.Column("incarnation", sa.String(length=64), nullable=False),
-        sa.Column("sent_at", sa.Double(), nullable=False),
-        sa.Column("last_report_at", sa.Double(), nullable=False),
         sa.Column("interval_s", sa.Double(), nullable=False),
         sa.Column("engine", DOCUMENT, nullable=False),
-        sa.Column("workers", DOCUMENT, nullable=False),
         sa.Column("copies", DOCUMENT, nullable=False),
+        sa.Column("version", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("host_id", name="pk_hosts"),
     )
     create_table(
@@ -124,15 +154,27 @@ def upgrade() -> None:
         sa.Column("stop_requested", sa.Boolean(), nullable=False),
         sa.Column("newest_step", sa.BigInteger(), nullable=False),
         sa.Column("generation", sa.Integer(), nullable=False),
+        sa.Column("run", sa.String(length=32), server_default="", nullable=False),
+        sa.Column("adopted", DOCUMENT, nullable=True),
+        sa.Column("loss", sa.String(length=32), nullable=False),
+        sa.Column("loss_step", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("job", name="pk_jobs"),
     )
     create_index("ix_jobs_state", "jobs", ["state"])
+    create_table(
+        "learned_jobs",
+        sa.Column("job", sa.String(length=64), nullable=False),
+        sa.Column("told_at", sa.Double(), nullable=False),
+        sa.Column("learned", DOCUMENT, nullable=False),
+        sa.PrimaryKeyConstraint("job", name="pk_learned_jobs"),
+    )
     create_table(
         "lease",
         sa.Column("name", sa.String(length=32), nullable=False),
         sa.Column("holder", sa.String(length=200), nullable=False),
         sa.Column("epoch", sa.BigInteger(), nullable=False),
         sa.Column("expires_at", sa.Double(), nullable=False),
+        sa.Column("incarnation", sa.String(length=32), server_default="", nullable=False),
         sa.PrimaryKeyConstraint("name", name="pk_lease"),
     )
     create_table(
@@ -153,15 +195,19 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("job", "generation", "step", "rank", name="pk_persistent_copies"),
     )
     create_table(
+        "persistent_steps",
+        sa.Column("job", sa.String(length=64), nullable=False),
+        sa.Column("generation", sa.Integer(), autoincrement=False, nullable=False),
+        sa.Column("step", sa.BigInteger(), autoincrement=False, nullable=False),
+        sa.Column("version", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("job", "generation", "step", name="pk_persistent_steps"),
+    )
+    create_table(
         "ranks",
         sa.Column("job", sa.String(length=64), nullable=False),
         sa.Column("generation", sa.Integer(), autoincrement=False, nullable=False),
         sa.Column("rank", sa.Integer(), autoincrement=False, nullable=False),
         sa.Column("host_id", sa.String(length=64), nullable=False),
-        sa.Column("pid", sa.Integer(), nullable=False),
-        sa.Column("step", sa.BigInteger(), nullable=False),
-        sa.Column("phase", sa.Integer(), nullable=False),
-        sa.Column("reported_at", sa.Double(), nullable=False),
         sa.Column("exited_at", sa.Double(), nullable=False),
         sa.Column("exited", DOCUMENT, nullable=True),
         sa.Column("marks", DOCUMENT, nullable=True),
@@ -169,6 +215,25 @@ def upgrade() -> None:
         sa.Column("restored", DOCUMENT, nullable=True),
         sa.PrimaryKeyConstraint("job", "generation", "rank", name="pk_ranks"),
     )
+    create_table(
+        "round_pieces",
+        sa.Column("round", sa.BigInteger(), autoincrement=False, nullable=False),
+        sa.Column("piece", sa.Integer(), autoincrement=False, nullable=False),
+        sa.Column("data", BLOB, nullable=False),
+        sa.PrimaryKeyConstraint("round", "piece", name="pk_round_pieces"),
+    )
+    create_table(
+        "rounds",
+        sa.Column("number", NUMBER, autoincrement=False, nullable=False),
+        sa.Column("at", sa.Double(), nullable=False),
+        sa.Column("epoch", sa.BigInteger(), nullable=False),
+        sa.Column("version", sa.String(length=64), nullable=False),
+        sa.Column("signals", DOCUMENT, nullable=False),
+        sa.Column("inputs", BLOB, nullable=False),
+        sa.Column("total_bytes", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("number", name="pk_rounds"),
+    )
+    create_index("ix_rounds_total_bytes", "rounds", ["total_bytes"])
     create_table(
         "signals",
         sa.Column("number", NUMBER, nullable=False),
@@ -188,10 +253,31 @@ def upgrade() -> None:
     create_index("ix_signals_host_id", "signals", ["host_id"])
     create_index("ix_signals_job_generation", "signals", ["job", "generation"])
     create_table(
+        "standings",
+        sa.Column("host_id", sa.String(length=64), nullable=False),
+        sa.Column("told_at", sa.Double(), nullable=False),
+        sa.Column("first_told_at", sa.Double(), nullable=False),
+        sa.Column("is_settled", sa.Boolean(), nullable=False),
+        sa.Column("cluster", sa.String(length=32), nullable=False),
+        sa.Column("command_id", sa.String(length=190), nullable=False),
+        sa.Column("document", DOCUMENT, nullable=False),
+        sa.PrimaryKeyConstraint("host_id", name="pk_standings"),
+    )
+    create_index("ix_standings_is_settled", "standings", ["is_settled"])
+    create_table(
+        "vouches",
+        sa.Column("sensor", sa.String(length=128), nullable=False),
+        sa.Column("at", sa.Double(), nullable=False),
+        sa.Column("hosts", DOCUMENT, nullable=False),
+        sa.Column("ages_ms", DOCUMENT, nullable=False),
+        sa.PrimaryKeyConstraint("sensor", name="pk_vouches"),
+    )
+    create_table(
         "watermarks",
         sa.Column("incarnation", sa.String(length=64), nullable=False),
+        sa.Column("source", sa.String(length=128), nullable=False),
         sa.Column("seq", sa.BigInteger(), nullable=False),
-        sa.PrimaryKeyConstraint("incarnation", name="pk_watermarks"),
+        sa.PrimaryKeyConstraint("incarnation", "source", name="pk_watermarks"),
     )
     create_table(
         "actions",
@@ -277,12 +363,15 @@ def upgrade() -> None:
         sa.Column("progress", sa.Integer(), nullable=False),
         sa.Column("answered_at", sa.Double(), nullable=False),
         sa.Column("answer", DOCUMENT, nullable=True),
+        sa.Column("answer_revision", sa.BigInteger(), server_default="0", nullable=False),
         sa.ForeignKeyConstraint(["action"], ["actions.number"], name="fk_commands_action"),
         sa.PrimaryKeyConstraint("number", name="pk_commands"),
         sa.UniqueConstraint("command_id", name="uq_commands_command_id"),
     )
     create_index("ix_commands_action", "commands", ["action"])
-    create_index("ix_commands_host_id_is_open", "commands", ["host_id", "is_open"])
+    create_index("ix_commands_action_answer_revision", "commands", ["action", "answer_revision"])
+    create_index("ix_commands_is_open_host_id", "commands", ["is_open", "host_id"])
 
     seed("log_head", "id", {"id": 1, "last_event": 0, "revision": 0})
-    seed("lease", "name", {"name": "controller", "holder": "", "epoch": 0, "expires_at": 0.0})
+    seed("lease", "name", {"name": "controller", "holder": "", "epoch": 0, "expires_at": 0.0, "incarnation": ""})
+    seed("cluster", "id", {"id": 1, "cluster_id": uuid4().hex, "decision_floor": 0})

@@ -11,7 +11,7 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from flyball.contracts.checkpoints import RestoreReport, SaveInterval, ShardCopy
+from flyball.contracts.checkpoints import RestoreReport, SaveInterval, ShardCopy, StoredPoints
 from flyball.contracts.cluster import HostFacts, Phase, WorkerError
 from flyball.contracts.identity import (
     Duration,
@@ -26,10 +26,10 @@ from flyball.contracts.identity import (
     SeenStep,
     Seq,
 )
-from flyball.contracts.losses import RankLoss
-from flyball.contracts.rank_columns import CompletedSteps, Progress, Workers
-from flyball.contracts.succession import Predecessors
-from flyball.contracts.testimony import Asked, Testimonies
+from flyball.contracts.on_host.losses import RankLoss
+from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, Workers
+from flyball.contracts.reports.succession import Predecessors
+from flyball.contracts.reports.testimony import Asked, Testimonies
 
 Text = Annotated[str, msgspec.Meta(max_length=16_384)]
 Counters = Annotated[
@@ -270,7 +270,7 @@ class Report(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     succeeds: Predecessors = ()  # daemons that had its state folder before it, newest first
     sent_at: Moment  # from here on all of it changes with every report, or is told once
     seq: Seq = 0  # grows with every report of an incarnation, sent or not; 0: not told, `sent_at` is the order
-    progress: tuple[Progress, ...] = ()  # of `workers`, in their order
+    progress: tuple[RankProgress, ...] = ()  # of `workers`, in their order
     completed: tuple[CompletedSteps, ...] = ()
     lagged_s: Duration = 0.0  # how late the daemon's own loop ran
     signals: tuple[Signal, ...] = ()
@@ -280,9 +280,11 @@ class Report(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     losses: tuple[RankLoss, ...] = ()  # those that changed
 
 
-class ReportReply(msgspec.Struct, frozen=True, gc=False):
+class ReportReply(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """`committed[incarnation]`: every signal up to this seq is committed, and may leave the spool. `ask`: the sensor
-    hears nothing of these hosts; the next reports are to say what the engine hears of them."""
+    hears nothing of these hosts; the next reports are to say what the engine hears of them. `stored_points`: of the
+    jobs that the host runs, as far as they have one; they may lag."""
 
     committed: Mapping[str, int]
     ask: Asked = ()
+    stored_points: StoredPoints = {}

@@ -23,16 +23,16 @@ CommandId = Annotated[str, msgspec.Meta(max_length=MAX_COMMAND_ID)]
 Epoch = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
-class Obeyed(msgspec.Struct, frozen=True):
+class LastObeyed(msgspec.Struct, frozen=True):
     """Whom a daemon obeyed. With each poll it says so; a database that does not know the command is behind."""
 
     cluster: ClusterId = ""  # '': it obeyed nobody, or a supervisor of a release without cluster ids
     epoch: Epoch = 0  # the highest
     command_id: CommandId = ""  # the newest
 
-    def after(self, command: Command, cluster: str) -> Obeyed:
+    def after(self, command: Command, cluster: str) -> LastObeyed:
         """Once another command was obeyed."""
-        return Obeyed(cluster or self.cluster, max(self.epoch, command.fence.epoch), command.command_id)
+        return LastObeyed(cluster or self.cluster, max(self.epoch, command.fence.epoch), command.command_id)
 
 
 class HeldJob(msgspec.Struct, frozen=True):
@@ -42,22 +42,23 @@ class HeldJob(msgspec.Struct, frozen=True):
     placement: Placement  # the host's part; rank 0's host has the whole
     fence: Fence
     ranks: tuple[Rank, ...]  # those that run
+    ran_s: Duration = 0.0  # how long the first of them has run; 0.0: none does
 
 
-class Standing(msgspec.Struct, frozen=True):
+class HostStanding(msgspec.Struct, frozen=True):
     """What a host tells a supervisor whose database does not know what it obeyed."""
 
     host_id: HostId
     incarnation: Incarnation
     at: Moment
-    obeyed: Obeyed
+    obeyed: LastObeyed
     unheard_s: Duration  # since a supervisor of its cluster answered last
     jobs: tuple[HeldJob, ...] = ()
     ended: Mapping[JobName, Generation] = {}  # jobs that ended here, and the newest generation of each
     committed: Mapping[Incarnation, Seq] = {}  # signals up to here were committed, and cannot be sent again
 
 
-def database_knows(obeyed: Obeyed, *, cluster: str, epoch: int, is_command_known: bool) -> bool:
+def database_knows(obeyed: LastObeyed, *, cluster: str, epoch: int, is_command_known: bool) -> bool:
     """Whether a database of this cluster, under this epoch, is no older than what a host obeyed. Pure."""
     if obeyed.cluster and obeyed.cluster != cluster:
         return False

@@ -41,7 +41,7 @@ class Workers(msgspec.Struct, frozen=True, gc=False):
     pids: tuple[Pid, ...]  # in the order of `ranks`
 
 
-class Progress(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+class RankProgress(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What the beacons of `Workers` show, in the order of its ranks."""
 
     phases: tuple[Phase, ...]  # one alone is that of all
@@ -77,12 +77,12 @@ class CompletedSteps(msgspec.Struct, frozen=True, gc=False):
         return self.first_step + len(self.completed_at) - 1
 
 
-def phases_of(progress: Progress) -> tuple[Phase, ...]:
+def phases_of(progress: RankProgress) -> tuple[Phase, ...]:
     """One for each rank."""
     return progress.phases if len(progress.phases) != 1 else progress.phases * len(progress.steps)
 
 
-def statuses_in(workers: Sequence[Workers], progress: Sequence[Progress]) -> Iterator[RankStatus]:
+def statuses_in(workers: Sequence[Workers], progress: Sequence[RankProgress]) -> Iterator[RankStatus]:
     """Every rank by itself, of columns that were checked."""
     for of, at in zip(workers, progress, strict=True):
         columns = (of.ranks, of.pids, phases_of(at), at.steps, at.beacon_ages_s)
@@ -95,7 +95,7 @@ def statuses_in(workers: Sequence[Workers], progress: Sequence[Progress]) -> Ite
             yield RankStatus(of.job, of.generation, *row)
 
 
-def in_columns(statuses: Iterable[RankStatus]) -> tuple[tuple[Workers, ...], tuple[Progress, ...]]:
+def in_columns(statuses: Iterable[RankStatus]) -> tuple[tuple[Workers, ...], tuple[RankProgress, ...]]:
     """What `statuses_in` takes apart. Generations are in the order in which they are first seen, and so are ranks."""
     groups: dict[tuple[str, int], list[RankStatus]] = {}
     for status in statuses:
@@ -106,7 +106,7 @@ def in_columns(statuses: Iterable[RankStatus]) -> tuple[tuple[Workers, ...], tup
         is_seen = any(status.activity not in _AT_WORK for status in group)
         workers.append(Workers(job, generation, tuple(s.rank for s in group), tuple(s.pid for s in group)))
         progress.append(
-            Progress(
+            RankProgress(
                 phases=phases[:1] if len(set(phases)) == 1 else phases,
                 steps=tuple(status.step for status in group),
                 beacon_ages_s=tuple(status.beacon_age_s for status in group),
@@ -148,7 +148,7 @@ def check_workers(workers: Sequence[Workers]) -> None:
         _check_once(of.job, of.ranks)
 
 
-def check_progress(workers: Sequence[Workers], progress: Sequence[Progress]) -> None:
+def check_progress(workers: Sequence[Workers], progress: Sequence[RankProgress]) -> None:
     """Raise InvalidMessage unless all columns are as long as those of the workers."""
     if len(workers) != len(progress):
         raise _invalid(

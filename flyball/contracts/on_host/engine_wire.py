@@ -11,10 +11,17 @@ from typing import TypeAlias
 
 import msgspec
 
-from flyball.contracts.checkpoints import CheckpointSpec, JobHistory, RestoreReport, SaveInterval, ShardCopy
+from flyball.contracts.checkpoints import (
+    CheckpointSpec,
+    JobHistory,
+    RestoreReport,
+    SaveInterval,
+    ShardCopy,
+    StoredPoints,
+)
 from flyball.contracts.cluster import Placement
 from flyball.contracts.identity import Fence, HostId, JobName, Rank
-from flyball.contracts.testimony import Asked, Testimonies
+from flyball.contracts.reports.testimony import Asked, Testimonies
 
 HOST_STATE_VERSION = "1"  # of the state folder, which daemon and engine share; in its file VERSION
 ENGINE_SOCKET = "engine.sock"  # in the state folder, like the two that follow
@@ -81,11 +88,13 @@ class GetStatus(msgspec.Struct, frozen=True, tag="status"):
     """What the engine holds and how it fares. `restores_since`: only restore reports newer than this wall time.
     `about`: peers of whose life something is to be said. `in_touch_until_s`: until then, on this machine's monotonic
     clock, the host cannot have been given up, by the last answer of the supervisor. A moment and not a time that is
-    left: a request may wait for an engine that was stopped, and would begin to count when it is read."""
+    left: a request may wait for an engine that was stopped, and would begin to count when it is read. `stored_points`:
+    as the supervisor last told them; None: this daemon knows nothing of them."""
 
     restores_since: float = 0.0
     about: Asked = ()
     in_touch_until_s: float = 0.0
+    stored_points: StoredPoints | None = None
 
 
 EngineRequest: TypeAlias = Configure | Flush | Arm | Disarm | AwaitSaved | Release | GetStatus

@@ -19,7 +19,7 @@ SIZE = struct.Struct("<HH")  # rows, columns
 MAX_INPUT_BYTES = 2048  # in one message: with its head less than a pipe writes in one piece
 
 
-class ConsoleWish(msgspec.Struct, frozen=True):
+class ConsoleRequest(msgspec.Struct, frozen=True):
     """Kept at `wish_path` for as long as the command runs."""
 
     pid: int  # of the command: a wish of one that was killed is void

@@ -1,0 +1,155 @@
+"""The newest step that the supervisor has stored is in the folder that all share, whenever its hosts are cut off."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ckpt_engine.contracts.counters import Counters
+from ckpt_engine.contracts.peer_wire import TierNaming
+from ckpt_engine.tiers.retention_rules import removable, unconfirmed
+from ckpt_engine.tiers.writing.tier_retention import TierRetention
+from flyball.contracts.checkpoints import (
+    CheckpointSpec,
+    Lineage,
+    LineageEntry,
+    ShardCopy,
+    StoredPoint,
+    StoredPoints,
+    Tier,
+)
+
+BEYOND = 16
+
+
+class Folder:
+    """What a store of whole steps, of one rank, says of itself."""
+
+    tier = Tier.PERSISTENT
+
+    def __init__(self) -> None:
+        self.steps: set[int] = set()
+
+    def sealed_steps(self, lineage: Lineage, *, or_unread: bool = False) -> tuple[int, ...]:
+        return tuple(sorted(self.steps))
+
+    def held(self, rank: int, lineage: Lineage, *, or_unread: bool = False) -> tuple[int, ...]:
+        return tuple(sorted(self.steps))
+
+    def scan_worlds(self, steps: Iterable[tuple[int, int]]) -> None:
+        assert self.steps.issuperset(step for _, step in steps)
+
+    def prune(self, *, may_go_on: Callable[[], bool], **rule: Any) -> bool:  # noqa: ANN401 - handed on
+        copies = [ShardCopy("job", 1, step, 0, self.tier, "", 1, "") for step in self.steps]
+        self.steps -= {copy.step for copy in removable(copies, **rule)}
+        return may_go_on()
+
+
+@dataclass
+class World:
+    """A job of one host, whose steps come in its folder at once, and its supervisor."""
+
+    keep_latest: int
+    folder: Folder = field(default_factory=Folder)
+    step: int = -1
+    is_linked: bool = True
+    in_touch: bool = False
+    heard: StoredPoints = field(default_factory=dict)  # by the engine, in the newest reply
+    reported: int = -1  # newest whole step that a sensor heard of
+    stored: int = -1  # of those, the newest that is in SQL
+    learned: int = -1  # of those, the newest that a sensor knows
+
+    def __post_init__(self) -> None:
+        self.restart_engine()
+
+    def restart_engine(self) -> None:
+        self.in_touch, self.heard = False, {}
+        generation: Any = SimpleNamespace(
+            job="job",
+            lineage=(LineageEntry(1),),
+            local_ranks=(0,),
+            ended=threading.Event(),
+            generation_of=lambda step: 1,
+            configure=SimpleNamespace(spec=CheckpointSpec(persistent_dir="/d", persistent_every_steps=1)),
+        )
+        folder: Any = self.folder
+        self.retention = TierRetention(
+            generation,
+            folder,
+            rank=0,
+            counters=Counters(),
+            in_touch=lambda: self.in_touch,
+            stored_points=lambda: self.heard,
+        )
+        self.retention.begin()
+
+    def write(self) -> None:
+        """The next step, which is named, and what it makes room for."""
+        self.step += 1
+        self.folder.steps.add(self.step)
+        kept = tuple(sorted(self.folder.steps)[-self.keep_latest :])
+        self.retention.prune(TierNaming(Tier.PERSISTENT, self.step, kept))
+
+    def do(self, event: str) -> None:
+        match event:
+            case "write":
+                self.write()
+            case "write many":
+                for _ in range(5):
+                    self.write()
+            case "report" if self.is_linked:
+                self.retention.told(frozenset(self.folder.steps))
+                self.reported = max(self.folder.steps, default=-1)
+                self.heard = {"job": StoredPoint(self.learned, 1)} if self.learned >= 0 else self.heard
+                self.in_touch = True
+                self.retention.told(frozenset(self.folder.steps))  # the engine is asked several times in a touch
+            case "store":
+                self.stored = self.reported
+            case "learn":
+                self.learned = self.stored
+            case "cut" | "heal":
+                self.is_linked = event == "heal"
+            case "touch is over" if not self.is_linked:
+                self.in_touch = False
+            case "engine restarts":
+                self.restart_engine()
+
+    @property
+    def known_to_engine(self) -> int:
+        return self.heard["job"].step if self.heard else -1
+
+
+EVENTS = ("write", "write many", "report", "store", "learn", "cut", "heal", "touch is over", "engine restarts")
+BEHIND = ["report", *["write"] * 2, "report", "store", *["write"] * 3, "cut"]  # two are kept: the hole that there was
+
+
+@settings(max_examples=500)
+@example(2, BEHIND)
+@example(1, [*BEHIND, "touch is over", "write many", "write many"])
+@given(st.integers(1, 3), st.lists(st.sampled_from(EVENTS), max_size=60))
+def test_what_a_restore_would_name_is_there(keep_latest: int, history: list[str]) -> None:
+    world = World(keep_latest)
+    is_overrun = False  # more steps were written than are kept for a supervisor that is behind
+    for event in history:
+        was_there = world.known_to_engine in world.folder.steps
+        known = world.known_to_engine
+        world.do(event)
+        is_overrun |= world.step - world.known_to_engine > BEYOND
+        if was_there and world.known_to_engine == known:
+            assert known in world.folder.steps, "however far behind the supervisor is"
+        if world.stored >= 0 and not is_overrun:
+            assert world.stored in world.folder.steps, f"of {sorted(world.folder.steps)}"
+
+
+@given(st.none() | st.integers(0, 99), st.sets(st.integers(0, 99)))
+def test_a_step_that_is_stored_stays_with_so_many_after_it(stored: int | None, held: Collection[int]) -> None:
+    kept = unconfirmed(stored, held)
+    newer = {step for step in held if stored is None or step > stored}
+    assert stored is None or stored in kept
+    assert kept - {stored} == set(sorted(newer)[-BEYOND:])

@@ -1,0 +1,47 @@
+"""Which copies of a disk tier go, case by case."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt_engine.contracts.peer_wire import TierNaming
+from ckpt_engine.tiers.retention_rules import removable
+from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
+
+LINEAGE = (LineageEntry(1, 10), LineageEntry(2))  # generation 2 runs; it restored step 10 of 1
+
+
+@pytest.mark.parametrize(
+    ("kept", "generation", "step", "goes"),
+    [
+        ((6, 8), 2, 12, False),  # named: it is being written
+        ((6, 8), 2, 13, False),
+        ((6, 8), 2, 11, True),  # the coordinator went past it: some rank could not write it
+        ((6, 8), 2, 8, False),
+        ((6, 8), 2, 7, True),
+        ((6, 8), 1, 9, False),  # of the history, and newer than all that is kept
+        ((6, 8), 1, 7, True),
+        ((6, 8), 1, 11, True),  # a branch that was given up
+        ((6, 8), 3, 1, False),  # a newer generation's
+        ((), 1, 11, False),  # nothing is complete yet: whatever is there may be wanted
+        ((), 1, 3, False),
+        ((0,), 1, 11, True),
+    ],
+)
+def test_what_no_restore_will_want_goes(kept: tuple[int, ...], generation: int, step: int, goes: bool) -> None:
+    copy = ShardCopy("job", generation, step, 0, Tier.DISK, "", 1, "")
+    naming = TierNaming(Tier.DISK, 12, kept)
+    assert removable([copy], naming=naming, lineage=LINEAGE, ranks=None) == ([copy] if goes else [])
+
+
+def test_of_multiples_only_whole_steps_stay() -> None:
+    whole, torn = (ShardCopy("job", 2, step, 0, Tier.PERSISTENT, "", 1, "") for step in (15, 20))
+    found = removable(
+        [whole, torn],
+        naming=TierNaming(Tier.PERSISTENT, 30, (28,)),
+        lineage=LINEAGE,
+        ranks=None,
+        keep_every=5,
+        sealed={(2, 15)},
+    )
+    assert found == [torn]
