@@ -154,7 +154,10 @@ class Job:
             assert len(new) <= 1, new
             return new[0] if new and is_closed(new[0]) and self._has_told_restores(new[0]) else None
 
-        incident.update(until(f"the end of an incident of {self.name}", closed))
+        try:
+            incident.update(until(f"the end of an incident of {self.name}", closed))
+        except AssertionError as error:
+            raise AssertionError(f"{error}; there is {self.incidents()} of {self.get()}") from None
 
     def _has_told_restores(self, incident: Mapping[str, Any]) -> bool:
         return incident["restored_step"] < 0 or len(incident["restored_from"]) == self.world_size
