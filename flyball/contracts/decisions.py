@@ -265,4 +265,5 @@ class CommandBatch(msgspec.Struct, frozen=True):
     log_requests: tuple[LogRequest, ...] = ()
     cluster: str = ""  # whose commands these are, '' from an older release
     incarnation: str = ""  # of its database: another one with every epoch
-    tell_standing: bool = False  # the database does not know what the host obeyed; there are no commands until it does
+    # The database does not know what the host obeyed last; the host gets no commands until it has reported that.
+    report_standing: bool = msgspec.field(default=False, name="tell_standing")

@@ -99,7 +99,7 @@ class SupervisorClient:
         )
         return wire.decode(response.content, CommandBatch)
 
-    async def tell_standing(self, standing: HostStanding) -> None:
+    async def report_standing(self, standing: HostStanding) -> None:
         """What the database does not know."""
         content, path = wire.encode(standing), f"/v1/hosts/{standing.host_id}/standing"
         await self._send(self._actuators, "POST", path, content=content, params=self._succession())

@@ -123,8 +123,8 @@ class CommandLoop:
                     self._host_id, self._incarnation, wait_s=POLL_WAIT_S, obeyed=self._allegiance.obeyed
                 )
                 await self._allegiance.answered(batch)
-                if batch.tell_standing or self._allegiance.has_gap:
-                    await self._client.tell_standing(await self._allegiance.standing())
+                if batch.report_standing or self._allegiance.has_gap:
+                    await self._client.report_standing(await self._allegiance.standing())
                     await asyncio.sleep(TELL_AGAIN_S)
             except TooBusy as error:
                 await asyncio.sleep(error.retry_after_s)

@@ -85,7 +85,7 @@ class Allegiance:
             incarnation=self._incarnation,
             at=self._clock.wall_s(),
             obeyed=self.obeyed,
-            unheard_s=self._clock.monotonic_s() - self._heard_s,
+            unanswered_s=self._clock.monotonic_s() - self._heard_s,
             jobs=self._held(self._clock.wall_s()),
             ended=ended,
             committed=self._outbox.forgotten(),

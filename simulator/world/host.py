@@ -336,7 +336,7 @@ class Host:
             incarnation=self.incarnation,
             at=self.clock.wall_s(),
             obeyed=self.commands.obeyed,
-            unheard_s=self.world.now - self._heard_at,
+            unanswered_s=self.world.now - self._heard_at,
             jobs=self.commands.held(),
             ended=self.commands.ended,
             committed=self._forgotten(),

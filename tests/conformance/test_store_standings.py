@@ -34,7 +34,7 @@ def standing(stores, cluster: str, **changes) -> HostStanding:  # type: ignore[n
         restore=None,
         run="20261123-180000-000",
     )
-    told = {"obeyed": LastObeyed(cluster, 12, NEWEST), "unheard_s": 100.0, "committed": {"i": 17}}
+    told = {"obeyed": LastObeyed(cluster, 12, NEWEST), "unanswered_s": 100.0, "committed": {"i": 17}}
     told["jobs"] = (HeldJob(spec, placement, Fence(12, 7), (0,)),)
     return HostStanding(host_id="host-a", incarnation="i", at=1.0, **(told | changes))
 

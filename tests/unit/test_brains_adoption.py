@@ -30,7 +30,9 @@ WHOLE = Placement(
 )
 
 
-def told(*hosts: int, cluster: str = "mine", unheard_s: float = 100.0, alive: bool = True) -> tuple[ToldStanding, ...]:
+def told(
+    *hosts: int, cluster: str = "mine", unanswered_s: float = 100.0, alive: bool = True
+) -> tuple[ToldStanding, ...]:
     parts = host_parts(WHOLE)
     return tuple(
         ToldStanding(
@@ -39,7 +41,7 @@ def told(*hosts: int, cluster: str = "mine", unheard_s: float = 100.0, alive: bo
                 incarnation="i",
                 at=NOW,
                 obeyed=LastObeyed(cluster, 9, "act-abcd-31.start.h.1"),
-                unheard_s=unheard_s,
+                unanswered_s=unanswered_s,
                 jobs=(HeldJob(SPEC, parts[f"h{n}"], Fence(9, 5), (n,) if alive else ()),),
             ),
             NOW,
@@ -81,7 +83,7 @@ def test_what_nobody_tells_whole_stays_an_incident_and_its_hosts_unsettled() -> 
 
 
 def test_a_host_is_taken_over_from_another_cluster_only_when_that_one_is_silent() -> None:
-    standings = told(0, cluster="other", unheard_s=1.0)
+    standings = told(0, cluster="other", unanswered_s=1.0)
     assert decided(standings, GATHER_S).adoption is None
     assert decided(standings, OTHER_CLUSTER_S - 0.9).adoption is not None
 

@@ -102,9 +102,9 @@ def test_a_host_that_only_the_sensor_does_not_hear_is_suspect_and_never_silent()
     cluster.run(600)
     ((at, body),) = cluster.signals
     assert isinstance(body, HostSuspect) and body.host_id == "b" and 4.4 < at - cut_at < 5.0
-    assert body.heard_by == ("a", "c") and body.steps_advance
+    assert body.reached_by == ("a", "c") and body.steps_advance
     (suspicion,) = cluster.detector.suspicion()
-    assert suspicion.heard_by == ("a", "c") and not suspicion.is_silent
+    assert suspicion.reached_by == ("a", "c") and not suspicion.is_silent
     cluster.reports_here.add("b")
     cluster.run(2)
     assert cluster.kinds() == [HostSuspect, HostReturned]
@@ -189,7 +189,7 @@ def test_a_witness_that_is_not_heard_itself_does_not_count_and_is_asked_when_it_
     cluster.run(3)
     assert cluster.detector.questions("c") == ("b",), "with the reply to its next report, which may always come late"
     assert cluster.detector.questions("a") == ("b", "c")
-    assert all("c" not in suspicion.heard_by for suspicion in cluster.detector.suspicion())
+    assert all("c" not in suspicion.reached_by for suspicion in cluster.detector.suspicion())
 
 
 def test_witnesses_from_the_same_failure_domain_weigh_less_than_others() -> None:
@@ -290,7 +290,7 @@ def test_a_sensor_tells_of_a_host_that_only_another_one_does_not_hear() -> None:
                 heard[name] = now
         asked = far.questions("b")
     ((who, at, body),) = found
-    assert who == "far" and isinstance(body, HostSuspect) and body.host_id == "a" and body.heard_by == ("b",)
+    assert who == "far" and isinstance(body, HostSuspect) and body.host_id == "a" and body.reached_by == ("b",)
     assert at - cut_at < 5.0, "before the other one, which nobody tells anything, calls it silent"
 
 

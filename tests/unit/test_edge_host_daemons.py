@@ -433,11 +433,11 @@ def test_a_host_that_is_ahead_of_the_database_is_asked_to_tell_and_given_nothing
         rig.outbox.open.append(command(1))
         rig.standings.ahead.add("host-a")
         batch = await rig.batch()
-        assert (batch.commands, batch.tell_standing, batch.cluster) == ((), True, "c1")
+        assert (batch.commands, batch.report_standing, batch.cluster) == ((), True, "c1")
         rig.standings.ahead.clear()
         batch = await rig.batch()
         assert [c.action_id for c in batch.commands] == ["act-1"]
-        assert not batch.tell_standing
+        assert not batch.report_standing
 
     run(scenario)
 

@@ -118,7 +118,7 @@ class HostSuspect(msgspec.Struct, frozen=True, tag="host_suspect"):
     host_id: HostId
     silent_s: float
     deadline_s: float
-    heard_by: tuple[HostId, ...]  # hosts whose engines hear of its daemon
+    reached_by: tuple[HostId, ...] = msgspec.field(name="heard_by")  # hosts whose engines still hear its daemon
     steps_advance: bool  # of its job, in which its ranks must have a part
 
 

@@ -52,7 +52,7 @@ class HostStanding(msgspec.Struct, frozen=True):
     incarnation: Incarnation
     at: Moment
     obeyed: LastObeyed
-    unheard_s: Duration  # since a supervisor of its cluster answered last
+    unanswered_s: Duration = msgspec.field(name="unheard_s")  # since a supervisor of its cluster last answered
     jobs: tuple[HeldJob, ...] = ()
     ended: Mapping[JobName, Generation] = {}  # jobs that ended here, and the newest generation of each
     committed: Mapping[Incarnation, Seq] = {}  # signals up to here were committed, and cannot be sent again

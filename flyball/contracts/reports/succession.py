@@ -26,6 +26,6 @@ def speaks_for_host(incarnation: str, succeeds: Collection[str], present: str) -
     return present in ("", incarnation) or present in succeeds
 
 
-def is_given_up(heard_ago_s: float, interval_s: float) -> bool:
-    """Whether a daemon that reports every `interval_s` and was heard of so long ago makes room for another one."""
-    return heard_ago_s > max(SILENT_INTERVALS * interval_s, LEAST_SILENCE_S)
+def is_given_up(silent_s: float, interval_s: float) -> bool:
+    """Whether a daemon that reports every `interval_s` and has been silent this long makes room for another one."""
+    return silent_s > max(SILENT_INTERVALS * interval_s, LEAST_SILENCE_S)

@@ -358,7 +358,7 @@ def _signed(batch: CommandBatch, poll: _Poll) -> CommandBatch:
         return batch
     is_ahead = poll.host_id in judged.ahead
     return msgspec.structs.replace(
-        batch, cluster=judged.cluster, incarnation=judged.incarnation, tell_standing=is_ahead
+        batch, cluster=judged.cluster, incarnation=judged.incarnation, report_standing=is_ahead
     )
 
 

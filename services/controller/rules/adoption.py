@@ -159,7 +159,7 @@ def _waits_for(
         return began + GATHER_S, "Other hosts may be about to tell more"
     for one in told:
         obeyed = one.standing.obeyed
-        gone_at = one.told_at + OTHER_CLUSTER_S - one.standing.unheard_s
+        gone_at = one.told_at + OTHER_CLUSTER_S - one.standing.unanswered_s
         if obeyed.cluster not in ("", round_.view.cluster) and round_.now < gone_at:
             return gone_at, (
                 f"The supervisor of cluster {obeyed.cluster} may still run: its hosts are taken over when none of them "

@@ -243,8 +243,8 @@ def _host_suspect(round_: Round, signal: Signal, body: HostSuspect) -> None:
     host = _unheard(round_, signal, body)
     if host is None or not _may(host, HostEvent.SUSPECTED):
         return
-    hear = "hears" if len(body.heard_by) == 1 else "hear"
-    told = [f"{listed(body.heard_by)} {hear} of it"] if body.heard_by else []
+    hear = "hears" if len(body.reached_by) == 1 else "hear"
+    told = [f"{listed(body.reached_by)} {hear} of it"] if body.reached_by else []
     told += ["the steps of its job advance"] if body.steps_advance or not told else []
     reason = (
         f"no report for {body.silent_s:.1f} s, where one was due within {body.deadline_s:.1f} s; but "

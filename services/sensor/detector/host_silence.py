@@ -40,14 +40,14 @@ class Training(Protocol):
 
 
 class Suspicion(msgspec.Struct, frozen=True):
-    """A host that is yellow or red. `witnesses` cannot reach it either, `heard_by` can."""
+    """A host that is yellow or red. `witnesses` cannot reach it either, `reached_by` can."""
 
     host_id: str
     is_silent: bool  # red: reported as HostSilent
     silent_s: float
     deadline_s: float
     witnesses: tuple[str, ...]
-    heard_by: tuple[str, ...] = ()
+    reached_by: tuple[str, ...] = ()
 
 
 class _Case(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class _Case(msgspec.Struct, frozen=True):
     deadline_s: float
     alive_s: float  # the newest moment at which it was alive, by its own report or by what counts as one
     accusers: tuple[str, ...]
-    heard_by: tuple[str, ...]
+    reached_by: tuple[str, ...]
     steps_advance: bool
 
 
@@ -201,7 +201,7 @@ class SilenceWatch:
                 silent_s=now_s - case.host.last_seen_s,
                 deadline_s=case.deadline_s,
                 witnesses=case.accusers,
-                heard_by=case.heard_by,
+                reached_by=case.reached_by,
             )
             for case in cases
         )
@@ -214,12 +214,12 @@ class SilenceWatch:
         settings, deadline_s = self._settings, host.deadline_s
         silent_s, alive_s = now_s - host.last_seen_s, host.last_seen_s
         heard = self._witnesses.heard(name)
-        heard_by = tuple(sorted(w for w, at in heard.items() if at > alive_s and now_s - at <= deadline_s))
+        reached_by = tuple(sorted(w for w, at in heard.items() if at > alive_s and now_s - at <= deadline_s))
         advances = self._training.advances(name, now_s)
-        if heard and (advances or len(heard_by) > 1 or silent_s <= settings.vouched_max_s):
+        if heard and (advances or len(reached_by) > 1 or silent_s <= settings.vouched_max_s):
             alive_s = max(alive_s, *heard.values())
         accusers = tuple(self._witnesses.accusers(name, overdue))
-        if heard_by or silent_s <= (settings.accused_max_s if accusers else settings.steps_alone_max_s):
+        if reached_by or silent_s <= (settings.accused_max_s if accusers else settings.steps_alone_max_s):
             alive_s = max(alive_s, self._training.stepped_s(name))
         return _Case(
             name=name,
@@ -227,7 +227,7 @@ class SilenceWatch:
             deadline_s=deadline_s,
             alive_s=min(alive_s, now_s),
             accusers=accusers,
-            heard_by=heard_by,
+            reached_by=reached_by,
             steps_advance=advances,
         )
 
@@ -247,7 +247,7 @@ class SilenceWatch:
                     host_id=case.name,
                     silent_s=silent_s,
                     deadline_s=case.deadline_s,
-                    heard_by=case.heard_by,
+                    reached_by=case.reached_by,
                     steps_advance=case.steps_advance,
                 )
             )
