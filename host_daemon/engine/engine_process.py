@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import structlog
 
+from flyball.backoff import Backoff
 from flyball.contracts.checkpoints import StoredPoints
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError, Unreachable
@@ -29,6 +30,7 @@ POLL_S = 0.2
 START_TIMEOUT_S = 20.0
 HANG_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 10.0
+MIN_BACKOFF_S = 0.1  # between attempts to start it, doubled up to the maximum
 MAX_BACKOFF_S = 5.0
 
 _log = structlog.get_logger(__name__)
@@ -96,19 +98,20 @@ class EngineKeeper:
         """Until cancelled. The engine itself is left running."""
         had_one = self._state_dir.engine_pid.exists()
         adopted = had_one and await self._adopt()
-        backoff_s = 0.1
+        backoff = Backoff(MIN_BACKOFF_S, MAX_BACKOFF_S)
         while True:
             if not adopted:
                 try:
                     await self._start()
                 except (FlyballError, OSError) as error:
-                    _log.error("engine_not_started", error=str(error), next_try_s=backoff_s)
-                    await asyncio.sleep(backoff_s)
-                    backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                    pause_s = backoff.failed()
+                    _log.error("engine_not_started", error=str(error), next_try_s=pause_s)
+                    await asyncio.sleep(pause_s)
                     continue
                 if had_one:
                     await self._on_restart(EngineRestarted("The checkpoint engine was dead; another was started."))
-            adopted, had_one, backoff_s = False, True, 0.1
+            adopted, had_one = False, True
+            backoff.succeeded()
             await self._watch()
             self._alive.clear()
             _log.warning("engine_died", pid=self._pid)

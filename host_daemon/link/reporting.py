@@ -7,9 +7,11 @@ import contextlib
 import importlib.metadata
 import os
 from collections import deque
+from random import Random
 
 import structlog
 
+from flyball.backoff import Backoff
 from flyball.contracts.checkpoints import RestoreReport
 from flyball.contracts.cluster import HostFacts
 from flyball.contracts.errors import (
@@ -157,7 +159,7 @@ class Reporter:
 
     async def run(self) -> None:
         """Until cancelled. Raises DaemonSuperseded when another daemon has spoken for the host for a while."""
-        retry_s = RETRY_S
+        retry = Backoff(RETRY_S, MAX_RETRY_S, jitter=Random(self._settings.host_id))
         while True:
             self._urgent.clear()
             try:
@@ -170,11 +172,10 @@ class Reporter:
                 await asyncio.sleep(RETRY_S)
             except FlyballError as error:
                 self._say(error)
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, MAX_RETRY_S)
+                await asyncio.sleep(retry.failed())
             else:
                 self._say(None)
-                retry_s = RETRY_S
+                retry.succeeded()
                 self._refusals.ended()
                 if not self._outbox.has_unsent:
                     await asyncio.sleep(MIN_INTERVAL_S)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from random import Random
 
 import msgspec
 import stamina
 import structlog
 
+from flyball.backoff import Backoff
 from flyball.contracts.clock import Clock
 from flyball.contracts.decisions import (
     Command,
@@ -116,7 +118,7 @@ class CommandLoop:
 
     async def run(self) -> None:
         """Until cancelled. Raises DaemonSuperseded when another daemon has spoken for the host for a while."""
-        retry_s = POLL_RETRY_S
+        retry = Backoff(POLL_RETRY_S, MAX_POLL_RETRY_S, jitter=Random(self._host_id))
         while True:
             try:
                 batch = await self._client.commands(
@@ -136,10 +138,9 @@ class CommandLoop:
                 continue
             except FlyballError as error:
                 _log.debug("no_commands", error=str(error))
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, MAX_POLL_RETRY_S)
+                await asyncio.sleep(retry.failed())
                 continue
-            retry_s = POLL_RETRY_S
+            retry.succeeded()
             self._refusals.ended()
             self._take_log_requests(batch.log_requests)
             new = [c for c in batch.commands if c.command_id not in self._running]

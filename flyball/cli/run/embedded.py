@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from flyball import backoff
 from flyball.cli.show.messages import say
 from flyball.contracts.errors import FlyballError
 from flyball.lean_imports import import_lean, without_collector
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 MAX_RESTARTS = 5  # within RESTART_WINDOW_S, attempts that fail included
 RESTART_WINDOW_S = 600.0
-FIRST_PAUSE_S = 0.5  # before another attempt; doubled with each
+FIRST_PAUSE_S = 1.0  # before another attempt; doubled with each
+LONGEST_PAUSE_S = 16.0
 
 
 def start_supervisor(
@@ -104,7 +106,7 @@ class KeptSupervisor:
                 self._state_dir, host=self._host, port=urlsplit(self.url).port or 0, token=self.token
             )
         except FlyballError as error:
-            pause_s = FIRST_PAUSE_S * 2.0 ** len(self._ended_at)
+            pause_s = backoff.pause_s(len(self._ended_at), first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
             self._try_at = now + pause_s
             say(f"the supervisor cannot start again; the next attempt is made in {pause_s:.0f} s ({error.message})")
         else:

@@ -1,0 +1,52 @@
+"""How long to wait before a failed attempt is repeated. Pure: the source of randomness is passed in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from random import Random
+
+_MAX_EXPONENT = 64  # beyond it every pause is the longest one, and a float would overflow at 1024
+
+
+def pause_s(failures: int, *, first_s: float, longest_s: float, factor: float = 2.0) -> float:
+    """The pause in seconds after this many failures in a row, 1 or more: `first_s`, then `factor` times longer each."""
+    return min(first_s * factor ** min(failures - 1, _MAX_EXPONENT), longest_s)
+
+
+class Backoff:
+    """The pauses of one loop that repeats a failing operation."""
+
+    def __init__(
+        self,
+        first_s: float,
+        longest_s: float,
+        *,
+        factor: float = 2.0,
+        attempts: int | None = None,
+        jitter: Random | None = None,
+    ) -> None:
+        """`attempts`: failures in a row after which `is_spent`; None for never. `jitter`: a seeded source that shortens
+        each pause by up to half, so that many hosts do not retry in step."""
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._factor = factor
+        self._attempts = attempts
+        self._jitter = jitter
+        self._failures = 0
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether to give up."""
+        return self._attempts is not None and self._failures >= self._attempts
+
+    def failed(self) -> float:
+        """Count a failure. Returns the seconds to wait before the next attempt."""
+        self._failures += 1
+        pause = pause_s(self._failures, first_s=self._first_s, longest_s=self._longest_s, factor=self._factor)
+        return pause if self._jitter is None else pause * self._jitter.uniform(0.5, 1.0)
+
+    def succeeded(self) -> None:
+        """The next failure is the first again."""
+        self._failures = 0
