@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckpt_engine.contracts.counters import Counters
+from ckpt_engine.counters import Counters
 from ckpt_engine.peers.links import PeerLinks
 from ckpt_engine.peers.transport.pool import ConnectionPool, Dial
 from ckpt_engine.settings import EngineSettings

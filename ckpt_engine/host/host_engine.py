@@ -13,8 +13,8 @@ from importlib import metadata
 import structlog
 
 from ckpt_engine.contracts import peer_plan as peers
-from ckpt_engine.contracts.counters import Counters
 from ckpt_engine.contracts.notices import Notice
+from ckpt_engine.counters import Counters
 from ckpt_engine.host.context import Services
 from ckpt_engine.host.daemon_socket import ControlServer, NoticeListener
 from ckpt_engine.host.job import EngineJob

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from ckpt_engine.contracts.counters import Counters
 from ckpt_engine.contracts.generation import HostGeneration, WorldView
+from ckpt_engine.counters import Counters
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.peers.replicator import PutReplica, ReplicationOutcome, Replicator
 from ckpt_engine.settings import EngineSettings

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import structlog
 
-from ckpt_engine.contracts.counters import Counters
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import GetShard, Reply, ShardVerdict
+from ckpt_engine.counters import Counters
 from ckpt_engine.format import integrity
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.verified_read import ByteSource, MemorySink, MemorySource, read_verified

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import structlog
 
-from ckpt_engine.contracts.counters import Counters
 from ckpt_engine.contracts.generation import HostGeneration, WorldView
 from ckpt_engine.contracts.peer_wire import PutShard, Reply, ShardVerdict
+from ckpt_engine.counters import Counters
 from ckpt_engine.format import integrity
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.peers.peer_patience import PeerPatience

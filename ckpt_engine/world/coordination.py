@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import structlog
 
-from ckpt_engine.contracts.counters import Counters
 from ckpt_engine.contracts.generation import HostGeneration, WorldView
 from ckpt_engine.contracts.notices import Captured, Notice, SaveWaited
 from ckpt_engine.contracts.peer_wire import CommittedSteps, ShardVerdict, TierNaming, TierReport, WorldStep
+from ckpt_engine.counters import Counters
 from ckpt_engine.peers.links import Key, PeerLinks
 from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.tiers.writing.tier_schedule import TierSchedule

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_engine.contracts.counters import Counters
 from ckpt_engine.contracts.generation import HostGeneration
+from ckpt_engine.counters import Counters
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format import shard_format
 from ckpt_engine.format.manifest import MAX_MANIFEST_BYTES, Manifest

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.contracts.counters import Counters
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import CommittedSteps
+from ckpt_engine.counters import Counters
 from ckpt_engine.peers.links import PeerLinks
 from ckpt_engine.peers.transport.port import Connection
 from ckpt_engine.settings import EngineSettings

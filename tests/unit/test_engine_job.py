@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from ckpt_engine.contracts.counters import Counters
 from ckpt_engine.contracts.notices import Captured, SaveAborted, SaveWaited
 from ckpt_engine.contracts.peer_wire import TierNaming
+from ckpt_engine.counters import Counters
 from ckpt_engine.format.integrity import chunk_digests
 from ckpt_engine.format.shard_names import ShardKey
 from ckpt_engine.host.context import Services

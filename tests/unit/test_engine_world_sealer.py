@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckpt_engine.contracts.counters import Counters
 from ckpt_engine.contracts.generation import HostGeneration
+from ckpt_engine.counters import Counters
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.opening import open_persistent
 from ckpt_engine.tiers.shard_store import ShardStore

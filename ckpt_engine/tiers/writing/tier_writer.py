@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 import structlog
 
-from ckpt_engine.contracts.counters import Counters
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import TierNaming, TierReport
+from ckpt_engine.counters import Counters
 from ckpt_engine.format import integrity
 from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.shard_names import ShardKey

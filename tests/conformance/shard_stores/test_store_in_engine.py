@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from ckpt_engine.contracts.counters import Counters
+from ckpt_engine.counters import Counters
 from ckpt_engine.host.context import Services
 from ckpt_engine.host.job import EngineJob
 from ckpt_engine.peers.links import PeerLinks

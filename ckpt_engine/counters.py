@@ -1,4 +1,4 @@
-"""Named counts of what an engine did; they only grow while it runs."""
+"""Counts of what an engine did. They only grow while it runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 
 
 class Counters:
-    """Counts by name, from any thread."""
+    """Counts by name. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()

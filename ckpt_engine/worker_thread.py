@@ -1,0 +1,117 @@
+"""The one kind of thread in the engine: named, stoppable, and able to survive unexpected errors."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from ckpt_engine.counters import Counters
+
+RETRY_S = 1.0
+
+Work = Callable[[], float | None]
+
+
+class WorkerThread:
+    """Calls `work` in a daemon thread until it is done or stopped. The process may exit while `work` hangs.
+
+    `work` returns the seconds to wait before the next call, or None to end the thread. `wake` cuts that wait short.
+
+    If `work` raises, the exception is logged and counted, and `work` is called again after `retry_s`. With `retry_s`
+    None the thread ends instead.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Work,
+        *,
+        stopped: threading.Event | None = None,
+        counters: Counters | None = None,
+        on_failure: Callable[[Exception], None] | None = None,
+        on_end: Callable[[], None] | None = None,
+        retry_s: float | None = RETRY_S,
+    ) -> None:
+        """`stopped` ends the thread when somebody else sets it. `counters` belong to an engine: its failures go to its
+        JSON log. A training process has none and uses Python's logging. `on_failure` and `on_end` run in the thread."""
+        self._work = work
+        self._stopped = stopped or threading.Event()
+        self._wake = threading.Event()
+        self._counters = counters
+        self._on_failure = on_failure
+        self._on_end = on_end
+        self._retry_s = retry_s
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopped.is_set()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Raises RuntimeError if the process can have no more threads; it may be called again then."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Have `work` called now instead of at the end of its wait."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End after the call of `work` in progress. Does not block."""
+        self._stopped.set()
+        self._wake.set()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the thread has ended; True if it has, or was never started."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._work_until_stopped()
+        finally:
+            if self._on_end is not None:
+                self._on_end()
+
+    def _work_until_stopped(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                delay_s = self._work()
+            except Exception as error:  # noqa: BLE001 - reported at once
+                if not self._recover(error):
+                    return
+                continue
+            if delay_s is None:
+                return
+            self._wake.wait(delay_s)
+            self._wake.clear()
+
+    def _recover(self, failure: Exception) -> bool:
+        """Report the failure and back off; False if the thread has to end. A process that is out of memory may be
+        unable to report: it tries again after the pause."""
+        while True:
+            try:
+                self._report(failure)
+                is_reported = True
+            except Exception:  # noqa: BLE001 - see above
+                is_reported = False
+            if self._retry_s is None or self._stopped.wait(self._retry_s):
+                return False
+            if is_reported:
+                return True
+
+    def _report(self, failure: Exception) -> None:
+        if self._counters is None:
+            logging.getLogger("flyball.engine").error("The thread %s failed.", self._thread.name, exc_info=failure)
+        else:
+            import structlog  # training processes do without it
+
+            structlog.get_logger().error("worker_failed", thread=self._thread.name, exc_info=failure)
+            self._counters.add("worker_failures")
+        if self._on_failure is not None:
+            self._on_failure(failure)

@@ -1,0 +1,97 @@
+"""What a worker thread survives, and when it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from ckpt_engine.counters import Counters
+from ckpt_engine.worker_thread import WorkerThread
+
+TIMEOUT_S = 60.0
+
+
+def script(*results: float | Exception | None) -> Callable[[], float | None]:
+    """A `work` that returns or raises these, one per call."""
+    left = iter(results)
+
+    def work() -> float | None:
+        result = next(left)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return work
+
+
+def test_it_works_until_there_is_nothing_left() -> None:
+    ended = threading.Event()
+    worker = WorkerThread("a", script(0.0, 0.0, None), on_end=ended.set)
+    worker.start()
+    assert ended.wait(TIMEOUT_S)
+    assert worker.join(TIMEOUT_S) and not worker.is_alive
+
+
+def test_a_failure_is_counted_and_the_work_goes_on() -> None:
+    counters, failures = Counters(), list[Exception]()
+    work = script(KeyError("first"), 0.0, MemoryError(), None)
+    worker = WorkerThread("a", work, counters=counters, on_failure=failures.append, retry_s=0.001)
+    worker.start()
+    assert worker.join(TIMEOUT_S)
+    assert [type(failure) for failure in failures] == [KeyError, MemoryError]
+    assert counters.snapshot() == {"worker_failures": 2}
+
+
+def test_a_failure_that_cannot_be_reported_is_reported_later() -> None:
+    reported: list[Exception] = []
+    attempts = 0
+
+    def report(failure: Exception) -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts < 3:
+            raise MemoryError
+        reported.append(failure)
+
+    worker = WorkerThread("a", script(KeyError("it"), None), on_failure=report, retry_s=0.001)
+    worker.start()
+    assert worker.join(TIMEOUT_S)
+    assert [type(failure) for failure in reported] == [KeyError]
+
+
+def test_without_a_retry_a_failure_ends_it(caplog: pytest.LogCaptureFixture) -> None:
+    worker = WorkerThread("lonely", script(KeyError("it")), retry_s=None)
+    worker.start()
+    assert worker.join(TIMEOUT_S)
+    assert "lonely" in caplog.text
+
+
+def test_it_is_woken_and_stopped_out_of_a_long_wait() -> None:
+    called = threading.Semaphore(0)
+
+    def work() -> float:
+        called.release()
+        return 3600.0
+
+    worker = WorkerThread("a", work)
+    worker.start()
+    assert called.acquire(timeout=TIMEOUT_S)
+    worker.wake()
+    assert called.acquire(timeout=TIMEOUT_S)
+    worker.stop()
+    assert worker.stopping and worker.join(TIMEOUT_S)
+
+
+def test_a_stop_cuts_the_pause_after_a_failure_short() -> None:
+    failed = threading.Event()
+    worker = WorkerThread("a", script(KeyError("it")), on_failure=lambda failure: failed.set(), retry_s=3600.0)
+    worker.start()
+    assert failed.wait(TIMEOUT_S)
+    worker.stop()
+    assert worker.join(TIMEOUT_S)
+
+
+def test_one_that_was_never_started_is_not_waited_for() -> None:
+    assert WorkerThread("a", lambda: None).join()
