@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from flyball.contracts.errors import NotFound, UsageError
-from flyball.contracts.events import Event, EventKind
-from flyball.contracts.reports.rank_events import per_rank
+from flyball.contracts.events import Event, EventKind, per_rank
 from goodput.history.facts import History, LoggedDecision, LoggedGeneration, LoggedIncident, Wait
 from goodput.history.generation_log import GenerationLog, full_size, generations, larger
 from goodput.history.values import CLOCK_SET_S, LATEST_S, moment, text, whole

@@ -16,10 +16,9 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import Activity, Phase, RankStatus
 from flyball.contracts.decisions import RankPosition
 from flyball.contracts.errors import StateVersionMismatch
-from flyball.contracts.on_host.losses import RankLoss, loss_value
 from flyball.contracts.on_host.segments import beacon_path
 from flyball.contracts.reports.rank_columns import RankSteps
-from flyball.contracts.reports.signals import RankMarks
+from flyball.contracts.reports.signals import RankLoss, RankMarks, loss_value
 from flyball.sdk.beacon import BeaconReader, BeaconSnapshot, create_beacon
 from host_daemon.kernel.activity import Key, Seen, StalledWorker
 

@@ -10,9 +10,8 @@ import msgspec
 
 from flyball.contracts.checkpoints import RestoreReport, ShardCopy
 from flyball.contracts.cluster import Phase, RankStatus
-from flyball.contracts.events import Event, EventKind
+from flyball.contracts.events import Event, EventKind, summed_up
 from flyball.contracts.reports.rank_columns import CompletedSteps, Workers, statuses_in
-from flyball.contracts.reports.rank_events import summed_up
 from flyball.contracts.reports.signals import RankMarks, Report
 from flyball.contracts.reports.succession import is_given_up, speaks_for_host
 from services.record.codec import dump, load

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from flyball.contracts.checkpoints import RestoreReport, Tier
-from flyball.contracts.events import EventKind
-from flyball.contracts.reports.rank_events import per_rank
+from flyball.contracts.events import EventKind, per_rank
 from flyball.contracts.reports.signals import RankMarks
 
 

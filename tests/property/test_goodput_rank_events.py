@@ -7,8 +7,7 @@ from collections import defaultdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flyball.contracts.events import Event, EventKind
-from flyball.contracts.reports.rank_events import per_rank, summed_up
+from flyball.contracts.events import Event, EventKind, per_rank, summed_up
 from flyball.contracts.wire import decode, encode
 from goodput.calculator import calculate
 from goodput.history.job_history import build

@@ -10,8 +10,8 @@ import pytest
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import Phase
 from flyball.contracts.decisions import RankPosition
-from flyball.contracts.on_host.losses import RankLoss
 from flyball.contracts.on_host.segments import beacon_path
+from flyball.contracts.reports.signals import RankLoss
 from flyball.sdk.beacon import BeaconWriter, Mark
 from host_daemon.workers.beacons import MAX_WAITING_STEPS, STEPS_PER_REPORT, Beacons
 

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.on_host.losses import RankLoss
 from flyball.contracts.reports.rank_columns import RankSteps, steps_together
-from flyball.contracts.reports.signals import RankMarks
+from flyball.contracts.reports.signals import RankLoss, RankMarks
 from flyball.contracts.wire import encode
 from goodput.history import job_history
 from goodput.history.phases import Waiting

@@ -7,8 +7,7 @@ from typing import Any
 
 from flyball.cli.reach.client import ApiClient
 from flyball.contracts import wire
-from flyball.contracts.events import Event, EventKind
-from flyball.contracts.reports.rank_events import per_rank
+from flyball.contracts.events import Event, EventKind, per_rank
 
 PAGE = 1000
 

@@ -6,8 +6,9 @@ A daemon sends one Report per interval, and at once when something happened. The
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -26,7 +27,6 @@ from flyball.contracts.identity import (
     SeenStep,
     Seq,
 )
-from flyball.contracts.on_host.losses import RankLoss
 from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, Workers
 from flyball.contracts.reports.succession import Predecessors
 from flyball.contracts.reports.testimony import Asked, Testimonies
@@ -39,6 +39,8 @@ Counters = Annotated[
 MAX_SAVE_INTERVALS: Final = 64
 SaveIntervals = Annotated[tuple[SaveInterval, ...], msgspec.Meta(max_length=MAX_SAVE_INTERVALS)]
 Sender: TypeAlias = tuple[str, str]  # (source, incarnation) of signals
+# NaN and infinities, for which JSON has no numbers, are words. float() takes all of them.
+LossValue: TypeAlias = float | Literal["nan", "inf", "-inf"]
 ExitNumber = Annotated[int, msgspec.Meta(gt=-(2**31), lt=2**31)]
 
 
@@ -241,6 +243,25 @@ class RankMarks(msgspec.Struct, frozen=True, gc=False):
     first_step_at: Moment
     save_blocked_s: Duration  # total so far
     data_wait_s: Duration = 0.0  # total so far, in the phase DATA
+
+
+class RankLoss(msgspec.Struct, frozen=True, gc=False):
+    """The newest loss that a rank was given. A host tells of its lowest rank that has one."""
+
+    job: RepeatedJobName
+    generation: Generation
+    rank: Rank
+    step: SeenStep
+    value: LossValue
+
+
+def loss_value(loss: float) -> LossValue:
+    """As it goes into JSON."""
+    if math.isfinite(loss):
+        return loss
+    if math.isnan(loss):
+        return "nan"
+    return "inf" if loss > 0 else "-inf"
 
 
 class EngineStatus(msgspec.Struct, frozen=True, gc=False):

@@ -28,7 +28,6 @@ from flyball.contracts.errors import (
     WrongClock,
 )
 from flyball.contracts.identity import is_name
-from flyball.contracts.on_host.losses import RankLoss
 from flyball.contracts.reports.rank_columns import (
     CompletedSteps,
     Workers,
@@ -40,6 +39,7 @@ from flyball.contracts.reports.signals import (
     HostReturned,
     HostSilent,
     HostSuspect,
+    RankLoss,
     RankMarks,
     RankStalled,
     Report,

@@ -14,9 +14,8 @@ import structlog
 from flyball.contracts.checkpoints import StoredPoints
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError, TooBusy
-from flyball.contracts.on_host.losses import RankLoss
 from flyball.contracts.reports.rank_columns import CompletedSteps, Workers
-from flyball.contracts.reports.signals import RankMarks, Report, ReportReply, Signal, SignalBody
+from flyball.contracts.reports.signals import RankLoss, RankMarks, Report, ReportReply, Signal, SignalBody
 from flyball.contracts.wire import encode
 from services.runtime.metrics.outages import OUTAGES, Outage
 from services.runtime.metrics.telemetry import Metrics

@@ -16,9 +16,8 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from flyball.contracts.decisions import GenerationPlan
-from flyball.contracts.on_host.losses import RankLoss
 from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, Workers, phases_of
-from flyball.contracts.reports.signals import Report
+from flyball.contracts.reports.signals import RankLoss, Report
 
 Generation = tuple[str, int]  # job, generation
 GivenRanks = Mapping[str, Collection[int]]  # of one generation: host -> its ranks

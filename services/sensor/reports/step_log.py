@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from flyball.contracts.on_host.losses import LossValue, RankLoss
 from flyball.contracts.reports.rank_columns import CompletedSteps
-from flyball.contracts.reports.signals import RankMarks
+from flyball.contracts.reports.signals import LossValue, RankLoss, RankMarks
 
 INTERVAL_S = 1.0  # at the latest so long after a step; at once when all ranks have completed it
 MAX_STEPS = 10_000  # per generation, that wait to be stored: the oldest are let go

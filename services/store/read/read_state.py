@@ -14,9 +14,8 @@ from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
 from flyball.contracts.cluster import HostState, JobSpec, JobState
 from flyball.contracts.decisions import GenerationPlan, Incident
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.on_host.losses import loss_value
 from flyball.contracts.reports.drains import DrainState
-from flyball.contracts.reports.signals import EngineStatus
+from flyball.contracts.reports.signals import EngineStatus, loss_value
 from services.record.codec import load, plain, shown
 from services.rules.recovery_point import newest_step
 from services.runtime.http.paging import Page
