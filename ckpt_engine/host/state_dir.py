@@ -3,7 +3,6 @@ killed: the highest fence of each job, and the generation that each job is in. W
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import structlog
 
-from ckpt_engine.tiers.durable_files import make_folder, sync_folder, write_durably
+from ckpt_engine.tiers.durable_files import write_durably
 from flyball.contracts import wire
 from flyball.contracts.errors import (
     ConfigurationError,
@@ -23,6 +22,7 @@ from flyball.contracts.errors import (
 )
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import ENGINE_PID_FILE, HOST_STATE_VERSION, Configure, LateSaves
+from flyball.state_folder import StateFolder, make_folder, sync_folder
 
 log = structlog.get_logger()
 
@@ -35,18 +35,9 @@ class EngineStateDir:
     def __init__(self, path: Path) -> None:
         """Raises Conflict if another engine uses the folder, StateVersionMismatch if it is another version's."""
         self.path = path
-        _make(path)
-        _check_version(path / "VERSION")
-        self._pid_path = path / ENGINE_PID_FILE
-        self._lock_descriptor = os.open(self._pid_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise Conflict(
-                f"Another checkpoint engine (pid {self._read_pid_file()[0]}) uses {path}.",
-                hint="use it, end it, or give this one a state folder of its own",
-            ) from error
-        _, self.previous_port = self._read_pid_file()  # taken again, so that peers find this engine where it was
+        self._folder = StateFolder(path, version=HOST_STATE_VERSION, in_use=self._in_use)
+        self._folder.open(ENGINE_PID_FILE)
+        self.previous_port = self._read_port()  # taken again, so that peers find this engine where it was
 
     def socket_path(self, name: str) -> Path:
         """The path of a Unix socket in the folder; a file that a killed engine left there is removed."""
@@ -60,17 +51,21 @@ class EngineStateDir:
         return path
 
     def write_pid_file(self, port: int) -> None:
-        """Say who and where this engine is: "pid port". Written in place, because the lock is on this very file."""
-        data = f"{os.getpid()} {port}\n".encode()
-        os.pwrite(self._lock_descriptor, data, 0)
-        os.ftruncate(self._lock_descriptor, len(data))
+        """Record this engine's pid and port: "pid port"."""
+        self._folder.write_lock(ENGINE_PID_FILE, f"{os.getpid()} {port}")
 
-    def _read_pid_file(self) -> tuple[int, int]:
+    def _read_port(self) -> int:
         try:
-            pid, port = self._pid_path.read_text().split()
-            return int(pid), int(port)
+            _, port = (self.path / ENGINE_PID_FILE).read_text().split()
+            return int(port)
         except ValueError:
-            return 0, 0  # empty, or torn by a kill: nothing depends on it
+            return 0  # empty, or torn by a kill: nothing depends on it
+
+    def _in_use(self, _lock: str, pid: str) -> Conflict:
+        return Conflict(
+            f"Another checkpoint engine (pid {pid}) uses {self.path}.",
+            hint="use it, stop it, or give this one another state folder",
+        )
 
 
 class FenceFile:
@@ -175,25 +170,3 @@ class LateSavesFile:
             self._path.unlink(missing_ok=True)
         except OSError as error:
             log.warning("late_saves_not_removed", path=str(self._path), reason=str(error))
-
-
-def _make(path: Path) -> None:
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(
-            f"The state folder {path} cannot be made: {error.strerror}.", hint="give a folder that you may write to"
-        ) from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"The state folder {path} is not writable.", hint="give another, or change its owner")
-
-
-def _check_version(path: Path) -> None:
-    if not path.exists():
-        write_durably(path, [HOST_STATE_VERSION.encode()])
-    version = path.read_text().strip()
-    if version != HOST_STATE_VERSION:
-        raise StateVersionMismatch(
-            f"The state folder {path.parent} has version {version!r}, this release has {HOST_STATE_VERSION!r}.",
-            hint="use an empty state folder, or the release of Flyball that made this one",
-        )

@@ -14,7 +14,6 @@ from ckpt_engine.format.step_listing import StepListing
 from ckpt_engine.inspect.copy_places import reason
 from ckpt_engine.inspect.inventory import CopyInventory, HeldCopy
 from ckpt_engine.inspect.shard_reading import ShardReading
-from ckpt_engine.tiers.durable_files import make_folder
 from ckpt_engine.tiers.folder import FolderStorage
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import (
@@ -25,6 +24,7 @@ from flyball.contracts.errors import (
     RestoreFailed,
     StorageFull,
 )
+from flyball.state_folder import make_folder
 
 _RANK_FILE = re.compile(r"rank\d+(\.safetensors|\.manifest)")
 

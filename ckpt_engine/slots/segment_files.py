@@ -79,7 +79,7 @@ def publish(
         os.posix_fallocate(descriptor, 0, reserve_bytes)
         write_at(descriptor, head, 0)
         if replace:
-            Path(temporary).rename(path)
+            Path(temporary).rename(path)  # not synced: /dev/shm does not survive a power cut
         else:
             os.link(temporary, path)
     except FileExistsError:

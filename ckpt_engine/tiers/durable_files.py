@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flyball.contracts.errors import StorageFull
 from flyball.contracts.fault_points import reach
+from flyball.state_folder import make_folder, sync_folder
 
 UNFINISHED = ".new."  # in the names of files that are being written; the writer's mark follows
 WRITER = f"{os.getpid()}-{secrets.token_hex(4)}"  # of this process: another one may get its pid
@@ -67,23 +68,6 @@ def finished_name(name: str) -> str | None:
     """What a file of this name was to become; None if it is not an unfinished one, or this process is writing it."""
     final, separator, writer = name.rpartition(UNFINISHED)
     return final[1:] if separator and final.startswith(".") and not writer.startswith(WRITER) else None
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder and its parents, for their owner alone, such that their names survive a power cut."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    for folder in reversed(missing):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        sync_folder(folder.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames and removals inside a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _create(path: Path) -> int:

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt_engine.format.verified_read import FileSource
-from ckpt_engine.tiers.durable_files import finished_name, sync_folder, write_durably
+from ckpt_engine.tiers.durable_files import finished_name, write_durably
 from ckpt_engine.tiers.storage import Entry
 from flyball.contracts.errors import CorruptShard
+from flyball.state_folder import sync_folder
 
 _DEPTH = 3  # parts of a name
 

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shlex
-import tempfile
 from collections.abc import Mapping, Sequence
 from enum import EnumType
 from pathlib import Path
@@ -178,13 +177,12 @@ def tree() -> Tree:
 
 
 def _keep(file: Path, text: str) -> None:
+    from flyball.state_folder import write_private
+
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for old in file.parent.glob("completion-*.json"):
         old.unlink(missing_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    with os.fdopen(descriptor, "w") as out:
-        out.write(text)
-    Path(temporary).rename(file)
+    write_private(file, text.encode(), durable=False)  # a cache
 
 
 def _described(command: Any) -> Tree:  # noqa: ANN401 - click's classes move between packages, see `commands`

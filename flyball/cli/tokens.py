@@ -17,6 +17,7 @@ from flyball.contracts import wire
 from flyball.contracts.credentials import PREFIXES, host_credential, reader_token
 from flyball.contracts.errors import ConfigurationError, Conflict, NotFound
 from flyball.contracts.identity import check_name
+from flyball.state_folder import sync_folder
 
 OutOption = Annotated[str, typer.Option("--out", help="write it to this file (0600) instead of printing it")]
 EPOCHS_VARIABLE = "FLYBALL_HOST_TOKEN_EPOCHS"
@@ -105,6 +106,7 @@ def rotate(
     new = keep_token(folder / f".{SECRET_FILE}.new", secrets.token_urlsafe(32))
     os.link(current, former)
     new.rename(current)
+    sync_folder(folder)
     say("1. start the supervisor again")
     say("2. write each host's new token with `flyball token host HOST_ID`; a running daemon finds it by itself")
     say("3. flyball token rotate --finish, and start the supervisor again")

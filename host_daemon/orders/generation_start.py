@@ -11,11 +11,12 @@ import msgspec
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.errors import NotFound, PortInUse
 from flyball.programs import find_program
+from flyball.state_folder import clear_errors
 from host_daemon.kernel.free_ports import is_free
 from host_daemon.spawning.spawn_wire import Order, StoreOrder, WorkerOrder
 from host_daemon.spawning.spawner_client import SpawnedProcess
 from host_daemon.spawning.standby import Standbys
-from host_daemon.store.state_dir import HostStateDir, clear_errors, end_file
+from host_daemon.store.state_dir import HostStateDir, end_file
 from host_daemon.store.worker_records import STORE_RANK
 from host_daemon.workers.beacons import Beacons
 from host_daemon.workers.terminals import Terminals, terminal_environment

@@ -29,6 +29,7 @@ from flyball.contracts import fault_points, wire
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import ConfigurationError, FlyballError
 from flyball.process_title import set_title
+from flyball.state_folder import write_private
 from host_daemon.kernel.processes import INHERITED_DESCRIPTOR
 from host_daemon.spawning.spawn_wire import HEADER, LEAVE, Order, StoreOrder, WorkerOrder, WorkerStreamPaths
 
@@ -178,10 +179,8 @@ def _write_error_file(error: BaseException, tb: TracebackType | None) -> None:
         "message": f"{type(error).__name__}: {error}",
         "extraInfo": {"py_callstack": text, "timestamp": str(int(SystemClock().wall_s()))},
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(msgspec.json.encode({"message": message}))
-        temporary.rename(path)
+        write_private(path, msgspec.json.encode({"message": message}), durable=False)  # the daemon reads it at once
     except OSError as failure:  # a full disk must not hide the error itself
         sys.stderr.write(f"flyball: {path} could not be written: {failure}\n")
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from flyball.contracts.errors import ConfigurationError, StateVersionMismatch, StorageFull
+from flyball.contracts.errors import ConfigurationError
 from flyball.contracts.on_host.engine_wire import ENGINE_PID_FILE, ENGINE_SOCKET, HOST_STATE_VERSION, NOTIFY_SOCKET
+from flyball.state_folder import StateFolder, clear_errors, write_private
+
+PID_FILE = "daemon.pid"  # locked by the daemon while it runs
 
 
 class HostStateDir:
@@ -18,7 +17,7 @@ class HostStateDir:
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
-        self._lock_descriptor = -1
+        self._folder = StateFolder(self.root, version=HOST_STATE_VERSION, in_use=self._in_use)
 
     @property
     def database(self) -> Path:
@@ -44,9 +43,7 @@ class HostStateDir:
         """Write down, for the engine alone, the key that the engines of the cluster share."""
         path = self.root / "engine.token"
         with clear_errors(path):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(f"{key}\n")
+            write_private(path, f"{key}\n".encode(), durable=False)  # written again at each start of the engine
         return path
 
     @property
@@ -88,65 +85,20 @@ class HostStateDir:
 
         Raises StateVersionMismatch, StorageFull, or ConfigurationError if it cannot be used or has a daemon already.
         """
-        with clear_errors(self.root):
-            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock()
-            self._check_version()
+        self._folder.open(PID_FILE)
+        self._folder.write_lock(PID_FILE, str(os.getpid()))
 
     def close(self) -> None:
-        """Let go of the lock; the files stay."""
-        if self._lock_descriptor >= 0:
-            os.close(self._lock_descriptor)
-            self._lock_descriptor = -1
+        """Release the lock; the files stay."""
+        self._folder.close()
 
-    def _lock(self) -> None:
-        descriptor = os.open(self.root / "daemon.pid", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
-            os.close(descriptor)
-            raise ConfigurationError(
-                f"A host daemon (pid {holder or 'unknown'}) already uses {self.root}.",
-                hint="stop it, or give this one another folder with --state-dir",
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        self._lock_descriptor = descriptor
-
-    def _check_version(self) -> None:
-        path = self.root / "VERSION"
-        try:
-            found = path.read_text().strip()
-        except FileNotFoundError:
-            temporary = path.with_name(f".VERSION.{os.getpid()}")
-            with temporary.open("w") as file:
-                file.write(f"{HOST_STATE_VERSION}\n")
-                file.flush()
-                os.fsync(file.fileno())  # an empty one would lock the folder's owner out after a power cut
-            temporary.rename(path)
-            return
-        if found != HOST_STATE_VERSION:
-            raise StateVersionMismatch(
-                f"The state folder {self.root} has version {found!r}; this release of Flyball uses "
-                f"{HOST_STATE_VERSION!r}.",
-                hint="run the release that wrote it, or choose another folder with --state-dir; nothing was changed",
-            )
+    def _in_use(self, _lock: str, pid: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"A host daemon (pid {pid}) already uses {self.root}.",
+            hint="stop it, or choose another folder with --state-dir",
+        )
 
 
 def end_file(error_file: Path) -> Path:
     """There if the rank with this error file ended well."""
     return error_file.with_suffix(".ended")
-
-
-@contextmanager
-def clear_errors(path: Path) -> Iterator[None]:
-    """Turn what the file system says into errors that name the path and the next step."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageFull(f"There is no room for {path}.", hint="free space on that disk") from error
-        raise ConfigurationError(
-            f"Cannot use {path}: {error.strerror}.", hint="choose a folder that you may write to"
-        ) from error

@@ -7,7 +7,6 @@ stamp comes before the act, so that times counted from it include all of the dam
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import JobState
 from flyball.contracts.errors import ConfigurationError, NotFound, StorageFull, Unreachable, UsageError
 from flyball.contracts.events import Event, EventKind
+from flyball.state_folder import write_private
 from simulator.inject.host_files import PREEMPTION_NOTICE, HostFiles, RecordedWorker, is_daemon, segments, state_dir_of
 from simulator.inject.processes import LiveProcess, look_at, send, wait_ended
 
@@ -167,13 +167,10 @@ def _remove(files: HostFiles, prefix: Path) -> int:
 
 
 def _write_notice(files: HostFiles, deadline_s: float) -> None:
-    """Whole or not at all: the daemon may look at any moment."""
-    temporary = files.root / f".{PREEMPTION_NOTICE}.{os.getpid()}"
+    notice = msgspec.json.encode({"deadline_s": deadline_s, "source": "flyball inject"})
     try:
-        temporary.write_bytes(msgspec.json.encode({"deadline_s": deadline_s, "source": "flyball inject"}))
-        temporary.rename(files.root / PREEMPTION_NOTICE)
+        write_private(files.root / PREEMPTION_NOTICE, notice, durable=False)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise StorageFull(
             f"The notice could not be written in {files.root}: {error.strerror}.", hint="free space on that disk"
         ) from error

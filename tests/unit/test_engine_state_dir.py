@@ -64,7 +64,7 @@ def test_a_path_too_long_for_a_socket_is_said(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match="cannot be made"):
+    with pytest.raises(ConfigurationError, match="Cannot use"):
         EngineStateDir(tmp_path / "file" / "host")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import secrets
@@ -27,6 +26,7 @@ from flyball.cli.signals import EndSignals
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.errors import ConfigurationError, NotFound, PortInUse, Unreachable
 from flyball.launch.launcher import RunRequest
+from flyball.state_folder import try_lock
 from services.runtime.http.listener import bind_listener
 
 TRUSTED_VARIABLE = "FLYBALL_TRUSTED_NETWORK"
@@ -155,19 +155,9 @@ def claim_host_id(request: RunRequest, environ: Mapping[str, str], stack: ExitSt
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for number in range(1, MAX_NODES_HERE + 1):
         candidate = name if number == 1 else f"{name[:60]}-{number}"
-        if _lock(folder / candidate, stack):
+        if (lock := try_lock(folder / candidate)) is not None:
+            stack.callback(os.close, lock)
             return candidate
     raise ConfigurationError(
         f"{MAX_NODES_HERE} nodes of jobs run on this machine already.", hint="name this one with --host-id NAME"
     )
-
-
-def _lock(file: Path, stack: ExitStack) -> bool:
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return False
-    stack.callback(os.close, descriptor)
-    return True

@@ -35,6 +35,7 @@ from flyball.contracts.on_host.console_request import (
 )
 from flyball.contracts.wire import encode
 from flyball.launch.output_flags import Console
+from flyball.state_folder import write_private
 
 LOOK_INTERVAL_S = 0.1  # at the size of the terminal; what is typed comes at once
 DRAIN_TIMEOUT_S = 2.0  # at the end, until the pumps have written everything down
@@ -154,9 +155,7 @@ class OwnTerminal:
         return [pipe for pipe in self._folder.glob(f"g*/{CONTROL}") if _is_read(pipe)]
 
     def _write_wish(self) -> None:
-        fresh = self._path.with_suffix(".new")
-        fresh.write_bytes(encode(self._wish))
-        fresh.rename(self._path)
+        write_private(self._path, encode(self._wish), durable=False)  # it ends with this command
 
 
 def _is_read(pipe: Path) -> bool:

@@ -3,7 +3,6 @@ command holds while it lives, and what a later command goes on from."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -18,13 +17,13 @@ import msgspec
 
 from ckpt_engine.settings import load_settings
 from ckpt_engine.slots.memory_plan import readable_size
-from ckpt_engine.tiers.durable_files import write_durably
 from flyball.cli.reach.places import live_record, make_state_dir, state_root
 from flyball.cli.show.messages import say
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import Conflict, NotFound
 from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
 from flyball.contracts.wire import MALFORMED, decoder_of
+from flyball.state_folder import try_lock, write_private
 
 RECORD: Final = "run.json"
 LOCK: Final = "run.lock"
@@ -71,7 +70,7 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     def write(self, record: RunRecord) -> None:
-        write_durably(self.path / RECORD, [msgspec.json.encode(record)])
+        write_private(self.path / RECORD, msgspec.json.encode(record))
 
     def close(self) -> None:
         os.close(self._lock)
@@ -82,7 +81,7 @@ def take(job: str, environ: Mapping[str, str], *, state_dir: str = "") -> RunFol
     if that cannot be, or if the folder that was named is in use."""
     if state_dir:
         path = make_state_dir(Path(state_dir))
-        lock = _lock(path)
+        lock = try_lock(path / LOCK)
         if lock is None:
             raise Conflict(
                 f"Another `flyball run` uses the state folder {path}.", hint="wait for its end, or name another folder"
@@ -92,7 +91,7 @@ def take(job: str, environ: Mapping[str, str], *, state_dir: str = "") -> RunFol
         for number in range(1, MOST_AT_ONCE + 1):
             name = job if number == 1 else f"{job[:59]}-{number}"
             path = make_state_dir(state_root(environ) / "jobs" / folder_name(name))
-            lock = _lock(path)
+            lock = try_lock(path / LOCK)
             if lock is not None:
                 if number > 1:
                     say(f"job {job} is running already; this is another one, {name}")
@@ -183,42 +182,27 @@ def _reclaim(folder: Path, environ: Mapping[str, str]) -> None:
         say(f"freed {size} of memory: the newest steps of job {freed[0].job}, which nobody used for {ttl_s:.0f} s")
 
 
-def _lock(folder: Path) -> int | None:
-    """A lock that the kernel takes back however this process ends; None if another has it."""
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
 @contextmanager
 def _turn(root: Path) -> Iterator[bool]:
     """One command at a time looks which folders are in use, which takes their locks for a moment: else another one
     would find its own job "running already", and begin it anew under another name. False: the turn did not come."""
-    descriptor = os.open(make_state_dir(root) / TURN, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    path = make_state_dir(root) / TURN
+    deadline_s = time.monotonic() + TURN_TIMEOUT_S
+    lock = try_lock(path)
+    while lock is None and time.monotonic() < deadline_s:
+        time.sleep(TURN_LOOK_S)
+        lock = try_lock(path)
     try:
-        deadline_s = time.monotonic() + TURN_TIMEOUT_S
-        is_ours = False
-        while not is_ours:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_ours = True
-            except BlockingIOError:
-                if time.monotonic() > deadline_s:
-                    break
-                time.sleep(TURN_LOOK_S)
-        yield is_ours
+        yield lock is not None
     finally:
-        os.close(descriptor)
+        if lock is not None:
+            os.close(lock)
 
 
 def _is_running(folder: Path) -> bool:
     if not (folder / LOCK).exists():
         return False
-    lock = _lock(folder)
+    lock = try_lock(folder / LOCK)
     if lock is not None:
         os.close(lock)
     return lock is None
