@@ -1,4 +1,4 @@
-"""Where verified copies are, and which of them are alive."""
+"""Checkpoint settings, verified copies and their lineage."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from flyball.contracts.identity import (
     Step,
 )
 
-STATE_DIR_DISK: Final = "checkpoints"  # the default disk tier of a job of several hosts, in each one's state folder
+STATE_DIR_DISK: Final = "checkpoints"  # default disk tier of a multi-host job, inside each host's state folder
 
 
 class Tier(StrEnum):
-    MEMORY = "memory"  # a slot on the host where the rank ran
+    MEMORY = "memory"  # a slot on the host that ran the rank
     PEER = "peer"  # a replica slot in another host's memory
     DISK = "disk"  # this host's disk
     PERSISTENT = "persistent"  # a store that outlives every host
 
 
 class CaptureMode(StrEnum):
-    LAZY = "lazy"  # copy while forward and backward run; the optimizer's step waits for what is not copied yet
-    BLOCKING = "blocking"  # `save` returns when the copy is done
+    LAZY = "lazy"  # copy during forward and backward; the optimizer step waits for whatever is not copied yet
+    BLOCKING = "blocking"  # `save` returns once the copy is done
 
 
 class WhenFull(StrEnum):
-    """What a save does whose slot the world still needs."""
+    """What a save does when the world still needs its slot."""
 
-    WAIT = "wait"  # up to `save_timeout_s`, then the world goes without the step
+    WAIT = "wait"  # up to `save_timeout_s`, then the whole world skips the step
     SKIP = "skip"  # at once
 
 
 class Replication(StrEnum):
-    """How hosts choose the peers that hold their replicas."""
+    """How hosts choose the peers that store their replicas."""
 
-    RING = "ring"  # the next hosts of other failure domains
+    RING = "ring"  # the next hosts in other failure domains
     CLIQUE = "clique"  # fixed groups of replicas + 1 hosts across failure domains
 
 
@@ -57,7 +57,7 @@ TimeoutSeconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
 
 class TierPolicy(msgspec.Struct, frozen=True):
-    """When a tier gets a step, and which steps stay there."""
+    """When a tier receives a step, and which steps it keeps."""
 
     every_steps: Steps = 0
     every_s: IntervalSeconds = 0.0
@@ -70,11 +70,12 @@ class TierPolicy(msgspec.Struct, frozen=True):
 
 
 class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a job checkpoints; the same for all its hosts, so it travels with the placement. A tier with neither an
-    interval in steps nor one in seconds is off. What is a host's own (limits, bandwidths) is in the engine's settings.
+    """How a job checkpoints. The same for all its hosts, so it travels with the placement.
+
+    A tier with no interval (steps or seconds) is off. Per-host limits and bandwidths live in the engine's settings.
     """
 
-    every_steps: Steps = 1  # memory tier, replicated to the peer where there is one
+    every_steps: Steps = 1  # memory tier, replicated to a peer if there is one
     every_s: IntervalSeconds = 0.0
     replicas: Annotated[int, msgspec.Meta(ge=0, le=8)] = 1
     replication: Replication = Replication.RING
@@ -82,18 +83,18 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk_every_steps: Steps = 0
     disk_every_s: IntervalSeconds = 0.0
     disk_keep_latest: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 2
-    disk_keep_every: Steps = 0  # multiples of it stay for ever
-    disk_is_default: bool = False  # nobody named the folder: it takes no memory that is not there, and goes at success
-    persistent_dir: str = ""  # a folder that all hosts share, or s3://, gs://, az://
+    disk_keep_every: Steps = 0  # multiples of this are kept forever
+    disk_is_default: bool = False  # nobody named the folder: unused if memory is short, deleted on success
+    persistent_dir: str = ""  # a folder shared by all hosts, or s3://, gs://, az://
     persistent_every_steps: Steps = 0
     persistent_every_s: IntervalSeconds = 0.0
     persistent_keep_latest: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 2
     persistent_keep_every: Steps = 0
     capture: CaptureMode = CaptureMode.LAZY
     when_full: WhenFull = WhenFull.WAIT
-    adapt_interval: bool = True  # where saves hold up training, those of intervals in steps are made less often
-    raise_on_failure: bool = False  # the next call of the trainer raises what a save failed with
-    save_timeout_s: TimeoutSeconds = 30.0  # the longest a save may wait for a slot that the world still needs
+    adapt_interval: bool = True  # save less often than the step intervals say if saves hold up training
+    raise_on_failure: bool = False  # the trainer's next call raises the error of a failed save
+    save_timeout_s: TimeoutSeconds = 30.0  # longest wait for a slot that the world still needs
     restore_timeout_s: TimeoutSeconds = 120.0
 
     @property
@@ -103,21 +104,21 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_durable(self) -> bool:
-        """Whether steps come to a disk or to a store."""
+        """Whether any step reaches a disk or a store."""
         return self.policy(Tier.DISK).is_on or self.policy(Tier.PERSISTENT).is_on
 
     @property
     def disk_is_each_hosts_own(self) -> bool:
-        """Whether the default disk tier is in each host's state folder, and not in that of a run on one machine."""
+        """Whether the default disk tier is in each host's own state folder (not in the folder of a single-machine run)."""
         return self.disk_is_default and self.disk_dir == STATE_DIR_DISK
 
     def disk_folder(self, state_dir: Path) -> str:
-        """The disk tier of the host with this state folder."""
+        """The disk tier's folder on the host with this state folder."""
         return str(state_dir / STATE_DIR_DISK) if self.disk_is_each_hosts_own else self.disk_dir
 
     def policy(self, tier: Tier) -> TierPolicy:
-        """The interval and retention of a tier; that of a disk tier without a folder is off. The peer tier follows the
-        memory tier."""
+        """The interval and retention of a tier. A disk or persistent tier without a folder is off; the peer tier
+        follows the memory tier."""
         match tier:
             case Tier.MEMORY | Tier.PEER:
                 return TierPolicy(self.every_steps, self.every_s)
@@ -134,9 +135,12 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SaveInterval(msgspec.Struct, frozen=True, gc=False):
-    """How far apart a job's saves of intervals in steps are made, by its coordinator's engine: `every_steps`, where the
-    settings want `wanted_steps`. `save_s` and `step_s` are what was measured when that changed last: what a save took
-    until the whole world had it, and a step of training without its waits for saves; 0.0: it never changed."""
+    """The save interval of a job, in steps, as chosen by its coordinator's engine.
+
+    The settings ask for `wanted_steps`; the coordinator saves every `every_steps`. `save_s` and `step_s` were measured
+    when the interval last changed (0.0: it never did): the time until the whole world had a save, and the time of a
+    training step without save waits.
+    """
 
     job: JobName
     generation: Generation
@@ -147,7 +151,7 @@ class SaveInterval(msgspec.Struct, frozen=True, gc=False):
 
 
 class ShardCopy(msgspec.Struct, frozen=True, gc=False, order=True):
-    """One verified copy of one rank's bytes of one step. `host_id` holds it ('' for the persistent tier)."""
+    """One verified copy of one rank's bytes of one step. `host_id` stores it ('' for the persistent tier)."""
 
     job: JobName
     generation: Generation
@@ -160,10 +164,11 @@ class ShardCopy(msgspec.Struct, frozen=True, gc=False, order=True):
 
 
 class LineageEntry(msgspec.Struct, frozen=True):
-    """Steps of `generation` count up to and including `upto_step` (None: all of them, it is the running one).
+    """Steps of `generation` count up to and including `upto_step` (None: all of them, it is running).
 
-    `after_step`, of a generation that may have made steps which nobody reported: the step that it restored. One step
-    of its own is enough to make it the history: then older generations count up to there, and not at all at -1.
+    `after_step` marks a generation that may have completed steps nobody reported; it is the step that generation
+    restored. If one of its own steps turns up, that generation becomes the history: older generations then count only
+    up to `after_step`, and not at all if it is -1.
     """
 
     generation: int
@@ -172,11 +177,11 @@ class LineageEntry(msgspec.Struct, frozen=True):
 
 
 Lineage = tuple[LineageEntry, ...]
-Point = tuple[Step, int]  # a step, and the generation that made it
+Point = tuple[Step, int]  # a step, and the generation that completed it
 
 
 class StoredPoint(msgspec.Struct, frozen=True, gc=False):
-    """The newest persistent step of all ranks that the supervisor has stored, and the generation that made it."""
+    """The newest persistent step of all ranks that the supervisor has stored, and the generation that completed it."""
 
     step: Step
     generation: Generation
@@ -186,7 +191,7 @@ StoredPoints = Mapping[JobName, StoredPoint]
 
 
 class JobHistory(msgspec.Struct, frozen=True):
-    """Where an engine that does not know a job any more looks for what is left of it."""
+    """Tells an engine that no longer knows a job where to look for its copies."""
 
     spec: CheckpointSpec
     lineage: Lineage
@@ -194,22 +199,27 @@ class JobHistory(msgspec.Struct, frozen=True):
 
 
 def is_alive(generation: int, step: int, lineage: Iterable[LineageEntry]) -> bool:
-    """Whether a copy of (generation, step) belongs to the history that the job now continues."""
+    """Whether a copy of (generation, step) belongs to the job's current history."""
     return any(
         entry.generation == generation and (entry.upto_step is None or step <= entry.upto_step) for entry in lineage
     )
 
 
 def newest_point(points: Iterable[Point], lineage: Lineage) -> Point | None:
-    """The newest recovery point of a history, None if there is none. Of two generations the later one has the newer
-    steps, but where it only may have made some: there a step of its own puts an end to what is older."""
+    """The newest recovery point of a history; None if there is none.
+
+    A later generation's steps are newer, even if the lineage is not sure that it completed any: a step of its own then
+    ends the older history.
+    """
     order = {entry.generation: place for place, entry in enumerate(lineage)}
     return max(points, key=lambda point: (order.get(point[1], -1), point[0]), default=None)
 
 
 def branch(lineage: Lineage, *, restored_step: int | None, generation: int, source: int | None = None) -> Lineage:
-    """The lineage of a new generation that goes on from `restored_step` (None: from scratch, nothing before counts)
-    of generation `source` (None: the last one)."""
+    """The lineage of a new generation that continues from `restored_step` of generation `source`.
+
+    `restored_step` None: from scratch, nothing earlier counts. `source` None: the last generation.
+    """
     kept = [LineageEntry(generation)]
     last = restored_step
     for entry in reversed(lineage):
@@ -220,29 +230,29 @@ def branch(lineage: Lineage, *, restored_step: int | None, generation: int, sour
 
 
 class ShardSource(msgspec.Struct, frozen=True):
-    """Where a rank's bytes of the restore step can be had, best first in a list of these."""
+    """One place to fetch a rank's bytes of the restore step from; lists of these are sorted best first."""
 
     rank: Rank
     generation: int
     tier: Tier
     host_id: str
-    engine_address: str  # "ip:port" of the engine that serves it, '' when it is local or in a persistent folder
+    engine_address: str  # "ip:port" of the engine that serves it; '' if local or in a persistent folder
 
 
 class RestorePlan(msgspec.Struct, frozen=True):
-    """One step for the whole world, and per rank the ordered sources."""
+    """One step for the whole world, and each rank's sources in order."""
 
     step: Step
-    sources: Mapping[str, tuple[ShardSource, ...]]  # key: str(rank), as JSON wants it
+    sources: Mapping[str, tuple[ShardSource, ...]]  # key: str(rank), because JSON keys are strings
 
     @property
     def source_generation(self) -> int:
-        """The generation that made the step: the same for all ranks."""
+        """The generation that completed the step, the same for all ranks."""
         return next(source.generation for found in self.sources.values() for source in found)
 
 
 class RestoreReport(msgspec.Struct, frozen=True, gc=False):
-    """What an engine did to have a rank's bytes in local memory."""
+    """How an engine brought a rank's bytes into local memory."""
 
     job: RepeatedJobName
     generation: Generation
@@ -251,6 +261,6 @@ class RestoreReport(msgspec.Struct, frozen=True, gc=False):
     source_tier: Tier
     source_host: Address  # '' for the persistent tier
     size_bytes: SizeBytes
-    socket_bytes: SizeBytes  # payload bytes that came through a socket: 0 unless fetched from another engine
+    socket_bytes: SizeBytes  # payload bytes received through a socket; 0 unless fetched from another engine
     seconds: Duration
     at: Moment  # wall clock, when the bytes were verified in local memory

@@ -1,4 +1,4 @@
-"""The only place where Flyball reads a clock, so that the simulator can bring its own."""
+"""The only place where Flyball reads a clock, so that the simulator can replace it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Wall time names moments that people and other machines read; monotonic time measures durations."""
+    """Wall time marks moments that people and other machines read; monotonic time measures durations."""
 
     def wall_s(self) -> float:
         """Seconds since the Unix epoch."""

@@ -26,8 +26,8 @@ from flyball.contracts.identity import (
 
 
 class JobState(StrEnum):
-    SUBMITTED = "submitted"  # waits for hosts
-    RUNNING = "running"  # includes the time in which incidents are handled
+    SUBMITTED = "submitted"  # waiting for hosts
+    RUNNING = "running"  # includes the handling of incidents
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     STOPPED = "stopped"  # by an operator
@@ -38,11 +38,11 @@ class JobState(StrEnum):
 
 
 class Again(StrEnum):
-    """What is to become of a job whose name has ended."""
+    """What to do with a job whose name has already ended."""
 
-    NO = "no"  # it is shown as it ended
-    RESUME = "resume"  # it goes on from its newest recovery point
-    FRESH = "fresh"  # another run of it begins, from scratch
+    NO = "no"  # show it as it ended
+    RESUME = "resume"  # continue from its newest recovery point
+    FRESH = "fresh"  # start another run from scratch
 
 
 class HostState(StrEnum):
@@ -56,7 +56,7 @@ class HostState(StrEnum):
 
 
 class Phase(IntEnum):
-    """What a rank is doing; the beacon carries the number."""
+    """What a rank is doing. The beacon carries the number."""
 
     STARTING = 0  # process start, imports, rendezvous, until attach
     RESTORING = 1
@@ -64,25 +64,25 @@ class Phase(IntEnum):
     CHECKPOINT = 3  # inside save, waiting or copying
     EVAL = 4
     DATA = 5
-    PARKED = 6  # saved the step of an emergency checkpoint and waits to be ended
+    PARKED = 6  # saved the emergency checkpoint's step and waits to be stopped
     DONE = 7
     OTHER = 8
 
 
 class Activity(IntEnum):
-    """What a worker's processes do while its beacon stands still, as its daemon sees it from outside."""
+    """What a worker's processes do while its beacon stands still, as the daemon sees it from outside."""
 
-    UNKNOWN = 0  # not looked at, since the beacon moves; or it cannot be read
-    ACTIVE = 1  # uses a processor or a GPU, reads or writes, or its main thread goes in and out of the kernel
-    IDLE = 2  # none of it
+    UNKNOWN = 0  # not checked because the beacon moves, or not readable
+    ACTIVE = 1  # uses a CPU or GPU, does I/O, or its main thread enters and leaves the kernel
+    IDLE = 2  # none of the above
     STOPPED = 3  # by a signal (SIGSTOP, SIGTSTP)
-    TRACED = 4  # a debugger holds it
-    READS_INPUT = 5  # waits for somebody to type
-    BLOCKED = 6  # as idle, and in the kernel waiting for a disk, a network file system or a driver
+    TRACED = 4  # held by a debugger
+    READS_INPUT = 5  # waits for keyboard input
+    BLOCKED = 6  # idle, and waiting in the kernel for a disk, a network file system or a driver
 
 
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a user asks for."""
+    """A job as the user asks for it."""
 
     job: JobName
     argv: tuple[str, ...]  # script and its arguments; with `module`, a module name and its arguments
@@ -92,19 +92,18 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_restarts: int = 3
     module: bool = False
     env: Mapping[str, str] = {}  # added to the daemon's own environment
-    user_env: Mapping[
-        str, str
-    ] = {}  # of who submitted it: also added; two submissions that differ only here are one job
-    sealed_env: Mapping[str, str] = {}  # the secret ones among them, encrypted: see flyball.sealed_values
-    log_dir: str = ""  # '' : the daemon's state folder
+    # The submitter's environment: also added. Two submissions that differ only here are the same job.
+    user_env: Mapping[str, str] = {}
+    sealed_env: Mapping[str, str] = {}  # the secret part of it, encrypted: see flyball.sealed_values
+    log_dir: str = ""  # '': the daemon's state folder
     checkpoint: CheckpointSpec = CheckpointSpec()
-    hosts: tuple[HostId, ...] = ()  # () : any healthy host
+    hosts: tuple[HostId, ...] = ()  # (): any healthy host
     stop_grace_s: float = 10.0
-    program: bool = False  # argv is run as it is, without a Python before it
-    virtual_local_rank: bool = False  # LOCAL_RANK is 0 for each, and CUDA_VISIBLE_DEVICES the rank's one device
-    spares: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0  # free hosts that no later job is started on meanwhile
-    never_from_scratch: bool = False  # once it has saved a step, it waits for a copy rather than begin anew
-    hang_timeout_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0  # 0.0: adapts to what was seen of the job
+    program: bool = False  # run argv as it is, without Python
+    virtual_local_rank: bool = False  # LOCAL_RANK is 0 everywhere, and CUDA_VISIBLE_DEVICES is the rank's one device
+    spares: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0  # free hosts that no later job may start on
+    never_from_scratch: bool = False  # once a step was saved, wait for a copy rather than start over
+    hang_timeout_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0  # 0.0: adapts to what was observed of the job
 
     @property
     def world_size(self) -> int:
@@ -112,19 +111,19 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HostFacts(msgspec.Struct, frozen=True, gc=False):
-    """What a daemon says of its host in every report."""
+    """What a daemon reports about its host every time."""
 
     host_id: HostId
-    address: Address  # the IP that other hosts reach it by
+    address: Address  # the IP at which other hosts reach it
     failure_domain: Address
-    engine_address: Address  # "ip:port", '' while the engine is away
-    free_port: Port  # a port for the next generation's MASTER_PORT, found free a moment ago
+    engine_address: Address  # "ip:port"; '' while the engine is away
+    free_port: Port  # for the next generation's MASTER_PORT, found free a moment ago
     daemon_version: Annotated[str, msgspec.Meta(max_length=64)]
     pid: Pid
 
 
 class HostRanks(msgspec.Struct, frozen=True):
-    """The ranks of one host in a placement, local rank = position."""
+    """One host's ranks in a placement, in the order of their local ranks."""
 
     host_id: HostId
     address: str
@@ -138,17 +137,17 @@ class Placement(msgspec.Struct, frozen=True):
     job: JobName
     generation: int
     world_size: int
-    hosts: tuple[HostRanks, ...]  # in the order of their ranks; a host's own part names those it has to do with
+    hosts: tuple[HostRanks, ...]  # in rank order; a host's own part lists only the hosts it deals with
     master_address: str
     master_port: int
-    peers: Mapping[str, tuple[HostId, ...]]  # host -> hosts that hold its replicas
+    peers: Mapping[str, tuple[HostId, ...]]  # host -> hosts that store its replicas
     lineage: Lineage
     restore: RestorePlan | None  # None: start from step 0
     restart_count: int = 0
-    run: RunId = ""  # what disks and stores keep of other runs of the job is none of its business
+    run: RunId = ""  # copies of the job's other runs, on disks and in stores, are ignored
 
     def host(self, host_id: str) -> HostRanks | None:
-        """This host's part, None if it has none."""
+        """This host's part; None if it has none."""
         return next((h for h in self.hosts if h.host_id == host_id), None)
 
 
@@ -161,7 +160,7 @@ class WorkerError(msgspec.Struct, frozen=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True, gc=False):
-    """One live worker as its beacon shows it."""
+    """One live worker, as its beacon shows it."""
 
     job: RepeatedJobName
     generation: Generation
@@ -171,5 +170,5 @@ class RankStatus(msgspec.Struct, frozen=True, gc=False):
     step: SeenStep  # newest completed step, -1 before the first
     beacon_age_s: Duration  # since the beacon last moved
     activity: Activity = Activity.UNKNOWN
-    activity_s: Duration = 0.0  # for how long it has been that
-    place: Place = ""  # the system call that an idle main thread is in; '': not known
+    activity_s: Duration = 0.0  # how long the activity has lasted
+    place: Place = ""  # the system call that an idle main thread is in; '' if unknown

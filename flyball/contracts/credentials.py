@@ -1,9 +1,8 @@
-"""The cluster's secret, and the tokens that are derived from it. Nothing is stored: whoever has the secret can make
-them all, and nobody gets from one of them to another or back to the secret.
+"""The cluster's secret and the tokens derived from it.
 
-The secret is the operator's token. A host's token names its host, so that a service knows who speaks before it reads
-a word of the message. Where the secret has little entropy a derived token lets its owner guess it offline: secrets
-that Flyball makes have 256 bits.
+Nothing is stored: the secret yields every token, and no token yields the secret or another token. The secret is the
+operator's token. A host's token names its host, so a service knows the sender before it reads the message. A derived
+token lets its owner guess a weak secret offline; the secrets that Flyball makes have 256 bits.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _HOST_TOKEN = re.compile(re.escape(HOST_PREFIX) + r"(.{1,63})\.[A-Za-z0-9_-]{43}
 
 
 class HostCredential(msgspec.Struct, frozen=True):
-    """What a host needs: its token for the supervisor, and the key that the engines of the cluster share."""
+    """What a host needs: its token for the supervisor, and the key shared by the cluster's engines."""
 
     token: str
     peer_key: str
@@ -41,17 +40,17 @@ class HostCredential(msgspec.Struct, frozen=True):
 
 
 def mac(secret: bytes, what: bytes) -> bytes:
-    """256 bits that only who knows the secret can make, as 43 characters."""
+    """256 bits that only the owner of the secret can compute, as 43 characters."""
     return base64.urlsafe_b64encode(hmac.digest(secret, what, "sha256"))[:-1]
 
 
 def host_mac(secret: bytes, host_id: bytes, epoch: int = 0) -> bytes:
-    """The secret part of a host's token. Another `epoch` makes another token: the former one is withdrawn."""
+    """The secret part of a host's token. A new `epoch` makes a new token and withdraws the old one."""
     return mac(secret, b"flyball host v2:%d:%b" % (epoch, host_id) if epoch else b"flyball host v1:" + host_id)
 
 
 def host_credential(secret: str, host_id: str, epoch: int = 0) -> HostCredential:
-    """What `host_id` gets from the cluster's secret."""
+    """The credential of `host_id`, derived from the cluster's secret."""
     key = secret.encode()
     return HostCredential(
         token=f"{HOST_PREFIX}{host_id}.{host_mac(key, host_id.encode(), epoch).decode()}",
@@ -65,9 +64,9 @@ def reader_token(secret: str) -> str:
 
 
 def read_credential(text: str, host_id: str) -> HostCredential:
-    """A host's credential out of its token file, which holds either that or the cluster's secret.
+    """Read a host's credential from its token file, which holds either the credential or the cluster's secret.
 
-    Raises ConfigurationError when the file is empty, another host's, or a token that no host can use.
+    Raises ConfigurationError if the file is empty, belongs to another host, or holds a token that no host can use.
     """
     words = text.split()
     if not words:
@@ -86,7 +85,7 @@ def read_credential(text: str, host_id: str) -> HostCredential:
         )
     if found[1] != host_id:
         raise ConfigurationError(
-            f"The token file is that of host {found[1]!r}, and this is {host_id!r}.",
+            f"The token file belongs to host {found[1]!r}, but this is host {host_id!r}.",
             hint=f"write one with `flyball token host {host_id}`, or give --host-id {found[1]}",
         )
     return HostCredential(token=words[0], peer_key=words[1])

@@ -32,10 +32,10 @@ class DecisionKind(StrEnum):
     RESTART_IN_PLACE = "restart_in_place"
     MIGRATE_TO_SPARE = "migrate_to_spare"
     EMERGENCY_CHECKPOINT = "emergency_checkpoint"
-    RESUME = "resume"  # ranks that stand at an emergency step train on where they are
+    RESUME = "resume"  # ranks parked at an emergency step train on where they are
     CORDON = "cordon"
     UNCORDON = "uncordon"
-    ADOPT = "adopt"  # what hosts know and the database does not is taken over from them
+    ADOPT = "adopt"  # take over from the hosts what the database does not know
     SHRINK = "shrink"
     GROW = "grow"
     FAIL_JOB = "fail_job"
@@ -59,22 +59,25 @@ class ActionState(StrEnum):
 
 
 class GenerationPlan(msgspec.Struct, frozen=True):
-    """A generation that a decision grants. The restore step is fixed once the old workers have stopped and every
-    engine has said what it holds (docs/decisions/0001)."""
+    """A generation granted by a decision.
+
+    The restore step is fixed only after the old workers have stopped and every engine has reported its copies
+    (docs/decisions/0001).
+    """
 
     job: JobName
     generation: int
     parent: int | None
     hosts: tuple[HostRanks, ...]
     peers: Mapping[str, tuple[HostId, ...]]
-    parent_lineage: Lineage  # () : start from scratch
-    restart_count: int  # all restarts of workers that failed, over the job's life
-    known_step: int = -1  # the recovery point as reported before; finding less means that an engine has not told all
-    master_port: int = 0  # free on rank 0's host when this was decided; a newer one from its stop result comes first
+    parent_lineage: Lineage  # (): start from scratch
+    restart_count: int  # restarts after worker failures, over the job's whole life
+    known_step: int = -1  # the recovery point as last reported; finding less means a report is incomplete
+    master_port: int = 0  # free on rank 0's host at decision time; a newer one from its stop result takes precedence
     run: RunId = ""
-    restarts_used: int = -1  # of max_restarts, since the job last made progress; -1: as many as restart_count
-    furthest_step: int = -1  # that earlier generations reached: progress is counted from there
-    ran_before_s: float = 0.0  # of one that was adopted: how long it had run by then
+    restarts_used: int = -1  # of max_restarts, since the job's last progress; -1: same as restart_count
+    furthest_step: int = -1  # reached by earlier generations: progress is counted from here
+    ran_before_s: float = 0.0  # of an adopted generation: how long it had already run
 
     @property
     def used_restarts(self) -> int:
@@ -82,104 +85,107 @@ class GenerationPlan(msgspec.Struct, frozen=True):
 
 
 class ActionPlan(msgspec.Struct, frozen=True):
-    """What the actuator is to carry out. Which fields are used depends on the decision's kind; the playbook's table
-    lists the phases of each."""
+    """What the actuator carries out. The decision's kind determines which fields are used; the playbook's table lists
+    the phases of each kind."""
 
     kind: DecisionKind
     job: JobName
     spec: JobSpec
-    generation: int  # the one that the action is about: stopped, saved or ended
+    generation: int  # the generation to stop, save or end
     stop_hosts: tuple[HostId, ...] = ()  # hosts whose workers of `generation` are stopped
     unreachable_hosts: tuple[HostId, ...] = ()  # known to be lost: not waited for
     next: GenerationPlan | None = None
     emergency_step: int = -1
     deadline_s: float = 30.0  # from the decision to the end of the action
-    grace_s: float = 0.0  # SIGTERM first, this long before SIGKILL; 0: SIGKILL at once
-    warm_hosts: tuple[HostId, ...] = ()  # told to hold a warm standby for the job; not waited for
-    history: JobHistory | None = None  # of a job that ends, or goes on after it had ended
+    grace_s: float = 0.0  # SIGTERM this long before SIGKILL; 0: SIGKILL at once
+    warm_hosts: tuple[HostId, ...] = ()  # hosts that prepare a warm standby for the job; not waited for
+    history: JobHistory | None = None  # of a job that ends, or continues after it had ended
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What the controller chose, and why, in words. `evidence` holds the numbers that the reason speaks of."""
+    """What the controller chose, and why. `evidence` holds the numbers quoted in the reason."""
 
     decision_id: str  # "dec-17"
     incident_id: str  # '' for a decision without an incident (start, stop, complete)
     job: str
     kind: DecisionKind
     reason: str
-    rule: str  # the name of the policy rule that spoke
+    rule: str  # name of the policy rule that decided
     at: float
     evidence: Mapping[str, str | int | float | bool | None] = {}
     action: ActionPlan | None = None  # None: hold
 
 
 class FailedStart(msgspec.Struct, frozen=True):
-    """A host that could not start its ranks, in one incident: what fails on one host is that host's until another
-    fails alike."""
+    """A host that could not start its ranks, within one incident. The failure is blamed on the host until another host
+    fails the same way."""
 
     host_id: HostId
     code: str  # of the FlyballError, e.g. not_found, storage_full, port_in_use
-    generation: int  # the newest in which it did
+    generation: int  # the newest one that failed
     first_at: float
-    times: int = 1  # generations
-    last_at: float = 0.0  # 0.0: an older release noted it
+    times: int = 1  # number of generations
+    last_at: float = 0.0  # 0.0: recorded by an older release
 
 
 class Incident(msgspec.Struct, frozen=True):
     """The life of one problem."""
 
     incident_id: str  # "inc-4"
-    job: str  # '' : a host without a placement
-    host_id: str  # '' : not one host's
+    job: str  # '': a host without a placement
+    host_id: str  # '': not a single host's problem
     cause: str  # e.g. worker_killed, worker_exception, rank_stalled, host_silent, preemption_notice
     state: IncidentState
     opened_at: float
-    since: float  # of the present state
+    since: float  # when the current state began
     message: str
     generation: int
-    failed_step: int = -1  # newest step completed by all ranks before it
+    failed_step: int = -1  # newest step that all ranks had completed before it
     observed_at: float = 0.0  # when the first signal was observed, on its observer's clock
     action_id: str = ""  # the newest action
     hold_until: float = 0.0  # wall clock; 0.0 when not holding
     holding_for: str = ""  # what a hold waits for; '' when not holding
-    decisions_made: int = 0  # that led to an action; bounded by max_decisions_per_incident
+    decisions_made: int = 0  # that led to an action; at most max_decisions_per_incident
     resolved_at: float = 0.0
     restored_step: int = -1
     lost_steps: int = -1  # -1 until known
     failed_starts: tuple[FailedStart, ...] = ()
-    hosts: tuple[HostId, ...] = ()  # of saves_failing: on which they fail
+    hosts: tuple[HostId, ...] = ()  # for saves_failing: the hosts where saves fail
 
 
 # --- commands: from the outbox to one host ---------------------------------------------------------------------------
 
 
 class WarmUp(msgspec.Struct, frozen=True, tag="warm_up"):
-    """Have a warm standby with the job's environment; for spares."""
+    """Prepare a warm standby with the job's environment; for spares."""
 
     spec: JobSpec
 
 
 class StopWorkers(msgspec.Struct, frozen=True, tag="stop_workers"):
-    """End all workers of the job up to `generation`, then have the engine commit what was captured; `durable`: and
-    bring the newest recovery point to the disk and persistent tiers, since its memory is about to be freed."""
+    """Stop all workers of the job up to `generation`, then have the engine commit whatever was captured.
+
+    `durable`: also write the newest recovery point to the disk and persistent tiers, because memory is about to be
+    freed.
+    """
 
     job: JobName
     generation: int
     grace_s: float
     flush_timeout_s: float = 10.0
     durable: bool = False
-    history: JobHistory | None = None  # of a job that had ended: the engine does not know it
+    history: JobHistory | None = None  # of a job that had ended, which the engine does not know
 
 
 class StartWorkers(msgspec.Struct, frozen=True, tag="start_workers"):
-    """Start this host's ranks of the placement; older workers of the job are ended first."""
+    """Start this host's ranks of the placement, after stopping older workers of the job."""
 
     spec: JobSpec
     placement: Placement
 
 
 class SaveEmergency(msgspec.Struct, frozen=True, tag="save_emergency"):
-    """Have every local rank save at `step`, park, and say when it is committed and replicated."""
+    """Have every local rank save at `step` and park; report when the save is committed and replicated."""
 
     job: JobName
     generation: int
@@ -188,8 +194,10 @@ class SaveEmergency(msgspec.Struct, frozen=True, tag="save_emergency"):
 
 
 class FlushState(msgspec.Struct, frozen=True, tag="flush_state"):
-    """Have the newest recovery point written to the disk and persistent tiers now, whether the workers live or not.
-    `disarm`: an emergency save is given up, and ranks that wait at its step train on."""
+    """Write the newest recovery point to the disk and persistent tiers now, whether or not the workers live.
+
+    `disarm`: the emergency save is cancelled, and ranks parked at its step train on.
+    """
 
     job: JobName
     generation: int
@@ -198,22 +206,22 @@ class FlushState(msgspec.Struct, frozen=True, tag="flush_state"):
 
 
 class EndJob(msgspec.Struct, frozen=True, tag="end_job"):
-    """The job ended: stop what is left of it and free its slots, unless they hold what no slower tier has."""
+    """The job ended: stop what is left of it and free its slots, unless they hold data that no slower tier has."""
 
     job: JobName
     generation: int
     grace_s: float
-    keep_memory: bool = False  # the slots stay until somebody goes on from them, or their time to live is over
-    drop_disk: bool = False  # it succeeded, and nobody asked for the disk tier in the state folders of its hosts
+    keep_memory: bool = False  # keep the slots until the job continues or their time to live expires
+    drop_disk: bool = False  # it succeeded, and the disk tier in its hosts' state folders was only the default
 
 
 CommandBody: TypeAlias = WarmUp | StopWorkers | StartWorkers | SaveEmergency | FlushState | EndJob
 
 
 class Command(msgspec.Struct, frozen=True):
-    """One outbox row for one host. Obeyed at most once per command_id; a repeat is answered with the stored result."""
+    """One outbox row for one host. Executed at most once per command_id; a repeat gets the stored result."""
 
-    command_id: str  # "act-3f9a01c2-17.stop.host-a.1": unique also across copies of the database
+    command_id: str  # "act-3f9a01c2-17.stop.host-a.1": unique across copies of the database, too
     action_id: str
     host_id: HostId
     fence: Fence
@@ -222,31 +230,31 @@ class Command(msgspec.Struct, frozen=True):
 
 
 class RankPosition(msgspec.Struct, frozen=True):
-    """A rank's newest completed step, from its beacon, also after its death."""
+    """A rank's newest completed step, from its beacon; known after its death, too."""
 
     rank: int
     step: int
 
 
 class CommandResult(msgspec.Struct, frozen=True):
-    """What a host found or did. Fields are filled as far as the command has them."""
+    """What a host found or did. Each command fills the fields that apply to it."""
 
     positions: tuple[RankPosition, ...] = ()
     copies: tuple[ShardCopy, ...] = ()  # every verified copy of the job on this host, all tiers
     free_port: int = 0
     pids: Mapping[str, int] = {}  # str(rank) -> pid
-    flushed: Mapping[str, int] = {}  # by tier, the newest step that every rank of the host has there
+    flushed: Mapping[str, int] = {}  # tier -> the newest step that every local rank has there
 
 
 class UpdateState(StrEnum):
-    ACKNOWLEDGED = "acknowledged"  # for save_emergency: armed, every local rank is before the step
+    ACKNOWLEDGED = "acknowledged"  # for save_emergency: armed, no local rank has reached the step
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     REFUSED = "refused"  # stale fence: nothing was done
 
 
 class CommandUpdate(msgspec.Struct, frozen=True):
-    """A host's answer to a command; may come more than once."""
+    """A host's reply to a command; may be sent more than once."""
 
     command_id: str
     host_id: HostId
@@ -259,11 +267,11 @@ class CommandUpdate(msgspec.Struct, frozen=True):
 
 
 class CommandBatch(msgspec.Struct, frozen=True):
-    """The answer to a daemon's long poll."""
+    """The reply to a daemon's long poll."""
 
     commands: tuple[Command, ...] = ()
     log_requests: tuple[LogRequest, ...] = ()
-    cluster: str = ""  # whose commands these are, '' from an older release
-    incarnation: str = ""  # of its database: another one with every epoch
+    cluster: str = ""  # whose commands these are; '' from an older release
+    incarnation: str = ""  # of the cluster's database; changes with every epoch
     # The database does not know what the host obeyed last; the host gets no commands until it has reported that.
     report_standing: bool = msgspec.field(default=False, name="tell_standing")

@@ -1,7 +1,7 @@
-"""The exception tree. Every error that a person can meet says its cause and the next step.
+"""The exception tree. Every error that a user can meet names its cause and the next step.
 
-Exit codes of the command line (documented in docs/cli.md): 0 done, 1 the job or a fault's recovery failed, 2 wrong
-usage, and the `exit_code` of the class that was raised.
+Exit codes of the command line (documented in docs/cli.md): 0 done, 1 the job failed or a fault's recovery failed, 2
+wrong usage, else the `exit_code` of the exception's class.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 class FlyballError(Exception):
     """Base of all errors that Flyball raises on purpose.
 
-    `hint` is the next step for the person who reads it; `code` is stable and machine-readable; `status` is the HTTP
-    status under which an API reports it.
+    `hint` is the next step for the reader. `code` is stable and machine-readable. `status` is the HTTP status that APIs
+    report.
     """
 
     code = "error"
@@ -28,7 +28,7 @@ class FlyballError(Exception):
 
 
 class UsageError(FlyballError):
-    """The command, flag or argument cannot mean anything."""
+    """The command, flag or argument makes no sense."""
 
     code = "usage"
     exit_code = 2
@@ -44,7 +44,7 @@ class ConfigurationError(FlyballError):
 
 
 class PortInUse(ConfigurationError):
-    """The address to listen on is taken."""
+    """The listen address is taken."""
 
     code = "port_in_use"
     exit_code = 4
@@ -59,7 +59,7 @@ class StateVersionMismatch(FlyballError):
 
 
 class StorageFull(FlyballError):
-    """A disk has no room for what must be kept."""
+    """A disk has no room for data that must be kept."""
 
     code = "storage_full"
     exit_code = 6
@@ -67,7 +67,7 @@ class StorageFull(FlyballError):
 
 
 class MemoryTooSmall(FlyballError):
-    """Memory or /dev/shm cannot hold the slots; the message carries the memory plan."""
+    """Memory or /dev/shm cannot hold the slots; the message contains the memory plan."""
 
     code = "memory_too_small"
     exit_code = 7
@@ -75,7 +75,7 @@ class MemoryTooSmall(FlyballError):
 
 
 class NotFound(FlyballError):
-    """A job, host, incident or decision of that name does not exist."""
+    """No job, host, incident or decision has that name."""
 
     code = "not_found"
     exit_code = 8
@@ -91,7 +91,7 @@ class Unauthorized(FlyballError):
 
 
 class Forbidden(FlyballError):
-    """The token is right, and not one that may do this."""
+    """The token is valid but does not permit this."""
 
     code = "forbidden"
     exit_code = 17
@@ -99,7 +99,7 @@ class Forbidden(FlyballError):
 
 
 class Unreachable(FlyballError):
-    """A service did not answer within its deadline."""
+    """A service did not reply within its deadline."""
 
     code = "unreachable"
     exit_code = 10
@@ -107,7 +107,7 @@ class Unreachable(FlyballError):
 
 
 class InvalidMessage(FlyballError):
-    """A message is malformed, too large or of another wire version; it changed nothing."""
+    """A message is malformed, too large or of another wire version. It changed nothing."""
 
     code = "invalid_message"
     exit_code = 11
@@ -115,7 +115,7 @@ class InvalidMessage(FlyballError):
 
 
 class TooBusy(FlyballError):
-    """A bounded queue is full; come back after `retry_after_s`."""
+    """A bounded queue is full; retry after `retry_after_s`."""
 
     code = "too_busy"
     exit_code = 12
@@ -127,7 +127,7 @@ class TooBusy(FlyballError):
 
 
 class StaleCommand(FlyballError):
-    """A command carries an (epoch, generation) older than one already obeyed."""
+    """A command's (epoch, generation) is older than one already obeyed."""
 
     code = "stale_command"
     exit_code = 13
@@ -135,7 +135,7 @@ class StaleCommand(FlyballError):
 
 
 class StaleEpoch(FlyballError):
-    """This controller no longer holds the lease; nothing of the transaction was stored."""
+    """This controller no longer holds the lease. Nothing of the transaction was stored."""
 
     code = "stale_epoch"
     exit_code = 14
@@ -143,7 +143,7 @@ class StaleEpoch(FlyballError):
 
 
 class IllegalTransition(FlyballError):
-    """A state machine was asked for a transition that its table does not have."""
+    """A state machine's table does not have the requested transition."""
 
     code = "illegal_transition"
     exit_code = 15
@@ -151,7 +151,7 @@ class IllegalTransition(FlyballError):
 
 
 class Conflict(FlyballError):
-    """The request contradicts what is there, for example a second job of the same name with another specification."""
+    """The request contradicts existing state: for example, a second job of the same name with another specification."""
 
     code = "conflict"
     exit_code = 16
@@ -159,28 +159,28 @@ class Conflict(FlyballError):
 
 
 class ReportReplayed(FlyballError):
-    """This very report was taken before; it changed nothing."""
+    """This very report was received before. It changed nothing."""
 
     code = "report_replayed"
     status = 409
 
 
 class ReportOutOfOrder(FlyballError):
-    """A newer report of this daemon was taken before; this one changed nothing."""
+    """A newer report of this daemon was received before. This one changed nothing."""
 
     code = "report_out_of_order"
     status = 409
 
 
 class DaemonSuperseded(FlyballError):
-    """Another daemon speaks for this host; what this one sent changed nothing, and it is given no commands."""
+    """Another daemon represents this host. This one's message changed nothing, and it gets no commands."""
 
     code = "daemon_superseded"
     status = 409
 
 
 class WrongClock(FlyballError):
-    """A report is dated too far from the supervisor's time, which is `server_time`; it changed nothing."""
+    """A report's time is too far from the supervisor's, given in `server_time`. It changed nothing."""
 
     code = "wrong_clock"
     status = 422
@@ -191,21 +191,21 @@ class WrongClock(FlyballError):
 
 
 class CheckpointError(FlyballError):
-    """Base of what the checkpoint engine reports."""
+    """Base of the checkpoint engine's errors."""
 
     code = "checkpoint"
     exit_code = 20
 
 
 class CorruptShard(CheckpointError):
-    """Bytes do not match their checksum, or a manifest or header does not parse; the copy does not count."""
+    """Bytes do not match their checksum, or a manifest or header does not parse. The copy does not count."""
 
     code = "corrupt_shard"
     exit_code = 21
 
 
 class UnsupportedState(CheckpointError):
-    """The state holds a leaf that cannot be saved without pickling; the message names its path."""
+    """The state has a leaf that cannot be saved without pickling; the message names its path."""
 
     code = "unsupported_state"
     exit_code = 22
@@ -213,16 +213,18 @@ class UnsupportedState(CheckpointError):
 
 
 class RestoreFailed(CheckpointError):
-    """The named step cannot be had from any source; a worker that meets this exits with this code, which the
-    controller reads as the wish for a generation with an older recovery point."""
+    """No source has the named step. A worker that meets this exits with this code, and the controller grants a
+    generation with an older recovery point."""
 
     code = "restore_failed"
     exit_code = 23
 
 
 class StateMismatch(CheckpointError):
-    """The saved state does not fit the model, optimizer or container that it is loaded into; the message names the
-    path. An error in the job, not of the copy: no older recovery point would help."""
+    """The saved state does not fit the model, optimizer or container; the message names the path.
+
+    The error is in the job, not in the copy: an older recovery point would not help.
+    """
 
     code = "state_mismatch"
     exit_code = 24

@@ -1,6 +1,6 @@
 """The event log that goodput reads: one flat, documented record per event.
 
-Written by the supervisor to the database and as JSON lines; `goodput` needs nothing else.
+The supervisor writes it to the database and as JSON lines; `goodput` needs nothing else.
 """
 
 from __future__ import annotations
@@ -13,33 +13,31 @@ import msgspec
 
 
 class EventKind(StrEnum):
-    JOB_SUBMITTED = "job_submitted"  # data: world_size, save_every_steps (to the memory tier; 0: not by steps)
+    JOB_SUBMITTED = "job_submitted"  # data: world_size, save_every_steps (to the memory tier; 0: no step interval)
     JOB_ENDED = "job_ended"  # data: outcome
     GENERATION_GRANTED = "generation_granted"  # data: parent, hosts
-    WORKERS_STOPPED = "workers_stopped"  # the quiesce phase of an action is over
-    # start commands written, or the first process began; data: restore_step (null: from scratch; missing: not known),
-    # world_size, and, of a trainer's own file, launch and rollback (how often that launch went back to an earlier step)
+    WORKERS_STOPPED = "workers_stopped"  # the action's quiesce phase is over
+    # start commands written, or the first process began; data: restore_step (null: from scratch; missing: unknown),
+    # world_size. A trainer's own file adds launch, and rollback (how often that launch went back to an earlier step).
     GENERATION_STARTED = "generation_started"
-    # These two are of one rank; without a rank: of several of a host, whose report told of them together, with `ranks`
-    # and, of each value and of `at`, a list in their order (`rank_events` takes them apart)
-    RANK_MARKS = (
-        "rank_marks"  # data: spawned_at, attached_at, restore_began_at, restored_at, first_step_at, save_blocked_s,
-        # data_wait_s
-    )
-    # a rank entered a phase, and left the one before it; data: phase ("init", "restore", "step", "data", "eval",
-    # "checkpoint", "parked", "done", "other"). The control plane tells of evaluations only, a trainer's own file of all
+    # RANK_MARKS and RESTORED concern one rank. Without a rank they cover several ranks of one host, reported together:
+    # `ranks` lists them, and each value and `at` is a list in the same order (`per_rank` splits them).
+    # data: spawned_at, attached_at, restore_began_at, restored_at, first_step_at, save_blocked_s, data_wait_s
+    RANK_MARKS = "rank_marks"
+    # a rank entered a phase and left the previous one; data: phase ("init", "restore", "step", "data", "eval",
+    # "checkpoint", "parked", "done", "other"). The control plane logs evaluations only, a trainer's own file all phases
     PHASE = "phase"
-    # data: first_step, completed_at (list of wall times), of one rank; without a rank: when the last of the ranks that
-    # `sensor` hears of completed each, with slowest_step, which all of them (`ranks`, their number) have completed, and
-    # save_blocked_s and data_wait_s of the ranks that waited longest so far. Where the script tells of a loss, and it
-    # changed: loss (a number, or "nan", "inf", "-inf"), loss_step, and loss_rank, the lowest rank that tells of one
+    # data: first_step, completed_at (list of wall times), of one rank. Without a rank: when the last rank that `sensor`
+    # receives completed each step; slowest_step, completed by all of these ranks; `ranks`, their number; and
+    # save_blocked_s and data_wait_s of the ranks that have waited longest. If the script reports a loss, and it
+    # changed: loss (a number, or "nan", "inf", "-inf"), loss_step and loss_rank, the lowest rank that reports one
     STEPS = "steps"
-    CHECKPOINT_SAVED = "checkpoint_saved"  # data: step, tier ('' where the log does not say)
+    CHECKPOINT_SAVED = "checkpoint_saved"  # data: step, tier ('' if the log does not name it)
     RESTORED = "restored"  # data: step, source_tier, source_host, size_bytes, socket_bytes, seconds
-    FAULT_INJECTED = "fault_injected"  # data: fault, target; stamped by the injector before it acts
+    FAULT_INJECTED = "fault_injected"  # data: fault, target; written by the injector before it acts
     SIGNAL = "signal"  # data: kind, source, observed_at
-    # data: cause; `inferred` (true) where nobody reported it, and only a restart tells that there was one: the time
-    # before it is then unknown, not detection
+    # data: cause; `inferred` (true) if nobody reported the incident and only a restart shows it: the time before the
+    # restart then counts as unknown, not as detection
     INCIDENT_OPENED = "incident_opened"
     INCIDENT_CLOSED = "incident_closed"  # data: state, lost_steps
     DECISION = "decision"  # data: decision_id, kind, rule
@@ -62,7 +60,7 @@ class Event(msgspec.Struct, frozen=True):
     data: Mapping[str, str | int | float | bool | list[int | float | str] | None] = {}
 
 
-# --- one event for several ranks of a host --------------------------------------------------------------------------
+# --- one event for several ranks of a host ---------------------------------------------------------------------------
 
 RANKS, AT = "ranks", "at"
 _LARGEST = 2.0**63
@@ -70,8 +68,10 @@ _SUMMED_UP = (EventKind.RANK_MARKS, EventKind.RESTORED)
 
 
 def summed_up(events: Sequence[Event]) -> Event:
-    """One event for several of a kind, of one host and generation: `ranks`, and of every value a list in their order.
-    One alone stays as it is."""
+    """Merge events of one kind, host and generation: `ranks`, and for every value a list in their order.
+
+    A single event stays as it is.
+    """
     if len(events) == 1:
         return events[0]
     data = {key: [event.data[key] for event in events] for key in events[0].data}
@@ -80,8 +80,7 @@ def summed_up(events: Sequence[Event]) -> Event:
 
 
 def per_rank(event: Event) -> Iterator[Event]:
-    """The events that one sums up; itself, if it is none of those. What is missing or no number in its lists is left
-    out."""
+    """Split a merged event; yields any other event itself. Skips what its lists lack, and ranks that are no numbers."""
     ranks = event.data.get(RANKS)
     if event.kind not in _SUMMED_UP or not isinstance(ranks, list):
         yield event
@@ -97,5 +96,5 @@ def per_rank(event: Event) -> Iterator[Event]:
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    """One that is finite, and no integer of hundreds of digits."""
+    """Whether it is finite, and no integer of hundreds of digits."""
     return isinstance(value, int | float) and -_LARGEST <= value <= _LARGEST

@@ -1,8 +1,8 @@
-"""Places at which a test can have a process killed, so that "in the middle of" is exact and not a matter of luck.
+"""Places where a test can have a process killed, so that "in the middle of" is exact rather than luck.
 
-`FLYBALL_FAULT_POINT=name` kills the process with SIGKILL when it reaches `name` for the first time,
-`FLYBALL_FAULT_POINT=name:3` the third time; `name:3:SIGSTOP` stops it there, and it can be continued. Unset, as
-everywhere but in tests, a fault point is one comparison.
+`FLYBALL_FAULT_POINT=name` kills the process with SIGKILL when it first reaches `name`; `FLYBALL_FAULT_POINT=name:3` the
+third time; `name:3:SIGSTOP` stops it there, and it can be continued. Outside tests the variable is unset and a fault
+point costs one comparison.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ VARIABLE = "FLYBALL_FAULT_POINT"
 
 _STORE_STAGES = ("data", "manifest", "written", "world", "sealed", "removed_manifest")
 
-# All of them; a test compares this with the code. `slot.*` and `file.*` are reached by every process that fills or
-# commits a slot, or writes a file durably.
+# All of them; a test compares this list with the code. Every process that fills or commits a slot reaches `slot.*`;
+# every process that writes a file durably reaches `file.*`.
 KNOWN = (
-    # a shard comes into a slot: a trainer's capture; in an engine what it fetched, or keeps for a peer
-    "slot.begun",  # the slot's old bytes do not count any more, the new ones are not there
+    # a shard is written into a slot: by a trainer's capture, or by an engine that fetched it or stores it for a peer
+    "slot.begun",  # the slot's old bytes no longer count, the new ones are not there yet
     "capture.half",
-    "engine.offer",  # a committed shard is to be offered to a peer
-    "engine.replica",  # a peer's manifest is here, its shard is not
-    "engine.shard_half",  # of a peer's shard, or of one that was asked for
-    "engine.replicated",  # peers have the shard, nothing says so
-    "slot.before_captured",  # the bytes are whole, nothing says so
+    "engine.offer",  # a committed shard is about to be offered to a peer
+    "engine.replica",  # a peer's manifest has arrived, its shard has not
+    "engine.shard_half",  # of a peer's shard, or of a requested one
+    "engine.replicated",  # peers have the shard, but nothing records it
+    "slot.before_captured",  # the bytes are complete, but nothing records it
     # the commit
     "engine.commit",
     "slot.before_manifest",
-    "slot.before_committed",  # the manifest is whole, and does not count
+    "slot.before_committed",  # the manifest is complete, but does not count yet
     "slot.committed",
     # a file is written durably
     "file.rename",
@@ -60,13 +60,13 @@ _name, _remaining, _signal = _armed()
 
 
 def reach(name: str) -> None:
-    """Die (or stop) here, without any clean-up, if this fault point is armed."""
-    global _remaining  # noqa: PLW0603 - the count is the process's own, like the environment it came from
+    """Die (or stop) here without any clean-up, if this fault point is armed."""
+    global _remaining  # noqa: PLW0603 - the counter belongs to the process, like its environment
     if name != _name:
         return
     _remaining -= 1
     if _remaining == 0:
-        signal.pthread_kill(threading.get_ident(), _signal)  # to this thread, so that it goes no step further
+        signal.pthread_kill(threading.get_ident(), _signal)  # this thread, so that it goes no further
 
 
 def rearm() -> None:

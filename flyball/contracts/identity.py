@@ -13,19 +13,19 @@ from flyball.contracts.errors import UsageError
 NAME_PATTERN = r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$"
 RUN_PATTERN = r"^([0-9]{8}-[0-9]{6}-[0-9]{3})?$"
 
-# A job or host name is part of file names, segment names and URLs, so its alphabet is theirs.
+# A job or host name becomes part of file names, segment names and URLs, so its alphabet is theirs.
 _WHOLE_NAME = NAME_PATTERN.removesuffix("$") + r"\Z"  # `$` alone lets a newline follow
 JobName = Annotated[str, msgspec.Meta(pattern=_WHOLE_NAME)]
 HostId = Annotated[str, msgspec.Meta(pattern=_WHOLE_NAME)]
-# A job's name in what a report repeats for every rank: who takes the report checks each name once (services.sensor.
-# admission). Matching the pattern at every place would cost more than all else that decoding does.
+# A job's name where a report repeats it for every rank. The receiver checks each name once (services.sensor.admission);
+# matching the pattern everywhere would cost more than the rest of the decoding.
 RepeatedJobName = Annotated[str, msgspec.Meta(min_length=1, max_length=63, extra_json_schema={"pattern": _WHOLE_NAME})]
-# One submission of a job; each counts its generations from 1. It names folders, and newer ones sort behind older ones;
-# '' gets none (docs/decisions/0006).
+# One submission of a job; each counts its generations from 1. It names folders, and newer ones sort after older ones.
+# '': no folder of its own (docs/decisions/0006).
 RunId = Annotated[str, msgspec.Meta(pattern=RUN_PATTERN.removesuffix("$") + r"\Z")]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1_000_000)]
 Step = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-# What a message may say. The bounds are those of the database's columns and of plain sense.
+# Bounds for message fields: those of the database's columns, and of common sense.
 SeenStep = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]  # -1: none yet
 Generation = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
 Pid = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -45,7 +45,7 @@ def is_name(name: str) -> bool:
 
 
 def check_name(what: str, name: str) -> str:
-    """Return `name` if it can name a job or a host, else raise UsageError that says what would do."""
+    """Return `name` if it can name a job or a host; else raise UsageError with the rules."""
     if not re.fullmatch(NAME_PATTERN, name):
         raise UsageError(
             f"{what} {name!r} is not a usable name.",
@@ -55,16 +55,16 @@ def check_name(what: str, name: str) -> str:
 
 
 def run_id(submitted_at: float) -> str:
-    """The run of a job that was submitted then, in seconds since 1970: '20251120-104300-123', in UTC."""
+    """The run id of a job submitted at this time (seconds since 1970): '20251120-104300-123', in UTC."""
     milliseconds = int(submitted_at * 1000)
     day = datetime.fromtimestamp(milliseconds // 1000, tz=UTC)
     return f"{day:%Y%m%d-%H%M%S}-{milliseconds % 1000:03}"
 
 
 class Fence(msgspec.Struct, frozen=True, order=True):
-    """What makes a command stale: the controller's lease epoch first, then the job's generation.
+    """Makes commands stale: the controller's lease epoch counts first, then the job's generation.
 
-    Whoever obeys commands persists the highest fence per job before acting, and refuses lower ones.
+    Receivers of commands persist the highest fence per job before acting, and refuse lower ones.
     """
 
     epoch: int

@@ -12,10 +12,10 @@ from flyball.contracts.identity import HostId, Rank, Step
 
 
 class Origin(IntEnum):
-    """Where a rank's bytes come from as seen by the host that needs them, nearest first."""
+    """Where a rank's bytes come from, seen from the host that needs them; nearest first."""
 
     LOCAL_SLOT = 0
-    LOCAL_REPLICA = 1  # in this host's memory, kept for another host
+    LOCAL_REPLICA = 1  # in this host's memory, stored for another host
     REMOTE_MEMORY = 2
     LOCAL_DISK = 3
     REMOTE_DISK = 4
@@ -23,7 +23,7 @@ class Origin(IntEnum):
 
     @property
     def tier(self) -> Tier:
-        """The tier under which a restore from here is reported: any host's memory but the rank's own is a peer's."""
+        """The tier that a restore from here reports: memory other than the rank's own slot counts as a peer's."""
         match self:
             case Origin.LOCAL_SLOT:
                 return Tier.MEMORY
@@ -36,13 +36,13 @@ class Origin(IntEnum):
 
 
 class NotUsable(StrEnum):
-    """Why a copy cannot serve a restore, or a rank has no copy."""
+    """Why a copy cannot serve a restore, or why a rank has none."""
 
-    NO_COPY = "no_copy"  # nobody lists one
+    NO_COPY = "no_copy"  # no host lists one
     LOST_HOST = "lost_host"
-    UNREACHABLE = "unreachable"  # on a host whose engine nobody can ask
+    UNREACHABLE = "unreachable"  # on a host whose engine does not answer
     DEAD_LINEAGE = "dead_lineage"  # a later generation branched off before it, or its history does not count
-    OTHER_GENERATION = "other_generation"  # the step is complete in another generation, and steps are never mixed
+    OTHER_GENERATION = "other_generation"  # complete only in another generation; they are never mixed
     OTHER_WORLD_SIZE = "other_world_size"
     NOT_SEALED = "not_sealed"  # in the persistent tier, without its world manifest
 
@@ -60,18 +60,18 @@ def origin_of(tier: Tier, host_id: HostId, home: HostId) -> Origin:
 
 
 def is_within_reach(copy: ShardCopy, home: HostId, engine_addresses: Mapping[HostId, str]) -> bool:
-    """Whether `home` can get at the copy: its own, one in the store, or one of a host whose engine can be asked."""
+    """Whether `home` can get the copy: it is local, in the store, or on a host whose engine answers."""
     return copy.tier is Tier.PERSISTENT or copy.host_id == home or bool(engine_addresses.get(copy.host_id))
 
 
 def by_nearness(copy: ShardCopy, home: HostId) -> tuple[Rank, Origin, bool, HostId]:
-    """Sorts the copies of one step: by rank, nearest first. Of remote memory the rank's old slot comes before a
-    replica."""
+    """Sort key for the copies of one step: by rank, then nearest first. In remote memory the rank's old slot precedes
+    replicas."""
     return copy.rank, origin_of(copy.tier, copy.host_id, home), copy.tier is Tier.PEER, copy.host_id
 
 
 def complete_points(copies: Iterable[ShardCopy], lineage: Lineage, world_size: int) -> set[tuple[Step, int]]:
-    """(step, generation) of which every rank has a copy, all from one generation and alive by lineage."""
+    """Every (step, generation) that is alive by lineage and of which every rank has a copy."""
     ranks_at: dict[tuple[Step, int], set[Rank]] = defaultdict(set)
     for copy in copies:
         if copy.rank < world_size:

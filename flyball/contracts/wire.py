@@ -1,4 +1,4 @@
-"""The versioned wire: JSON by msgspec, strict, with size limits. Nothing is ever unpickled."""
+"""The versioned wire: strict JSON by msgspec, with size limits. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flyball.contracts.errors import InvalidMessage
 WIRE_VERSION = 2
 MAX_MESSAGE_BYTES = 4 << 20
 
-# What msgspec raises for bytes that are no such JSON; the last for what is nested without end.
+# What msgspec raises for malformed JSON; RecursionError for endless nesting.
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 T = TypeVar("T")
 
 
 class OtherVersion(InvalidMessage):
-    """The sender speaks another wire version; outside it is the same error."""
+    """The sender speaks another wire version. Reported to the sender like any InvalidMessage."""
 
 
 _encoder = msgspec.json.Encoder()
@@ -33,7 +33,7 @@ def encode(message: object) -> bytes:
 
 
 def decode(data: bytes | memoryview | str, kind: type[T], *, max_bytes: int = MAX_MESSAGE_BYTES) -> T:
-    """A contract type from JSON bytes; raises InvalidMessage that says what is wrong, and where."""
+    """Decode a contract type from JSON bytes; raises InvalidMessage with the error and its place."""
     if len(data) > max_bytes:
         raise InvalidMessage(
             f"A message of {len(data)} bytes exceeds the limit of {max_bytes}.", hint="send less at once"
@@ -50,11 +50,11 @@ def decoder_of(kind: type[T]) -> msgspec.json.Decoder[T]: ...
 @overload
 def decoder_of(kind: Any) -> msgspec.json.Decoder[Any]: ...  # noqa: ANN401 - a union is no type
 def decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
-    """For JSON of our own writing; what comes from elsewhere is for `decode`.
+    """A decoder for JSON that Flyball itself wrote; use `decode` for anything else.
 
-    The only place where one is made, and by one thread at a time: msgspec lets others see what it knows of a type
-    before that is complete, and whoever decodes such a type at that moment crashes the process. A test looks for
-    other places.
+    This must stay the only place that makes decoders, one thread at a time. msgspec exposes a type's information before
+    it is complete, and decoding that type at that moment crashes the process. A test checks that there is no other
+    place.
     """
     if kind not in _decoders:
         with _making:
@@ -64,13 +64,13 @@ def decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def convert(value: object, kind: type[T], *, strict: bool = True) -> T:
-    """A value of this type from dicts, lists and numbers; raises msgspec.ValidationError."""
-    decoder_of(kind)  # msgspec knows the type now
+    """Build a value of this type from dicts, lists and numbers; raises msgspec.ValidationError."""
+    decoder_of(kind)  # registers the type with msgspec
     return msgspec.convert(value, kind, strict=strict)
 
 
 def unpack(data: bytes, kind: type[T]) -> T:
-    """A value of this type from MessagePack; raises msgspec.MsgspecError."""
+    """Decode MessagePack; raises msgspec.MsgspecError."""
     decoder_of(kind)
     return msgspec.msgpack.decode(data, type=kind)
 

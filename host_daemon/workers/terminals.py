@@ -28,7 +28,7 @@ from flyball.contracts.on_host.console_request import (
     ConsoleRequest,
     console_folder,
     control_path,
-    wish_path,
+    request_path,
 )
 from flyball.contracts.wire import MALFORMED, decoder_of
 from host_daemon.kernel.processes import launch, read_stat
@@ -58,7 +58,7 @@ class Terminals:
     def wish(self, job: str) -> ConsoleRequest | None:
         """What the launching command asks for; None if it asks for nothing, runs elsewhere or is gone."""
         try:
-            wish = decoder_of(ConsoleRequest).decode(wish_path(self._state_dir.root, job).read_bytes())
+            wish = decoder_of(ConsoleRequest).decode(request_path(self._state_dir.root, job).read_bytes())
         except (OSError, *MALFORMED):
             return None
         return wish if read_stat(wish.pid) else None

@@ -31,7 +31,7 @@ from flyball.contracts.on_host.console_request import (
     WINDOW,
     ConsoleRequest,
     console_folder,
-    wish_path,
+    request_path,
 )
 from flyball.contracts.wire import encode
 from flyball.launch.output_flags import Console
@@ -95,7 +95,7 @@ class OwnTerminal:
 
     def __init__(self, host_dir: Path, job: str, wish: ConsoleRequest) -> None:
         self._folder = console_folder(host_dir, job)
-        self._path = wish_path(host_dir, job)
+        self._path = request_path(host_dir, job)
         self._wish = wish
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)

@@ -1,5 +1,7 @@
-"""What the command that launched a job asks of the host daemon on the same machine: where the workers' output is to go.
-It is a file in the daemon's state folder: a terminal is this machine's alone, and no business of the supervisor."""
+"""Where the launching command wants the workers' output, for the host daemon on the same machine.
+
+It is a file in the daemon's state folder: a terminal belongs to this machine, and the supervisor need not know of it.
+"""
 
 from __future__ import annotations
 
@@ -13,35 +15,35 @@ OUT, ERR = 1, 2  # torchrun's numbers of the two streams; 3 is both
 BOTH = OUT | ERR
 
 CONTROL = "control"  # the pipe to a generation's pump, in its folder
-WINDOW, INPUT = b"W", b"I"  # the messages in it: the new size of the terminal, keys that were typed
-FRAME = struct.Struct("<cH")  # kind, length of what follows
+WINDOW, INPUT = b"W", b"I"  # its messages: the terminal's new size, and typed keys
+FRAME = struct.Struct("<cH")  # kind, length of the payload
 SIZE = struct.Struct("<HH")  # rows, columns
-MAX_INPUT_BYTES = 2048  # in one message: with its head less than a pipe writes in one piece
+MAX_INPUT_BYTES = 2048  # per message: with its frame less than a pipe writes atomically
 
 
 class ConsoleRequest(msgspec.Struct, frozen=True):
-    """Kept at `wish_path` for as long as the command runs."""
+    """Kept at `request_path` while the command runs."""
 
-    pid: int  # of the command: a wish of one that was killed is void
-    terminal: tuple[int, ...]  # per local rank: its streams that are to be a terminal
-    apart: bool  # whether stdout and stderr are to be told apart in the logs
-    keyboard: bool = False  # whether what is typed is sent on, to local rank 0
-    piped: str = ""  # where workers open the command's own stdin, if that is a pipe or a file
+    pid: int  # of the command; the request of a killed command is void
+    terminal: tuple[int, ...]  # per local rank: the streams that should be a terminal
+    apart: bool  # whether the logs must keep stdout and stderr apart
+    keyboard: bool = False  # whether to forward typed keys to local rank 0
+    piped: str = ""  # where workers open the command's stdin, if it is a pipe or a file
     rows: int = 0
     columns: int = 0
-    environment: Mapping[str, str] = {}  # what describes the terminal: TERM and its like
+    environment: Mapping[str, str] = {}  # describes the terminal: TERM and so on
 
 
 def console_folder(state_dir: Path, job: str) -> Path:
-    """Where the wish is, and per generation the pipes."""
+    """The folder of the request file and, per generation, of the pipes."""
     return state_dir / "consoles" / job
 
 
-def wish_path(state_dir: Path, job: str) -> Path:
-    """Where the wish is."""
+def request_path(state_dir: Path, job: str) -> Path:
+    """The request file."""
     return console_folder(state_dir, job) / "wish.json"
 
 
 def control_path(state_dir: Path, job: str, generation: int) -> Path:
-    """The pipe to the pump of a generation; it is there as long as the pump has something to do."""
+    """The pipe to a generation's pump; it exists while the pump has work to do."""
     return console_folder(state_dir, job) / f"g{generation}" / CONTROL

@@ -1,7 +1,7 @@
-"""What the host daemon says to the checkpoint engine beside it, over a Unix stream socket.
+"""The requests of the host daemon to the checkpoint engine beside it, over a Unix stream socket.
 
 Frames: 4-byte little-endian length, then one JSON request or reply (`wire.encode`). One request at a time per
-connection; a connection may be kept open. The engine answers every request with exactly one EngineReply.
+connection; a connection may stay open. The engine sends exactly one EngineReply per request.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from flyball.contracts.cluster import Placement
 from flyball.contracts.identity import Fence, HostId, JobName, Rank
 from flyball.contracts.reports.testimony import Asked, Testimonies
 
-HOST_STATE_VERSION = "1"  # of the state folder, which daemon and engine share; in its file VERSION
-ENGINE_SOCKET = "engine.sock"  # in the state folder, like the two that follow
-NOTIFY_SOCKET = "notify.sock"  # where trainers tell the engine that there is something to do
+HOST_STATE_VERSION = "1"  # of the state folder shared by daemon and engine; in its file VERSION
+ENGINE_SOCKET = "engine.sock"  # in the state folder, like the next two
+NOTIFY_SOCKET = "notify.sock"  # where trainers notify the engine of new work
 ENGINE_PID_FILE = "engine.pid"  # "pid port"
 
 
 class Configure(msgspec.Struct, frozen=True, tag="configure"):
-    """A generation begins on this host: who are the peers, which history counts, what to fetch. Returns at once;
-    shards that local ranks lack are fetched in the background and reported in Status."""
+    """A generation begins on this host: its peers, its lineage, and the shards to fetch.
+
+    Returns at once. Shards that local ranks lack are fetched in the background and reported by GetStatus.
+    """
 
     fence: Fence
     host_id: HostId
@@ -40,18 +42,20 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
 
 
 class Flush(msgspec.Struct, frozen=True, tag="flush"):
-    """Commit whatever is captured, then answer with all copies. `durable`: have the newest recovery point written to
-    the disk and persistent tiers as well, out of schedule; `flushed` in the reply says what is where when the time is
-    over."""
+    """Commit whatever is captured, then reply with all copies.
+
+    `durable`: also write the newest recovery point to the disk and persistent tiers, outside the schedule. `flushed` in
+    the reply says which steps arrived before the timeout.
+    """
 
     job: JobName
     timeout_s: float
     durable: bool = False
-    history: JobHistory | None = None  # where to look if the job is not known here
+    history: JobHistory | None = None  # where to look if the engine does not know the job
 
 
 class Arm(msgspec.Struct, frozen=True, tag="arm"):
-    """Tell local ranks to save at `step` and to park there. Replies `too_late` with positions if a rank passed it."""
+    """Have local ranks save at `step` and park there. Replies `too_late` with positions if a rank is already past it."""
 
     fence: Fence
     job: JobName
@@ -59,14 +63,14 @@ class Arm(msgspec.Struct, frozen=True, tag="arm"):
 
 
 class Disarm(msgspec.Struct, frozen=True, tag="disarm"):
-    """Take back the step that `Arm` named: ranks that are parked at it train on."""
+    """Cancel the step named by `Arm`: ranks parked at it train on."""
 
     fence: Fence
     job: JobName
 
 
 class AwaitSaved(msgspec.Struct, frozen=True, tag="await_saved"):
-    """Wait until every local rank's shard of `step` is committed, and replicated where peers are configured."""
+    """Wait until every local rank's shard of `step` is committed, and replicated if peers are configured."""
 
     job: JobName
     generation: int
@@ -75,8 +79,8 @@ class AwaitSaved(msgspec.Struct, frozen=True, tag="await_saved"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """The job ended: free its slots and replica slots on this host; or forget it alone, and leave them. `drop_disk`:
-    what it has in the state folder's own disk tier goes too."""
+    """The job ended: free its slots and replica slots on this host. `keep_memory`: only forget the job, and leave the
+    slots. `drop_disk`: also delete its copies in the state folder's own disk tier."""
 
     fence: Fence
     job: JobName
@@ -85,11 +89,13 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag="status"):
-    """What the engine holds and how it fares. `restores_since`: only restore reports newer than this wall time.
-    `about`: peers of whose life something is to be said. `in_touch_until_s`: until then, on this machine's monotonic
-    clock, the host cannot have been given up, by the last answer of the supervisor. A moment and not a time that is
-    left: a request may wait for an engine that was stopped, and would begin to count when it is read. `stored_points`:
-    as the supervisor last told them; None: this daemon knows nothing of them."""
+    """Ask for the engine's copies and state.
+
+    `restores_since`: only restore reports newer than this wall time. `about`: peers whose testimony is wanted.
+    `in_touch_until_s`: by the supervisor's last reply the host cannot be given up before this time, on this machine's
+    monotonic clock. It is not a time left, because a request may sit in the queue of a stopped engine. `stored_points`:
+    the supervisor's latest; None: this daemon has received none.
+    """
 
     restores_since: float = 0.0
     about: Asked = ()
@@ -110,7 +116,7 @@ class SaveFailure(msgspec.Struct, frozen=True):
 
 
 class LateSaves(msgspec.Struct, frozen=True):
-    """Saves that training waited for: `count` of a rank since it was told last, the last one that of `step`."""
+    """Saves that training waited for: `count` of one rank since the last report; `step` is that of the last."""
 
     job: JobName
     generation: int
@@ -122,8 +128,11 @@ class LateSaves(msgspec.Struct, frozen=True):
 
 
 class FailingSaves(msgspec.Struct, frozen=True):
-    """How saves of a job fare on a host: those of `ranks` have failed for long; no ranks: saves are kept. The rest
-    is of the rank that failed first: since when (0.0: none ever did), how many, the newest step, and why it failed."""
+    """How a job's saves fare on a host. `ranks`: those whose saves have been failing for long; empty: saves succeed.
+
+    The other fields describe the rank that failed first: since when (0.0: none ever failed), how often, its newest
+    step, and the error.
+    """
 
     job: JobName
     generation: int
@@ -135,7 +144,7 @@ class FailingSaves(msgspec.Struct, frozen=True):
 
 
 class EngineReply(msgspec.Struct, frozen=True):
-    """`ok` or a `code` with a message; the other fields as far as the request has them."""
+    """`ok`, or a `code` with a message. Each request fills the other fields that apply to it."""
 
     ok: bool
     code: str = ""
@@ -147,9 +156,9 @@ class EngineReply(msgspec.Struct, frozen=True):
     restores: tuple[RestoreReport, ...] = ()
     failures: tuple[SaveFailure, ...] = ()  # the newest few
     late: tuple[LateSaves, ...] = ()  # the newest few
-    failing: tuple[FailingSaves, ...] = ()  # of each job of which that is known
-    intervals: tuple[SaveInterval, ...] = ()  # of each job that this engine coordinates
-    flushed: Mapping[str, int] = {}  # by tier, the newest step that every local rank has there; for a durable Flush
+    failing: tuple[FailingSaves, ...] = ()  # one per job whose state is known
+    intervals: tuple[SaveInterval, ...] = ()  # one per job that this engine coordinates
+    flushed: Mapping[str, int] = {}  # tier -> the newest step that every local rank has there; for a durable Flush
     unreachable_peers: tuple[HostId, ...] = ()
     testimonies: Testimonies = ()
     counters: Mapping[str, int] = {}

@@ -1,4 +1,4 @@
-"""Names of the shared-memory files of a host. Pure: whoever creates or removes them does it by these names."""
+"""Names of a host's shared-memory files. Pure: everything that creates or removes them uses these names."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SHM_DIR_VARIABLE = "FLYBALL_SHM_DIR"  # replaces /dev/shm, for tests and for hos
 CONTROL_SUFFIX = ".ctl"
 SLOT_SUFFIXES = (".s0", ".s1", ".s2", ".s3")
 
-# Read from the end: a job's name may hold dots, and look like any of what follows it.
+# Matched from the end: a job's name may contain dots, and look like any of the parts that follow it.
 _SEGMENT = re.compile(
     r"(?P<job>.+)\.(?P<kind>[rp])(?P<rank>[0-9]+)(?P<suffix>\.ctl|\.s[0-3])(?:\.new\.(?P<maker>[0-9]+))?"
 )
 
 
 def shm_prefix(state_dir: str, shm_dir: str = DEFAULT_SHM_DIR) -> str:
-    """The path prefix of every segment of the daemon and engine whose state lives in `state_dir`.
+    """The path prefix of every segment of the daemon and engine with this state folder.
 
     `state_dir` must be resolved (absolute, no symbolic links): two spellings of one folder would give two prefixes.
     """
@@ -30,12 +30,12 @@ def shm_prefix(state_dir: str, shm_dir: str = DEFAULT_SHM_DIR) -> str:
 
 
 def rank_segment(prefix: str, job: str, rank: int) -> str:
-    """Base path of a rank's own slots; CONTROL_SUFFIX and SLOT_SUFFIXES are appended to it."""
+    """Base path of a rank's own slots; append CONTROL_SUFFIX or one of SLOT_SUFFIXES."""
     return f"{prefix}.{job}.r{rank}"
 
 
 def replica_segment(prefix: str, job: str, rank: int) -> str:
-    """Base path of the slots in which this host keeps the shards of another host's rank."""
+    """Base path of the slots in which this host stores the shards of another host's rank."""
     return f"{prefix}.{job}.p{rank}"
 
 
@@ -46,22 +46,22 @@ def beacon_path(prefix: str, job: str, generation: int, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class SegmentName:
-    """What the name of a segment's file says."""
+    """The parts of a segment's file name."""
 
     job: str
     replica: bool  # of another host's rank
     rank: int
     suffix: str
-    maker_pid: int = 0  # of a file that is still being made, 0 if it is whole
+    maker_pid: int = 0  # of a file still being created; 0 if complete
 
     def base(self, prefix: str) -> str:
-        """The base path that it was made from."""
+        """The base path it was built from."""
         return (replica_segment if self.replica else rank_segment)(prefix, self.job, self.rank)
 
 
 def parse_segment(prefix: str, file_name: str) -> SegmentName | None:
-    """The parts of a file name in the folder of `prefix`; None for another state folder's files, and for those that are
-    no segments."""
+    """Parse a file name in the folder of `prefix`. None for another state folder's files, and for files that are no
+    segments."""
     head = posixpath.basename(prefix) + "."
     match = _SEGMENT.fullmatch(file_name.removeprefix(head)) if file_name.startswith(head) else None
     if match is None:

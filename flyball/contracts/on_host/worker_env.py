@@ -1,9 +1,8 @@
-"""The environment variables through which the daemon tells a worker what it is.
+"""The environment variables through which the daemon configures a worker.
 
-Beside these the worker gets torchrun's own: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK,
-GROUP_WORLD_SIZE, ROLE_RANK, ROLE_WORLD_SIZE, ROLE_NAME, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RESTART_COUNT,
-TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_RUN_ID, TORCHELASTIC_ERROR_FILE, OMP_NUM_THREADS (1 when there are several
-ranks per host and it is not set).
+The worker also gets torchrun's own: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE,
+ROLE_RANK, ROLE_WORLD_SIZE, ROLE_NAME, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS,
+TORCHELASTIC_RUN_ID, TORCHELASTIC_ERROR_FILE, OMP_NUM_THREADS (1 if a host has several ranks and it is not set).
 """
 
 from __future__ import annotations
@@ -15,6 +14,6 @@ HOST_ID = "FLYBALL_HOST_ID"
 BEACON = "FLYBALL_BEACON"  # path of this rank's beacon file
 SHM_PREFIX = "FLYBALL_SHM_PREFIX"  # path prefix of this host's segments, e.g. /dev/shm/flyball-3f2a9c10
 ENGINE_NOTIFY = "FLYBALL_ENGINE_NOTIFY"  # path of the engine's datagram socket; '' without an engine
-RESTORE_STEP = "FLYBALL_RESTORE_STEP"  # the step that the controller named; '' : start from scratch
+RESTORE_STEP = "FLYBALL_RESTORE_STEP"  # the step named by the controller; '': start from scratch
 CHECKPOINT = "FLYBALL_CHECKPOINT"  # CheckpointSpec as JSON
 LINEAGE = "FLYBALL_LINEAGE"  # Lineage as JSON

@@ -1,4 +1,4 @@
-"""Hosts that are to be left: what operators want, and what a daemon that was told to end waits for."""
+"""Draining hosts: the operator's request, and what a terminating daemon waits for."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import msgspec
 
 
 class DrainState(StrEnum):
-    """What became of an operator's wish that a host be left."""
+    """What became of an operator's request to drain a host."""
 
-    REQUESTED = "requested"  # stands until it is cancelled: no rank stays, and none comes
-    REFUSED = "refused"  # its ranks could not be moved in time, and are where they were
-    CANCELLED = "cancelled"  # the host may have work again
+    REQUESTED = "requested"  # stands until cancelled: ranks leave, and no new ones come
+    REFUSED = "refused"  # its ranks could not be moved in time, and stay
+    CANCELLED = "cancelled"  # the host may get work again
 
 
 class DrainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an operator asks for: leave this host, or leave it as it is if no other is free within `within_s`."""
+    """An operator's request: drain this host, but leave it as it is if no other host is free within `within_s`."""
 
     within_s: Annotated[float, msgspec.Meta(gt=0.0, le=86_400.0)] = 300.0
     reason: Annotated[str, msgspec.Meta(max_length=500)] = ""
 
 
 class Departure(msgspec.Struct, frozen=True):
-    """Whether a host that gave notice is needed no more: its ranks are elsewhere, and train there."""
+    """Whether a host that gave notice may leave: its ranks have moved and train elsewhere."""
 
     may_leave: bool
     waits_for: str = ""  # in words, for the log

@@ -1,8 +1,8 @@
-"""Where a host's ranks are and what they completed, as columns: a tuple per subject, in it a place per rank.
+"""A host's ranks and their completed steps as columns: one tuple per field, with one place per rank.
 
-A report comes every second from every host, and says the same of eight ranks in eight ways. As columns it is a few
-tuples, which a sensor compares as a whole; what changes only when a worker starts or ends is apart from what always
-changes (docs/decisions/0010). Who looks at ranks one by one takes them from `statuses_in` and `steps_in`.
+Every host reports every second, and its eight ranks mostly repeat each other. Columns make that a few tuples, which a
+sensor compares as a whole. What changes only when a worker starts or ends is kept apart from what always changes
+(docs/decisions/0010). `statuses_in` and `steps_in` yield the ranks one by one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AT_WORK = (Activity.UNKNOWN, Activity.ACTIVE)
 
 
 class Workers(msgspec.Struct, frozen=True, gc=False):
-    """The live workers of one generation on a host; a report has one of these for each generation."""
+    """The live workers of one generation on a host; a report has one of these per generation."""
 
     job: JobName
     generation: Generation
@@ -44,11 +44,11 @@ class Workers(msgspec.Struct, frozen=True, gc=False):
 class RankProgress(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What the beacons of `Workers` show, in the order of its ranks."""
 
-    phases: tuple[Phase, ...]  # one alone is that of all
+    phases: tuple[Phase, ...]  # a single one applies to all ranks
     steps: tuple[SeenStep, ...]  # newest completed, -1 before the first
     beacon_ages_s: tuple[Duration, ...]  # since each beacon last moved
-    activities: tuple[Activity, ...] = ()  # (): nothing is known but that all may be at work, as nearly always
-    activities_s: tuple[Duration, ...] = ()  # for how long each has been that; as long as `activities`
+    activities: tuple[Activity, ...] = ()  # (): unknown or active, as nearly always
+    activities_s: tuple[Duration, ...] = ()  # how long each activity has lasted; as long as `activities`
     places: tuple[Place, ...] = ()  # as long as `activities`, or () if none is known
 
 
@@ -63,12 +63,11 @@ class RankSteps(msgspec.Struct, frozen=True, gc=False):
 
 
 class CompletedSteps(msgspec.Struct, frozen=True, gc=False):
-    """The same steps, completed by several ranks since the last report: completed_at[i][k] is the wall time at which
-    ranks[k] completed first_step + i."""
+    """The same, for several ranks: completed_at[i][k] is the wall time at which ranks[k] completed first_step + i."""
 
     job: RepeatedJobName
     generation: Generation
-    ranks: Ranks  # each once; a rank that skipped steps is in several of these
+    ranks: Ranks  # each once; a rank that skipped steps appears in several of these
     first_step: SeenStep
     completed_at: Annotated[tuple[tuple[Moment, ...], ...], msgspec.Meta(min_length=1)]
 
@@ -78,25 +77,25 @@ class CompletedSteps(msgspec.Struct, frozen=True, gc=False):
 
 
 def phases_of(progress: RankProgress) -> tuple[Phase, ...]:
-    """One for each rank."""
+    """The phase of each rank."""
     return progress.phases if len(progress.phases) != 1 else progress.phases * len(progress.steps)
 
 
 def statuses_in(workers: Sequence[Workers], progress: Sequence[RankProgress]) -> Iterator[RankStatus]:
-    """Every rank by itself, of columns that were checked."""
-    for of, at in zip(workers, progress, strict=True):
-        columns = (of.ranks, of.pids, phases_of(at), at.steps, at.beacon_ages_s)
-        if not at.activities:
+    """Yield every rank on its own. The columns must have been checked."""
+    for group, beacons in zip(workers, progress, strict=True):
+        columns = (group.ranks, group.pids, phases_of(beacons), beacons.steps, beacons.beacon_ages_s)
+        if not beacons.activities:
             for rank, pid, phase, step, beacon_age_s in zip(*columns, strict=True):
-                yield RankStatus(of.job, of.generation, rank, pid, phase, step, beacon_age_s)
+                yield RankStatus(group.job, group.generation, rank, pid, phase, step, beacon_age_s)
             continue
-        seen = (at.activities, at.activities_s, at.places or ("",) * len(of.ranks))
+        seen = (beacons.activities, beacons.activities_s, beacons.places or ("",) * len(group.ranks))
         for row in zip(*columns, *seen, strict=True):
-            yield RankStatus(of.job, of.generation, *row)
+            yield RankStatus(group.job, group.generation, *row)
 
 
 def in_columns(statuses: Iterable[RankStatus]) -> tuple[tuple[Workers, ...], tuple[RankProgress, ...]]:
-    """What `statuses_in` takes apart. Generations are in the order in which they are first seen, and so are ranks."""
+    """The inverse of `statuses_in`. Generations and ranks keep the order of their first appearance."""
     groups: dict[tuple[str, int], list[RankStatus]] = {}
     for status in statuses:
         groups.setdefault((status.job, status.generation), []).append(status)
@@ -119,14 +118,14 @@ def in_columns(statuses: Iterable[RankStatus]) -> tuple[tuple[Workers, ...], tup
 
 
 def steps_in(completed: Iterable[CompletedSteps]) -> Iterator[RankSteps]:
-    """The steps of every rank by itself, of columns that were checked."""
+    """Yield the steps of every rank on its own. The columns must have been checked."""
     for steps in completed:
         for rank, times in zip(steps.ranks, zip(*steps.completed_at, strict=True), strict=True):
             yield RankSteps(steps.job, steps.generation, rank, steps.first_step, times)
 
 
 def steps_together(runs: Iterable[RankSteps]) -> tuple[CompletedSteps, ...]:
-    """What `steps_in` takes apart: ranks that completed the same steps are told of together."""
+    """The inverse of `steps_in`: ranks that completed the same steps share one entry."""
     groups: dict[tuple[str, int, int, int], dict[int, tuple[float, ...]]] = {}
     for run in runs:
         if run.completed_at:
@@ -139,56 +138,56 @@ def steps_together(runs: Iterable[RankSteps]) -> tuple[CompletedSteps, ...]:
 
 
 def check_workers(workers: Sequence[Workers]) -> None:
-    """Raise InvalidMessage unless every rank is told of once."""
-    if len({(of.job, of.generation) for of in workers}) != len(workers):
-        raise _invalid("has a generation twice among its workers", "tell of all ranks of a generation together")
-    for of in workers:
-        if len(of.pids) != len(of.ranks):
-            raise _unequal(f"workers of {of.job!r}", "pids", len(of.pids), len(of.ranks))
-        _check_once(of.job, of.ranks)
+    """Raise InvalidMessage unless every rank is listed once."""
+    if len({(group.job, group.generation) for group in workers}) != len(workers):
+        raise _invalid("lists a generation twice among its workers", "list all ranks of a generation together")
+    for group in workers:
+        if len(group.pids) != len(group.ranks):
+            raise _unequal(f"workers of {group.job!r}", "pids", len(group.pids), len(group.ranks))
+        _check_once(group.job, group.ranks)
 
 
 def check_progress(workers: Sequence[Workers], progress: Sequence[RankProgress]) -> None:
     """Raise InvalidMessage unless all columns are as long as those of the workers."""
     if len(workers) != len(progress):
         raise _invalid(
-            f"tells of the workers of {len(workers)} generations and of the progress of {len(progress)}",
-            "send a `progress` for each of `workers`, in its order",
+            f"has workers of {len(workers)} generations but progress of {len(progress)}",
+            "send one `progress` per entry of `workers`, in the same order",
         )
-    for place, of in enumerate(workers):
-        at, count = progress[place], len(of.ranks)
-        if len(at.steps) != count or len(at.beacon_ages_s) != count or len(at.phases) not in (1, count):
+    for group, beacons in zip(workers, progress, strict=True):
+        count = len(group.ranks)
+        if len(beacons.steps) != count or len(beacons.beacon_ages_s) != count or len(beacons.phases) not in (1, count):
             for name in ("steps", "beacon_ages_s", "phases"):
-                if len(column := getattr(at, name)) != count and (name != "phases" or len(column) != 1):
-                    raise _unequal(f"progress of {of.job!r}", name, len(column), count)
-        if at.activities or at.activities_s or at.places:
+                if len(column := getattr(beacons, name)) != count and (name != "phases" or len(column) != 1):
+                    raise _unequal(f"progress of {group.job!r}", name, len(column), count)
+        if beacons.activities or beacons.activities_s or beacons.places:
             for name in ("activities", "activities_s", "places"):
-                if len(column := getattr(at, name)) != count and (name != "places" or column):
-                    raise _unequal(f"progress of {of.job!r}", name, len(column), count)
+                if len(column := getattr(beacons, name)) != count and (name != "places" or column):
+                    raise _unequal(f"progress of {group.job!r}", name, len(column), count)
 
 
 def check_completed(completed: Sequence[CompletedSteps], workers: Sequence[Workers]) -> None:
-    """Raise InvalidMessage unless every step has a moment for each rank, and every rank is told of once. The
-    `workers` were looked at before."""
+    """Raise InvalidMessage unless every step has a time for each rank, and every rank is listed once. Requires checked
+    `workers`."""
     for steps in completed:
         count = len(steps.ranks)
         for times in steps.completed_at:
             if len(times) != count:
                 raise _unequal(f"completed steps of {steps.job!r}", "completed_at", len(times), count)
-        if not workers or steps.ranks != workers[0].ranks:  # as nearly never
+        if not workers or steps.ranks != workers[0].ranks:  # which nearly never happens
             _check_once(steps.job, steps.ranks)
 
 
 def _check_once(job: str, ranks: Sequence[int]) -> None:
     if len(set(ranks)) != len(ranks):
         rank = next(rank for rank, count in Counter(ranks).items() if count > 1)
-        raise _invalid(f"has rank {rank} of {job!r} twice", "tell of each rank once")
+        raise _invalid(f"lists rank {rank} of {job!r} twice", "list each rank once")
 
 
 def _unequal(where: str, column: str, length: int, ranks: int) -> InvalidMessage:
     return _invalid(
         f"has {length} values of `{column}` for {ranks} ranks in the {where}",
-        "send one value for each rank, in the order of `ranks`",
+        "send one value per rank, in the order of `ranks`",
     )
 
 

@@ -1,4 +1,4 @@
-"""Pieces of the ranks' logs, asked for by somebody elsewhere: from the supervisor to a host's daemon and back."""
+"""Pieces of the ranks' logs, requested through the supervisor and read by a host's daemon."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from flyball.contracts.identity import HostId, JobName
 
-NEWEST = -1  # generation: the newest of which the host has a log
+NEWEST = -1  # generation: the newest one that the host has a log of
 MAX_PIECE_BYTES = 256 << 10
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -21,17 +21,17 @@ class LogRequest(msgspec.Struct, frozen=True):
     job: JobName
     rank: Count
     generation: Annotated[int, msgspec.Meta(ge=NEWEST)] = NEWEST
-    offset: int = 0  # below zero: from the end
+    offset: int = 0  # negative: from the end
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PIECE_BYTES)] = MAX_PIECE_BYTES
 
 
 class LogPiece(msgspec.Struct, frozen=True):
-    """What a host has of it. `generations` are those of which it has a log of this rank; none: it has no such log."""
+    """The requested piece. `generations` lists those with a log of this rank; empty: the host has no such log."""
 
     request_id: Annotated[str, msgspec.Meta(max_length=64)]
     host_id: HostId
     generation: int = NEWEST
     offset: int = 0  # of `data`
-    size_bytes: int = 0  # of the whole log, now
+    size_bytes: int = 0  # of the whole log at this moment
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_PIECE_BYTES)] = b""
     generations: tuple[int, ...] = ()

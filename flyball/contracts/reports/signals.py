@@ -1,7 +1,7 @@
-"""What is observed, and how it travels up.
+"""What hosts observe, and how it reaches the sensor.
 
-A daemon sends one Report per interval, and at once when something happened. The signals in it are numbered per
-(host, incarnation); the daemon keeps them on disk until a reply says that the controller has committed them.
+A daemon sends one Report per interval, and at once when something happened. Its signals are numbered per (host,
+incarnation); the daemon keeps them on disk until a reply says that the controller has committed them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,15 @@ LossValue: TypeAlias = float | Literal["nan", "inf", "-inf"]
 ExitNumber = Annotated[int, msgspec.Meta(gt=-(2**31), lt=2**31)]
 
 
-STORE_ENDED: Final = "store_ended"  # why a rank was not started: the process that hosted the rendezvous store ended
+STORE_ENDED: Final = "store_ended"  # WorkerStartFailed.code: the process hosting the rendezvous store ended
 
 
 class WorkerExited(msgspec.Struct, frozen=True, tag="worker_exited"):
-    """A worker's process ended. Exactly one of `exit_code` and `signal_number` is set, or none when a restarted
-    daemon adopted the worker and could not learn it."""
+    """A worker's process ended.
+
+    Exactly one of `exit_code` and `signal_number` is set, or neither if a restarted daemon adopted the worker and could
+    not learn it.
+    """
 
     job: JobName
     generation: Generation
@@ -59,8 +62,8 @@ class WorkerExited(msgspec.Struct, frozen=True, tag="worker_exited"):
     signal_number: ExitNumber | None
     last_step: SeenStep  # newest step in its beacon, -1 if none
     error: WorkerError | None = None
-    expected: bool = False  # the daemon ended it on command
-    last_phase: Phase | None = None  # in its beacon; None: not told
+    expected: bool = False  # the daemon stopped it on command
+    last_phase: Phase | None = None  # in its beacon; None: unknown
 
 
 class WorkerStartFailed(msgspec.Struct, frozen=True, tag="worker_start_failed"):
@@ -70,11 +73,11 @@ class WorkerStartFailed(msgspec.Struct, frozen=True, tag="worker_start_failed"):
     generation: Generation
     rank: Rank
     message: Text
-    code: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the FlyballError; '' of an older daemon
+    code: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the FlyballError; '' from an older daemon
 
 
 class RankStalled(msgspec.Struct, frozen=True, tag="rank_stalled"):
-    """Beacons of a generation stopped moving. `ranks` are the likely cause, or all where that cannot be told."""
+    """Beacons of a generation stopped moving. `ranks` are the likely cause, or all ranks if it cannot be determined."""
 
     job: JobName
     generation: Generation
@@ -83,45 +86,45 @@ class RankStalled(msgspec.Struct, frozen=True, tag="rank_stalled"):
     step: int
     silent_s: float
     deadline_s: float
-    stance: Annotated[str, msgspec.Meta(max_length=32)] = ""  # services.sensor.detector.stances; '' of an older sensor
+    stance: Annotated[str, msgspec.Meta(max_length=32)] = ""  # of services.sensor.detector.stances
     seen: Text = ""  # what the processes did: "stopped by a signal, while those of other ranks are not"
-    limit: Text = ""  # how the deadline came about: "8 x the usual step of 0.05 s, at least 2 s"
+    limit: Text = ""  # how the deadline was derived: "8 x the usual step of 0.05 s, at least 2 s"
 
 
 class FalseAlarm(msgspec.Struct, frozen=True, tag="false_alarm"):
-    """What was called a stall was none: the generation behind it paused at the same step, and went on. The job's
-    deadlines are `patience` times as long from now on."""
+    """A reported stall was none: the next generation paused at the same step, and went on. From now on the job's
+    deadlines are multiplied by `patience`."""
 
     job: JobName
-    generation: Generation  # that went on
+    generation: Generation  # the one that went on
     stalled_generation: Generation
-    ranks: tuple[Rank, ...]  # that were called stalled
+    ranks: tuple[Rank, ...]  # reported as stalled
     step: int
     paused_s: float
     patience: float
 
 
 class HostSilent(msgspec.Struct, frozen=True, tag="host_silent"):
-    """No report within the adapted deadline. `witnesses` are hosts that say they cannot reach it either."""
+    """No report within the adapted deadline. `witnesses` are hosts that cannot reach it either."""
 
     host_id: HostId
     silent_s: float
     deadline_s: float
     witnesses: tuple[HostId, ...]
-    domain: str = ""  # the failure domain that it shares with all those that fell silent with it
-    together: int = 1  # hosts that fell silent with it, itself included
-    within_s: float = 0.0  # between the last report of the first and of the last of these
-    after_suspect: bool = False  # this sensor had called it suspect; what had spoken for it does not any more
+    domain: str = ""  # the failure domain shared by all hosts that fell silent with it
+    together: int = 1  # number of hosts that fell silent together, itself included
+    within_s: float = 0.0  # from the last report of the first of these to that of the last
+    after_suspect: bool = False  # this sensor had reported it suspect, and the evidence that it lives is gone
 
 
 class HostSuspect(msgspec.Struct, frozen=True, tag="host_suspect"):
-    """No report within the adapted deadline, and it lives all the same: only its way to the sensor is cut."""
+    """No report within the adapted deadline, but the host is alive: only its path to the sensor is cut."""
 
     host_id: HostId
     silent_s: float
     deadline_s: float
     reached_by: tuple[HostId, ...] = msgspec.field(name="heard_by")  # hosts whose engines still hear its daemon
-    steps_advance: bool  # of its job, in which its ranks must have a part
+    steps_advance: bool  # of a job in which its ranks must take part
 
 
 class HostReturned(msgspec.Struct, frozen=True, tag="host_returned"):
@@ -132,14 +135,14 @@ class HostReturned(msgspec.Struct, frozen=True, tag="host_returned"):
 
 
 class PeerUnreachable(msgspec.Struct, frozen=True, tag="peer_unreachable"):
-    """An engine lost its connection to a peer's engine and cannot make a new one."""
+    """An engine lost its connection to a peer's engine and cannot reconnect."""
 
     peer: HostId
     message: Text
 
 
 class PreemptionNotice(msgspec.Struct, frozen=True, tag="preemption_notice"):
-    """The host will be taken away at `deadline_at` (wall clock). 0.0: an earlier notice is taken back."""
+    """The host will be taken away at `deadline_at` (wall clock). 0.0: withdraws an earlier notice."""
 
     deadline_at: Moment
     source: Text
@@ -156,8 +159,8 @@ class SaveFailed(msgspec.Struct, frozen=True, tag="save_failed"):
 
 
 class SaveLate(msgspec.Struct, frozen=True, tag="save_late"):
-    """Training waited for a save: for a slot, or for a copy. Told now and then, never for each: `count` of this rank
-    since it was told last, `waited_s` the longest of them."""
+    """Training waited for a save: for a slot, or for a copy. Sent now and then, not for each save: `count` saves of
+    this rank since the last signal, `waited_s` the longest wait."""
 
     job: JobName
     generation: Generation
@@ -168,8 +171,8 @@ class SaveLate(msgspec.Struct, frozen=True, tag="save_late"):
 
 
 class SavesFailing(msgspec.Struct, frozen=True, tag="saves_failing"):
-    """Saves of these ranks, all on the sender's host, have failed for long: none was kept since. `count`, `step` (the
-    newest) and `message` are of the rank that failed first."""
+    """Saves of these ranks, all on the sender's host, have been failing for long: none has succeeded since. `count`,
+    `step` (the newest) and `message` are those of the rank that failed first."""
 
     job: JobName
     generation: Generation
@@ -181,7 +184,7 @@ class SavesFailing(msgspec.Struct, frozen=True, tag="saves_failing"):
 
 
 class SavesRecovered(msgspec.Struct, frozen=True, tag="saves_recovered"):
-    """What the sender's `SavesFailing` said is over: each of its ranks has a newer step."""
+    """The sender's `SavesFailing` is over: each of its ranks has saved a newer step."""
 
     job: JobName
     generation: Generation
@@ -194,9 +197,9 @@ class EngineRestarted(msgspec.Struct, frozen=True, tag="engine_restarted"):
 
 
 class SignalUnreadable(msgspec.Struct, frozen=True, tag="signal_unreadable"):
-    """Stands, on record, for a signal that the supervisor cannot read or store. Nobody sends it."""
+    """Recorded in place of a signal that the supervisor cannot read or store. Never sent."""
 
-    kind: Text  # as its sender calls it; '' if that is not known
+    kind: Text  # as its sender names it; '' if unknown
     reason: Text
     document: Text  # its beginning
 
@@ -221,17 +224,17 @@ SignalBody: TypeAlias = (
 
 
 class Signal(msgspec.Struct, frozen=True):
-    """One observation. (source, incarnation, seq) is unique for ever; `source` is a host_id or 'sensor.<id>'."""
+    """One observation. (source, incarnation, seq) is unique forever; `source` is a host_id or 'sensor.<id>'."""
 
     source: str
     incarnation: Incarnation
     seq: Seq
-    at: Moment  # wall clock of the observer, when it was observed
+    at: Moment  # when it was observed, on the observer's wall clock
     body: SignalBody
 
 
 class RankMarks(msgspec.Struct, frozen=True, gc=False):
-    """Moments of a worker's life, wall clock, 0.0 when not reached; sent when one of them is new."""
+    """Moments in a worker's life, wall clock, 0.0 if not reached; sent when one of them is new."""
 
     job: RepeatedJobName
     generation: Generation
@@ -246,7 +249,7 @@ class RankMarks(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankLoss(msgspec.Struct, frozen=True, gc=False):
-    """The newest loss that a rank was given. A host tells of its lowest rank that has one."""
+    """The newest loss of a rank. A host reports that of its lowest rank that has one."""
 
     job: RepeatedJobName
     generation: Generation
@@ -256,7 +259,7 @@ class RankLoss(msgspec.Struct, frozen=True, gc=False):
 
 
 def loss_value(loss: float) -> LossValue:
-    """As it goes into JSON."""
+    """The JSON form of a loss."""
     if math.isfinite(loss):
         return loss
     if math.isnan(loss):
@@ -275,10 +278,11 @@ class EngineStatus(msgspec.Struct, frozen=True, gc=False):
 
 
 class Report(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """One message of one daemon. Everything but `signals` is state: the newest wins, a lost one does not matter.
+    """One message of one daemon. Everything but `signals` is state: the newest report wins, and a lost one does not
+    matter.
 
-    What seldom changes comes first, in the bytes too: a sensor compares it with what the host said before, and decodes
-    the rest (services.sensor.reports.report_decoding). The order on the wire is no rule: any is read.
+    Fields that seldom change come first, in the encoded bytes too: a sensor compares them with the host's previous
+    report and decodes the rest (services.sensor.reports.report_decoding). Readers accept any order.
     """
 
     version: int
@@ -288,23 +292,23 @@ class Report(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     engine: EngineStatus
     workers: tuple[Workers, ...] = ()
     copies: tuple[ShardCopy, ...] = ()
-    succeeds: Predecessors = ()  # daemons that had its state folder before it, newest first
-    sent_at: Moment  # from here on all of it changes with every report, or is told once
-    seq: Seq = 0  # grows with every report of an incarnation, sent or not; 0: not told, `sent_at` is the order
+    succeeds: Predecessors = ()  # earlier daemons of its state folder, newest first
+    sent_at: Moment  # from here on everything changes with every report, or is sent once
+    seq: Seq = 0  # grows with every report of an incarnation, sent or not; 0: absent, order by `sent_at`
     progress: tuple[RankProgress, ...] = ()  # of `workers`, in their order
     completed: tuple[CompletedSteps, ...] = ()
     lagged_s: Duration = 0.0  # how late the daemon's own loop ran
     signals: tuple[Signal, ...] = ()
     marks: tuple[RankMarks, ...] = ()
     restores: tuple[RestoreReport, ...] = ()
-    leaves: bool = False  # its last: the daemon ends in order, and nothing on the host is needed any more
+    leaves: bool = False  # the last report: the daemon terminates in order, and the host is no longer needed
     losses: tuple[RankLoss, ...] = ()  # those that changed
 
 
 class ReportReply(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """`committed[incarnation]`: every signal up to this seq is committed, and may leave the spool. `ask`: the sensor
-    hears nothing of these hosts; the next reports are to say what the engine hears of them. `stored_points`: of the
-    jobs that the host runs, as far as they have one; they may lag."""
+    receives nothing from these hosts; the next reports should carry testimonies about them. `stored_points`: for the
+    host's jobs that have one; may lag."""
 
     committed: Mapping[str, int]
     ask: Asked = ()

@@ -1,7 +1,7 @@
 """What hosts know that the supervisor's database may have forgotten: whom they obeyed last, and what they run.
 
-A backup that is restored, a replica that lost its last seconds, an empty database: none of them can know by itself that
-it is behind. The hosts can (docs/decisions/0015).
+A restored backup, a replica that lost its last seconds, an empty database: none of them can know that it is behind. The
+hosts can (docs/decisions/0015).
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ Epoch = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
 class LastObeyed(msgspec.Struct, frozen=True):
-    """Whom a daemon obeyed. With each poll it says so; a database that does not know the command is behind."""
+    """Whom a daemon obeyed, sent with each poll. A database that does not know the command is behind."""
 
-    cluster: ClusterId = ""  # '': it obeyed nobody, or a supervisor of a release without cluster ids
+    cluster: ClusterId = ""  # '': nobody yet, or a supervisor of a release without cluster ids
     epoch: Epoch = 0  # the highest
     command_id: CommandId = ""  # the newest
 
     def after(self, command: Command, cluster: str) -> LastObeyed:
-        """Once another command was obeyed."""
+        """The same, after one more command was obeyed."""
         return LastObeyed(cluster or self.cluster, max(self.epoch, command.fence.epoch), command.command_id)
 
 
 class HeldJob(msgspec.Struct, frozen=True):
-    """The newest generation of a job that a host was told to start: all that is needed to supervise it again."""
+    """The newest generation of a job that a host was ordered to start: all that is needed to supervise it again."""
 
     spec: JobSpec
-    placement: Placement  # the host's part; rank 0's host has the whole
+    placement: Placement  # the host's part; rank 0's host has all of it
     fence: Fence
     ranks: tuple[Rank, ...]  # those that run
-    ran_s: Duration = 0.0  # how long the first of them has run; 0.0: none does
+    ran_s: Duration = 0.0  # how long the first of them has run; 0.0: none runs
 
 
 class HostStanding(msgspec.Struct, frozen=True):
-    """What a host tells a supervisor whose database does not know what it obeyed."""
+    """A host's record for a supervisor whose database does not know what the host obeyed."""
 
     host_id: HostId
     incarnation: Incarnation
@@ -59,19 +59,22 @@ class HostStanding(msgspec.Struct, frozen=True):
 
 
 def database_knows(obeyed: LastObeyed, *, cluster: str, epoch: int, is_command_known: bool) -> bool:
-    """Whether a database of this cluster, under this epoch, is no older than what a host obeyed. Pure."""
+    """Whether a database of this cluster, under this epoch, is at least as new as what a host obeyed. Pure."""
     if obeyed.cluster and obeyed.cluster != cluster:
         return False
     return obeyed.epoch <= epoch and (is_command_known or not obeyed.command_id)
 
 
 def decision_number(command_id: str) -> int:
-    """17 for "act-3f9a01c2-17.stop.host-a.1", 0 if it names none. Pure."""
+    """17 for "act-3f9a01c2-17.stop.host-a.1"; 0 if it names none. Pure."""
     _, _, digits = command_id.partition(".")[0].rpartition("-")
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= 18 else 0
 
 
 def issued_id(draft_id: str, incarnation: str) -> str:
-    """A command's id as hosts are given it. Another copy of the database counts the same numbers, under another
-    incarnation: so an answer in an old journal is never taken for one to a new command. Pure."""
+    """The command id that hosts see.
+
+    Another copy of the database counts the same numbers, but under another incarnation, so a reply in an old journal is
+    never mistaken for one to a new command. Pure.
+    """
     return f"act-{incarnation}{draft_id.removeprefix('act')}" if incarnation else draft_id

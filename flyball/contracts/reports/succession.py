@@ -1,8 +1,8 @@
-"""Which of several daemons speaks for a host. Pure.
+"""Decides which of several daemons represents a host. Pure.
 
-Every start of a daemon is an incarnation. A daemon knows which ones had its state folder before it, and it has the
-folder's lock: those are dead, and it succeeds them at once. One that knows nothing of the present daemon (a machine
-that was set up anew, or a second daemon by mistake) has to wait until that one is not heard of any more.
+Every start of a daemon is an incarnation. A daemon knows which incarnations had its state folder before, and it holds
+the folder's lock: those are dead, and it succeeds them at once. A daemon that does not know the current one (a
+reinstalled machine, or a second daemon by mistake) must wait until that one is silent.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import msgspec
 from flyball.contracts.identity import Incarnation
 
 MAX_PREDECESSORS: Final = 4
-SILENT_INTERVALS: Final = 3.0  # between reports, after which the present daemon is taken for dead
+SILENT_INTERVALS: Final = 3.0  # report intervals without a report, after which the current daemon counts as dead
 LEAST_SILENCE_S: Final = 0.6
 
 Predecessors = Annotated[tuple[Incarnation, ...], msgspec.Meta(max_length=MAX_PREDECESSORS)]
 
 
 def speaks_for_host(incarnation: str, succeeds: Collection[str], present: str) -> bool:
-    """Whether a daemon is given a host's commands: `present` is the one whose report is the newest ('': none)."""
+    """Whether this daemon may receive the host's commands. `present`: the daemon with the newest report ('': none)."""
     return present in ("", incarnation) or present in succeeds
 
 

@@ -1,4 +1,4 @@
-"""What a host says of another: sensors ask the neighbours of a host that they hear nothing of."""
+"""What a host reports about another: sensors ask the neighbours of a host that they receive nothing from."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Asked = Annotated[tuple[HostId, ...], msgspec.Meta(max_length=MAX_ASKED)]
 
 
 class Testimony(msgspec.Struct, frozen=True):
-    """That a peer is alive: its engine answers, and had then heard of the daemon beside it. Ages count back from the
-    moment of the report; of a peer that does not answer there is none."""
+    """A peer is alive: its engine answers. Ages count back from the time of the report; a peer that does not answer has
+    no testimony."""
 
     peer: HostId
     engine_s: Age  # since its engine last answered
-    daemon_s: Age | None  # how old that engine's last word of its daemon was then; None: it had none
+    daemon_s: Age | None  # age of the daemon's last message to that engine at that moment; None: no message yet
 
 
 Testimonies = Annotated[tuple[Testimony, ...], msgspec.Meta(max_length=MAX_ASKED)]
