@@ -109,7 +109,7 @@ class CheckpointSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def disk_is_each_hosts_own(self) -> bool:
-        """Whether the default disk tier is in each host's own state folder (not in the folder of a single-machine run)."""
+        """Whether the default disk tier is in each host's state folder, not in that of a single-machine run."""
         return self.disk_is_default and self.disk_dir == STATE_DIR_DISK
 
     def disk_folder(self, state_dir: Path) -> str:

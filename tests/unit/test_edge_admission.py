@@ -211,8 +211,8 @@ def completed(*ranks: int, times: tuple[tuple[float, ...], ...], job: str = "job
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
-        ({"workers": (workers(0, 1),)}, "workers of 1 generations and of the progress of 0"),
-        ({"progress": (progress(3),)}, "workers of 0 generations and of the progress of 1"),
+        ({"workers": (workers(0, 1),)}, "workers of 1 generations but progress of 0"),
+        ({"progress": (progress(3),)}, "workers of 0 generations but progress of 1"),
         ({"workers": (workers(0, 1),), "progress": (progress(3),)}, "1 values of `steps` for 2 ranks"),
         (
             {"workers": (workers(0, 1),), "progress": (progress(3, 3, beacon_ages_s=(0.1,) * 3),)},

@@ -55,7 +55,7 @@ class Flush(msgspec.Struct, frozen=True, tag="flush"):
 
 
 class Arm(msgspec.Struct, frozen=True, tag="arm"):
-    """Have local ranks save at `step` and park there. Replies `too_late` with positions if a rank is already past it."""
+    """Have local ranks save at `step` and park there. Replies `too_late` with positions if a rank passed it."""
 
     fence: Fence
     job: JobName
