@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import httpx
 import msgspec
 
-from flyball.client_tls import ClientTls, plain_http, tls_trouble
+from flyball.client_tls import ClientTls, plain_http
 from flyball.contracts import wire
 from flyball.contracts.decisions import CommandBatch, CommandUpdate
 from flyball.contracts.errors import (
@@ -28,6 +28,7 @@ from flyball.contracts.reports.drains import Departure
 from flyball.contracts.reports.rank_logs import LogPiece
 from flyball.contracts.reports.signals import Report, ReportReply
 from flyball.contracts.reports.standings import HostStanding, LastObeyed
+from flyball.http_errors import connection_error, problem_of, reply_error, retry_after_s
 from host_daemon.link.failover import Endpoints
 
 CONNECT_TIMEOUT_S = 2.0
@@ -35,8 +36,6 @@ ANSWER_TIMEOUT_S = 5.0
 # Where there is another server to ask, one that is stopped or cut off is given up sooner.
 ANSWER_TIMEOUT_OF_SEVERAL_S = 2.0
 MAX_POLL_OF_SEVERAL_S = 10.0
-DEFAULT_RETRY_AFTER_S = 1.0
-MAX_RETRY_AFTER_S = 30.0
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -153,13 +152,8 @@ class SupervisorClient:
             if response.status_code == 401 and self._renew_token():
                 response = await self._attempt(url, request)
         except httpx.HTTPError as error:
-            hung_up = url.startswith("https:") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError)
-            if trouble := tls_trouble(error, hung_up=hung_up):
-                raise Unreachable(f"The supervisor at {url}: {trouble[0]}.", hint=trouble[1]) from error
-            raise Unreachable(
-                f"The supervisor at {url} does not answer: {str(error) or type(error).__name__}.",
-                hint="training goes on without it; check that `flyball up` runs there",
-            ) from error
+            hint = "training continues without it; check that `flyball up` runs there"
+            raise connection_error(url, error, hint=hint) from error
         if response.is_success:
             return response
         raise _refusal(url, response)
@@ -188,53 +182,26 @@ def _params(obeyed: LastObeyed) -> dict[str, str]:
     return {name: str(value) for name, value in msgspec.structs.asdict(obeyed).items() if value}
 
 
-class _Problem(msgspec.Struct):
-    code: str = ""
-    detail: str = ""
-    hint: str = ""
-    server_time: float = 0.0
-
-
-_BY_CODE: dict[str, Callable[[_Problem], FlyballError]] = {
-    Forbidden.code: lambda p: Forbidden(p.detail, hint=p.hint),
-    ReportReplayed.code: lambda p: ReportReplayed(p.detail, hint=p.hint),
-    ReportOutOfOrder.code: lambda p: ReportOutOfOrder(p.detail, hint=p.hint),
-    DaemonSuperseded.code: lambda p: DaemonSuperseded(p.detail, hint=p.hint),
-    WrongClock.code: lambda p: WrongClock(p.detail, server_time=p.server_time, hint=p.hint),
-}
+# Codes of refusals that the daemon handles each in its own way; for all others the status is enough.
+_HANDLED = frozenset(k.code for k in (Forbidden, ReportReplayed, ReportOutOfOrder, DaemonSuperseded, WrongClock))
 
 
 def _refusal(url: str, response: httpx.Response) -> FlyballError:
     status = response.status_code
     detail = response.text[:500]
-    problem = _problem(response)
+    problem = problem_of(response)
     if status == 429:
-        retry_after_s = _retry_after_s(response)
-        return TooBusy(f"The supervisor at {url} is busy.", retry_after_s=retry_after_s, hint="the daemon tries again")
+        wait_s = retry_after_s(response)
+        return TooBusy(f"The supervisor at {url} is busy.", retry_after_s=wait_s, hint="the daemon tries again")
     if status == 401:
         return Unauthorized(
             f"The supervisor at {url} refuses this daemon's token.",
             hint="make a new one with `flyball token host HOST_ID` and write it to --token-file; it is read again",
         )
-    if problem.code in _BY_CODE:
-        return _BY_CODE[problem.code](problem)
+    if problem is not None and problem.code in _HANDLED:
+        return reply_error(problem, response)
     if status == 404:
         return NotFound(f"{url} answers 404: {detail}", hint="is this the address of a Flyball supervisor?")
     if status >= 500:
         return Unreachable(f"The supervisor at {url} failed with {status}: {detail}", hint="see its log")
     return InvalidMessage(f"The supervisor at {url} refused with {status}: {detail}", hint="run the same release")
-
-
-def _problem(response: httpx.Response) -> _Problem:
-    try:
-        return wire.decoder_of(_Problem).decode(response.content)
-    except wire.MALFORMED:  # not one of ours: a proxy's page, as a rule
-        return _Problem()
-
-
-def _retry_after_s(response: httpx.Response) -> float:
-    try:
-        seconds = float(response.headers.get("Retry-After", ""))
-    except ValueError:  # absent, or a date
-        return DEFAULT_RETRY_AFTER_S
-    return min(max(seconds, 0.05), MAX_RETRY_AFTER_S)

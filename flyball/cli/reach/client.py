@@ -9,10 +9,9 @@ from typing import Any, Self
 
 import msgspec
 
-from flyball.client_tls import ClientTls, plain_http, tls_trouble
-from flyball.contracts import errors
-from flyball.contracts.errors import FlyballError, TooBusy, Unauthorized, Unreachable
-from flyball.contracts.wire import MALFORMED
+from flyball.client_tls import ClientTls, plain_http
+from flyball.contracts.errors import FlyballError, Unauthorized, Unreachable
+from flyball.http_errors import connection_error, problem_of, reply_error
 from flyball.lean_imports import import_lean
 
 import_lean("httpx")
@@ -22,12 +21,6 @@ import httpx  # noqa: E402
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 30.0
 PAGE = 500  # items asked for at once: the most that a page has
-
-_BY_CODE = {
-    kind.code: kind
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, FlyballError) and kind is not TooBusy
-}
 
 
 class ApiClient:
@@ -95,19 +88,11 @@ class ApiClient:
         try:
             response = self._http.request(method, path, **request)
         except httpx.TimeoutException as error:
-            raise Unreachable(
-                f"The supervisor at {self.url} did not answer in time.",
-                hint="see that it runs (flyball up) and is not overloaded, then try again",
-            ) from error
+            hint = "see that it runs (flyball up) and is not overloaded, then try again"
+            raise connection_error(self.url, error, hint=hint, has_flags=False) from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            hung_up = self.url.startswith("https:") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError)
-            if trouble := tls_trouble(error, hung_up=hung_up, has_flags=False):
-                raise Unreachable(f"The supervisor at {self.url}: {trouble[0]}.", hint=trouble[1]) from error
-            raise Unreachable(
-                f"The supervisor at {self.url} cannot be reached: {str(error).rstrip('.')}.",
-                hint="start one with `flyball up`, or give the right address with --supervisor URL, "
-                "https:// if it serves TLS",
-            ) from error
+            hint = "start one with `flyball up`, or give its address with --supervisor URL, https:// if it serves TLS"
+            raise connection_error(self.url, error, hint=hint, has_flags=False) from error
         if response.is_success:
             return msgspec.json.decode(response.content) if response.content else None
         raise _as_error(self.url, response)
@@ -130,14 +115,10 @@ def _as_error(url: str, response: httpx.Response) -> FlyballError:
             f"The supervisor at {url} refuses the token.",
             hint="give the token in its state folder: --token-file FILE, or export FLYBALL_TOKEN",
         )
-    try:
-        problem = msgspec.json.decode(response.content)
-        detail, code, hint = str(problem["detail"]), str(problem.get("code", "")), str(problem.get("hint", ""))
-    except (*MALFORMED, KeyError, TypeError, AttributeError):
+    problem = problem_of(response)
+    if problem is None:
         return Unreachable(
             f"{url} answered {response.status_code}, not as a supervisor does.",
             hint="see that the address is that of a Flyball supervisor",
         )
-    if code == TooBusy.code:
-        return TooBusy(detail, retry_after_s=1.0, hint=hint)
-    return _BY_CODE.get(code, FlyballError)(detail, hint=hint)
+    return reply_error(problem, response)
