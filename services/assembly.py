@@ -24,9 +24,8 @@ from services.runtime.claim import PARTS
 from services.runtime.health import Check, Health
 from services.runtime.http.auth import Authenticator
 from services.runtime.http.http_protocol import BoundedProtocol
-from services.runtime.lifecycle import Loop, LoopThread
-from services.runtime.metrics.event_metrics import EventMetrics
-from services.runtime.metrics.telemetry import Metrics
+from services.runtime.loops import Loop, LoopThread
+from services.runtime.telemetry import EventMetrics, Metrics
 from services.sensor.detector.fault_detector import FaultDetector
 from services.sensor.reports.committed import CommittedPositions
 from services.sensor.reports.ingest import Ingest
@@ -175,7 +174,7 @@ class Assembly:
         self._background["learned"] = lambda _: ingest.run_learned(status.learn)
         self._background["vouches"] = lambda _: ingest.run_vouches(status.vouch)
         self._background["detector"] = lambda _: ingest.run_detector(settings.detector_tick_s)
-        self._background["committed"] = lambda bells: committed.run(bells.events)
+        self._background["committed"] = committed.run
         return ingest
 
     def _build_controller(self) -> None:

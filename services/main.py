@@ -23,20 +23,19 @@ from flyball.contracts.clock import Clock, SystemClock
 from flyball.contracts.errors import ConfigurationError, FlyballError, Unreachable
 from services.api.app import create_app
 from services.assembly import Assembly
-from services.runtime.claim import PARTS, Claim
+from services.runtime.claim import PARTS, Claim, is_loopback, url_of
 from services.runtime.health import Health
 from services.runtime.http.auth import Authenticator
 from services.runtime.http.http_server import HttpServer
-from services.runtime.http.listener import is_loopback, url_of
-from services.runtime.lifecycle import (
-    LoopThread,
+from services.runtime.loops import LoopThread
+from services.runtime.process import (
     allow_many_connections,
     favour_event_loop,
     hold_termination_signals,
     termination_requested,
 )
-from services.runtime.metrics.telemetry import configure_logging
 from services.runtime.state_dir import SupervisorRecord
+from services.runtime.telemetry import configure_logging
 from services.settings import Settings, load_settings
 from services.store.sql.schema_upgrade import migrate
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from flyball.contracts.cluster import JobSpec
-from services.runtime.metrics.telemetry import Metrics
+from services.runtime.telemetry import Metrics
 from simulator.ports.bus import MemoryBus
 from simulator.ports.memory import Memory
 from simulator.ports.status_store import MemoryJobStore

@@ -45,7 +45,7 @@ def command(
     output: OutputOption = Format.TABLE,
 ) -> int:
     """Until SIGTERM or Ctrl-C, which let running requests end and leave training alone."""
-    from services.runtime.lifecycle import allow_many_connections
+    from services.runtime.process import allow_many_connections
 
     allow_many_connections()
     folder = make_state_dir(Path(state_dir) if state_dir else supervisor_dir(os.environ))

@@ -13,7 +13,7 @@ from services.actuator.playbook import advance
 from services.actuator.ports import ActionProgress, ActionStore, PlaybookStep
 from services.rules.incident_states import ActionEvent
 from services.rules.stream import Wakeup
-from services.runtime.metrics.outages import FIRST_PAUSE_S, LONGEST_PAUSE_S, OUTAGES, Outage
+from services.runtime.loops import FIRST_PAUSE_S, LONGEST_PAUSE_S, OUTAGES, Outage
 
 POLL_S = 0.05  # how often to look for what other processes wrote; within the process a wake-up comes first
 AGAIN_S = 0.005  # after a move: the next one may follow from it without any answer

@@ -1,4 +1,4 @@
-"""Who may do what: one table of all routes. What is not in it does not exist for anybody."""
+"""Authorization: one table of all routes and the roles that may use them. A route outside the table is a 404."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from services.runtime.http.problem_details import MethodNotAllowed
 PUBLIC: frozenset[Role | None] = frozenset({None, *Role})
 READERS: frozenset[Role | None] = frozenset({Role.READER, Role.OPERATOR})
 OPERATORS: frozenset[Role | None] = frozenset({Role.OPERATOR})
-DAEMONS: frozenset[Role | None] = frozenset({Role.DAEMON})  # of the host that the path names, where it names one
+DAEMONS: frozenset[Role | None] = frozenset({Role.DAEMON})  # if the path names a host: the daemon of that host
 
 Method = Literal["GET", "HEAD", "POST", "DELETE"]
 
-# (method, path template) -> roles. A page of another site can make a browser send the cookie, which stands for a
-# reader: readers may GET only.
+# (method, path template) -> roles. Another site can make a browser send the cookie, which grants the reader's role:
+# readers may therefore only GET.
 ACCESS: dict[tuple[Method, str], frozenset[Role | None]] = {
     ("GET", "/healthz"): PUBLIC,
     ("GET", "/readyz"): PUBLIC,
     ("GET", "/metrics"): PUBLIC,
-    ("GET", "/"): PUBLIC,  # the page at / does its own check
+    ("GET", "/"): PUBLIC,  # checks the token itself
     ("GET", "/static/{path:path}"): PUBLIC,
     ("HEAD", "/static/{path:path}"): PUBLIC,
     ("GET", "/openapi.json"): READERS,
@@ -62,20 +62,20 @@ _PRINCIPAL = "flyball.principal"
 
 
 def allowed_roles(method: str, template: str) -> frozenset[str]:
-    """The roles that may use a route; none if everybody may."""
+    """Return the roles that may use a route. Empty: it is public."""
     roles = ACCESS[cast("Method", method), template]
     return frozenset() if None in roles else frozenset(role.value for role in roles if role)
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """What holds for a request: who may make it, and which host its path names ('' for none)."""
+    """Who may make a request, and the host in its path ('': none)."""
 
     roles: frozenset[Role | None]
     host_id: str = ""
 
 
 class AccessTable:
-    """Finds the rule of a request. Raises NotFound or MethodNotAllowed for what is not in the table."""
+    """Finds the rule of a request. Raises NotFound or MethodNotAllowed if the table has none."""
 
     def __init__(self, access: dict[tuple[Method, str], frozenset[Role | None]]) -> None:
         self._exact: dict[str, dict[str, frozenset[Role | None]]] = {}
@@ -96,10 +96,10 @@ class AccessTable:
                     methods, host_id = candidates, match.groupdict().get("host_id", "")
                     break
             else:
-                raise NotFound("There is no such path.", hint="see /openapi.json for what there is")
+                raise NotFound("There is no such path.", hint="see /openapi.json for all paths")
         if method not in methods:
             raise MethodNotAllowed(
-                f"{path[:200]} does not take {method[:20]}.",
+                f"{path[:200]} does not support {method[:20]}.",
                 allowed=sorted(methods),
                 hint="see /openapi.json for the methods of this path",
             )
@@ -107,7 +107,7 @@ class AccessTable:
 
 
 class Guard:
-    """ASGI middleware: lets through what the table allows the sender of a request."""
+    """ASGI middleware: admits requests that the table allows their sender."""
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
         self._app = app
@@ -128,7 +128,7 @@ class Guard:
         try:
             rule = self._table.rule(scope["method"], scope["path"])
         except FlyballError:
-            if principal is None:  # who may not look is not told what there is
+            if principal is None:  # do not reveal to strangers which paths exist
                 raise unauthorized() from None
             raise
         if None in rule.roles:
@@ -142,29 +142,29 @@ class Guard:
 def unauthorized() -> Unauthorized:
     return Unauthorized(
         "The token is missing or wrong.",
-        hint="send 'Authorization: Bearer <token>'; the operator's is in the file 'token' of the supervisor's state "
-        "folder, and `flyball token` makes the others",
+        hint="send 'Authorization: Bearer <token>'; the operator's token is in the file 'token' of the supervisor's "
+        "state folder, and `flyball token` makes the others",
     )
 
 
 def check_role(principal: Principal, rule: Rule) -> None:
-    """Raise Forbidden unless the rule allows it."""
+    """Raise Forbidden unless the rule allows the principal."""
     if principal.role not in rule.roles:
         wanted = " or ".join(sorted(f"the {role.value}'s" for role in rule.roles if role))
         raise Forbidden(
-            f"This needs {wanted} token, and the {principal.role.value}'s was sent.",
+            f"This needs {wanted} token, but the {principal.role.value}'s was sent.",
             hint="`flyball token host HOST_ID` makes a daemon's token, `flyball token reader` a reader's; the "
             "operator's is in the supervisor's state folder",
         )
     if rule.host_id and principal.role is Role.DAEMON and principal.host_id != rule.host_id:
         raise Forbidden(
-            f"The token is that of host {principal.host_id!r}, not of {rule.host_id[:63]!r}.",
-            hint="a daemon speaks for its own host; make a token with `flyball token host HOST_ID`",
+            f"The token belongs to host {principal.host_id!r}, not to {rule.host_id[:63]!r}.",
+            hint="a daemon acts for its own host only; make a token with `flyball token host HOST_ID`",
         )
 
 
 def principal_in(scope: Scope) -> Principal:
-    """Who made a request that the guard let through to a route that is not public."""
+    """Return the sender of a request to a non-public route that the guard admitted."""
     principal: Principal | None = scope[_PRINCIPAL]
     if principal is None:
         raise unauthorized()

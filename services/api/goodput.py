@@ -1,7 +1,6 @@
-"""Goodput as the API gives it: calculated from the event log, at most once per moment, job and way of asking.
+"""Goodput reports of the API, calculated from the event log and cached per job and query.
 
-Bounded in what it takes from others: the threads that calculate or wait for it, the time spent on each job and way of
-asking, and what is kept between requests.
+Threads, time per query and memory are bounded, so that goodput cannot starve the other routes.
 """
 
 from __future__ import annotations
@@ -18,31 +17,31 @@ from flyball.contracts.events import Event
 from goodput.account.options import AccountOptions
 from services.api.ports import EventLog, Json, ReadModels
 
-if TYPE_CHECKING:  # the calculator is imported when somebody asks: a supervisor starts without it
+if TYPE_CHECKING:  # the calculator is imported at the first request: a supervisor starts faster without it
     from goodput.history.facts import History
     from goodput.history.job_history import HistoryBuilder
 
-FRESH_S = 2.0
-FRESH_SHARE = 3.0  # and for so many times as long as it took
+FRESH_S = 2.0  # a report is reused for this long, at least
+FRESH_SHARE = 3.0  # and for this multiple of the time that it took
 PAGE = 5000
-MAX_AT_ONCE = 4  # requests, of which one calculates; the threads that they hold are those of all routes
+MAX_AT_ONCE = 4  # requests, one of which calculates; each holds a thread of the pool that all routes share
 RETRY_AFTER_S = 2.0
-MAX_REPORTS_KEPT = 64  # jobs and ways of asking
+MAX_REPORTS_KEPT = 64  # one for each job and query
 MAX_JOBS_KEPT = 16
-MAX_VALUES_KEPT = 1_000_000  # of all these jobs: steps and ranks that events tell of, 100 to 350 bytes each
+MAX_VALUES_KEPT = 1_000_000  # steps and ranks in the events of all kept jobs, 100 to 350 bytes each
 
 
 class ReportsBusy(TooBusy):
-    """As many ask for goodput as may."""
+    """The limit of concurrent requests for goodput is reached."""
 
     status = 503
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """How a report is asked for."""
+    """The query of a report."""
 
     options: AccountOptions = AccountOptions()
-    timeline_bins: int = 0  # slices of the run's time to give with it
+    timeline_bins: int = 0  # number of time slices to return with it
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -51,7 +50,7 @@ class _Report(msgspec.Struct, frozen=True):
 
 
 class _JobLog(msgspec.Struct):
-    """The events of a job as far as they were read."""
+    """The events of a job that have been read so far."""
 
     history: HistoryBuilder
     newest: int = 0
@@ -59,8 +58,11 @@ class _JobLog(msgspec.Struct):
 
 
 class GoodputReports:
-    """Thread-safe, one calculation at a time. What the events of the jobs last asked for come to is kept, so that only
-    those that are new are read; of a job of which that is too much, all are read each time."""
+    """Thread-safe; calculates one report at a time.
+
+    Keeps the digested events of recently requested jobs, so that only new events are read. A job too large to keep is
+    read from the beginning each time.
+    """
 
     def __init__(self, *, events: EventLog, reads: ReadModels, clock: Clock) -> None:
         self._events = events
@@ -69,20 +71,20 @@ class GoodputReports:
         self._places = threading.Semaphore(MAX_AT_ONCE)
         self._calculating = threading.Lock()
         self._logs: OrderedDict[str, _JobLog] = OrderedDict()
-        self._keeping = threading.Lock()  # held for moments only: who asks for what is there waits for nobody
+        self._keeping = threading.Lock()  # held briefly: a request for a fresh report never waits for a calculation
         self._reports: OrderedDict[tuple[str, Asked], _Report] = OrderedDict()
 
     def report(self, job: str, asked: Asked | None = None) -> Json:
-        """The goodput report of a job up to now, or to its end. Raises NotFound, UsageError, ReportsBusy."""
+        """Return the goodput report of a job up to now, or to its end. Raises NotFound, UsageError, ReportsBusy."""
         asked = asked or Asked()
         ended_at = self._reads.job(job).get("ended_at") or None
         if fresh := self._fresh(job, asked):
             return fresh
         if not self._places.acquire(blocking=False):
             raise ReportsBusy(
-                f"{MAX_AT_ONCE} requests for goodput are being answered, which is the limit.",
+                f"{MAX_AT_ONCE} requests for goodput are in progress, which is the limit.",
                 retry_after_s=RETRY_AFTER_S,
-                hint="ask again in a few seconds",
+                hint="try again in a few seconds",
             )
         try:
             with self._calculating:
@@ -119,12 +121,11 @@ class GoodputReports:
             log.newest = page[-1][0]
             log.n_values += sum(values_in(event) for _, event in page)
         if not log.n_values:
-            raise NotFound(f"Job {job!r} has no events yet.", hint="ask again once it has started")
+            raise NotFound(f"Job {job!r} has no events yet.", hint="try again once it has started")
         return log.history
 
     def _drop_logs(self) -> None:
-        """As many as are too many: the one just asked for if it is that by itself, else those that nobody asked for
-        lately."""
+        """Stay within the limits: drop the log just read if it alone exceeds them, else the least recently used."""
         newest = next(reversed(self._logs))
         if self._logs[newest].n_values > MAX_VALUES_KEPT:
             del self._logs[newest]
@@ -135,9 +136,9 @@ class GoodputReports:
 
 
 def values_in(event: Event) -> int:
-    """How much it tells of; each takes its room."""
-    told = (event.data.get(name) for name in ("completed_at", "ranks"))
-    return max([1, *(len(values) for values in told if isinstance(values, list))])
+    """Return how many steps or ranks an event lists: a measure of the memory it needs."""
+    lists = (event.data.get(name) for name in ("completed_at", "ranks"))
+    return max([1, *(len(values) for values in lists if isinstance(values, list))])
 
 
 def _content(history: History, asked: Asked) -> Json:

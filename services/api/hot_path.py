@@ -1,12 +1,11 @@
-"""Takes reports straight from the connection, in front of the application: one request of one host, without the price
-of a framework for each.
+"""Takes reports straight from the connection, before the application, to save a framework's cost per request.
 
-Only the plain case is handled here: POST /v1/reports of a daemon, on an HTTP/1.1 connection that has nothing else on
-its way, with a Content-Length within the limit. Whatever else comes, down to the first byte that is unexpected, goes to
-the application, whose route takes reports too and answers every error.
+Handles only the plain case: a daemon's POST /v1/reports on an HTTP/1.1 connection with no other request in flight, and
+a Content-Length within the limit. Everything else goes to the application, from the first unexpected byte on. Its route
+takes reports too and answers every error.
 
-A daemon sends the same head each time, but for the number behind Content-Length. The first one is parsed, and its token
-checked; a head that is the same in every other byte means the same. Secrets change with a restart only.
+A daemon sends the same head each time, except for the value of Content-Length. The first one is parsed and its token
+checked. A head that equals it in every other byte means the same, because secrets change only with a restart.
 """
 
 from __future__ import annotations
@@ -24,32 +23,32 @@ from uvicorn.server import ServerState
 
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.wire import MAX_MESSAGE_BYTES, OtherVersion, encode
+from services.api.exchange import BODY_TIMEOUT_S, too_slow
 from services.runtime.http.auth import Authenticator, Role
 from services.runtime.http.http_protocol import BoundedProtocol
-from services.runtime.http.problem_details import MEDIA_TYPE, BodyTooSlow, Problem, details, details_of
-from services.runtime.metrics.telemetry import Metrics
+from services.runtime.http.problem_details import MEDIA_TYPE, Problem, details, details_of
+from services.runtime.telemetry import Metrics
 from services.sensor.reports.ingest import LARGE_REPORT_BYTES, NOTHING_NEW, Ingest
 from services.sensor.reports.report_decoding import ReportDecoder
 
 PATH = "/v1/reports"
-BODY_TIMEOUT_S = 15.0
 
 _REQUEST_LINE = f"POST {PATH} HTTP/1.1\r\n".encode()
 _END = b"\r\n\r\n"
 _MAX_HEAD_BYTES = 8 << 10
 MAX_HOSTS = 20_000
-MAX_HEADS_OF_HOST = 4  # half a KiB each; a daemon has one, until it is started with another address or release
+MAX_HEADS_OF_HOST = 4  # half a KiB each; a daemon has one until it restarts with another address or release
 _LENGTH = re.compile(rb"\r\nContent-Length:[ \t]*", re.IGNORECASE)
 _NOTHING_NEW = encode(NOTHING_NEW)
 _MAX_DIGITS = len(str(MAX_MESSAGE_BYTES))
-# Bodies of other shapes, protocols that go on differently, connections that end: the application knows all of them.
+# Other body encodings, protocol upgrades and closing connections are left to the application.
 _ELSEWHERE = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"connection", b"te", b"trailer"})
 
 log = structlog.get_logger()
 
 
 class _Head:
-    """Collects what httptools finds in the head of a request."""
+    """Collects the parts of a request head from httptools."""
 
     def __init__(self) -> None:
         self.url = b""
@@ -67,7 +66,7 @@ class _Head:
 
 
 class KnownHead(msgspec.Struct, frozen=True, gc=False):
-    """A head that was parsed, apart from the number behind Content-Length, and the host whose token is in it."""
+    """A parsed head without the value of Content-Length, and the host whose token it carries."""
 
     before: bytes
     after: bytes
@@ -75,8 +74,8 @@ class KnownHead(msgspec.Struct, frozen=True, gc=False):
 
 
 class KnownHeads:
-    """The heads of the plain case that came so far, for all connections. A head is looked up as a whole, by its hash
-    under the secret of this process: how long that takes tells nothing of a token."""
+    """The plain-case heads of all connections so far. A head is looked up as a whole, by a hash that is keyed per
+    process, so the time this takes reveals nothing about a token."""
 
     def __init__(self, authenticator: Authenticator, max_hosts: int = MAX_HOSTS) -> None:
         self._authenticator = authenticator
@@ -85,7 +84,7 @@ class KnownHeads:
         self._of_host: dict[str, list[tuple[bytes, bytes]]] = {}  # its heads, the oldest first
 
     def find(self, data: bytes) -> tuple[KnownHead, int, int] | None:
-        """The head that `data` begins with, where the body starts, and its size; None if it is not the plain case."""
+        """Return the head that `data` begins with, the offset of the body, and its size. None: not the plain case."""
         end = data.find(_END, 0, _MAX_HEAD_BYTES)
         length = _LENGTH.search(data, 0, end + 2) if end >= 0 else None
         if length is None:
@@ -94,7 +93,7 @@ class KnownHeads:
         stop = data.index(b"\r\n", begin)
         digits = data[begin:stop]
         if not digits.isdigit() or len(digits) > _MAX_DIGITS or int(digits) > MAX_MESSAGE_BYTES:
-            return None  # what is left out of the key must not be able to mean anything else
+            return None  # the part left out of the key must be unambiguous
         before, after = data[:begin], data[stop : end + len(_END)]
         key = (before, after)
         known = self._known.get(key)
@@ -116,14 +115,14 @@ class KnownHeads:
                 for old in self._of_host.pop(next(iter(self._of_host))):
                     del self._known[old]
             mine = self._of_host[head.host_id] = []
-        elif len(mine) >= MAX_HEADS_OF_HOST:  # one that varies its head takes no room from others
+        elif len(mine) >= MAX_HEADS_OF_HOST:  # a host that varies its head displaces only its own
             del self._known[mine.pop(0)]
         mine.append(key)
         self._known[key] = head
 
 
 def _daemon_in(data: bytes, authenticator: Authenticator) -> str:
-    """The host whose token is in a head of the plain case, else ''."""
+    """Return the host whose token is in a head of the plain case, else ''."""
     head = _Head()
     parser = httptools.HttpRequestParser(head)
     try:
@@ -142,7 +141,7 @@ def _daemon_in(data: bytes, authenticator: Authenticator) -> str:
 
 
 class ReportDesk:
-    """What all connections share: it turns the body of a report into the bytes of an answer."""
+    """Shared by all connections: turns the body of a report into the bytes of a response."""
 
     def __init__(self, ingest: Ingest, authenticator: Authenticator, metrics: Metrics) -> None:
         self.heads = KnownHeads(authenticator)
@@ -150,12 +149,13 @@ class ReportDesk:
         self._decode = ReportDecoder().decode
         self._requests = metrics.http_requests
         self._taken = metrics.tally(metrics.http_requests.labels(method="POST", route=PATH, status=200))
-        self._headers: list[tuple[bytes, bytes]] | None = None  # that the server adds to every answer
-        self._ok = b""  # an answer up to its content-length, with these headers
-        self._ok_nothing_new = b""  # the whole answer when there is nothing to say, as nearly always
+        self._headers: list[tuple[bytes, bytes]] | None = None  # added by the server to every response
+        self._ok = b""  # a response with these headers, up to its content-length
+        self._ok_nothing_new = b""  # the whole response if there is nothing new, which is nearly always
 
     def answer(self, body: bytes, host_id: str, headers: list[tuple[bytes, bytes]]) -> bytes:
-        """Take a report. `headers` go into every answer; the server makes a new list when they change."""
+        """Take a report and return the response. `headers` go into every response; the server makes a new list when
+        they change."""
         if headers is not self._headers:
             self._headers = headers
             self._ok = _head(200, headers, "application/json")
@@ -168,14 +168,14 @@ class ReportDesk:
             if isinstance(error, OtherVersion):
                 self._ingest.hear(host_id)
             return self.refusal(details_of(error), headers)
-        except Exception:  # the connection's outermost frame: the daemon comes again, and the others are not concerned
-            log.exception("a report met an unexpected error", host_id=host_id)
+        except Exception:  # the connection's outermost frame: the daemon retries, and others are not affected
+            log.exception("unexpected error while taking a report", host_id=host_id)
             return self.refusal(
                 details(
                     500,
                     code="internal",
                     detail="An unexpected error; the sensor's log has the details.",
-                    hint="report it with the log's entry",
+                    hint="report it with the log entry",
                 ),
                 headers,
             )
@@ -183,7 +183,7 @@ class ReportDesk:
         return self._ok_nothing_new if reply is NOTHING_NEW else _answer(self._ok, encode(reply))
 
     def refusal(self, problem: Problem, headers: list[tuple[bytes, bytes]]) -> bytes:
-        """An answer that says why not."""
+        """Return an error response."""
         self._requests.labels(method="POST", route=PATH, status=problem.status).inc()
         log.info("request", method="POST", path=PATH, status=problem.status)
         more = [(name.lower().encode(), value.encode()) for name, value in problem.headers.items()]
@@ -192,8 +192,8 @@ class ReportDesk:
 
 
 class ReportProtocol(BoundedProtocol):
-    """uvicorn's protocol with a short way for reports. Plain requests that come one upon the other are answered in
-    order, each before the next is looked at."""
+    """uvicorn's protocol with a fast path for reports. Pipelined plain requests are answered in order, each before the
+    next is read."""
 
     def __init__(
         self,
@@ -207,10 +207,10 @@ class ReportProtocol(BoundedProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._desk = desk
         self._known: KnownHead | None = None
-        self._partial = bytearray()  # of a plain request whose body has not arrived as a whole
-        self._wanted = 0  # bytes of that request
+        self._partial = bytearray()  # a plain request whose body is incomplete
+        self._wanted = 0  # size of that request in bytes
         self._body_timer: asyncio.TimerHandle | None = None
-        self._in_message = False  # the application's parser has the beginning of a request
+        self._in_message = False  # the application's parser has part of a request
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_partial()
@@ -223,7 +223,7 @@ class ReportProtocol(BoundedProtocol):
                 return
             data = bytes(self._partial)
             self._end_partial()
-        elif self._in_message or self._is_answering:  # no beginning of a request, or not the next to be answered
+        elif self._in_message or self._is_answering:  # not the start of a request, or not the next to be answered
             super().data_received(data)
             return
         rest = self._take_plain(data)
@@ -240,20 +240,20 @@ class ReportProtocol(BoundedProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.flow.pause_reading()  # who does not read the answers gets no further ones
+        self.flow.pause_reading()  # a client that does not read its responses gets no more
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self.flow.resume_reading()
 
     def _take_plain(self, data: bytes) -> bytes:
-        """Answer the plain requests at the beginning of `data`; what is left is the application's."""
+        """Answer the plain requests at the start of `data`. Return the rest, for the application."""
         answers = b""
         while data:
             start, size_bytes = self._measure(data)
             if not start:
                 break
-            self._heard_s = self.loop.time()
+            self._active_s = self.loop.time()
             if self.timeout_keep_alive_task is not None:
                 self._unset_keepalive_if_required()
             end = start + size_bytes
@@ -271,7 +271,7 @@ class ReportProtocol(BoundedProtocol):
         return data
 
     def _measure(self, data: bytes) -> tuple[int, int]:
-        """Where the body starts, and its size; (0, 0) for a request that is not the plain case."""
+        """Return the offset and size of the body; (0, 0) if the request is not the plain case."""
         if self._known is not None and (body := _body_of(data, self._known)) is not None:
             return body
         found = self._desk.heads.find(data) if data.startswith(_REQUEST_LINE) else None
@@ -289,14 +289,13 @@ class ReportProtocol(BoundedProtocol):
     def _give_up_body(self) -> None:
         self._end_partial()
         if not self.transport.is_closing():
-            slow = BodyTooSlow(f"The body did not arrive within {BODY_TIMEOUT_S:.0f} s.", hint="send it again")
             headers = [*self.server_state.default_headers, (b"connection", b"close")]
-            self.transport.write(self._desk.refusal(details_of(slow), headers))
+            self.transport.write(self._desk.refusal(details_of(too_slow()), headers))
             self.transport.close()
 
 
 def _body_of(data: bytes, known: KnownHead) -> tuple[int, int] | None:
-    """Where the body starts and its size, if the head is the known one."""
+    """Return the offset and size of the body if `data` begins with the known head."""
     begin = len(known.before)
     stop = data.find(b"\r", begin, begin + _MAX_DIGITS + 1)
     digits = data[begin:stop]

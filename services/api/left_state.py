@@ -16,7 +16,7 @@ from flyball.contracts.errors import Conflict, StateVersionMismatch
 from services.api import problems
 from services.api.goodput import GoodputReports
 from services.api.routes import jobs, observations
-from services.runtime.http.paging import Page
+from services.runtime.paging import Page
 from services.runtime.wakeup import LocalWakeup
 from services.store.read.read_models import SqlReadModels
 from services.store.sql.database import Database

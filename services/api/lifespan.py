@@ -1,4 +1,4 @@
-"""What lives as long as the event loop that serves the requests: a bell to wait on, and background coroutines."""
+"""What lives as long as the event loop of the server: a wake-up for new events, and background tasks."""
 
 from __future__ import annotations
 
@@ -7,28 +7,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import cast
 
-import msgspec
 import structlog
 from fastapi import FastAPI, Request
 
 from flyball.contracts.clock import Clock
-from services.runtime.lifecycle import RESTART_PAUSE_S, CrashBudget
-from services.runtime.notify import AsyncWakeup, Subscribable
+from services.runtime.loops import RESTART_PAUSE_S, CrashBudget
+from services.runtime.wakeup import AsyncWakeup, Subscribable
 
 log = structlog.get_logger()
 
-
-class Wakeups(msgspec.Struct, frozen=True):
-    """Rung by the threads of this process, and by other processes, when there is something new."""
-
-    events: AsyncWakeup
+Background = Callable[[AsyncWakeup], Awaitable[None]]  # takes the wake-up for new events
 
 
-Background = Callable[[Wakeups], Awaitable[None]]
-
-
-def bells_of(request: Request) -> Wakeups:
-    return cast("Wakeups", request.app.state.bells)
+def new_events(request: Request) -> AsyncWakeup:
+    """Return the wake-up for new events, notified by this process and by others."""
+    return cast("AsyncWakeup", request.app.state.new_events)
 
 
 @asynccontextmanager
@@ -39,11 +32,10 @@ async def running(
     clock: Clock,
     on_given_up: Callable[[str], None],
 ) -> AsyncIterator[None]:
-    """The application's lifespan. `on_given_up` is told the name of a task that keeps crashing."""
-    bells = Wakeups(events=AsyncWakeup(wakeup, "events"))
-    app.state.bells = bells
+    """The application's lifespan. `on_given_up` receives the name of a task that keeps crashing."""
+    app.state.new_events = events = AsyncWakeup(wakeup, "events")
     tasks = [
-        asyncio.create_task(_kept_running(name, body, bells, clock, on_given_up), name=name)
+        asyncio.create_task(_kept_running(name, body, events, clock, on_given_up), name=name)
         for name, body in background.items()
     ]
     try:
@@ -52,17 +44,17 @@ async def running(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        bells.events.close()
+        events.close()
 
 
 async def _kept_running(
-    name: str, body: Background, bells: Wakeups, clock: Clock, on_given_up: Callable[[str], None]
+    name: str, body: Background, events: AsyncWakeup, clock: Clock, on_given_up: Callable[[str], None]
 ) -> None:
-    """A coroutine that crashes is started anew a bounded number of times: nothing but it would notice."""
+    """Restart a crashed task a bounded number of times; nobody else would notice the crash."""
     budget = CrashBudget(clock)
     while True:
         try:
-            await body(bells)
+            await body(events)
             return
         except Exception:  # the task's outermost frame: logged, and bounded by the budget
             log.exception("a background task crashed", task=name)

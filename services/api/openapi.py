@@ -1,5 +1,4 @@
-"""The OpenAPI description as it is: contract types, of which FastAPI knows nothing, problems as the answer to every
-error, and which token a route wants."""
+"""Completes FastAPI's OpenAPI description: contract types, problem details for every error, the roles of each route."""
 
 from __future__ import annotations
 
@@ -21,30 +20,30 @@ _TYPES = (Report, ReportReply, CommandBatch, CommandUpdate, Departure, DrainRequ
 
 
 def body_of(kind: object) -> dict[str, Any]:
-    """`openapi_extra` of a route whose body is of this type."""
+    """Return the `openapi_extra` of a route whose body has this type."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": _schema(kind)}}}}
 
 
 def reply_of(kind: object) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route whose answer is of this type."""
+    """Return the `responses` of a route whose response has this type."""
     return {200: {"description": "Success", "content": {"application/json": {"schema": _schema(kind)}}}}
 
 
 def media_of(media_type: str, *statuses: int) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route that answers these with this media type."""
+    """Return the `responses` of a route that answers with this media type and these statuses."""
     return {status: {"description": "Success", "content": {media_type: {}}} for status in statuses}
 
 
 def components() -> dict[str, Any]:
-    """All contract types that routes speak of, for `components.schemas`."""
+    """Return the schemas of all contract types in bodies and responses, for `components.schemas`."""
     _, schemas = msgspec.json.schema_components(_TYPES, ref_template=_REF_TEMPLATE)
     return schemas
 
 
 def finish(description: dict[str, Any], roles: Callable[[str, str], Collection[str]]) -> dict[str, Any]:
-    """Complete what FastAPI made. `roles` gives those that may use a (method, path template); none: it is public."""
+    """Complete FastAPI's description. `roles(method, path template)` returns who may use a route; empty: public."""
     schemas = description.setdefault("components", {}).setdefault("schemas", {})
-    for name in ("HTTPValidationError", "ValidationError"):  # of answers that we do not give
+    for name in ("HTTPValidationError", "ValidationError"):  # our errors are problems instead
         schemas.pop(name, None)
     schemas |= {**components(), "Problem": _PROBLEM}
     description["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
@@ -72,14 +71,17 @@ _PROBLEM = {
         "detail": {"type": "string"},
         "code": {"type": "string"},
         "hint": {"type": "string"},
-        "server_time": {"type": "number", "description": "with wrong_clock: the supervisor's, in seconds since 1970"},
+        "server_time": {
+            "type": "number",
+            "description": "With code wrong_clock: the supervisor's time, in seconds since 1970",
+        },
     },
     "required": ["type", "title", "status", "detail", "code", "hint"],
 }
 
 
 def _portable(node: Any) -> Any:  # noqa: ANN401 - JSON
-    """Patterns in the dialect of JSON Schema, whose `$` is the end of the text as Python's `\\Z` is."""
+    """Translate patterns to the dialect of JSON Schema, whose `$` matches what Python's `\\Z` does."""
     if isinstance(node, dict):
         return {
             key: value.replace(r"\Z", "$") if key == "pattern" and isinstance(value, str) else _portable(value)

@@ -1,4 +1,4 @@
-"""What the API needs of the database; adapters live in `services.store`. All calls block, and are made in threads."""
+"""The API's ports to the database, implemented in `services.store`. All calls block; call them in threads."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.cluster import Again, JobSpec
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.drains import Departure, DrainRequest
-from services.runtime.http.paging import Page
-from services.runtime.metrics.log_cursor import EventLogReader
+from services.runtime.paging import EventLogReader, Page
 
 Json = dict[str, Any]
 
@@ -19,8 +18,9 @@ class JobStore(Protocol):
     def submit(
         self, spec: JobSpec, now: float, again: Again = Again.NO, *, ended_at: float | None, run: str, adopted: Lineage
     ) -> bool:
-        """True if the job is new or begins again, False if the same is there; raises Conflict if another of that name
-        is. `again`: what becomes of one that has ended; `adopted`: the history that a new one goes on from."""
+        """Return True if the job is new or starts again, False if the same job exists. Raises Conflict if a different
+        job has its name. `again`: what to do with one that has ended; `adopted`: the history that a new one continues.
+        """
         ...
 
     def request_stop(self, job: str, now: float) -> None:
@@ -46,7 +46,7 @@ class HostRemoval(Protocol):
 
 class Departures(Protocol):
     def departure(self, host_id: str) -> Departure:
-        """What a host that gave notice still has to wait for."""
+        """Return what a host that gave notice still has to wait for."""
         ...
 
 
@@ -54,12 +54,12 @@ class EventLog(EventLogReader, Protocol):
     def append(self, events: Sequence[Event]) -> None: ...
 
     def newest(self, job: str | None, limit: int, kinds: Collection[EventKind] = ()) -> list[tuple[int, Event]]:
-        """The newest (position, event) pairs, in order."""
+        """Return the newest (position, event) pairs, in order."""
         ...
 
 
 class ReadModels(Protocol):
-    """What people look at, ready for JSON. Raises NotFound."""
+    """Data for users, ready for JSON. Raises NotFound."""
 
     def jobs(self, page: Page, *, open_only: bool) -> list[Json]: ...
 

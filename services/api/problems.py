@@ -1,4 +1,4 @@
-"""Every error response of the FastAPI application as a problem."""
+"""Turns every error response of the FastAPI application into a problem."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from services.runtime.http.problem_details import MEDIA_TYPE, Problem, details, 
 log = structlog.get_logger()
 
 _HINTS = {
-    404: "see /openapi.json for what there is",
+    404: "see /openapi.json for all paths",
     405: "see /openapi.json for the methods of this path",
 }
 
 
 def problem_of(error: FlyballError) -> Response:
-    """The response for an error raised on purpose."""
+    """Return the response for an error raised on purpose."""
     return _response(details_of(error))
 
 
@@ -31,7 +31,7 @@ def _response(problem: Problem) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Make every error response of the application a problem."""
+    """Register the application's exception handlers."""
 
     async def on_flyball_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, FlyballError)
@@ -59,13 +59,13 @@ def install(app: FastAPI) -> None:
         )
 
     async def on_unexpected(request: Request, error: Exception) -> Response:
-        log.error("a request met an unexpected error", path=request.url.path, exc_info=error)
+        log.error("unexpected error in a request", path=request.url.path, exc_info=error)
         return _response(
             details(
                 500,
                 code="internal",
                 detail="An unexpected error; the supervisor's log has the details.",
-                hint="report it with the log's entry; the request changed nothing that is not shown",
+                hint="report it with the log entry; any change that was stored is visible in the API",
             )
         )
 

@@ -1,4 +1,4 @@
-"""The event log as server-sent events."""
+"""Streams the event log as server-sent events."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flyball.contracts.errors import TooBusy
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.wire import encode
 from services.api.ports import EventLog
-from services.runtime.metrics.log_cursor import read_on
-from services.runtime.metrics.outages import OUTAGES, Outage
-from services.runtime.metrics.telemetry import Metrics
-from services.runtime.notify import AsyncWakeup
+from services.runtime.loops import OUTAGES, Outage
+from services.runtime.paging import read_on
+from services.runtime.telemetry import Metrics
+from services.runtime.wakeup import AsyncWakeup
 
 BATCH = 500
 HEARTBEAT_S = 10.0
@@ -24,7 +24,7 @@ RECONNECT_MS = 1000
 
 
 class EventStreams:
-    """Follows the log for any number of readers, up to a bound. Lives in one event loop."""
+    """Follows the log for a bounded number of readers. Belongs to one event loop."""
 
     def __init__(
         self, *, log: EventLog, metrics: Metrics, clock: Clock, max_streams: int, poll_interval_s: float
@@ -39,25 +39,25 @@ class EventStreams:
         self._stopping = False
 
     def stop(self) -> None:
-        """End all streams at their next wake-up; the readers come back to whoever listens then."""
+        """End all streams at their next wake-up. The readers reconnect to the next server."""
         self._stopping = True
 
-    def open(self, *, job: str | None, after: int, kinds: Collection[EventKind], bell: AsyncWakeup) -> Response:
-        """A response without end: the events behind position `after`. No `kinds` means all. Raises TooBusy."""
+    def open(self, *, job: str | None, after: int, kinds: Collection[EventKind], new_events: AsyncWakeup) -> Response:
+        """Return an endless response: the events after position `after`. Empty `kinds`: every kind. Raises TooBusy."""
         if self._open >= self._max_streams:
             raise TooBusy(
                 f"{self._open} event streams are open, which is the limit.", retry_after_s=5.0, hint="close one"
             )
         self._count(+1)
-        return _Stream(self._follow(job, after, kinds, bell), on_end=lambda: self._count(-1))
+        return _Stream(self._follow(job, after, kinds, new_events), on_end=lambda: self._count(-1))
 
     async def _follow(
-        self, job: str | None, after: int, kinds: Collection[EventKind], bell: AsyncWakeup
+        self, job: str | None, after: int, kinds: Collection[EventKind], new_events: AsyncWakeup
     ) -> AsyncIterator[bytes]:
         yield f"retry: {RECONNECT_MS}\n\n".encode()
-        spoke_at_s = self._clock.monotonic_s()
+        sent_at_s = self._clock.monotonic_s()
         while not self._stopping:
-            seen, wait_s = bell.count, self._poll_interval_s
+            seen, wait_s = new_events.count, self._poll_interval_s
             try:
                 after, events = await asyncio.to_thread(
                     read_on, self._log, job=job, after=after, limit=BATCH, kinds=kinds
@@ -67,12 +67,12 @@ class EventStreams:
                 events, wait_s = [], self._outage.pause_s(error)
             if events:
                 yield b"".join(_frame(position, event) for position, event in events)
-                spoke_at_s = self._clock.monotonic_s()
+                sent_at_s = self._clock.monotonic_s()
                 continue
-            if self._clock.monotonic_s() - spoke_at_s >= HEARTBEAT_S:
-                yield b": alive\n\n"  # so that proxies keep the connection, and a gone reader is noticed
-                spoke_at_s = self._clock.monotonic_s()
-            await bell.wait(seen, wait_s)
+            if self._clock.monotonic_s() - sent_at_s >= HEARTBEAT_S:
+                yield b": alive\n\n"  # keeps proxies from closing the connection, and detects readers that are gone
+                sent_at_s = self._clock.monotonic_s()
+            await new_events.wait(seen, wait_s)
 
     def _count(self, change: int) -> None:
         self._open += change
@@ -80,7 +80,7 @@ class EventStreams:
 
 
 class _Stream(StreamingResponse):
-    """Says when it ended, also if its reader left before the first byte."""
+    """Calls `on_end` when it ends, even if its reader left before the first byte."""
 
     def __init__(self, body: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
         super().__init__(
@@ -96,5 +96,5 @@ class _Stream(StreamingResponse):
 
 
 def _frame(position: int, event: Event) -> bytes:
-    # JSON has no raw line breaks, so that a text in it cannot forge a field of the stream.
+    # JSON contains no raw line breaks, so text in an event cannot forge a field of the stream.
     return b"id: %d\nevent: %s\ndata: %s\n\n" % (position, event.kind.value.encode(), encode(event))

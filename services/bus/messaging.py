@@ -14,9 +14,8 @@ from flyball.contracts.reports.signals import Signal, SignalUnreadable
 from services.bus.embedded import EmbeddedBus
 from services.rules.stream import Cursor, Delivered
 from services.runtime.health import Check
-from services.runtime.lifecycle import Loop
-from services.runtime.metrics.outages import OUTAGES, Outage
-from services.runtime.metrics.telemetry import Metrics
+from services.runtime.loops import OUTAGES, Loop, Outage
+from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import LocalWakeup
 from services.store.sql.database import Database
 

@@ -26,8 +26,7 @@ from services.controller.round_keeper import LONGEST_END_S, RoundKeeper
 from services.controller.turns import AGAIN_S, Turns
 from services.controller.view import Outcome, PolicySettings, View
 from services.rules.stream import Cursor, Delivered, LeaseGrant, SignalBus, Wakeup
-from services.runtime.lifecycle import LoopThread
-from services.runtime.metrics.outages import OUTAGES, Outage
+from services.runtime.loops import OUTAGES, LoopThread, Outage
 
 BATCH = 256  # signals per round
 POLL_S = 0.05  # how often to look for what other processes wrote; within the process a wake-up comes first

@@ -15,7 +15,7 @@ from flyball.contracts.errors import FlyballError
 from flyball.contracts.reports.signals import Signal
 from services.controller.ports import DecisionStore
 from services.controller.replay import RoundInputs
-from services.runtime.metrics.outages import OUTAGES, Outage
+from services.runtime.loops import OUTAGES, Outage
 
 BACKLOG = 8  # rounds; the views of successive ones share most of what they hold
 LONGEST_WAIT_S = 0.5  # of the loop, for room in the backlog: decisions do not wait for what is only for replays

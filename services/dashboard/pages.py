@@ -71,7 +71,7 @@ def router(authenticator: Authenticator, *, secure: bool) -> APIRouter:
     @routes.get("/")
     async def index(request: Request, token: Annotated[str | None, Query(max_length=512)] = None) -> Response:
         if token is not None:
-            principal = authenticator.principal_of(token.encode())
+            principal = authenticator.owner(token.encode())
             if principal is None or principal.role not in _MAY_LOOK:
                 return HTMLResponse(_pages().wrong, status_code=401, headers=_HEADERS)
             answer = RedirectResponse("/", status_code=303, headers=_HEADERS)

@@ -1,24 +1,27 @@
-"""A supervisor's folder and its listening socket, taken before the rest of it exists.
+"""Claims a supervisor's folder and listening socket before the rest of the supervisor exists.
 
-Light to import. Whoever holds a claim can tell hosts the address at once: what they send waits in the socket's backlog
-until the server takes it.
+Cheap to import. The holder of a claim can announce the address at once: requests wait in the socket's backlog until
+the server accepts them.
 """
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import socket
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-from services.runtime.http.listener import bind_listener
+from flyball.contracts.errors import ConfigurationError, PortInUse
 from services.runtime.state_dir import SupervisorStateDir
 
+BACKLOG = 1024
 PARTS = ("sensor", "controller", "actuator", "api")
 
 
 class Claim:
-    """Nobody else can have this folder, or this address, until `close`."""
+    """Holds the folder and the address until `close`."""
 
     def __init__(
         self,
@@ -29,8 +32,8 @@ class Claim:
         parts: Iterable[str] = PARTS,
         listener: socket.socket | None = None,
     ) -> None:
-        """`listener`: the socket, if it is bound already. Raises PortInUse, ConfigurationError, StateVersionMismatch or
-        StorageFull; then nothing is held."""
+        """`listener`: a socket that is bound already. Holds nothing if it raises PortInUse, ConfigurationError,
+        StateVersionMismatch or StorageFull."""
         self.state_dir = SupervisorStateDir(folder)
         with ExitStack() as undo:
             if listener is not None:
@@ -43,3 +46,44 @@ class Claim:
     def close(self) -> None:
         self.listener.close()
         self.state_dir.close()
+
+
+def bind_listener(host: str, port: int) -> socket.socket:
+    """Return a listening TCP socket. Port 0 takes any free port. Raises PortInUse or ConfigurationError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigurationError(
+            f"Cannot listen on {host!r}: {error.strerror}.", hint="pass an address of this machine with --host"
+        ) from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"Port {port} on {host} is in use.",
+                hint="stop the process that listens there, or choose another port with --port",
+            ) from error
+        raise ConfigurationError(
+            f"Cannot listen on {host}, port {port}: {error.strerror}.",
+            hint="pass an address of this machine and a port that you may use with --host and --port",
+        ) from error
+    return listener
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Return whether only this machine can connect."""
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def url_of(listener: socket.socket, *, tls: bool) -> str:
+    """Return the base URL under which this machine reaches the listener."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,4 +1,4 @@
-"""Whether a process lives, and whether it can do its work."""
+"""Health of a process: /healthz asks whether it runs, /readyz whether it can work."""
 
 from __future__ import annotations
 
@@ -9,72 +9,71 @@ import msgspec
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError
-from services.runtime.lifecycle import LoopThread
+from services.runtime.loops import LoopThread
 
-FRESH_S = 0.05  # the public /readyz must not be a way to load the database
-PATIENCE_S = 1.0  # nor, while the database is slow, to hold the threads that hosts and controller need
+FRESH_S = 0.05  # a flood of requests to the public /readyz must not load the database
+PATIENCE_S = 1.0  # nor hold, while the database is slow, the threads that hosts and controller need
 
 _GIVEN_UP = "given up after repeated crashes"
 
-Check = Callable[[], str]  # '' when all is well, else what is wrong
+Check = Callable[[], str]  # returns '' when all is well, else the problem
 
 
 class HealthVerdict(msgspec.Struct, frozen=True):
     ok: bool
-    checks: dict[str, str]  # name -> "ok" or what is wrong
+    checks: dict[str, str]  # name -> "ok" or the problem
 
 
 class Health:
-    """Thread-safe. Checks may block, in a thread of their own; the answer of the last fraction of a second is given
-    again."""
+    """Thread-safe. Checks may block: they run in a thread of their own, and their verdict is reused for `FRESH_S`."""
 
     def __init__(self, *, loops: Sequence[LoopThread], checks: Mapping[str, Check], clock: Clock) -> None:
         self._loops = loops
         self._checks = checks
         self._clock = clock
-        self._looked = threading.Condition()
-        self._looks = 0  # how often the checks have been gone through
-        self._is_looking = False
-        self._checking = ""  # what is being looked at, or was last
+        self._checked = threading.Condition()
+        self._runs = 0  # completed runs of all checks
+        self._is_running = False
+        self._checking = ""  # the check that runs now, or ran last
         self._last: HealthVerdict | None = None
         self._last_at_s = 0.0
         self._given_up: dict[str, str] = {}
 
     def give_up(self, task: str) -> None:
-        """A task that is none of the loops has ended for good: the process is not whole any more."""
+        """Record that a task other than a loop ended for good: the process is no longer whole."""
         self._given_up[task] = _GIVEN_UP
 
     def live(self) -> HealthVerdict:
-        """Whether every loop and task still runs."""
+        """Return whether every loop and task still runs."""
         return _verdict({loop.name: _GIVEN_UP if loop.failed else "" for loop in self._loops} | self._given_up)
 
     def ready(self) -> HealthVerdict:
-        """Whether everything that the process needs is there; within `PATIENCE_S`, whatever does not answer."""
-        with self._looked:
+        """Return whether all checks pass. Answers within `PATIENCE_S`, even if a check hangs."""
+        with self._checked:
             fresh_s = self._clock.monotonic_s() - FRESH_S
             if self._last is not None and self._last_at_s >= fresh_s:
                 return self._last
-            looks = self._looks
-            if not self._is_looking:
-                self._is_looking = True
-                threading.Thread(target=self._look, name="readyz", daemon=True).start()
-            if not self._looked.wait_for(lambda: self._looks > looks, PATIENCE_S) or self._last is None:
+            runs = self._runs
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run_checks, name="readyz", daemon=True).start()
+            if not self._checked.wait_for(lambda: self._runs > runs, PATIENCE_S) or self._last is None:
                 return _verdict({self._checking: f"no answer for {PATIENCE_S:.0f} s"})
             return self._last
 
-    def _look(self) -> None:
+    def _run_checks(self) -> None:
         results = {}
         try:
             for name, check in self._checks.items():
                 self._checking = name
                 results[name] = _result(check)
         finally:
-            with self._looked:
+            with self._checked:
                 self._last = _verdict(results) if len(results) == len(self._checks) else None
                 self._last_at_s = self._clock.monotonic_s()
-                self._is_looking = False
-                self._looks += 1
-                self._looked.notify_all()
+                self._is_running = False
+                self._runs += 1
+                self._checked.notify_all()
 
 
 def _result(check: Check) -> str:

@@ -1,22 +1,28 @@
-"""Wakes the loops of one process when another part of it has made work for them.
+"""Wakes the threads and coroutines of one process when another part of it has work for them.
 
-A hint only: every loop also looks by itself, which is all that separate processes have without Redis. The topics:
-"signals" (the controller has something to look at), "actions" (an action is new, or one of its commands was answered),
-"commands" (there are commands for hosts, for those that are named or for any), "events" (the event log has grown).
+A wake-up is only a hint: every loop also polls, and without Redis separate processes rely on polling alone. Topics:
+
+- "signals": new input for the controller
+- "actions": a new action, or an answer to one of its commands
+- "commands": new commands for the hosts named, or for any host
+- "events": the event log has grown
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 TOPICS = ("signals", "actions", "commands", "events")
 
-Listener = Callable[[Collection[str]], None]  # is told the hosts concerned; none: any
+Listener = Callable[[Collection[str]], None]  # takes the hosts concerned; empty: any host
 
 
 class LocalWakeup:
-    """A `Wakeup` within one process. Any thread may notify; every waiting thread is woken."""
+    """A `Wakeup` within one process. Any thread may notify; every waiting thread wakes."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -25,7 +31,7 @@ class LocalWakeup:
         self._seen = threading.local()
 
     def notify(self, topic: str, hosts: Collection[str] = ()) -> None:
-        """Wake all who wait for `topic`, and call its listeners in this thread. `hosts`: whom alone it concerns."""
+        """Wake all waiters of `topic` and call its listeners in this thread. `hosts`: the only ones concerned."""
         with self._condition:
             self._notified[topic] = self._notified.get(topic, 0) + 1
             listeners = tuple(self._listeners.get(topic, ()))
@@ -34,7 +40,7 @@ class LocalWakeup:
             listener(hosts)
 
     def wait(self, topic: str, timeout_s: float) -> bool:
-        """Block until notified or timed out; True if notified since this thread's last wait for `topic`."""
+        """Block until notified or timed out. Return True if notified since this thread's last wait for `topic`."""
         seen: dict[str, int] = self._seen.__dict__
         with self._condition:
             notified = self._condition.wait_for(
@@ -44,8 +50,8 @@ class LocalWakeup:
         return notified
 
     def subscribe(self, topic: str, listener: Listener) -> Callable[[], None]:
-        """Have `listener` called at every notification, by the thread that notifies: it must return at once and not
-        raise. Returns the function that ends it."""
+        """Call `listener` at every notification, in the notifying thread. It must return at once and not raise.
+        Returns a function that unsubscribes."""
         with self._condition:
             self._listeners.setdefault(topic, []).append(listener)
 
@@ -55,3 +61,52 @@ class LocalWakeup:
                     self._listeners[topic].remove(listener)
 
         return unsubscribe
+
+
+class Subscribable(Protocol):
+    def subscribe(self, topic: str, listener: Listener) -> Callable[[], None]: ...
+
+
+class AsyncWakeup:
+    """Wakes any number of coroutines of one event loop when threads notify a topic.
+
+    Each waiter passes the count it saw last, so a notification between two waits is not missed:
+
+        seen = wakeup.count
+        while not (commands := await look()):
+            seen = await wakeup.wait(seen, timeout_s)
+    """
+
+    def __init__(self, wakeup: Subscribable, topic: str) -> None:
+        """Call it in the event loop that will wait."""
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._count = 0
+        self._unsubscribe = wakeup.subscribe(topic, self._notified)
+
+    @property
+    def count(self) -> int:
+        """The number of notifications so far."""
+        return self._count
+
+    async def wait(self, seen: int, timeout_s: float) -> int:
+        """Wait for a notification after `seen`, at most `timeout_s`. Return the new count."""
+        if self._count == seen:
+            try:
+                await asyncio.wait_for(self._changed.wait(), timeout_s)
+            except TimeoutError:
+                return self._count
+        return self._count
+
+    def close(self) -> None:
+        """Unsubscribe. Waiters stay until their timeout."""
+        self._unsubscribe()
+
+    def _notified(self, _hosts: Collection[str]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._count += 1
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from services.runtime.metrics.telemetry import Metrics
+from services.runtime.telemetry import Metrics
 from simulator.ports.bus import MemoryBus
 from simulator.ports.memory import Memory
 from simulator.world.events import Happening, MachineClock

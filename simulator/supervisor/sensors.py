@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.reports.signals import Report, ReportReply, Signal
-from services.runtime.metrics.outages import OUTAGES, Outage
+from services.runtime.loops import OUTAGES, Outage
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.detector.witnesses import neighbours
 from services.sensor.reports.committed import CommittedPositions

@@ -21,7 +21,7 @@ from services.bus.redis_streams import RedisBus
 from services.controller.loop import ControllerLoop
 from services.controller.view import PolicySettings
 from services.rules.stream import SignalBus
-from services.runtime.metrics.telemetry import Metrics
+from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import LocalWakeup
 from services.store.decisions.decision_store import SqlDecisionStore
 from services.store.sql.tables import bus_messages

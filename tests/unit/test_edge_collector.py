@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from services.runtime.lifecycle import LONG_S, LOOK_THROUGH_EVERY_S, LeaveOutOld
+from services.runtime.process import LONG_S, SCAN_ALL_EVERY_S, FreezeOld
 
 
 class ManualClock:
@@ -22,7 +22,7 @@ class ManualClock:
 def test_what_lived_through_a_long_collection_is_left_out_for_an_hour() -> None:
     clock = ManualClock()
     done: list[str] = []
-    leave_out = LeaveOutOld(clock, freeze=lambda: done.append("freeze"), unfreeze=lambda: done.append("unfreeze"))
+    leave_out = FreezeOld(clock, freeze=lambda: done.append("freeze"), unfreeze=lambda: done.append("unfreeze"))
 
     def collect(took_s: float, generation: int = 2) -> list[str]:
         done.clear()
@@ -36,7 +36,7 @@ def test_what_lived_through_a_long_collection_is_left_out_for_an_hour() -> None:
     assert collect(2 * LONG_S) == ["freeze"]
     assert collect(LONG_S / 2) == []
     assert collect(2 * LONG_S) == ["freeze"]
-    clock.now_s += LOOK_THROUGH_EVERY_S
+    clock.now_s += SCAN_ALL_EVERY_S
     assert collect(LONG_S / 2) == ["unfreeze"]
     assert collect(LONG_S / 2) == []
     assert collect(2 * LONG_S) == ["freeze"]
@@ -44,11 +44,11 @@ def test_what_lived_through_a_long_collection_is_left_out_for_an_hour() -> None:
 
 SCRIPT = """
 import gc, weakref
-from services.runtime import lifecycle as collector
+from services.runtime import process as collector
 from flyball.contracts.clock import SystemClock
 class Thing: pass
 collector.LONG_S = 0.0
-gc.callbacks.append(collector.LeaveOutOld(SystemClock()))
+gc.callbacks.append(collector.FreezeOld(SystemClock()))
 things = [Thing() for _ in range(1000)]
 gone = weakref.ref(things[0])
 gc.collect()

@@ -16,9 +16,8 @@ from flyball.contracts.reports.standings import HostStanding, LastObeyed
 from services.actuator.backends import host_daemons, log_requests
 from services.actuator.backends.host_daemons import HostDaemons
 from services.actuator.ports import Judgement
-from services.runtime.metrics.telemetry import Metrics
-from services.runtime.notify import AsyncWakeup
-from services.runtime.wakeup import LocalWakeup
+from services.runtime.telemetry import Metrics
+from services.runtime.wakeup import AsyncWakeup, LocalWakeup
 
 
 def command(number: int, host_id: str = "host-a") -> Command:

@@ -20,7 +20,7 @@ from services.api import hot_path
 from services.api.hot_path import KnownHead, KnownHeads, ReportDesk, ReportProtocol
 from services.runtime.http.auth import Authenticator
 from services.runtime.http.http_protocol import MAX_HEAD_BYTES
-from services.runtime.metrics.telemetry import Metrics
+from services.runtime.telemetry import Metrics
 
 SECRET = "s" * 32
 BODY = json.dumps(

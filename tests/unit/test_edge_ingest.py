@@ -20,9 +20,8 @@ from flyball.contracts.reports.signals import (
 from flyball.contracts.wire import WIRE_VERSION, encode
 from services.api.hot_path import ReportDesk
 from services.runtime.http.auth import Authenticator
-from services.runtime.metrics.telemetry import Metrics
-from services.runtime.notify import AsyncWakeup
-from services.runtime.wakeup import LocalWakeup
+from services.runtime.telemetry import Metrics
+from services.runtime.wakeup import AsyncWakeup, LocalWakeup
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.reports.committed import CommittedPositions
 from services.sensor.reports.ingest import Ingest

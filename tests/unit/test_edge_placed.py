@@ -14,7 +14,7 @@ from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.reports.rank_columns import CompletedSteps, RankSteps, in_columns, statuses_in, steps_together
 from flyball.contracts.reports.signals import EngineStatus, RankMarks, RankStalled, Report, ReportReply
 from flyball.contracts.wire import WIRE_VERSION, decode, encode
-from services.runtime.metrics.telemetry import Metrics
+from services.runtime.telemetry import Metrics
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.detector.rank_states import LearnedJob
 from services.sensor.reports import early_steps

@@ -19,9 +19,9 @@ from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import ConfigurationError, PortInUse, StateVersionMismatch, Unreachable
 from services.api import lifespan
 from services.runtime import health as health_module
+from services.runtime.claim import bind_listener, url_of
 from services.runtime.health import Health
-from services.runtime.http.listener import bind_listener, url_of
-from services.runtime.lifecycle import MAX_RESTARTS_IN_WINDOW, CrashBudget, LoopThread
+from services.runtime.loops import MAX_RESTARTS_IN_WINDOW, CrashBudget, LoopThread
 from services.runtime.state_dir import SupervisorRecord, SupervisorStateDir
 from services.runtime.wakeup import LocalWakeup
 
@@ -221,13 +221,13 @@ def test_a_task_that_keeps_crashing_is_told_of_and_the_others_run_on(monkeypatch
     monkeypatch.setattr(lifespan, "RESTART_PAUSE_S", 0.0)
     given_up: list[str] = []
 
-    async def crash(_bells: object) -> None:
+    async def crash(_new_events: object) -> None:
         raise RuntimeError("a bug")
 
     async def live() -> bool:
         told, runs = asyncio.Event(), asyncio.Event()
 
-        async def run(_bells: object) -> None:
+        async def run(_new_events: object) -> None:
             runs.set()
             await asyncio.Event().wait()
 

@@ -16,9 +16,8 @@ from flyball.contracts.errors import Unreachable
 from flyball.contracts.reports.signals import EngineStatus, PreemptionNotice, RankMarks, Report, Sender, Signal
 from flyball.contracts.wire import WIRE_VERSION
 from services.rules.stream import Cursor, Delivered
-from services.runtime.metrics.telemetry import Metrics
-from services.runtime.notify import AsyncWakeup
-from services.runtime.wakeup import LocalWakeup
+from services.runtime.telemetry import Metrics
+from services.runtime.wakeup import AsyncWakeup, LocalWakeup
 from services.sensor.reports import report_writer
 from services.sensor.reports.committed import CommittedPositions
 from services.sensor.reports.report_queue import Received, ReportQueue
@@ -359,9 +358,9 @@ def test_committed_positions_are_asked_for_only_while_something_is_outstanding()
 
     async def scenario() -> None:
         wakeup = LocalWakeup()
-        bell = AsyncWakeup(wakeup, "events")
+        changed = AsyncWakeup(wakeup, "events")
         positions = CommittedPositions(read, SystemClock())
-        task = asyncio.create_task(positions.run(bell))
+        task = asyncio.create_task(positions.run(changed))
         positions.expect("h", "i1", 3)
         async with asyncio.timeout(60):
             while not positions.known("h", ["i1"]):

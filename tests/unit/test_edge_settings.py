@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flyball.contracts.errors import ConfigurationError
-from services.runtime.metrics.telemetry import Metrics
+from services.runtime.telemetry import Metrics
 from services.settings import load_settings
 
 

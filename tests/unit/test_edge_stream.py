@@ -11,9 +11,8 @@ from starlette.responses import StreamingResponse
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.events import Event, EventKind
 from services.api.stream import HEARTBEAT_S, EventStreams
-from services.runtime.metrics.telemetry import Metrics
-from services.runtime.notify import AsyncWakeup
-from services.runtime.wakeup import LocalWakeup
+from services.runtime.telemetry import Metrics
+from services.runtime.wakeup import AsyncWakeup, LocalWakeup
 
 
 class ManualClock:
@@ -54,13 +53,13 @@ class Rig:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.log = Log(self.clock)
-        self.bell = AsyncWakeup(LocalWakeup(), "events")
+        self.new_events = AsyncWakeup(LocalWakeup(), "events")
         self.streams = EventStreams(
             log=self.log, metrics=Metrics(), clock=self.clock, max_streams=1, poll_interval_s=0.001
         )
 
     def open(self) -> AsyncIterator[bytes]:
-        response = self.streams.open(job=None, after=0, kinds=(), bell=self.bell)
+        response = self.streams.open(job=None, after=0, kinds=(), new_events=self.new_events)
         return cast("AsyncIterator[bytes]", cast("StreamingResponse", response).body_iterator)
 
 

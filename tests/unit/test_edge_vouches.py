@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from services.runtime.metrics.telemetry import Metrics
+from services.runtime.telemetry import Metrics
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.reports.committed import CommittedPositions
 from services.sensor.reports.ingest import Ingest

@@ -12,7 +12,7 @@ from sqlalchemy import insert, select
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from flyball.contracts.errors import ConfigurationError, FlyballError, StateVersionMismatch, StorageFull, Unreachable
-from services.runtime.metrics.outages import OUTAGES
+from services.runtime.loops import OUTAGES
 from services.store.sql import database
 from services.store.sql.database import Database
 from services.store.sql.failures import translate

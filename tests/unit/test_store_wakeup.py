@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from services.runtime.notify import AsyncWakeup
-from services.runtime.wakeup import LocalWakeup
+from services.runtime.wakeup import AsyncWakeup, LocalWakeup
 
 DEADLINE_S = 60.0
 
@@ -54,18 +53,18 @@ def test_a_listener_is_called_until_it_leaves() -> None:
 def test_coroutines_are_woken_from_threads() -> None:
     async def scenario() -> None:
         wakeup = LocalWakeup()
-        bell = AsyncWakeup(wakeup, "commands")
-        seen = bell.count
-        waiters = [asyncio.create_task(bell.wait(seen, DEADLINE_S)) for _ in range(3)]
+        commands = AsyncWakeup(wakeup, "commands")
+        seen = commands.count
+        waiters = [asyncio.create_task(commands.wait(seen, DEADLINE_S)) for _ in range(3)]
         await asyncio.sleep(0)
         await asyncio.to_thread(wakeup.notify, "commands")
         assert await asyncio.gather(*waiters) == [seen + 1] * 3
-        assert await bell.wait(seen, DEADLINE_S) == seen + 1  # notified since: no wait at all
-        assert await bell.wait(seen + 1, 0.0) == seen + 1  # nothing new: the timeout
-        bell.close()
+        assert await commands.wait(seen, DEADLINE_S) == seen + 1  # notified since: no wait at all
+        assert await commands.wait(seen + 1, 0.0) == seen + 1  # nothing new: the timeout
+        commands.close()
         wakeup.notify("commands")
         await asyncio.sleep(0)
-        assert bell.count == seen + 1
+        assert commands.count == seen + 1
 
     asyncio.run(scenario())
 

@@ -14,8 +14,7 @@ from flyball import backoff
 from flyball.cli.show.messages import say
 from flyball.contracts.errors import FlyballError
 from flyball.lean_imports import import_lean, without_collector
-from services.runtime.claim import Claim
-from services.runtime.http.listener import url_of
+from services.runtime.claim import Claim, url_of
 
 if TYPE_CHECKING:
     from services.main import Supervisor

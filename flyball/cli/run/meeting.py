@@ -27,7 +27,7 @@ from flyball.contracts.cluster import JobSpec
 from flyball.contracts.errors import ConfigurationError, NotFound, PortInUse, Unreachable
 from flyball.launch.launcher import RunRequest
 from flyball.state_folder import try_lock
-from services.runtime.http.listener import bind_listener
+from services.runtime.claim import bind_listener
 
 TRUSTED_VARIABLE = "FLYBALL_TRUSTED_NETWORK"
 MAX_NODES_HERE = 64

@@ -31,9 +31,9 @@ from flyball.contracts.reports.succession import speaks_for_host
 from services.actuator.backends.log_requests import LogRequests
 from services.actuator.ports import CommandOutbox, Judgement, Standings
 from services.rules.stream import Wakeup
-from services.runtime.metrics.outages import OUTAGES, Outage
-from services.runtime.metrics.telemetry import Metrics
-from services.runtime.notify import Subscribable
+from services.runtime.loops import OUTAGES, Outage
+from services.runtime.telemetry import Metrics
+from services.runtime.wakeup import Subscribable
 
 log = structlog.get_logger()
 

@@ -1,4 +1,4 @@
-"""The event log: read, followed, and one kind of event taken from outside."""
+"""Routes of the event log: read it, follow it, record injected faults."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from starlette.responses import Response, StreamingResponse
 
 from flyball.contracts.errors import InvalidMessage
 from flyball.contracts.events import Event, EventKind
-from flyball.contracts.identity import NAME_PATTERN
-from services.api.exchange import json_response, read_message
-from services.api.lifespan import bells_of
+from services.api.exchange import JobQuery, json_response, read_message
+from services.api.lifespan import new_events
 from services.api.openapi import body_of, media_of
 from services.api.ports import EventLog
 from services.api.stream import EventStreams
@@ -23,7 +22,6 @@ MAX_POSTED_EVENTS = 100
 MAX_PAGE = 1000
 MAX_POSITION = 2**63 - 1
 
-JobQuery = Annotated[str | None, Query(pattern=NAME_PATTERN)]
 After = Annotated[int, Query(ge=0, le=MAX_POSITION)]
 Kinds = Annotated[list[EventKind] | None, Query(alias="kind", max_length=len(EventKind))]
 
@@ -39,8 +37,8 @@ def router(events: EventLog, streams: EventStreams, wakeup: Wakeup) -> APIRouter
         kinds: Kinds = None,
         newest: bool = False,
     ) -> Response:
-        """A page of the log in order, from behind `after` or, with `newest`, its end. Pass `next_after` as `after` for
-        what follows."""
+        """Return a page of the log in order: what follows `after` or, with `newest`, the end of the log. Pass
+        `next_after` as `after` for the next page."""
         chosen = frozenset(kinds or ())
         if newest:
             page = await asyncio.to_thread(events.newest, job, limit, chosen)
@@ -55,14 +53,14 @@ def router(events: EventLog, streams: EventStreams, wakeup: Wakeup) -> APIRouter
 
     @routes.post("/v1/events", status_code=204, openapi_extra=body_of(list[Event]))
     async def post_events(request: Request) -> Response:
-        """Put on record that a fault was injected; no other kind is taken from outside."""
+        """Record that a fault was injected. No other kind of event is accepted."""
         posted = await read_message(request, list[Event], max_bytes=MAX_EVENTS_BYTES)
         if len(posted) > MAX_POSTED_EVENTS:
             raise InvalidMessage(f"More than {MAX_POSTED_EVENTS} events at once.", hint="send fewer")
         if any(event.kind is not EventKind.FAULT_INJECTED for event in posted):
             raise InvalidMessage(
-                f"Only events of kind {EventKind.FAULT_INJECTED.value} are taken from outside.",
-                hint="all others follow from what the supervisor stores",
+                f"Only events of kind {EventKind.FAULT_INJECTED.value} are accepted.",
+                hint="the supervisor writes all others itself",
             )
         if posted:
             await asyncio.to_thread(events.append, posted)
@@ -77,12 +75,12 @@ def router(events: EventLog, streams: EventStreams, wakeup: Wakeup) -> APIRouter
         kinds: Kinds = None,
         last_event_id: Annotated[int | None, Header(ge=0, le=MAX_POSITION)] = None,
     ) -> Response:
-        """Follow the log as server-sent events; a reader that comes back goes on behind its Last-Event-ID."""
+        """Follow the log as server-sent events. A reader that reconnects continues after its Last-Event-ID."""
         return streams.open(
             job=job,
             after=after if last_event_id is None else last_event_id,
             kinds=frozenset(kinds or ()),
-            bell=bells_of(request).events,
+            new_events=new_events(request),
         )
 
     return routes

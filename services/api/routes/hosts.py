@@ -1,4 +1,4 @@
-"""What operators ask of hosts: to be left, to come back, to be forgotten."""
+"""Routes of operators about hosts: drain, undrain, remove, hand out tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from starlette.responses import Response
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.reports.drains import DrainRequest
-from services.api.exchange import json_response, read_message
+from services.api.exchange import HostIdPath, json_response, notify_all, read_message
 from services.api.openapi import body_of
 from services.api.ports import DrainStore, HostRemoval, ReadModels
-from services.api.routes.host_commands import HostIdPath
 from services.rules.stream import Wakeup
+from services.runtime.http.auth import Authenticator
 
 MAX_REQUEST_BYTES = 8 << 10
 
@@ -23,18 +23,19 @@ def router(drains: DrainStore, removal: HostRemoval, reads: ReadModels, wakeup: 
 
     @routes.post("/v1/hosts/{host_id}/drain", status_code=202, openapi_extra=body_of(DrainRequest))
     async def drain_host(request: Request, host_id: HostIdPath) -> Response:
-        """Ask for a host to be left: its ranks save a step and go to a spare, and it gets no new work. Idempotent; a
-        repetition changes the time and the reason. 404 for an unknown host, 409 for one that is silent. The answer
-        shows the host as it is now; `drain.state` becomes `drained`, or `refused` with a message."""
-        wish = await read_message(request, DrainRequest, max_bytes=MAX_REQUEST_BYTES)
-        await asyncio.to_thread(drains.drain, host_id, wish, clock.wall_s())
-        return await _announced(host_id)
+        """Drain a host: its ranks save a step and move to a spare, and it gets no new work.
+
+        Idempotent; a repetition changes the deadline and the reason. 404 for an unknown host, 409 for a silent one. The
+        response shows the host now; `drain.state` becomes `drained`, or `refused` with a message."""
+        drain_request = await read_message(request, DrainRequest, max_bytes=MAX_REQUEST_BYTES)
+        await asyncio.to_thread(drains.drain, host_id, drain_request, clock.wall_s())
+        return await _changed(host_id)
 
     @routes.post("/v1/hosts/{host_id}/undrain", status_code=202)
     async def undrain_host(host_id: HostIdPath) -> Response:
-        """Let a host have work again, whatever it was cordoned for. Idempotent; 404 for an unknown host."""
+        """Give a host work again, whatever it was cordoned for. Idempotent; 404 for an unknown host."""
         await asyncio.to_thread(drains.undrain, host_id, clock.wall_s())
-        return await _announced(host_id)
+        return await _changed(host_id)
 
     @routes.delete("/v1/hosts/{host_id}", status_code=204)
     async def remove_host(host_id: HostIdPath) -> Response:
@@ -43,9 +44,31 @@ def router(drains: DrainStore, removal: HostRemoval, reads: ReadModels, wakeup: 
         wakeup.notify("events")
         return Response(status_code=204)
 
-    async def _announced(host_id: str) -> Response:
-        for topic in ("signals", "events"):
-            wakeup.notify(topic)
+    async def _changed(host_id: str) -> Response:
+        notify_all(wakeup)
         return json_response(await asyncio.to_thread(reads.host, host_id), 202)
+
+    return routes
+
+
+def token_router(authenticator: Authenticator) -> APIRouter:
+    """Tokens are derived, never stored."""
+    routes = APIRouter(tags=["hosts"])
+
+    @routes.post("/v1/hosts/{host_id}/token")
+    async def make_host_token(host_id: HostIdPath) -> Response:
+        """Return the content of a token file for this host. It changes only with the cluster's secret or the host's
+        token epoch."""
+        text, epoch = authenticator.host_credential(host_id).text(), authenticator.host_epoch(host_id)
+        response = json_response({"host_id": host_id, "epoch": epoch, "token_file": text})
+        response.headers["Cache-Control"] = "no-store"
+        return response
+
+    @routes.post("/v1/reader-token")
+    async def make_reader_token() -> Response:
+        """Return a token that reads everything and changes nothing."""
+        response = json_response({"token": authenticator.reader_token})
+        response.headers["Cache-Control"] = "no-store"
+        return response
 
     return routes

@@ -1,4 +1,4 @@
-"""Jobs: submit, look, stop."""
+"""Routes of jobs: submit, list, show, stop."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ import asyncio
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from flyball.contracts.checkpoints import Lineage, LineageEntry
 from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import Again, JobSpec
 from flyball.contracts.errors import InvalidMessage
-from flyball.contracts.identity import NAME_PATTERN
-from services.api.exchange import json_response, page_response, read_message
+from services.api.exchange import (
+    JobPath,
+    Limit,
+    NameOrEmpty,
+    json_response,
+    notify_all,
+    page_response,
+    read_message,
+)
 from services.api.openapi import body_of, media_of
 from services.api.ports import JobStore, ReadModels
 from services.rules.stream import Wakeup
-from services.runtime.http.paging import DEFAULT_LIMIT, MAX_LIMIT, Page
+from services.runtime.paging import DEFAULT_LIMIT, Page
 
 MAX_SPEC_BYTES = 1 << 20
 MAX_WORLD_SIZE = 100_000
 POINT_PATTERN = r"^$|^[0-9]{8}-[0-9]{6}-[0-9]{3}:[0-9]{1,9}:[0-9]{1,15}$"
-
-Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT)]
-JobPath = Annotated[str, Path(pattern=NAME_PATTERN)]
 
 
 def router(jobs: JobStore, reads: ReadModels, wakeup: Wakeup, clock: Clock) -> APIRouter:
@@ -40,38 +44,40 @@ def router(jobs: JobStore, reads: ReadModels, wakeup: Wakeup, clock: Clock) -> A
         ended_at: Annotated[float | None, Query(ge=0.0, le=1e11)] = None,
         point: Annotated[str, Query(pattern=POINT_PATTERN)] = "",
     ) -> Response:
-        """Submit a job: 201 if it is new, 200 if the very same is there, 409 if another has its name. A name that has
-        ended is used `again` (201): "resume" goes on from its newest recovery point, "fresh" begins another run; with
-        `ended_at` only if that is when it ended, so that of several who ask one does it. `point`,
-        RUN:GENERATION:STEP, is what it goes on from if another database knew that run."""
+        """Submit a job: 201 if it is new, 200 if the same job exists, 409 if a different one has its name.
+
+        `again` reuses the name of a job that has ended (201): "resume" continues from its newest recovery point,
+        "fresh" starts another run. With `ended_at` only if it ended then, so that one of several requests wins.
+        `point`, RUN:GENERATION:STEP, is where to continue if another database knew that run."""
         spec = await read_message(request, JobSpec, max_bytes=MAX_SPEC_BYTES)
         _check(spec)
         run, adopted = _history(point)
         submit = partial(jobs.submit, ended_at=ended_at, run=run, adopted=adopted)
         is_new = await asyncio.to_thread(submit, spec, clock.wall_s(), again)
-        _announce(wakeup)
+        notify_all(wakeup)
         return json_response(await asyncio.to_thread(reads.job, spec.job), 201 if is_new else 200)
 
     @routes.get("/v1/jobs")
     async def list_jobs(
         limit: Limit = DEFAULT_LIMIT,
-        before: Annotated[str, Query(pattern=f"^$|{NAME_PATTERN}")] = "",
+        before: NameOrEmpty = "",
         open_only: Annotated[bool, Query(alias="open")] = False,
     ) -> Response:
-        """The newest jobs (those submitted last), oldest first; `open`: those that have not ended. Pass `next_before`
-        as `before` for older ones."""
+        """List the jobs submitted last, oldest first. `open`: only those that have not ended. Pass `next_before` as
+        `before` for older ones."""
         found = await asyncio.to_thread(reads.jobs, Page(limit, before), open_only=open_only)
         return page_response(found, "job", limit)
 
     @routes.get("/v1/jobs/{job}")
     async def get_job(job: JobPath) -> Response:
+        """Show a job with its ranks."""
         return json_response(await asyncio.to_thread(reads.job, job))
 
     @routes.post("/v1/jobs/{job}/stop", status_code=202)
     async def stop_job(job: JobPath) -> Response:
-        """Ask for the end of a job; idempotent. The answer shows the job as it is now, most likely still running."""
+        """Request the end of a job. Idempotent. The response shows the job now, most likely still running."""
         await asyncio.to_thread(jobs.request_stop, job, clock.wall_s())
-        _announce(wakeup)
+        notify_all(wakeup)
         return json_response(await asyncio.to_thread(reads.job, job), 202)
 
     return routes
@@ -85,7 +91,7 @@ def _history(point: str) -> tuple[str, Lineage]:
 
 
 def _check(spec: JobSpec) -> None:
-    """What the types do not say. Raises InvalidMessage."""
+    """Check what the types cannot express. Raises InvalidMessage."""
     wrong = [
         text
         for is_wrong, text in (
@@ -100,8 +106,3 @@ def _check(spec: JobSpec) -> None:
     ]
     if wrong:
         raise InvalidMessage(f"The job cannot be run: {'; '.join(wrong)}.", hint="correct the specification")
-
-
-def _announce(wakeup: Wakeup) -> None:
-    for topic in ("signals", "events"):
-        wakeup.notify(topic)

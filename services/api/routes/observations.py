@@ -1,4 +1,4 @@
-"""What is, and what was decided and why: hosts, incidents, decisions, checkpoints, goodput."""
+"""Routes that only read: hosts, incidents, decisions, checkpoints, goodput."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from starlette.responses import Response
 from flyball.contracts.identity import NAME_PATTERN
 from goodput.account.options import AccountOptions
 from goodput.account.timeline_bins import MAX_BINS
-from services.api.exchange import json_response, page_response
+from services.api.exchange import HostIdPath, JobQuery, Limit, NameOrEmpty, json_response, page_response
 from services.api.goodput import Asked, GoodputReports
 from services.api.ports import ReadModels
-from services.api.routes.host_commands import HostIdPath
-from services.runtime.http.paging import DEFAULT_LIMIT, MAX_LIMIT, Page
+from services.runtime.paging import DEFAULT_LIMIT, Page
 
-JobQuery = Annotated[str | None, Query(pattern=NAME_PATTERN)]
 JobRequired = Annotated[str, Query(pattern=NAME_PATTERN)]
-Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT)]
-BeforeHost = Annotated[str, Query(pattern=f"^$|{NAME_PATTERN}")]
 BeforeIncident = Annotated[str, Query(pattern=r"^$|^inc-[0-9]{1,18}$")]
 ADecision = Annotated[str, Query(pattern=r"^$|^dec-[0-9]{1,18}$")]
 DecisionPath = Annotated[str, Path(pattern=r"^dec-[0-9]{1,18}$")]
@@ -34,23 +30,24 @@ def router(reads: ReadModels, goodput: GoodputReports) -> APIRouter:
     @routes.get("/v1/hosts")
     async def list_hosts(
         limit: Limit = DEFAULT_LIMIT,
-        before: BeforeHost = "",
+        before: NameOrEmpty = "",
         also_left: Annotated[bool, Query(alias="all")] = False,
     ) -> Response:
-        """The last hosts by name; `all`: those too that ended in order (`left_at`). Pass `next_before` as `before` for
-        those before them."""
+        """List the last hosts by name. `all`: including those that left in an orderly way (`left_at`). Pass
+        `next_before` as `before` for the ones before."""
         found = await asyncio.to_thread(reads.hosts, Page(limit, before), also_left=also_left)
         return page_response(found, "host_id", limit)
 
     @routes.get("/v1/hosts/{host_id}")
     async def get_host(host_id: HostIdPath) -> Response:
+        """Show a host."""
         return json_response(await asyncio.to_thread(reads.host, host_id))
 
     @routes.get("/v1/incidents")
     async def list_incidents(
         job: JobQuery = None, limit: Limit = DEFAULT_LIMIT, before: BeforeIncident = ""
     ) -> Response:
-        """The newest incidents, oldest first. Pass `next_before` as `before` for older ones."""
+        """List the newest incidents, oldest first. Pass `next_before` as `before` for older ones."""
         found = await asyncio.to_thread(reads.incidents, job, Page(limit, before))
         return page_response(found, "incident_id", limit)
 
@@ -58,19 +55,19 @@ def router(reads: ReadModels, goodput: GoodputReports) -> APIRouter:
     async def list_decisions(
         job: JobQuery = None, limit: Limit = DEFAULT_LIMIT, before: ADecision = "", after: ADecision = ""
     ) -> Response:
-        """The newest decisions, oldest first. Pass `next_before` as `before` for older ones; `after` leaves out those
-        up to the one that it names."""
+        """List the newest decisions, oldest first. Pass `next_before` as `before` for older ones. `after` omits the
+        decision it names and all earlier ones."""
         found = await asyncio.to_thread(reads.decisions, job, Page(limit, before, after))
         return page_response(found, "decision_id", limit)
 
     @routes.get("/v1/decisions/{decision_id}")
     async def get_decision(decision_id: DecisionPath) -> Response:
-        """One decision with its incident, the signals that led to it, its action and the commands."""
+        """Show a decision with its incident, the signals that led to it, its action and the commands."""
         return json_response(await asyncio.to_thread(reads.decision, decision_id))
 
     @routes.get("/v1/checkpoints")
     async def get_checkpoints(job: JobRequired) -> Response:
-        """Verified copies per tier, and the recovery point that follows from them."""
+        """Show a job's verified copies per tier, and its recovery point."""
         return json_response(await asyncio.to_thread(reads.checkpoints, job))
 
     @routes.get("/v1/goodput")
@@ -87,11 +84,11 @@ def router(reads: ReadModels, goodput: GoodputReports) -> APIRouter:
         peak_flops_per_gpu: Annotated[float | None, Query(gt=0.0, le=1e40)] = None,
         timeline_bins: Annotated[int, Query(ge=0, le=MAX_BINS)] = 0,
     ) -> Response:
-        """How much of the elapsed time became training, and where the rest went; at most a few seconds old.
+        """Report how much of the elapsed time became training, and where the rest went. A few seconds old at most.
 
-        `from_at` and `to_at` (wall clock, seconds) clip the time that is reported on, `window_s` is that of the rolling
-        measures. With a price per GPU and hour the losses have their cost. With `timeline_bins` the time in as many
-        slices, each with its seconds by category, comes with it as `timeline`."""
+        `from_at` and `to_at` (wall clock, seconds) bound the period, `window_s` that of the rolling measures. With a
+        price per GPU hour the report includes the cost of losses. `timeline_bins` adds `timeline`: the period in that
+        many slices, each with its seconds by category."""
         asked = Asked(
             AccountOptions(
                 gpu_hour_price=gpu_hour_price,

@@ -1,4 +1,4 @@
-"""The ranks' logs, which are on their hosts: asked for by people, answered by daemons."""
+"""Routes of the ranks' logs, which stay on their hosts: users request them, daemons deliver them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from flyball.contracts.errors import InvalidMessage, NotFound
-from flyball.contracts.identity import NAME_PATTERN
+from flyball.contracts.errors import NotFound
 from flyball.contracts.reports.rank_logs import MAX_PIECE_BYTES, NEWEST, LogPiece, LogRequest
 from flyball.contracts.wire import MAX_MESSAGE_BYTES
 from services.actuator.backends.host_daemons import HostDaemons
-from services.api.exchange import json_response, read_message
+from services.api.exchange import HostIdPath, JobPath, NameOrEmpty, check_sender, json_response, read_message
 from services.api.openapi import body_of
 from services.api.ports import ReadModels
 
-MAX_OFFSET = 1 << 53  # what every JSON parser takes
-
-JobPath = Annotated[str, Path(pattern=NAME_PATTERN)]
-HostIdPath = Annotated[str, Path(pattern=NAME_PATTERN)]
+MAX_OFFSET = 1 << 53  # the largest integer that every JSON parser reads exactly
 
 
 def router(reads: ReadModels, daemons: HostDaemons) -> APIRouter:
@@ -35,10 +31,10 @@ def router(reads: ReadModels, daemons: HostDaemons) -> APIRouter:
         generation: Annotated[int, Query(ge=NEWEST)] = NEWEST,
         offset: Annotated[int, Query(ge=-MAX_OFFSET, le=MAX_OFFSET)] = 0,
         limit: Annotated[int, Query(ge=1, le=MAX_PIECE_BYTES)] = MAX_PIECE_BYTES,
-        host: Annotated[str, Query(pattern=f"^$|{NAME_PATTERN}")] = "",
+        host: NameOrEmpty = "",
     ) -> Response:
-        """A piece of a rank's log, from its host. `generation` -1: the newest; `offset` below zero: from the end;
-        `host` for a rank that was elsewhere before. `data` is base64; ask again from `next_offset` on."""
+        """Return a piece of a rank's log from its host. `generation` -1: the newest. A negative `offset` counts from
+        the end. `host`: where the rank ran before. `data` is base64; continue at `next_offset`."""
         found = await asyncio.to_thread(reads.job, job)
         host_id = host or _host_of(found, rank)
         request = LogRequest("", job, rank, generation, offset, limit)
@@ -47,7 +43,7 @@ def router(reads: ReadModels, daemons: HostDaemons) -> APIRouter:
             has = f"only of generations {_listed(piece.generations)}" if piece.generations else "none of this rank"
             raise NotFound(
                 f"Host {host_id} has no such log of rank {rank} of job {job}: {has}.",
-                hint="a rank that was on another host before has its earlier logs there: name the host",
+                hint="if the rank ran on another host before, its earlier logs are there: name that host",
             )
         return json_response(
             {
@@ -65,12 +61,9 @@ def router(reads: ReadModels, daemons: HostDaemons) -> APIRouter:
 
     @routes.post("/v1/hosts/{host_id}/log-pieces", status_code=204, openapi_extra=body_of(LogPiece))
     async def post_piece(request: Request, host_id: HostIdPath) -> Response:
-        """Take what a host has of a log that somebody asked for."""
+        """Deliver a piece of a log that a user requested."""
         piece = await read_message(request, LogPiece, max_bytes=MAX_MESSAGE_BYTES)
-        if piece.host_id != host_id:
-            raise InvalidMessage(
-                f"A log of {piece.host_id!r} was sent for {host_id!r}.", hint="a daemon answers for itself"
-            )
+        check_sender(piece.host_id, host_id)
         daemons.take_log(piece)
         return Response(status_code=204)
 
@@ -78,12 +71,12 @@ def router(reads: ReadModels, daemons: HostDaemons) -> APIRouter:
 
 
 def _host_of(job: Mapping[str, Any], rank: int) -> str:
-    """Where a rank is, or was when the job ended. Raises NotFound."""
+    """Return the host of a rank, now or when the job ended. Raises NotFound."""
     ranks = job.get("ranks") or ()
     host_id = next((str(one["host_id"]) for one in ranks if one["rank"] == rank), "")
     if not host_id:
         raise NotFound(
-            f"It is not known on which host rank {rank} of job {job['job']} is.",
+            f"The host of rank {rank} of job {job['job']} is not known.",
             hint=f"name the host; the job has {len(ranks)} placed ranks",
         )
     return host_id

@@ -1,4 +1,4 @@
-"""Who asks. Nothing here knows FastAPI: the sensor's hot path uses it too."""
+"""Authentication of requests. Independent of FastAPI, because the sensor's hot path uses it too."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ RawHeaders = Iterable[tuple[bytes, bytes]]  # as ASGI has them: names in lower c
 
 
 class Role(StrEnum):
-    READER = "reader"  # sees everything, changes nothing
-    OPERATOR = "operator"  # and submits, stops, hands out tokens
-    DAEMON = "daemon"  # speaks for its own host, and nothing else
+    READER = "reader"  # reads everything, changes nothing
+    OPERATOR = "operator"  # also submits and stops jobs, drains hosts, hands out tokens
+    DAEMON = "daemon"  # acts for its own host only
 
 
 class Principal(msgspec.Struct, frozen=True):
-    """Whom a token stands for; `host_id` is a daemon's."""
+    """The owner of a token. `host_id` is set for daemons only."""
 
     role: Role
     host_id: str = ""
@@ -45,20 +45,20 @@ _READER = Principal(Role.READER)
 
 
 class _Secret:
-    """One secret, and what follows from it."""
+    """A cluster secret and the tokens derived from it."""
 
     def __init__(self, secret: str) -> None:
         self.key = secret.encode()
         self.reader = reader_token(secret).encode()
-        # Cookies go to every port of a host, and what another program there may see is good for reading only.
+        # Browsers send cookies to every port of a host, so other programs there may see it: it grants reading only.
         self.cookie = mac(self.key, b"flyball page cookie v1").decode()
 
 
 class Authenticator:
-    """Compares in constant time, and keeps no table of hosts: a host's token is computed anew from its name.
+    """Compares in constant time. Keeps no table of hosts: a host's token is derived from its name.
 
-    `former` secrets are taken too, while a new one is being handed out. `host_epochs`: of hosts whose first token was
-    withdrawn, the one that counts.
+    `former`: secrets that stay valid while a new one is rolled out. `host_epochs`: host -> valid token epoch, for hosts
+    whose first token was withdrawn.
     """
 
     def __init__(
@@ -72,31 +72,31 @@ class Authenticator:
         self.cookie_name = f"flyball-{hashlib.sha256(self.cookie_value.encode()).hexdigest()[:8]}"
 
     def host_credential(self, host_id: str) -> HostCredential:
-        """What this host needs to prove itself."""
+        """Return the credential with which this host authenticates."""
         return host_credential(self._secrets[0].key.decode(), host_id, self.host_epoch(host_id))
 
     def host_epoch(self, host_id: str) -> int:
-        """Which of its tokens counts; 0: its first."""
+        """Return the epoch of the host's valid token; 0: its first."""
         return self._host_epochs.get(host_id.encode(), 0)
 
     def principal(self, headers: RawHeaders) -> Principal | None:
-        """Whom the Authorization header stands for or, without one, the page's cookie; None for nobody."""
+        """Identify the sender by the Authorization header or, without one, the page's cookie. None: unknown."""
         bearer: bytes | None = None
         cookies: list[bytes] = []
         for name, value in headers:
             if name == b"authorization":
                 if bearer is not None:
-                    return None  # a proxy may have looked at the other one
+                    return None  # a proxy may have checked the other one
                 bearer = value
             elif name == b"cookie":
                 cookies.append(value)
         if bearer is not None:
             scheme, _, token = bearer.partition(b" ")
-            return self.principal_of(token.strip()) if scheme.lower() == b"bearer" else None
+            return self.owner(token.strip()) if scheme.lower() == b"bearer" else None
         return _READER if any(map(self._is_cookie, cookies)) else None
 
-    def principal_of(self, token: bytes) -> Principal | None:
-        """Whom a token stands for."""
+    def owner(self, token: bytes) -> Principal | None:
+        """Return the owner of a token, None if it is not valid."""
         if len(token) > MAX_TOKEN_LENGTH:
             return None
         if token.startswith(_HOST_PREFIX):

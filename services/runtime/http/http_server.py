@@ -1,4 +1,4 @@
-"""uvicorn in a thread of its own, on a socket that is bound already."""
+"""Runs uvicorn in a thread of its own, on a socket that is bound already."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ log = structlog.get_logger()
 
 DATABASE_THREADS = 16  # for blocking calls out of the event loop
 KEEP_ALIVE_S = 75
-# libuv takes one connection of a listening socket per turn of its loop. Where a turn has thousands of reports in it,
-# those that come anew wait for seconds: so the loop looks at the same socket this many times a turn.
+# libuv accepts one connection per listening socket and loop iteration. With thousands of reports per iteration new
+# connections would wait for seconds, so the loop gets this many duplicates of the socket.
 ACCEPTED_PER_TURN = 32
-BACKLOG = 16_384  # all hosts at once after a restart; the kernel cuts it to net.core.somaxconn
-GRACE_S = 3  # for answers that are on their way when the server stops
+BACKLOG = 16_384  # all hosts reconnect at once after a restart; the kernel caps it at net.core.somaxconn
+GRACE_S = 3  # for responses in flight when the server stops
 
 
 class HttpServer:
@@ -42,7 +42,7 @@ class HttpServer:
         client_ca_file: Path | None,
         protocol: Callable[..., asyncio.Protocol] = BoundedProtocol,
     ) -> None:
-        """`protocol` takes what uvicorn gives its protocols: one of its own, or one that stands in front of it."""
+        """`protocol`: a factory that takes the arguments of uvicorn's own protocols."""
         self._listener = listener
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -50,7 +50,7 @@ class HttpServer:
                 lifespan="on",
                 http=cast("type[asyncio.Protocol]", protocol),
                 log_config=None,
-                access_log=False,  # ours leaves query strings out
+                access_log=False,  # ours omits query strings
                 server_header=False,
                 ws="none",
                 backlog=BACKLOG,
@@ -76,7 +76,7 @@ class HttpServer:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Take no new connections and end; whether it ended in time."""
+        """Stop accepting connections and end. Return whether it ended within `timeout_s`."""
         self._server.should_exit = True
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
@@ -85,11 +85,11 @@ class HttpServer:
     def _run(self) -> None:
         try:
             uvloop.run(self._serve())
-        except Exception:  # the thread's outermost frame; `ended` tells the supervisor
+        except Exception:  # the thread's outermost frame; the supervisor checks `ended`
             log.exception("the HTTP server crashed")
 
     async def _serve(self) -> None:
         with ThreadPoolExecutor(DATABASE_THREADS, thread_name_prefix="flyball-io") as pool:
             asyncio.get_running_loop().set_default_executor(pool)
-            again = [self._listener.dup() for _ in range(ACCEPTED_PER_TURN - 1)]
-            await self._server.serve(sockets=[self._listener, *again])
+            duplicates = [self._listener.dup() for _ in range(ACCEPTED_PER_TURN - 1)]
+            await self._server.serve(sockets=[self._listener, *duplicates])

@@ -1,4 +1,4 @@
-"""Errors as RFC 9457 problem details: cause and next step, never a traceback. Knows no web framework."""
+"""Errors as RFC 9457 problem details: cause and next step, never a traceback. Independent of any web framework."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BodyTooSlow(InvalidMessage):
 
 
 class MethodNotAllowed(FlyballError):
-    """A path was asked for with a method that it does not take."""
+    """A request used a method that its path does not support."""
 
     code = "method_not_allowed"
     status = 405
@@ -40,7 +40,7 @@ class MethodNotAllowed(FlyballError):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A response, apart from the media type."""
+    """An error response, without the media type."""
 
     status: int
     body: bytes
@@ -56,7 +56,7 @@ def details(
     headers: dict[str, str] | None = None,
     server_time: float | None = None,
 ) -> Problem:
-    """A problem from its parts."""
+    """Build a problem from its parts."""
     body: dict[str, object] = {
         "type": f"urn:flyball:error:{code}",
         "title": HTTPStatus(status).phrase,
@@ -71,7 +71,7 @@ def details(
 
 
 def details_of(error: FlyballError) -> Problem:
-    """The problem that an error raised on purpose is."""
+    """Turn an error raised on purpose into a problem."""
     headers: dict[str, str] = {}
     if isinstance(error, TooBusy):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -79,7 +79,7 @@ def details_of(error: FlyballError) -> Problem:
         headers["Allow"] = ", ".join(error.allowed)
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = 'Bearer realm="flyball"'
-    # No request can be at fault for the settings of a service; its sender is to come back.
+    # Settings of the service are never the request's fault: its sender should try again.
     status = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, ConfigurationError) else error.status
     return details(
         status,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flyball.contracts.clock import Clock
 from flyball.contracts.reports.signals import Sender, Signal
-from services.runtime.metrics.outages import OUTAGES, Outage
-from services.runtime.notify import AsyncWakeup
+from services.runtime.loops import OUTAGES, Outage
+from services.runtime.wakeup import AsyncWakeup
 
 MAX_SENDERS = 20_000
 LOOK_AGAIN_S = 0.1

@@ -17,8 +17,8 @@ from flyball.contracts.errors import FlyballError, TooBusy
 from flyball.contracts.reports.rank_columns import CompletedSteps, Workers
 from flyball.contracts.reports.signals import RankLoss, RankMarks, Report, ReportReply, Signal, SignalBody
 from flyball.contracts.wire import encode
-from services.runtime.metrics.outages import OUTAGES, Outage
-from services.runtime.metrics.telemetry import Metrics
+from services.runtime.loops import OUTAGES, Outage
+from services.runtime.telemetry import Metrics
 from services.sensor.detector.fault_detector import FaultDetector
 from services.sensor.detector.rank_states import LearnedJob
 from services.sensor.reports.admission import Admission, reason_of

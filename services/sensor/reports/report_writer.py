@@ -19,9 +19,8 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.fault_points import reach
 from flyball.contracts.reports.signals import Report, Sender, Signal
 from services.rules.stream import SignalBus, Wakeup
-from services.runtime.lifecycle import LoopThread
-from services.runtime.metrics.outages import OUTAGES, Outage
-from services.runtime.metrics.telemetry import Metrics
+from services.runtime.loops import OUTAGES, LoopThread, Outage
+from services.runtime.telemetry import Metrics
 from services.sensor.reports.report_queue import Batch, Received, ReportQueue
 from services.sensor.reports.step_log import StepSummary
 

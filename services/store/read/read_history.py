@@ -13,7 +13,7 @@ from flyball.contracts.checkpoints import RestoreReport
 from flyball.contracts.decisions import ActionPlan, Command, CommandUpdate, Decision, DecisionKind, Incident
 from flyball.contracts.reports.signals import Signal
 from services.record.codec import load, number_of, plain, shown
-from services.runtime.http.paging import Page
+from services.runtime.paging import Page
 from services.store.read.read_state import moment
 from services.store.sql import tables
 

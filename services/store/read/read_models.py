@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 
 from flyball.contracts.errors import NotFound
 from services.record.codec import number_of
-from services.runtime.http.paging import Page
+from services.runtime.paging import Page
 from services.store.read import read_history, read_state
 from services.store.sql.database import Database
 

@@ -18,7 +18,7 @@ from flyball.contracts.reports.drains import DrainState
 from flyball.contracts.reports.signals import EngineStatus, loss_value
 from services.record.codec import load, plain, shown
 from services.rules.recovery_point import newest_step
-from services.runtime.http.paging import Page
+from services.runtime.paging import Page
 from services.store.reports import persistent_steps, vouching
 from services.store.reports.rank_rows import KnownRank, known_ranks
 from services.store.sql import tables

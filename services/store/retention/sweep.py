@@ -12,7 +12,7 @@ import structlog
 
 from flyball.contracts.clock import Clock
 from services.record.retention_rules import DAY_S, SPAN_S, RetentionSettings
-from services.runtime.metrics.outages import OUTAGES, Outage
+from services.runtime.loops import OUTAGES, Outage
 from services.store.retention import details, jobs, log
 from services.store.retention.hosts import SqlHostRemoval
 from services.store.sql.database import Database

@@ -12,7 +12,7 @@ import structlog
 from sqlalchemy import Connection
 
 from flyball.contracts.clock import Clock
-from services.runtime.metrics.outages import OUTAGES, Outage
+from services.runtime.loops import OUTAGES, Outage
 from services.store.sql.database import Database
 from services.store.sql.lease import database_now
 

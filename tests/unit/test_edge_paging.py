@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyball.contracts.events import Event, EventKind
-from services.runtime.metrics.log_cursor import read_on
+from services.runtime.paging import read_on
 
 KINDS = (EventKind.STEPS, EventKind.DECISION, EventKind.SIGNAL)
 

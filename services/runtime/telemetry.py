@@ -1,11 +1,12 @@
-"""Logs and metrics.
+"""Logs and metrics of a service.
 
-Logs go through structlog into the standard library's logging, under the logger `services`, so that a program that
-embeds a supervisor keeps its own logging as it is. Metrics live in a registry of their own for the same reason.
+structlog feeds the standard library's logger `services`, and metrics have a registry of their own: a program that
+embeds a supervisor keeps its own logging and metrics untouched.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import logging.handlers
 import sys
@@ -18,6 +19,11 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.registry import Collector
 
+from flyball.contracts.clock import Clock
+from flyball.contracts.events import Event, EventKind
+from services.runtime.loops import OUTAGES, Outage
+from services.runtime.paging import EventLogReader, read_on
+
 LOG_FILE_SIZE_BYTES = 16 << 20
 LOG_FILES_KEPT = 3
 _LOGGERS = ("services", "uvicorn")
@@ -25,7 +31,7 @@ _SECRET_KEYS = frozenset({"token", "authorization", "cookie", "password", "datab
 
 
 def configure_logging(*, level: str, json: bool, file: Path | None) -> None:
-    """Send the services' logs to `file` (rotated) or, without one, to stderr. The last call counts."""
+    """Send the services' logs to `file` (rotated) or, without one, to stderr. The last call wins."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -68,7 +74,7 @@ def configure_logging(*, level: str, json: bool, file: Path | None) -> None:
         logger.addHandler(handler)
         logger.setLevel(level.upper())
         logger.propagate = False
-    # It writes whole URLs, and one of ours may hold a token; uvicorn's own switch fails when a parent has a handler.
+    # It logs whole URLs, which may hold a token; uvicorn's own switch does not work if a parent logger has a handler.
     logging.getLogger("uvicorn.access").disabled = True
 
 
@@ -79,24 +85,24 @@ def _redact(_logger: object, _method: str, event: MutableMapping[str, Any]) -> M
 
 
 class Tally:
-    """Counts what happens for every report, for a twentieth of what a Counter takes; a `Metrics` hands it on to one
-    when it is read. One thread counts: `count += 1`."""
+    """Counts frequent events at a twentieth of a Counter's cost; flushed into one at each scrape. Only one thread may
+    count: `count += 1`."""
 
-    __slots__ = ("_counter", "_handed_on", "count")
+    __slots__ = ("_counter", "_flushed", "count")
 
     def __init__(self, counter: Counter) -> None:
         self.count = 0
         self._counter = counter
-        self._handed_on = 0
+        self._flushed = 0
 
-    def hand_on(self) -> None:
+    def flush(self) -> None:
         count = self.count
-        self._counter.inc(count - self._handed_on)
-        self._handed_on = count
+        self._counter.inc(count - self._flushed)
+        self._flushed = count
 
 
 class _Tallies(Collector):
-    """Comes first in its registry, and has nothing to show itself."""
+    """The first collector of its registry: flushes all tallies and exports nothing itself."""
 
     def __init__(self) -> None:
         self.all: list[Tally] = []
@@ -105,43 +111,41 @@ class _Tallies(Collector):
     def collect(self) -> Iterable[Metric]:
         with self._lock:
             for tally in self.all:
-                tally.hand_on()
+                tally.flush()
         return ()
 
 
 class Metrics:
-    """What a process of the control plane counts. Names and units follow Prometheus' conventions."""
+    """The metrics of one control-plane process. Names and units follow Prometheus' conventions."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
         self._tallies = _Tallies()
         r.register(self._tallies)
-        self.reports_received = Counter("flyball_reports_received", "Reports taken into the queue", registry=r)
-        self.reports_refused = Counter(
-            "flyball_reports_refused", "Reports not taken, by reason", ["reason"], registry=r
-        )
+        self.reports_received = Counter("flyball_reports_received", "Reports queued", registry=r)
+        self.reports_refused = Counter("flyball_reports_refused", "Reports refused, by reason", ["reason"], registry=r)
         self.reports_dropped = Counter(
-            "flyball_reports_dropped", "Reports taken that the database would not store", registry=r
+            "flyball_reports_dropped", "Queued reports that the database did not accept", registry=r
         )
         self.report_queue_length = Gauge("flyball_report_queue_length", "Reports waiting for the database", registry=r)
         self.signals_published = Counter(
-            "flyball_signals_published", "Signals put on the bus, repeats included", ["kind"], registry=r
+            "flyball_signals_published", "Signals published on the bus, repeats included", ["kind"], registry=r
         )
         self.publish_delay_seconds = Histogram(
             "flyball_publish_delay_seconds",
-            "From the receipt of a signal to its being on the bus",
+            "Time from receiving a signal to publishing it on the bus",
             buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10),
             registry=r,
         )
         self.bus_publish_seconds = Histogram(
             "flyball_bus_publish_seconds",
-            "How long one publication on the bus took",
+            "Duration of one publication on the bus",
             buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5),
             registry=r,
         )
         self.bus_length = Gauge(
-            "flyball_bus_length", "Signals on the bus, NaN while it does not answer; refused at 20000", registry=r
+            "flyball_bus_length", "Signals on the bus; NaN while it does not answer; full at 20000", registry=r
         )
         self.signals_unreadable = Counter(
             "flyball_signals_unreadable",
@@ -149,23 +153,21 @@ class Metrics:
             registry=r,
         )
         self.job_loss = Gauge(
-            "flyball_job_loss", "Newest loss that a running job told of, at this sensor", ["training_job"], registry=r
+            "flyball_job_loss", "Newest loss reported by a running job to this sensor", ["training_job"], registry=r
         )
         self.detector_lag_seconds = Gauge(
-            "flyball_detector_lag_seconds", "How late the fault detector's last tick ran", registry=r
+            "flyball_detector_lag_seconds", "Delay of the fault detector's last tick", registry=r
         )
         self.commands_handed_out = Counter(
-            "flyball_commands_handed_out", "Commands given to hosts, repeats included", registry=r
+            "flyball_commands_handed_out", "Commands handed out to hosts, repeats included", registry=r
         )
         self.command_updates = Counter("flyball_command_updates", "Hosts' answers to commands", ["state"], registry=r)
-        self.waiting_polls = Gauge("flyball_waiting_polls", "Hosts that wait for commands now", registry=r)
+        self.waiting_polls = Gauge("flyball_waiting_polls", "Hosts waiting for commands now", registry=r)
         self.open_streams = Gauge("flyball_open_streams", "Event streams open now", registry=r)
         self.http_requests = Counter(
             "flyball_http_requests", "Requests answered", ["method", "route", "status"], registry=r
         )
-        self.loop_restarts = Counter(
-            "flyball_loop_restarts", "Loops that crashed and were started anew", ["loop"], registry=r
-        )
+        self.loop_restarts = Counter("flyball_loop_restarts", "Restarts of loops after a crash", ["loop"], registry=r)
         self.decisions = Counter("flyball_decisions", "Decisions in the event log, by kind", ["kind"], registry=r)
         self.incidents_opened = Counter("flyball_incidents_opened", "Incidents opened, by cause", ["cause"], registry=r)
         self.incidents_closed = Counter(
@@ -174,13 +176,67 @@ class Metrics:
         self.incidents_open = Gauge("flyball_incidents_open", "Incidents open now", registry=r)
         self.incident_seconds = Histogram(
             "flyball_incident_seconds",
-            "From the opening of an incident to its end",
+            "Time from opening an incident to closing it",
             buckets=(0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600),
             registry=r,
         )
 
     def tally(self, counter: Counter) -> Tally:
-        """A way to count that costs next to nothing, for what happens very often."""
+        """Return a cheap stand-in for `counter`, for very frequent events."""
         tally = Tally(counter)
         self._tallies.all.append(tally)
         return tally
+
+
+# --- metrics of the event log ----------------------------------------------------------------------------------------
+
+PAGE = 500
+POLL_INTERVAL_S = 1.0
+COUNTED = (EventKind.DECISION, EventKind.INCIDENT_OPENED, EventKind.INCIDENT_CLOSED)
+
+
+class EventMetrics:
+    """Counts decisions and incidents from the beginning of the event log: every process that serves these metrics shows
+    the same numbers, and they survive restarts."""
+
+    def __init__(self, log: EventLogReader, metrics: Metrics, clock: Clock) -> None:
+        self._log = log
+        self._clock = clock
+        self._metrics = metrics
+        self._after = 0
+        self._opened_at: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Follow the log until cancelled; scrapes lag by about a second at most."""
+        outage = Outage("event-metrics", self._clock)
+        while True:
+            wait_s = POLL_INTERVAL_S
+            try:
+                self._after, page = await asyncio.to_thread(
+                    read_on, self._log, job=None, after=self._after, limit=PAGE, kinds=COUNTED
+                )
+                outage.ended()
+                for _, event in page:
+                    self._count(event)
+                if len(page) == PAGE:
+                    continue
+            except OUTAGES as error:
+                wait_s = outage.pause_s(error)
+            await asyncio.sleep(wait_s)
+
+    def _count(self, event: Event) -> None:
+        metrics = self._metrics
+        match event.kind:
+            case EventKind.DECISION:
+                metrics.decisions.labels(kind=str(event.data.get("kind", ""))).inc()
+            case EventKind.INCIDENT_OPENED:
+                metrics.incidents_opened.labels(cause=str(event.data.get("cause", ""))).inc()
+                self._opened_at[event.incident_id] = event.at
+            case EventKind.INCIDENT_CLOSED:
+                metrics.incidents_closed.labels(state=str(event.data.get("state", ""))).inc()
+                opened_at = self._opened_at.pop(event.incident_id, None)
+                if opened_at is not None:
+                    metrics.incident_seconds.observe(max(0.0, event.at - opened_at))
+            case _:
+                return
+        metrics.incidents_open.set(len(self._opened_at))

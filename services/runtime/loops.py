@@ -1,0 +1,109 @@
+"""Loops of a service: they run until stopped, restart after a crash, and wait out outages of the database."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import structlog
+
+from flyball.contracts.clock import Clock
+from flyball.contracts.errors import ConfigurationError, FlyballError, StorageFull, TooBusy, Unreachable
+
+Loop = Callable[[threading.Event], None]
+
+log = structlog.get_logger(__name__)
+
+RESTART_WINDOW_S = 60.0
+MAX_RESTARTS_IN_WINDOW = 5
+RESTART_PAUSE_S = 0.5
+
+# Errors that pass by themselves or once somebody repairs the database; all others are bugs. ConfigurationError is among
+# them because settings were correct at the start: a changed password or a disk remounted read-only is an outage.
+OUTAGES = (Unreachable, StorageFull, TooBusy, ConfigurationError)
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 2.0
+
+
+class CrashBudget:
+    """Allows a few crashes per minute."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._crashed_at_s: list[float] = []
+
+    def allows_another(self) -> bool:
+        """Count a crash; return whether to restart."""
+        now_s = self._clock.monotonic_s()
+        self._crashed_at_s = [at_s for at_s in self._crashed_at_s if now_s - at_s < RESTART_WINDOW_S] + [now_s]
+        return len(self._crashed_at_s) <= MAX_RESTARTS_IN_WINDOW
+
+
+class LoopThread:
+    """Runs `loop(stop)` in a thread until stopped.
+
+    A crash is logged and the loop restarts: all its state is in the database. A loop that keeps crashing is given up;
+    `failed` and /healthz show it.
+    """
+
+    def __init__(self, name: str, loop: Loop, clock: Clock, *, on_restart: Callable[[str], None] | None = None) -> None:
+        self.name = name
+        self.failed = False
+        self._loop = loop
+        self._budget = CrashBudget(clock)
+        self._on_restart = on_restart
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"flyball-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def request_stop(self) -> None:
+        self._stop.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Return whether the loop ended within `timeout_s`."""
+        if self._thread.ident is None:
+            return True
+        self._thread.join(max(0.0, timeout_s))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._loop(self._stop)
+                return
+            except Exception:  # the thread's outermost frame: logged, and bounded by the budget
+                log.exception("a loop crashed", loop=self.name)
+            if not self._budget.allows_another():
+                self.failed = True
+                log.error("a loop keeps crashing and is given up", loop=self.name)
+                return
+            if self._on_restart:
+                self._on_restart(self.name)
+            self._stop.wait(RESTART_PAUSE_S)
+
+
+class Outage:
+    """The back-off of one loop while the database or Redis is away. Logs start and end; the retries never stop."""
+
+    def __init__(self, loop: str, clock: Clock) -> None:
+        self._loop = loop
+        self._clock = clock
+        self._began_s: float | None = None
+        self._pause_s = FIRST_PAUSE_S
+
+    def pause_s(self, error: FlyballError) -> float:
+        """Record a failure. Return how long to wait before the next attempt."""
+        if self._began_s is None:
+            self._began_s = self._clock.monotonic_s()
+            self._pause_s = FIRST_PAUSE_S
+            log.warning("outage_began", loop=self._loop, code=error.code, error=str(error))
+        pause_s, self._pause_s = self._pause_s, min(2.0 * self._pause_s, LONGEST_PAUSE_S)
+        return pause_s
+
+    def ended(self) -> None:
+        """Record a success."""
+        if self._began_s is not None:
+            log.info("outage_ended", loop=self._loop, seconds=round(self._clock.monotonic_s() - self._began_s, 3))
+            self._began_s = None
