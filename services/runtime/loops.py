@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import structlog
 
+from flyball.backoff import Backoff
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import ConfigurationError, FlyballError, StorageFull, TooBusy, Unreachable
 
@@ -91,19 +92,18 @@ class Outage:
         self._loop = loop
         self._clock = clock
         self._began_s: float | None = None
-        self._pause_s = FIRST_PAUSE_S
+        self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
     def pause_s(self, error: FlyballError) -> float:
         """Record a failure. Return how long to wait before the next attempt."""
         if self._began_s is None:
             self._began_s = self._clock.monotonic_s()
-            self._pause_s = FIRST_PAUSE_S
             log.warning("outage_began", loop=self._loop, code=error.code, error=str(error))
-        pause_s, self._pause_s = self._pause_s, min(2.0 * self._pause_s, LONGEST_PAUSE_S)
-        return pause_s
+        return self._backoff.failed()
 
     def ended(self) -> None:
         """Record a success."""
         if self._began_s is not None:
             log.info("outage_ended", loop=self._loop, seconds=round(self._clock.monotonic_s() - self._began_s, 3))
             self._began_s = None
+            self._backoff.succeeded()
