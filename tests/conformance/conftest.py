@@ -1,5 +1,5 @@
-"""Databases for the conformance suites: each test runs on SQLite and on a MariaDB or MySQL server, in a database of its
-own that is removed afterwards."""
+"""Databases for the conformance suites: each test runs on SQLite and on a MariaDB or MySQL server, and shares its
+database with no other test that runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pymysql
 import pytest
+from ready_databases import SERVER, ReadyDatabases, mariadb_url
 from sqlalchemy import insert, update
 
 from flyball.contracts.checkpoints import LineageEntry, RestorePlan, branch
@@ -47,14 +48,11 @@ from services.store.sql import database as database_module
 from services.store.sql import lease, tables
 from services.store.sql.database import Database
 from services.store.sql.events import SqlEventLog
-from services.store.sql.schema_upgrade import migrate
 from simulator.ports.action_store import MemoryActionStore
 from simulator.ports.bus import MemoryEventLog
 from simulator.ports.decision_store import MemoryDecisionStore
 from simulator.ports.memory import Memory
 from simulator.ports.status_store import MemoryJobStore, MemoryStatusStore
-
-SERVER = {"host": "127.0.0.1", "port": 3306, "user": "root", "password": "", "connect_timeout": 60}
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +87,32 @@ def new_database_url(tmp_path: Path) -> Iterator[Callable[[str], str]]:
             cursor = stack.enter_context(stack.enter_context(server).cursor())
             cursor.execute(f"CREATE DATABASE {name} CHARACTER SET utf8mb4")
             stack.callback(cursor.execute, f"DROP DATABASE {name}")
-            return f"mysql://root@127.0.0.1:3306/{name}"
+            return mariadb_url(name)
+
+        yield new
+
+
+@pytest.fixture(scope="session")
+def ready_databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReadyDatabases]:
+    databases = ReadyDatabases(tmp_path_factory.mktemp("databases"))
+    yield databases
+    databases.close()
+
+
+@pytest.fixture
+def new_ready_url(tmp_path: Path, ready_databases: ReadyDatabases) -> Iterator[Callable[[str], str]]:
+    """At every call, the URL of another database of a kind, "sqlite" or "mariadb", with its schema and no rows."""
+    with ExitStack() as stack:
+
+        def new(kind: str) -> str:
+            if kind == "sqlite":
+                return ready_databases.sqlite(tmp_path / f"{uuid.uuid4().hex[:12]}.sqlite")
+            try:
+                name = ready_databases.mariadb()
+            except pymysql.err.OperationalError as error:
+                pytest.skip(f"no MySQL or MariaDB server at 127.0.0.1:3306 ({error})")
+            stack.callback(ready_databases.give_back, name)
+            return mariadb_url(name)
 
         yield new
 
@@ -100,11 +123,16 @@ def database_url(request: pytest.FixtureRequest, new_database_url: Callable[[str
     return new_database_url(request.param)
 
 
+@pytest.fixture(params=["sqlite", "mariadb"])
+def ready_url(request: pytest.FixtureRequest, new_ready_url: Callable[[str], str]) -> str:
+    """The URL of `db`."""
+    return new_ready_url(request.param)
+
+
 @pytest.fixture
-def db(database_url: str) -> Iterator[Database]:
-    """A database with its schema."""
-    database = Database(database_url)
-    migrate(database)
+def db(ready_url: str) -> Iterator[Database]:
+    """A database with its schema, and no rows."""
+    database = Database(ready_url)
     yield database
     database.close()
 
@@ -412,6 +440,12 @@ class MemoryStores(Stores):
 
 
 @pytest.fixture
+def stores_in(clock: ManualClock, make: Make) -> Callable[[Database], Stores]:
+    """The stores of any database."""
+    return lambda db: Stores(db, clock, make)
+
+
+@pytest.fixture
 def sql_stores(db: Database, clock: ManualClock, make: Make) -> Stores:
     return Stores(db, clock, make)
 
@@ -424,26 +458,24 @@ def stores(sql_stores: Stores) -> Stores:
 
 @pytest.fixture(params=["sqlite", "mariadb", "memory"])
 def port_stores(
-    request: pytest.FixtureRequest, new_database_url: Callable[[str], str], clock: ManualClock, make: Make
+    request: pytest.FixtureRequest, new_ready_url: Callable[[str], str], clock: ManualClock, make: Make
 ) -> Iterator[Stores]:
     """Of every implementation of the ports."""
     if request.param == "memory":
         yield MemoryStores(clock, make)
         return
-    database = Database(new_database_url(request.param))
-    migrate(database)
+    database = Database(new_ready_url(request.param))
     yield Stores(database, clock, make)
     database.close()
 
 
 @pytest.fixture
-def new_stores(tmp_path: Path, make: Make) -> Iterator[Callable[[], Stores]]:
+def new_stores(new_ready_url: Callable[[str], str], make: Make) -> Iterator[Callable[[], Stores]]:
     """Makes stores of a new SQLite database at every call, for properties that are tried many times."""
     opened: list[Database] = []
 
     def new() -> Stores:
-        opened.append(Database(f"sqlite:///{tmp_path / f'{len(opened)}.sqlite'}"))
-        migrate(opened[-1])
+        opened.append(Database(new_ready_url("sqlite")))
         return Stores(opened[-1], ManualClock(), make)
 
     yield new

@@ -15,7 +15,6 @@ from services.bus.redis_client import RedisServer
 from services.bus.redis_streams import RedisBus
 from services.rules.stream import Cursor, SignalBus
 from services.store.sql.database import Database
-from services.store.sql.schema_upgrade import migrate
 from services.store.sql.tables import bus_messages, bus_streams
 from simulator.ports.bus import MemoryBus
 
@@ -26,7 +25,7 @@ Connect = Callable[[], SignalBus]  # to one and the same stream, of at most LENG
 
 
 @pytest.fixture(params=["sqlite", "mariadb", "redis", "memory"])
-def connect(request: pytest.FixtureRequest, new_database_url: Callable[[str], str]) -> Iterator[Connect]:
+def connect(request: pytest.FixtureRequest, new_ready_url: Callable[[str], str]) -> Iterator[Connect]:
     with ExitStack() as stack:
         if request.param == "memory":
             bus = MemoryBus(max_length=LENGTH)
@@ -34,9 +33,8 @@ def connect(request: pytest.FixtureRequest, new_database_url: Callable[[str], st
         elif request.param == "redis":
             yield _in_redis(request.getfixturevalue("own_redis")().url, stack)
         else:
-            db = Database(new_database_url(request.param))
+            db = Database(new_ready_url(request.param))
             stack.callback(db.close)
-            migrate(db)
             yield lambda: EmbeddedBus(db, max_length=LENGTH)
 
 

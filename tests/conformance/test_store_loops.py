@@ -327,11 +327,11 @@ def test_what_could_not_be_trimmed_is_trimmed_later_by_whoever_leads(running, cl
 
 @pytest.mark.parametrize("point", ["controller.after_consume", "controller.after_commit"])
 def test_a_controller_killed_in_the_middle_finishes_after_its_restart_and_acts_once(
-    running, cluster: Cluster, stores, database_url: str, point: str
+    running, cluster: Cluster, stores, ready_url: str, point: str
 ) -> None:
     def start(incarnation: str, fault_point: str = "") -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-P", "-c", PROCESS, database_url, incarnation],
+            [sys.executable, "-P", "-c", PROCESS, ready_url, incarnation],
             env=os.environ | {"FLYBALL_FAULT_POINT": fault_point},
             stdin=subprocess.PIPE,
         )

@@ -198,20 +198,20 @@ def test_rounds_in_pieces_are_replayed_and_so_is_a_database_of_a_release_without
     assert replay_database(decided.db, tmp_path / "again") == result
 
 
-def test_the_command_says_how_it_went_by_its_exit_code(decided, database_url, capsys) -> None:
-    assert run_cli(["replay", "--from-db", database_url]) == 0
+def test_the_command_says_how_it_went_by_its_exit_code(decided, ready_url, capsys) -> None:
+    assert run_cli(["replay", "--from-db", ready_url]) == 0
     assert "3 decisions reproduced" in capsys.readouterr().out
     with decided.db.write() as connection:
         connection.execute(update(decisions).where(decisions.c.number == 3).values(epoch=7))
-    assert run_cli(["replay", "--from-db", database_url, "--job", "job", "-o", "json"]) == 1
+    assert run_cli(["replay", "--from-db", ready_url, "--job", "job", "-o", "json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["exact"], told["differences"]) == (False, ["dec-3 was of epoch 7, and is of 1 here"])
-    assert run_cli(["replay", "--from-db", database_url, "--job", "another"]) == 0
+    assert run_cli(["replay", "--from-db", ready_url, "--job", "another"]) == 0
     assert "0 decisions reproduced" in capsys.readouterr().out
 
 
-def test_a_database_that_keeps_no_round_is_told(database_url, stores, capsys) -> None:
-    assert run_cli(["replay", "--from-db", database_url]) == NotFound.exit_code
+def test_a_database_that_keeps_no_round_is_told(ready_url, stores, capsys) -> None:
+    assert run_cli(["replay", "--from-db", ready_url]) == NotFound.exit_code
     assert "keeps no round" in capsys.readouterr().err
 
 

@@ -109,8 +109,8 @@ def upgraded(database_url: str) -> Iterator[Database]:
     db.close()
 
 
-def test_what_the_first_release_wrote_is_read(upgraded: Database, sql_stores, clock) -> None:  # type: ignore[no-untyped-def]
-    stores = type(sql_stores)(upgraded, clock, sql_stores.make)
+def test_what_the_first_release_wrote_is_read(upgraded: Database, stores_in, clock) -> None:  # type: ignore[no-untyped-def]
+    stores = stores_in(upgraded)
     view = stores.decisions.load_view()
     (job,), (incident,) = view.jobs, view.incidents
     assert (job.state, job.generation.generation) == (JobState.RUNNING, 3)
@@ -129,10 +129,9 @@ def test_what_the_first_release_wrote_is_read(upgraded: Database, sql_stores, cl
     assert kinds == ["cordon", "restart_in_place", "restart_in_place", "start_job"]
 
 
-def test_what_the_first_release_began_is_ended(upgraded: Database, sql_stores, clock) -> None:  # type: ignore[no-untyped-def]
+def test_what_the_first_release_began_is_ended(upgraded: Database, stores_in, clock, make) -> None:  # type: ignore[no-untyped-def]
     """Another controller leads, reads on where the last one was, and the restart goes on to its start."""
-    make = sql_stores.make
-    stores = type(sql_stores)(upgraded, clock, make)
+    stores = stores_in(upgraded)
     clock.now_s = 1_003.0
     bus, wakeup = EmbeddedBus(upgraded), LocalWakeup()
     loop = ControllerLoop(
