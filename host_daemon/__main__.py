@@ -6,16 +6,22 @@ own parts are imported beside it.
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+import socket
 import sys
+from pathlib import Path
 
-from flyball.contracts.errors import FlyballError
-from flyball.lean_imports import import_lean, without_collector
-from host_daemon.preflight import check_host
+from flyball.contracts.errors import ConfigurationError, FlyballError, MemoryTooSmall, StorageFull
+from flyball.process_start import import_lean, without_collector
 from host_daemon.settings import DaemonSettings, parse_settings
 from host_daemon.spawning.spawner_start import StartedSpawner, start_spawner
 from host_daemon.store.state_dir import HostStateDir
 from host_daemon.workers.worker_environment import expected_environment
+
+MIN_DISK_BYTES = 64 << 20
+MIN_SHM_BYTES = 16 << 20  # for the beacons and control words alone; the engine checks for the slots of each job
 
 
 def main() -> int:
@@ -50,7 +56,7 @@ def _run(settings: DaemonSettings, state_dir: HostStateDir, spawner: StartedSpaw
         import structlog
 
         from flyball.contracts.clock import SystemClock
-        from flyball.json_log import log_to_stderr
+        from flyball.process_start import log_to_stderr
         from flyball.process_title import set_title
         from host_daemon.agent import Agent
 
@@ -58,6 +64,54 @@ def _run(settings: DaemonSettings, state_dir: HostStateDir, spawner: StartedSpaw
     set_title(f"host daemon {settings.host_id}", ["host_daemon", *sys.argv[1:]])
     structlog.contextvars.bind_contextvars(host_id=settings.host_id)
     asyncio.run(Agent(settings, state_dir, SystemClock(), spawner).run())
+
+
+def check_host(settings: DaemonSettings) -> None:
+    """Raise the error that says what this host lacks. The state folder is open already."""
+    _check_disk(settings.state_dir)
+    _check_shm(Path(settings.shm_dir))
+    _check_address(settings.address)
+
+
+def _check_disk(state_dir: Path) -> None:
+    free = shutil.disk_usage(state_dir).free
+    if free < MIN_DISK_BYTES:
+        raise StorageFull(
+            f"The disk of {state_dir} has {free >> 20} MiB left; the daemon needs {MIN_DISK_BYTES >> 20}.",
+            hint="free space there, or choose another --state-dir",
+        )
+
+
+def _check_shm(shm_dir: Path) -> None:
+    if not shm_dir.is_dir() or not os.access(shm_dir, os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            f"{shm_dir} is not a folder that this user can write to.",
+            hint="mount a tmpfs there, or set FLYBALL_SHM_DIR",
+        )
+    free = shutil.disk_usage(shm_dir).free
+    if free < MIN_SHM_BYTES:
+        raise MemoryTooSmall(
+            f"{shm_dir} has {free >> 20} MiB left; beacons and control words need {MIN_SHM_BYTES >> 20}, and every "
+            "rank twice the size of its state besides.",
+            hint="enlarge it (docker: --shm-size; else mount -o remount,size=...), or set FLYBALL_SHM_DIR",
+        )
+
+
+def _check_address(address: str) -> None:
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[
+            0
+        ]
+    except socket.gaierror:
+        raise ConfigurationError(
+            f"--address {address} is not an IP address.", hint="give the address at which other hosts reach this one"
+        ) from None
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(target)
+        except OSError as error:
+            why = "is not an address of this host" if error.errno == errno.EADDRNOTAVAIL else f"cannot be used: {error}"
+            raise ConfigurationError(f"--address {address} {why}.", hint="`ip addr` shows the addresses") from error
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ from host_daemon.kernel.free_ports import FreePorts
 from host_daemon.kernel.processes import ExitStatus, become_subreaper
 from host_daemon.kernel.reaper import Reaper
 from host_daemon.link.cluster_clock import ClusterClock
-from host_daemon.link.failover import Endpoints
-from host_daemon.link.http_client import SupervisorClient
+from host_daemon.link.http_client import Endpoints, SupervisorClient
 from host_daemon.link.log_reading import LogReading
 from host_daemon.link.reporting import RESTORES_FACT, Reporter
 from host_daemon.link.superseded import RefusedPolls
@@ -41,9 +40,9 @@ from host_daemon.spawning.spawner_start import StartedSpawner
 from host_daemon.spawning.standby import Standbys
 from host_daemon.store.allegiance import Allegiance
 from host_daemon.store.command_journal import CommandJournal
-from host_daemon.store.database import Facts, HostDatabase
+from host_daemon.store.database import HostDatabase
+from host_daemon.store.facts import Facts, OwedReleases
 from host_daemon.store.outbox import SignalOutbox
-from host_daemon.store.owed_releases import OwedReleases
 from host_daemon.store.state_dir import HostStateDir
 from host_daemon.store.worker_records import WorkerRecords
 from host_daemon.workers.beacons import Beacons

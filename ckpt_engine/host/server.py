@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flyball.lean_imports import import_lean
+from flyball.process_start import import_lean
 
 import_lean("structlog")  # before the modules that import it
 
@@ -28,7 +28,7 @@ from ckpt_engine.host.state_dir import EngineStateDir  # noqa: E402
 from ckpt_engine.settings import load_settings  # noqa: E402
 from flyball.contracts.errors import ConfigurationError, FlyballError  # noqa: E402
 from flyball.contracts.identity import check_name  # noqa: E402
-from flyball.json_log import log_to_stderr  # noqa: E402
+from flyball.process_start import log_to_stderr  # noqa: E402
 from flyball.process_title import set_title  # noqa: E402
 
 log = structlog.get_logger()

@@ -15,8 +15,7 @@ from flyball.cli import completion
 from flyball.cli.show.messages import say_error
 from flyball.cli.signals import Interrupted
 from flyball.contracts.errors import FlyballError
-from flyball.lean_imports import import_lean, without_collector
-from flyball.own_packages import prefer_own_packages
+from flyball.process_start import import_lean, prefer_own_packages, without_collector
 
 prefer_own_packages()  # before the commands: some import what users have packages of the same names as
 

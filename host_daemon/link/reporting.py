@@ -43,7 +43,7 @@ from host_daemon.link.cluster_clock import ClusterClock, no_later
 from host_daemon.link.http_client import SupervisorClient
 from host_daemon.link.superseded import RefusedPolls
 from host_daemon.settings import DaemonSettings
-from host_daemon.store.database import Facts
+from host_daemon.store.facts import Facts
 from host_daemon.store.outbox import RESEND_AFTER_S, SignalOutbox
 from host_daemon.workers.beacons import BeaconReadings, Beacons
 

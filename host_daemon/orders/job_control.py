@@ -40,7 +40,7 @@ from host_daemon.kernel.free_ports import FreePorts
 from host_daemon.orders.commands import CommandFailed, CommandProgress
 from host_daemon.orders.generation_start import GenerationStarter
 from host_daemon.spawning.standby import Standbys
-from host_daemon.store.owed_releases import OwedReleases
+from host_daemon.store.facts import OwedReleases
 from host_daemon.store.worker_records import JobRecord, WorkerRecord, WorkerRecords
 from host_daemon.workers.beacons import Beacons
 from host_daemon.workers.worker_environment import expected_environment, job_environment

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flyball.contracts import wire
-from flyball.lean_imports import without_collector
+from flyball.process_start import without_collector
 from flyball.process_title import set_title
 from host_daemon.kernel.processes import INHERITED_DESCRIPTOR
 from host_daemon.spawning.child import NO_LEAVE_EXIT_CODE, carry_out

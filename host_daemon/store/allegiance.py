@@ -11,7 +11,7 @@ from flyball.contracts.decisions import Command, CommandBatch
 from flyball.contracts.identity import HostId
 from flyball.contracts.reports.standings import HeldJob, HostStanding, LastObeyed
 from host_daemon.store.command_journal import CommandJournal
-from host_daemon.store.database import Facts
+from host_daemon.store.facts import Facts
 from host_daemon.store.outbox import SignalOutbox
 from host_daemon.store.worker_records import WorkerRecords
 

@@ -11,7 +11,8 @@ from flyball.contracts import wire
 from flyball.contracts.decisions import Command, CommandUpdate, UpdateState
 from flyball.contracts.identity import Fence
 from flyball.contracts.reports.standings import LastObeyed
-from host_daemon.store.database import Facts, HostDatabase
+from host_daemon.store.database import HostDatabase
+from host_daemon.store.facts import Facts
 
 KEPT_ANSWERS = 500
 

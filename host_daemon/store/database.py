@@ -106,27 +106,3 @@ class HostDatabase:
         return ConfigurationError(
             f"{self._path} cannot be used: {error}.", hint="check the disk, or choose another --state-dir"
         )
-
-
-class Facts:
-    """Small things to remember by name."""
-
-    def __init__(self, database: HostDatabase) -> None:
-        self._database = database
-
-    async def get(self, name: str) -> str | None:
-        row = await self._database.run(
-            lambda c: c.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
-        )
-        return row[0] if row else None
-
-    async def set(self, name: str, value: str) -> None:
-        await self._database.run(self.setting(name, value))
-
-    @staticmethod
-    def setting(name: str, value: str) -> Work:
-        """`set`, for a transaction that also does something else."""
-        return lambda connection: connection.execute(
-            "INSERT INTO facts (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
-            (name, value),
-        )

@@ -16,7 +16,8 @@ from flyball.contracts import wire
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError, InvalidMessage
 from flyball.contracts.reports.signals import Signal, SignalBody
-from host_daemon.store.database import Facts, HostDatabase, Work
+from host_daemon.store.database import HostDatabase, Work
+from host_daemon.store.facts import Facts
 
 MAX_SIGNALS = 10_000
 MAX_IN_MEMORY = 1_000  # signals that found the disk full or broken

@@ -10,7 +10,8 @@ import msgspec
 from flyball.contracts import wire
 from flyball.contracts.cluster import JobSpec, Placement
 from flyball.contracts.identity import Fence
-from host_daemon.store.database import Facts, HostDatabase, Work
+from host_daemon.store.database import HostDatabase, Work
+from host_daemon.store.facts import Facts
 
 _INSERT = (
     "INSERT OR REPLACE INTO workers (job, generation, rank, pid, start_ticks, spawned_at, log_path)"

@@ -34,8 +34,7 @@ from flyball.contracts.errors import FlyballError
 from flyball.contracts.reports.rank_columns import RankProgress, Workers
 from flyball.contracts.reports.signals import EngineStatus, Report, Signal, WorkerExited
 from flyball.contracts.wire import WIRE_VERSION, encode
-from host_daemon.link.failover import Endpoints
-from host_daemon.link.http_client import SupervisorClient
+from host_daemon.link.http_client import Endpoints, SupervisorClient
 
 CLOCK = SystemClock()
 DEADLINE_S = 300.0

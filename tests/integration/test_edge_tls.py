@@ -17,8 +17,7 @@ from flyball.client_tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, ClientT
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.credentials import host_credential
 from flyball.contracts.errors import ConfigurationError, Unreachable
-from host_daemon.link.failover import Endpoints
-from host_daemon.link.http_client import SupervisorClient
+from host_daemon.link.http_client import Endpoints, SupervisorClient
 from services.actuator.backends import host_daemons
 from services.main import Supervisor
 from services.settings import load_settings

@@ -35,9 +35,9 @@ from host_daemon.orders.commands import CommandFailed, CommandLoop, CommandProgr
 from host_daemon.orders.job_control import JobControl
 from host_daemon.store.allegiance import Allegiance
 from host_daemon.store.command_journal import CommandAdmission, CommandJournal
-from host_daemon.store.database import Facts, HostDatabase
+from host_daemon.store.database import HostDatabase
+from host_daemon.store.facts import Facts, OwedReleases
 from host_daemon.store.outbox import SignalOutbox
-from host_daemon.store.owed_releases import OwedReleases
 from host_daemon.store.worker_records import WorkerRecords
 
 COMMAND = Command("act-1.stop.host.1", "act-1", "host", Fence(1, 1), StopWorkers("job", 1, 0.0), 30.0)

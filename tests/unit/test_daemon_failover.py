@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from host_daemon.link.failover import GO_HOME_AFTER_S, Endpoints
+from host_daemon.link.http_client import GO_HOME_AFTER_S, Endpoints
 
 URLS = ("http://a", "http://b", "http://c")
 

@@ -13,8 +13,7 @@ from flyball.contracts.clock import SystemClock
 from flyball.contracts.decisions import CommandUpdate, UpdateState
 from flyball.contracts.errors import FlyballError, InvalidMessage, TooBusy, Unreachable
 from host_daemon.link import http_client
-from host_daemon.link.failover import Endpoints
-from host_daemon.link.http_client import SupervisorClient
+from host_daemon.link.http_client import Endpoints, SupervisorClient
 
 OK = b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n{"commands":[]}'
 REFUSALS = {

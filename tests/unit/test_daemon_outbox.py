@@ -15,7 +15,8 @@ from flyball.contracts.identity import Fence
 from flyball.contracts.reports.signals import EngineRestarted
 from host_daemon.store import outbox as outbox_module
 from host_daemon.store.command_journal import CommandAdmission, CommandJournal
-from host_daemon.store.database import Facts, HostDatabase
+from host_daemon.store.database import HostDatabase
+from host_daemon.store.facts import Facts
 from host_daemon.store.outbox import MAX_KEPT, SignalOutbox
 from host_daemon.store.worker_records import WorkerRecord, WorkerRecords
 

@@ -23,12 +23,12 @@ from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, JobSpec, Placement
 from flyball.contracts.credentials import host_credential
 from flyball.contracts.errors import ConfigurationError, NotFound, StateVersionMismatch, UsageError
+from host_daemon.__main__ import check_host
 from host_daemon.kernel import free_ports
 from host_daemon.kernel.free_ports import FreePorts, is_free
 from host_daemon.kernel.processes import ExitStatus, is_alive, open_pidfd_of, read_stat, session_members, signal_pidfd
 from host_daemon.link.cluster_clock import ClusterClock
 from host_daemon.orders.generation_start import check_script
-from host_daemon.preflight import check_host
 from host_daemon.probes.preemption import PreemptionProbe
 from host_daemon.settings import parse_settings
 from host_daemon.spawning.spawn_wire import StoreOrder

@@ -53,7 +53,7 @@ def test_a_supervisor_without_redis_and_pages_imports_neither_client_nor_alembic
 
 def test_lean_libraries_leave_the_extras_to_whoever_wants_them() -> None:
     program = """
-from flyball.lean_imports import import_lean
+from flyball.process_start import import_lean
 import_lean("structlog", "httpx")
 import sys
 assert "rich" not in sys.modules and "httpx._main" not in sys.modules

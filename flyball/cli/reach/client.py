@@ -12,7 +12,7 @@ import msgspec
 from flyball.client_tls import ClientTls, plain_http
 from flyball.contracts.errors import FlyballError, Unauthorized, Unreachable
 from flyball.http_errors import connection_error, problem_of, reply_error
-from flyball.lean_imports import import_lean
+from flyball.process_start import import_lean
 
 import_lean("httpx")
 

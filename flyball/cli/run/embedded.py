@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from flyball import backoff
 from flyball.cli.show.messages import say
 from flyball.contracts.errors import FlyballError
-from flyball.lean_imports import import_lean, without_collector
+from flyball.process_start import import_lean, without_collector
 from services.runtime.claim import Claim, url_of
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import runpy
 import signal
 import sys
 
-from flyball.own_packages import prefer_own_packages
+from flyball.process_start import prefer_own_packages
 
 PR_SET_PDEATHSIG = 1
 
