@@ -25,12 +25,15 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT),
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from checkpoint_bench import report  # noqa: E402 - the lines above make it importable
-from checkpoint_bench.leftovers import folder_prefix, remove_leftovers  # noqa: E402
-from checkpoint_bench.memory import available_bytes  # noqa: E402
-from checkpoint_bench.parts import FLYBALL_PARTS, measure_flyball  # noqa: E402
-from checkpoint_bench.peer_names import PEERS  # noqa: E402
-from checkpoint_bench.peer_runs import measure_peers  # noqa: E402
-from checkpoint_bench.peer_venv import prepare_venv  # noqa: E402
+from checkpoint_bench.engine_host import folder_prefix, remove_leftovers  # noqa: E402
+from checkpoint_bench.measure import available_bytes  # noqa: E402
+from checkpoint_bench.parts import (  # noqa: E402
+    FLYBALL_PARTS,
+    PEERS,
+    measure_flyball,
+    measure_peers,
+    prepare_venv,
+)
 
 GIB = 1 << 30
 STATES_AT_ONCE = 8  # state, gradients, two engines' slots, and a floor's buffer, in the largest part

@@ -6,10 +6,14 @@ generator, all on this machine.
     python benchmarks/control_plane.py --hosts 5000 --seconds 30 --bus embedded
 
 One report is one HTTP request of one host with its token: eight ranks, the step that each completed in the last second,
-eight copies. First a host's worker is killed again and again while nothing else happens; then 256 hosts report as fast
-as they are answered; then all hosts report once a second on a connection each, while three go on failing (the first
-15 s, in which all of them join at once, count apart); then all of them over 256 connections, 16 requests at once, which
-is a figure apart.
+eight copies. The phases:
+
+1. Idle: one host's worker fails again and again; nothing else happens.
+2. Flood: 256 hosts report as fast as they are answered, first a bare endpoint that only decodes, then the sensor, three
+   times in turns. `floor_ratio` is the median of the three ratios: a noisy machine slows both sides alike.
+3. Paced: all hosts report once a second, each on its own connection, while three go on failing. The first 15 s, in
+   which all of them join at once, count apart.
+4. Batches: all hosts over 256 connections, 16 requests at once; a figure apart.
 
 It makes a database and a Redis server of its own, and removes them. MariaDB or MySQL is expected at 127.0.0.1:3306
 (root, no password), or give --database. Run it on a machine that does nothing else.
@@ -25,10 +29,12 @@ import gc
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,12 +48,14 @@ import psutil  # noqa: E402
 import uvloop  # noqa: E402
 from control_plane_bench import fleet, stack  # noqa: E402
 from control_plane_bench.figures import histogram_quantiles, quantiles_ms  # noqa: E402
-from control_plane_bench.load import LoadResult, run_flood, run_paced  # noqa: E402
+from control_plane_bench.floor import running_floor  # noqa: E402
+from control_plane_bench.load import LoadResult, joined, run_flood, run_paced  # noqa: E402
 from control_plane_bench.probe import Order, Samples  # noqa: E402
 
 from flyball.contracts.wire import decode  # noqa: E402
 
 BATCH = 16  # reports that go over a connection together, as a relay of many hosts would send them
+FLOOD_PAIRS = 3  # of a bare endpoint and the sensor, in turns
 PROBED_AT_ONCE = 3  # hosts that fail again and again under load: under load an incident is open for seconds
 FILES_BESIDE_HOSTS = 500
 BYTES_PER_HOST = 150_000  # in the sensor, the load generator, the controller and the database together
@@ -137,11 +145,24 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
     gc.collect()
     gc.freeze()
 
-    say(f"as many reports as {options.connections} hosts can send, for {options.flood_seconds:.0f} s")
     stack.add_jobs(running.database, groups[:1])
-    used = cpu(running)
-    flood = uvloop.run(run_flood(running.sensor.port, hosts[: len(few)], options.connections, options.flood_seconds))
-    flood_cpu = spent(running, used)
+    flood_s = options.flood_seconds / FLOOD_PAIRS
+    floors: list[LoadResult] = []
+    floods: list[LoadResult] = []
+    flood_cpu: Counter[str] = Counter()
+    with running_floor() as floor_port:
+        for pair in range(1, FLOOD_PAIRS + 1):
+            for title, port, results in (
+                ("bare endpoint", floor_port, floors),
+                ("sensor", running.sensor.port, floods),
+            ):
+                say(f"flood {pair} of {FLOOD_PAIRS}: {options.connections} hosts, {flood_s:.1f} s, {title}")
+                used = cpu(running)
+                results.append(uvloop.run(run_flood(port, hosts[: len(few)], options.connections, flood_s)))
+                if results is floods:
+                    flood_cpu.update(spent(running, used))
+    flood, floor = joined(floods), joined(floors)
+    ratios = [one.per_s / max(1.0, bare.per_s) for one, bare in zip(floods, floors, strict=True)]
 
     say(f"{options.hosts} hosts report every second for {options.seconds:.0f} s")
     stack.add_jobs(running.database, groups[1:], first=1)
@@ -173,7 +194,9 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
     decision_idle, command_idle = quantiles_ms(idle.decision_s), quantiles_ms(idle.command_s)
     grown = {name: (rss_after[name] - rss_before[name]) / (1 << 20) * 1000 / options.hosts for name in rss_after}
     return {
-        "reports_per_s": round(flood.taken / flood.seconds),
+        "reports_per_s": round(flood.per_s),
+        "floor_reports_per_s": round(floor.per_s),
+        "floor_ratio": round(statistics.median(ratios), 3),
         "connections": paced.connections,
         "dropped": paced.dropped + flood.dropped + batches.dropped + int(unstored),
         "ingest_p99_ms": quantiles_ms(paced.latencies)["p99"],
@@ -184,6 +207,8 @@ def measure(options: argparse.Namespace, running: stack.Stack) -> dict[str, Any]
         "detail": {
             "paced": shown(paced, paced_cpu),
             "flood": shown(flood, flood_cpu),
+            "floor": shown(floor, {}),
+            "floor_ratios": [round(ratio, 3) for ratio in ratios],
             f"batches_of_{BATCH}": shown(batches, batches_cpu),
             "first_refusal": paced.first_refusal or flood.first_refusal or batches.first_refusal,
             "publish_ms": histogram_quantiles(metrics, "flyball_publish_delay_seconds"),
@@ -236,7 +261,7 @@ def finish(probe: subprocess.Popen[bytes]) -> Samples:
 
 def shown(result: LoadResult, cpu_s: Mapping[str, float]) -> dict[str, Any]:
     return {
-        "reports_per_s": round(result.taken / result.seconds),
+        "reports_per_s": round(result.per_s),
         "seconds": round(result.seconds, 2),
         "sent": result.sent,
         "taken": result.taken,

@@ -1,8 +1,9 @@
-"""Real engine processes, as a daemon would start and configure them, and jobs that attach to them. No daemon runs."""
+"""Real engine processes, configured as a daemon would, and jobs that save with them. No daemon runs."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import struct
@@ -16,8 +17,7 @@ from pathlib import Path
 import msgspec
 
 import flyball
-from checkpoint_bench.leftovers import folder_prefix, segments_of
-from checkpoint_bench.samples import wait_until
+from checkpoint_bench.measure import wait_until
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, ShardSource, Tier, branch
 from flyball.contracts.cluster import HostRanks, Placement
@@ -33,7 +33,41 @@ from flyball.contracts.on_host.engine_wire import (
 )
 from flyball.contracts.on_host.segments import beacon_path, shm_prefix
 from flyball.sdk.beacon import create_beacon
-from flyball.sdk.trainer import Job
+from flyball.sdk.trainer import Job, SaveHandle
+
+_FOLDER = re.compile(r"fbb-([0-9]+)-.+")
+
+
+def folder_prefix() -> str:
+    """Of the names of this process's folders; short, since a Unix socket's path is limited."""
+    return f"fbb-{os.getpid()}-"
+
+
+def segments_of(state_dir: Path) -> list[Path]:
+    """The files in shared memory of the engine with this state folder, and of no other."""
+    prefix = Path(shm_prefix(str(state_dir.resolve())))
+    return sorted(prefix.parent.glob(prefix.name + ".*"))
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what processes of this user that are gone made below `folder`, and the slots of their engines."""
+    for found in folder.glob("fbb-*-*"):
+        named = _FOLDER.fullmatch(found.name)
+        if named is None or _is_alive(int(named[1])) or found.lstat().st_uid != os.getuid():
+            continue
+        for state_dir in found.iterdir():
+            for segment in segments_of(state_dir):
+                segment.unlink(missing_ok=True)
+        shutil.rmtree(found, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return status.rpartition(") ")[2][:1] not in ("Z", "X")  # one that nobody has waited for yet is dead all the same
+
 
 JOB = "checkpoint-benchmark"
 _ASK_TIMEOUT_S = 60.0
@@ -210,3 +244,34 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+_SETTLE_TIMEOUT_S = 120.0
+
+
+class Saver:
+    """Saves of one job, each of the next step. Every failed save ends the benchmark: nothing would be measured."""
+
+    def __init__(self, job: Job, state: dict[str, object], first_step: int = 0) -> None:
+        self.job = job
+        self.state = state
+        self.next_step = first_step
+
+    def save(self) -> SaveHandle:
+        handle = self.job.save(self.next_step, self.state)
+        self.next_step += 1
+        if handle.error or handle.skipped:
+            raise RuntimeError(f"step {handle.step} was not saved: {handle.error or handle.skipped}")
+        return handle
+
+    def settle(self, handle: SaveHandle, *, durable: bool = False) -> None:
+        """Wait until nothing of a save is going on: it is committed, replicated, and the world's step."""
+        stage = handle.durable if durable else handle.replicated
+        wait_until(lambda: stage.done or handle.error, f"step {handle.step}", _SETTLE_TIMEOUT_S)
+        handle.check()
+        wait_until(lambda: self.job.recovery_point >= handle.step, f"world step {handle.step}", _SETTLE_TIMEOUT_S)
+
+    def warm_up(self, saves: int, *, durable: bool = False) -> None:
+        """Fill every slot once, so that none is made while something is measured."""
+        for _ in range(saves):
+            self.settle(self.save(), durable=durable)

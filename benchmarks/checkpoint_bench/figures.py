@@ -10,11 +10,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from checkpoint_bench.memory_figures import measure_extra
-from checkpoint_bench.options import Options, parse_part
-from checkpoint_bench.restore_figures import measure_restore_disk, measure_restore_memory
-from checkpoint_bench.save_figures import measure_blocking, measure_interference, measure_lost
-from checkpoint_bench.tier_figures import measure_durable, measure_peer
+from checkpoint_bench.measure import Options, parse_part
+from checkpoint_bench.save_figures import measure_blocking, measure_extra, measure_interference, measure_lost
+from checkpoint_bench.tier_figures import measure_durable, measure_peer, measure_restore_disk, measure_restore_memory
 
 PARTS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "blocking": measure_blocking,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint_bench.samples import seconds
+from checkpoint_bench.measure import seconds
 from checkpoint_bench.state import size_bytes
 
 WRITE_BYTES = 8 << 20  # handed to the kernel at once

@@ -1,4 +1,8 @@
-"""Runs parts of the benchmark in processes of their own, each with a folder of its own that is removed afterwards."""
+"""Runs each part of the benchmark in a process and a folder of its own: Flyball's parts, then the other engines.
+
+The other engines live in a venv of their own, outside the repository, with the same torch. Nothing at the top of this
+file imports Flyball: their processes import it too.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from checkpoint_bench.options import Options
-from checkpoint_bench.samples import progress
-from host_daemon.workers.worker_environment import COPY_PAST_CACHES
+from checkpoint_bench.measure import Options, progress
 
 FLYBALL_PARTS = ("blocking", "lost", "interference", "durable", "peer", "restore_memory", "restore_disk", "extra")
 PART_TIMEOUT_S = 900.0
@@ -50,6 +52,8 @@ def run_part(
     timeout_s: float = PART_TIMEOUT_S,
 ) -> dict[str, Any]:
     """Run one part and return its JSON object. Its stderr goes on to ours."""
+    from host_daemon.workers.worker_environment import COPY_PAST_CACHES
+
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="p-", dir=folder) as own:
         arguments = Options(state_bytes, repeats, Path(own)).arguments()
@@ -103,3 +107,74 @@ def _collect(process: subprocess.Popen[str], said: list[str], timeout_s: float) 
         expired.cancel()
     reader.join(_END_TIMEOUT_S)
     return output
+
+
+PEERS = (
+    "torch.save",
+    "safetensors",
+    "dcp.save",
+    "dcp.async_save-thread",
+    "dcp.async_save-thread-reused",  # a stager that keeps its buffers from save to save
+    "dcp.async_save-thread-pinned",
+    "dcp.async_save-process",
+    "dcp.async_save-process-shared",  # a reused stager in shared memory
+    "dcp.async_save-process-pinned",
+    "dlrover",
+    "nvidia-local",
+    "nvidia-async",
+    "torchsnapshot",
+)
+
+
+PEER_TIMEOUT_S = 400.0
+
+
+def measure_peers(
+    python: Path, names: list[str], state_bytes: int, repeats: int, folder: Path
+) -> dict[str, dict[str, Any]]:
+    """What each engine found; {"failed": reason} where it could not be run."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        progress(f"--- {name}, {state_bytes / 2**30:g} GiB")
+        try:
+            found[name] = run_part(
+                python, "checkpoint_bench.peer_worker", name, state_bytes, repeats, folder, PEER_TIMEOUT_S
+            )
+        except PartFailed as error:
+            progress(f"{name} could not be measured:\n{error}")
+            found[name] = {"failed": str(error).splitlines()[-1][:500]}
+    return found
+
+
+# grpcio: dlrover imports it, and its extra `torch` does not name it.
+REQUIREMENTS = ("dlrover[torch]", "grpcio", "nvidia-resiliency-ext", "torchsnapshot")
+_INSTALL_TIMEOUT_S = 1800.0
+
+
+def prepare_venv(folder: Path, root: Path) -> Path:
+    """The venv's python. What is missing is installed, torch pinned by constraints.txt; what cannot be installed is
+    said by its adapter, which then cannot import it."""
+    folder = folder.resolve()
+    if folder.is_relative_to(root):
+        raise SystemExit(f"checkpoint: --peers-venv {folder} is inside the repository; give a folder outside it")
+    python = folder / "bin" / "python"
+    if not python.exists():
+        progress(f"making {folder}")
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    constraints = root / "constraints.txt"
+    pinned = next(line for line in constraints.read_text(encoding="utf-8").splitlines() if line.startswith("torch=="))
+    _install(python, constraints, [pinned, "numpy", "safetensors"], required=True)
+    for requirement in REQUIREMENTS:  # one by one, so that one that does not install keeps no other out
+        _install(python, constraints, [pinned, requirement], required=False)
+    return python
+
+
+def _install(python: Path, constraints: Path, packages: list[str], *, required: bool) -> None:
+    command = [str(python), "-m", "pip", "install", "--quiet", "-c", str(constraints), *packages]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_S, check=False)
+    if done.returncode == 0:
+        return
+    reason = "\n".join(done.stderr.strip().splitlines()[-5:])
+    if required:
+        raise SystemExit(f"checkpoint: {', '.join(packages)} could not be installed:\n{reason}")
+    progress(f"{packages[-1]} could not be installed:\n{reason}")

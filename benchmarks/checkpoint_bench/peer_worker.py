@@ -17,11 +17,18 @@ from typing import Any
 import torch
 
 from checkpoint_bench.floors import SharedBuffer
-from checkpoint_bench.memory import PeakSampler, family, resident_bytes
-from checkpoint_bench.options import Options, parse_part
+from checkpoint_bench.measure import (
+    Options,
+    PeakSampler,
+    family,
+    interleaved,
+    parse_part,
+    ratios,
+    resident_bytes,
+    spread,
+)
+from checkpoint_bench.parts import PEERS
 from checkpoint_bench.peer_adapters import Adapter, process_group
-from checkpoint_bench.peer_names import PEERS
-from checkpoint_bench.samples import interleaved, ratios, spread
 from checkpoint_bench.state import Training
 
 _TOKENS = 64
@@ -29,21 +36,21 @@ _MIN_REPEATS = 5
 
 
 def make_adapter(name: str, training: Training, folder: Path) -> Adapter:
-    from checkpoint_bench import peer_others, peer_torch
+    from checkpoint_bench import peer_adapters
 
     plain: dict[str, Callable[[Training, Path], Adapter]] = {
-        "torch.save": peer_torch.TorchSave,
-        "safetensors": peer_torch.Safetensors,
-        "dcp.save": peer_torch.DcpSave,
-        "dlrover": peer_others.DLRover,
-        "nvidia-local": peer_others.NvidiaLocal,
-        "nvidia-async": peer_others.NvidiaAsync,
-        "torchsnapshot": peer_others.TorchSnapshot,
+        "torch.save": peer_adapters.TorchSave,
+        "safetensors": peer_adapters.Safetensors,
+        "dcp.save": peer_adapters.DcpSave,
+        "dlrover": peer_adapters.DLRover,
+        "nvidia-local": peer_adapters.NvidiaLocal,
+        "nvidia-async": peer_adapters.NvidiaAsync,
+        "torchsnapshot": peer_adapters.TorchSnapshot,
     }
     if name in plain:
         return plain[name](training, folder)
     _, kind, *staging = name.split("-")
-    return peer_torch.dcp_async(training, folder, kind, staging[0] if staging else "default")
+    return peer_adapters.dcp_async(training, folder, kind, staging[0] if staging else "default")
 
 
 def measure(name: str, options: Options) -> dict[str, Any]:

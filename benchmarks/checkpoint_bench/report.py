@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from checkpoint_bench.memory import available_bytes
+from checkpoint_bench.measure import available_bytes
 
 # figure -> (part, must reach, whether more is better)
 BARS: dict[str, tuple[str, float, bool]] = {

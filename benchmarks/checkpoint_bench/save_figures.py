@@ -1,4 +1,4 @@
-"""What a save costs the training thread: time lost in lazy mode, stall in blocking mode, steps beside a save."""
+"""What saving costs: training time lost (lazy), the stall (blocking), steps beside a save, and memory."""
 
 from __future__ import annotations
 
@@ -10,17 +10,32 @@ from typing import Any
 
 import torch
 
-from checkpoint_bench.engine_host import cluster
+from checkpoint_bench.engine_host import Saver, cluster
 from checkpoint_bench.floors import SharedBuffer
-from checkpoint_bench.options import STEP_TO_COPY, Options
-from checkpoint_bench.samples import interleaved, percentile, progress, ratios, seconds, spread, with_error
+from checkpoint_bench.measure import (
+    STEP_TO_COPY,
+    Options,
+    PeakSampler,
+    forget_peak,
+    interleaved,
+    peak_bytes,
+    percentile,
+    progress,
+    ratios,
+    resident_bytes,
+    seconds,
+    spread,
+    with_error,
+)
 from checkpoint_bench.state import MatmulTraining, Training
-from checkpoint_bench.trainer import Saver
+from ckpt_engine.slots.slot_rules import slot_count
 from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec
 
 _MIN_ROWS, _MAX_ROWS = 64, 8192
 # A difference of two steps is noisier than a copy: as many pairs as this time allows.
 _ONE_THREAD_BUDGET_S, _BESIDE_BUDGET_S, _INTERFERENCE_BUDGET_S = 90.0, 15.0, 25.0
+_TOKENS = 8
+_MIB = 1 << 20
 _MATMUL_ROWS = 256  # of 64 rows the weights are read from memory for too few products: no longer a step of matmuls
 _MAX_PAIRS = 300
 
@@ -188,3 +203,60 @@ def rows_for(training: Training, wanted_s: float) -> int:
             return rows
         rows *= 2
     return rows
+
+
+def measure_extra(options: Options) -> dict[str, Any]:
+    """Peaks of both processes with every local tier on: lazy saves to slot, peer and disk beside training, then a
+    restore. Of the trainer, what comes on top of its peak without saves, once its slots are resident; of the engine,
+    all that it has but the slots (its interpreter included), which is one rank's here. Files of the disk tier in the
+    page cache are not counted."""
+    torch.set_num_threads(1)
+    training = Training(options.state_bytes)
+    tier = options.folder / "disk-tier"
+    spec = CheckpointSpec(capture=CaptureMode.LAZY, disk_dir=str(tier), disk_every_steps=1)
+    with cluster(2, spec) as engines:
+        host = engines.hosts[0]
+        slots = [f"{each.prefix}." for each in engines.hosts] + [str(tier)]
+        steps = max(4, options.repeats)
+        training.step(_TOKENS)
+        forget_peak()
+        for _ in range(steps):
+            training.step(_TOKENS)
+        before = peak_bytes(slots)
+        jobs = engines.begin()
+        saver, other = Saver(jobs[0], training.state), Saver(jobs[1], {"step": 0})
+
+        def save_beside_a_step() -> None:
+            handles = saver.save(), other.save()
+            training.step(_TOKENS)
+            saver.settle(handles[0], durable=True)
+            other.settle(handles[1], durable=True)
+
+        with PeakSampler(lambda: resident_bytes(host.pid, slots)) as engine:
+            for _ in range(slot_count(spec)):
+                save_beside_a_step()
+            forget_peak()
+            for _ in range(steps):
+                save_beside_a_step()
+            saving = peak_bytes(slots)
+            restored = saver.next_step - 1
+            for job in jobs:
+                job.close()
+            forget_peak()
+            jobs = engines.begin(restored, written_by=engines.generation)
+            jobs[0].restore(training.state)
+            restoring = peak_bytes(slots)
+            jobs[1].restore(other.state)
+        for job in jobs:
+            job.close()
+        receiver_peak = resident_bytes(engines.hosts[1].pid, slots)
+    trainer_mib = max(0, saving - before, restoring - before) / _MIB
+    engine_mib = engine.peak / _MIB
+    return {
+        "extra_mib": trainer_mib + engine_mib,
+        "trainer_mib": round(trainer_mib, 1),
+        "trainer_saving_mib": round((saving - before) / _MIB, 1),
+        "trainer_restoring_mib": round((restoring - before) / _MIB, 1),
+        "engine_mib": round(engine_mib, 1),
+        "receiving_engine_after_mib": round(receiver_peak / _MIB, 1),
+    }

@@ -41,6 +41,27 @@ class LoadResult(msgspec.Struct):
     def dropped(self) -> int:
         return self.refused + self.lost
 
+    @property
+    def per_s(self) -> float:
+        """Reports taken per second."""
+        return self.taken / self.seconds
+
+
+def joined(results: Sequence[LoadResult]) -> LoadResult:
+    """Several runs as one."""
+    return LoadResult(
+        connections=max(result.connections for result in results),
+        seconds=sum(result.seconds for result in results),
+        sent=sum(result.sent for result in results),
+        taken=sum(result.taken for result in results),
+        refused=sum(result.refused for result in results),
+        lost=sum(result.lost for result in results),
+        latencies=sum((result.latencies for result in results), array("d")),
+        lateness=sum((result.lateness for result in results), array("d")),
+        joining=sum((result.joining for result in results), array("d")),
+        first_refusal=next((result.first_refusal for result in results if result.first_refusal), ""),
+    )
+
 
 class Link(asyncio.Protocol):
     """One connection. At most `run.at_once` reports are on their way; those that are due together go together."""

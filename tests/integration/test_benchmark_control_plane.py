@@ -10,6 +10,8 @@ from pathlib import Path
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "control_plane.py"
 FIGURES = {
     "reports_per_s",
+    "floor_reports_per_s",
+    "floor_ratio",
     "connections",
     "dropped",
     "ingest_p99_ms",
@@ -37,4 +39,6 @@ def test_a_tiny_run_measures_everything(tmp_path: Path) -> None:
     assert (result["connections"], result["dropped"]) == (20, 0)
     assert result["detail"]["paced"]["taken"] == 20
     assert result["reports_per_s"] > 0
+    assert result["floor_reports_per_s"] > 0
+    assert result["floor_ratio"] > 0
     assert result["decision_idle_p99_ms"] > 0
