@@ -1,10 +1,10 @@
-"""Set up a virtual environment for this checkout, and say what is being done: `make` calls it.
+"""Set up a virtual environment for this checkout, with progress; called by `make`.
 
     python3 deploy/set_up_venv.py .venv            what Flyball needs to run
-    python3 deploy/set_up_venv.py .venv --dev      the tools of its developers too
+    python3 deploy/set_up_venv.py .venv --dev      the developers' tools, too
 
-Needs nothing but Python. On a terminal one line shows what pip does; elsewhere there is a line per stage, and one every
-ten seconds. pip's whole output is in VENV/set-up.log, and its end is shown if a stage fails.
+Needs only Python. On a terminal one line shows pip's progress; elsewhere there is a line per stage, and one every ten
+seconds. pip's full output is in VENV/set-up.log; its end is shown if a stage fails.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SHOWN_OF_A_FAILURE = 25  # lines
 
 
 class StageFailed(Exception):
-    """A command of the set-up failed; its output has been shown."""
+    """A set-up command failed; its output has been shown."""
 
 
 class Stage:
-    """One command, with its name and how long it takes on the screen, and its output in a log."""
+    """One command: its title and duration go to the screen, its output to a log."""
 
     def __init__(self, title: str, log: Path | None) -> None:
         self.title, self.log = title, log
@@ -61,7 +61,7 @@ class Stage:
                 self._show(latest)
             if time.monotonic() - self.started > STAGE_DEADLINE_S:
                 process.kill()
-                kept.append(f"ended: it took more than {STAGE_DEADLINE_S:.0f} s\n")
+                kept.append(f"killed: it took more than {STAGE_DEADLINE_S:.0f} s\n")
         code = process.wait()
         if self.log:
             with self.log.open("a") as file:
@@ -99,12 +99,12 @@ class Stage:
 
 
 def _tells_of_progress(line: str) -> bool:
-    """pip's lines about packages, and not its details and warnings."""
+    """Whether pip's line is about a package, not a detail or warning."""
     return line.lstrip().startswith(("Collecting", "Downloading", "Processing", "Building", "Installing", "Obtaining"))
 
 
 def torch_requirement() -> str:
-    """The release of torch that constraints.txt names: pip installs it first, since it takes longest."""
+    """The torch release in constraints.txt. It is installed first because it takes longest."""
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         if line.startswith("torch=="):
             return line.strip()
@@ -114,7 +114,7 @@ def torch_requirement() -> str:
 def set_up(venv: Path, *, dev: bool) -> None:
     python = venv / "bin" / "python"
     total = 4 if dev else 3
-    print(f"Setting up {venv}, once.", flush=True)
+    print(f"Setting up {venv} (only once).", flush=True)
     if not (venv / "bin" / "pip").exists():
         Stage(f"[1/{total}] virtual environment", None).run([sys.executable, "-m", "venv", str(venv)])
     log = venv / "set-up.log"
@@ -128,7 +128,7 @@ def set_up(venv: Path, *, dev: bool) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Set up a virtual environment for this checkout.")
     parser.add_argument("venv", type=Path)
-    parser.add_argument("--dev", action="store_true", help="with the tools that test and lint need")
+    parser.add_argument("--dev", action="store_true", help="also install the tools for test and lint")
     options = parser.parse_args()
     if sys.version_info < OLDEST_PYTHON:
         found = ".".join(map(str, sys.version_info[:3]))
@@ -142,7 +142,7 @@ def main() -> int:
         if not (venv / "bin" / "pip").exists():
             print("Next step on Debian and Ubuntu: apt-get install python3-venv", file=sys.stderr)
         else:
-            print(f"Next step: mend what is named above, then call make again. Log: {venv}/set-up.log", file=sys.stderr)
+            print(f"Next step: fix the error above, then run make again. Log: {venv}/set-up.log", file=sys.stderr)
         return 1
     return 0
 

@@ -1,7 +1,7 @@
-"""`python -m simulator.cli`: `run` tries many seeds or shows one, `check` looks at a real database. For those who
-change the supervisor.
+"""`python -m simulator.cli`: `run` tries many seeds or shows one, `check` reads a real database. For developers of the
+supervisor.
 
-A seed that fails is printed with the command that shows it again; it gives the same run every time.
+A failed seed is printed with the command that repeats it; a seed always gives the same run.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def _top() -> None:
 @app.command("run")
 def run_seeds(
     *,
-    seeds: Annotated[int, typer.Option(help="how many to try", min=1)] = 200,
-    first: Annotated[int, typer.Option("--first-seed", help="where to begin", min=0)] = 0,
-    seed: Annotated[int, typer.Option(help="only this one", min=-1)] = -1,
-    trace: Annotated[bool, typer.Option("--trace", help="print what happened, in order")] = False,
+    seeds: Annotated[int, typer.Option(help="how many seeds to try", min=1)] = 200,
+    first: Annotated[int, typer.Option("--first-seed", help="the first seed", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="try only this seed", min=-1)] = -1,
+    trace: Annotated[bool, typer.Option("--trace", help="print the events of each run, in order")] = False,
 ) -> None:
-    """Try many seeds, or one. Exit code 1 if an invariant broke, an incident stayed open, or training did not come
-    back."""
+    """Try many seeds, or one. Exit code 1 if an invariant broke, an incident stayed open, or training did not
+    recover."""
     tried = range(first, first + seeds) if seed < 0 else range(seed, seed + 1)
     failed, simulated_s, generations = 0, 0.0, 0
     broken: Counter[str] = Counter()
@@ -68,10 +68,10 @@ def run_seeds(
 @app.command("check")
 def check(
     *,
-    from_db: Annotated[str, typer.Option("--from-db", help="URL of a supervisor's database; it is only read")],
-    bound_s: Annotated[float, typer.Option(help="how old an incident may be that is still open")] = 600.0,
+    from_db: Annotated[str, typer.Option("--from-db", help="URL of a supervisor's database (read-only)")],
+    bound_s: Annotated[float, typer.Option(help="maximum age of an open incident, in seconds")] = 600.0,
 ) -> None:
-    """Look in a real database for broken invariants. Exit code 1 if there is one."""
+    """Check a real database for broken invariants. Exit code 1 if it has any."""
     try:
         db = open_existing(from_db)
         violations = check_database(db, now=SystemClock().wall_s(), bound_s=bound_s)

@@ -1,4 +1,4 @@
-"""Puts a simulated cluster together: hosts with spares, two of each service, one job."""
+"""Assembles a simulated cluster: hosts with spares, two of each service, one job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ JOB = "job"
 
 
 class Scenario(msgspec.Struct, frozen=True):
-    """How large a cluster is, and how much happens to it."""
+    """The size of a cluster, and the number of its faults."""
 
     nodes: int
     ranks_per_node: int
@@ -32,12 +32,12 @@ class Scenario(msgspec.Struct, frozen=True):
     racks: int
     step_s: float
     faults: int
-    within_s: float = 120.0  # in which the faults begin
+    within_s: float = 120.0  # the faults begin within this time
     never_from_scratch: bool = False
 
 
 def draw_scenario(rng: Random) -> Scenario:
-    """Small clusters, all different."""
+    """Draw a small cluster; each is different."""
     nodes = rng.randint(1, 4)
     return Scenario(
         nodes=nodes,
@@ -85,16 +85,16 @@ class Cluster:
         world.after(1.0, self._submit)
 
     def leader(self) -> Controller:
-        """The controller that holds the lease, or the first."""
+        """The controller that holds the lease, or the first one."""
         name = self.memory.held.holder.partition("#")[0]
         return next((c for c in self.controllers if c.name == name), self.controllers[0])
 
     def set_bus_away(self, is_away: bool) -> None:
-        """Streams and wake-ups go over the same server."""
+        """Streams and wake-ups use the same server."""
         self.bus.is_away = self.wakeup.is_away = is_away
 
     def replace_database(self, backup: Mapping[str, Any] | None, *, restarted: bool) -> None:
-        """Put a backup, or an empty one, in its place; `restarted`: together with all processes that use it."""
+        """Replace the database with a backup, or an empty one. `restarted`: also restart all processes that use it."""
         self.memory.restore(backup)
         for process in (*self.sensors, *self.controllers, *self.actuators) if restarted else ():
             if process.is_running:
@@ -108,7 +108,7 @@ class Cluster:
         MemoryJobStore(self.memory).submit(self.spec, self.world.now)
 
     def _deliver(self) -> None:
-        """Answer the polls that wait."""
+        """Answer the waiting polls."""
         for name, commands in list(self.memory.open_commands.items()):
             host = self.world.hosts[name]
             if commands and host.is_daemon_up:

@@ -1,4 +1,4 @@
-"""The checkers over a real database: for tests that inject faults into a live stack, and for who doubts one.
+"""Runs the checkers on a real database: after fault injection into a live stack, or when a database is in doubt.
 
 python -m simulator.cli check --from-db sqlite:////var/lib/flyball/flyball.sqlite
 """
@@ -35,9 +35,12 @@ from simulator.checks.record import (
 
 
 def check_database(db: Database, *, now: float, bound_s: float) -> list[Violation]:
-    """All invariants that a database alone can show; an incident that is older than `bound_s` at `now` (wall clock)
-    must be closed. What rounds it keeps must decide the same again, if all of them are kept."""
-    record = of_database(db)
+    """Check all invariants that need only a database.
+
+    Incidents older than `bound_s` at `now` (wall clock) must be closed. If the database has all rounds from the first,
+    their replay must give the same decisions.
+    """
+    record = record_of(db)
     violations = check_record(record, now=now, bound_s=bound_s)
     with db.read() as connection:
         rounds = list(round_store.read(connection))
@@ -46,8 +49,8 @@ def check_database(db: Database, *, now: float, bound_s: float) -> list[Violatio
     return violations
 
 
-def of_database(db: Database) -> Record:
-    """What an SQL database says, read in one snapshot."""
+def record_of(db: Database) -> Record:
+    """Read the record of an SQL database, in one snapshot."""
     with db.read() as connection:
         epoch = connection.scalar(select(tables.lease.c.epoch).where(tables.lease.c.name == CONTROLLER)) or 0
         states: dict[int, list[tuple[int, IncidentState]]] = {}

@@ -1,7 +1,7 @@
-"""Runs one seed: a cluster, its faults, and what the checkers find. The same seed gives the same run, to the letter.
+"""Runs one seed: a cluster, its faults, and the checks. The same seed gives exactly the same run.
 
-The detector, the policy, the loop, the executor and the playbook are the services' own; time, chance, network, hosts
-and storage are simulated.
+Detector, policy, loop, executor and playbook are the services' own; time, chance, network, hosts and storage are
+simulated.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from simulator.checks.record import Record
 from simulator.cluster import JOB, Cluster, Scenario, draw_scenario
 from simulator.faults.faults import Fault, draw
 from simulator.faults.injection import Injector
-from simulator.ports.records import of_memory
+from simulator.ports.memory import record_of
 from simulator.world.events import BEGAN_AT
 
 FIRST_FAULT_AFTER_S = 20.0
-RECOVER_WITHIN_S = 400.0  # after the last fault is over; several actions may have to time out first
+RECOVER_WITHIN_S = 400.0  # after the last fault ended; several actions may have to time out first
 LOOK_EVERY_S = 1.0
 STEPS_TO_SEE = 3
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What became of one seed."""
+    """The result of one seed."""
 
     seed: int
     scenario: Scenario
@@ -50,7 +50,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def run(seed: int, *, scenario: Scenario | None = None, faults: tuple[Fault, ...] | None = None) -> Run:
-    """Simulate one seed; `scenario` and `faults` in place of those that the seed draws."""
+    """Simulate one seed. `scenario` and `faults` replace those that the seed draws."""
     rng = Random(seed)
     scenario = scenario or draw_scenario(rng)
     drawn = draw(rng, count=scenario.faults, first_after_s=FIRST_FAULT_AFTER_S, within_s=scenario.within_s)
@@ -61,7 +61,7 @@ def run(seed: int, *, scenario: Scenario | None = None, faults: tuple[Fault, ...
         for fault in faults:
             injector.plan(fault)
         is_back = _simulate(cluster, injector)
-    record = of_memory(cluster.memory)
+    record = record_of(cluster.memory)
     now = cluster.world.now
     violations = [
         *checkers.check_record(record, now=now, bound_s=RECOVER_WITHIN_S),
@@ -85,8 +85,8 @@ def run(seed: int, *, scenario: Scenario | None = None, faults: tuple[Fault, ...
 
 
 def _simulate(cluster: Cluster, injector: Injector) -> bool:
-    """Until all faults are over and training has gone on for a while, or for as long as that may take at most; whether
-    it has gone on."""
+    """Run until all faults are over and training has advanced for a while, or time is up. Returns whether it
+    advanced."""
     timeline, truth = cluster.timeline, cluster.world.truth
     while injector.running:
         timeline.run_until(timeline.now + LOOK_EVERY_S)
@@ -114,7 +114,7 @@ def _is_well(cluster: Cluster) -> bool:
 
 
 def _not_committed(cluster: Cluster) -> list[str]:
-    """Hosts that have signals to tell, and somebody to tell them."""
+    """Hosts with uncommitted signals and a daemon to send them."""
     return [name for name, host in cluster.world.hosts.items() if host.has_uncommitted and host.is_daemon_up]
 
 
@@ -124,7 +124,7 @@ def _left_undone(cluster: Cluster, *, is_back: bool) -> Iterator[Violation]:
         if not incident.state.closed:
             what = f"{incident.incident_id} ({incident.cause}) is still {incident.state.value}: {incident.message}"
             yield Violation("incident_left_open", what)
-    if not is_back:  # also where all seems well, and no rank makes a step
+    if not is_back:  # even if all seems well but no rank completes a step
         job = memory.jobs.get(JOB)
         state = f"{job.state.value}: {job.message}" if job is not None else "not there"
         yield Violation("training_not_back", f"the job is {state}, at step {world.truth.newest}")
@@ -132,7 +132,7 @@ def _left_undone(cluster: Cluster, *, is_back: bool) -> Iterator[Violation]:
     unknown = checkers.granted_twice(world.facts)
     for name, host in world.hosts.items():
         row = memory.hosts.get(name)
-        is_cordoned = row is not None and row.state is HostState.CORDONED  # an operator is to look at it
+        is_cordoned = row is not None and row.state is HostState.CORDONED  # left to an operator
         for group, worker in host.workers.values():
             if group.generation in unknown:
                 continue
@@ -145,7 +145,7 @@ def _left_undone(cluster: Cluster, *, is_back: bool) -> Iterator[Violation]:
 
 @contextmanager
 def _core_faults(cluster: Cluster) -> Iterator[None]:
-    """Errors that the core logs become facts; what it logs below that is dropped, for it is most of the time."""
+    """Turn errors that the core logs into facts, and drop the rest, whose formatting would dominate the run time."""
 
     def keep(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         text = str(event.pop("event"))

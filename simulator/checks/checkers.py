@@ -1,5 +1,7 @@
-"""What must hold whatever happened. Pure functions: over what a database says, of a simulation or a real one, and over
-what truly happened in a simulation."""
+"""What must hold whatever happened. Pure.
+
+Some checks read a database, simulated or real; others compare it with what truly happened in a simulation.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from services.controller.round.diagnosis import BESIDE_FAILURES
 from services.controller.rules.adoption import DATABASE_NEW, DATABASE_OLDER, NOT_ADOPTED
 from simulator.checks.history import (
     EXPECTED,
-    HOST_WENT,
+    HOST_LOST,
     NO_SOURCE,
     Condemned,
     CoreFault,
@@ -28,20 +30,20 @@ from simulator.checks.history import (
     Saved,
     StartFailed,
     WorkerBegan,
-    WorkerWent,
+    WorkerEnded,
 )
 from simulator.checks.record import ActionRecord, DecisionRecord, GenerationRecord, IncidentRecord, Record
 
-# Causes that may stand beside a failure of the generation.
+# Causes that may stay open beside a failure of the generation.
 _BESIDE = BESIDE_FAILURES | {DATABASE_OLDER, DATABASE_NEW, NOT_ADOPTED}
 
 
-_PARKED_S = 110.0  # for a save before a move, with the control plane away meanwhile
-_WORTH_A_WAIT_S = 20.0  # of training; the policy's own threshold is lower, and its clock a guess
+_PARKED_S = 110.0  # for a save before a move, while the control plane is away
+_WORTH_A_WAIT_S = 20.0  # of training; the policy's own threshold is lower, and its clock an estimate
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """`invariant` is a stable word, `what` a sentence with the names in it."""
+    """A broken invariant: `invariant` is a stable word, `what` a sentence with the names."""
 
     invariant: str
     what: str
@@ -51,7 +53,7 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 def check_record(record: Record, *, now: float, bound_s: float) -> list[Violation]:
-    """Everything that a database alone can show. An incident that is older than `bound_s` at `now` must be closed."""
+    """All checks that need only a database. Incidents older than `bound_s` at `now` must be closed."""
     return [
         *_numbers(record),
         *_one_action_per_job(record.actions),
@@ -66,22 +68,22 @@ def check_record(record: Record, *, now: float, bound_s: float) -> list[Violatio
 
 
 def check_history(facts: Sequence[Fact], record: Record) -> list[Violation]:
-    """Everything that only who knows the truth can check."""
+    """All checks that need the truth."""
     return [
         *_fences_grow(facts),
         *_obeyed_once(facts),
         *_no_older_rank_beside_a_newer(facts),
         *_restored_whole_steps(facts, record),
-        *_nothing_is_given_up_without_a_word(facts, record),
-        *_nobody_heard_is_condemned(facts),
+        *_rollbacks_are_explained(facts, record),
+        *_reachable_hosts_are_not_condemned(facts),
         *_failed_starts_are_free(facts, record),
-        *_nobody_is_parked_for_nothing(facts),
+        *_nobody_stays_parked(facts),
         *(Violation("core_fault", f"{f.event} {f.detail}") for f in facts if isinstance(f, CoreFault)),
     ]
 
 
 def check_replay(rounds: Iterable[StoredRound], record: Record) -> list[Violation]:
-    """The stored rounds, run through the policy again, decide the same to the letter."""
+    """Replay the stored rounds through the policy: the decisions must be identical."""
     replay = Replay()
     decided = [decision for stored in rounds for decision in replay.run(stored).decisions]
     same, found = compared((d.decision for d in record.decisions), decided)
@@ -98,7 +100,7 @@ def check_replay(rounds: Iterable[StoredRound], record: Record) -> list[Violatio
 
 
 def _numbers(record: Record) -> Iterator[Violation]:
-    """Decisions are counted without gaps, but where hosts knew of later ones, under epochs that only grow."""
+    """Decisions are numbered without gaps, except after an adoption, and their epochs never decrease."""
     due, is_adopted = 1, False
     for decided in record.decisions:
         if decided.number < due or (decided.number > due and not is_adopted):
@@ -113,7 +115,7 @@ def _numbers(record: Record) -> Iterator[Violation]:
 
 
 def _one_action_per_job(actions: Sequence[ActionRecord]) -> Iterator[Violation]:
-    """An action that moves a job's generation begins after the one before ended."""
+    """A job's next action begins only after its previous one ended."""
     by_job: dict[str, ActionRecord] = {}
     for action in actions:
         if action.plan.kind is DecisionKind.CORDON:
@@ -126,7 +128,7 @@ def _one_action_per_job(actions: Sequence[ActionRecord]) -> Iterator[Violation]:
 
 
 def _one_failure_per_job(incidents: Sequence[IncidentRecord]) -> Iterator[Violation]:
-    """One failure of a job is one incident: a second opens only when the first is closed."""
+    """One failure of a job is one incident: a second one opens only when the first is closed."""
     by_job: dict[str, IncidentRecord] = {}
     for found in incidents:
         if found.incident.cause in _BESIDE or not found.states:
@@ -141,8 +143,8 @@ def _one_failure_per_job(incidents: Sequence[IncidentRecord]) -> Iterator[Violat
 
 
 def _decided_once(record: Record) -> Iterator[Violation]:
-    """Of two actions of one incident the second follows only on the end of the first, and on its success only if a
-    newer generation failed, or the first was the save before a move."""
+    """An incident's second action begins only after the first ended. If the first succeeded, a newer generation must
+    have failed, or the first was the save before a move."""
     actions = {action.number: action for action in record.actions}
     acted: dict[str, DecisionRecord] = {}
     for decided in record.decisions:
@@ -169,12 +171,12 @@ def _decided_once(record: Record) -> Iterator[Violation]:
 
 
 def _carried_out(record: Record) -> Iterator[Violation]:
-    """What was decided was begun: the first commands are stored with the decision."""
+    """Every decision was begun: its first commands are stored with it."""
     actions = {action.number for action in record.actions}
     commanded = {command.action for command in record.commands}
     granted = {generation.decision for generation in record.generations}
     adopting = _adopting(record)
-    # A generation whose own decision went with a database is on record by the decision that adopted it.
+    # A generation whose decision was lost with a database is recorded with the decision that adopted it.
     adopted = {(g.plan.job, g.plan.generation) for g in record.generations if g.decision in adopting}
     known = {found.incident.incident_id for found in record.incidents}
     for decided in record.decisions:
@@ -192,7 +194,7 @@ def _carried_out(record: Record) -> Iterator[Violation]:
 
 
 def _adopting(record: Record) -> set[int]:
-    """Numbers of the decisions that took over what hosts run."""
+    """Numbers of the decisions that adopted jobs from hosts."""
     return {decided.number for decided in record.decisions if decided.decision.kind is DecisionKind.ADOPT}
 
 
@@ -212,7 +214,7 @@ def _generations_grow(record: Record) -> Iterator[Violation]:
 
 
 def _lineage_holds(generations: Sequence[GenerationRecord]) -> Iterator[Violation]:
-    """A generation's history is that of those before it, cut where it went on."""
+    """A generation's lineage is that of its predecessors, cut at its restore step."""
     for found in generations:
         if found.lineage is None:
             continue
@@ -228,7 +230,7 @@ def _lineage_holds(generations: Sequence[GenerationRecord]) -> Iterator[Violatio
 
 
 def _fences_fit(record: Record) -> Iterator[Violation]:
-    """No command carries an epoch older than that of its decision; a start carries its own generation."""
+    """No command's epoch is older than its decision's; a start carries its own generation."""
     epochs = {decided.number: decided.epoch for decided in record.decisions}
     for found in record.commands:
         command, body = found.command, found.command.body
@@ -275,8 +277,8 @@ def _obeyed_once(facts: Iterable[Fact]) -> Iterator[Violation]:
 
 
 def granted_twice(facts: Iterable[Fact]) -> set[int]:
-    """Generations whose number was granted again by a database that went back, before any host could tell it. The
-    simulation has one group of ranks for each number, so of these it does not know who runs where."""
+    """Generations whose number a restored database granted again before any host could report the first grant. The
+    simulation has one group of ranks per number, so it cannot tell where the ranks of these run."""
     granted = [fact.generation for fact in facts if isinstance(fact, Granted)]
     return {generation for generation in granted if granted.count(generation) > 1}
 
@@ -292,20 +294,20 @@ def _no_older_rank_beside_a_newer(facts: Sequence[Fact]) -> Iterator[Violation]:
                     what = f"rank {rank} of {generation} lived on {fact.host_id} when {fact.generation} began"
                     yield Violation("older_rank_alive", what)
             here.add((fact.generation, fact.rank))
-        elif isinstance(fact, WorkerWent):
+        elif isinstance(fact, WorkerEnded):
             alive.get((fact.host_id, fact.job), set()).discard((fact.generation, fact.rank))
 
 
 def _restored_whole_steps(facts: Iterable[Fact], record: Record) -> Iterator[Violation]:
-    """What is restored was saved by all ranks, belongs to the history that counts, and is no older than need be."""
+    """A restored step was saved by all ranks, belongs to the lineage, and is no older than necessary."""
     saved: set[tuple[int, int]] = set()
-    upto: dict[int, float] = {}  # the history, kept without any of the core's code
+    upto: dict[int, float] = {}  # the lineage, tracked without any of the core's code
     has_failed_restore = False
     for fact in facts:
         match fact:
             case Saved():
                 saved.add((fact.generation, fact.step))
-            case WorkerWent() if fact.why == NO_SOURCE:
+            case WorkerEnded() if fact.why == NO_SOURCE:
                 has_failed_restore = True
             case Restored():
                 name = f"generation {fact.generation} restored step {fact.step} of {fact.source_generation}"
@@ -317,8 +319,8 @@ def _restored_whole_steps(facts: Iterable[Fact], record: Record) -> Iterator[Vio
                     yield Violation("restored_torn_step", f"{name}, which not all ranks had saved")
                 if fact.step > upto.get(fact.source_generation, -1):
                     yield Violation("restored_dead_branch", f"{name}, beyond the branch of its history")
-                if fact.step < fact.held and not has_failed_restore:
-                    yield Violation("lost_steps", f"{name}, where step {fact.held} was there")
+                if fact.step < fact.held_step and not has_failed_restore:
+                    yield Violation("lost_steps", f"{name}, where step {fact.held_step} was there")
                 upto = {g: min(step, fact.step) for g, step in upto.items() if g <= fact.source_generation}
                 upto[fact.generation] = float("inf")
                 has_failed_restore = False
@@ -326,16 +328,16 @@ def _restored_whole_steps(facts: Iterable[Fact], record: Record) -> Iterator[Vio
                 pass
 
 
-def _nothing_is_given_up_without_a_word(facts: Iterable[Fact], record: Record) -> Iterator[Violation]:
-    """A restart that goes back behind the newest recovery point that was told says so, and has waited for its holders.
-    One that begins anew says so."""
+def _rollbacks_are_explained(facts: Iterable[Fact], record: Record) -> Iterator[Violation]:
+    """A restart that goes back behind the newest reported recovery point says so, and has waited for the hosts that
+    hold it. A restart from scratch says so."""
     decided = {decided.number: decided.decision for decided in record.decisions}
     granted_by = {
         found.plan.generation: decided[found.decision]
         for found in record.generations
-        if decided[found.decision].kind is not DecisionKind.ADOPT  # what a lost database decided is not on record
+        if decided[found.decision].kind is not DecisionKind.ADOPT  # a lost database's decisions are not recorded
     }
-    waits = ("wait_for_newer_steps", "wait_for_a_spare")  # while a spare was waited for, the holders were as well
+    waits = ("wait_for_newer_steps", "wait_for_a_spare")  # waiting for a spare also waits for the holders
     waited = {d.incident_id: d.at for d in reversed(decided.values()) if d.rule in waits}
     facts = list(facts)
     step_s = _usual_step_s([fact for fact in facts if isinstance(fact, Saved)])
@@ -343,19 +345,20 @@ def _nothing_is_given_up_without_a_word(facts: Iterable[Fact], record: Record) -
     for fact in facts:
         if isinstance(fact, Saved):
             has_saved = True
-        elif isinstance(fact, Granted) and fact.told > fact.asked and fact.generation in granted_by:
+        elif isinstance(fact, Granted) and fact.known_step > fact.reachable_step and fact.generation in granted_by:
             decision = granted_by[fact.generation]
-            name = f"generation {fact.generation} goes back to step {fact.asked}, behind step {fact.told}"
+            name = f"generation {fact.generation} goes back from step {fact.known_step} to {fact.reachable_step}"
             if "steps_given_up" not in decision.evidence:
-                yield Violation("rollback_unsaid", f"{name}, and {decision.decision_id} does not say so")
-            is_worth_it = (fact.told - fact.asked) * step_s > _WORTH_A_WAIT_S
+                yield Violation("rollback_unsaid", f"{name}, but {decision.decision_id} does not say so")
+            is_worth_it = (fact.known_step - fact.reachable_step) * step_s > _WORTH_A_WAIT_S
             if is_worth_it and waited.get(decision.incident_id, decision.at) >= decision.at:
-                yield Violation("rollback_without_a_wait", f"{name}, and nobody was waited for")
+                yield Violation("rollback_without_a_wait", f"{name}, but did not wait for anybody")
         elif isinstance(fact, Restored) and fact.step < 0 and fact.generation in granted_by:
             decision = granted_by[fact.generation]
-            said = decision.evidence.keys() & {"steps_given_up", "newest_step"}
-            if decision.incident_id and has_saved and not said:
-                yield Violation("rollback_unsaid", f"generation {fact.generation} begins anew, which is not said")
+            is_explained = bool(decision.evidence.keys() & {"steps_given_up", "newest_step"})
+            if decision.incident_id and has_saved and not is_explained:
+                what = f"generation {fact.generation} starts from scratch, but {decision.decision_id} does not say so"
+                yield Violation("rollback_unsaid", what)
 
 
 def _usual_step_s(saved: Sequence[Saved]) -> float:
@@ -363,34 +366,32 @@ def _usual_step_s(saved: Sequence[Saved]) -> float:
     return median(took) if took else 0.0
 
 
-def _nobody_heard_is_condemned(facts: Iterable[Fact]) -> Iterator[Violation]:
+def _reachable_hosts_are_not_condemned(facts: Iterable[Fact]) -> Iterator[Violation]:
     for fact in facts:
         if isinstance(fact, Condemned) and fact.is_up and fact.witness:
-            yield Violation("healthy_host_condemned", f"{fact.host_id}, which {fact.witness} heard all the time")
+            yield Violation("healthy_host_condemned", f"{fact.host_id}, which {fact.witness} reached all the time")
 
 
 def _failed_starts_are_free(facts: Iterable[Fact], record: Record) -> Iterator[Violation]:
-    """What a host could not start is no failure of its workers, and burns none of their restarts."""
+    """A start that failed on a host is not a failure of its workers, and costs none of their restarts."""
     not_started: set[int] = set()
     has_failed: set[int] = set()
     for fact in facts:
         if isinstance(fact, StartFailed):
             not_started.add(fact.generation)
-        elif isinstance(fact, WorkerWent) and fact.why not in (EXPECTED, HOST_WENT):
+        elif isinstance(fact, WorkerEnded) and fact.why not in (EXPECTED, HOST_LOST):
             has_failed.add(fact.generation)
     adopting = _adopting(record)
     for before, after in pairwise(record.generations):
         number = before.plan.generation
         if after.decision in adopting:
-            continue  # what was burnt in between went with the database
+            continue  # restarts used in between were lost with the database
         if number in not_started - has_failed and after.plan.restart_count > before.plan.restart_count:
-            yield Violation(
-                "start_charged", f"generation {number} could not be started, and a restart was burnt for it"
-            )
+            yield Violation("start_charged", f"generation {number} could not be started, but cost a restart")
 
 
-def _nobody_is_parked_for_nothing(facts: Iterable[Fact]) -> Iterator[Violation]:
-    """Ranks stand at an emergency step until they are moved, or let go: it is no place to wait at."""
+def _nobody_stays_parked(facts: Iterable[Fact]) -> Iterator[Violation]:
+    """Ranks stay parked only until they are moved or released."""
     for fact in facts:
         if isinstance(fact, Parked) and fact.stood_s > _PARKED_S:
             yield Violation("parked_in_vain", f"ranks of generation {fact.generation} stood for {fact.stood_s:.0f} s")

@@ -1,4 +1,4 @@
-"""What truly happened in a simulated cluster, as its checkers read it. The services see none of this."""
+"""What truly happened in a simulated cluster, for the checkers. The services see none of this."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 from flyball.contracts.identity import Fence
 
 NO_SOURCE = "no source had the step"  # why a rank that could not restore ended
-EXPECTED = "expected"  # it was told to
-HOST_WENT = "its host went"
+EXPECTED = "expected"  # it was ordered to
+HOST_LOST = "its host went"
 
 
 class FaultBegan(msgspec.Struct, frozen=True, tag=True):
@@ -24,7 +24,7 @@ class FaultEnded(msgspec.Struct, frozen=True, tag=True):
     fault: str
 
 
-class HostWent(msgspec.Struct, frozen=True, tag=True):
+class HostSwitched(msgspec.Struct, frozen=True, tag=True):
     """A machine stopped (its memory is lost), or came up."""
 
     at: float
@@ -33,7 +33,7 @@ class HostWent(msgspec.Struct, frozen=True, tag=True):
 
 
 class Obeyed(msgspec.Struct, frozen=True, tag=True):
-    """A daemon began to carry out a command. `resumed`: an earlier daemon of the host had begun it."""
+    """A daemon began to execute a command. `resumed`: an earlier daemon of the host had begun it."""
 
     at: float
     host_id: str
@@ -62,7 +62,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
     code: str
 
 
-class WorkerWent(msgspec.Struct, frozen=True, tag=True):
+class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
     at: float
     host_id: str
     job: str
@@ -72,32 +72,37 @@ class WorkerWent(msgspec.Struct, frozen=True, tag=True):
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
-    """A controller granted a generation. `told`: the newest whole step of its history among all copies that the
-    database knew, `asked`: among those of hosts that are asked; -1: none."""
+    """A controller granted a generation.
+
+    `known_step`: the newest complete step of its history among all copies that the database knew.
+    `reachable_step`: among the copies on the hosts being stopped. -1: none.
+    """
 
     at: float
     job: str
     generation: int
-    told: int
-    asked: int
+    known_step: int
+    reachable_step: int
 
 
 class Restored(msgspec.Struct, frozen=True, tag=True):
-    """All ranks of a generation have loaded a step (-1: they began from scratch). `held`: the newest step of the
-    same history that hosts which were in reach since before it was granted still held whole."""
+    """All ranks of a generation have loaded a step (-1: from scratch).
+
+    `held_step`: the newest complete step of the same history on hosts that were in reach since before the grant.
+    """
 
     at: float
     job: str
     generation: int
     step: int
     source_generation: int
-    held: int
-    newest: int  # that any generation of this history completed
-    is_one_step: bool  # for all ranks, saved by one generation
+    held_step: int
+    newest_step: int  # completed by any generation of this history
+    is_one_step: bool  # the same for all ranks, saved by one generation
 
 
 class Parked(msgspec.Struct, frozen=True, tag=True):
-    """Ranks of a generation stood at an emergency step until now."""
+    """Ranks of a generation stood parked at an emergency step until now."""
 
     at: float
     generation: int
@@ -114,7 +119,8 @@ class Saved(msgspec.Struct, frozen=True, tag=True):
 
 
 class Condemned(msgspec.Struct, frozen=True, tag=True):
-    """A controller called a host silent. `witness`: a host that heard of it and was heard, '' if there was none."""
+    """A controller declared a host silent. `witness`: a host in touch with both it and the sensor; '' if there was
+    none."""
 
     at: float
     host_id: str
@@ -123,7 +129,7 @@ class Condemned(msgspec.Struct, frozen=True, tag=True):
 
 
 class CoreFault(msgspec.Struct, frozen=True, tag=True):
-    """The core logged an error: an action that cannot be moved, a report that cannot be stored."""
+    """The core logged an error: an action that cannot advance, a report that cannot be stored."""
 
     at: float
     event: str
@@ -133,11 +139,11 @@ class CoreFault(msgspec.Struct, frozen=True, tag=True):
 Fact: TypeAlias = (
     FaultBegan
     | FaultEnded
-    | HostWent
+    | HostSwitched
     | Obeyed
     | WorkerBegan
     | StartFailed
-    | WorkerWent
+    | WorkerEnded
     | Granted
     | Restored
     | Parked
@@ -148,7 +154,7 @@ Fact: TypeAlias = (
 
 
 def fingerprint(facts: list[Fact], *documents: object) -> str:
-    """Two runs with the same fingerprint went the same way, to the last digit."""
+    """Equal for two runs that went exactly the same way."""
     digest = hashlib.sha256()
     for part in (*facts, *documents):
         digest.update(msgspec.json.encode(part))

@@ -1,4 +1,4 @@
-"""What a database says happened, in one form for the SQL stores and the simulator's memory. Pure."""
+"""The history in a database, in one form for SQL and the simulator's memory. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flyball.contracts.decisions import (
 
 class IncidentRecord(msgspec.Struct, frozen=True):
     incident: Incident
-    states: tuple[tuple[int, IncidentState], ...]  # with their places among all changes of incidents
+    states: tuple[tuple[int, IncidentState], ...]  # each with its place among all changes of incidents
 
 
 class DecisionRecord(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class ActionRecord(msgspec.Struct, frozen=True):
     incident_id: str
     state: ActionState
     began: int  # place among all changes of actions
-    ended: int  # as above; -1: it has not ended
+    ended: int  # likewise; -1: it has not ended
 
 
 class CommandRecord(msgspec.Struct, frozen=True):
@@ -54,7 +54,7 @@ class GenerationRecord(msgspec.Struct, frozen=True):
 
 class Record(msgspec.Struct, frozen=True):
     epoch: int
-    incidents: tuple[IncidentRecord, ...]  # by number, and so all that follow
+    incidents: tuple[IncidentRecord, ...]  # by number, like all that follow
     decisions: tuple[DecisionRecord, ...]
     actions: tuple[ActionRecord, ...]
     commands: tuple[CommandRecord, ...]

@@ -12,17 +12,17 @@ class FaultKind(StrEnum):
     WORKER_KILLED = "worker_killed"
     WORKER_FAILED = "worker_failed"  # with an exception
     WORKER_HANGS = "worker_hangs"
-    DAEMON_KILLED = "daemon_killed"  # and started again
-    ENGINE_AWAY = "engine_away"  # its slots stay; nobody can be told of them
-    HOST_DOWN = "host_down"  # and up again, with nothing in memory
-    HOST_RESTARTS = "host_restarts"  # empty, before its silence can be noticed
-    HOST_CUT_OFF = "host_cut_off"  # from everybody
+    DAEMON_KILLED = "daemon_killed"  # and restarted
+    ENGINE_AWAY = "engine_away"  # its slots stay, but nobody can list them
+    HOST_DOWN = "host_down"  # and up again, with empty memory
+    HOST_RESTARTS = "host_restarts"  # with empty memory, before its silence is noticed
+    HOST_CUT_OFF = "host_cut_off"  # from everything
     HOST_CUT_FROM_SENSORS = "host_cut_from_sensors"  # in one direction
     HOST_CUT_FROM_ACTUATORS = "host_cut_from_actuators"
     HOSTS_CUT_FROM_EACH_OTHER = "hosts_cut_from_each_other"
-    ALL_HOSTS_PAUSED = "all_hosts_paused"  # of the job, as for a snapshot of virtual machines; their memory stays
-    ALL_HOSTS_CUT_FROM_SUPERVISOR = "all_hosts_cut_from_supervisor"  # of the job, which trains on
-    PREEMPTED = "preempted"  # a notice; then the host goes, and comes back much later
+    ALL_HOSTS_PAUSED = "all_hosts_paused"  # all of the job's, like a VM snapshot; memory stays
+    ALL_HOSTS_CUT_FROM_SUPERVISOR = "all_hosts_cut_from_supervisor"  # all of the job's, which trains on
+    PREEMPTED = "preempted"  # a notice; then the host goes, and returns much later
     LOSSY_NETWORK = "lossy_network"
     SLOW_NETWORK = "slow_network"
     SENSOR_KILLED = "sensor_killed"
@@ -30,24 +30,24 @@ class FaultKind(StrEnum):
     ACTUATOR_KILLED = "actuator_killed"
     SENSOR_STOPPED = "sensor_stopped"  # SIGSTOP, SIGCONT
     CONTROLLER_STOPPED = "controller_stopped"
-    CONTROLLER_STOPPED_AT_COMMIT = "controller_stopped_at_commit"  # longer than its lease: then there are two
+    CONTROLLER_STOPPED_AT_COMMIT = "controller_stopped_at_commit"  # longer than its lease: then two lead
     ACTUATOR_STOPPED = "actuator_stopped"
     BUS_FLUSHED = "bus_flushed"
     BUS_AWAY = "bus_away"
     DATABASE_AWAY = "database_away"
-    DATABASE_OLDER = "database_older"  # a backup of its beginning takes its place at its end
+    DATABASE_OLDER = "database_older"  # when it returns, it is a backup from the fault's beginning
     DATABASE_LOST = "database_lost"  # an empty one takes its place
     HOST_CLOCK_JUMPS = "host_clock_jumps"
     CONTROLLER_CLOCK_JUMPS = "controller_clock_jumps"
     WORKERS_KILLED_TOGETHER = "workers_killed_together"  # on two hosts
-    NOTICE_IN_VAIN = "notice_in_vain"  # nobody takes the host away, and there is no spare
-    DRAIN_IN_VAIN = "drain_in_vain"  # the spares are gone, which nobody has noticed yet
-    PORTS_TAKEN = "ports_taken"  # when the next few generations begin
-    SHARE_AWAY = "share_away"  # and the script with it, on all hosts, when a worker is killed
+    NOTICE_IN_VAIN = "notice_in_vain"  # the host is not taken away, and there is no spare
+    DRAIN_IN_VAIN = "drain_in_vain"  # the spares are gone, but not noticed yet
+    PORTS_TAKEN = "ports_taken"  # when the next few generations start
+    SHARE_AWAY = "share_away"  # the script is missing on all hosts when a worker is killed
     SPARE_LACKS_FILES = "spare_lacks_files"  # when another host goes down
-    HOST_DISK_FULL = "host_disk_full"  # its daemon can obey nothing
+    HOST_DISK_FULL = "host_disk_full"  # its daemon cannot obey commands
     HOST_FLOODS = "host_floods"  # with more signals than a host may send
-    HOST_KEEPS_NO_SAVE = "host_keeps_no_save"  # of its ranks every save fails, and so the world's
+    HOST_KEEPS_NO_SAVE = "host_keeps_no_save"  # every save of its ranks fails, and so the world's
 
 
 _LASTS_S = {
@@ -61,7 +61,7 @@ _LASTS_S = {
     FaultKind.HOSTS_CUT_FROM_EACH_OTHER: (2.0, 40.0),
     FaultKind.ALL_HOSTS_PAUSED: (5.0, 90.0),
     FaultKind.ALL_HOSTS_CUT_FROM_SUPERVISOR: (5.0, 90.0),
-    FaultKind.PREEMPTED: (15.0, 60.0),  # from the notice to the end
+    FaultKind.PREEMPTED: (15.0, 60.0),  # from the notice to the loss
     FaultKind.LOSSY_NETWORK: (10.0, 60.0),
     FaultKind.SLOW_NETWORK: (10.0, 60.0),
     FaultKind.SENSOR_KILLED: (0.5, 15.0),
@@ -84,7 +84,7 @@ _LASTS_S = {
     FaultKind.HOST_FLOODS: (4.0, 8.0),
     FaultKind.HOST_KEEPS_NO_SAVE: (20.0, 150.0),
 }
-# What makes the others interesting: there is always one of them.
+# The interesting ones: every run has at least one.
 _FAILURES = (
     FaultKind.WORKER_KILLED,
     FaultKind.WORKER_FAILED,
@@ -105,11 +105,11 @@ _FAILURES = (
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """`pick` and `size` are numbers from 0 to 1, with which the target and the extent are chosen when it begins."""
+    """`pick` and `size`, from 0 to 1, choose the target and extent when the fault begins."""
 
     kind: FaultKind
-    after_s: float  # from the beginning
-    lasts_s: float  # 0.0: a moment
+    after_s: float  # from the start of the run
+    lasts_s: float  # 0.0: momentary
     pick: float
     size: float
 
@@ -118,8 +118,11 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def draw(rng: Random, *, count: int, first_after_s: float, within_s: float) -> tuple[Fault, ...]:
-    """`count` faults, in order, some of them at once: half of the others begin while the one before lasts, or just
-    after it, for it is a second fault during a recovery that finds mistakes."""
+    """Draw `count` faults, in order of time.
+
+    More than half begin during the previous fault or just after it: a second fault during a recovery is what finds
+    bugs.
+    """
     kinds = [rng.choice(_FAILURES), *(rng.choice(tuple(FaultKind)) for _ in range(count - 1))]
     rng.shuffle(kinds)
     faults: list[Fault] = []

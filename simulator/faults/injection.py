@@ -11,7 +11,7 @@ from services.controller.view import DrainView
 from simulator.checks.history import FaultBegan, FaultEnded
 from simulator.faults.faults import Fault, FaultKind
 from simulator.world.host import ACTUATOR, SENSOR
-from simulator.world.training import SIGKILL
+from simulator.world.training import SIGKILL, Ending
 
 if TYPE_CHECKING:
     from simulator.cluster import Cluster
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from simulator.world.host import Host
 
 _AWAY_AFTER_PREEMPTION_S = 60.0
-_MISSED_AFTER_S = 20.0  # a spare that is gone
-_RESTARTED = 0.7  # of the databases that go back, those with which all processes start again
-_STAYS_S = 20.0  # after its time was over
+_MISSED_AFTER_S = 20.0  # before a missing spare is noticed
+_RESTARTED = 0.7  # fraction of the databases that go back for which all processes restart, too
+_STAYS_S = 20.0  # beyond the announced time
 
 
 class Injector:
-    """`running` counts the faults that have not ended."""
+    """Begins and ends faults. `running` counts those that have not ended."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -33,7 +33,7 @@ class Injector:
         self.running = 0
 
     def plan(self, fault: Fault) -> None:
-        """Have a fault happen in its time."""
+        """Have a fault happen at its time."""
         self.running += 1
         self._world.after(fault.after_s, lambda: self._begin(fault))
 
@@ -50,7 +50,7 @@ class Injector:
         self._world.after(lasts_s, over)
 
     def _apply(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
-        """Do it; the target's name, what ends it, and when."""
+        """Begin a fault; returns its target, the function that ends it, and its duration."""
         name = fault.kind.value
         for kinds, apply in (
             ((FaultKind.NOTICE_IN_VAIN, FaultKind.DRAIN_IN_VAIN), self._in_vain),
@@ -82,17 +82,17 @@ class Injector:
             case FaultKind.WORKER_HANGS:
                 worker.is_hung = True
             case FaultKind.WORKER_FAILED:
-                world.exit(group, worker, exit_code=1, message=f"ValueError at {world.now:.3f}")
+                world.exit(group, worker, Ending(exit_code=1, message=f"ValueError at {world.now:.3f}"))
             case FaultKind.WORKERS_KILLED_TOGETHER:
                 other = next((w for w in group.workers.values() if w.host_id != worker.host_id), worker)
                 for victim in {worker.rank: worker, other.rank: other}.values():
-                    world.exit(group, victim, signal_number=SIGKILL)
+                    world.exit(group, victim, Ending(signal_number=SIGKILL))
             case _:
-                world.exit(group, worker, signal_number=SIGKILL)
+                world.exit(group, worker, Ending(signal_number=SIGKILL))
         return target, _nothing, 0.0
 
     def _in_vain(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
-        """A host is to be left, and there is no other."""
+        """A host is about to leave, but no other host is free."""
         world, memory = self._world, self._cluster.memory
         host = self._host(fault)
         free = [other for other in world.hosts.values() if other.is_up and not other.workers and other is not host]
@@ -115,7 +115,7 @@ class Injector:
         return host.host_id, end, _MISSED_AFTER_S + fault.lasts_s
 
     def _on_all_hosts_of_the_job(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
-        """Spares are left as they are: the job could begin anew on them at once."""
+        """Spares stay as they are: the job could restart on them at once."""
         busy = [host for host in self._world.hosts.values() if host.workers]
         target = ", ".join(host.host_id for host in busy) or "nobody"
         if fault.kind is FaultKind.ALL_HOSTS_CUT_FROM_SUPERVISOR:
@@ -131,7 +131,7 @@ class Injector:
         return target, end, fault.lasts_s
 
     def _on_starts(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
-        """What shows only when ranks are started: so they have to be."""
+        """Faults that only a start of ranks reveals; they also force one."""
         world, hosts = self._world, list(self._world.hosts.values())
         if fault.kind is FaultKind.SPARE_LACKS_FILES:
             free = [host for host in hosts if host.is_up and not host.workers]
@@ -154,7 +154,7 @@ class Injector:
         alive = [pair for host in hosts for pair in host.workers.values()]
         if alive:
             group, worker = alive[int(fault.pick * len(alive))]
-            world.exit(group, worker, signal_number=SIGKILL)
+            world.exit(group, worker, Ending(signal_number=SIGKILL))
         return "", partial(self._set_files, hosts, has_files=True), fault.lasts_s
 
     def _set_files(self, hosts: Sequence[Host], *, has_files: bool) -> None:
@@ -261,7 +261,8 @@ class Injector:
                 return "", self._fast_again, fault.lasts_s
 
     def _on_database(self, fault: Fault) -> tuple[str, Callable[[], None], float]:
-        """It is wiped, or is one day what it was; with new processes, or, as with a replica, beneath those that run."""
+        """Wipe the database, or set it back to a backup: together with its processes, or, like a replica, beneath
+        them."""
         cluster = self._cluster
         if fault.kind is FaultKind.DATABASE_LOST:
             cluster.replace_database(None, restarted=True)
@@ -273,7 +274,7 @@ class Injector:
         self._world.network.slow_fraction, self._world.network.delay_s = 0.01, 0.004
 
     def _host(self, fault: Fault) -> Host:
-        """A host that trains, mostly."""
+        """Usually a host with workers."""
         hosts = list(self._world.hosts.values())
         busy = [host for host in hosts if host.workers]
         chosen = busy if busy and fault.size < 0.85 else hosts

@@ -1,8 +1,8 @@
 """Real faults on a live stack: a worker killed or frozen, a host lost, a preemption notice.
 
-Every fault finds its target through the supervisor's API and the host's own state folder, makes sure that the processes
-are what they are said to be, takes the time, acts, and then has the supervisor note down what was done and when. The
-stamp comes before the act, so that times counted from it include all of the damage.
+Every fault finds its target through the supervisor's API and the host's state folder, verifies the processes, takes the
+time, acts, and has the supervisor record it. The timestamp precedes the act, so times counted from it include all of
+the damage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flyball.state_folder import write_private
 from simulator.inject.host_files import PREEMPTION_NOTICE, HostFiles, RecordedWorker, is_daemon, segments, state_dir_of
 from simulator.inject.processes import LiveProcess, look_at, send, wait_ended
 
-HOST_DOWN_ROUNDS = 5  # a spawner that is not dead yet may still have forked a worker
+HOST_DOWN_ROUNDS = 5  # a dying spawner may still have forked a worker
 HOST_DOWN_TIMEOUT_S = 5.0
 
 
@@ -33,14 +33,14 @@ class Injection(msgspec.Struct, frozen=True):
     at: float
     host_id: str
     target: str  # in words
-    jobs: tuple[str, ...]  # that it concerns
+    jobs: tuple[str, ...]  # affected jobs
     generation: int = -1
     rank: int = -1
-    pids: tuple[int, ...] = ()  # that were signalled
+    pids: tuple[int, ...] = ()  # that received a signal
     removed_segments: int = 0
 
     def events(self) -> list[Event]:
-        """What the event log keeps of it, one event per job."""
+        """The record for the event log, one event per job."""
         return [
             Event(
                 at=self.at,
@@ -56,18 +56,21 @@ class Injection(msgspec.Struct, frozen=True):
 
 
 def kill(api: Api, *, job: str, rank: int, clock: Clock, state_dir: Path | None = None) -> Injection:
-    """SIGKILL to the process of one rank. Raises NotFound if that rank does not run at the moment."""
+    """Send SIGKILL to the process of one rank. Raises NotFound if the rank is not running."""
     return _signal_worker(api, "kill", signal.SIGKILL, job=job, rank=rank, clock=clock, state_dir=state_dir)
 
 
 def hang(api: Api, *, job: str, rank: int, clock: Clock, state_dir: Path | None = None) -> Injection:
-    """SIGSTOP to the process of one rank: it lives, and does nothing. Raises NotFound if it does not run."""
+    """Send SIGSTOP to the process of one rank: it lives but does nothing. Raises NotFound if it is not running."""
     return _signal_worker(api, "hang", signal.SIGSTOP, job=job, rank=rank, clock=clock, state_dir=state_dir)
 
 
 def host_down(api: Api, *, host_id: str, clock: Clock, state_dir: Path | None = None) -> Injection:
-    """The loss of a machine: daemon, engine, spawners and workers are killed, and the host's shared memory and state
-    folder are removed, since on one machine they would survive. Raises ConfigurationError if a process does not die."""
+    """Simulate the loss of a machine.
+
+    Kills daemon, engine, spawners and workers, and removes the host's shared memory and state folder, which would
+    otherwise survive on one machine. Raises ConfigurationError if a process does not die.
+    """
     files = files_of(api, host_id, state_dir)
     jobs = tuple(jobs_on(api, host_id))
     prefix = files.segment_prefix()
@@ -89,9 +92,9 @@ def host_down(api: Api, *, host_id: str, clock: Clock, state_dir: Path | None = 
 def preempt(
     api: Api, *, host_id: str, deadline_s: float = 30.0, clock: Clock, state_dir: Path | None = None
 ) -> Injection:
-    """A notice that the host will be taken away in `deadline_s`, as a cloud gives it. Nothing is taken away."""
+    """Announce that the host will be taken away in `deadline_s`, as a cloud would. Nothing is taken away."""
     if not deadline_s > 0:
-        raise UsageError(f"A notice of {deadline_s} s is none.", hint="give a number of seconds greater than 0")
+        raise UsageError(f"A notice of {deadline_s} s is not valid.", hint="give a number of seconds greater than 0")
     files = files_of(api, host_id, state_dir)
     jobs = tuple(jobs_on(api, host_id))
     at = clock.wall_s()
@@ -141,7 +144,7 @@ def _not_running(job: str, rank: int, host_id: str) -> NotFound:
 
 
 def _kill_all(files: HostFiles, clock: Clock) -> list[int]:
-    """SIGKILL to all that runs on the host, the daemon first, until nothing is left."""
+    """Kill everything that runs on the host, the daemon first, until nothing is left."""
     killed: list[int] = []
     for _ in range(HOST_DOWN_ROUNDS):
         running = files.processes()
@@ -182,7 +185,8 @@ def _write_notice(files: HostFiles, deadline_s: float) -> None:
 class Api(Protocol):
     """The supervisor's HTTP API: plain JSON out, contract types in; raises FlyballError.
 
-    `flyball.cli.reach.client.ApiClient` is one."""
+    `flyball.cli.reach.client.ApiClient` implements it.
+    """
 
     def get(self, path: str, **params: str | int | None) -> Any: ...  # noqa: ANN401 - JSON
 
@@ -190,7 +194,7 @@ class Api(Protocol):
 
 
 def host_of_rank(api: Api, job: str, rank: int) -> str:
-    """The host that a rank of a running job is placed on. Raises NotFound."""
+    """The host on which a rank of a running job is placed. Raises NotFound."""
     found = api.get(f"/v1/jobs/{job}")
     if JobState(found["state"]).ended:
         raise NotFound(f"Job {job} has ended ({found['state']}): it has no workers.", hint="name a job that runs")
@@ -202,7 +206,7 @@ def host_of_rank(api: Api, job: str, rank: int) -> str:
 
 
 def jobs_on(api: Api, host_id: str) -> list[str]:
-    """Running jobs that have ranks on a host."""
+    """Running jobs with ranks on a host."""
     return [
         str(job["job"])
         for job in api.get("/v1/jobs")["items"]
@@ -211,7 +215,7 @@ def jobs_on(api: Api, host_id: str) -> list[str]:
 
 
 def files_of(api: Api, host_id: str, state_dir: Path | None = None) -> HostFiles:
-    """The state folder of a host: the one that is named, else the one that its daemon on this machine was given.
+    """Open a host's state folder: `state_dir`, or else the one that its daemon on this machine uses.
 
     Raises NotFound if the supervisor does not know the host, or if its daemon does not run here.
     """
@@ -230,10 +234,11 @@ def files_of(api: Api, host_id: str, state_dir: Path | None = None) -> HostFiles
 
 
 def note_down(api: Api, events: Sequence[Event]) -> None:
-    """Store that a fault was injected. Raises Unreachable that says that it was, if the supervisor did not take it."""
+    """Record that a fault was injected. If the supervisor is unreachable, raises Unreachable, which says that it
+    was."""
     try:
         api.post("/v1/events", list(events))
     except Unreachable as error:
         raise Unreachable(
-            f"The fault was injected, but the supervisor could not note it down: {error.message}", hint=error.hint
+            f"The fault was injected, but the supervisor could not record it: {error.message}", hint=error.hint
         ) from error

@@ -1,4 +1,4 @@
-"""What belongs to one host on this machine: its state folder, processes and shared memory. Nothing else is touched."""
+"""A host's state folder, processes and shared memory on this machine. Nothing else is touched."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flyball.contracts.on_host.engine_wire import HOST_STATE_VERSION
 from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
 from simulator.inject.processes import LiveProcess, environment_of, look_at, own_processes
 
-PREEMPTION_NOTICE = "preemption-notice.json"  # the daemon watches for it
+PREEMPTION_NOTICE = "preemption-notice.json"  # watched by the daemon
 _DAEMON = "host_daemon"
 _MODULES = frozenset({_DAEMON, "host_daemon.spawning.spawner", "ckpt_engine.host.server"})
 
 
 class RecordedWorker(msgspec.Struct, frozen=True):
-    """A process that the daemon wrote down when it started it; rank -1 is a generation's store."""
+    """A process that the daemon recorded at its start. Rank -1 is a generation's store."""
 
     job: str
     generation: int
@@ -30,7 +30,7 @@ class RecordedWorker(msgspec.Struct, frozen=True):
 
 
 class HostFiles:
-    """One host's state folder. Raises NotFound if it is none, or not this user's."""
+    """One host's state folder. Raises NotFound if it is not one, or belongs to another user."""
 
     def __init__(self, state_dir: Path) -> None:
         self.root = state_dir.resolve()
@@ -74,14 +74,14 @@ class HostFiles:
         return [RecordedWorker(*row) for row in rows]
 
     def process_of(self, worker: RecordedWorker) -> LiveProcess | None:
-        """The worker's process if it runs: the same start time, and the leader of its session as all workers are."""
+        """The worker's process if it runs. Checks its start time, and that it leads its session as all workers do."""
         process = look_at(worker.pid)
         if process is None or process.start_ticks != worker.start_ticks or process.session != worker.pid:
             return None
         return process
 
     def processes(self) -> list[LiveProcess]:
-        """Daemon first, then engine, spawners, workers and whatever the workers started: all that now run."""
+        """All running processes: the daemon, then engine, spawners, workers and the processes that workers started."""
         sessions = {w.pid for w in self.workers() if self.process_of(w) is not None}
         found = [p for p in own_processes() if p.pid != os.getpid() and (p.session in sessions or self._serves(p))]
         return sorted(found, key=lambda p: (_DAEMON not in p.argv, p.session in sessions, p.pid))
@@ -90,14 +90,17 @@ class HostFiles:
         return next((p for p in self.processes() if _DAEMON in p.argv), None)
 
     def segment_prefix(self) -> Path:
-        """What the paths of all shared memory of this host begin with. Ask while the daemon lives: its environment says
-        in which folder they are; without it this process's own environment does."""
+        """The path prefix of all shared memory of this host.
+
+        Call it while the daemon lives: its environment names the folder. Without a daemon this process's own
+        environment is used.
+        """
         daemon = self.daemon()
         environment = environment_of(daemon) if daemon else dict(os.environ)
         return Path(shm_prefix(str(self.root), environment.get(SHM_DIR_VARIABLE, DEFAULT_SHM_DIR)))
 
     def remove(self) -> None:
-        """The state folder with all that is in it. Raises ConfigurationError if some of it cannot be removed."""
+        """Remove the state folder. Raises ConfigurationError if part of it cannot be removed."""
         try:
             shutil.rmtree(self.root)
         except OSError as error:
@@ -107,12 +110,12 @@ class HostFiles:
             ) from error
 
     def _serves(self, process: LiveProcess) -> bool:
-        """Whether a process is a daemon, spawner or engine that was given this state folder."""
+        """Whether a process is a daemon, spawner or engine with this state folder."""
         return not _MODULES.isdisjoint(process.argv) and state_dir_of(process) == self.root
 
 
 def segments(prefix: Path) -> list[Path]:
-    """The shared-memory files of the host that has this prefix."""
+    """The shared-memory files with this prefix."""
     try:
         entries = list(os.scandir(prefix.parent))
     except FileNotFoundError:
@@ -122,7 +125,7 @@ def segments(prefix: Path) -> list[Path]:
 
 
 def state_dir_of(process: LiveProcess) -> Path | None:
-    """The folder that a process was given as --state-dir; None if it was given none, or has ended."""
+    """A process's --state-dir; None if it has none, or has ended."""
     given = None
     for argument, following in zip(process.argv, [*process.argv[1:], ""], strict=True):
         if argument == "--state-dir":

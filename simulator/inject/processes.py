@@ -1,4 +1,4 @@
-"""Processes of this machine, named so that a signal never reaches another one that got the same pid."""
+"""Processes of this machine, identified so that a signal never reaches another process with the same pid."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flyball.process_title import words_of
 
 
 class LiveProcess(msgspec.Struct, frozen=True):
-    """A live process. (pid, start_ticks) names it for ever, on one boot of the machine."""
+    """A live process. (pid, start_ticks) identifies it forever, on one boot of the machine."""
 
     pid: int
     start_ticks: int  # field 22 of /proc/<pid>/stat
@@ -26,7 +26,7 @@ class LiveProcess(msgspec.Struct, frozen=True):
 
 
 def look_at(pid: int) -> LiveProcess | None:
-    """The live process of that pid, None if there is none (a zombie is none)."""
+    """The live process with that pid; None if there is none (a zombie does not count)."""
     folder = Path(f"/proc/{pid}")
     try:
         stat = (folder / "stat").read_text()
@@ -62,13 +62,14 @@ def environment_of(process: LiveProcess) -> dict[str, str]:
 
 
 def send(process: LiveProcess, number: signal.Signals) -> bool:
-    """Signal this very process; False if it has ended. Raises ConfigurationError if the kernel forbids it."""
+    """Send a signal to exactly this process; False if it has ended. Raises ConfigurationError if the kernel forbids
+    it."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return False
     try:
-        # The descriptor pins whoever has the pid now; only then is it compared.
+        # The descriptor pins the pid's current owner; compare only after that.
         found = look_at(process.pid)
         if found is None or found.start_ticks != process.start_ticks:
             return False
@@ -85,7 +86,7 @@ def send(process: LiveProcess, number: signal.Signals) -> bool:
 
 
 def wait_ended(processes: Iterable[LiveProcess], *, timeout_s: float, clock: Clock) -> list[LiveProcess]:
-    """Wait until all have ended; returns those that have not by then."""
+    """Wait until all have ended; returns those still alive at the timeout."""
     deadline = clock.monotonic_s() + timeout_s
     with ExitStack() as descriptors:
         poll = select.poll()

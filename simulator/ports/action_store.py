@@ -45,7 +45,7 @@ class MemoryActionStore:
         )
 
     def apply(self, progress: ActionProgress, step: PlaybookStep, now: float) -> bool:
-        """Store a step; False if the action ended, or was moved on since `progress` was read."""
+        """Store a step; False if the action ended or advanced since `progress` was read."""
         memory = self._memory
         with memory.transaction():
             row = memory.actions[number_of(progress.action_id)]
@@ -55,13 +55,13 @@ class MemoryActionStore:
             return True
 
     def daemons_of(self, host_ids: Sequence[str]) -> dict[str, str]:
-        """Host -> the incarnation whose report is the newest stored; without those that never reported."""
+        """Host -> incarnation of its newest stored report; without hosts that never reported."""
         with self._memory.transaction():
             hosts = self._memory.hosts
             return {host_id: hosts[host_id].incarnation for host_id in host_ids if host_id in hosts}
 
     def commands_for(self, host_id: str, now: float) -> Sequence[Command]:
-        """The host's commands of open actions that it has not finally answered, oldest first."""
+        """The host's commands of open actions that lack a final reply, oldest first."""
         with self._memory.transaction():
             rows = list(self._memory.open_commands[host_id].values())
             for row in rows:
@@ -69,7 +69,7 @@ class MemoryActionStore:
             return [row.command for row in rows]
 
     def record(self, update: CommandUpdate) -> None:
-        """Keep a host's answer; the first final one stands, and what was never asked is ignored."""
+        """Store a host's reply. The first final one stands; unknown commands are ignored."""
         memory = self._memory
         progress = ACKNOWLEDGED if update.state is UpdateState.ACKNOWLEDGED else ANSWERED
         with memory.transaction():

@@ -15,7 +15,7 @@ MAX_LENGTH = 20_000
 
 
 class MemoryBus:
-    """One stream, shared by all who hold it. Flushed, it loses everything and goes on under another name."""
+    """One stream, shared by its users. A flush loses everything; the stream goes on under another name."""
 
     def __init__(self, *, max_length: int = MAX_LENGTH) -> None:
         self.is_away = False
@@ -26,7 +26,7 @@ class MemoryBus:
         self._lock = threading.Lock()
 
     def publish(self, signals: Sequence[Signal]) -> None:
-        """Append all of them, or none: TooBusy when that would make the stream longer than its bound."""
+        """Append all signals, or none: raises TooBusy if the stream would exceed its bound."""
         with self._lock:
             self._check()
             if len(self._messages) + len(signals) > self._max_length:
@@ -36,7 +36,7 @@ class MemoryBus:
                 self._messages[self._head] = signal
 
     def read(self, after: Cursor | None, *, limit: int) -> list[Delivered]:
-        """Up to `limit` signals behind a cursor, oldest first."""
+        """Up to `limit` signals after a cursor, oldest first."""
         with self._lock:
             self._check()
             position = after.position if after is not None and after.stream == self._stream else 0
@@ -44,7 +44,7 @@ class MemoryBus:
             return [Delivered(Cursor(self._stream, key), self._messages[key]) for key in found]
 
     def trim(self, upto: Cursor) -> None:
-        """Forget what is at or before `upto`; a cursor of another stream changes nothing."""
+        """Drop everything up to `upto`; a cursor of another stream changes nothing."""
         with self._lock:
             self._check()
             if upto.stream == self._stream:
@@ -73,8 +73,10 @@ class MemoryEventLog:
     def read(
         self, job: str | None, after: int, limit: int, kinds: Collection[EventKind] = ()
     ) -> list[tuple[int, Event]]:
-        """Up to `limit` (number, event) pairs with number > `after`, oldest first. With a job: its own events, and
-        those that concern no job. No `kinds` means all."""
+        """Up to `limit` (number, event) pairs with number > `after`, oldest first.
+
+        With a job: its own events, and those of no job. Empty `kinds` means all.
+        """
         with self._memory.transaction():
             found = [
                 (number, event)
@@ -84,6 +86,6 @@ class MemoryEventLog:
         return found[:limit]
 
     def last(self) -> int:
-        """The number of the newest event, 0 if there is none."""
+        """The number of the newest event; 0 if there is none."""
         with self._memory.transaction():
             return len(self._memory.events)

@@ -26,7 +26,7 @@ from simulator.ports.views import load_view
 
 
 class MemoryDecisionStore:
-    """One per controller process: it knows whether this process has held the lease."""
+    """One per controller process: it remembers whether the process has held the lease."""
 
     def __init__(self, memory: Memory, clock: Clock) -> None:
         self._memory = memory
@@ -36,7 +36,7 @@ class MemoryDecisionStore:
         self._revision = 0  # of the newest view
 
     def acquire_lease(self, holder: str, ttl_s: float) -> LeaseGrant | None:
-        """Take or renew the lease; None while another holds it."""
+        """Take or renew the lease; None while another process holds it."""
         memory, began_s = self._memory, self._clock.monotonic_s()
         with memory.transaction():
             now = memory.clock.wall_s()
@@ -60,7 +60,7 @@ class MemoryDecisionStore:
                 self._memory.held = Held(held.holder, held.epoch, 0.0)
 
     def went_back(self, holder: str) -> None:
-        """Nothing else is kept here that could be wrong."""
+        """Nothing else is cached here that could be wrong."""
         self._revision = 0
         self.release_lease(holder)
 
@@ -70,25 +70,25 @@ class MemoryDecisionStore:
             return self._memory.cursor
 
     def revision(self) -> int:
-        """Changes with everything that is written."""
+        """Changes with every write."""
         with self._memory.transaction():
             return self._memory.revision
 
     def load_view(self, focus: Focus | None = None) -> View:
-        """All that the policy looks at, or what a round is about."""
+        """Everything the policy reads, or the part that a round concerns."""
         with self._memory.transaction():
             view = load_view(self._memory)
             self._revision = self._memory.revision
         return view if focus is None else focused(view, focus)
 
     def running_jobs(self) -> list[tuple[str, int]]:
-        """Jobs that have ranks, each with how many."""
+        """Jobs with ranks, and their numbers of ranks."""
         with self._memory.transaction():
             jobs = load_view(self._memory).jobs
         return [(job.spec.job, job.spec.world_size) for job in jobs if job.generation is not None]
 
     def unseen(self, signals: Sequence[Signal]) -> list[Signal]:
-        """Those that are not stored yet, or what stands for them, each once, in their order."""
+        """Signals that are not stored yet, or their replacements; each once, in order."""
         first: dict[SignalKey, Signal] = {}
         for signal in signal_events.storable(signals):
             first.setdefault(signal_events.key_of(signal), signal)
@@ -129,7 +129,7 @@ class MemoryDecisionStore:
             memory.changed([*news, *outcome.events])
 
     def keep_round(self, inputs: RoundInputs, signals: Sequence[Signal], *, epoch: int, now: float) -> None:
-        """Keep the inputs of a round that is stored already."""
+        """Store the inputs of a round that is already stored."""
         with self._memory.transaction():
             if self._memory.held.epoch != epoch:
                 raise StaleEpoch(f"Epoch {epoch} is over.", hint="nothing to do: another one leads now")
@@ -161,7 +161,7 @@ def _store_hosts(memory: Memory, changes: Sequence[HostChange], now: float) -> l
 def _store_signals(memory: Memory, fresh: Sequence[Signal], now: float) -> list[Event]:
     for signal in fresh:
         unique = signal_events.key_of(signal)
-        assert unique not in memory.signals, f"{unique} is stored already"  # as a UNIQUE constraint has it
+        assert unique not in memory.signals, f"{unique} is stored already"  # like a UNIQUE constraint
         memory.signals[unique] = signal
     for sender in {(signal.source, signal.incarnation): None for signal in fresh}:
         memory.raise_watermark(sender)

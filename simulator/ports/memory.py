@@ -1,7 +1,7 @@
-"""The database of a simulation: the tables as plain values, one lock as its transaction.
+"""The database of a simulation: tables as plain values, one lock as the transaction.
 
-What is a rule (who may lead, which report counts, what a command's fence is, what is told to the log) is not written
-again here: it is the code of `services.store`. What is here is keeping and finding.
+Rules (who may lead, which report counts, a command's fence, what is logged) are not repeated here: the code of
+`services` is used. This module stores and finds.
 """
 
 from __future__ import annotations
@@ -40,10 +40,18 @@ from services.record.report_events import RankKey, RankRow
 from services.record.signal_events import SignalKey
 from services.rules.stream import Cursor
 from services.sensor.detector.rank_states import LearnedJob
+from simulator.checks.record import (
+    ActionRecord,
+    CommandRecord,
+    DecisionRecord,
+    GenerationRecord,
+    IncidentRecord,
+    Record,
+)
 
 
 class HostRow(msgspec.Struct):
-    """The columns of `hosts` that a view or a rule looks at."""
+    """The columns of `hosts` that a view or a rule reads."""
 
     host_id: str
     state: HostState
@@ -63,7 +71,7 @@ class HostRow(msgspec.Struct):
 
 
 class ExitRow(msgspec.Struct, frozen=True):
-    """How a rank's worker ended, and when."""
+    """How and when a rank's worker ended."""
 
     body: WorkerExited
     at: float
@@ -115,16 +123,16 @@ class ActionRow(msgspec.Struct):
 
 
 class StandingRow(msgspec.Struct):
-    """What a host told that was ahead of this database."""
+    """A host's standing that was ahead of this database."""
 
     standing: HostStanding
-    told_at: float
-    first_told_at: float
+    received_at: float
+    first_received_at: float
     is_settled: bool = False
 
 
 class StateChange(msgspec.Struct, frozen=True):
-    """One line of the history of an incident or an action."""
+    """One entry in the history of an incident or an action."""
 
     number: int  # of the incident or action
     at: float
@@ -136,17 +144,17 @@ _NOT_STORED = ("clock", "is_away", "lock", "_names")
 
 
 class Memory:
-    """One database. `clock` is the machine's that it runs on: the time of leases."""
+    """One database. `clock` is its machine's: the time of leases."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.is_away = False  # then every transaction fails, as with a server that does not answer
+        self.is_away = False  # every transaction fails, as with a server that does not answer
         self.lock = threading.RLock()
-        self._names = count(1)  # chance, which no backup brings back
+        self._names = count(1)  # randomness that no backup brings back
         self._make()
 
     def _make(self) -> None:
-        """An empty database."""
+        """Make an empty database."""
         self.revision = 0
         self.cluster_id = f"cluster-{next(self._names)}"
         self.incarnation = ""
@@ -157,7 +165,7 @@ class Memory:
         self.signals: dict[SignalKey, Signal] = {}  # in the order in which they were stored
         self.watermarks: dict[Sender, int] = {}
         self.hosts: dict[str, HostRow] = {}
-        self.learned: dict[str, LearnedJob] = {}  # of jobs, by sensors
+        self.learned: dict[str, LearnedJob] = {}  # by job, from sensors
         self.drains: dict[str, DrainView] = {}  # by host
         self.ranks: defaultdict[tuple[str, int], dict[int, RankRow]] = defaultdict(dict)
         self.exits: dict[RankKey, ExitRow] = {}
@@ -175,19 +183,21 @@ class Memory:
         self.events: list[Event] = []
 
     def begin_epoch(self, held: Held) -> None:
-        """Somebody leads from now on, or under another epoch."""
+        """A new leader, or the same one under a new epoch."""
         self.held, self.incarnation = held, self.new_incarnation()
 
     def new_incarnation(self) -> str:
-        """A name that no copy of this database gives."""
+        """A name that no copy of this database uses."""
         return f"i{next(self._names)}"
 
     def back_up(self) -> dict[str, Any]:
-        """What a backup holds."""
-        return deepcopy({name: value for name, value in vars(self).items() if name not in _NOT_STORED}, _whole(self))
+        """The content of a backup."""
+        return deepcopy(
+            {name: value for name, value in vars(self).items() if name not in _NOT_STORED}, _immutable_values(self)
+        )
 
     def restore(self, backup: Mapping[str, Any] | None) -> None:
-        """Put a backup, or an empty database, in the place of this one."""
+        """Replace this database with a backup, or an empty one."""
         self._make()
         vars(self).update(backup or {})
 
@@ -200,7 +210,7 @@ class Memory:
             yield
 
     def raise_watermark(self, sender: Sender, at_least: int = 0) -> None:
-        """Count every signal that is stored right behind a sender's watermark as committed."""
+        """Advance a sender's watermark over all signals stored without a gap behind it."""
         mark = max(at_least, self.watermarks.get(sender, 0))
         while (*sender, mark + 1) in self.signals:
             mark += 1
@@ -208,24 +218,24 @@ class Memory:
             self.watermarks[sender] = mark
 
     def changed(self, news: Sequence[Event] = ()) -> None:
-        """The end of a transaction that wrote."""
+        """End a transaction that wrote."""
         self.revision += 1
         self.events += news
 
     def raise_newest_step(self, job: str, step: int) -> None:
-        """Note that a rank completed `step`, unless a newer one is known."""
+        """Record that a rank completed `step`, unless a newer one is known."""
         row = self.jobs.get(job)
         if row is not None:
             row.newest_step = max(row.newest_step, step)
 
     def close_command(self, row: CommandRow) -> None:
-        """Hand it out no more."""
+        """Stop handing it out."""
         row.is_open = False
         self.open_commands[row.command.host_id].pop(row.command.command_id, None)
 
 
-def _whole(memory: Memory) -> dict[int, Any]:
-    """What never changes need not be copied, for `deepcopy`."""
+def _immutable_values(memory: Memory) -> dict[int, Any]:
+    """Values that never change, so that `deepcopy` need not copy them."""
     frozen = (
         *memory.rounds,
         *memory.events,
@@ -237,3 +247,33 @@ def _whole(memory: Memory) -> dict[int, Any]:
         *(row.command for row in memory.commands.values()),
     )
     return {id(value): value for value in frozen}
+
+
+def record_of(memory: Memory) -> Record:
+    """The history in a simulated database."""
+    states: dict[int, list[tuple[int, IncidentState]]] = {}
+    for place, change in enumerate(memory.incident_changes, 1):
+        states.setdefault(change.number, []).append((place, IncidentState(change.state)))
+    began: dict[int, int] = {}
+    ended: dict[int, int] = {}
+    for place, change in enumerate(memory.action_changes, 1):
+        began.setdefault(change.number, place)
+        if ActionState(change.state).ended:
+            ended.setdefault(change.number, place)
+    return Record(
+        epoch=memory.held.epoch,
+        incidents=tuple(IncidentRecord(i, tuple(states.get(n, ()))) for n, i in sorted(memory.incidents.items())),
+        decisions=tuple(DecisionRecord(n, epoch, d) for n, (d, epoch) in sorted(memory.decisions.items())),
+        actions=tuple(
+            ActionRecord(n, row.plan, row.incident_id, row.state, began[n], ended.get(n, -1))
+            for n, row in sorted(memory.actions.items())
+        ),
+        commands=tuple(
+            CommandRecord(row.command, row.action, row.phase, row.update.state if row.update is not None else None)
+            for row in memory.commands.values()
+        ),
+        generations=tuple(
+            GenerationRecord(row.plan, row.decision, row.started_at, row.restore_step, row.lineage)
+            for _, row in sorted(memory.generations.items())
+        ),
+    )

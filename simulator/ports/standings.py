@@ -1,4 +1,4 @@
-"""What simulated hosts obeyed, compared with what the simulated database knows, and what is taken over from them."""
+"""Compares what simulated hosts obeyed with what the simulated database knows, and adopts jobs from hosts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from simulator.ports.memory import GenerationRow, JobRow, Memory, StandingRow
 
 
 def judge(memory: Memory, obeyed: Mapping[str, LastObeyed]) -> Judgement:
-    """Whose commands these are, and which of these hosts know more than this database."""
+    """The database's identity, and which of these hosts are ahead of it."""
     with memory.transaction():
         ahead = {host for host, one in obeyed.items() if not _is_settled(memory, host, one) and not _knows(memory, one)}
         return Judgement(memory.cluster_id, memory.incarnation, frozenset(ahead))
 
 
-def tell(memory: Memory, standing: HostStanding, now: float) -> None:
-    """Keep what a host tells, for the controller, if it is ahead."""
+def record(memory: Memory, standing: HostStanding, now: float) -> None:
+    """Store a host's standing for the controller, if the host is ahead."""
     with memory.transaction():
         for incarnation, seq in standing.committed.items():
             sender = (standing.host_id, incarnation)
@@ -31,15 +31,15 @@ def tell(memory: Memory, standing: HostStanding, now: float) -> None:
         if _knows(memory, standing.obeyed):
             return
         if _is_settled(memory, standing.host_id, standing.obeyed):
-            return  # it was on the way
+            return  # settled while the message was on its way
         row = memory.standings.get(standing.host_id)
-        first = now if row is None or row.is_settled else row.first_told_at
+        first = now if row is None or row.is_settled else row.first_received_at
         memory.standings[standing.host_id] = StandingRow(standing, now, first)
         memory.changed()
 
 
 def adopt(memory: Memory, adoption: Adoption, now: float) -> list[Event]:
-    """Take over what hosts told."""
+    """Take over the jobs that hosts reported."""
     news = [_adopt_job(memory, job, now) for job in adoption.jobs]
     for one in adoption.settled:
         host_id = one.standing.host_id

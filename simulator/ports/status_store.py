@@ -1,4 +1,4 @@
-"""A `StatusStore` in memory, and what users ask for: jobs submitted and stopped."""
+"""A `StatusStore` in memory, and the users' requests: jobs submitted and stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MemoryStatusStore:
         self._rosters: dict[str, Sequence[str]] = {}
 
     def record_reports(self, reports: Sequence[tuple[Report, float]], steps: Sequence[StepSummary] = ()) -> None:
-        """Store what (report, received_at) pairs say; a report that comes twice changes nothing."""
+        """Store (report, received_at) pairs; a repeated report changes nothing."""
         memory = self._memory
         if not reports and not steps:
             return
@@ -62,7 +62,8 @@ class MemoryStatusStore:
             memory.changed(news)
 
     def vouch(self, *, sensor: str, at: float, ages_ms: Sequence[int], hosts: Sequence[str] | None) -> None:
-        """Note how long before `at` a sensor heard of each host; `hosts` None: those of the last time."""
+        """Store how long before `at` a sensor received a report of each host; `hosts` None: the same hosts as last
+        time."""
         if hosts is not None:
             self._rosters[sensor] = hosts
         with self._memory.transaction():
@@ -72,23 +73,23 @@ class MemoryStatusStore:
             self._memory.changed()
 
     def learn(self, known: Mapping[str, LearnedJob]) -> None:
-        """Store what a sensor has learned of jobs."""
+        """Store what a sensor has learned about jobs."""
         with self._memory.transaction():
             self._memory.learned.update(known)
 
     def learned(self) -> dict[str, LearnedJob]:
-        """By any sensor."""
+        """What any sensor has learned about jobs."""
         with self._memory.transaction():
             return dict(self._memory.learned)
 
     def committed(self, senders: Iterable[Sender]) -> dict[Sender, int]:
-        """For each sender that is known: every signal up to this seq is committed."""
+        """For each known sender: every signal up to this seq is committed."""
         with self._memory.transaction():
             marks = self._memory.watermarks
             return {sender: marks[sender] for sender in senders if sender in marks}
 
     def hosts_with_placement(self) -> dict[str, float]:
-        """The hosts on which workers of running jobs should be -> when any sensor last heard of each."""
+        """Hosts that should run workers of running jobs -> when any sensor last received a report of each."""
         memory = self._memory
         with memory.transaction():
             named = sorted(
@@ -137,7 +138,7 @@ class MemoryJobStore:
         self._memory = memory
 
     def submit(self, spec: JobSpec, now: float) -> bool:
-        """Record a job; False if the very same one is there. Raises Conflict if another one has its name."""
+        """Store a job; False if the identical one exists. Raises Conflict if another job has its name."""
         memory = self._memory
         with memory.transaction():
             known = memory.jobs.get(spec.job)

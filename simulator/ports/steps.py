@@ -1,4 +1,4 @@
-"""Stores one move of a playbook in the simulated database: the first with its decision, and every later one."""
+"""Stores one step of a playbook in the simulated database: the first with its decision, the others later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simulator.ports.memory import ActionRow, CommandRow, Memory, StateChange
 
 
 def position_of(row: ActionRow) -> Position:
-    """Where an action stands."""
+    """The action's position."""
     return Position(
         action_id=f"act-{row.number}",
         incident_id=row.incident_id,
@@ -24,7 +24,7 @@ def position_of(row: ActionRow) -> Position:
 
 
 def store(memory: Memory, row: ActionRow, step: PlaybookStep, now: float) -> list[Event]:
-    """Move the action on; returns what the log is to be told."""
+    """Advance the action; returns the events to log."""
     before = position_of(row)
     if step.message or (step.phase, step.state) != (row.phase, row.state):
         memory.action_changes.append(StateChange(row.number, now, step.state, step.phase))
@@ -43,7 +43,7 @@ def store(memory: Memory, row: ActionRow, step: PlaybookStep, now: float) -> lis
 
 
 def close_commands(memory: Memory, row: ActionRow) -> None:
-    """No host is given commands of this action any more."""
+    """Stop handing out this action's commands."""
     for command in row.commands:
         memory.close_command(command)
 

@@ -15,8 +15,7 @@ from simulator.ports.memory import ActionRow, JobRow, Memory
 
 
 def load_view(memory: Memory) -> View:
-    """Jobs that have not ended, or still have something open or workers somewhere; all hosts, open incidents, and their
-    actions."""
+    """Jobs that have not ended, or still have open work or workers; all hosts; open incidents with their actions."""
     incidents = tuple(i for _, i in sorted(memory.incidents.items()) if not i.state.closed)
     actions = tuple(_action(memory, row) for row in _wanted(memory, incidents))
     named = {incident.job for incident in incidents} | {action.plan.job for action in actions}
@@ -41,7 +40,7 @@ def load_view(memory: Memory) -> View:
         next_decision=max((memory.decision_floor, *memory.decisions)) + 1,
         cluster=memory.cluster_id,
         standings=tuple(
-            ToldStanding(row.standing, row.told_at, row.first_told_at)
+            ToldStanding(row.standing, row.received_at, row.first_received_at)
             for _, row in sorted(memory.standings.items())
             if not row.is_settled
         ),

@@ -1,4 +1,4 @@
-"""A simulated process: it runs in rounds, can be stopped for a while, and is killed and started anew."""
+"""A simulated process: runs in rounds, can be stopped for a while, or killed and restarted."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from simulator.ports.memory import Memory
 from simulator.world.events import Happening, MachineClock
 from simulator.world.world import World
 
-LEAST_PAUSE_S = 0.1  # between two rounds of a loop: a machine that has other things to do
-IDLE_PAUSE_S = 0.25  # when a round had nothing to do
+LEAST_PAUSE_S = 0.1  # least time between two rounds of a loop
+IDLE_PAUSE_S = 0.25  # after a round without work
 TICK_S = 0.25  # of the detector
 WRITE_EVERY_S = 0.1
 
@@ -25,7 +25,7 @@ def _nothing() -> None:
 
 
 class SimulatedWakeup:
-    """A `Wakeup` that makes sleeping loops due. A hint: it may be lost."""
+    """A `Wakeup` that makes sleeping loops due. Only a hint: it may get lost."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -38,11 +38,11 @@ class SimulatedWakeup:
                 self._world.after(0.002, listener)
 
     def wait(self, topic: str, timeout_s: float) -> bool:
-        raise AssertionError("nobody blocks in simulated time")
+        raise AssertionError("simulated processes never block")
 
 
 class SimulatedProcess(ABC):
-    """Something that runs, can be stopped for a while, and can be killed and started anew."""
+    """Base of the simulated control-plane processes."""
 
     def __init__(self, world: World, name: str, clock: MachineClock) -> None:
         self.world, self.name, self.clock = world, name, clock
@@ -52,26 +52,26 @@ class SimulatedProcess(ABC):
         self.woken: Happening = _nothing
 
     def wake(self) -> None:
-        """There may be work."""
+        """Signal that there may be work."""
         self.woken()
 
     def start(self) -> None:
-        """Begin with nothing in memory."""
+        """Start with empty memory."""
         self.is_running = True
         self.starts += 1
         self.begin()
 
     def kill(self) -> None:
-        """As kill -9 does."""
+        """Simulates kill -9."""
         self.is_running = False
 
     def stop_for(self, seconds: float) -> None:
-        """As SIGSTOP and SIGCONT do."""
+        """Simulates SIGSTOP, and SIGCONT after `seconds`."""
         self._stopped_until = self.world.now + seconds
 
     @property
     def answers(self) -> bool:
-        """Whether a request would be answered now."""
+        """Whether a request would get a reply now."""
         return self.is_running and self.world.now >= self._stopped_until
 
     @abstractmethod
@@ -79,7 +79,7 @@ class SimulatedProcess(ABC):
         """Set up a new process."""
 
     def every(self, work: Callable[[], float]) -> Happening:
-        """Run `work` again and again, each time after the pause that it asks for; returns what wakes it."""
+        """Run `work` repeatedly, each time after the pause it returned; returns the function that wakes it."""
         mine = self.starts
         due_at = [0.0]
 
@@ -89,7 +89,7 @@ class SimulatedProcess(ABC):
             if self.world.now < self._stopped_until:
                 plan(self._stopped_until - self.world.now)
                 return
-            due_at[0] = float("inf")  # it does not run in itself
+            due_at[0] = float("inf")  # running now: must not be re-entered
             pause_s = work()
             plan(LEAST_PAUSE_S if pause_s < LEAST_PAUSE_S / 2 else max(IDLE_PAUSE_S, pause_s))
 
@@ -113,7 +113,7 @@ P = TypeVar("P", bound=SimulatedProcess)
 
 
 class Shared(msgspec.Struct, frozen=True, eq=False):
-    """What the processes have in common: database, bus, and who wakes them."""
+    """Shared by all processes: database, bus, wake-ups and metrics."""
 
     memory: Memory
     bus: MemoryBus

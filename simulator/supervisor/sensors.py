@@ -1,4 +1,4 @@
-"""The simulated sensors: around the real admission, detector and queue only what writes to bus and database."""
+"""The simulated sensors: real admission, detector and queue; only the writing to bus and database is replaced."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ class Sensor(SimulatedProcess):
         self._steps: list[StepSummary] = []
         self._outage = Outage(self.name, self.clock)
         self._has_recalled = False
-        self.heard_at: dict[str, float] = {}
+        self.received_at: dict[str, float] = {}
         self.every(self._tick)
-        self.every(self._look)
+        self.every(self._sync)
         self._written = self.every(self._write)
 
     def accept(self, report: Report) -> ReportReply | None:
-        """Take one report in; None if it is refused."""
+        """Process one report; None if it is refused."""
         host_id = report.facts.host_id
         try:
             reply = self._ingest.accept(report, host_id=host_id, size_bytes=1000)
         except FlyballError:
             return None
-        self.heard_at[host_id] = self.world.now
+        self.received_at[host_id] = self.world.now
         if report.signals:
             self._written()
         return reply
@@ -66,9 +66,9 @@ class Sensor(SimulatedProcess):
         self._ingest.tick(self.clock.monotonic_s())
         return TICK_S
 
-    def _look(self) -> float:
-        """What the sensor asks the database for, and tells it of itself."""
-        told = self._ingest.vouches.tell(self.clock.monotonic_s())
+    def _sync(self) -> float:
+        """Exchange state with the database: expected hosts, neighbours, learned jobs, vouches."""
+        vouch = self._ingest.vouches.tell(self.clock.monotonic_s())
         try:
             self._ingest.expect_hosts(self._status.hosts_with_placement())
             if plan := next((g.plan for g in reversed(self._memory.generations.values())), None):
@@ -78,14 +78,14 @@ class Sensor(SimulatedProcess):
                 self._has_recalled = True
             self._status.learn(self._detector.learned())
             name, at = f"sensor.{self.name}", self.clock.wall_s()
-            self._status.vouch(sensor=name, at=at, ages_ms=told.ages_ms, hosts=told.hosts)
+            self._status.vouch(sensor=name, at=at, ages_ms=vouch.ages_ms, hosts=vouch.hosts)
         except OUTAGES:
             self._ingest.vouches.not_told()
             self._detector.doubt(self.clock.monotonic_s(), EXPECT_EVERY_S + BACKLOG_S)
         return EXPECT_EVERY_S
 
     def _write(self) -> float:
-        """Signals to the bus first, then the state."""
+        """Write signals to the bus first, then the state."""
         if not (self._signals or self._reports or self._steps):
             batch = self._queue.take(max_hosts=MAX_HOSTS, timeout_s=0.0)
             self._signals = [signal for item in batch.signals for signal in item.signals]

@@ -1,5 +1,7 @@
-"""The simulated controllers and actuators around the real loop and executor, and how daemons reach them. What a process
-keeps in memory is lost with it."""
+"""The simulated controllers and actuators, around the real loop and executor, and the daemons' way to them.
+
+A process's memory is lost with it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ from simulator.world.world import World
 
 
 class WatchedStore(MemoryDecisionStore):
-    """A decision store whose commits can be held up, and are compared with the truth."""
+    """A decision store whose commits can be delayed, and are compared with the truth."""
 
     def __init__(self, controller: Controller, memory: Memory) -> None:
         super().__init__(memory, controller.clock)
@@ -63,15 +65,15 @@ class WatchedStore(MemoryDecisionStore):
         )
         for plan in (d.action for d in outcome.decisions if d.action is not None and d.action.next is not None):
             self._controller.granted(plan)
-        said_by = {s.body.host_id: s.source for s in signals if isinstance(s.body, HostSilent)}
+        reported_by = {s.body.host_id: s.source for s in signals if isinstance(s.body, HostSilent)}
         for change in outcome.hosts:
             if change.state is HostState.SILENT:
-                self._controller.condemned(change.host_id, said_by.get(change.host_id, ""))
+                self._controller.condemned(change.host_id, reported_by.get(change.host_id, ""))
 
 
 def lasting_neighbours(host_id: str, own: GenerationPlan, present: GenerationPlan) -> list[str]:
-    """Who can be asked about a host whose ranks are of generation `own`: with one that was replaced since, nobody keeps
-    a link."""
+    """Neighbours that can be asked about a host whose ranks are of generation `own`. Excludes those replaced since:
+    nobody keeps a link with them."""
     kept = neighbours(present.hosts, present.peers).get(host_id, ())
     return [name for name in neighbours(own.hosts, own.peers).get(host_id, ()) if name in kept]
 
@@ -101,34 +103,34 @@ class Controller(SimulatedProcess):
         self.woken = self.every(self._round)
 
     def stop_at_commit_for(self, seconds: float) -> None:
-        """Stop the process just before it stores its next decision: it does not know what happens meanwhile."""
+        """Stop the process just before it stores its next decision, so that it misses what happens meanwhile."""
         self._hold_up_s = seconds
 
     def hold_up(self) -> None:
-        """Let time go on for all others."""
+        """Let time pass for all other processes."""
         if self._hold_up_s > 0.0:
             until, self._hold_up_s = self.world.now + self._hold_up_s, 0.0
             self.world.timeline.run_until(until)
 
     def granted(self, plan: ActionPlan) -> None:
-        """Note what was known of the steps that a generation could go on from."""
+        """Record which steps were known when a generation was granted."""
         assert plan.next is not None
-        told = [copy for row in self._memory.hosts.values() for copy in row.copies]
-        asked = [copy for copy in told if copy.host_id in plan.stop_hosts]
-        found = (newest_step(copies, plan.next.parent_lineage, plan.spec.world_size) for copies in (told, asked))
+        known = [copy for row in self._memory.hosts.values() for copy in row.copies]
+        reachable = [copy for copy in known if copy.host_id in plan.stop_hosts]
+        found = (newest_step(copies, plan.next.parent_lineage, plan.spec.world_size) for copies in (known, reachable))
         steps = [-1 if step is None else step for step in found]
         self.world.granted_at[plan.next.generation] = self.world.now
         self.world.note(Granted(self.world.now, plan.job, plan.next.generation, *steps))
 
-    def condemned(self, host_id: str, said_by: str) -> None:
-        """Note what a controller said of a host that may be well."""
+    def condemned(self, host_id: str, reported_by: str) -> None:
+        """Record that a controller declared a host silent, and whether the host was well."""
         host = self.world.hosts[host_id]
-        sensor = self._sensors.get(said_by.removeprefix("sensor."))
+        sensor = self._sensors.get(reported_by.removeprefix("sensor."))
         witness = self._witness(host, sensor) if sensor is not None else ""
         self.world.note(Condemned(self.world.now, host_id, host.is_up and host.is_daemon_up, witness))
 
     def _witness(self, host: Host, sensor: Sensor) -> str:
-        """A neighbour that heard of the host all the time, and was itself heard by the sensor that said it."""
+        """A neighbour that was in touch with the host all the time, and with the sensor that reported the silence."""
         group = next((group for group, _ in reversed(host.workers.values())), None)
         if group is None:
             return ""
@@ -136,8 +138,8 @@ class Controller(SimulatedProcess):
         if (group.job, group.generation) not in plans:  # the database lost it
             return ""
         for name in lasting_neighbours(host.host_id, plans[group.job, group.generation], plans[max(plans)]):
-            is_heard = sensor.answers and self.world.now - sensor.heard_at.get(name, 0.0) < 2.0
-            if is_heard and self.world.hosts[name].has_heard_for_s(host) > 30.0:
+            is_reporting = sensor.answers and self.world.now - sensor.received_at.get(name, 0.0) < 2.0
+            if is_reporting and self.world.hosts[name].in_touch_for_s(host) > 30.0:
                 return name
         return ""
 
@@ -166,9 +168,9 @@ class Actuator(SimulatedProcess):
         self.woken = self.every(self._round)
 
     def commands(self, host: Host) -> tuple[Sequence[Command], Judgement | None]:
-        """What a poll of a host is answered with, and by whom; None: by nobody."""
+        """The commands for a host's poll, and the identity of the database; None if nobody answers."""
         try:
-            if not self._hears(host.host_id, host.incarnation, host.predecessors):
+            if not self._is_current(host.host_id, host.incarnation, host.predecessors):
                 return (), None
             given = self.store.commands_for(host.host_id, self.clock.wall_s())
             judged = standings.judge(self._memory, {host.host_id: host.commands.obeyed})
@@ -176,18 +178,18 @@ class Actuator(SimulatedProcess):
             return (), None
         return () if judged.ahead else given, judged
 
-    def take_standing(self, standing: HostStanding) -> None:
-        """Store what a host tells that is ahead of the database."""
+    def record_standing(self, standing: HostStanding) -> None:
+        """Store a host's standing that is ahead of the database."""
         try:
-            standings.tell(self._memory, standing, self.clock.wall_s())
+            standings.record(self._memory, standing, self.clock.wall_s())
         except OUTAGES:
-            return  # it is told again
+            return  # the host sends it again
         self._wakeup.notify("signals")
 
-    def take(self, update: CommandUpdate, predecessors: Sequence[str]) -> bool:
-        """Store a host's answer; whether that worked."""
+    def record(self, update: CommandUpdate, predecessors: Sequence[str]) -> bool:
+        """Store a host's reply; returns whether that worked."""
         try:
-            if not self._hears(update.host_id, update.incarnation, predecessors):
+            if not self._is_current(update.host_id, update.incarnation, predecessors):
                 return False
             self.store.record(update)
         except OUTAGES:
@@ -195,7 +197,7 @@ class Actuator(SimulatedProcess):
         self._wakeup.notify("actions")
         return True
 
-    def _hears(self, host_id: str, incarnation: str, predecessors: Sequence[str]) -> bool:
+    def _is_current(self, host_id: str, incarnation: str, predecessors: Sequence[str]) -> bool:
         return speaks_for_host(incarnation, predecessors, self.store.daemons_of([host_id]).get(host_id, ""))
 
     def _round(self) -> float:
@@ -208,13 +210,14 @@ class Actuator(SimulatedProcess):
 
 
 class Gateway:
-    """How daemons reach the control plane: each picks a process that answers, and moves on when it does not."""
+    """Connects daemons to the control plane. Each daemon picks a process that answers, and moves on when it stops
+    answering."""
 
     def __init__(self, world: World, sensors: Sequence[Sensor], actuators: Sequence[Actuator]) -> None:
         self._world, self._sensors, self._actuators = world, sensors, actuators
 
     def report(self, host: Host, report: Report) -> None:
-        """Send a report, and later its reply."""
+        """Send a report; its reply arrives later."""
         sensor = self._pick(self._sensors, host)
         if sensor is None:
             return
@@ -241,32 +244,32 @@ class Gateway:
             return
         commands, judged = actuator.commands(host)
         if judged is not None:
-            network.send(ACTUATOR, host.host_id, host.while_alive(partial(host.answered, judged)))
+            network.send(ACTUATOR, host.host_id, host.while_alive(partial(host.poll_answered, judged)))
             for command in commands:
                 obey = partial(host.commands.obey, command, judged.cluster)
                 network.send(ACTUATOR, host.host_id, host.while_alive(obey))
 
-    def tell(self, host: Host, standing: HostStanding) -> None:
-        """Send what a host knows; lost, it is asked for again."""
+    def send_standing(self, host: Host, standing: HostStanding) -> None:
+        """Send a host's standing; if lost, it is requested again."""
         actuator = self._pick(self._actuators, host)
         if actuator is None:
             return
 
         def arrive() -> None:
             if actuator.answers:
-                actuator.take_standing(standing)
+                actuator.record_standing(standing)
 
         self._world.network.send(host.host_id, ACTUATOR, arrive)
 
-    def answer(self, host: Host, update: CommandUpdate) -> None:
-        """Send an answer; it is sent again until it was taken."""
+    def reply(self, host: Host, update: CommandUpdate) -> None:
+        """Send a reply to a command; repeated until it is received."""
         actuator = self._pick(self._actuators, host)
         if actuator is None:
             return
         predecessors = host.predecessors
 
         def arrive() -> None:
-            if actuator.answers and actuator.take(update, predecessors):
+            if actuator.answers and actuator.record(update, predecessors):
                 self._world.network.send(
                     ACTUATOR, host.host_id, host.while_alive(partial(host.commands.delivered, update))
                 )
@@ -274,7 +277,7 @@ class Gateway:
         self._world.network.send(host.host_id, ACTUATOR, arrive)
 
     def _pick(self, processes: Sequence[P], host: Host) -> P | None:
-        """The same one as long as it answers."""
+        """The same process as long as it answers."""
         offset = sum(map(ord, host.host_id)) % len(processes)
         ordered = (*processes[offset:], *processes[:offset])
         return next((process for process in ordered if process.answers), None)

@@ -1,5 +1,7 @@
-"""How a simulated daemon obeys: what it does about a command is decided by the daemon's own rules, carrying it out is
-simulated. Journal and fences are on its disk."""
+"""How a simulated daemon obeys commands. The daemon's own rules decide; only the execution is simulated.
+
+Journal and fences are on the host's disk.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from host_daemon.orders.commands import gives_way, job_of
 from host_daemon.orders.job_control import ENGINE_RETURN_S
 from host_daemon.store.command_journal import CommandAdmission, admit
 from simulator.checks.history import Obeyed, StartFailed
-from simulator.world.training import SIGKILL, RunningGeneration
+from simulator.world.training import SIGKILL, Ending, RunningGeneration
 
 if TYPE_CHECKING:
     from simulator.world.host import Host
@@ -38,21 +40,21 @@ if TYPE_CHECKING:
 class _Running(msgspec.Struct, eq=False):
     command: Command
     began_at: float
-    step: int = -1  # that an emergency save waits for
+    step: int = -1  # step that an emergency save waits for
 
 
 class Commands:
-    """Of one host."""
+    """The commands of one host."""
 
     def __init__(self, host: Host) -> None:
         self._host, self._world = host, host.world
         self._pids = 1000
-        # on disk
-        self._answers: dict[str, CommandUpdate | None] = {}  # by command that was begun
+        # survives on disk:
+        self._answers: dict[str, CommandUpdate | None] = {}  # by id of a command that was begun
         self._fences: dict[str, Fence] = {}
         self.obeyed = standings.LastObeyed()
-        self.ended: dict[str, int] = {}  # jobs
-        self._jobs: dict[str, tuple[StartWorkers, Fence]] = {}  # the newest of each
+        self.ended: dict[str, int] = {}  # job -> generation
+        self._jobs: dict[str, tuple[StartWorkers, Fence]] = {}  # newest per job
         self.restart()
 
     def restart(self) -> None:
@@ -61,7 +63,7 @@ class Commands:
         self.outgoing: dict[str, CommandUpdate] = {}  # not known to have arrived
 
     def delivered(self, update: CommandUpdate) -> None:
-        """An answer was taken."""
+        """The control plane received a reply."""
         if self.outgoing.get(update.command_id) is update:
             del self.outgoing[update.command_id]
 
@@ -78,11 +80,11 @@ class Commands:
         return tuple(held)
 
     def obey(self, command: Command, cluster: str) -> None:
-        """Take a command that an actuator handed out, perhaps again."""
+        """Execute a command from an actuator; it may be a repeat."""
         if not self._host.is_daemon_up or command.command_id in self._running:
             return
         job = job_of(command.body)
-        if self._host.is_disk_full:  # it cannot note that it obeyed, and so does not
+        if self._host.is_disk_full:  # without a record of the command it must not obey
             self._deny(command, StorageFull.code, "The state database cannot be written.")
             return
         answer = self._answers.get(command.command_id)
@@ -116,7 +118,7 @@ class Commands:
         )
 
     def _begin(self, running: _Running) -> None:
-        """Commands of a job are carried out one after the other."""
+        """Execute the commands of a job one after the other."""
         command = running.command
         if self._running.get(command.command_id) is not running:
             return
@@ -186,14 +188,17 @@ class Commands:
         self._world.after(delay_s, self._host.while_alive(finish))
 
     def _end_workers(self, upto_generation: int) -> None:
-        """Kill this host's ranks of these generations; their positions are kept in their beacons."""
+        """Kill this host's ranks of these generations; their beacons keep their positions."""
         for group, worker in list(self._host.workers.values()):
             if group.generation <= upto_generation:
-                self._world.exit(group, worker, signal_number=SIGKILL, is_expected=True)
+                self._world.exit(group, worker, Ending(signal_number=SIGKILL, is_expected=True))
 
     def _list_copies(self, running: _Running, body: StopWorkers | EndJob) -> None:
-        """A stop that listed no copies would have the job go on from an older step: an engine that is away is waited
-        for, and then said to be."""
+        """Reply to a stop with all copies.
+
+        Without the list the job would go on from an older step, so wait for an engine that is away, and finally report
+        it unreachable.
+        """
         if self._running.get(running.command.command_id) is not running:
             return
         if self._host.is_engine_up:
@@ -208,7 +213,7 @@ class Commands:
         beacons = group.beacons.get(self._host.host_id, {}) if group is not None else {}
         return CommandResult(
             positions=tuple(RankPosition(rank, step) for rank, step in sorted(beacons.items())),
-            copies=self._host.told_copies(),
+            copies=self._host.reported_copies(),
             free_port=29501,
         )
 
@@ -217,7 +222,7 @@ class Commands:
         pids = {}
         for rank in part.ranks if part is not None else ():
             if (body.placement.generation, rank) in self._host.workers:
-                continue  # an earlier daemon had begun
+                continue  # an earlier daemon had started it
             self._pids += 1
             pids[str(rank)] = self._pids
             worker = self._world.begin(body.placement, self._host.host_id, rank, self._pids)
@@ -269,4 +274,4 @@ class Commands:
 
     def _send(self, update: CommandUpdate) -> None:
         self.outgoing[update.command_id] = update
-        self._host.control.answer(self._host, update)
+        self._host.control.reply(self._host, update)

@@ -1,4 +1,4 @@
-"""Simulated time: an ordered queue of what happens next. Pure; chance comes in as a seeded generator."""
+"""Simulated time: an ordered queue of events. Pure; randomness comes from a seeded generator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Happening = Callable[[], None]
 
 
 class EventQueue:
-    """What is due first happens first; of two at the same moment the one that was planned first."""
+    """Runs events in order of time; ties in the order in which they were planned."""
 
     def __init__(self) -> None:
         self.now = BEGAN_AT
@@ -19,13 +19,15 @@ class EventQueue:
         self._planned = 0
 
     def after(self, delay_s: float, happening: Happening) -> None:
-        """Plan something."""
+        """Plan an event."""
         self._planned += 1
         heapq.heappush(self._queue, (self.now + max(0.0, delay_s), self._planned, happening))
 
     def run_until(self, at: float, *, unless: Callable[[], bool] = lambda: False) -> None:
-        """Let everything happen that is due by then, or until `unless`. It may be called from within a happening: time
-        goes on for all others while that one is held up."""
+        """Run all events due by `at`, or until `unless` is true.
+
+        May be called from within an event: time then passes for all others while that one is delayed.
+        """
         while self._queue and self._queue[0][0] <= at and not unless():
             due, _, happening = heapq.heappop(self._queue)
             self.now = max(self.now, due)
@@ -35,7 +37,7 @@ class EventQueue:
 
 
 class MachineClock:
-    """A machine's clocks: the wall clock may be set wrong, the monotonic one runs on."""
+    """A machine's clocks: the wall clock can be wrong, the monotonic clock runs on."""
 
     def __init__(self, timeline: EventQueue) -> None:
         self._timeline = timeline

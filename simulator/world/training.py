@@ -1,17 +1,17 @@
-"""A simulated job as it truly runs: ranks in lock step, saves with their replicas, and what a failure drags after it.
+"""A simulated job as it truly runs: ranks in lock step, saves with their replicas, and the consequences of failures.
 
-One `RunningGeneration` is one generation that hosts were told to start. It trains while every rank lives on hosts that
-reach each other; it does not know what the supervisor believes.
+One `RunningGeneration` is one generation that hosts were ordered to start. It trains while every rank lives on hosts
+that reach each other; it does not know what the supervisor believes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flyball.contracts.checkpoints import ShardCopy, Tier
-from flyball.contracts.cluster import Activity, Phase, Placement, WorkerError
+from flyball.contracts.cluster import Activity, Phase, Placement
 from flyball.contracts.errors import RestoreFailed
 from flyball.contracts.reports.signals import SavesFailing, SavesRecovered
 from simulator.checks.history import NO_SOURCE, Parked, Restored, Saved
@@ -23,11 +23,20 @@ if TYPE_CHECKING:
 SIGKILL = 9
 RENDEZVOUS_TIMEOUT_S = 60.0
 COLLECTIVE_TIMEOUT_S = 45.0
-REPLICA_WAIT_S = 10.0  # then the world goes on without those that cannot be had
+REPLICA_WAIT_S = 10.0  # then the world goes on without the missing replicas
 SHARD_SIZE_BYTES = 1000
-FAILING_AFTER_S = 60.0  # as an engine has it
-STANDS_AFTER_S = 2.5  # no step takes as long
+FAILING_AFTER_S = 60.0  # as in the engine
+STANDS_AFTER_S = 2.5  # longer than any step
 RESUME_LOOK_S = 0.25
+
+
+class Ending(NamedTuple):
+    """How a rank's process ended. Without an exit code or signal nobody saw it."""
+
+    exit_code: int | None = None
+    signal_number: int | None = None
+    message: str = ""
+    is_expected: bool = False
 
 
 class SimulatedWorker:
@@ -42,7 +51,7 @@ class SimulatedWorker:
         self.new_steps: list[tuple[int, float]] = []  # not reported yet
 
     def doing(self, now: float) -> tuple[Activity, float, str]:
-        """What a daemon sees of its process, for how long, and where."""
+        """The activity that a daemon sees, how long it has lasted, and the system call."""
         stands_s = now - self.moved_at
         if stands_s < STANDS_AFTER_S:
             return Activity.UNKNOWN, 0.0, ""
@@ -50,17 +59,17 @@ class SimulatedWorker:
 
 
 class RunningGeneration:
-    """One generation of a job. Each host knows the part of the placement that it was told."""
+    """One generation of a job. Each host knows only its own part of the placement."""
 
     def __init__(self, world: World, placement: Placement, rng: Random) -> None:
         self.world, self.placement, self._rng = world, placement, rng
         self.parts: dict[str, Placement] = {}
         self.workers: dict[int, SimulatedWorker] = {}
         self.step_s = world.step_s
-        self.beacons: dict[str, dict[int, int]] = {}  # host -> rank -> newest step, also of the dead
+        self.beacons: dict[str, dict[int, int]] = {}  # host -> rank -> newest step, also of dead ranks
         self.parks_at: dict[str, int] = {}  # host -> step at which its ranks park
-        self._failing: dict[str, tuple[float, int]] = {}  # host -> since when its saves fail, and how many
-        self._told_failing: set[str] = set()
+        self._failing: dict[str, tuple[float, int]] = {}  # host -> when its saves began to fail, and how many did
+        self._reported_failing: set[str] = set()
         self._has_restored = False
         self._is_stepping = False
         self._stuck_since: float | None = None
@@ -85,7 +94,7 @@ class RunningGeneration:
         return worker
 
     def left(self, worker: SimulatedWorker) -> None:
-        """A rank's process is gone: the others lose their connections, once they notice."""
+        """A rank's process is gone. The others lose their connections once they notice."""
         if self.workers.get(worker.rank) is worker:
             del self.workers[worker.rank]
             self._note_parked()
@@ -102,7 +111,7 @@ class RunningGeneration:
         return True
 
     def release(self, host_id: str) -> None:
-        """Give an emergency save up."""
+        """Cancel an emergency save."""
         if self.parks_at.pop(host_id, None) is not None:
             for worker in self.workers.values():
                 if worker.host_id == host_id and worker.phase is Phase.PARKED:
@@ -120,7 +129,7 @@ class RunningGeneration:
         return self.workers.get(worker.rank) is worker
 
     def _put_off(self, workers: Iterable[SimulatedWorker], happening: Happening) -> bool:
-        """Whether the machine of one of these ranks is paused: then it happens later."""
+        """If the machine of one of these ranks is paused, postpone the event and return True."""
         is_paused = any(self.world.hosts[worker.host_id].is_paused for worker in workers)
         if is_paused:
             self.world.after(RESUME_LOOK_S, happening)
@@ -157,7 +166,7 @@ class RunningGeneration:
             sources = plan.sources.get(str(worker.rank), ())
             found = [source for source in sources if self.world.can_fetch(worker, self.job, source, plan.step)]
             if not found:
-                self.world.exit(self, worker, exit_code=RestoreFailed.exit_code, message=NO_SOURCE)
+                self.world.exit(self, worker, Ending(exit_code=RestoreFailed.exit_code, message=NO_SOURCE))
                 return
             loaded.add((plan.step, found[0].generation))
         self._has_restored = True
@@ -220,7 +229,7 @@ class RunningGeneration:
             self._parked_since = None
 
     def _wait_for_the_others(self) -> None:
-        """A collective that does not end is given up after its timeout."""
+        """A collective that cannot finish fails after its timeout."""
         now = self.world.now
         if self._stuck_since is None:
             self._stuck_since = now
@@ -237,14 +246,15 @@ class RunningGeneration:
     def _fail_soon(self, worker: SimulatedWorker, message: str) -> None:
         def fail() -> None:
             if self._is_alive(worker) and not worker.is_hung and not self._put_off([worker], fail):
-                self.world.exit(self, worker, exit_code=1, message=message)
+                self.world.exit(self, worker, Ending(exit_code=1, message=message))
 
         self.world.after(self._rng.uniform(0.02, 0.6), fail)
 
     # --- saves -------------------------------------------------------------------------------------------------------
 
     def _save(self, step: int) -> None:
-        """Every rank has two slots: a save waits while the one before lacks replicas that can still be had."""
+        """Save a step. Every rank has two slots, so a save waits while the previous one lacks replicas that can still
+        arrive."""
         if not self._can_save(step):
             return
         waits_s = self.world.now - self._began_saving_at
@@ -259,7 +269,7 @@ class RunningGeneration:
         self.world.after(self._rng.uniform(0.02, 0.3), lambda: self._replicate(step))
 
     def _can_save(self, step: int) -> bool:
-        """Whether every host can; a host tells what has failed for long there, and when that is over."""
+        """Whether every host can save. A host reports when its saves have failed for long, and when they recover."""
         can_all = True
         for host_id in sorted({worker.host_id for worker in self.workers.values()}):
             host = self.world.hosts[host_id]
@@ -268,14 +278,14 @@ class RunningGeneration:
                 since, count = self._failing.get(host_id, (self.world.now, 0))
                 self._failing[host_id] = since, count + 1
                 is_long = self.world.now - since >= FAILING_AFTER_S
-                if is_long and host.is_daemon_up and host_id not in self._told_failing:
-                    self._told_failing.add(host_id)
+                if is_long and host.is_daemon_up and host_id not in self._reported_failing:
+                    self._reported_failing.add(host_id)
                     ranks = tuple(w.rank for w in self.workers.values() if w.host_id == host_id)
                     host.put(SavesFailing(self.job, self.generation, ranks, since, count + 1, step, "No slot."))
                 continue
             self._failing.pop(host_id, None)
-            if host.is_daemon_up and host_id in self._told_failing:
-                self._told_failing.discard(host_id)
+            if host.is_daemon_up and host_id in self._reported_failing:
+                self._reported_failing.discard(host_id)
                 host.put(SavesRecovered(self.job, self.generation))
         return can_all
 
@@ -300,8 +310,3 @@ class RunningGeneration:
             self.world.forget_before(self.job, self.generation, step, {w.host_id for w in self.workers.values()})
         else:
             self.world.after(0.5, lambda: self._replicate(step))
-
-
-def error_of(message: str) -> WorkerError:
-    """As the worker's log tells it."""
-    return WorkerError("RuntimeError", message)

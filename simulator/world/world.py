@@ -1,4 +1,5 @@
-"""The simulated cluster as it truly is: machines, what they hold, who trains. The services know it by reports only."""
+"""The simulated cluster as it truly is: machines, their copies, and the ranks. The services know it from reports
+only."""
 
 from __future__ import annotations
 
@@ -9,19 +10,19 @@ from typing import TYPE_CHECKING
 from flyball.contracts.checkpoints import Lineage, ShardCopy, ShardSource, branch
 from flyball.contracts.cluster import Placement
 from flyball.contracts.recovery import complete_points
-from simulator.checks.history import EXPECTED, HOST_WENT, Fact, HostWent, WorkerBegan, WorkerWent
+from simulator.checks.history import EXPECTED, HOST_LOST, Fact, HostSwitched, WorkerBegan, WorkerEnded
 from simulator.world.events import EventQueue, Happening
-from simulator.world.training import RunningGeneration, SimulatedWorker
+from simulator.world.training import Ending, RunningGeneration, SimulatedWorker
 
 if TYPE_CHECKING:
     from simulator.world.host import Host
 
 SLOTS = 2
-KNOWN_AFTER_S = 20.0  # in reach for so long, what a host holds is known, a database away or a message lost
+KNOWN_AFTER_S = 20.0  # after this long in reach, a host's copies are known despite lost messages or an absent database
 
 
 class Truth:
-    """The history of the job that counts, kept apart from what the services keep."""
+    """The job's true history, kept apart from the services' records."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -35,7 +36,7 @@ class Truth:
             self.newest = max(self.newest, step)
 
     def branched(self, group: RunningGeneration, step: int, source: int) -> None:
-        """A generation went on from a step of an earlier one; -1: from scratch."""
+        """A generation continued from a step of an earlier one; -1: from scratch."""
         self.lineage = branch(
             self.lineage, restored_step=step if step >= 0 else None, generation=group.generation, source=source
         )
@@ -43,23 +44,23 @@ class Truth:
         self._branched_at = self._world.now
 
     def was_overtaken(self, group: RunningGeneration) -> bool:
-        """Whether a newer generation restored after all ranks of this one began: a pause held them up. What they do
-        until they are stopped is no part of the history."""
+        """Whether a newer generation restored after all ranks of this one began, because a pause held them up. What
+        they do until they are stopped is not part of the history."""
         is_older = bool(self.lineage) and group.generation < self.lineage[-1].generation
         return is_older and all(worker.began_at <= self._branched_at for worker in group.workers.values())
 
     def held_before(self, group: RunningGeneration) -> tuple[int, int]:
-        """The newest whole step on hosts that were in reach since before the generation was granted, and the newest
-        completed; -1: none."""
+        """Two steps, -1 if there is none: the newest complete one on hosts in reach since before the grant, and the
+        newest one completed."""
         since_s = self._world.now - self._world.granted_at.get(group.generation, 0.0) + KNOWN_AFTER_S
-        hosts = [host for host in self._world.hosts.values() if host.has_been_in_reach_for_s() > since_s]
+        hosts = [host for host in self._world.hosts.values() if host.in_reach_for_s() > since_s]
         copies = [copy for host in hosts for copy in host.copies]
         points = complete_points(copies, self.lineage, group.placement.world_size)
         return max((step for step, _ in points), default=-1), self.newest
 
 
 class World:
-    """Everything that is, and the way in which it happens."""
+    """Everything that exists, and how it happens."""
 
     def __init__(self, timeline: EventQueue, rng: Random, *, step_s: float) -> None:
         self.timeline, self.rng, self.step_s = timeline, rng, step_s
@@ -69,14 +70,14 @@ class World:
         self.groups: dict[int, RunningGeneration] = {}  # by generation, of the one job
         self.granted_at: dict[int, float] = {}  # by generation
         self.facts: list[Fact] = []
-        self.ports_taken = 0  # generations that find theirs taken when they begin
+        self.ports_taken = 0  # number of generations that will find their port taken
 
     @property
     def now(self) -> float:
         return self.timeline.now
 
     def after(self, delay_s: float, happening: Happening) -> None:
-        """Plan something."""
+        """Plan an event."""
         self.timeline.after(delay_s, happening)
 
     def note(self, fact: Fact) -> None:
@@ -90,7 +91,7 @@ class World:
     # --- copies ------------------------------------------------------------------------------------------------------
 
     def hold(self, host_id: str, copy: ShardCopy) -> None:
-        """Put a copy into a slot of a host; the oldest of the same rank makes room."""
+        """Put a copy into a host's slot, overwriting the rank's oldest."""
         held = self.hosts[host_id].copies
         if copy in held:
             return
@@ -100,7 +101,7 @@ class World:
         held.append(copy)
 
     def forget_before(self, job: str, generation: int, step: int, hosts: Iterable[str]) -> None:
-        """A step is replicated: what is older on these hosts may be overwritten, and here it is at once."""
+        """A step is replicated: older copies on these hosts may be overwritten, and here they are at once."""
         for name in sorted(hosts):
             host = self.hosts[name]
             host.copies[:] = [c for c in host.copies if c.job != job or (c.generation, c.step) >= (generation, step)]
@@ -113,7 +114,7 @@ class World:
         )
 
     def can_fetch(self, worker: SimulatedWorker, job: str, source: ShardSource, step: int) -> bool:
-        """Whether a rank's host can have the bytes from a source, now."""
+        """Whether a rank's host can fetch the bytes from a source now."""
         holder = self.hosts.get(source.host_id)
         if holder is None or not self.can_copy(source.host_id, worker.host_id):
             return False
@@ -136,47 +137,36 @@ class World:
         group.parts[host_id] = placement
         return group.start(host_id, rank, pid)
 
-    def exit(
-        self,
-        group: RunningGeneration,
-        worker: SimulatedWorker,
-        *,
-        exit_code: int | None = None,
-        signal_number: int | None = None,
-        message: str = "",
-        is_expected: bool = False,
-    ) -> None:
-        """End a rank's process; its daemon, if it runs, learns of it."""
+    def exit(self, group: RunningGeneration, worker: SimulatedWorker, ending: Ending) -> None:
+        """End a rank's process; its daemon, if it runs, notices."""
         if group.workers.get(worker.rank) is not worker:
             return
-        why = message or (EXPECTED if is_expected else f"signal {signal_number}")
-        self.note(WorkerWent(self.now, worker.host_id, group.job, group.generation, worker.rank, why))
+        why = ending.message or (EXPECTED if ending.is_expected else f"signal {ending.signal_number}")
+        self.note(WorkerEnded(self.now, worker.host_id, group.job, group.generation, worker.rank, why))
         group.left(worker)
-        self.hosts[worker.host_id].worker_went(
-            group, worker, exit_code=exit_code, signal_number=signal_number, message=message, is_expected=is_expected
-        )
+        self.hosts[worker.host_id].worker_ended(group, worker, ending)
 
     # --- machines ----------------------------------------------------------------------------------------------------
 
     def take_down(self, host_id: str) -> None:
-        """Switch a machine off: processes and memory are gone at once, and nobody is told."""
+        """Switch a machine off: processes and memory are gone at once, and nobody is notified."""
         host = self.hosts[host_id]
         if not host.is_up:
             return
-        self.note(HostWent(self.now, host_id, False))
+        self.note(HostSwitched(self.now, host_id, False))
         workers = list(host.workers.values())
         host.go_down()
         for group in self.groups.values():
             group.beacons.pop(host_id, None)
         for group, worker in workers:
-            self.note(WorkerWent(self.now, host_id, group.job, group.generation, worker.rank, HOST_WENT))
+            self.note(WorkerEnded(self.now, host_id, group.job, group.generation, worker.rank, HOST_LOST))
             group.left(worker)
 
     def bring_up(self, host_id: str) -> None:
-        """Boot a machine: its disk is as it was, its memory empty."""
+        """Boot a machine: its disk is unchanged, its memory empty."""
         host = self.hosts[host_id]
         if not host.is_up:
-            self.note(HostWent(self.now, host_id, True))
+            self.note(HostSwitched(self.now, host_id, True))
             host.come_up()
 
 
@@ -186,18 +176,18 @@ LONGEST_DELAY_S = 20.0
 
 
 class Network:
-    """Messages may overtake each other. A machine reaches itself always."""
+    """Delivers messages, possibly out of order. A machine always reaches itself."""
 
     def __init__(self, timeline: EventQueue, rng: Random) -> None:
         self._timeline = timeline
         self._rng = rng
-        self._cut: dict[tuple[str, str], float] = {}  # since when
-        self.healed_at = timeline.now  # the newest end of a cut
-        self.loss = 0.0  # of all messages, as a fraction
+        self._cut: dict[tuple[str, str], float] = {}  # pair -> when it was cut
+        self.healed_at = timeline.now  # the latest end of a cut
+        self.loss = 0.0  # fraction of all messages
         self.repetition = 0.01
-        self.delay_s = 0.004  # middle of most
-        self.stuck_fraction = 0.003  # in a connection that stands still for a while
-        self.slow_fraction = 0.01  # of the messages, held up a hundred times as long
+        self.delay_s = 0.004  # of most messages, on average
+        self.stuck_fraction = 0.003  # of messages, in a connection that stands still for a while
+        self.slow_fraction = 0.01  # of messages, delayed a hundredfold
 
     def cut(self, source: str, target: str) -> None:
         """Lose everything from `source` to `target`."""
@@ -209,7 +199,7 @@ class Network:
             self.healed_at = self._timeline.now
 
     def is_open(self, source: str, target: str) -> bool:
-        """Whether a message would arrive, chance apart."""
+        """Whether a message would arrive, apart from random loss."""
         return (source, target) not in self._cut
 
     def are_joined(self, one: str, other: str) -> bool:
@@ -222,7 +212,7 @@ class Network:
         return self._timeline.now - min(began) if began else 0.0
 
     def send(self, source: str, target: str, arrival: Happening) -> None:
-        """Have `arrival` happen at the target: once, never, or twice."""
+        """Deliver `arrival` at the target: once, never, or twice."""
         if not self.is_open(source, target) or (self.loss and self._rng.random() < self.loss):
             return
         self._timeline.after(self._delay_s(), arrival)

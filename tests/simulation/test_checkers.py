@@ -131,15 +131,16 @@ def test_only_neighbours_that_still_are_can_speak_for_a_host(good: Run) -> None:
 
 def test_steps_that_are_given_up_without_a_wait_or_a_word_are_found(good: Run) -> None:
     saved: list[Fact] = [Saved(float(step), "job", 1, step) for step in range(40)]
-    went_back = [*saved, Granted(50.0, "job", 2, told=39, asked=9)]
+    went_back = [*saved, Granted(50.0, "job", 2, known_step=39, reachable_step=9)]
     anew = [*saved, Restored(50.0, "job", 2, -1, -1, -1, 39, True)]
 
     def found(facts: list[Fact], record: Record = good.record) -> set[str]:
         return {violation.invariant for violation in check_history(facts, record)}
 
     assert found(went_back) == {"rollback_unsaid", "rollback_without_a_wait"}
-    assert found([*saved, Granted(50.0, "job", 2, told=39, asked=30)]) == {"rollback_unsaid"}, "too little to wait for"
-    assert found([*saved, Granted(50.0, "job", 2, told=39, asked=39)]) == set()
+    too_little_to_wait_for = Granted(50.0, "job", 2, known_step=39, reachable_step=30)
+    assert found([*saved, too_little_to_wait_for]) == {"rollback_unsaid"}
+    assert found([*saved, Granted(50.0, "job", 2, known_step=39, reachable_step=39)]) == set()
     assert found(anew) == {"rollback_unsaid"}
     at = next(place for place, d in enumerate(good.record.decisions) if d.number == good.record.generations[1].decision)
     restart = good.record.decisions[at].decision

@@ -9,10 +9,10 @@ import pytest
 from simulator.checks import checkers
 from simulator.checks.history import Obeyed
 from simulator.cluster import Cluster, Scenario
-from simulator.ports.records import of_memory
+from simulator.ports.memory import record_of
 from simulator.world.events import BEGAN_AT, MachineClock
 from simulator.world.host import Host
-from simulator.world.training import SIGKILL
+from simulator.world.training import SIGKILL, Ending
 
 
 class Twin(Host):
@@ -25,7 +25,7 @@ class Twin(Host):
 
 def restart_a_rank(cluster: Cluster) -> None:
     group, worker = next(pair for host in cluster.world.hosts.values() for pair in host.workers.values())
-    cluster.world.exit(group, worker, signal_number=SIGKILL)
+    cluster.world.exit(group, worker, Ending(signal_number=SIGKILL))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -48,5 +48,5 @@ def test_the_second_of_two_daemons_with_one_id_is_given_nothing_to_do(seed: int)
     assert len(cluster.memory.generations) == 3
     assert cluster.memory.hosts[first.host_id].incarnation == first.incarnation
     assert sum(isinstance(fact, Obeyed) and fact.host_id == first.host_id for fact in world.facts) >= 3
-    assert checkers.check_history(world.facts, of_memory(cluster.memory)) == []
+    assert checkers.check_history(world.facts, record_of(cluster.memory)) == []
     assert world.truth.newest > 40
