@@ -1,7 +1,7 @@
 """`python -P -m host_daemon --state-dir DIR --host-id H --supervisor URL --token-file F`: the agent of one host.
 
-What a job waits for longest is the import of torch. So the standby that imports it is started first, and the agent's
-own parts are imported beside it.
+A job waits longest for the import of torch. So the standby that imports it is started first, and the agent's own
+modules are imported meanwhile.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from host_daemon.store.state_dir import HostStateDir
 from host_daemon.workers.worker_environment import expected_environment
 
 MIN_DISK_BYTES = 64 << 20
-MIN_SHM_BYTES = 16 << 20  # for the beacons and control words alone; the engine checks for the slots of each job
+MIN_SHM_BYTES = 16 << 20  # for beacons and control words only; the engine checks the slots of each job
 
 
 def main() -> int:
-    """Run until SIGTERM; returns the exit code of the class of error that prevented it, else 0."""
+    """Run until SIGTERM. Returns 0, or the exit code of the error that prevented it."""
     try:
         settings = parse_settings(sys.argv[1:])
         state_dir = HostStateDir(settings.state_dir)
@@ -44,7 +44,7 @@ def _start_standby(settings: DaemonSettings, state_dir: HostStateDir) -> Started
     environment = expected_environment(os.environ, settings.warm_nproc)
     try:
         return start_spawner(environment=environment, log_path=state_dir.spawner_log, state_dir=state_dir.root)
-    except OSError:  # the agent tries again, and says why it cannot
+    except OSError:  # the agent tries again, and logs the cause
         return None
 
 
@@ -67,7 +67,7 @@ def _run(settings: DaemonSettings, state_dir: HostStateDir, spawner: StartedSpaw
 
 
 def check_host(settings: DaemonSettings) -> None:
-    """Raise the error that says what this host lacks. The state folder is open already."""
+    """Raise the error that names what this host lacks. Call it once the state folder is open."""
     _check_disk(settings.state_dir)
     _check_shm(Path(settings.shm_dir))
     _check_address(settings.address)
@@ -91,8 +91,8 @@ def _check_shm(shm_dir: Path) -> None:
     free = shutil.disk_usage(shm_dir).free
     if free < MIN_SHM_BYTES:
         raise MemoryTooSmall(
-            f"{shm_dir} has {free >> 20} MiB left; beacons and control words need {MIN_SHM_BYTES >> 20}, and every "
-            "rank twice the size of its state besides.",
+            f"{shm_dir} has {free >> 20} MiB left. Beacons and control words need {MIN_SHM_BYTES >> 20}, and every "
+            "rank also needs twice the size of its state.",
             hint="enlarge it (docker: --shm-size; else mount -o remount,size=...), or set FLYBALL_SHM_DIR",
         )
 

@@ -1,4 +1,4 @@
-"""The daemon as a whole: makes the parts, connects them, runs them until it is told to end."""
+"""The daemon as a whole: creates its parts, connects them, and runs them until it has to end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ACTIVITY_INTERVAL_S = 0.5
 PREEMPTION_INTERVAL_S = 0.1
 LAST_REPORT_TIMEOUT_S = 2.0
 ENGINE_MEET_S = 30.0
-HASTY_GRACE_S = 5.0  # for workers, when the time to leave is over: whoever sent SIGTERM is about to send SIGKILL
+HASTY_GRACE_S = 5.0  # for workers once the time to leave is up: whoever sent SIGTERM is about to send SIGKILL
 INCARNATIONS_FACT = "incarnations"  # newest first
 PREEMPTION_FACT = "preemption_notice_told"
 
@@ -63,7 +63,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Agent:
-    """One host's daemon. The state folder is open, and preflight has passed."""
+    """The daemon of one host. Its state folder is open, and `check_host` has passed."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Agent:
         host_clock: Clock,
         spawner: StartedSpawner | None = None,
     ) -> None:
-        """`spawner`: one that runs already, with the environment of the jobs that are expected."""
+        """`spawner`: one that is already running, with the environment that the next jobs are expected to have."""
         incarnation = uuid.uuid4().hex
         clock = ClusterClock(host_clock)
         prefix = shm_prefix(str(state_dir.root), settings.shm_dir)
@@ -175,16 +175,18 @@ class Agent:
         self._warm_nproc = settings.warm_nproc
 
     async def run(self) -> None:
-        """Until SIGTERM, which gives notice and waits until the ranks train elsewhere, or SIGINT, or a second signal,
-        which do not wait; then workers and engine are ended in order. If this process is killed or fails, they live on,
-        and the next daemon adopts them. Raises DaemonSuperseded, when all is ended, if another daemon speaks for the
-        host: what runs here would run twice."""
-        told_to_end, at_once = asyncio.Event(), asyncio.Event()
+        """Run until a signal, then stop workers and engine in order.
+
+        The first SIGTERM gives notice and waits until the ranks train elsewhere. SIGINT or a second signal does not
+        wait. If this process is killed or fails, workers and engine live on and the next daemon adopts them. Raises
+        DaemonSuperseded, once all is stopped, if another daemon acts for the host: its workers would run twice.
+        """
+        end_requested, at_once = asyncio.Event(), asyncio.Event()
 
         def note(number: signal.Signals) -> None:
-            if number is signal.SIGINT or told_to_end.is_set():
+            if number is signal.SIGINT or end_requested.is_set():
                 at_once.set()
-            told_to_end.set()
+            end_requested.set()
 
         async def until_superseded(loop: Coroutine[None, None, None]) -> None:
             try:
@@ -192,7 +194,7 @@ class Agent:
             except DaemonSuperseded as error:
                 self._superseded = error
                 at_once.set()
-                told_to_end.set()
+                end_requested.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, note, number)
@@ -215,7 +217,7 @@ class Agent:
                     self._meet_engine(),
                 )
             ]
-            await told_to_end.wait()
+            await end_requested.wait()
             left = await self._leave(at_once)
             _log.info("daemon_ends")
             for task in (engine, *loops):
@@ -226,14 +228,14 @@ class Agent:
 
     async def _leave(self, at_once: asyncio.Event) -> LeaveOutcome:
         if at_once.is_set():
-            return LeaveOutcome.UNHEARD if self._workers.live() else LeaveOutcome.IDLE
-        leaving, told_again = asyncio.create_task(self._leaving.run()), asyncio.create_task(at_once.wait())
-        await asyncio.wait((leaving, told_again), return_when=asyncio.FIRST_COMPLETED)
-        told_again.cancel()
+            return LeaveOutcome.NO_SUPERVISOR if self._workers.live() else LeaveOutcome.IDLE
+        leaving, hurried = asyncio.create_task(self._leaving.run()), asyncio.create_task(at_once.wait())
+        await asyncio.wait((leaving, hurried), return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
         leaving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             return await leaving
-        return LeaveOutcome.UNHEARD
+        return LeaveOutcome.NO_SUPERVISOR
 
     async def _end(self, left: LeaveOutcome) -> None:
         await self._commands.close()
@@ -243,10 +245,10 @@ class Agent:
                 at_most_s=HASTY_GRACE_S if is_hasty else math.inf,
                 flush=left is not LeaveOutcome.MOVED and self._superseded is None,
             )
-        finally:  # also if workers remain, which is then what `run` raises
+        finally:  # even if workers remain, for which `run` then raises
             await self._engine.stop()
             with contextlib.suppress(FlyballError, TimeoutError):
-                last = self._reporter.say_goodbye() if left.is_in_order else self._reporter.send_once()
+                last = self._reporter.send_farewell() if left.is_in_order else self._reporter.send_once()
                 await asyncio.wait_for(last, LAST_REPORT_TIMEOUT_S)
             await self._standbys.close()
             await self._http.close()
@@ -254,7 +256,7 @@ class Agent:
             self._state_dir.close()
 
     async def _take_over(self) -> None:
-        """Go on where an earlier daemon of this folder stopped."""
+        """Continue where an earlier daemon of this folder stopped."""
         await self._succeed()
         await self._allegiance.load()
         signals = await self._outbox.load()
@@ -276,18 +278,18 @@ class Agent:
             _log.info("taken_over", workers=len(workers), jobs=len(jobs), spooled_signals=signals)
 
     async def _succeed(self) -> None:
-        """Tell the supervisor who had this folder before, and the next daemon of it that this one had."""
+        """Report to the supervisor which daemons used this folder before, and record this one for the next."""
         before = tuple((await self._facts.get(INCARNATIONS_FACT) or "").split())
         self._reporter.predecessors = self._http.predecessors = before
         mine = " ".join((self._incarnation, *before)[:MAX_PREDECESSORS])
-        with contextlib.suppress(FlyballError):  # a full disk: the next one is heard a little later
+        with contextlib.suppress(FlyballError):  # a full disk: the next daemon is accepted a little later
             await self._facts.set(INCARNATIONS_FACT, mine)
 
     async def _carry_out(self, command: Command, progress: CommandProgress) -> CommandResult:
         try:
             return await self._control.carry_out(command, progress)
         finally:
-            self._reporter.wake()  # ranks, copies and the free port are others now
+            self._reporter.wake()  # ranks, copies and the free port have changed
 
     async def _signal(self, body: SignalBody) -> None:
         await self._outbox.put(body)
@@ -318,7 +320,7 @@ class Agent:
             expected=worker.expected,
         )
         if not worker.expected and status.exit_code != 0:
-            await self._terminals.drained(job, generation)  # its last words may say what ended it
+            await self._terminals.drained(job, generation)  # the end of its output may show the cause
         exited = WorkerExited(
             job=job,
             generation=generation,
@@ -335,7 +337,7 @@ class Agent:
         self._reporter.wake()
 
     async def _meet_engine(self) -> None:
-        """An engine that an earlier daemon left may not have heard its last words; twice they change nothing."""
+        """Configure an engine that an earlier daemon left: it may have missed the last change. Harmless if repeated."""
         if await self._engine.wait_alive(ENGINE_MEET_S):
             await self._control.configure_engine()
 
@@ -354,7 +356,7 @@ class Agent:
         await self._every(BEACON_INTERVAL_S, sample)
 
     async def _watch_activity(self) -> None:
-        """Look at what workers do whose beacons stand still. In a thread: of many processes it takes milliseconds."""
+        """Check what workers do while their beacons stand still. In a thread: many processes take milliseconds."""
         watch = ActivityWatch(GpuUse().busy)
         while True:
             standing = self._beacons.standing()
@@ -364,8 +366,8 @@ class Agent:
             await asyncio.sleep(ACTIVITY_INTERVAL_S)
 
     async def _watch_for_preemption(self) -> None:
-        told = await self._facts.get(PREEMPTION_FACT)
-        probe = PreemptionProbe(self._state_dir.preemption_notice, told)
+        reported = await self._facts.get(PREEMPTION_FACT)
+        probe = PreemptionProbe(self._state_dir.preemption_notice, reported)
         while True:
             notice = probe.check()
             if notice is not None:
@@ -375,7 +377,7 @@ class Agent:
             await asyncio.sleep(PREEMPTION_INTERVAL_S)
 
     async def _every(self, interval_s: float, work: Callable[[], None]) -> None:
-        """Call `work` at an interval, and note how late the event loop was."""
+        """Call `work` at an interval, and record how late the event loop was."""
         while True:
             due = self._clock.monotonic_s() + interval_s
             await asyncio.sleep(interval_s)

@@ -1,4 +1,4 @@
-"""What the daemon is told: flags, or FLYBALL_* environment variables, of which flags win."""
+"""The daemon's settings: flags, or FLYBALL_* environment variables. Flags win."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from flyball.contracts.errors import ConfigurationError, UsageError
 from flyball.contracts.identity import check_name
 from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE
 
-MAX_DOMAIN_LENGTH = 128  # what a report may carry
+MAX_DOMAIN_LENGTH = 128  # the limit of a report
 
 
 class DaemonSettings(msgspec.Struct, frozen=True):
-    """Everything that differs from host to host."""
+    """Everything that differs between hosts."""
 
     state_dir: Path
     host_id: str
@@ -35,8 +35,8 @@ class DaemonSettings(msgspec.Struct, frozen=True):
     failure_domain: str = ""
     report_interval_s: float = 1.0
     shm_dir: str = DEFAULT_SHM_DIR
-    leave_timeout_s: float = 15.0  # after SIGTERM, for the ranks to be moved
-    warm_nproc: int = 0  # have a warm standby for jobs of this many workers per host before one comes; 0: none
+    leave_timeout_s: float = 15.0  # after SIGTERM, for the ranks to move elsewhere
+    warm_nproc: int = 0  # keep a standby ready for jobs of this many workers per host, before one comes; 0: none
 
     def __repr__(self) -> str:
         return f"DaemonSettings(host_id={self.host_id!r}, sensor_urls={self.sensor_urls!r})"  # never the token
@@ -48,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_settings(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> DaemonSettings:
-    """Settings from the command line. Raises UsageError or ConfigurationError."""
+    """Parse the command line. Raises UsageError or ConfigurationError."""
     parser = _Parser(prog="host_daemon", description="The Flyball agent of one training host.")
     for name, about in (
         ("state-dir", "folder for what must survive a restart (0700)"),
@@ -60,8 +60,8 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str] = os.env
         ("address", "IP address at which other hosts reach this one"),
         ("failure-domain", "rack or switch; hosts of one domain are expected to fail together"),
         ("report-interval-s", "seconds between reports when nothing happens"),
-        ("leave-timeout-s", "seconds that SIGTERM waits for the ranks here to train elsewhere; 0: it does not wait"),
-        ("warm-nproc", "workers per host of the jobs that a warm standby is kept for before one comes; 0: none"),
+        ("leave-timeout-s", "seconds that SIGTERM waits until the ranks train elsewhere; 0: do not wait"),
+        ("warm-nproc", "keep a warm standby for jobs of this many workers per host, before one comes; 0: none"),
     ):
         parser.add_argument(f"--{name}", default=environ.get(f"FLYBALL_{name.replace('-', '_').upper()}"), help=about)
     for name, about in (
@@ -108,17 +108,17 @@ def _urls(name: str, values: Sequence[str]) -> tuple[str, ...]:
 
 
 def _tls(tls: ClientTls) -> ClientTls:
-    tls.context()  # so that a file that cannot be used is told at the start
+    tls.context()  # report an unusable file now, not at the first connection
     return tls
 
 
 def read_token_file(path: Path, host_id: str) -> HostCredential:
-    """What this host proves itself with. Raises ConfigurationError."""
+    """Read this host's credential. Raises ConfigurationError."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
-            f"The token file {path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}.",
+            f"The token file {path} cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}.",
             hint=f"write one with `flyball token host {host_id}`, and copy it to this host",
         ) from error
     try:

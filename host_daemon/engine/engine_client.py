@@ -1,4 +1,4 @@
-"""Speaks `flyball.contracts.on_host.engine_wire` to the checkpoint engine beside the daemon."""
+"""A client of the checkpoint engine beside the daemon, over `flyball.contracts.on_host.engine_wire`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEADER = struct.Struct("<I")
 
 
 class EngineRefused(FlyballError):
-    """The engine answered that it did not do it; `code` is the engine's own."""
+    """The engine refused a request; `code` is the engine's own."""
 
     def __init__(self, reply: EngineReply) -> None:
         super().__init__(reply.message or "The checkpoint engine refused.", hint="see engine.log")
@@ -24,13 +24,13 @@ class EngineRefused(FlyballError):
 
 
 class EngineClient:
-    """One short-lived connection per request, so that a long wait never holds up another request."""
+    """Opens one short-lived connection per request, so that a long wait never blocks another request."""
 
     def __init__(self, socket_path: Path) -> None:
         self._path = socket_path
 
     async def ask(self, request: EngineRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> EngineReply:
-        """Send one request. Raises Unreachable if the engine is away or silent, EngineRefused if it says no."""
+        """Send one request. Raises Unreachable if the engine is away or silent, EngineRefused if it refuses."""
         try:
             async with asyncio.timeout(timeout_s):
                 reply = await self._exchange(request)

@@ -37,7 +37,7 @@ _log = structlog.get_logger(__name__)
 
 
 class EngineKeeper:
-    """Starts or adopts the engine, polls it, restarts it when it died or hangs."""
+    """Starts or adopts the engine, polls it, and restarts it when it has died or hangs."""
 
     def __init__(
         self,
@@ -57,45 +57,45 @@ class EngineKeeper:
         self._on_status = on_status
         self._pid = 0
         self._alive = asyncio.Event()
-        self._about: tuple[str, ...] = ()
+        self._peers_in_question: tuple[str, ...] = ()
         self._ask_now = asyncio.Event()
         self._in_touch_until_s = 0.0
         self._stored_points: StoredPoints = {}
-        self._noted_s = 0.0  # when `status` came
-        self.restores_since = 0.0  # restores up to this wall time were seen; set it before `run` to go on there
-        self.status = EngineReply(ok=False)  # the newest answer, also while the engine is away
+        self._replied_at_s = 0.0  # when `status` came
+        self.restores_since = 0.0  # restores up to this wall time are known; set it before `run` to continue from there
+        self.status = EngineReply(ok=False)  # the newest reply; it stays while the engine is away
 
     @property
     def alive(self) -> bool:
         return self._alive.is_set()
 
     def ask_about(self, peers: tuple[str, ...]) -> None:
-        """Have the engine say from now on whether these peers live, and no others; at once if that is new."""
-        if peers != self._about:
-            self._about = peers
+        """Have the engine report whether these peers, and no others, are alive; at once if they are new."""
+        if peers != self._peers_in_question:
+            self._peers_in_question = peers
             self._ask_now.set()
 
     def in_touch(self, until_s: float, stored_points: StoredPoints) -> None:
-        """The supervisor answered: until then (monotonic) it cannot give this host up. While it tells nothing of what
-        it has stored, what it told before holds."""
+        """The supervisor replied: until `until_s` (monotonic) it cannot give this host up. Empty `stored_points` leave
+        the last ones in force."""
         self._in_touch_until_s = until_s
         if stored_points:
             self._stored_points = stored_points
 
     def testimonies(self) -> tuple[Testimony, ...]:
-        """Of the peers asked about that live, with their ages as of now."""
-        age_s = self._clock.monotonic_s() - self._noted_s
-        told = self.status.testimonies if self.alive else ()
-        return tuple(msgspec.structs.replace(t, engine_s=t.engine_s + age_s) for t in told)
+        """Reports on the peers in question that are alive, with their ages as of now."""
+        age_s = self._clock.monotonic_s() - self._replied_at_s
+        testimonies = self.status.testimonies if self.alive else ()
+        return tuple(msgspec.structs.replace(t, engine_s=t.engine_s + age_s) for t in testimonies)
 
     async def wait_alive(self, timeout_s: float) -> bool:
-        """Whether the engine is there, or comes within the time."""
+        """Wait for the engine. Returns whether it is alive."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._alive.wait(), timeout_s)
         return self.alive
 
     async def run(self) -> None:
-        """Until cancelled. The engine itself is left running."""
+        """Keep an engine running until cancelled; it is left running then."""
         had_one = self._state_dir.engine_pid.exists()
         adopted = had_one and await self._adopt()
         backoff = Backoff(MIN_BACKOFF_S, MAX_BACKOFF_S)
@@ -117,7 +117,7 @@ class EngineKeeper:
             _log.warning("engine_died", pid=self._pid)
 
     async def stop(self) -> None:
-        """End the engine in order: SIGTERM lets it finish what it commits."""
+        """Stop the engine in order: on SIGTERM it finishes its commits."""
         if not self._pid:
             return
         pid, self._pid = self._pid, 0
@@ -133,7 +133,7 @@ class EngineKeeper:
             os.close(pidfd)
 
     async def _adopt(self) -> bool:
-        """Take over an engine that an earlier daemon started; one that runs and does not answer is killed."""
+        """Take over an engine that an earlier daemon started. Kill one that runs but does not reply."""
         try:
             await self._note(await self._client.ask(GetStatus(restores_since=self.restores_since)))
         except FlyballError as error:
@@ -171,13 +171,13 @@ class EngineKeeper:
         self._pid = launch(argv, environment=dict(os.environ), log_path=self._state_dir.engine_log)
         pidfd = open_pidfd(self._pid)
         try:
-            await self._answers(pidfd)
+            await self._await_first_reply(pidfd)
         finally:
             if pidfd is not None:
                 os.close(pidfd)
         _log.info("engine_started", pid=self._pid, address=self.status.address)
 
-    async def _answers(self, pidfd: int | None) -> None:
+    async def _await_first_reply(self, pidfd: int | None) -> None:
         deadline = self._clock.monotonic_s() + START_TIMEOUT_S
         while self._clock.monotonic_s() < deadline:
             if pidfd is None or _readable(pidfd):
@@ -190,7 +190,7 @@ class EngineKeeper:
         raise Unreachable(f"The checkpoint engine was not up within {START_TIMEOUT_S:.0f} s.", hint="see engine.log")
 
     async def _watch(self) -> None:
-        """Poll the engine until it ends; one that is silent for too long is killed."""
+        """Poll the engine until it ends. Kill it if it is silent for too long."""
         ended = asyncio.Event()
 
         def end() -> None:
@@ -203,17 +203,25 @@ class EngineKeeper:
             return
         loop = asyncio.get_running_loop()
         loop.add_reader(pidfd, end)
-        answered = self._clock.monotonic_s()
+        replied_at_s = self._clock.monotonic_s()
         try:
             while not ended.is_set():
                 try:
                     self._ask_now.clear()
-                    status = GetStatus(self.restores_since, self._about, self._in_touch_until_s, self._stored_points)
-                    await self._note(await self._client.ask(status))
-                    answered = self._clock.monotonic_s()
+                    await self._note(
+                        await self._client.ask(
+                            GetStatus(
+                                self.restores_since,
+                                self._peers_in_question,
+                                self._in_touch_until_s,
+                                self._stored_points,
+                            )
+                        )
+                    )
+                    replied_at_s = self._clock.monotonic_s()
                 except FlyballError as error:
                     self._alive.clear()
-                    if self._clock.monotonic_s() - answered > HANG_TIMEOUT_S:
+                    if self._clock.monotonic_s() - replied_at_s > HANG_TIMEOUT_S:
                         _log.error("engine_hangs", pid=pid, error=str(error))
                         signal_pidfd(pidfd, signal.SIGKILL)
                 with contextlib.suppress(TimeoutError):
@@ -225,14 +233,14 @@ class EngineKeeper:
     async def _note(self, reply: EngineReply) -> None:
         self._pid = reply.pid or self._pid
         self.status = reply
-        self._noted_s = self._clock.monotonic_s()
+        self._replied_at_s = self._clock.monotonic_s()
         self.restores_since = max([self.restores_since, *(r.at for r in reply.restores)])
         self._alive.set()
         await self._on_status(reply)
 
 
 def _pid_in(state_dir: HostStateDir) -> int:
-    """The pid that this folder's engine last wrote down, 0 if there is none."""
+    """The pid that this folder's engine last recorded, 0 if there is none."""
     try:
         return int(state_dir.engine_pid.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -244,7 +252,7 @@ def _readable(pidfd: int) -> bool:
 
 
 async def _ended(pidfd: int, timeout_s: float) -> bool:
-    """Wait for the end of a process that may not be our child."""
+    """Wait for the end of a process that need not be our child. Returns whether it ended in time."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_reader(pidfd, ended.set)

@@ -1,7 +1,7 @@
-"""What workers do while their beacons stand still, seen from outside: without the script's help, from /proc alone.
+"""Finds out from /proc, without the script's help, what workers do while their beacons stand still.
 
-It is looked at only for ranks that have not moved for longer than they usually take, so that steps pay nothing for it.
-A worker is all processes of its session, and their descendants: data loaders and subprocesses work for it too.
+Only ranks that have not moved for longer than usual are looked at, so steps pay nothing for it. A worker means all
+processes of its session and their descendants: data loaders and subprocesses work for it too.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import NamedTuple
 
 from flyball.contracts.cluster import Activity
 
-WINDOW_S = 4.0  # over which a worker that does nothing does nothing
-OFTEN_S, SELDOM_S = 0.4, 2.0  # between two looks at a worker: in the first seconds, and later
+WINDOW_S = 4.0  # a worker without activity for this long counts as inactive
+OFTEN_S, SELDOM_S = 0.4, 2.0  # between looks at a worker: in the first seconds, and later
 EARLY_S = 10.0
-TREE_S = 5.0  # between two looks at which processes there are
-CPU_SHARE = 0.02  # of a core: background threads (heartbeats, watchdogs, progress bars) stay below
+TREE_S = 5.0  # between scans for a worker's processes
+CPU_SHARE = 0.02  # of a core; background threads (heartbeats, watchdogs, progress bars) stay below
 IO_BYTES_PER_S = 32 << 10
-SWITCHES_PER_S = 0.5  # of the main thread, in and out of the kernel: it gets on, if only from wait to wait
+SWITCHES_PER_S = 0.5  # of the main thread: it makes progress, if only from wait to wait
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _AWAY = (FileNotFoundError, ProcessLookupError)
 
 Key = tuple[str, int, int]  # job, generation, rank
-UsesGpu = Callable[[Iterable[int]], bool | None]  # of these pids; None: one has a GPU, and its use is not known
+UsesGpu = Callable[[Iterable[int]], bool | None]  # for these pids; None: one has a GPU whose use is unknown
 
 
 class StalledWorker(NamedTuple):
@@ -39,7 +39,7 @@ class StalledWorker(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a worker does, since when (monotonic), and where an idle one is."""
+    """What a worker does, since when (monotonic), and the system call in which an idle one waits."""
 
     activity: Activity
     since_s: float
@@ -58,7 +58,7 @@ class _Process(NamedTuple):
     state: str
     parent: int
     session: int
-    cpu_s: float  # with that of children that were waited for
+    cpu_s: float  # including children that were waited for
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class _Watched:
 
 
 class ActivityWatch:
-    """Belongs to one thread at a time."""
+    """Use it from one thread at a time."""
 
     def __init__(self, uses_gpu: UsesGpu) -> None:
         self._uses_gpu = uses_gpu
@@ -80,18 +80,18 @@ class ActivityWatch:
         self._trees_read_s = -TREE_S
 
     def look(self, standing: Sequence[StalledWorker], now_s: float) -> dict[Key, Seen]:
-        """What each of these does. Those that are not among them any more are forgotten: they moved."""
-        here = {(of.key, of.pid) for of in standing}
+        """What each of these workers does. Workers that are no longer among them have moved, and are forgotten."""
+        here = {(worker.key, worker.pid) for worker in standing}
         self._watched = {key: watched for key, watched in self._watched.items() if key in here}
         found: dict[Key, Seen] = {}
-        for of in standing:
-            watched = self._watched.setdefault((of.key, of.pid), _Watched(now_s, now_s))
+        for worker in standing:
+            watched = self._watched.setdefault((worker.key, worker.pid), _Watched(now_s, now_s))
             often_s = OFTEN_S if now_s - watched.began_s < EARLY_S else SELDOM_S
             if watched.seen is None or now_s - watched.looked_s >= often_s:
                 watched.looked_s = now_s
                 self._read_trees([other.pid for other in standing], now_s)
-                watched.seen = self._look(watched, of.pid, now_s)
-            found[of.key] = watched.seen
+                watched.seen = self._look(watched, worker.pid, now_s)
+            found[worker.key] = watched.seen
         return found
 
     def _look(self, watched: _Watched, pid: int, now_s: float) -> Seen:
@@ -112,7 +112,7 @@ class ActivityWatch:
         return _waiting(pid, processes, watched.active_s)
 
     def _working(self, watched: _Watched, pid: int, processes: dict[int, _Process], now_s: float) -> Activity | None:
-        """ACTIVE, UNKNOWN if it has a GPU of which nothing can be learnt, None for neither. Raises PermissionError."""
+        """ACTIVE; UNKNOWN if it has a GPU whose use is unknown; None if inactive. Raises PermissionError."""
         sample = _sampled(pid, processes, now_s)
         before = next((s for s in reversed(watched.samples) if now_s - s.at_s >= WINDOW_S), None)
         newest = watched.samples[-1] if watched.samples else sample
@@ -123,13 +123,13 @@ class ActivityWatch:
         return {True: Activity.ACTIVE, None: Activity.UNKNOWN, False: None}[self._uses_gpu(processes)]
 
     def _held(self, watched: _Watched, activity: Activity, now_s: float) -> Seen:
-        watched.samples.clear()  # what is done while nothing can be done says nothing
+        watched.samples.clear()  # inactivity while it cannot run means nothing
         watched.active_s = now_s
         is_new = watched.seen is None or watched.seen.activity is not activity
         return Seen(activity, now_s if is_new or watched.seen is None else watched.seen.since_s)
 
     def _read_trees(self, roots: Sequence[int], now_s: float) -> None:
-        """The other processes of each root: of its session, or descendants."""
+        """Find the other processes of each root: those of its session, and descendants."""
         if now_s - self._trees_read_s < TREE_S and all(root in self._trees for root in roots):
             return
         self._trees_read_s = now_s
@@ -152,7 +152,7 @@ def _reached(begin: set[int], children: dict[int, list[int]]) -> set[int]:
 
 
 def _waiting(pid: int, processes: dict[int, _Process], since_s: float) -> Seen:
-    """What a worker waits for that does nothing."""
+    """What an inactive worker waits for."""
     if is_reading_input(pid):
         return Seen(Activity.READS_INPUT, since_s)
     if any(process.state == "D" for process in processes.values()) or _has_blocked_thread(pid):
@@ -190,7 +190,7 @@ def _read(pid: int) -> _Process | None:
 
 
 def _io_bytes(pid: int) -> int:
-    """Read and written so far, whether from disks or not. Raises PermissionError."""
+    """Bytes read and written so far, from disks or not. Raises PermissionError."""
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     except _AWAY:
@@ -225,7 +225,7 @@ def _has_blocked_thread(pid: int) -> bool:
 
 # --- system calls ----------------------------------------------------------------------------------------------------
 
-# Those in which processes wait for long. Others are told by their number.
+# Calls in which processes wait for long. Others are shown by their number.
 _NUMBERS = {
     "x86_64": {
         0: "read",
@@ -280,7 +280,7 @@ _NAMES = _NUMBERS.get(platform.machine(), {})
 
 
 def in_call(pid: int) -> str:
-    """The call that the main thread of a process waits in, '' if that cannot be told."""
+    """The system call in which the main thread waits, '' if unknown."""
     number, _ = _call(pid)
     return "" if number < 0 else _NAMES.get(number, f"call {number}")
 
@@ -296,7 +296,7 @@ def is_reading_input(pid: int) -> bool:
 
 
 def _call(pid: int) -> tuple[int, list[int]]:
-    """(-1, []) if it waits in none, or may not be looked at."""
+    """Number and arguments of the current system call; (-1, []) if there is none or it is not readable."""
     try:
         words = Path(f"/proc/{pid}/syscall").read_text().split()
         number = int(words[0])

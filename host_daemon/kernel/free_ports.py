@@ -1,4 +1,4 @@
-"""A port for the next generation's MASTER_PORT."""
+"""Finds a port for the next generation's MASTER_PORT."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class FreePorts:
-    """Proposes ports below the range from which the kernel takes ports for outgoing connections: none of those can
-    take the port between the proposal and its use. Ports are drawn at random, since daemons may share a machine."""
+    """Proposes ports below the range that the kernel uses for outgoing connections, so that none of those can take the
+    port before it is used. Ports are drawn at random, since several daemons may share a machine."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=16)
 
     def find(self) -> int:
-        """A port that is free at this moment. Raises PortInUse if there seems to be none."""
+        """Return a port that is free right now. Raises PortInUse if there seems to be none."""
         try:
             top = int(_RANGE.read_text().split()[0])
         except (OSError, ValueError):
@@ -34,7 +34,7 @@ class FreePorts:
                 self._recent.append(port)
                 return port
         raise PortInUse(
-            f"None of {_TRIES} ports between {bottom} and {top} is free.", hint="end what listens there on this host"
+            f"None of {_TRIES} ports between {bottom} and {top} is free.", hint="stop what listens there on this host"
         )
 
 

@@ -1,4 +1,4 @@
-"""What the kernel says of processes: start times, sessions, exits; and how to start one that outlives us."""
+"""What the kernel knows about processes: start times, sessions, exits. Also starts ones that outlive the daemon."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import msgspec
 
-INHERITED_DESCRIPTOR = 3  # where a started process finds the one descriptor that it is given
+INHERITED_DESCRIPTOR = 3  # where a started process finds the one descriptor that it gets
 _PR_SET_CHILD_SUBREAPER = 36
-_EXIT_CODE = 49  # of the fields of /proc/<pid>/stat behind the name
+_EXIT_CODE = 49  # index among the fields of /proc/<pid>/stat after the name
 
 
 class ExitStatus(msgspec.Struct, frozen=True):
-    """How a process ended; both None when nobody can know."""
+    """How a process ended; both None if unknown."""
 
     exit_code: int | None = None
     signal_number: int | None = None
@@ -33,22 +33,22 @@ class ProcessStat(msgspec.Struct, frozen=True):
 
     state: str
     session: int
-    start_ticks: int  # since boot; with the pid it names a process for ever
+    start_ticks: int  # since boot; together with the pid it identifies a process
 
 
 def read_stat(pid: int) -> ProcessStat | None:
-    """None if there is no such process."""
+    """Read it; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name before it may contain anything
+    fields = text[text.rindex(")") + 2 :].split()  # the name in parentheses may contain anything
     return ProcessStat(state=fields[0], session=int(fields[3]), start_ticks=int(fields[19]))
 
 
 def unreaped_failure(pid: int, start_ticks: int) -> ExitStatus | None:
-    """How this very process failed, if its parent has not reaped it; None if that is not known. A 0 says nothing: the
-    kernel shows it also to those who may not know."""
+    """How this very process failed, if its parent has not reaped it; None if unknown. Status 0 means unknown too: the
+    kernel also shows it to those without permission."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -61,13 +61,13 @@ def unreaped_failure(pid: int, start_ticks: int) -> ExitStatus | None:
 
 
 def is_alive(pid: int, start_ticks: int) -> bool:
-    """Whether this very process still runs (a zombie does not)."""
+    """Whether this very process is still running. A zombie is not."""
     stat = read_stat(pid)
     return stat is not None and stat.start_ticks == start_ticks and stat.state not in "ZX"
 
 
 def session_members(sessions: Iterable[int]) -> dict[int, int]:
-    """Live processes of these sessions: pid -> session."""
+    """The live processes of these sessions: pid -> session."""
     wanted = set(sessions)
     found = {}
     for entry in os.scandir("/proc"):
@@ -79,7 +79,7 @@ def session_members(sessions: Iterable[int]) -> dict[int, int]:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None if it is gone already."""
+    """A descriptor that becomes readable when the process ends; None if the process is already gone."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -87,8 +87,8 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def open_pidfd_of(pid: int, is_it: Callable[[], bool]) -> int | None:
-    """As `open_pidfd`, if it is the process that is meant: asked after the descriptor was opened, since a pid may have
-    been given to another process at any moment before."""
+    """Like `open_pidfd`, but only if `is_it()` confirms the process. It is called once the descriptor is open: before
+    that, the pid may pass to another process at any moment."""
     descriptor = open_pidfd(pid)
     if descriptor is not None and not is_it():
         os.close(descriptor)
@@ -97,7 +97,7 @@ def open_pidfd_of(pid: int, is_it: Callable[[], bool]) -> int | None:
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:
-    """Signal one process, if it is still there."""
+    """Signal one process, if it still exists."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -105,7 +105,7 @@ def send_signal(pid: int, number: signal.Signals) -> None:
 
 
 def signal_pidfd(descriptor: int, number: signal.Signals) -> None:
-    """Signal the very process of this descriptor, if it is still there."""
+    """Signal the very process of this descriptor, if it still exists."""
     try:
         signal.pidfd_send_signal(descriptor, number)
     except ProcessLookupError:
@@ -113,7 +113,7 @@ def signal_pidfd(descriptor: int, number: signal.Signals) -> None:
 
 
 def signal_group(group: int, number: signal.Signals) -> None:
-    """Signal a whole process group, if any of it is still there."""
+    """Signal a whole process group, if any of it still exists."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:
@@ -121,7 +121,7 @@ def signal_group(group: int, number: signal.Signals) -> None:
 
 
 def become_subreaper() -> None:
-    """Inherit orphans of our descendants: a worker whose spawner died becomes our child, and its exit status ours."""
+    """Inherit orphans among our descendants: if a worker's spawner dies, this process can wait for the worker."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
@@ -135,9 +135,9 @@ def launch(
     descriptor: int | None = None,
     kept: Iterable[int] = (),
 ) -> int:
-    """Start a process in a session of its own, stdin from /dev/null, output appended to `log_path`; returns its pid.
+    """Start a process in its own session, with stdin from /dev/null and output appended to `log_path`. Returns its pid.
 
-    `descriptor` becomes its INHERITED_DESCRIPTOR; those in `kept` keep their numbers. Raises OSError.
+    The process gets `descriptor` as its INHERITED_DESCRIPTOR; those in `kept` keep their numbers. Raises OSError.
     """
     log_flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     actions: list[tuple[int, int, str, int, int] | tuple[int, int, int]] = [
@@ -147,7 +147,7 @@ def launch(
     ]
     if descriptor is not None:
         actions.append((os.POSIX_SPAWN_DUP2, descriptor, INHERITED_DESCRIPTOR))
-    actions += [(os.POSIX_SPAWN_DUP2, number, number) for number in kept]  # which has them stay open
+    actions += [(os.POSIX_SPAWN_DUP2, number, number) for number in kept]  # this keeps them open
     return os.posix_spawn(
         argv[0],
         argv,

@@ -1,5 +1,5 @@
-"""Collects how processes ended: our own children, orphans that came to us as their subreaper, and children of spawners,
-who report them."""
+"""Collects how processes ended: the daemon's own children, orphans that it inherits as their subreaper, and children of
+spawners, which report them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from host_daemon.kernel.processes import ExitStatus
 
 
 class Reaper:
-    """The only one in the daemon who waits for children."""
+    """The only part of the daemon that waits for children."""
 
     def __init__(self) -> None:
         self._watched: dict[int, asyncio.Future[ExitStatus]] = {}
@@ -24,14 +24,14 @@ class Reaper:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
 
     def watch(self, pid: int) -> asyncio.Future[ExitStatus]:
-        """Resolves with the status of this process when it ends. Ask before it can end."""
+        """A future of the process's exit status. Call it before the process can end."""
         return self._watched.setdefault(pid, asyncio.get_running_loop().create_future())
 
     def forget(self, pid: int) -> None:
         self._watched.pop(pid, None)
 
     def report(self, pid: int, status: ExitStatus) -> None:
-        """Somebody's child ended."""
+        """A process ended with this status."""
         watcher = self._watched.get(pid)
         if watcher is not None and not watcher.done():
             watcher.set_result(status)

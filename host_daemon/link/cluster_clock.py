@@ -1,5 +1,5 @@
-"""The host's clock, set right by the supervisor's where it is plainly wrong, and set back by nobody else: by their
-dates sensors and the database tell new reports from old ones."""
+"""The host's clock, corrected by the supervisor when it is plainly wrong, and never set back otherwise: sensors and the
+database order reports by their dates."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from flyball.contracts.reports.signals import Report
 _log = structlog.get_logger(__name__)
 
 
-_SLOWED = 0.5  # of true time, after the host's clock was set back and until it has caught up
+_SLOWED = 0.5  # pace while the host's clock, which was set back, catches up
 
 
 class ClusterClock:
-    """Wall time as the cluster has it: that of this host, plus a correction when the supervisor refused its dates. When
-    the host's clock is set back, this one goes on at half its pace until they meet."""
+    """Wall time of the cluster: this host's, plus a correction once the supervisor refused its dates. If the host's
+    clock is set back, this one runs at half its pace until they meet."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._offset_s = 0.0
-        self._told = (clock.wall_s(), clock.monotonic_s())  # the time last told, and when that was
+        self._last = (clock.wall_s(), clock.monotonic_s())  # the time last returned, and when
 
     def wall_s(self) -> float:
-        now_s, (told, told_s) = self._clock.monotonic_s(), self._told
-        told = max(self._clock.wall_s() + self._offset_s, told + _SLOWED * (now_s - told_s))
-        self._told = told, now_s
-        return told
+        now_s, (last, last_s) = self._clock.monotonic_s(), self._last
+        wall = max(self._clock.wall_s() + self._offset_s, last + _SLOWED * (now_s - last_s))
+        self._last = wall, now_s
+        return wall
 
     def monotonic_s(self) -> float:
         return self._clock.monotonic_s()
 
     def follow(self, server_time: float) -> None:
-        """From now on, go by the supervisor's time, which is this."""
+        """Use the supervisor's time, which is `server_time` now."""
         self._offset_s = server_time - self._clock.wall_s()
-        self._told = server_time, self._clock.monotonic_s()
+        self._last = server_time, self._clock.monotonic_s()
         _log.error(
             "clock_corrected",
             offset_s=round(self._offset_s, 3),
-            note="this host's clock differs from the supervisor's; let both keep time with NTP",
+            note="this host's clock differs from the supervisor's; synchronize both with NTP",
         )
 
 
 def no_later(report: Report, now: float) -> Report:
-    """The report without moments after `now`: what was dated by a clock that was ahead happened at the latest now."""
+    """The report with no time after `now`: a clock that was ahead may have dated events later than they happened."""
     return msgspec.structs.replace(
         report,
         completed=tuple(

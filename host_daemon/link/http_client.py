@@ -37,12 +37,12 @@ ANSWER_TIMEOUT_S = 5.0
 # Where there is another server to ask, one that is stopped or cut off is given up sooner.
 ANSWER_TIMEOUT_OF_SEVERAL_S = 2.0
 MAX_POLL_OF_SEVERAL_S = 10.0
-GO_HOME_AFTER_S = 300.0  # up to twice that: from a failure until the host's own server is tried again
+GO_HOME_AFTER_S = 300.0  # up to twice that: from a failure until the host tries its own server again
 
 
 class Endpoints:
-    """The servers of one kind, as one host sees them. Hosts begin at different ones, so that these share the work, and
-    go back to theirs some minutes after they left it: else the server that was restarted last had nobody."""
+    """The servers of one kind, in this host's order. Each host starts at a different one, which spreads the load, and
+    returns to it some minutes after it failed: otherwise the server that restarted last would have no hosts."""
 
     def __init__(self, urls: Sequence[str], host_id: str, clock: Clock) -> None:
         number = int.from_bytes(hashlib.sha256(host_id.encode()).digest()[:8], "big")
@@ -58,13 +58,13 @@ class Endpoints:
         return len(self._urls) > 1
 
     def in_order(self) -> tuple[str, ...]:
-        """All of them once, the one to be asked first."""
+        """All of them once, in the order in which to try them."""
         if self._current != 0 and self._clock.monotonic_s() >= self._go_home_at_s:
             self._current = 0
         return (*self._urls[self._current :], *self._urls[: self._current])
 
     def failed(self, url: str) -> None:
-        """Ask the one behind it next time."""
+        """Move on to the next server."""
         if url == self._urls[self._current]:
             if self._current == 0:
                 self._go_home_at_s = self._clock.monotonic_s() + self._go_home_after_s
@@ -80,11 +80,11 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 class SupervisorClient:
-    """The supervisor's API, as far as a daemon needs it. Every call has a deadline, and is made to each of several
-    servers at most once: reports to one of the sensors, everything else to one of the actuators.
+    """The part of the supervisor's API that a daemon needs. Every call has a deadline and tries each server at most
+    once: reports go to one of the sensors, everything else to one of the actuators.
 
-    Raises Unreachable (no answer, or a 5xx), TooBusy (429), Unauthorized, Forbidden, NotFound, what `Admission` refuses
-    reports with, or InvalidMessage for any other refusal, which repeating cannot cure.
+    Raises Unreachable (no reply, or a 5xx), TooBusy (429), Unauthorized, Forbidden, NotFound, or a refusal of the
+    report by `Admission`. Any other refusal raises InvalidMessage, which repeating cannot cure.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SupervisorClient:
         read_token: Callable[[], str],
         tls: ClientTls = ClientTls(),  # noqa: B008
     ) -> None:
-        """`read_token` is asked again when the token is refused: it may have been renewed. Raises what it raises."""
+        """`read_token` is called again when the token is refused: it may have been renewed. Raises what it raises."""
         self._sensors = sensors
         self._actuators = actuators
         self._read_token = read_token
@@ -119,7 +119,7 @@ class SupervisorClient:
         wait_s: float,
         obeyed: LastObeyed = LastObeyed(),  # noqa: B008 - frozen
     ) -> CommandBatch:
-        """Long poll: answers as soon as there is a command, or with none after `wait_s`."""
+        """Long poll: returns as soon as there is a command, or with none after `wait_s`."""
         if self._actuators.are_several:
             wait_s = min(wait_s, MAX_POLL_OF_SEVERAL_S)
         response = await self._send(
@@ -132,12 +132,12 @@ class SupervisorClient:
         return wire.decode(response.content, CommandBatch)
 
     async def report_standing(self, standing: HostStanding) -> None:
-        """What the database does not know."""
+        """Send the supervisor what its database does not know."""
         content, path = wire.encode(standing), f"/v1/hosts/{standing.host_id}/standing"
         await self._send(self._actuators, "POST", path, content=content, params=self._succession())
 
     async def departure(self, host_id: str) -> Departure:
-        """Whether a host that gave notice is needed no more."""
+        """Whether a host that gave notice is no longer needed."""
         response = await self._send(self._actuators, "GET", f"/v1/hosts/{host_id}/departure")
         return wire.decode(response.content, Departure)
 
@@ -166,14 +166,14 @@ class SupervisorClient:
         params: Mapping[str, str] | None = None,
         wait_s: float = 0.0,
     ) -> httpx.Response:
-        """`wait_s`: how long the server was told that it may wait before it answers."""
+        """`wait_s`: how long the server may wait before it replies."""
         answer_s = wait_s + (ANSWER_TIMEOUT_OF_SEVERAL_S if servers.are_several else ANSWER_TIMEOUT_S)
         request = _Request(method, path, content, params, httpx.Timeout(answer_s, connect=CONNECT_TIMEOUT_S))
         failure: FlyballError | None = None
         for url in servers.in_order():
             try:
                 return await self._send_to(url, request)
-            except (Unreachable, TooBusy, NotFound) as error:  # others would be the same elsewhere
+            except (Unreachable, TooBusy, NotFound) as error:  # other refusals would be the same elsewhere
                 servers.failed(url)
                 failure = error
         assert failure is not None, "there is at least one server"
@@ -202,10 +202,10 @@ class SupervisorClient:
         )
 
     def _renew_token(self) -> bool:
-        """Whether there is another one than that which was refused."""
+        """Read the token again. Returns whether it differs from the one that was refused."""
         try:
             token = self._read_token()
-        except ConfigurationError:  # half written, or gone: the old one's refusal is told
+        except ConfigurationError:  # half written, or gone: the caller reports the refusal of the old one
             return False
         renewed, self._token = token != self._token, token
         return renewed
@@ -215,7 +215,7 @@ def _params(obeyed: LastObeyed) -> dict[str, str]:
     return {name: str(value) for name, value in msgspec.structs.asdict(obeyed).items() if value}
 
 
-# Codes of refusals that the daemon handles each in its own way; for all others the status is enough.
+# Codes that the daemon handles each in its own way; for all others the status is enough.
 _HANDLED = frozenset(k.code for k in (Forbidden, ReportReplayed, ReportOutOfOrder, DaemonSuperseded, WrongClock))
 
 
@@ -225,16 +225,16 @@ def _refusal(url: str, response: httpx.Response) -> FlyballError:
     problem = problem_of(response)
     if status == 429:
         wait_s = retry_after_s(response)
-        return TooBusy(f"The supervisor at {url} is busy.", retry_after_s=wait_s, hint="the daemon tries again")
+        return TooBusy(f"The supervisor at {url} is busy.", retry_after_s=wait_s, hint="the daemon will retry")
     if status == 401:
         return Unauthorized(
             f"The supervisor at {url} refuses this daemon's token.",
-            hint="make a new one with `flyball token host HOST_ID` and write it to --token-file; it is read again",
+            hint="make a new one with `flyball token host HOST_ID` and write it to --token-file; it will be read again",
         )
     if problem is not None and problem.code in _HANDLED:
         return reply_error(problem, response)
     if status == 404:
-        return NotFound(f"{url} answers 404: {detail}", hint="is this the address of a Flyball supervisor?")
+        return NotFound(f"{url} replied 404: {detail}", hint="check that this is the address of a Flyball supervisor")
     if status >= 500:
         return Unreachable(f"The supervisor at {url} failed with {status}: {detail}", hint="see its log")
     return InvalidMessage(f"The supervisor at {url} refused with {status}: {detail}", hint="run the same release")

@@ -1,4 +1,4 @@
-"""Answers those who ask, through the supervisor, for pieces of this host's rank logs."""
+"""Serves pieces of this host's rank logs to readers, through the supervisor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GENERATION = re.compile(r"g(\d+)$")
 
 
 class LogReading:
-    """Reads in threads: a log may be on a network file system that hangs."""
+    """Reads in threads: a log may lie on a network file system that hangs."""
 
     def __init__(self, host_id: str, state_dir: HostStateDir, client: SupervisorClient) -> None:
         self._host_id = host_id
@@ -31,7 +31,7 @@ class LogReading:
         self._answers: set[asyncio.Task[None]] = set()
 
     def take(self, requests: Sequence[LogRequest]) -> None:
-        """Answer them in the background."""
+        """Reply to them in the background."""
         for request in requests:
             task = asyncio.create_task(self._answer(request))
             self._answers.add(task)
@@ -43,12 +43,12 @@ class LogReading:
                 await self._client.log_piece(
                     await asyncio.to_thread(read_piece, self._state_dir.job_logs(request.job), self._host_id, request)
                 )
-            except (FlyballError, OSError) as error:  # who asked is told by a time limit, and asks again
+            except (FlyballError, OSError) as error:  # the reader's request times out, and it asks again
                 _log.warning("log_not_sent", job=request.job, rank=request.rank, error=str(error))
 
 
 def read_piece(folder: Path, host_id: str, request: LogRequest) -> LogPiece:
-    """What the folder of a job's logs has of it. Names come from numbers alone. Raises OSError."""
+    """The requested piece of a job's logs in `folder`. File names are built from numbers alone. Raises OSError."""
     found = {
         int(match[1]): path
         for path in folder.glob(f"g*/rank{request.rank}.log")

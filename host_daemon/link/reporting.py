@@ -1,4 +1,4 @@
-"""Sends reports: at once when something happened, else every interval."""
+"""Sends reports: at once when something happened, otherwise at an interval."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ from host_daemon.store.facts import Facts
 from host_daemon.store.outbox import RESEND_AFTER_S, SignalOutbox
 from host_daemon.workers.beacons import BeaconReadings, Beacons
 
-MIN_INTERVAL_S = 0.005  # between two reports, also when much happens
-RETRY_S = 0.25  # after a report that did not arrive, doubled up to the maximum
+MIN_INTERVAL_S = 0.005  # between two reports, however much happens
+RETRY_S = 0.25  # after a report that failed, doubled up to the maximum
 MAX_RETRY_S = 2.0
-TOUCH_INTERVALS = 2.0  # after a report was answered; no sensor calls a host silent before three are over
+TOUCH_INTERVALS = 2.0  # after a report's reply; no sensor calls a host silent before three intervals have passed
 MAX_RESTORES = 256
 MAX_SAVE_FAILURES = 256
 RESTORES_FACT = "restores_reported_at"
@@ -59,7 +59,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Reporter:
-    """Composes and sends reports. One at a time; what happens meanwhile goes into the next."""
+    """Composes and sends reports, one at a time. What happens meanwhile goes into the next one."""
 
     def __init__(
         self,
@@ -89,23 +89,23 @@ class Reporter:
         self._restores: deque[RestoreReport] = deque(maxlen=MAX_RESTORES)
         self._save_failures: deque[SaveFailure] = deque(maxlen=MAX_SAVE_FAILURES)
         self._late_saves: deque[LateSaves] = deque(maxlen=MAX_SAVE_FAILURES)
-        self._failing: dict[str, FailingSaves] = {}  # by job, what its engine said last
+        self._failing: dict[str, FailingSaves] = {}  # by job, from the engine's newest reply
         self._unreachable: tuple[str, ...] = ()
-        self._answered: set[str] = set()  # peers that the sensor asked about, and the engine could tell of
+        self._answered: set[str] = set()  # peers that the sensor asked about and the engine knows about
         self._free_port = 0
         self._version = importlib.metadata.version("flyball")
-        self._trouble = ""
+        self._trouble = ""  # class of the last error logged
         self._leaves = False
         self._refusals = refusals
         self.predecessors: tuple[str, ...] = ()  # incarnations that this daemon succeeds
-        self.lagged_s = 0.0  # the worst of the loop's delays since the last report
+        self.lagged_s = 0.0  # the event loop's longest delay since the last report
 
     def wake(self) -> None:
-        """Something happened that should be reported at once."""
+        """Report at once: something happened."""
         self._urgent.set()
 
     async def note_engine(self, status: EngineReply) -> None:
-        """Take what is new in an answer of the engine."""
+        """Queue what is new in a reply of the engine."""
         self._restores.extend(status.restores)
         for failure in status.failures:
             if failure not in self._save_failures:
@@ -134,7 +134,7 @@ class Reporter:
             self.wake()
 
     async def _note_failing(self, failing: FailingSaves) -> None:
-        """A job's saves fail, or are kept again; that they fail an earlier engine or daemon may have said."""
+        """Queue that a job's saves fail, or succeed again. An earlier engine or daemon may have reported a failure."""
         before = self._failing.get(failing.job)
         if failing == before:
             return
@@ -158,7 +158,7 @@ class Reporter:
         self.wake()
 
     async def run(self) -> None:
-        """Until cancelled. Raises DaemonSuperseded when another daemon has spoken for the host for a while."""
+        """Report until cancelled. Raises DaemonSuperseded once another daemon has acted for the host for a while."""
         retry = Backoff(RETRY_S, MAX_RETRY_S, jitter=Random(self._settings.host_id))
         while True:
             self._urgent.clear()
@@ -167,14 +167,14 @@ class Reporter:
             except TooBusy as error:
                 await asyncio.sleep(error.retry_after_s)
             except DaemonSuperseded as error:
-                self._say(error)
+                self._log_change(error)
                 self._refusals.note(error)
                 await asyncio.sleep(RETRY_S)
             except FlyballError as error:
-                self._say(error)
+                self._log_change(error)
                 await asyncio.sleep(retry.failed())
             else:
-                self._say(None)
+                self._log_change(None)
                 retry.succeeded()
                 self._refusals.ended()
                 if not self._outbox.has_unsent:
@@ -185,15 +185,15 @@ class Reporter:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._urgent.wait(), interval_s - MIN_INTERVAL_S)
 
-    async def say_goodbye(self) -> None:
-        """The last report: the supervisor waits for no other one, and does not call the host silent. Raises
+    async def send_farewell(self) -> None:
+        """Send the last report: the supervisor then expects no others, and does not call the host silent. Raises
         FlyballError."""
         self._leaves = True
         await self.send_once()
 
     async def send_once(self) -> None:
-        """Send one report, and at once again if only its dates were wrong. What it carried is due again if it did not
-        arrive. Raises FlyballError."""
+        """Send one report, and once more if only its dates were wrong. If it fails, its content is due again. Raises
+        FlyballError."""
         try:
             await self._send()
         except WrongClock as error:
@@ -230,12 +230,12 @@ class Reporter:
         )
         try:
             reply = await self._client.report(no_later(report, now))
-        except ReportReplayed:  # something on the way sent it twice, and lost the reply to the first
+        except ReportReplayed:  # something in between sent it twice and lost the first reply
             reply = ReportReply({})
         except BaseException as error:
             self._outbox.not_sent(signals)
             if isinstance(error, InvalidMessage):
-                # It would be refused for ever. Its signals stay in the spool; its state is old news by then.
+                # It would be refused forever. Its signals stay in the spool; its state will soon be outdated.
                 _log.error("report_refused", error=str(error), size_bytes=len(encode(report)), limit=MAX_MESSAGE_BYTES)
             else:
                 self._beacons.put_back(readings)
@@ -248,7 +248,7 @@ class Reporter:
     async def _after(self, readings: BeaconReadings, restores: tuple[RestoreReport, ...]) -> None:
         self._beacons.arrived(readings)
         for restore in restores:
-            if restore in self._restores:  # else newer ones took its place meanwhile
+            if restore in self._restores:  # else newer ones displaced it meanwhile
                 self._restores.remove(restore)
         if restores:
             await self._facts.set(RESTORES_FACT, repr(max(r.at for r in restores)))
@@ -277,8 +277,8 @@ class Reporter:
             status.intervals[:MAX_SAVE_INTERVALS],
         )
 
-    def _say(self, error: FlyballError | None) -> None:
-        """Log a change, not every repetition."""
+    def _log_change(self, error: FlyballError | None) -> None:
+        """Log when the kind of error changes, not every repetition."""
         trouble = type(error).__name__ if error else ""
         if trouble == self._trouble:
             return
@@ -288,4 +288,4 @@ class Reporter:
         elif isinstance(error, Unauthorized | Forbidden | DaemonSuperseded):
             _log.error("supervisor_refuses", error=str(error))
         else:
-            _log.warning("supervisor_away", error=str(error), note="workers run on, signals are kept")
+            _log.warning("supervisor_away", error=str(error), note="workers keep running, signals are kept")

@@ -1,4 +1,4 @@
-"""How long a daemon goes on that is told that another one speaks for its host. Pure."""
+"""How long a daemon goes on while its supervisor says that another one acts for the host. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from flyball.contracts.clock import Clock
 from flyball.contracts.errors import DaemonSuperseded
 
 LEAST_S = 5.0
-INTERVALS = 5.0  # between reports; the supervisor gives a dead daemon up before
+INTERVALS = 5.0  # report intervals; the supervisor gives up a dead daemon sooner
 
 
 class RefusedPolls:
-    """Of one loop."""
+    """The refusals of one loop."""
 
     def __init__(self, clock: Clock, report_interval_s: float) -> None:
         self._clock = clock
@@ -18,11 +18,11 @@ class RefusedPolls:
         self._since_s: float | None = None
 
     def ended(self) -> None:
-        """It was heard."""
+        """A request was accepted."""
         self._since_s = None
 
     def note(self, error: DaemonSuperseded) -> None:
-        """It was refused. Raises `error` when it has been for so long that the other daemon is no dead one."""
+        """A request was refused. Raises `error` if that has lasted too long for the other daemon to be a dead one."""
         now_s = self._clock.monotonic_s()
         if self._since_s is None:
             self._since_s = now_s

@@ -1,4 +1,4 @@
-"""Receives commands, obeys each at most once, and has every answer stored before it is sent."""
+"""Receives commands, obeys each at most once, and stores every answer before sending it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from flyball.contracts.errors import DaemonSuperseded, FlyballError, StaleComman
 from flyball.contracts.reports.rank_logs import LogRequest
 from host_daemon.link.http_client import SupervisorClient
 from host_daemon.link.superseded import RefusedPolls
-from host_daemon.store.allegiance import TELL_AGAIN_S, Allegiance
+from host_daemon.store.allegiance import REPORT_AGAIN_S, Allegiance
 from host_daemon.store.command_journal import CommandAdmission, CommandJournal
 
 POLL_WAIT_S = 20.0
 POLL_RETRY_S = 0.2
 MAX_POLL_RETRY_S = 2.0
-REPEATED_PAUSE_S = 0.1  # when all that a poll brings is being worked on already
-ANSWER_TIMEOUT_S = 60.0  # then it is left to the repetition of the command
+REPEATED_PAUSE_S = 0.1  # when a poll brings only commands that are being carried out already
+ANSWER_TIMEOUT_S = 60.0  # after that, the answer is sent when the command is repeated
 
 _log = structlog.get_logger(__name__)
 
@@ -44,7 +44,7 @@ Acknowledge = Callable[[CommandResult], Awaitable[None]]
 
 
 class CommandFailed(FlyballError):
-    """A command could not be carried out; `result` holds what is known all the same."""
+    """A command could not be carried out; `result` holds what is known anyway."""
 
     def __init__(self, message: str, *, code: str, result: CommandResult | None = None, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -52,12 +52,12 @@ class CommandFailed(FlyballError):
         self.result = result or CommandResult()
 
 
-# Carries out one command; `resumed` says that an earlier daemon began it, `acknowledged` that it had said so.
+# Carries out one command.
 Handler = Callable[[Command, "CommandProgress"], Awaitable[CommandResult]]
 
 
 class CommandProgress:
-    """What a handler needs of the command's own life."""
+    """How far a command got: `resumed` if an earlier daemon began it, `acknowledged` if that was sent."""
 
     def __init__(self, *, resumed: bool, acknowledged: bool, acknowledge: Acknowledge) -> None:
         self.resumed = resumed
@@ -66,14 +66,16 @@ class CommandProgress:
 
 
 def job_of(body: CommandBody) -> str:
-    """The job that a command is about."""
+    """The job that a command concerns."""
     return body.spec.job if isinstance(body, WarmUp | StartWorkers) else body.job
 
 
 def gives_way(other: Command, newer: Command) -> bool:
-    """Whether a command that is carried out ends for a newer one. What waits (for a save, for a standby) gives way
-    to a command that ends the workers it waits for, and a save to the command that gives it up or names a later step:
-    other hosts will not have the earlier one. Pure."""
+    """Whether a running command ends because of a newer one. Pure.
+
+    Commands that wait (for a save, for a standby) give way to one that ends the workers they wait for. A save also
+    gives way to a command that abandons it or names a later step: other hosts will not have the earlier one.
+    """
     if isinstance(newer.body, StopWorkers | StartWorkers | EndJob):
         giving_way: tuple[type[CommandBody], ...] = (SaveEmergency, FlushState, WarmUp, StartWorkers)
     elif isinstance(newer.body, FlushState | SaveEmergency):
@@ -87,7 +89,7 @@ def gives_way(other: Command, newer: Command) -> bool:
 
 
 class CommandLoop:
-    """One long poll, and one task per command. Commands of a job are carried out one after the other."""
+    """One long poll, and one task per command. Commands of one job are carried out one after the other."""
 
     def __init__(
         self,
@@ -110,14 +112,14 @@ class CommandLoop:
         self._handler = handler
         self._take_log_requests = take_log_requests
         self._running: dict[str, tuple[Command, asyncio.Task[None]]] = {}  # by command_id
-        self._answers: dict[str, asyncio.Task[None]] = {}
+        self._answers: dict[str, asyncio.Task[None]] = {}  # by command_id, being sent
         self._turns: dict[str, asyncio.Lock] = {}  # by job
         self._refusals = refusals
         self._allegiance = allegiance
         self._closing = False
 
     async def run(self) -> None:
-        """Until cancelled. Raises DaemonSuperseded when another daemon has spoken for the host for a while."""
+        """Poll until cancelled. Raises DaemonSuperseded once another daemon has acted for the host for a while."""
         retry = Backoff(POLL_RETRY_S, MAX_POLL_RETRY_S, jitter=Random(self._host_id))
         while True:
             try:
@@ -127,11 +129,11 @@ class CommandLoop:
                 await self._allegiance.answered(batch)
                 if batch.report_standing or self._allegiance.has_gap:
                     await self._client.report_standing(await self._allegiance.standing())
-                    await asyncio.sleep(TELL_AGAIN_S)
+                    await asyncio.sleep(REPORT_AGAIN_S)
             except TooBusy as error:
                 await asyncio.sleep(error.retry_after_s)
                 continue
-            except DaemonSuperseded as error:  # or it begins, and its first report is not stored yet
+            except DaemonSuperseded as error:  # or this daemon is new, and its first report is not stored yet
                 _log.debug("no_commands", error=str(error))
                 self._refusals.note(error)
                 await asyncio.sleep(POLL_RETRY_S)
@@ -153,9 +155,9 @@ class CommandLoop:
                 await asyncio.wait(working, timeout=REPEATED_PAUSE_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def close(self) -> None:
-        """Give up what is being carried out, and sending answers; what was stored is sent on a repetition."""
+        """Abandon running commands and unsent answers. A repeated command gets the stored answer."""
         self._closing = True
-        for tasks in ([task for _, task in self._running.values()], self._answers.values()):  # the first make answers
+        for tasks in ([task for _, task in self._running.values()], self._answers.values()):  # the first add answers
             pending = list(tasks)
             for task in pending:
                 task.cancel()
@@ -169,11 +171,11 @@ class CommandLoop:
             await self._answer(command, _failed(error), stored=False)
             return
         if admission is CommandAdmission.ANSWERED and answer is not None:
-            # It may be another daemon's, whose word counts no more.
+            # It may be another daemon's, which no longer counts.
             self._send(msgspec.structs.replace(answer, incarnation=self._incarnation))
             return
         if admission is CommandAdmission.STALE:
-            message = f"{command.command_id} carries {command.fence}, and a newer one was obeyed."
+            message = f"{command.command_id} carries {command.fence}, but a newer fence was obeyed."
             await self._answer(command, (UpdateState.REFUSED, StaleCommand.code, message, CommandResult()))
             return
         self._allegiance.begun(command, cluster)
@@ -197,7 +199,9 @@ class CommandLoop:
             await self._answer(command, (UpdateState.FAILED, "timed_out", message, CommandResult()))
         except asyncio.CancelledError:
             code, message = (
-                ("interrupted", "The daemon ends.") if self._closing else ("superseded", "A newer one came.")
+                ("interrupted", "The daemon is ending.")
+                if self._closing
+                else ("superseded", "A newer command replaced it.")
             )
             await self._answer(command, (UpdateState.FAILED, code, message, CommandResult()))
             raise
@@ -234,12 +238,12 @@ class CommandLoop:
         if stored:
             try:
                 await self._journal.store(update, job_of(command.body))
-            except FlyballError as error:  # it is sent all the same; a repetition of the command begins anew
+            except FlyballError as error:  # send it anyway; a repeated command starts over
                 _log.error("answer_not_stored", id=command.command_id, error=str(error))
         self._send(update)
 
     def _send(self, update: CommandUpdate) -> None:
-        """Send in the background; a later answer to the same command takes the place of an earlier one."""
+        """Send in the background; a later answer to the same command replaces an earlier one."""
         earlier = self._answers.pop(update.command_id, None)
         if earlier is not None:
             earlier.cancel()

@@ -1,4 +1,4 @@
-"""Starts one host's part of a generation: beacons, the rendezvous store, the workers."""
+"""Starts one host's part of a generation: beacons, rendezvous store, workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from host_daemon.workers.workers import Worker, WorkerTable
 
 
 class GenerationStarter:
-    """Everything that is needed to start workers; knows nothing of commands."""
+    """Starts workers; knows nothing of commands."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class GenerationStarter:
         self._standbys = standbys
         self._workers = workers
         self._beacons = beacons
-        self._waiting_stores: dict[str, tuple[int, Worker]] = {}  # job -> (port, store that the next generation takes)
+        self._waiting_stores: dict[str, tuple[int, Worker]] = {}  # job -> (port, store for the next generation)
 
     async def start(
         self,
@@ -55,8 +55,8 @@ class GenerationStarter:
         environment: Mapping[str, str],
         store: Worker | None,
     ) -> dict[str, int]:
-        """Start all ranks of this host at once; returns str(rank) -> pid. Older workers were ended before, except for
-        the `store` that was claimed.
+        """Start all ranks of this host at once. Returns str(rank) -> pid. Older workers have ended before, except for
+        the claimed `store`.
 
         Raises NotFound (script missing), PortInUse, StorageFull, MemoryTooSmall, SpawnError; nothing runs then.
         """
@@ -73,7 +73,7 @@ class GenerationStarter:
                 self._beacons.create(job, generation, order.rank)
             started = await self._spawn(job, orders)
         except BaseException:
-            self._terminals.mind(job, generation, ())
+            self._terminals.keep_pump(job, generation, ())
             raise
         workers = [
             self._workers.make(
@@ -86,17 +86,17 @@ class GenerationStarter:
             )
             for process, order in zip(started, orders, strict=True)
         ]
-        self._terminals.mind(job, generation, workers)
+        self._terminals.keep_pump(job, generation, workers)
         await self._workers.add(zip(started, workers, strict=True))
         for record in (worker.record for worker in workers):
             self._beacons.watch(job, generation, record.rank, pid=record.pid, spawned_at=record.spawned_at)
         return {str(worker.record.rank): worker.record.pid for worker in workers}
 
     async def prepare_store(self, spec: JobSpec, generation: int, port: int) -> None:
-        """Have a store listen on a port that is about to be offered for the generation after `generation`.
+        """Start a store on a port that is about to be offered for the generation after `generation`.
 
-        Ranks on other hosts may be faster than rank 0's host; a refused connection would cost them half a second. Done
-        only if it can be done at once: nobody waits for it.
+        Ranks on other hosts may be faster than rank 0's host, and a refused connection would cost them half a second.
+        Skipped if there is no warm standby: nobody waits for it.
         """
         self.forget_store(spec.job)
         if not self._standbys.is_warm(spec.job):
@@ -104,13 +104,13 @@ class GenerationStarter:
         self._waiting_stores[spec.job] = port, await self._start_store(spec, generation, port)
 
     def claim_store(self, placement: Placement, host: HostRanks) -> Worker | None:
-        """The store that listens already where this placement wants one. Without a claim it is to be ended."""
+        """The store that already listens where this placement wants one. The caller ends one that is not claimed."""
         port, store = self._waiting_stores.pop(placement.job, (0, None))
         wanted = 0 in host.ranks and port == placement.master_port
         return store if wanted and store is not None and not store.gone.is_set() else None
 
     def forget_store(self, job: str) -> None:
-        """Whoever ends the job's workers ends the waiting store with them."""
+        """Forget the waiting store: whoever ends the job's workers ends it with them."""
         self._waiting_stores.pop(job, None)
 
     async def _provide_store(self, spec: JobSpec, placement: Placement, claimed: Worker | None) -> None:
@@ -141,7 +141,7 @@ class GenerationStarter:
         return worker
 
     async def _spawn(self, job: str, orders: Sequence[Order]) -> list[SpawnedProcess]:
-        """All of them, or none."""
+        """Start all of them, or none."""
         tasks = [asyncio.ensure_future(self._standbys.start(job, order)) for order in orders]
         try:
             return await asyncio.gather(*tasks)
@@ -150,7 +150,7 @@ class GenerationStarter:
                 task.cancel()
             for outcome in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(outcome, SpawnedProcess):
-                    outcome.give_leave(granted=False)
+                    outcome.permit(granted=False)
             raise
 
     def _order(
@@ -181,16 +181,16 @@ class GenerationStarter:
         )
 
     def _with_streams(self, orders: Sequence[WorkerOrder], job: str, generation: int) -> list[WorkerOrder]:
-        """Terminals and pipes, if the command that launched the job runs here and asks for them."""
-        wish = self._terminals.wish(job)
-        if wish is None:
+        """Add terminals and pipes if the command that launched the job runs here and requests them."""
+        request = self._terminals.requested(job)
+        if request is None:
             return list(orders)
-        streams = self._terminals.open(wish, job, generation, [Path(order.log_path) for order in orders])
+        streams = self._terminals.open(request, job, generation, [Path(order.log_path) for order in orders])
         return [
             msgspec.structs.replace(
                 order,
                 streams=streams[local_rank],
-                environment=terminal_environment(wish, local_rank, order.environment),
+                environment=terminal_environment(request, local_rank, order.environment),
             )
             for local_rank, order in enumerate(orders)
         ]
@@ -206,12 +206,12 @@ class GenerationStarter:
 
 
 def check_script(spec: JobSpec, environment: Mapping[str, str]) -> None:
-    """Raise NotFound if there is nothing to run. (Whether a module exists, only its interpreter can tell.)"""
+    """Raise NotFound if there is nothing to run. Only an interpreter can tell whether a module exists."""
     workdir = Path(spec.workdir)
     if not workdir.is_dir():
         raise NotFound(
             f"The working folder {workdir} does not exist on this host.",
-            hint="put the code at the same path everywhere",
+            hint="put the code at the same path on every host",
         )
     if spec.program:
         find_program(spec.argv[0], workdir, environment)

@@ -1,4 +1,4 @@
-"""What each command does on this host."""
+"""Carries out each command on this host."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from host_daemon.workers.beacons import Beacons
 from host_daemon.workers.worker_environment import expected_environment, job_environment
 from host_daemon.workers.workers import WorkerTable
 
-ENGINE_WAIT_S = 5.0  # for an engine that is being restarted, before workers are started without it
-ENGINE_RETURN_S = 10.0  # for one that was killed; a longer wait would use up the time in which a job is ended
-ENGINE_MARGIN_S = 2.0  # for the answer, beyond the time that the engine itself is given
-LAST_FLUSH_S = 5.0  # when the daemon is ended
+ENGINE_WAIT_S = 5.0  # for an engine that is restarting, before workers are started without it
+ENGINE_RETURN_S = 10.0  # for one that was killed; waiting longer would use up the time for ending a job
+ENGINE_MARGIN_S = 2.0  # for the reply, beyond the time that the engine itself gets
+LAST_FLUSH_S = 5.0  # when the daemon ends
 ENGINE_RETRY_S = 0.05
 STORE_TIMEOUT_S = 1.0
 MAX_START_MESSAGE = 4_000
@@ -58,7 +58,7 @@ _log = structlog.get_logger(__name__)
 
 
 class JobControl:
-    """Carries out commands; one at a time per job (the command loop sees to that)."""
+    """Carries out commands. The command loop ensures that only one runs per job."""
 
     def __init__(
         self,
@@ -88,13 +88,13 @@ class JobControl:
         self._engine = engine
         self._engine_client = engine_client
         self._ports = ports
-        self._peer_key = peer_key  # as the token file has it now
+        self._peer_key = peer_key  # from the token file as it is now
         self._environ = environ
-        self._secrets: dict[str, tuple[Mapping[str, str], dict[str, str]]] = {}  # job -> sealed, and what was in it
+        self._secrets: dict[str, tuple[Mapping[str, str], dict[str, str]]] = {}  # job -> sealed and unsealed values
         self._jobs: dict[str, JobRecord] = {}
 
     async def carry_out(self, command: Command, progress: CommandProgress) -> CommandResult:
-        """Do what the command says. Raises FlyballError with what prevents it."""
+        """Carry out one command. Raises FlyballError with the cause if it cannot."""
         match command.body:
             case WarmUp() as body:
                 return await self._warm_up(body)
@@ -110,19 +110,19 @@ class JobControl:
                 return await self._end(command, body)
 
     def expect_jobs(self, nproc_per_node: int) -> None:
-        """Have a standby for jobs that bring no environment of their own, before the first one comes."""
-        self._standbys.keep("", expected_environment(self._environ, nproc_per_node))  # '' is no job's name: it stays
+        """Keep a standby ready for jobs without an environment of their own, before the first one comes."""
+        self._standbys.keep("", expected_environment(self._environ, nproc_per_node))  # no job's name: never dropped
 
     def take_over(self, record: JobRecord) -> None:
-        """A restarted daemon goes on with a job of the one before it."""
+        """Continue a job of the daemon before this one."""
         self._jobs[record.spec.job] = record
         try:
             self._standbys.keep(record.spec.job, self._environment_of(record.spec))
-        except FlyballError as error:  # the workers that run have them; a start will say it to the user
+        except FlyballError as error:  # running workers have them; the next start reports it to the user
             _log.error("secrets_not_read", job=record.spec.job, error=str(error))
 
     def held(self, now: float) -> tuple[HeldJob, ...]:
-        """The jobs of this host at `now`, wall clock: each with its newest generation, and the ranks that run."""
+        """The jobs of this host at `now`, wall clock: each with its newest generation and its running ranks."""
         live: dict[tuple[str, int], list[WorkerRecord]] = {}
         for worker in self._workers.live():
             record = worker.record
@@ -137,8 +137,8 @@ class JobControl:
         return tuple(held)
 
     def _environment_of(self, spec: JobSpec) -> dict[str, str]:
-        """That of the job's workers. What was once unsealed is kept in memory: a new secret of the cluster takes
-        nothing from jobs that run. Raises ConfigurationError."""
+        """The environment of a job's workers. Unsealed secrets stay in memory, so a new cluster secret does not break
+        running jobs. Raises ConfigurationError."""
         sealed, values = self._secrets.get(spec.job, ({}, {}))
         if sealed != spec.sealed_env:
             values = unseal(spec.sealed_env, peer_key=self._peer_key(), job=spec.job)
@@ -146,22 +146,22 @@ class JobControl:
         return job_environment(self._environ, spec, values)
 
     async def configure_engine(self) -> None:
-        """Tell a restarted engine of the generations that run, and of the jobs that ended meanwhile."""
+        """Send a restarted engine the running generations, and the releases of jobs that ended meanwhile."""
         for record in list(self._jobs.values()):
             await self._configure(record)
         try:
             for request in await self._owed.load():
-                if request.job not in self._jobs:  # else a job of that name runs again, and has the memory
+                if request.job not in self._jobs:  # else a job of that name runs again and owns the memory
                     await self._release(request, ENGINE_WAIT_S)
         except FlyballError as error:  # they stay owed
             _log.error("owed_releases_not_known", error=str(error))
 
     async def stop_all(self, *, at_most_s: float, flush: bool) -> None:
-        """End every worker of this host, each with its job's grace, but `at_most_s`; then, with `flush`, bring the
-        newest recovery points to the slow tiers, since the machine may be about to go down."""
+        """End every worker of this host, each with its job's grace but at most `at_most_s`. With `flush`, then copy the
+        newest recovery points to the slow tiers: the machine may be about to go down."""
         try:
             await asyncio.gather(*(self._stop_job(job, at_most_s) for job in self._workers.jobs))
-        finally:  # also if a worker cannot be ended, which is then what is raised
+        finally:  # even if a worker cannot be ended, for which this then raises
             if flush:
                 await asyncio.gather(*(self._flush_last(record) for record in list(self._jobs.values())))
 
@@ -206,8 +206,8 @@ class JobControl:
             self._beacons.worker_ended(job, worker.record.generation, worker.record.rank)
 
     async def _flush(self, body: StopWorkers, positions: tuple[RankPosition, ...]) -> EngineReply:
-        """What the engine has after it committed all that was captured; waits for one that is being restarted. Raises
-        CommandFailed if it stays away: a stop that listed no copies would have the job go on from an older step."""
+        """Have the engine commit all captures and return its state; wait for one that is restarting. Raises
+        CommandFailed if it stays away: without its copies the job would continue from an older step."""
         until_s = asyncio.get_running_loop().time() + body.flush_timeout_s
         try:
             if not await self._engine.wait_alive(min(body.flush_timeout_s, ENGINE_RETURN_S)):
@@ -218,17 +218,17 @@ class JobControl:
         except FlyballError as error:
             _log.error("engine_not_flushed", job=body.job, error=str(error))
             raise CommandFailed(
-                f"The workers have ended; what they saved is not known: {error.message}",
+                f"The workers have ended, but what they saved is unknown: {error.message}",
                 code=error.code,
                 result=CommandResult(positions=positions),
-                hint="ask again: the daemon restarts its engine; see engine.log",
+                hint="repeat the command: the daemon restarts its engine; see engine.log",
             ) from error
 
     def _positions(self, job: str, generation: int) -> tuple[RankPosition, ...]:
         return self._beacons.positions(job, upto_generation=generation)
 
     async def _offer_port(self, body: StopWorkers) -> int:
-        """A port at which the next generation's store listens already, should rank 0 come here."""
+        """A port at which the next generation's store already listens, in case rank 0 is placed here."""
         port = self._ports.find()
         record = self._jobs.get(body.job)
         if record is not None:
@@ -249,7 +249,7 @@ class JobControl:
         try:
             environment = self._environment_of(spec)
         except FlyballError as error:
-            await self._tell_failed_start(spec.job, placement.generation, host, error)
+            await self._report_failed_start(spec.job, placement.generation, host, error)
             raise
         self._standbys.keep(spec.job, environment)
         store = self._starter.claim_store(placement, host)
@@ -265,16 +265,16 @@ class JobControl:
         try:
             pids = await self._starter.start(spec, placement, host, environment, store)
         except FlyballError as error:
-            await self._tell_failed_start(spec.job, placement.generation, host, error)
+            await self._report_failed_start(spec.job, placement.generation, host, error)
             raise
         return CommandResult(pids=pids)
 
-    async def _tell_failed_start(self, job: str, generation: int, host: HostRanks, error: FlyballError) -> None:
+    async def _report_failed_start(self, job: str, generation: int, host: HostRanks, error: FlyballError) -> None:
         for rank in host.ranks:
             await self._signal(WorkerStartFailed(job, generation, rank, str(error)[:MAX_START_MESSAGE], error.code))
 
     def _already_started(self, body: StartWorkers, host: HostRanks) -> CommandResult:
-        """An earlier daemon began this and was killed: workers that have their leave run, the others never existed."""
+        """An earlier daemon began this and was killed: permitted workers run, the others never did anything."""
         generation = body.placement.generation
         live = {
             w.record.rank: w.record.pid
@@ -325,9 +325,8 @@ class JobControl:
     async def _ask_until(
         self, until_s: float, make: Callable[[float], EngineRequest], *, answer_s: float = 0.0
     ) -> EngineReply:
-        """Ask an engine that may die and be restarted meanwhile, until a moment of the event loop's clock. `make` is
-        given the seconds that are left; the engine may take them all, and `answer_s` more to answer. Raises the last
-        Unreachable."""
+        """Ask an engine that may die and restart meanwhile, until a moment of the event loop's clock. `make` gets the
+        seconds left. The engine may use all of them, and has `answer_s` more to reply. Raises the last Unreachable."""
         loop = asyncio.get_running_loop()
         while True:
             left_s = max(until_s - loop.time(), 0.01)
@@ -353,14 +352,14 @@ class JobControl:
         return CommandResult(positions=positions)
 
     async def _release(self, request: Release, timeout_s: float) -> None:
-        """Have the engine free the memory of a job that ended. If it cannot be told now it stays owed."""
+        """Have the engine free the memory of a job that ended. If it cannot be reached, the release stays owed."""
         try:
             if not await self._engine.wait_alive(ENGINE_WAIT_S):
                 raise Unreachable("The checkpoint engine is away.", hint="the daemon restarts it; see engine.log")
             await self._engine_client.ask(request, timeout_s=timeout_s)
         except FlyballError as error:
             _log.error("engine_not_released", job=request.job, code=error.code, error=str(error))
-            if error.code != StaleCommand.code:  # a job of that name runs again, and has the memory
+            if error.code != StaleCommand.code:  # stale: a job of that name runs again and owns the memory
                 return
         await self._owed.remove(request)
 
@@ -368,7 +367,7 @@ class JobControl:
         request = Configure(record.fence, self._host_id, record.placement, record.spec.checkpoint)
         try:
             await self._engine_client.ask(request)
-        except FlyballError as error:  # training does not depend on it; the failure of saves is reported by itself
+        except FlyballError as error:  # training does not depend on it, and failing saves are reported separately
             _log.error("engine_not_configured", job=record.spec.job, error=str(error))
 
 

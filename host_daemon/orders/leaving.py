@@ -1,4 +1,4 @@
-"""SIGTERM: this host is about to go. It gives notice, and waits until its ranks train elsewhere."""
+"""On SIGTERM the host leaves: it gives notice, then waits until its ranks train elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flyball.contracts.reports.drains import Departure
 from flyball.contracts.reports.signals import PreemptionNotice, SignalBody
 
 SOURCE: Final = "sigterm"
-REACH_S: Final = 2.0  # without an answer for that long, there is no supervisor to wait for
+REACH_S: Final = 2.0  # after that long without a reply, there is no supervisor to wait for
 ASK_EVERY_S: Final = 0.1
 FACT: Final = "leaving"  # set while a notice of ours stands
 
@@ -23,16 +23,16 @@ _log = structlog.get_logger(__name__)
 
 
 class LeaveOutcome(StrEnum):
-    """How it ended."""
+    """How leaving ended."""
 
     IDLE = "idle"  # there were no ranks
-    MOVED = "moved"  # they train elsewhere, and nothing here is needed any more
-    UNHEARD = "unheard"  # nobody is there who could move them, or nobody is to be asked
+    MOVED = "moved"  # the ranks train elsewhere, and nothing on this host is needed any more
+    NO_SUPERVISOR = "no_supervisor"  # none can be reached that could move the ranks, or none should be asked
     OVERDUE = "overdue"
 
     @property
     def is_in_order(self) -> bool:
-        """Whether nobody has to look for the host: it takes nothing with it that anybody needs."""
+        """Whether the supervisor need not look for the host: it takes nothing away that anybody needs."""
         return self in (LeaveOutcome.IDLE, LeaveOutcome.MOVED)
 
 
@@ -43,7 +43,7 @@ class FactStore(Protocol):
 
 
 class Leaving:
-    """From the notice to the moment at which the host is needed no more."""
+    """From the notice until the host is no longer needed."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Leaving:
         has_ranks: Callable[[], bool],
         facts: FactStore,
     ) -> None:
-        """`ask` says what the supervisor thinks; it raises FlyballError. `timeout_s` 0.0: do not wait."""
+        """`ask` returns the supervisor's view, or raises FlyballError. `timeout_s` 0.0: do not wait."""
         self._timeout_s = timeout_s
         self._clock = clock
         self._signal = signal
@@ -64,26 +64,26 @@ class Leaving:
         self._facts = facts
 
     async def run(self) -> LeaveOutcome:
-        """Give notice if there are ranks, and wait until the host is needed no more, or the time is over."""
+        """Give notice if there are ranks. Wait until the host is no longer needed, or time is up."""
         if not self._has_ranks():
             return LeaveOutcome.IDLE
         if self._timeout_s <= 0.0:
-            return LeaveOutcome.UNHEARD
+            return LeaveOutcome.NO_SUPERVISOR
         if not await self._is_in_reach():
-            _log.warning("leaving_unheard", why="no supervisor is in reach")
-            return LeaveOutcome.UNHEARD
+            _log.warning("leaving_unannounced", why="no supervisor can be reached")
+            return LeaveOutcome.NO_SUPERVISOR
         until_s = self._clock.monotonic_s() + self._timeout_s
         await self._give_notice()
         return await self._wait_until(until_s)
 
     async def withdraw(self) -> None:
-        """A daemon that runs again takes back what the one before it said."""
+        """Take back the notice that an earlier daemon gave, now that one runs again."""
         try:
             if await self._facts.get(FACT):
                 await self._signal(PreemptionNotice(deadline_at=0.0, source=SOURCE))
                 await self._facts.set(FACT, "")
         except FlyballError as error:  # the host gets work again some time after the deadline
-            _log.warning("notice_not_taken_back", error=str(error))
+            _log.warning("notice_not_withdrawn", error=str(error))
 
     async def _is_in_reach(self) -> bool:
         until_s = self._clock.monotonic_s() + min(REACH_S, self._timeout_s)
@@ -103,23 +103,23 @@ class Leaving:
         try:
             await self._facts.set(FACT, SOURCE)
         except FlyballError as error:
-            _log.warning("notice_not_noted", error=str(error))
+            _log.warning("notice_not_stored", error=str(error))
         await self._signal(PreemptionNotice(deadline_at=self._clock.wall_s() + self._timeout_s, source=SOURCE))
 
     async def _wait_until(self, until_s: float) -> LeaveOutcome:
-        """The workers may be gone long before their state was fetched from here, so the supervisor is asked."""
+        """Ask the supervisor: workers may be gone long before their state was fetched from this host."""
         waits_for = ""
         while self._clock.monotonic_s() < until_s:
             try:
                 async with asyncio.timeout(until_s - self._clock.monotonic_s()):
-                    said = await self._ask()
+                    departure = await self._ask()
             except (FlyballError, TimeoutError) as error:
-                said = Departure(may_leave=False, waits_for=f"the supervisor ({type(error).__name__})")
-            if said.may_leave and not self._has_ranks():
+                departure = Departure(may_leave=False, waits_for=f"the supervisor ({type(error).__name__})")
+            if departure.may_leave and not self._has_ranks():
                 _log.info("left")
                 return LeaveOutcome.MOVED
-            if said.waits_for != waits_for:
-                waits_for = said.waits_for
+            if departure.waits_for != waits_for:
+                waits_for = departure.waits_for
                 _log.info("leaving_waits", waits_for=waits_for)
             await asyncio.sleep(ASK_EVERY_S)
         _log.error("leaving_overdue", timeout_s=self._timeout_s, waits_for=waits_for)

@@ -1,8 +1,7 @@
-"""Whether processes keep a GPU busy, by NVML. Tried on its seam only where the machine has no GPU.
+"""Whether processes keep a GPU busy, from NVML. Without a GPU, tests exercise only its seam.
 
-Per process NVML tells little: containers show it other pids, and some drivers say nothing. So the devices that a
-process holds open are asked for: one that is busy with another's work makes an idle process look busy, never the other
-way round.
+NVML knows little per process: in containers its pids differ, and some drivers report nothing. So this looks at the
+devices that a process holds open. A device busy with other work makes an idle process look busy, never the reverse.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Nvml(Protocol):
-    """What is used of the module pynvml."""
+    """The functions of pynvml used here."""
 
     NVMLError: type[Exception]
 
@@ -38,14 +37,14 @@ class Nvml(Protocol):
 
 
 class GpuUse:
-    """Asks NVML, which is opened when the first process with a GPU is seen."""
+    """Asks NVML, which is opened for the first process that holds a GPU."""
 
     def __init__(self, nvml: Nvml | None = None) -> None:
         self._nvml = nvml
         self._handles: Mapping[int, Any] | None = None  # by minor number
 
     def busy(self, pids: Iterable[int]) -> bool | None:
-        """Whether a GPU that one of these processes has open is busy; None: that cannot be told."""
+        """Whether a GPU that one of these processes holds open is busy; None if unknown."""
         minors = {minor for pid in pids for minor in _held(pid)}
         if not minors:
             return False
@@ -68,7 +67,7 @@ class GpuUse:
             nvml.nvmlInit()
             devices = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
             self._handles = {nvml.nvmlDeviceGetMinorNumber(device): device for device in devices}
-        except Exception as error:  # noqa: BLE001 - whatever a driver's library does, the daemon goes on without it
+        except Exception as error:  # noqa: BLE001 - whatever a driver's library raises, the daemon works without it
             _log.warning("nvml_unusable", error=str(error), note="ranks with a GPU count as working")
         return self._handles
 
@@ -82,7 +81,7 @@ class GpuUse:
 
 
 def _held(pid: int) -> set[int]:
-    """The minor numbers of the GPUs that a process has open."""
+    """The minor numbers of the GPUs that a process holds open."""
     found = set()
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):

@@ -1,4 +1,4 @@
-"""A notice that the host will be taken away: a file that whoever learns of it renames into place.
+"""A notice that the host will be taken away: a file that an external agent renames into place.
 
 `{"deadline_s": 30.0, "source": "gce"}` in `preemption-notice.json` means: 30 s after the file's modification time.
 """
@@ -26,19 +26,19 @@ class NoticeFile(msgspec.Struct, frozen=True):
 
 
 class PreemptionProbe:
-    """Looks at the file; every version of it is told once, also over restarts, by its `identity`."""
+    """Checks the file. Each version of it is reported once, also across restarts, thanks to its `identity`."""
 
-    def __init__(self, path: Path, told: str | None) -> None:
+    def __init__(self, path: Path, reported: str | None) -> None:
         self._path = path
-        self._identity = told or ""
+        self._identity = reported or ""
 
     @property
     def identity(self) -> str:
-        """Of the version that was looked at last."""
+        """Identity of the version that was checked last."""
         return self._identity
 
     def check(self) -> PreemptionNotice | None:
-        """A notice that is new, else None. A malformed one is logged once and ignored."""
+        """Return a new notice, else None. A malformed one is logged once and ignored."""
         try:
             with self._path.open("rb") as file:
                 stat = os.fstat(file.fileno())

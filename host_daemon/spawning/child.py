@@ -1,9 +1,9 @@
 """What a worker process does before the user's script: become what `python script.py` would be.
 
 Runs in a process forked from the warm spawner, or as `python -P -m host_daemon.spawning.child` in a fresh interpreter
-(a cold start). Its frames stay below the script's until the interpreter ends, so that atexit handlers and threads are
-treated as always, unless it failed. The functions here import nothing late: the daemon's own modules are forgotten
-before the script runs.
+(a cold start). Unless the script fails, these frames stay below it until the interpreter ends, so atexit handlers and
+threads behave as usual. The functions here import nothing late: the daemon's modules are forgotten before the script
+runs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from flyball.contracts.errors import ConfigurationError, FlyballError
 from flyball.process_title import set_title
 from flyball.state_folder import write_private
 from host_daemon.kernel.processes import INHERITED_DESCRIPTOR
-from host_daemon.spawning.spawn_wire import HEADER, LEAVE, Order, StoreOrder, WorkerOrder, WorkerStreamPaths
+from host_daemon.spawning.spawn_wire import HEADER, PERMIT, Order, StoreOrder, WorkerOrder, WorkerStreamPaths
 
-NO_LEAVE_EXIT_CODE = 125
+NOT_PERMITTED_EXIT_CODE = 125
 _FRAMES_OF_OURS = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 def carry_out(order: Order) -> None:
-    """Run what was ordered, in this process; ends by SystemExit, or by returning when the script is through."""
+    """Carry out the order in this process. Ends by SystemExit, or returns once the script is done."""
     if isinstance(order, StoreOrder):
         redirect(order.log_path, WorkerStreamPaths())
         serve_store(order.job, order.address, order.port)
@@ -68,24 +68,24 @@ def carry_out(order: Order) -> None:
 
 
 class _GoodEnd:
-    """Written down as the last thing, for a daemon that was started meanwhile: it is not told how we ended."""
+    """Marks a good end in a file, last of all: a daemon that was started meanwhile cannot know the exit status."""
 
     def __init__(self, path: str) -> None:
-        """Before the script has atexit handlers: the first comes last."""
+        """Call it before the script can register atexit handlers: the first one registered runs last."""
         self.has_come = False
         self._path = path
         self._pid = os.getpid()
         atexit.register(self._write)
 
     def _write(self) -> None:
-        if self.has_come and self._path and os.getpid() == self._pid:  # no process that the script forked
+        if self.has_come and self._path and os.getpid() == self._pid:  # not in processes that the script forked
             with contextlib.suppress(OSError):
                 Path(self._path).touch()
 
 
 def _fail(code: object) -> NoReturn:
-    """End a failed worker at once: taking down an interpreter with torch in it costs 0.2 s, and threads that wait for
-    dead peers would hold it up for ever."""
+    """End a failed worker at once: an orderly exit of an interpreter with torch takes 0.2 s, and threads that wait for
+    dead peers would block it forever."""
     if not isinstance(code, int):
         sys.stderr.write(f"{code}\n")
         code = 1
@@ -97,7 +97,7 @@ def _fail(code: object) -> NoReturn:
 
 
 def _become(argv: tuple[str, ...]) -> NoReturn:
-    """Run a program in place of this process, so that its pid, signals and exit code are the rank's own."""
+    """Replace this process by a program, so that its pid, signals and exit code are the rank's own."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the program would inherit that
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -106,13 +106,13 @@ def _become(argv: tuple[str, ...]) -> NoReturn:
         why = (
             "it needs a first line such as #!/bin/sh"
             if error.errno == errno.ENOEXEC
-            else "see that it can be run by hand"
+            else "check that you can run it by hand"
         )
         raise ConfigurationError(f"The program {argv[0]} cannot be run: {error.strerror}.", hint=why) from error
 
 
 def _title(order: WorkerOrder) -> None:
-    """What ps shows in place of the spawner's command line: whose process it is, and what torchrun would show."""
+    """Have ps show whose process this is and what torchrun would show, not the spawner's command line."""
     python = ("python", "-m") if order.module else ("python",)
     set_title(f"{order.job} rank {order.rank} gen {order.generation}", (*python, *order.argv))
 
@@ -125,7 +125,7 @@ def _reseed_numpy() -> None:
 
 
 def _forget_daemon() -> None:
-    """A user may well have a package of that name beside the script."""
+    """Forget the daemon's modules: the user may have a package of that name beside the script."""
     for name in [n for n in sys.modules if n == "host_daemon" or n.startswith("host_daemon.")]:
         del sys.modules[name]
 
@@ -143,7 +143,7 @@ def _run(order: WorkerOrder) -> None:
 
 
 def _run_file(script: Path) -> None:
-    """As runpy.run_path, but the module stays `__main__` until the interpreter ends, as under `python script.py`."""
+    """Like runpy.run_path, but the module stays `__main__` until the interpreter ends, as under `python script.py`."""
     sys.path.insert(0, str(script.resolve().parent))
     main = ModuleType("__main__")
     main.__file__ = str(script.absolute())
@@ -157,7 +157,7 @@ def _report(error: BaseException) -> None:
     shown = _without_our_frames(error.__traceback__)
     error.__traceback__ = shown
     _write_error_file(error, shown)
-    if isinstance(error, FlyballError):  # it says its cause and the next step; the frames are in the error file
+    if isinstance(error, FlyballError):  # it names its cause and the next step; the frames are in the error file
         sys.stderr.write(f"flyball: {type(error).__name__}: {error}\n")
     else:
         sys.excepthook(type(error), error, shown)
@@ -170,7 +170,7 @@ def _without_our_frames(tb: TracebackType | None) -> TracebackType | None:
 
 
 def _write_error_file(error: BaseException, tb: TracebackType | None) -> None:
-    """The format of torch's error files, unless the script's own @record was faster."""
+    """Write an error file in torch's format, unless the script's own @record already did."""
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if not path.name or path.exists():
         return
@@ -190,32 +190,32 @@ def _receive(control: socket.socket, count: int) -> bytes:
     while len(data) < count:
         more = control.recv(count - len(data))
         if not more:
-            os._exit(NO_LEAVE_EXIT_CODE)  # the daemon died before it gave leave
+            os._exit(NOT_PERMITTED_EXIT_CODE)  # the daemon died before it permitted this process to run
         data += more
     return data
 
 
 def main() -> None:
-    """A cold start: the order and the leave come over the inherited socket."""
-    set_title("worker that starts", ["host_daemon.spawning.child"])
+    """Cold start: order and permission come over the inherited socket."""
+    set_title("starting worker", ["host_daemon.spawning.child"])
     with socket.socket(fileno=INHERITED_DESCRIPTOR) as control:
         (length,) = HEADER.unpack(_receive(control, HEADER.size))
         order = wire.decoder_of(Order).decode(_receive(control, length))
-        if _receive(control, len(LEAVE)) != LEAVE:
-            os._exit(NO_LEAVE_EXIT_CODE)
+        if _receive(control, len(PERMIT)) != PERMIT:
+            os._exit(NOT_PERMITTED_EXIT_CODE)
     carry_out(order)
 
 
 # --- the rendezvous store --------------------------------------------------------------------------------------------
 
-# The process that hosts a generation's TCPStore, so that it listens before the first rank looks for it.
+# A process hosts a generation's TCPStore, so that it listens before the first rank connects.
 #
 # A refused connection costs a rank half a second or more (torch's own back-off), and with the store inside rank 0
-# every restart races for it. A fresh process per generation also means a fresh store: nothing stale is ever met.
+# every restart races for it. A fresh process per generation also means a fresh store, without stale keys.
 
 
 def serve_store(job: str, address: str, port: int) -> None:
-    """Listen until killed. Ends with an exception if the port is taken."""
+    """Listen until killed. Raises an exception if the port is taken."""
     from torch._C._distributed_c10d import TCPStore
 
     set_title(f"{job} rendezvous store", [f"{address}:{port}"])
@@ -230,11 +230,11 @@ def serve_store(job: str, address: str, port: int) -> None:
 # --- standard streams ------------------------------------------------------------------------------------------------
 
 _LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-_NOBODY_THERE = (errno.EIO, errno.EPIPE)  # what a write says when the pump is dead: of a terminal, of a pipe
+_NOBODY_THERE = (errno.EIO, errno.EPIPE)  # from a write when the pump is dead: to a terminal, to a pipe
 
 
 def redirect(log_path: str, streams: WorkerStreamPaths) -> None:
-    """Have this process write where it was told, or, where that is gone already, to its log."""
+    """Send this process's output where the order says, or to its log if that is gone."""
     log = os.open(log_path, _LOG_FLAGS, 0o600)
     for descriptor, path in ((1, streams.stdout), (2, streams.stderr)):
         device = _open(path, os.O_WRONLY)
@@ -252,16 +252,16 @@ def redirect(log_path: str, streams: WorkerStreamPaths) -> None:
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
     elif isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # a log is read while it is written, and its writer may be killed
+        sys.stdout.reconfigure(line_buffering=True)  # logs are read while written, and the writer may be killed
 
 
 def _open(path: str, access: int) -> int | None:
-    """A terminal, for reading and writing, or a pipe or file for `access`; None if it is not there any more."""
+    """Open a terminal for reading and writing, or a pipe or file for `access`. Returns None if it is gone."""
     if not path:
         return None
     try:
         is_terminal = stat.S_ISCHR(Path(path).stat().st_mode)
-        # no controlling terminal: when the pump dies no signal comes of it
+        # not as the controlling terminal: the pump's death must not raise a signal here
         flags = (os.O_RDWR if is_terminal else access) | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(path, flags)
     except OSError:
@@ -279,7 +279,7 @@ def _lasting(old: TextIO, descriptor: int, log_path: str) -> io.TextIOWrapper:
 
 
 class _Lasting(io.FileIO):
-    """A stream that goes on in the log when the pump is dead, so that a killed pump ends no training."""
+    """A stream that continues in the log when the pump dies, so that a killed pump does not end training."""
 
     def __init__(self, descriptor: int, log_path: str) -> None:
         super().__init__(descriptor, "wb", closefd=False)

@@ -1,7 +1,7 @@
-"""What the daemon and the spawner say to each other over a socket pair: 4-byte little-endian length, then JSON.
+"""The protocol between daemon and spawner over a socket pair: 4-byte little-endian length, then JSON.
 
-A process that was spawned waits for `Leave` before it does anything. So the daemon can first record its pid: a process
-that is not recorded never ran, whoever was killed in between.
+A spawned process waits for `Permit` before it does anything. So the daemon can record its pid first: a process that is
+not recorded never ran, no matter who was killed in between.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import msgspec
 
 HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 4 << 20
-LEAVE = b"!"  # the byte that lets a spawned process run
+PERMIT = b"!"  # the byte that lets a spawned process run
 
 
 class WorkerStreamPaths(msgspec.Struct, frozen=True):
-    """Terminals, pipes or a file to read that a worker is to have; '': no input, and output to the log."""
+    """Terminals, pipes or a file that a worker gets as its streams; '': no input, and output to the log."""
 
     stdin: str = ""
     stdout: str = ""
@@ -38,7 +38,7 @@ class WorkerOrder(msgspec.Struct, frozen=True, tag="worker"):
     log_path: str
     program: bool = False
     streams: WorkerStreamPaths = WorkerStreamPaths()
-    end_file: str = ""  # made when the script has ended well; '': none
+    end_file: str = ""  # created once the script has ended well; '': none
 
 
 class StoreOrder(msgspec.Struct, frozen=True, tag="store"):
@@ -58,24 +58,24 @@ class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
     order: Order
 
 
-class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """The process may run, or, if not `granted`, shall end without having done anything."""
+class Permit(msgspec.Struct, frozen=True, tag="permit"):
+    """Let the process run or, if not `granted`, end without having done anything."""
 
     pid: int
     granted: bool
 
 
-SpawnerRequest: TypeAlias = Spawn | Leave
+SpawnerRequest: TypeAlias = Spawn | Permit
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The preload is done. `unfit` says why processes must not be forked from it, '' if they may."""
+    """The preload is done. `unfit`: why processes must not be forked from it, '' if they may be."""
 
     unfit: str
 
 
 class Spawned(msgspec.Struct, frozen=True, tag="spawned"):
-    """`pid` is 0 and `message` set when it could not be done."""
+    """The reply to `Spawn`. If it failed, `pid` is 0 and `message` has the cause."""
 
     request_id: int
     pid: int

@@ -1,8 +1,8 @@
 """The warm standby: a single-threaded process with torch imported, from which workers are forked.
 
-Run by the daemon as `python -P -m host_daemon.spawning.spawner --state-dir DIR` with the job's environment, because
-thread counts that are set after an import are ignored. It forks on request, says how its children ended, and exits when
-the daemon is gone. Its own death does not end its children: each is in a session of its own.
+The daemon runs it as `python -P -m host_daemon.spawning.spawner --state-dir DIR` with the job's environment, because
+thread counts set after an import are ignored. It forks on request, reports how its children ended, and exits when the
+daemon is gone. Its own death does not end its children: each is in a session of its own.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from flyball.contracts import wire
 from flyball.process_start import without_collector
 from flyball.process_title import set_title
 from host_daemon.kernel.processes import INHERITED_DESCRIPTOR
-from host_daemon.spawning.child import NO_LEAVE_EXIT_CODE, carry_out
+from host_daemon.spawning.child import NOT_PERMITTED_EXIT_CODE, carry_out
 from host_daemon.spawning.spawn_wire import (
     HEADER,
-    LEAVE,
     MAX_FRAME_BYTES,
+    PERMIT,
     Exited,
-    Leave,
     Order,
+    Permit,
     Ready,
     Spawn,
     Spawned,
@@ -39,11 +39,11 @@ from host_daemon.spawning.spawn_wire import (
     frame,
 )
 
-# What a training script imports at its beginning: a job waits for these.
+# What a training script imports first: a job waits for these.
 PRELOAD = ("torch.distributed", "torch.nn.parallel", "torch.optim", "flyball.sdk.trainer")
-# What DistributedDataParallel and the optimizers import at their first use: as much again as torch itself. A restart
-# must find it here, but the first start need not wait for it. It is imported while nothing else is asked for, in
-# pieces, because a request waits for the piece that is being imported.
+# What DistributedDataParallel and the optimizers import on first use: as much again as torch itself. A restart must
+# find it here, but the first start need not wait for it. It is imported while there are no requests, in pieces, because
+# a request waits for the piece being imported.
 PRELOAD_LATER = (
     "sympy",
     "torch.fx.experimental.symbolic_shapes",
@@ -51,8 +51,8 @@ PRELOAD_LATER = (
     "torch.distributed.fsdp",
     "torch._dynamo",
 )
-QUIET_S = 1.0  # after a request, before a piece is imported; the others follow at once
-UNUSED_S = 10.0  # without any request, before the first piece: while a job begins, others need the processor
+QUIET_S = 1.0  # after a request, before the next piece; the pieces after that follow at once
+UNUSED_S = 10.0  # before the first piece if there was no request: while a job starts, others need the processor
 SEND_TIMEOUT_S = 10.0
 
 
@@ -61,21 +61,21 @@ def _thread_count() -> int:
 
 
 def preload() -> str:
-    """Import what workers need. Returns why nothing may be forked from this process now, '' if all is well."""
+    """Import what workers need. Returns why this process must not be forked, '' if it may be."""
     if _thread_count() > 1:
         return f"the job's environment started {_thread_count() - 1} threads before anything was imported"
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking whether there is a GPU must not initialise it
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # looking for a GPU must not initialise CUDA
     with without_collector():
         importlib.import_module("torch")
-        bare = _thread_count()  # BLAS may have made its own, which it stops and restarts around a fork
+        bare = _thread_count()  # BLAS may have its own threads, which it stops and restarts around a fork
         return _import_all(PRELOAD, bare)
 
 
 def preload_later() -> Iterator[str]:
-    """Import the rest, one piece for each turn of this generator, which says what `preload` does. It ends early if a
-    piece cannot be imported: then a script that needs it gets the error."""
+    """Import the rest, one piece per turn of this generator, which yields what `preload` returns. It ends early if a
+    piece cannot be imported: a script that needs it then gets the error."""
     threads = _thread_count()
     for name in PRELOAD_LATER:
         try:
@@ -88,7 +88,7 @@ def preload_later() -> Iterator[str]:
 
 
 def _import_all(names: Iterable[str], threads: int) -> str:
-    """As `preload`; `threads` is how many this process may have afterwards."""
+    """As `preload`; this process may have up to `threads` threads afterwards."""
     for name in names:
         if importlib.util.find_spec(name) is not None:  # not every build of torch has all of them
             importlib.import_module(name)
@@ -97,12 +97,12 @@ def _import_all(names: Iterable[str], threads: int) -> str:
     torch = importlib.import_module("torch")
     if torch.cuda.is_initialized() or _cuda_is_lost_in_children():
         return "CUDA was initialised during the preload"
-    gc.freeze()  # the collector would otherwise write to, and so copy, every page of every module in every child
+    gc.freeze()  # or the collector would write to, and so copy, every page of every module in every child
     return ""
 
 
 def _cuda_is_lost_in_children() -> bool:
-    """Whether something so much as counted the GPUs: torch then refuses CUDA in forked processes."""
+    """Whether something merely counted the GPUs: torch then refuses CUDA in forked processes."""
     from torch.cuda import _is_in_bad_fork
 
     pid = os.fork()
@@ -117,10 +117,10 @@ class Spawner:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._later: Iterator[str] = iter(())
-        self._quiet_s: float | None = None  # how long to wait for a request before the next piece; None: for ever
+        self._quiet_s: float | None = None  # wait for a request before the next piece; None: forever
         self._unfit = ""
         self._received = b""
-        self._leaves: dict[int, int] = {}  # pid -> the pipe in which its leave is awaited
+        self._permits: dict[int, int] = {}  # pid -> the pipe on which it waits for permission to run
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         control.settimeout(SEND_TIMEOUT_S)
@@ -128,8 +128,8 @@ class Spawner:
         self._wake_writer.setblocking(False)
 
     def serve(self, later: Iterator[str] = iter(())) -> Order | None:  # noqa: B008 - an empty one has no state
-        """Returns None in the spawner when the daemon is gone, and the order in each child that got its leave. `later`
-        is advanced while there are no requests, and says why nothing may be forked any more, '' if all is well."""
+        """Return None in the spawner once the daemon is gone, and the order in each child that is permitted to run.
+        `later` is advanced while there are no requests; it yields why this process must not be forked, '' if it may."""
         self._later, self._quiet_s = later, UNUSED_S
         signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -148,25 +148,25 @@ class Spawner:
                     return None
                 self._quiet_s = None if self._quiet_s is None else QUIET_S
                 for request in requests:
-                    if isinstance(request, Leave):
-                        self._give_leave(request)
+                    if isinstance(request, Permit):
+                        self._permit(request)
                     elif self._spawn(request):
                         return request.order
 
     def _preload_piece(self) -> None:
         unfit = next(self._later, None)
         self._unfit = self._unfit or unfit or ""
-        # After the last piece, or one that spoiled this process, there is none to wait for.
+        # After the last piece, or one that made this process unfit, there is no next one.
         self._quiet_s = 0.0 if unfit == "" else None
 
     def send(self, notice: SpawnerNotice) -> None:
         try:
             self._control.sendall(frame(notice))
         except OSError:
-            return  # the daemon is gone; the end of its stream says so too
+            return  # the daemon is gone; the end of its stream shows that too
 
     def _receive(self) -> list[SpawnerRequest] | None:
-        """Complete requests; None at the end of the stream."""
+        """Return complete requests, or None at the end of the stream."""
         try:
             data = self._control.recv(1 << 16)
         except OSError:
@@ -187,9 +187,9 @@ class Spawner:
         return requests
 
     def _spawn(self, request: Spawn) -> bool:
-        """Fork. True in the child, once it has its leave."""
+        """Fork. Returns True in the child, once it is permitted to run."""
         if self._unfit:
-            self.send(Spawned(request.request_id, 0, self._unfit))  # the daemon starts it cold
+            self.send(Spawned(request.request_id, 0, self._unfit))  # the daemon then starts it cold
             return False
         try:
             awaited, given = os.pipe()
@@ -206,12 +206,12 @@ class Spawner:
         if pid == 0:
             os.close(given)
             self._become_child()
-            if os.read(awaited, 1) != LEAVE:
-                os._exit(NO_LEAVE_EXIT_CODE)
+            if os.read(awaited, 1) != PERMIT:
+                os._exit(NOT_PERMITTED_EXIT_CODE)
             os.close(awaited)
             return True
         os.close(awaited)
-        self._leaves[pid] = given
+        self._permits[pid] = given
         self.send(Spawned(request.request_id, pid))
         return False
 
@@ -224,16 +224,16 @@ class Spawner:
         self._selector.close()
         for end in (self._control, self._wake_reader, self._wake_writer):
             end.close()
-        for other in self._leaves.values():  # or a sibling would wait for ever when the spawner dies
+        for other in self._permits.values():  # or a sibling would wait forever when the spawner dies
             os.close(other)
 
-    def _give_leave(self, leave: Leave) -> None:
-        descriptor = self._leaves.pop(leave.pid, None)
+    def _permit(self, permit: Permit) -> None:
+        descriptor = self._permits.pop(permit.pid, None)
         if descriptor is None:
             return
         try:
-            if leave.granted:
-                os.write(descriptor, LEAVE)
+            if permit.granted:
+                os.write(descriptor, PERMIT)
         except BrokenPipeError:
             return  # it was killed while it waited
         finally:
@@ -242,7 +242,7 @@ class Spawner:
     def _report_exits(self) -> None:
         while True:
             try:
-                # Said before it is reaped: if we are killed in between, the daemon inherits the zombie and its status.
+                # Report before reaping: if we are killed in between, the daemon inherits the zombie and its status.
                 info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
@@ -251,7 +251,7 @@ class Spawner:
             exited = info.si_code == os.CLD_EXITED
             code, number = (info.si_status, None) if exited else (None, info.si_status)
             self.send(Exited(info.si_pid, code, number))
-            self._give_leave(Leave(info.si_pid, granted=False))
+            self._permit(Permit(info.si_pid, granted=False))
             os.waitpid(info.si_pid, 0)
 
 

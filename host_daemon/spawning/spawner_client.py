@@ -1,4 +1,4 @@
-"""The daemon's side of a spawner: start it, order processes, hear of their ends."""
+"""The daemon's side of a spawner: start it, order processes, learn how they end."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from host_daemon.kernel.processes import ExitStatus, launch, send_signal
 from host_daemon.kernel.reaper import Reaper
 from host_daemon.spawning.spawn_wire import (
     HEADER,
-    LEAVE,
     MAX_FRAME_BYTES,
+    PERMIT,
     Exited,
-    Leave,
     Order,
+    Permit,
     Ready,
     Spawn,
     Spawned,
@@ -35,7 +35,7 @@ from host_daemon.spawning.spawn_wire import (
 )
 from host_daemon.spawning.spawner_start import StartedSpawner, start_spawner
 
-READY_TIMEOUT_S = 120.0  # importing torch from a cold network file system takes long
+READY_TIMEOUT_S = 120.0  # importing torch from a cold network file system takes that long
 SPAWN_TIMEOUT_S = 10.0
 
 _log = structlog.get_logger(__name__)
@@ -49,25 +49,25 @@ class SpawnError(FlyballError):
 
 @dataclass(frozen=True, slots=True)
 class SpawnedProcess:
-    """A process that waits for leave. `exit_status` resolves when it ends: its spawner says how, or, after the
-    spawner's death or a cold start, the daemon itself inherits it."""
+    """A process that waits for permission to run. `exit_status` resolves when it ends: its spawner reports how. After
+    the spawner's death, or a cold start, the daemon itself is the parent."""
 
     pid: int
     exit_status: asyncio.Future[ExitStatus]
     origin: SpawnerProcess | socket.socket
 
-    def give_leave(self, granted: bool = True) -> None:
-        """Let it run, or have it end without having done anything."""
+    def permit(self, granted: bool = True) -> None:
+        """Let it run, or make it end without having done anything."""
         if isinstance(self.origin, SpawnerProcess):
-            self.origin.give_leave(self.pid, granted)
+            self.origin.permit(self.pid, granted)
             return
-        with self.origin, contextlib.suppress(OSError):  # it died while it waited, which its watcher tells
+        with self.origin, contextlib.suppress(OSError):  # it died while it waited, which its watcher will notice
             if granted:
-                self.origin.sendall(LEAVE)
+                self.origin.sendall(PERMIT)
 
 
 class SpawnerProcess:
-    """One running spawner. Made by `start`."""
+    """One running spawner. Create it with `start`."""
 
     def __init__(self, pid: int, reaper: Reaper, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         loop = asyncio.get_running_loop()
@@ -83,7 +83,7 @@ class SpawnerProcess:
     async def start(
         cls, *, environment: Mapping[str, str], log_path: Path, state_dir: Path, reaper: Reaper
     ) -> SpawnerProcess:
-        """Launch it; `ready` resolves when torch is imported. Raises SpawnError."""
+        """Launch a spawner; `ready` resolves once torch is imported. Raises SpawnError."""
         try:
             started = start_spawner(environment=environment, log_path=log_path, state_dir=state_dir)
         except OSError as error:
@@ -92,7 +92,7 @@ class SpawnerProcess:
 
     @classmethod
     async def of(cls, started: StartedSpawner, reaper: Reaper) -> SpawnerProcess:
-        """One that was launched already. Raises SpawnError."""
+        """Connect to one that is already launched. Raises SpawnError."""
         try:
             reader, writer = await asyncio.open_connection(sock=started.control)
         except OSError as error:
@@ -108,7 +108,7 @@ class SpawnerProcess:
         await asyncio.shield(self._listener)
 
     async def unfit(self) -> str:
-        """Wait for the preload; says why nothing may be forked from it, '' if all is well.
+        """Wait for the preload. Returns why the spawner must not be forked, '' if it may be.
 
         Raises SpawnError if it died.
         """
@@ -134,14 +134,14 @@ class SpawnerProcess:
         finally:
             self._awaited.pop(number, None)
 
-    def give_leave(self, pid: int, granted: bool) -> None:
+    def permit(self, pid: int, granted: bool) -> None:
         if not self.dead:
-            self._writer.write(frame(Leave(pid, granted)))
+            self._writer.write(frame(Permit(pid, granted)))
 
     def close(self) -> None:
-        """End it; its children live on."""
+        """End it; its children keep running."""
         if not self.dead:
-            send_signal(self.pid, signal.SIGKILL)  # it has nothing to lose, and taking down torch in order takes long
+            send_signal(self.pid, signal.SIGKILL)  # it has nothing to lose, and an orderly exit of torch takes long
         self._writer.close()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
@@ -150,7 +150,7 @@ class SpawnerProcess:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
                 if length > MAX_FRAME_BYTES:
                     break
-                self._hear(decoder_of(SpawnerNotice).decode(await reader.readexactly(length)))
+                self._take(decoder_of(SpawnerNotice).decode(await reader.readexactly(length)))
         except (asyncio.IncompleteReadError, OSError, *MALFORMED) as error:
             _log.info("spawner_ended", pid=self.pid, why=type(error).__name__)
         finally:
@@ -161,20 +161,20 @@ class SpawnerProcess:
                     awaited.set_exception(SpawnError("The spawner died.", hint="see spawner.log"))
             self._writer.close()
 
-    def _hear(self, notice: SpawnerNotice) -> None:
+    def _take(self, notice: SpawnerNotice) -> None:
         match notice:
             case Ready():
                 self.ready.set_result(notice)
             case Spawned(request_id=number, pid=pid, message=message):
-                self._hear_spawned(number, pid, message)
+                self._take_spawned(number, pid, message)
             case Exited(pid=pid):
                 self._reaper.report(pid, ExitStatus(notice.exit_code, notice.signal_number))
 
-    def _hear_spawned(self, number: int, pid: int, message: str) -> None:
+    def _take_spawned(self, number: int, pid: int, message: str) -> None:
         awaited = self._awaited.get(number)
-        if awaited is None or awaited.done():  # nobody waits any more, so it shall not run
+        if awaited is None or awaited.done():  # the caller gave up, so it must not run
             if pid:
-                self.give_leave(pid, granted=False)
+                self.permit(pid, granted=False)
             return
         if not pid:
             awaited.set_exception(SpawnError(f"The spawner could not fork: {message}.", hint="see the host's limits"))

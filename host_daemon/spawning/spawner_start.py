@@ -1,4 +1,4 @@
-"""Starts the process of a spawner. Light to import: the daemon does that first, and imports its own parts while
+"""Starts a spawner process. Light to import: the daemon starts the spawner first, and imports its own modules while
 torch is imported."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from host_daemon.kernel.processes import launch
 
 
 class StartedSpawner(NamedTuple):
-    """A spawner that imports torch, and ends when `control` is closed."""
+    """A spawner that is importing torch. It ends when `control` is closed."""
 
     pid: int
     control: socket.socket
@@ -23,7 +23,7 @@ class StartedSpawner(NamedTuple):
 
 
 def start_spawner(*, environment: Mapping[str, str], log_path: Path, state_dir: Path) -> StartedSpawner:
-    """Raises OSError."""
+    """Launch it. Raises OSError."""
     ours, theirs = socket.socketpair()
     with contextlib.ExitStack() as undo:
         undo.callback(ours.close)

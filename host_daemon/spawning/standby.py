@@ -1,4 +1,4 @@
-"""Warm standbys: one spawner per environment that a job of this host has or will have."""
+"""Warm standbys: one spawner for each environment that this host's jobs have or will have."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _log = structlog.get_logger(__name__)
 
 
 class Standbys:
-    """Keeps a spawner ready for every job that asked for one, and starts processes through it, or cold."""
+    """Keeps a spawner ready for every job that asked for one. Starts processes through it, or cold."""
 
     def __init__(
         self, *, state_dir: Path, log_path: Path, reaper: Reaper, clock: Clock, started: StartedSpawner | None = None
     ) -> None:
-        """`started`: a spawner that runs already; the first job with its environment gets it."""
+        """`started`: a spawner that is already running; the first job with its environment gets it."""
         self._state_dir = state_dir
         self._log_path = log_path
         self._reaper = reaper
@@ -38,7 +38,7 @@ class Standbys:
         self._started = started
 
     def keep(self, job: str, environment: Mapping[str, str]) -> None:
-        """Have a spawner with this environment for the job; jobs with the same environment share one."""
+        """Keep a spawner with this environment for the job. Jobs with the same environment share one."""
         wanted = dict(environment)
         if job in self._by_job and self._by_job[job].environment == wanted:
             return
@@ -53,25 +53,25 @@ class Standbys:
         return _Standby(environment, self._state_dir, self._log_path, self._reaper, self._clock, started=started)
 
     def drop(self, job: str) -> None:
-        """The job needs none any more."""
+        """The job no longer needs one."""
         standby = self._by_job.pop(job, None)
         if standby is not None and standby not in self._by_job.values():
             standby.close()
 
     async def ready(self, job: str) -> str:
-        """Wait until processes of the job can be started; '' if warm, else the reason why they start cold."""
+        """Wait until processes of the job can be started. Returns '' if warm, else why they start cold."""
         return await self._by_job[job].ready()
 
     def is_warm(self, job: str) -> bool:
-        """Whether a process of the job can be forked at this moment."""
+        """Whether a process of the job can be forked right now."""
         return job in self._by_job and self._by_job[job].is_warm
 
     async def start(self, job: str, order: Order) -> SpawnedProcess:
-        """Start one process, which then waits for its leave. `keep` was called before. Raises SpawnError."""
+        """Start one process, which then waits for permission to run. Call `keep` first. Raises SpawnError."""
         return await self._by_job[job].start(order)
 
     async def close(self) -> None:
-        """End all standbys, and wait until they are gone."""
+        """End all standbys and wait until they are gone."""
         spawners = [s.spawner for s in self._by_job.values() if s.spawner is not None]
         for job in list(self._by_job):
             self.drop(job)
@@ -98,9 +98,9 @@ class _Standby:
         self._reaper = reaper
         self._clock = clock
         self.spawner: SpawnerProcess | None = None
-        self._started = started  # until it is taken
+        self._started = started  # until it is used
         self._cold_because = ""
-        self._settled = asyncio.Event()  # set while there is a spawner, or it is clear that there will be none
+        self._settled = asyncio.Event()  # set while there is a spawner, or once it is clear that there will be none
         self._task = asyncio.create_task(self._maintain())
 
     @property
@@ -131,19 +131,19 @@ class _Standby:
         deaths = 0
         while deaths < MAX_EARLY_DEATHS:
             began = self._clock.monotonic_s()
-            with contextlib.suppress(SpawnError, OSError):  # no descriptors, no processes: it may pass
+            with contextlib.suppress(SpawnError, OSError):  # out of descriptors or processes: that may pass
                 self._cold_because = await self._serve_one()
                 if self._cold_because:
                     break
             deaths = deaths + 1 if self._clock.monotonic_s() - began < EARLY_S else 1
             _log.warning("spawner_restart", deaths=deaths)
             await asyncio.sleep(RESTART_DELAY_S * deaths)
-        self._cold_because = self._cold_because or "its spawner died again and again, see spawner.log"
+        self._cold_because = self._cold_because or "its spawner kept dying, see spawner.log"
         _log.warning("cold_starts", reason=self._cold_because)
         self._settled.set()
 
     async def _serve_one(self) -> str:
-        """Until the spawner dies, or turns out to be unfit, which is returned."""
+        """Run until the spawner dies. Returns the reason if it turns out to be unfit, else ''."""
         started, self._started = self._started, None
         if started is not None:
             spawner = await SpawnerProcess.of(started, self._reaper)

@@ -1,4 +1,4 @@
-"""Whom this daemon obeyed, and what it tells a supervisor whose database does not know that."""
+"""The supervisor that this daemon obeys, and what it reports when that supervisor's database knows less."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from host_daemon.store.facts import Facts
 from host_daemon.store.outbox import SignalOutbox
 from host_daemon.store.worker_records import WorkerRecords
 
-TELL_AGAIN_S = 0.5
-DATABASE_FACT = "database"  # the incarnation of the one that answered last
+REPORT_AGAIN_S = 0.5
+DATABASE_FACT = "database"  # incarnation of the database that replied last
 
 _log = structlog.get_logger(__name__)
 
 
 class Allegiance:
-    """`load` comes first."""
+    """Call `load` first."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Allegiance:
         held: Callable[[float], tuple[HeldJob, ...]],
         wake: Callable[[], None],
     ) -> None:
-        """`held(now)`: the jobs of this host; `wake` has a report sent."""
+        """`held(now)` returns the jobs of this host; `wake` triggers a report."""
         self._host_id = host_id
         self._incarnation = incarnation
         self._clock = clock
@@ -48,19 +48,19 @@ class Allegiance:
         self._held = held
         self._wake = wake
         self._database = ""
-        self._heard_s = clock.monotonic_s()
+        self._replied_at_s = clock.monotonic_s()
         self.obeyed = LastObeyed()
 
     async def load(self) -> None:
-        """Go on where an earlier daemon of this folder stopped."""
+        """Continue where an earlier daemon of this folder stopped."""
         self.obeyed = await self._journal.obeyed()
         self._database = await self._facts.get(DATABASE_FACT) or ""
 
     async def answered(self, batch: CommandBatch) -> None:
-        """Note who answered a poll. A database under another epoch may be an older one, which has lost signals that it
-        once committed: they are sent again. Raises FlyballError when the disk is full."""
+        """Record who replied to a poll. Another database incarnation may be an older copy that lost committed signals,
+        so they are sent again. Raises FlyballError when the disk is full."""
         if batch.cluster == self.obeyed.cluster or not self.obeyed.cluster:
-            self._heard_s = self._clock.monotonic_s()
+            self._replied_at_s = self._clock.monotonic_s()
         if batch.incarnation and batch.incarnation != self._database:
             if self._database and await self._outbox.send_again():
                 self._wake()
@@ -69,15 +69,15 @@ class Allegiance:
 
     @property
     def has_gap(self) -> bool:
-        """Whether the database waits for signals that it committed, lost, and cannot be sent again."""
+        """Whether the database lacks signals that it once committed and that this host can no longer send."""
         return self._outbox.has_gap
 
     def begun(self, command: Command, cluster: str) -> None:
-        """A command was noted in the journal."""
+        """Record that a command was written to the journal."""
         self.obeyed = self.obeyed.after(command, cluster)
 
     async def standing(self) -> HostStanding:
-        """All that a supervisor needs to know to go on from here. Raises FlyballError."""
+        """All that a supervisor needs to continue from here. Raises FlyballError."""
         ended: Mapping[str, int] = await self._records.ended()
         _log.warning("supervisor_is_behind", cluster=self.obeyed.cluster, epoch=self.obeyed.epoch)
         return HostStanding(
@@ -85,7 +85,7 @@ class Allegiance:
             incarnation=self._incarnation,
             at=self._clock.wall_s(),
             obeyed=self.obeyed,
-            unanswered_s=self._clock.monotonic_s() - self._heard_s,
+            unanswered_s=self._clock.monotonic_s() - self._replied_at_s,
             jobs=self._held(self._clock.wall_s()),
             ended=ended,
             committed=self._outbox.forgotten(),

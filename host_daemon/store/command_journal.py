@@ -1,4 +1,4 @@
-"""What makes a restarted daemon remember which commands it obeyed, and how new the newest leader was."""
+"""The commands that this host obeyed, and the highest fence of each job, remembered across restarts of the daemon."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ from host_daemon.store.database import HostDatabase
 from host_daemon.store.facts import Facts
 
 KEPT_ANSWERS = 500
-
-
 OBEYED_FACT = "obeyed"
 
 
 class CommandAdmission(Enum):
     NEW = "new"  # obey it
-    RESUMED = "resumed"  # an earlier daemon began it and was killed before it could answer
+    RESUMED = "resumed"  # an earlier daemon began it and died before it could answer
     ANSWERED = "answered"  # send the stored answer again
     STALE = "stale"  # a newer fence was obeyed; refuse
 
 
 def admit(fence: Fence, highest: Fence | None, *, is_known: bool, answer: CommandUpdate | None) -> CommandAdmission:
-    """What to do about a command: `highest` is the newest fence obeyed for its job, `is_known` whether it was begun,
-    `answer` what was said to it last. Pure."""
+    """Decide about a command. `highest` is the newest fence obeyed for its job, `is_known` whether it was begun, and
+    `answer` the newest answer to it. Pure."""
     if answer is not None and answer.state is not UpdateState.ACKNOWLEDGED:
         return CommandAdmission.ANSWERED
     if highest is not None and fence < highest:
@@ -38,7 +36,7 @@ def admit(fence: Fence, highest: Fence | None, *, is_known: bool, answer: Comman
 
 
 class CommandJournal:
-    """Fences and answers, stored before anything is done or said."""
+    """Fences and answers, stored before the command is obeyed or the answer sent."""
 
     def __init__(self, database: HostDatabase) -> None:
         self._database = database
@@ -46,10 +44,10 @@ class CommandJournal:
     async def admit(
         self, command: Command, job: str, cluster: str = ""
     ) -> tuple[CommandAdmission, CommandUpdate | None]:
-        """Decide about a command and remember it, its fence, and whose it is; also returns the newest stored answer, if
-        any.
+        """Decide about a command; if it will be obeyed, store it with its fence and cluster. Also returns the newest
+        stored answer, if any.
 
-        Raises StorageFull when it cannot be remembered; then it must not be obeyed.
+        Raises StorageFull if it cannot be stored; then it must not be obeyed.
         """
         fence = command.fence
 
@@ -80,7 +78,7 @@ class CommandJournal:
         return await self._database.run(work)
 
     async def store(self, update: CommandUpdate, job: str) -> None:
-        """Keep the answer to a command, so that a repeat of the command gets the same one."""
+        """Store the answer to a command, so that a repeated command gets the same one."""
         blob = msgspec.json.encode(update)
         await self._database.run(
             lambda c: c.execute(
@@ -91,7 +89,7 @@ class CommandJournal:
         )
 
     async def obeyed(self) -> LastObeyed:
-        """Whom this daemon, or an earlier one, obeyed last."""
+        """The newest command that this daemon, or an earlier one, obeyed."""
         return await self._database.run(_obeyed)
 
     async def fence(self, job: str) -> Fence | None:

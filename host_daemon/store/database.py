@@ -1,7 +1,7 @@
-"""The daemon's SQLite file: what a kill -9 must not take away.
+"""The daemon's SQLite file: everything that must survive a kill -9.
 
-One connection, used from one thread of its own, so that a slow disk never holds up the event loop. Every commit is on
-disk when its call returns (WAL, synchronous=FULL).
+One connection, used from its own thread, so that a slow disk never blocks the event loop. Every commit is on disk when
+its call returns (WAL, synchronous=FULL).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TypeVar
 from flyball.contracts.errors import ConfigurationError, FlyballError, StateVersionMismatch, StorageFull
 
 T = TypeVar("T")
-Work = Callable[[sqlite3.Connection], object]  # a part of a transaction
+Work = Callable[[sqlite3.Connection], object]  # part of a transaction
 
 SCHEMA_VERSION = 1
-MAX_BYTES = 256 << 20  # a bound on the file, far above what the bounded tables need
+MAX_BYTES = 256 << 20  # limit of the file, far above what the bounded tables need
 _PAGE_BYTES = 4096
 
 _SCHEMA = """
@@ -44,7 +44,7 @@ CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 
 
 class HostDatabase:
-    """Opens or creates the file. Raises StateVersionMismatch for one of another version."""
+    """Opens or creates the file. Raises StateVersionMismatch if another version wrote it."""
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
         self._path = path
@@ -57,7 +57,7 @@ class HostDatabase:
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Run `work` in one transaction on the database's thread.
 
-        Raises StorageFull when the disk has no room, and nothing is stored then.
+        Raises StorageFull if the disk has no room; nothing is stored then.
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work)
 

@@ -1,4 +1,4 @@
-"""The spool: signals that the controller has not yet committed. Each is stored before it is first sent."""
+"""The spool: signals that the controller has not committed yet. Each is stored before it is first sent."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from host_daemon.store.database import HostDatabase, Work
 from host_daemon.store.facts import Facts
 
 MAX_SIGNALS = 10_000
-MAX_IN_MEMORY = 1_000  # signals that found the disk full or broken
-MAX_KEPT = 64  # that were committed: the database may turn out to be older than it was
+MAX_IN_MEMORY = 1_000  # signals while the disk is full or broken
+MAX_KEPT = 64  # committed signals, in case the database is restored from an older copy
 BATCH = 200  # signals in one report
-BATCH_BYTES = 1 << 20  # of them; sensors take no report of more than 4 MiB, and refused that one for ever
+BATCH_BYTES = 1 << 20  # of signals in one report: sensors refuse a report of more than 4 MiB, and always would
 RESEND_AFTER_S = 1.0
-COMMITTED_FACT = "signals_committed"  # JSON: up to where, by incarnation
+COMMITTED_FACT = "signals_committed"  # JSON: highest committed number by incarnation
 
 _log = structlog.get_logger(__name__)
 
 
 class SignalOutbox:
-    """Numbers signals, keeps them on disk, and says which are due to be sent.
+    """Numbers signals, keeps them on disk, and returns those that are due.
 
-    A signal is due no more when a reply says that its (incarnation, seq) is committed; the newest stay in the spool all
-    the same, should the database lose them. Those of earlier incarnations of this daemon keep their numbers. When the
-    spool is full new signals are refused, so that the numbers of one incarnation have no gap and the oldest, which tell
-    the cause, stay.
+    A signal is no longer due once a reply lists its (incarnation, seq) as committed. The newest committed ones stay in
+    the spool in case the database loses them. Signals of this host's earlier daemons keep their numbers. A full spool
+    refuses new signals: numbers then have no gap, and the oldest, which show the cause, stay.
     """
 
     def __init__(self, database: HostDatabase, clock: Clock, *, source: str, incarnation: str) -> None:
@@ -47,30 +46,30 @@ class SignalOutbox:
         self._next_seq = 1
         self._pending: dict[tuple[str, int], Signal] = {}
         self._sent_at: dict[tuple[str, int], float] = {}
-        self._unstored: deque[tuple[Signal, Work | None]] = deque()  # each with what is to be stored with it
+        self._unstored: deque[tuple[Signal, Work | None]] = deque()  # each with the work to store in its transaction
         self._refused = 0
         self._in_memory = False
-        self._kept: dict[tuple[str, int], Signal] = {}  # the newest of those that were committed
-        self._told: dict[str, int] = {}  # up to where signals were said to be committed
-        self.has_gap = False  # the database lacks signals that are not in the spool any more
+        self._kept: dict[tuple[str, int], Signal] = {}  # the newest committed ones
+        self._committed: dict[str, int] = {}  # highest committed number by incarnation
+        self.has_gap = False  # the database lacks signals that have left the spool
         self._lock = asyncio.Lock()  # signals are stored in the order of their numbers
 
     async def load(self) -> int:
-        """Take over what earlier incarnations left; returns how many are to be sent."""
+        """Take over what earlier incarnations left. Returns how many must be sent."""
         rows = await self._database.run(
             lambda c: c.execute("SELECT signal FROM signals ORDER BY rowid LIMIT ?", (MAX_SIGNALS,)).fetchall()
         )
-        self._told = json.loads(await Facts(self._database).get(COMMITTED_FACT) or "{}")
+        self._committed = json.loads(await Facts(self._database).get(COMMITTED_FACT) or "{}")
         for (blob,) in rows:
             signal = wire.decoder_of(Signal).decode(blob)
-            is_kept = signal.seq <= self._told.get(signal.incarnation, 0)
+            is_kept = signal.seq <= self._committed.get(signal.incarnation, 0)
             (self._kept if is_kept else self._pending)[signal.incarnation, signal.seq] = signal
         return len(self._pending)
 
     async def put(self, body: SignalBody, *, also: Work | None = None) -> None:
-        """Number a signal and store it, together with `also` in one transaction.
+        """Number a signal and store it, in one transaction with `also`.
 
-        With a full disk it is kept in memory and stored when there is room.
+        While the disk is full it stays in memory, and is stored once there is room.
         """
         if len(self._pending) >= MAX_SIGNALS or len(self._unstored) >= MAX_IN_MEMORY:
             self._refused += 1
@@ -79,7 +78,7 @@ class SignalOutbox:
         signal = Signal(self._source, self._incarnation, self._next_seq, self._clock.wall_s(), body)
         try:
             wire.decode(wire.encode(signal), Signal)
-        except InvalidMessage as error:  # it would be refused for ever, and all signals with it
+        except InvalidMessage as error:  # it would be refused forever, and every signal in its report with it
             _log.error("signal_refused", kind=type(body).__name__, why=str(error))
             return
         self._next_seq += 1
@@ -88,8 +87,8 @@ class SignalOutbox:
             await self._store()
 
     def due(self) -> tuple[Signal, ...]:
-        """Signals never sent, or sent a while ago and not committed since; oldest first, as many as go into one report.
-        Marks them sent."""
+        """Signals for the next report, oldest first: those never sent, or sent a while ago and still not committed.
+        Marks them as sent."""
         now = self._clock.monotonic_s()
         due = [
             signal
@@ -106,7 +105,7 @@ class SignalOutbox:
         return tuple(due)
 
     def not_sent(self, signals: tuple[Signal, ...]) -> None:
-        """The report that carried them did not arrive: they are due at once."""
+        """The report that carried them failed: they are due at once."""
         for signal in signals:
             self._sent_at.pop((signal.incarnation, signal.seq), None)
 
@@ -119,17 +118,17 @@ class SignalOutbox:
         return len(self._sent_at) < len(self._pending)
 
     async def committed(self, upto: Mapping[str, int]) -> None:
-        """Drop what the controller has committed. Where that is less than it was, its database went back."""
-        if went_back(self._told, upto):
+        """Drop what the controller has committed. If that is less than before, its database went back in time."""
+        if went_back(self._committed, upto):
             await self.send_again()
-        is_news = any(self._told.get(incarnation, 0) != seq for incarnation, seq in upto.items())
-        self._told.update(upto)
+        is_news = any(self._committed.get(incarnation, 0) != seq for incarnation, seq in upto.items())
+        self._committed.update(upto)
         async with self._lock:
             for key in [key for key in self._pending if key[1] <= upto.get(key[0], 0)]:
                 self._kept[key] = self._pending.pop(key)
                 self._sent_at.pop(key, None)
             self._unstored = deque((s, also) for s, also in self._unstored if s.seq > upto.get(s.incarnation, 0))
-            room = 0 if self._unstored else MAX_KEPT  # what was never committed comes first on a full disk
+            room = 0 if self._unstored else MAX_KEPT  # on a full disk, uncommitted signals come first
             gone = list(self._kept)[: max(len(self._kept) - room, 0)]
             for key in gone:
                 del self._kept[key]
@@ -137,32 +136,32 @@ class SignalOutbox:
                 forgotten = self.forgotten()
                 self.has_gap = any(seq < forgotten.get(incarnation, 0) for incarnation, seq in upto.items())
             if is_news or gone:
-                await self._trim(gone)  # which may make the room that the others wait for
+                await self._trim(gone)  # this may make room for the signals in memory
             await self._store()
 
     async def send_again(self) -> bool:
-        """The database may have lost what it committed: send what is left of that, also after a kill -9 in between.
-        Whether there is anything. Raises FlyballError when that cannot be noted on disk."""
+        """Make the kept signals due again: the database may have lost them. This survives a kill -9. Returns whether
+        there are any. Raises FlyballError if the disk cannot record it."""
         if not self._kept:
             return False
         again, self._kept = self._kept, {}
         self._pending = {**again, **self._pending}
-        self._told = {}
+        self._committed = {}
         await Facts(self._database).set(COMMITTED_FACT, "{}")
         return True
 
     def forgotten(self) -> dict[str, int]:
-        """Of each incarnation, up to where signals are not in the spool any more."""
+        """By incarnation, the highest number below which signals have left the spool."""
         first = {self._incarnation: self._next_seq}
         for incarnation, seq in (*self._kept, *self._pending):
             first[incarnation] = min(seq, first.get(incarnation, seq))
         return {incarnation: seq - 1 for incarnation, seq in first.items() if seq > 1}
 
     async def _trim(self, gone: list[tuple[str, int]]) -> None:
-        """Delete what the spool keeps no more, and note what is committed of the rest."""
+        """Delete what the spool no longer keeps, and record the committed numbers of the rest."""
         left = {incarnation for incarnation, _ in (*self._kept, *self._pending)}
-        self._told = {i: seq for i, seq in self._told.items() if i in left or i == self._incarnation}
-        noted = Facts.setting(COMMITTED_FACT, json.dumps(self._told))
+        self._committed = {i: seq for i, seq in self._committed.items() if i in left or i == self._incarnation}
+        noted = Facts.setting(COMMITTED_FACT, json.dumps(self._committed))
 
         def trim(connection: sqlite3.Connection) -> None:
             connection.executemany("DELETE FROM signals WHERE incarnation = ? AND seq = ?", gone)
@@ -170,11 +169,11 @@ class SignalOutbox:
 
         try:
             await self._database.run(trim)
-        except FlyballError as error:  # deleting needs room too; a restarted daemon sends them once more
+        except FlyballError as error:  # deleting needs room too; a restarted daemon sends them again
             _log.warning("spool_not_trimmed", error=str(error))
 
     async def _store(self) -> None:
-        """Write what waits in memory, oldest first; then it may be sent. Concurrent `put`s are stored by the first."""
+        """Write the signals in memory, oldest first; then they may be sent. One `put` stores for all that wait."""
         waiting = list(self._unstored)
         if not waiting:
             return
@@ -190,7 +189,7 @@ class SignalOutbox:
 
         try:
             await self._database.run(insert)
-        except FlyballError as error:  # full or broken: signals go up all the same, and are stored when it works again
+        except FlyballError as error:  # full or broken: send them anyway, and store them when the disk works again
             if not self._in_memory:
                 _log.error("spool_in_memory", error=str(error))
             self._in_memory = True
@@ -206,6 +205,6 @@ class SignalOutbox:
             self._unstored.popleft()
 
 
-def went_back(told: Mapping[str, int], upto: Mapping[str, int]) -> bool:
-    """Whether less is committed than was said before. Pure."""
-    return any(seq < told.get(incarnation, 0) for incarnation, seq in upto.items())
+def went_back(before: Mapping[str, int], upto: Mapping[str, int]) -> bool:
+    """Whether less is committed than before. Pure."""
+    return any(seq < before.get(incarnation, 0) for incarnation, seq in upto.items())

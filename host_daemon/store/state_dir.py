@@ -1,4 +1,4 @@
-"""The host's state folder: its version, its lock, and where everything in it is."""
+"""The host's state folder: its lock, and the paths of everything in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PID_FILE = "daemon.pid"  # locked by the daemon while it runs
 
 
 class HostStateDir:
-    """Names the files of one host, and holds the lock that makes its daemon the only one."""
+    """Names the files of one host, and holds the lock that admits a single daemon."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
@@ -40,10 +40,10 @@ class HostStateDir:
         return self.root / "engine.log"
 
     def keep_peer_key(self, key: str) -> Path:
-        """Write down, for the engine alone, the key that the engines of the cluster share."""
+        """Write the key that the cluster's engines share, for this host's engine alone."""
         path = self.root / "engine.token"
         with clear_errors(path):
-            write_private(path, f"{key}\n".encode(), durable=False)  # written again at each start of the engine
+            write_private(path, f"{key}\n".encode(), durable=False)  # rewritten at each start of the engine
         return path
 
     @property
@@ -55,7 +55,7 @@ class HostStateDir:
         return self.root / "preemption-notice.json"
 
     def rank_log(self, log_dir: str, job: str, generation: int, rank: int) -> Path:
-        """stdout and stderr of one rank; `log_dir` is the job's own choice, '' for this folder."""
+        """stdout and stderr of one rank. `log_dir` is the job's own folder for logs, '' for this one."""
         base = Path(log_dir) if log_dir else self.root / "logs"
         return base / job / f"g{generation}" / f"rank{rank}.log"
 
@@ -64,7 +64,7 @@ class HostStateDir:
         return self.root / "logs" / job
 
     def point_to_logs(self, log_dir: str, job: str) -> None:
-        """Have the job's logs be found from this folder too, where it chose a folder of its own for them."""
+        """Make a job's logs reachable from this folder even if it chose its own folder for them."""
         link = self.job_logs(job)
         if not log_dir or (link.exists() and not link.is_symlink()):
             return
@@ -73,7 +73,7 @@ class HostStateDir:
         link.symlink_to(Path(log_dir) / job)
 
     def store_log(self, log_dir: str, job: str, generation: int) -> Path:
-        """What the process that hosts a generation's rendezvous store printed."""
+        """Output of the process that hosts a generation's rendezvous store."""
         return self.rank_log(log_dir, job, generation, 0).with_name("store.log")
 
     def error_file(self, job: str, generation: int, rank: int) -> Path:
@@ -100,5 +100,5 @@ class HostStateDir:
 
 
 def end_file(error_file: Path) -> Path:
-    """There if the rank with this error file ended well."""
+    """The file that exists if the rank with this error file ended well."""
     return error_file.with_suffix(".ended")

@@ -1,4 +1,4 @@
-"""Which processes this host runs for which job, so that a restarted daemon adopts them."""
+"""The processes that this host runs for each job, so that a restarted daemon adopts them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _INSERT = (
     "INSERT OR REPLACE INTO workers (job, generation, rank, pid, start_ticks, spawned_at, log_path)"
     " VALUES (?, ?, ?, ?, ?, ?, ?)"
 )
-ENDED_FACT = "ended:"  # and a job's name
-MAX_ENDED = 500  # that are told
+ENDED_FACT = "ended:"  # followed by a job's name
+MAX_ENDED = 500  # newest ended jobs that are reported
 STORE_RANK = -1  # the process that hosts a generation's rendezvous store
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
-    """One process that was started. (pid, start_ticks) names it for ever, on one boot of the machine."""
+    """One process that was started. (pid, start_ticks) identifies it for one boot of the machine."""
 
     job: str
     generation: int
@@ -35,7 +35,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
 
 
 class JobRecord(msgspec.Struct, frozen=True):
-    """The newest generation that this host was told to start."""
+    """The newest generation that this host was ordered to start."""
 
     spec: JobSpec
     placement: Placement
@@ -49,7 +49,7 @@ class WorkerRecords:
         self._database = database
 
     async def load(self) -> tuple[list[tuple[WorkerRecord, bool]], list[JobRecord]]:
-        """Workers, each with whether its end was made a signal, and the jobs of this host."""
+        """All workers, each with whether its end was reported as a signal, and the jobs of this host."""
 
         def work(connection: sqlite3.Connection) -> tuple[list[tuple[WorkerRecord, bool]], list[JobRecord]]:
             rows = connection.execute(
@@ -62,7 +62,7 @@ class WorkerRecords:
         return await self._database.run(work)
 
     async def begin(self, record: JobRecord) -> None:
-        """A generation begins, after all older workers were ended: they are forgotten, as is the last placement."""
+        """A generation begins after all older workers have ended: forget those, and the last placement."""
         blob = msgspec.json.encode(record)
         job = record.spec.job
 
@@ -77,12 +77,12 @@ class WorkerRecords:
         await self._database.run(work)
 
     async def add(self, workers: Sequence[WorkerRecord]) -> None:
-        """Processes that exist and wait for leave to run."""
+        """Add processes that exist and wait for permission to run."""
         rows = [msgspec.structs.astuple(w) for w in workers]
         await self._database.run(lambda c: c.executemany(_INSERT, rows))
 
     async def relabel(self, old: WorkerRecord, new: WorkerRecord) -> None:
-        """The same process under another generation."""
+        """Move the same process to another generation."""
 
         def work(connection: sqlite3.Connection) -> None:
             key = (old.job, old.generation, old.rank)
@@ -92,18 +92,18 @@ class WorkerRecords:
         await self._database.run(work)
 
     async def end(self, worker: WorkerRecord) -> None:
-        """A process ended of which no signal tells."""
+        """Mark a process as ended without a signal."""
         await self._database.run(self.mark_ended(worker.job, worker.generation, worker.rank))
 
     @staticmethod
     def mark_ended(job: str, generation: int, rank: int) -> Work:
-        """The statement that says that a worker's end was made a signal; stored together with the signal."""
+        """Mark a worker's end as reported; run it in the transaction that stores the signal."""
         return lambda c: c.execute(
             "UPDATE workers SET ended = 1 WHERE job = ? AND generation = ? AND rank = ?", (job, generation, rank)
         )
 
     async def forget(self, job: str, generation: int) -> None:
-        """The job ended, with this generation as its newest."""
+        """Forget a job that ended, except for its newest generation."""
 
         def work(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM workers WHERE job = ?", (job,))
@@ -113,7 +113,7 @@ class WorkerRecords:
         await self._database.run(work)
 
     async def ended(self) -> dict[str, int]:
-        """Jobs that ended on this host, the newest ones, and the newest generation of each."""
+        """The jobs that ended last on this host, each with its newest generation."""
         rows = await self._database.run(
             lambda c: c.execute(
                 "SELECT name, value FROM facts WHERE name LIKE ? ORDER BY rowid DESC LIMIT ?",

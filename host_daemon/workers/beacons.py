@@ -1,4 +1,4 @@
-"""Reads the beacons of this host's ranks: every step once, the moments of a worker's life, and where each rank is."""
+"""Reads the beacons of this host's ranks: each step once, the key times of a worker's life, each rank's position."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from host_daemon.kernel.activity import Key, Seen, StalledWorker
 
 MAX_WAITING_STEPS = 10_000  # per rank, while no report gets through
 STEPS_PER_REPORT = 1_000  # per rank
-EAGER_STEPS = 3  # the first steps of a generation are reported at once: they end an incident
+EAGER_STEPS = 3  # the first steps of a generation are reported at once: they resolve an incident
 WAITS_EVERY_S = 5.0
-STANDS_AFTER_S = 0.5  # and twice the usual step
+STANDS_AFTER_S = 0.5  # or twice the usual step, if that is longer
 STANDS_UNATTACHED_AFTER_S = 5.0
-USUAL_STEPS = 15  # of the newest: their median
+USUAL_STEPS = 15  # newest steps, whose median is the usual one
 _SEEN_SUFFIX = ".seen"
 
 _log = structlog.get_logger(__name__)
 
 
 class BeaconReadings(msgspec.Struct, frozen=True):
-    """What one report says of the ranks; `put_back` it if the report does not arrive."""
+    """The ranks' part of one report. Pass it to `put_back` if the report fails."""
 
     steps: tuple[RankSteps, ...]
     marks: tuple[RankMarks, ...]
@@ -60,11 +60,11 @@ class _Watched:
     marks_reported_s: float = 0.0
     loss_reported: tuple[int, float] | None = None
     live: bool = True
-    removed: bool = False  # its file is gone; kept until what was read from it is reported
+    removed: bool = False  # its file is gone; kept until everything read from it is reported
 
 
 class Beacons:
-    """All beacons of this host, in the order in which their generations began."""
+    """All beacons of this host, ordered by the start of their generations."""
 
     def __init__(self, *, shm_prefix: str, clock: Clock) -> None:
         self._prefix = shm_prefix
@@ -73,13 +73,13 @@ class Beacons:
         self._seen: Mapping[Key, Seen] = {}
 
     def create(self, job: str, generation: int, rank: int) -> None:
-        """A fresh beacon for a worker that is about to start. Raises MemoryTooSmall."""
+        """Create a fresh beacon for a worker that is about to start. Raises MemoryTooSmall."""
         path = beacon_path(self._prefix, job, generation, rank)
         create_beacon(path)
         Path(path + _SEEN_SUFFIX).unlink(missing_ok=True)
 
     def watch(self, job: str, generation: int, rank: int, *, pid: int, spawned_at: float) -> None:
-        """Read this beacon from now on; one that an earlier daemon watched goes on where that one's reports ended."""
+        """Read this beacon from now on. If an earlier daemon watched it, continue where its reports ended."""
         path = beacon_path(self._prefix, job, generation, rank)
         try:
             reader = BeaconReader(path)
@@ -91,7 +91,7 @@ class Beacons:
         )
 
     def sample(self) -> bool:
-        """Read all beacons of live workers. True if something should be reported at once."""
+        """Read all beacons of live workers. Returns whether something should be reported at once."""
         urgent = False
         for watched in self._watched.values():
             if watched.live:
@@ -111,19 +111,18 @@ class Beacons:
         return watched.snapshot.step if watched else -1
 
     def last_phase(self, job: str, generation: int, rank: int) -> Phase | None:
-        """What the rank said last that it was doing, None for a beacon that was never read."""
+        """The rank's phase when its beacon was last read, None if it never was."""
         watched = self._watched.get((job, generation, rank))
         return watched.snapshot.phase if watched else None
 
     def positions(self, job: str, *, upto_generation: int) -> tuple[RankPosition, ...]:
-        """Where the ranks of the newest generation (up to one) are, or were when they died."""
+        """The newest steps of the ranks of the newest generation, at most `upto_generation`; also of dead ranks."""
         ours = [w for w in self._watched.values() if w.job == job and w.generation <= upto_generation]
         newest = max((w.generation for w in ours), default=0)
         return tuple(RankPosition(w.rank, w.snapshot.step) for w in ours if w.generation == newest)
 
     def standing(self) -> list[StalledWorker]:
-        """Live workers whose beacons have not moved for longer than they usually take. Who looks at what they do
-        meanwhile says so with `see`."""
+        """Live workers whose beacons have not moved for longer than usual. Pass what these workers do to `see`."""
         now_ns, wall_s = self._now()
         return [
             StalledWorker(key, w.pid)
@@ -132,13 +131,13 @@ class Beacons:
         ]
 
     def see(self, seen: Mapping[Key, Seen]) -> bool:
-        """What workers that stand were seen to do, all of them. True if it should be reported at once."""
+        """Take what stalled workers were seen doing, all of them. Returns whether to report it at once."""
         before, self._seen = self._seen, seen
         stopped = {key for key, found in seen.items() if found.activity is Activity.STOPPED}
         return any(key not in before or before[key].activity is not Activity.STOPPED for key in stopped)
 
     def statuses(self) -> tuple[RankStatus, ...]:
-        """Live workers, as their beacons show them, and what those that stand do."""
+        """Live workers as their beacons show them, and what the stalled ones do."""
         now_ns, wall_s = self._now()
         return tuple(
             RankStatus(
@@ -159,7 +158,7 @@ class Beacons:
         )
 
     def take(self) -> BeaconReadings:
-        """Steps and moments that no report has carried yet."""
+        """Steps and times that no report has carried yet."""
         now_s = self._clock.monotonic_s()
         steps: list[RankSteps] = []
         marks: list[RankMarks] = []
@@ -174,7 +173,7 @@ class Beacons:
         return BeaconReadings(tuple(steps), tuple(marks), tuple(seen), tuple(self._losses()))
 
     def _losses(self) -> Iterator[RankLoss]:
-        """Of each generation the loss of its lowest rank here that has one, if it changed."""
+        """For each generation, the loss of its lowest rank here that has one, if it changed."""
         lowest: dict[tuple[str, int], _Watched] = {}
         for watched in self._watched.values():
             known = lowest.get((watched.job, watched.generation))
@@ -187,22 +186,22 @@ class Beacons:
                 yield RankLoss(watched.job, watched.generation, watched.rank, loss[0], loss_value(loss[1]))
 
     def arrived(self, readings: BeaconReadings) -> None:
-        """Remember, beside the beacon, how far its steps were reported: a restarted daemon goes on there.
+        """Record beside each beacon how far its steps were reported: a restarted daemon continues there.
 
-        One that is killed between the reply and this tells the steps of one report twice.
+        If the daemon is killed between the reply and this, the next one reports the steps of one report twice.
         """
         for path, count in readings.seen:
             if Path(path).exists():
                 try:
                     _write_seen(path, count)
-                except OSError as error:  # full, as a rule; a restarted daemon reports some steps twice then
-                    _log.warning("reported_steps_not_noted", path=path, error=str(error))
+                except OSError as error:  # usually a full disk; a restarted daemon then reports some steps twice
+                    _log.warning("reported_steps_not_stored", path=path, error=str(error))
         for key, watched in list(self._watched.items()):
             if watched.removed and not watched.waiting:
                 del self._watched[key]
 
     def put_back(self, readings: BeaconReadings) -> None:
-        """The report did not arrive."""
+        """The report failed: its steps and times are due again."""
         for run in reversed(readings.steps):
             watched = self._watched.get((run.job, run.generation, run.rank))
             if watched is not None:
@@ -220,7 +219,7 @@ class Beacons:
                 watched.loss_reported = None
 
     def remove(self, job: str, *, before_generation: int | None = None) -> None:
-        """Delete the beacon files of a job's dead workers (of generations before one)."""
+        """Delete the beacon files of a job's dead workers, or only those of generations before one."""
         for watched in self._watched.values():
             older = before_generation is None or watched.generation < before_generation
             if watched.job == job and older and not watched.removed:
@@ -240,7 +239,7 @@ class Beacons:
 
         try:
             snapshot = watched.reader.snapshot()
-        except ValueError as error:  # a phase that does not exist: somebody wrote over the page
+        except ValueError as error:  # a phase that does not exist: something overwrote the page
             _log.warning("beacon_garbled", path=watched.path, error=str(error))
             return False
         new = snapshot.steps_since(watched.count)
@@ -253,13 +252,13 @@ class Beacons:
 
 
 def _age_s(watched: _Watched, now_ns: int, wall_s: float) -> float:
-    """Since the beacon last moved, or since the worker was started."""
+    """Seconds since the beacon last moved, or since the worker was started."""
     moved_ns = watched.snapshot.moved_ns
     return max(0.0, (now_ns - moved_ns) / 1e9 if moved_ns else wall_s - watched.spawned_at)
 
 
 def _usual_s(snapshot: BeaconSnapshot) -> float:
-    """A beacon that is older stands."""
+    """Age in seconds beyond which a beacon counts as stalled."""
     if not snapshot.moved_ns:
         return STANDS_UNATTACHED_AFTER_S
     gaps = sorted(later - earlier for (_, earlier), (_, later) in pairwise(snapshot.recent[-USUAL_STEPS - 1 :]))
@@ -267,7 +266,7 @@ def _usual_s(snapshot: BeaconSnapshot) -> float:
 
 
 def _marks(watched: _Watched, wall: Callable[[int], float]) -> RankMarks:
-    """The moments of a worker's life. One that was converted before stays as it was: clocks are adjusted."""
+    """The key times of a worker's life. A time that was converted before stays as it is: clocks get adjusted."""
     snapshot, before = watched.snapshot, watched.marks
 
     def moment(name: str, at_ns: int) -> float:
@@ -288,7 +287,7 @@ def _marks(watched: _Watched, wall: Callable[[int], float]) -> RankMarks:
 
 
 def _marks_are_due(watched: _Watched, now_s: float) -> bool:
-    """A new moment is due at once; what grows with every save or batch is due now and then."""
+    """A new time is due at once. What grows with every save or batch is due every few seconds."""
     marks, reported = watched.marks, watched.marks_reported
     if marks == reported:
         return False
@@ -301,7 +300,7 @@ def _marks_are_due(watched: _Watched, now_s: float) -> bool:
 
 
 def _runs(watched: _Watched, steps: Iterable[tuple[int, float]]) -> list[RankSteps]:
-    """Consecutive steps go into one record; a script that skips steps makes several."""
+    """Put consecutive steps into one record; a script that skips steps makes several."""
     runs: list[tuple[int, list[float]]] = []
     for step, at in steps:
         if runs and step == runs[-1][0] + len(runs[-1][1]):

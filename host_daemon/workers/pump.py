@@ -1,8 +1,8 @@
 """Copies what workers write to terminals and pipes into their logs: `python -I -S pump.py STATE_DIR ORDER`.
 
-A process of its own that outlives the daemon, in one file that imports nothing of ours, so that it is small and starts
-at once. It ends when all channels have: when nobody holds their other side any more. It never holds training up: what
-cannot be written is dropped.
+A process of its own that outlives the daemon. One file that imports nothing of ours, so it is small and starts at once.
+It ends once all channels have ended, that is, nobody holds their other side. It never blocks training: what cannot be
+written is dropped.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Channel:
         os.set_blocking(descriptor, False)
 
     def copy(self) -> bool:
-        """Copy what is there; False at its end."""
+        """Copy what is available. Returns False at the end."""
         try:
             data = os.read(self.descriptor, READ_SIZE_BYTES)
         except BlockingIOError:
             return True
-        except OSError:  # of a terminal: nobody holds the other side
+        except OSError:  # a terminal whose other side nobody holds
             return False
         if not data:
             return False
-        with contextlib.suppress(OSError):  # a full disk costs output, not training
-            if self._ranges is not None:  # before the bytes: a reader that has them has this too
+        with contextlib.suppress(OSError):  # a full disk loses output, not training
+            if self._ranges is not None:  # before the bytes, so that a reader of the bytes finds it
                 begin = os.lseek(self._log, 0, os.SEEK_END)
                 os.write(self._ranges, b"%d %d\n" % (begin, len(data)))
             _write_all(self._log, data)
@@ -62,10 +62,10 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 class Control:
-    """What the launching command sends: the size of its terminal, and what was typed."""
+    """Handles what the launching command sends: the size of its terminal, and keys typed."""
 
     def __init__(self, path: str, channels: list[Channel], keyboard: bool) -> None:
-        self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # also a writer: it has no end
+        self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # as a writer too: it never ends
         self._terminals = [channel.descriptor for channel in channels if channel.is_terminal]
         self._keyboard = keyboard
         self._held = b""
@@ -82,7 +82,7 @@ class Control:
             if kind == b"W" and length == SIZE.size:
                 self._resize(*SIZE.unpack(body))
             elif kind == b"I" and self._keyboard and self._terminals:
-                with contextlib.suppress(OSError):  # its queue is full: nobody reads what is typed
+                with contextlib.suppress(OSError):  # the queue is full: nobody reads the keys
                     _write_all(self._terminals[0], body)
 
     def _resize(self, rows: int, columns: int) -> None:
@@ -93,7 +93,7 @@ class Control:
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the end of the workers is its end
+        signal.signal(number, signal.SIG_IGN)  # it ends with the workers
     order = json.loads(sys.argv[2])
     channels = {c["descriptor"]: Channel(**c) for c in order["channels"]}
     control = Control(order["control"], list(channels.values()), order["keyboard"])

@@ -1,8 +1,8 @@
-"""Terminals and pipes for a generation's workers, where the command that launched the job asked for them: makes them,
-and keeps a pump at work that copies what comes out of them to the logs.
+"""Terminals and pipes for a generation's workers, if the command that launched the job requests them. Creates them, and
+keeps a pump running that copies the workers' output to the logs.
 
-Nothing of it may end training. The daemon holds the far sides too, and starts a pump that died again; when both are
-dead the workers' streams go on in the log (see spawning/child.py).
+None of this may end training. The daemon also holds the far sides, and restarts a pump that died. If both are dead, the
+workers' streams continue in the log (see spawning/child.py).
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ from host_daemon.store.state_dir import HostStateDir
 from host_daemon.workers import pump
 from host_daemon.workers.workers import Worker
 
-MAX_PUMPS = 5  # that are started for one generation
-DRAIN_TIMEOUT_S = 0.5  # until all that a worker wrote before it ended is read
+MAX_PUMPS = 5  # started for one generation
+DRAIN_TIMEOUT_S = 0.5  # to read everything that a worker wrote before it ended
 DRAIN_LOOK_S = 0.005
-WRITTEN_AFTER_S = 0.02  # from then on, it is in the log
+WRITTEN_AFTER_S = 0.02  # after it was read, until it is in the log
 
 _log = structlog.get_logger(__name__)
 
 
 class Terminals:
-    """Those of all jobs of this host."""
+    """The terminals and pipes of all jobs of this host."""
 
     def __init__(self, state_dir: HostStateDir, reaper: Reaper) -> None:
         self._state_dir = state_dir
         self._reaper = reaper
         self._open: dict[tuple[str, int], _Generation] = {}
-        self._minders: set[asyncio.Task[None]] = set()
+        self._keepers: set[asyncio.Task[None]] = set()
 
-    def wish(self, job: str) -> ConsoleRequest | None:
-        """What the launching command asks for; None if it asks for nothing, runs elsewhere or is gone."""
+    def requested(self, job: str) -> ConsoleRequest | None:
+        """The launching command's request; None if it has none, runs elsewhere or is gone."""
         try:
-            wish = decoder_of(ConsoleRequest).decode(request_path(self._state_dir.root, job).read_bytes())
+            request = decoder_of(ConsoleRequest).decode(request_path(self._state_dir.root, job).read_bytes())
         except (OSError, *MALFORMED):
             return None
-        return wish if read_stat(wish.pid) else None
+        return request if read_stat(request.pid) else None
 
-    def open(self, wish: ConsoleRequest, job: str, generation: int, logs: Sequence[Path]) -> list[WorkerStreamPaths]:
-        """What each worker is to have as its streams, by local rank. Without terminals (a container that has none, no
-        descriptors left) that is its log alone."""
-        made = _Generation(self._state_dir.root, job, generation, wish, self._reaper)
+    def open(self, request: ConsoleRequest, job: str, generation: int, logs: Sequence[Path]) -> list[WorkerStreamPaths]:
+        """Create each worker's streams, by local rank. If that fails (a container without terminals, no descriptors
+        left), workers write to their logs only."""
+        made = _Generation(self._state_dir.root, job, generation, request, self._reaper)
         try:
             streams = [made.add(local_rank, log) for local_rank, log in enumerate(logs)]
             if made.channels:
@@ -74,21 +74,21 @@ class Terminals:
         except OSError as error:
             _log.warning("no_terminals", job=job, generation=generation, error=str(error))
             made.close()
-            return [WorkerStreamPaths(wish.piped) for _ in logs]
+            return [WorkerStreamPaths(request.piped) for _ in logs]
         if made.channels:
             self._open[job, generation] = made
         return streams
 
-    def mind(self, job: str, generation: int, workers: Sequence[Worker]) -> None:
-        """Keep a pump at work until these workers have ended; without workers, until now."""
+    def keep_pump(self, job: str, generation: int, workers: Sequence[Worker]) -> None:
+        """Keep a pump running until these workers have ended. Without workers, close the terminals now."""
         made = self._open.get((job, generation))
         if made is not None:
-            task = asyncio.create_task(self._mind(made, workers))
-            self._minders.add(task)
-            task.add_done_callback(self._minders.discard)
+            task = asyncio.create_task(self._keep_pump(made, workers))
+            self._keepers.add(task)
+            task.add_done_callback(self._keepers.discard)
 
     async def drained(self, job: str, generation: int) -> None:
-        """Wait until what workers wrote before they ended is in their logs, for a moment at most."""
+        """Wait, but only briefly, until the output of workers that ended is in their logs."""
         made = self._open.get((job, generation))
         if made is None:
             return
@@ -98,7 +98,7 @@ class Terminals:
                     await asyncio.sleep(DRAIN_LOOK_S)
                 await asyncio.sleep(WRITTEN_AFTER_S)
 
-    async def _mind(self, made: _Generation, workers: Sequence[Worker]) -> None:
+    async def _keep_pump(self, made: _Generation, workers: Sequence[Worker]) -> None:
         ended = asyncio.ensure_future(asyncio.gather(*(worker.handled.wait() for worker in workers)))
         try:
             for _ in range(MAX_PUMPS):
@@ -118,15 +118,15 @@ class Terminals:
 
 
 class _Generation:
-    """The terminals and pipes of one generation. Workers open the near side by its path; it is held open here as well,
-    so that it has no end before they do."""
+    """The terminals and pipes of one generation. Workers open the near side by its path. It is held open here too, so
+    that the far side sees no end before they open it."""
 
-    def __init__(self, root: Path, job: str, generation: int, wish: ConsoleRequest, reaper: Reaper) -> None:
+    def __init__(self, root: Path, job: str, generation: int, request: ConsoleRequest, reaper: Reaper) -> None:
         self.job = job
         self.generation = generation
-        self.channels: list[dict[str, object]] = []  # as pump.Channel takes them
+        self.channels: list[dict[str, object]] = []  # arguments of pump.Channel
         self._root = root
-        self._wish = wish
+        self._request = request
         self._reaper = reaper
         self._far: list[int] = []
         self._near: list[int] = []
@@ -135,21 +135,21 @@ class _Generation:
         self.pump_ended: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
     def add(self, local_rank: int, log: Path) -> WorkerStreamPaths:
-        """Make what one worker needs."""
-        wish = self._wish
-        terminal = wish.terminal[local_rank] if local_rank < len(wish.terminal) else 0
-        if not terminal and not wish.apart:
-            return WorkerStreamPaths(wish.piped)
+        """Create the streams of one worker."""
+        request = self._request
+        terminal = request.terminal[local_rank] if local_rank < len(request.terminal) else 0
+        if not terminal and not request.apart:
+            return WorkerStreamPaths(request.piped)
         if not self.channels:
             self._log = log
         if terminal == BOTH:
             path = self._add_terminal(log, BOTH)
-            return WorkerStreamPaths(path if wish.keyboard and local_rank == 0 else wish.piped, path, path)
+            return WorkerStreamPaths(path if request.keyboard and local_rank == 0 else request.piped, path, path)
         out, err = (
             self._add_terminal(log, stream) if terminal & stream else self._add_pipe(local_rank, log, stream)
             for stream in (OUT, ERR)
         )
-        return WorkerStreamPaths(wish.piped, out, err)
+        return WorkerStreamPaths(request.piped, out, err)
 
     def start_pump(self) -> None:
         """Raises OSError."""
@@ -157,7 +157,7 @@ class _Generation:
         control = control_path(self._root, self.job, self.generation)
         control.unlink(missing_ok=True)
         os.mkfifo(control, 0o600)
-        order = {"channels": self.channels, "control": str(control), "keyboard": self._wish.keyboard}
+        order = {"channels": self.channels, "control": str(control), "keyboard": self._request.keyboard}
         pid = launch(
             [sys.executable, "-I", "-S", pump.__file__, str(self._root), msgspec.json.encode(order).decode()],
             environment={"LC_ALL": "C.UTF-8"},
@@ -170,7 +170,7 @@ class _Generation:
         return any(_unread_bytes(descriptor) for descriptor in self._far)
 
     def close(self) -> None:
-        """The pump ends when the workers have let go of their side too, with what they started."""
+        """Close this side. The pump ends once the workers, and what they started, have closed theirs."""
         for descriptor in (*self._near, *self._far):
             os.close(descriptor)
         self._near, self._far = [], []
@@ -184,8 +184,9 @@ class _Generation:
         attributes = termios.tcgetattr(near)
         attributes[tty.OFLAG] &= ~termios.OPOST  # a line's end in the log is \n; the user's terminal adds \r
         termios.tcsetattr(near, termios.TCSANOW, attributes)
-        if self._wish.rows and self._wish.columns:
-            fcntl.ioctl(far, termios.TIOCSWINSZ, struct.pack("HHHH", self._wish.rows, self._wish.columns, 0, 0))
+        if self._request.rows and self._request.columns:
+            size = struct.pack("HHHH", self._request.rows, self._request.columns, 0, 0)
+            fcntl.ioctl(far, termios.TIOCSWINSZ, size)
         self._add_channel(far, log, stream, is_terminal=True)
         return os.ttyname(near)
 
@@ -208,7 +209,7 @@ def _unread_bytes(descriptor: int) -> int:
     return int(struct.unpack("i", found)[0])
 
 
-def terminal_environment(wish: ConsoleRequest, local_rank: int, environment: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment of a worker that gets a terminal: the variables that describe it are those of the command."""
-    has_terminal = local_rank < len(wish.terminal) and wish.terminal[local_rank]
-    return {**environment, **wish.environment} if has_terminal else environment
+def terminal_environment(request: ConsoleRequest, local_rank: int, environment: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment of a worker. If it gets a terminal, the launching command's variables describe that terminal."""
+    has_terminal = local_rank < len(request.terminal) and request.terminal[local_rank]
+    return {**environment, **request.environment} if has_terminal else environment

@@ -10,29 +10,29 @@ from flyball.contracts.errors import ConfigurationError
 from flyball.contracts.on_host import worker_env
 from flyball.contracts.on_host.segments import beacon_path
 
-# From which size on memcpy writes past the caches. glibc derives it from what the processor says of them, and virtual
-# machines say odd things (240 MiB here): then the copy of a state throws the trainer's data out of the caches, which
-# cost a step beside it 10 ms per 0.5 GiB in place of 3.
+# The size from which memcpy bypasses the caches. glibc derives it from the processor's cache sizes, and virtual
+# machines report odd ones (240 MiB here). Copying a state then evicts the trainer's data from the caches: the step
+# beside it loses 10 ms per 0.5 GiB instead of 3.
 COPY_PAST_CACHES = "glibc.cpu.x86_non_temporal_threshold=0x100000"
 
 
 def job_environment(base: Mapping[str, str], spec: JobSpec, secrets: Mapping[str, str] = {}) -> dict[str, str]:
-    """What all workers of a job have in common, and the spawner has already when it imports torch. `secrets`: what
-    `spec.sealed_env` holds."""
+    """The environment that all workers of a job share, and that the spawner already has when it imports torch.
+    `secrets` are the unsealed values of `spec.sealed_env`."""
     own = {name: value for name, value in base.items() if name != "FLYBALL_TOKEN"}
     environment = {**own, **spec.user_env, **secrets, **spec.env}
     if spec.nproc_per_node > 1:
-        environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun; N ranks with N threads each would crawl
+        environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: N ranks with N threads each would crawl
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    # torch looks up the name of every address that it connects to. One lost answer of the name server would hold up a
-    # rendezvous, and so every restart, for the resolver's default of 5 s.
+    # torch resolves the name of every address that it connects to. One lost reply of the name server would delay a
+    # rendezvous, and so every restart, by the resolver's default of 5 s.
     environment.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
     environment.setdefault("GLIBC_TUNABLES", COPY_PAST_CACHES)
     return environment
 
 
 def expected_environment(base: Mapping[str, str], nproc_per_node: int) -> dict[str, str]:
-    """That of jobs that bring no environment of their own, before there is one."""
+    """The environment of jobs that bring none of their own, before one comes."""
     return job_environment(base, JobSpec(job="any", argv=("-",), workdir="/", nproc_per_node=nproc_per_node))
 
 
@@ -47,7 +47,7 @@ def rank_environment(
     engine_notify: str,
     error_file: str,
 ) -> dict[str, str]:
-    """The complete environment of one rank, `environment` being its job's."""
+    """The complete environment of one rank. `environment` is its job's."""
     rank = host.ranks[local_rank]
     restore = placement.restore
     torchrun = {
@@ -86,7 +86,7 @@ def rank_environment(
 
 
 def _device_of(local_rank: int, environment: Mapping[str, str]) -> str:
-    """As torchrun has it with --virtual-local-rank. Raises ConfigurationError."""
+    """The rank's device, as with torchrun's --virtual-local-rank. Raises ConfigurationError."""
     devices = environment.get("CUDA_VISIBLE_DEVICES")
     if devices is None:
         return str(local_rank)

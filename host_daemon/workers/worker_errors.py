@@ -1,4 +1,4 @@
-"""What ended a worker: torch's error file first, else the end of its log."""
+"""Finds the error that ended a worker: in torch's error file, else at the end of its log."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 def read_error(error_file: Path, log_path: Path, status: ExitStatus) -> WorkerError | None:
-    """None if neither says anything. A log is asked only about a worker that failed by itself: one that was killed may
-    well have printed a traceback of something that it survived."""
+    """None if neither has one. The log counts only if the worker failed by itself: a killed one may have printed a
+    traceback that it survived."""
     if status.exit_code == 0:
         return None
     error = _from_error_file(error_file)
@@ -60,7 +60,7 @@ def _from_log(path: Path) -> WorkerError | None:
         return None
     start = tail.rfind(_TRACEBACK)
     if start >= 0:
-        # The exception is named on the first line after the traceback's header that is not indented.
+        # The first line after the traceback's header that is not indented names the exception.
         header_end = start + len(_TRACEBACK)
         found = _EXCEPTION_LINE.search(tail, header_end)
         if found:

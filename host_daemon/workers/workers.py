@@ -1,4 +1,4 @@
-"""The processes that run for jobs on this host: start, notice the end, stop, adopt."""
+"""The processes that run for jobs on this host: start them, notice their end, stop them, adopt them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from host_daemon.spawning.spawner_client import SpawnedProcess
 from host_daemon.store.state_dir import end_file
 from host_daemon.store.worker_records import STORE_RANK, WorkerRecord, WorkerRecords
 
-STATUS_TIMEOUT_S = 1.0  # from the end of a process to the word of its spawner how it ended; then the kernel is asked
-LATE_STATUS_TIMEOUT_S = 10.0  # more, if the kernel shows no failure: the spawner, or this process, is held up
+STATUS_TIMEOUT_S = 1.0  # for the spawner to report how a process ended; then the kernel is asked
+LATE_STATUS_TIMEOUT_S = 10.0  # longer, if the kernel shows no failure: the spawner or this process is held up
 KILL_TIMEOUT_S = 10.0
 _RESCAN_S = 0.005
 
@@ -38,22 +38,22 @@ _log = structlog.get_logger(__name__)
 
 
 class WorkersRemain(FlyballError):
-    """Processes survived SIGKILL (stuck in the kernel, as a rule in a driver or a dead network file system)."""
+    """Processes survived SIGKILL: stuck in the kernel, usually in a driver or a dead network file system."""
 
     code = "workers_remain"
 
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """One process, the leader of a session of its own. Its pid is the session's and the group's id."""
+    """One process, the leader of its own session. Its pid is the id of the session and the process group."""
 
     record: WorkerRecord
     error_file: Path
-    exit_status: asyncio.Future[ExitStatus] | None  # None: adopted, nobody can know
+    exit_status: asyncio.Future[ExitStatus] | None  # None: adopted, so it cannot be known
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    expected: bool = False  # we ended it ourselves
-    had_children: bool = False  # others of its session lived on when it ended
-    handled: asyncio.Event = field(default_factory=asyncio.Event)  # its end was made a signal
+    expected: bool = False  # the daemon ended it
+    had_children: bool = False  # other processes of its session outlived it
+    handled: asyncio.Event = field(default_factory=asyncio.Event)  # its end was reported as a signal
 
     @property
     def log_path(self) -> Path:
@@ -68,7 +68,7 @@ ExitHandler = Callable[[Worker, ExitStatus], Awaitable[None]]
 
 
 class WorkerTable:
-    """Every worker of this host that runs, or ran in a generation that was not yet stopped."""
+    """Every worker of this host that runs, or ran in a generation that is not stopped yet."""
 
     def __init__(self, *, records: WorkerRecords, reaper: Reaper, clock: Clock, on_exit: ExitHandler) -> None:
         self._records = records
@@ -87,7 +87,7 @@ class WorkerTable:
         ]
 
     def live(self) -> list[Worker]:
-        """Workers (not stores) whose process runs."""
+        """Workers, not stores, whose process runs."""
         return [w for w in self._workers if not w.gone.is_set() and not w.is_store]
 
     @property
@@ -95,23 +95,23 @@ class WorkerTable:
         return {w.record.job for w in self._workers}
 
     async def add(self, started: Iterable[tuple[SpawnedProcess, Worker]]) -> None:
-        """Record processes that wait for their leave, watch them, and let them run."""
+        """Record processes that wait for permission, watch them, and let them run."""
         pairs = list(started)
         try:
             await self._records.add([worker.record for _, worker in pairs])
         except BaseException:
             for process, _ in pairs:
-                process.give_leave(granted=False)
+                process.permit(granted=False)
             raise
         for process, worker in pairs:
             self._workers.append(worker)
             self._watch(worker)
-            process.give_leave()
+            process.permit()
 
     def make(
         self, process: SpawnedProcess, *, job: str, generation: int, rank: int, log_path: Path, error_file: Path
     ) -> Worker:
-        """The worker that a started process is."""
+        """The worker for a started process."""
         stat = read_stat(process.pid)
         record = WorkerRecord(
             job=job,
@@ -125,12 +125,12 @@ class WorkerTable:
         return Worker(record, error_file, process.exit_status)
 
     async def relabel(self, worker: Worker, generation: int) -> None:
-        """A store that waited becomes that of a generation."""
+        """Assign a waiting store to a generation."""
         old, worker.record = worker.record, msgspec.structs.replace(worker.record, generation=generation)
         await self._records.relabel(old, worker.record)
 
     def adopt(self, record: WorkerRecord, error_file: Path) -> Worker:
-        """Watch a worker that an earlier daemon started; one that has ended meanwhile is handled as such."""
+        """Watch a worker that an earlier daemon started. If it has ended meanwhile, handle that."""
         worker = Worker(record, error_file, exit_status=None)
         self._workers.append(worker)
         self._watch(worker)
@@ -139,18 +139,18 @@ class WorkerTable:
     async def stop(self, workers: list[Worker], grace_s: float) -> None:
         """End these workers and everything in their sessions: SIGTERM, the grace, SIGKILL.
 
-        Returns when none is left, and forgets them. Raises WorkersRemain.
+        Returns once none is left, and forgets them. Raises WorkersRemain.
         """
         for worker in workers:
             if worker.gone.is_set():
-                await worker.handled.wait()  # then it is known what it left behind
+                await worker.handled.wait()  # then `had_children` is known
             else:
                 worker.expected = True
         targets = [w for w in workers if not w.gone.is_set() or w.had_children]
         if grace_s > 0 and targets:
             for worker in targets:
                 signal_group(worker.record.pid, signal.SIGTERM)
-                signal_group(worker.record.pid, signal.SIGCONT)  # one that is stopped could not act on it
+                signal_group(worker.record.pid, signal.SIGCONT)  # a stopped one could not react
             await self._sessions_end(targets, grace_s)
         for worker in targets:
             signal_group(worker.record.pid, signal.SIGKILL)
@@ -160,7 +160,7 @@ class WorkerTable:
         await self._sessions_end(targets, KILL_TIMEOUT_S, kill=True)
         left = [f"rank {w.record.rank} (pid {w.record.pid})" for w in targets if not w.gone.is_set()]
         if left:
-            raise WorkersRemain(f"Killed, but still there: {', '.join(left)}.", hint="the host needs a reboot")
+            raise WorkersRemain(f"Killed, but still there: {', '.join(left)}.", hint="reboot the host")
         for worker in workers:
             await worker.handled.wait()
             self._workers.remove(worker)
@@ -173,7 +173,7 @@ class WorkerTable:
                 wait.cancel()
 
     async def _sessions_end(self, workers: list[Worker], timeout_s: float, *, kill: bool = False) -> None:
-        """Wait until nobody of these sessions is left, or the time is over."""
+        """Wait until these sessions are empty, or time is up."""
         await self._all_gone(workers, 0.0 if kill else timeout_s)
         leaders = {w.record.pid: w.record.start_ticks for w in workers}
         deadline = self._clock.monotonic_s() + timeout_s
@@ -189,7 +189,7 @@ class WorkerTable:
                     send_signal(pid, signal.SIGKILL)
             await asyncio.sleep(_RESCAN_S)
         if kill and leaders:
-            raise WorkersRemain(f"Killed, but still there: processes {left}.", hint="the host needs a reboot")
+            raise WorkersRemain(f"Killed, but still there: processes {left}.", hint="reboot the host")
 
     def _watch(self, worker: Worker) -> None:
         record = worker.record
@@ -226,10 +226,10 @@ class WorkerTable:
         finally:
             worker.handled.set()
 
-    async def _status_of(self, record: WorkerRecord, told: asyncio.Future[ExitStatus]) -> ExitStatus:
+    async def _status_of(self, record: WorkerRecord, reported: asyncio.Future[ExitStatus]) -> ExitStatus:
         for timeout_s in (STATUS_TIMEOUT_S, LATE_STATUS_TIMEOUT_S):
             try:
-                return await asyncio.wait_for(asyncio.shield(told), timeout_s)
+                return await asyncio.wait_for(asyncio.shield(reported), timeout_s)
             except TimeoutError:
                 failed = unreaped_failure(record.pid, record.start_ticks)
                 if failed is not None:
@@ -239,6 +239,6 @@ class WorkerTable:
 
 
 def _is_recycled(session: int, start_ticks: int) -> bool:
-    """Whether the id of a session that ended was given to a new process, which is none of ours."""
+    """Whether the id of an ended session now belongs to a new process, which is none of ours."""
     leader = read_stat(session)
     return leader is not None and leader.start_ticks != start_ticks

@@ -105,7 +105,7 @@ class Commands:
             Obeyed(self._world.now, self._host.host_id, job, command.command_id, kind, command.fence, resumed)
         )
         for other in [r for r in self._running.values() if gives_way(r.command, command)]:
-            self._answer(other.command, UpdateState.FAILED, code="superseded", message="A newer one came.")
+            self._answer(other.command, UpdateState.FAILED, code="superseded", message="A newer command replaced it.")
         running = self._running[command.command_id] = _Running(command, self._world.now)
         self._begin(running)
 

@@ -146,7 +146,7 @@ def test_what_a_start_need_not_wait_for_is_imported_while_the_standby_is_idle(pl
         process = await spawner.spawn(
             WorkerOrder("job", 1, 0, (str(script),), False, str(place), environment, str(log))
         )
-        process.give_leave()
+        process.permit()
         await asyncio.wait_for(process.exit_status, DEADLINE_S)
         return log.read_text()
 

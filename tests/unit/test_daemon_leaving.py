@@ -67,7 +67,7 @@ def test_a_host_without_ranks_says_nothing_and_waits_for_nothing() -> None:
 @pytest.mark.parametrize("timeout_s", [0.0, 0.15])
 def test_without_a_supervisor_nobody_is_waited_for(timeout_s: float) -> None:
     world = World(Unreachable("away"))
-    assert run(world, timeout_s) is LeaveOutcome.UNHEARD and not world.said
+    assert run(world, timeout_s) is LeaveOutcome.NO_SUPERVISOR and not world.said
 
 
 def test_it_waits_until_the_ranks_are_gone_and_the_supervisor_lets_it_go() -> None:

@@ -35,7 +35,7 @@ def told_to_end(daemon, supervisor, job, timeout_s: str, generations) -> int:
         job.wait_up(generation)
         daemon.process.send_signal(signal.SIGTERM)
         daemon.until("a notice", lambda: len(notices(supervisor)) > before or daemon.process.poll() is not None)
-        if "leaving_unheard" not in daemon.log():
+        if "leaving_unannounced" not in daemon.log():
             daemon.until("the notice", lambda: len(notices(supervisor)) > before)
             assert notices(supervisor)[-1].source == "sigterm"
             return generation
