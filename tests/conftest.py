@@ -3,6 +3,7 @@ server that runs here; Ctrl-C, however they were started; and what Hypothesis ma
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -20,6 +21,10 @@ sys.path.append(str(Path(__file__).parent))  # tests are no packages: the module
 pytest.register_assert_rewrite("own_servers", "own_processes")
 
 from own_servers import OwnMariaDb, OwnRedis  # noqa: E402 - found by the path above
+
+# Hundreds of processes are started, and each would compile all of Flyball for itself.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # The same examples each time, on a machine of any speed; `pytest --hypothesis-profile random` draws new ones.
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
