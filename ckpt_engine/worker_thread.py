@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from ckpt_engine.counters import Counters
+from flyball.contracts.errors import FlyballError
 
 RETRY_S = 1.0
 
@@ -115,3 +116,8 @@ class WorkerThread:
             self._counters.add("worker_failures")
         if self._on_failure is not None:
             self._on_failure(failure)
+
+
+def describe_failure(error: Exception) -> str:
+    """An expected error's message. An unexpected one's type as well: it may have no message."""
+    return str(error) if isinstance(error, FlyballError | OSError) else repr(error)

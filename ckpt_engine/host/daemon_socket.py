@@ -7,13 +7,16 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import structlog
 
 from ckpt_engine.contracts.notices import MAX_NOTICE_BYTES, Notice
+from ckpt_engine.counters import Counters
 from ckpt_engine.settings import EngineSettings
+from ckpt_engine.worker_thread import WorkerThread
 from flyball.contracts import wire
 from flyball.contracts.errors import FlyballError, InvalidMessage
 from flyball.contracts.on_host.engine_wire import MAX_ENGINE_FRAME_BYTES, EngineReply, EngineRequest
@@ -26,41 +29,55 @@ _LENGTH: Final = struct.Struct("<I")
 class ControlServer:
     """Answers requests, one at a time per connection. The folder's mode keeps other users out."""
 
-    def __init__(self, path: Path, *, settings: EngineSettings, handle: Callable[[EngineRequest], EngineReply]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        settings: EngineSettings,
+        counters: Counters,
+        handle: Callable[[EngineRequest], EngineReply],
+    ) -> None:
         self._path = path
         self._settings = settings
+        self._counters = counters
         self._handle = handle
         self._slots = threading.BoundedSemaphore(settings.max_control_connections)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         path.chmod(0o600)
         self._listener.listen(settings.max_control_connections)
-        self._closed = False
+        self._thread = WorkerThread(
+            "control-accept", self._accept, counters=counters, retry_s=settings.reconnect_interval_s
+        )
 
     def start(self) -> None:
-        threading.Thread(target=self._accept, name="control-accept", daemon=True).start()
+        self._thread.start()
 
     def close(self) -> None:
         """Take no more orders."""
-        self._closed = True
+        self._thread.stop()
         self._path.unlink(missing_ok=True)
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError as error:
-                if not self._closed:
-                    log.error("control_accept_failed", reason=str(error))
-                    threading.Event().wait(self._settings.reconnect_interval_s)
-                continue
-            if self._slots.acquire(blocking=False):
-                threading.Thread(target=self._serve, args=(sock,), name="control", daemon=True).start()
-            else:
-                log.warning("control_connection_refused", limit=self._settings.max_control_connections)
-                sock.close()
+    def _accept(self) -> float | None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            if self._thread.stopping:
+                return None
+            raise
+        if not self._slots.acquire(blocking=False):
+            log.warning("control_connection_refused", limit=self._settings.max_control_connections)
+            sock.close()
+            return 0.0
+        try:
+            WorkerThread("control", partial(self._serve, sock), counters=self._counters, retry_s=None).start()
+        except RuntimeError:  # out of threads
+            self._slots.release()
+            sock.close()
+            raise
+        return 0.0
 
     def _serve(self, sock: socket.socket) -> None:
         try:
@@ -102,33 +119,37 @@ class ControlServer:
 class NoticeListener:
     """Receives notices until it is closed."""
 
-    def __init__(self, path: Path, *, handle: Callable[[Notice], None]) -> None:
+    def __init__(self, path: Path, *, counters: Counters, handle: Callable[[Notice], None]) -> None:
         self._handle = handle
         self._path = path
-        self._closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(path))
         path.chmod(0o600)
+        self._thread = WorkerThread("notices", self._receive, counters=counters)
 
     def start(self) -> None:
-        threading.Thread(target=self._receive, name="notices", daemon=True).start()
+        self._thread.start()
 
     def close(self) -> None:
-        self._closed = True
+        self._thread.stop()
         self._path.unlink(missing_ok=True)
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _receive(self) -> None:
-        while not self._closed:
+    def _receive(self) -> float | None:
+        try:
             data = self._socket.recv(MAX_NOTICE_BYTES + 1)
-            if not data:
-                continue
-            try:
+        except OSError:
+            if self._thread.stopping:
+                return None
+            raise
+        try:
+            if data:
                 notice: Notice = wire.decode(data, Notice, max_bytes=MAX_NOTICE_BYTES)  # type: ignore[arg-type]  # a union is no type[T]
                 self._handle(notice)
-            except (FlyballError, OSError) as error:  # the scan finds what a lost notice told
-                log.warning("notice_ignored", reason=str(error))
+        except (FlyballError, OSError) as error:  # the scan finds what a lost notice told
+            log.warning("notice_ignored", reason=str(error))
+        return 0.0
 
 
 def _receive_exactly(sock: socket.socket, count: int) -> bytes:

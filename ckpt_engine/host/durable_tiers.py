@@ -58,7 +58,7 @@ class DurableTiers:
         """`on_progress(rank)` whenever a report of the rank changed; `on_sealed`, for the coordinator alone, what is
         sealed."""
         self.disks = open_disks(generation, services)
-        self._looks = [StoreLook(disk) for disk in self.disks.values()]
+        self._looks = [StoreLook(disk, services.counters) for disk in self.disks.values()]
         self.schedules: list[TierSchedule] = []
         self._writers = [
             DiskWriter(

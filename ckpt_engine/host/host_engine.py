@@ -84,7 +84,13 @@ class Engine:
         state.write_pid_file(listener.port)
         self._identity = Identity(host_id, self.address, secrets.token_hex(8))
         self._pool = ConnectionPool(self._dial, connections_per_peer=settings.pool_connections_per_peer)
-        self._links = PeerLinks(dial=self._dial, on_up=self._peer_is_up, on_lost=self._pool.abort, settings=settings)
+        self._links = PeerLinks(
+            dial=self._dial,
+            on_up=self._peer_is_up,
+            on_lost=self._pool.abort,
+            settings=settings,
+            counters=self._counters,
+        )
         self._services = Services(
             host_id=host_id,
             state_dir=state.path,
@@ -108,17 +114,21 @@ class Engine:
             self._services.shm_prefix,
             known_jobs=lambda: {*self._jobs, *self._job_files.names()},
             ttl_s=settings.segment_ttl_s,
+            counters=self._counters,
         )
         self._peer_server = PeerServer(
             listener,
             identity=self._identity,
             token=token,
             settings=settings,
+            counters=self._counters,
             handle=PeerRequests(self._jobs.get, self._services, daemon_s=self._daemon_s).answer,
             on_hello=self._met,
         )
-        self._notices = NoticeListener(state.socket_path(NOTIFY_SOCKET), handle=self._notice)
-        self._control = ControlServer(state.socket_path(ENGINE_SOCKET), settings=settings, handle=self.answer)
+        self._notices = NoticeListener(state.socket_path(NOTIFY_SOCKET), counters=self._counters, handle=self._notice)
+        self._control = ControlServer(
+            state.socket_path(ENGINE_SOCKET), settings=settings, counters=self._counters, handle=self.answer
+        )
 
     def start(self) -> None:
         """Go on with the jobs that a killed predecessor had, then open the doors."""

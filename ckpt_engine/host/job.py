@@ -91,9 +91,13 @@ class EngineJob:
             for pipeline in self._pipelines.values():
                 pipeline.start()
             durable.start()
-            SaveClock.start_if_needed(
-                generation, memory=self.memory, coordination=coordination, on_passed_by=self._passed_by
-            )
+            SaveClock(
+                generation,
+                memory=self.memory,
+                coordination=coordination,
+                counters=self._services.counters,
+                on_passed_by=self._passed_by,
+            ).start()
 
     def end(self, *, join_timeout_s: float) -> None:
         """Stop all work on the job; segments and files stay."""

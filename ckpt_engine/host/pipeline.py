@@ -20,6 +20,7 @@ from ckpt_engine.peers.replicator import PutReplica, ReplicationOutcome, Replica
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import SlotState, SlotView
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
+from ckpt_engine.worker_thread import WorkerThread
 from flyball.contracts.checkpoints import is_alive
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError
@@ -73,8 +74,13 @@ class RankPipeline:
         # The oldest step that is not settled, else the one that the trainer is at; and since when it has been that.
         self._unsettled = (-1, 0.0)
         self._saving_step = -1
-        self._kick = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"{generation.job}-r{rank}", daemon=True)
+        self._thread = WorkerThread(
+            f"{generation.job}-r{rank}",
+            self._round,
+            stopped=generation.ended,
+            counters=counters,
+            retry_s=settings.scan_interval_s,
+        )
         self._replicators = [
             Replicator(
                 rank,
@@ -99,7 +105,7 @@ class RankPipeline:
 
     def kick(self) -> None:
         """There may be something to do."""
-        self._kick.set()
+        self._thread.wake()
         for replicator in self._replicators:
             replicator.kick()
 
@@ -166,19 +172,6 @@ class RankPipeline:
             finally:
                 entry.writing.release()
 
-    def _run(self) -> None:
-        delay_s = 0.0
-        while not self._generation.ended.is_set():
-            try:
-                self._first = [fill for fill in self._first if not self._is_filled(fill)]
-                self._start_replicators()
-                delay_s = self._round()
-            except Exception:  # logged; a rank without its pipeline would never be saved again
-                log.exception("pipeline_round_failed", job=self._generation.job, rank=self.rank)
-                delay_s = self._settings.scan_interval_s
-            self._kick.wait(delay_s)
-            self._kick.clear()
-
     def _start_replicators(self) -> None:
         while self._to_start:  # the rest in the next round, if there is no thread to be had now
             self._to_start[-1].start()
@@ -190,6 +183,8 @@ class RankPipeline:
 
     def _round(self) -> float:
         """Everything that can be done now; returns the seconds after which to look again."""
+        self._first = [fill for fill in self._first if not self._is_filled(fill)]
+        self._start_replicators()
         self.commit_captured()
         with self._memory.using(self.rank) as entry:
             if entry is None:

@@ -16,9 +16,11 @@ from collections.abc import Callable, Hashable, Iterable
 import structlog
 
 from ckpt_engine.contracts.peer_wire import CommittedSteps, Ping, Reply, ShardVerdict, WorldStep
+from ckpt_engine.counters import Counters
 from ckpt_engine.peers.transport.pool import Dial
 from ckpt_engine.peers.transport.port import Connection
 from ckpt_engine.settings import EngineSettings
+from ckpt_engine.worker_thread import WorkerThread
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.reports.testimony import Testimony
 
@@ -35,7 +37,16 @@ OnLost = Callable[[str], None]  # host id
 class PeerLink:
     """The standing connection to one peer."""
 
-    def __init__(self, host_id: str, *, dial: Dial, on_up: OnUp, on_lost: OnLost, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        host_id: str,
+        *,
+        dial: Dial,
+        on_up: OnUp,
+        on_lost: OnLost,
+        settings: EngineSettings,
+        counters: Counters,
+    ) -> None:
         """`on_lost` is called when the peer has been out of reach for `io_timeout_s`: who waits for it may stop."""
         self.host_id = host_id
         self._dial = dial
@@ -48,8 +59,13 @@ class PeerLink:
         self._heard: tuple[float, float | None] | None = None  # when it last answered; what it said of its daemon then
         self._lost = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"link-{host_id}", daemon=True)
+        self._thread = WorkerThread(
+            f"link-{host_id}",
+            self._connect_and_serve,
+            counters=counters,
+            on_end=self._close_wake,
+            retry_s=settings.reconnect_interval_s,
+        )
         self._thread.start()
 
     @property
@@ -83,7 +99,7 @@ class PeerLink:
 
     def stop(self) -> None:
         """End the link; what was not sent is dropped."""
-        self._stopped.set()
+        self._thread.stop()
         self._nudge()
 
     def join(self, timeout_s: float) -> None:
@@ -94,22 +110,21 @@ class PeerLink:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
-    def _run(self) -> None:
+    def _close_wake(self) -> None:
+        with self._lock:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _connect_and_serve(self) -> float:
         try:
-            while not self._stopped.is_set():
-                try:
-                    connection = self._dial(self.host_id, "")
-                except FlyballError as error:
-                    self._went_down(error)
-                    self._stopped.wait(self._settings.reconnect_interval_s)
-                    continue
-                with connection:
-                    self._came_up(connection)
-                    self._serve_until_broken(connection)
-        finally:
-            with self._lock:
-                os.close(self._wake)
-                self._wake = -1
+            connection = self._dial(self.host_id, "")
+        except FlyballError as error:
+            self._went_down(error)
+            return self._settings.reconnect_interval_s
+        with connection:
+            self._came_up(connection)
+            self._serve_until_broken(connection)
+        return 0.0
 
     def _came_up(self, connection: Connection) -> None:
         if self._down_since is not None:
@@ -139,7 +154,7 @@ class PeerLink:
         poll.register(self._wake, select.POLLIN)
         deferred: set[Key] = set()  # the peer said BUSY: it is about to hear of the generation
         retry_s = self._settings.replicate_retry_s
-        while not self._stopped.is_set():
+        while not self._thread.stopping:
             sent = self._send_waiting(connection, deferred)
             wait_s = min(retry_s, self._settings.ping_interval_s) if deferred else self._settings.ping_interval_s
             ready = poll.poll(0 if sent else wait_s * 1000)
@@ -176,11 +191,14 @@ class PeerLink:
 class PeerLinks:
     """The links of all jobs of this engine; a peer that two jobs share has one link."""
 
-    def __init__(self, *, dial: Dial, on_up: OnUp, on_lost: OnLost, settings: EngineSettings) -> None:
+    def __init__(
+        self, *, dial: Dial, on_up: OnUp, on_lost: OnLost, settings: EngineSettings, counters: Counters
+    ) -> None:
         self._dial = dial
         self._on_up = on_up
         self._on_lost = on_lost
         self._settings = settings
+        self._counters = counters
         self._lock = threading.Lock()
         self._links: dict[str, PeerLink] = {}
 
@@ -191,7 +209,12 @@ class PeerLinks:
                 self._links.pop(host_id).stop()
             for host_id in hosts - self._links.keys():
                 self._links[host_id] = PeerLink(
-                    host_id, dial=self._dial, on_up=self._on_up, on_lost=self._on_lost, settings=self._settings
+                    host_id,
+                    dial=self._dial,
+                    on_up=self._on_up,
+                    on_lost=self._on_lost,
+                    settings=self._settings,
+                    counters=self._counters,
                 )
 
     def forget(self, job: str) -> None:

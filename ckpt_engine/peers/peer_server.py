@@ -9,9 +9,11 @@ from functools import partial
 import structlog
 
 from ckpt_engine.contracts.peer_wire import PeerRequest
+from ckpt_engine.counters import Counters
 from ckpt_engine.peers.transport.handshake import admit, refuse
 from ckpt_engine.peers.transport.port import Connection, Identity, Listener
 from ckpt_engine.settings import EngineSettings
+from ckpt_engine.worker_thread import WorkerThread
 from flyball.contracts.errors import FlyballError, Unauthorized, Unreachable
 
 log = structlog.get_logger()
@@ -36,6 +38,7 @@ class PeerServer:
         identity: Identity,
         token: bytes,
         settings: EngineSettings,
+        counters: Counters,
         handle: Handler,
         on_hello: Callable[[Identity], None],
     ) -> None:
@@ -44,14 +47,16 @@ class PeerServer:
         self._identity = identity
         self._token = token
         self._settings = settings
+        self._counters = counters
         self._handle = handle
         self._on_hello = on_hello
         self._capacity = settings.max_connections
         self._strangers: dict[Connection, None] = {}  # have not shown the token; oldest first
         self._known: set[Connection] = set()
         self._lock = threading.Lock()
-        self._closed = False
-        self._thread = threading.Thread(target=self._accept, name="peer-accept", daemon=True)
+        self._thread = WorkerThread(
+            "peer-accept", self._accept, counters=counters, retry_s=settings.reconnect_interval_s
+        )
 
     def start(self) -> None:
         self._thread.start()
@@ -64,7 +69,7 @@ class PeerServer:
     def close(self) -> None:
         """Stop listening and break all connections."""
         with self._lock:
-            self._closed = True
+            self._thread.stop()
             connections = [*self._strangers, *self._known]
         try:
             self._listener.close()
@@ -73,26 +78,23 @@ class PeerServer:
         for connection in connections:
             connection.abort()
 
-    def _accept(self) -> None:
-        while not self._closed:
+    def _accept(self) -> float | None:
+        """Accept one connection. Without descriptors or threads it fails, and those that are open are served first."""
+        try:
+            connection, remote = self._listener.accept()
+        except OSError:
+            if self._thread.stopping:
+                return None
+            raise
+        if self._make_room(connection, remote):
+            serve = partial(self._serve, connection, remote)
             try:
-                connection, remote = self._listener.accept()
-            except OSError as error:
-                self._pause(error)  # out of descriptors
-                continue
-            if self._make_room(connection, remote):
-                try:
-                    threading.Thread(target=self._serve, args=(connection, remote), name="peer", daemon=True).start()
-                except RuntimeError as error:  # out of threads
-                    self._forget(connection)
-                    connection.close()
-                    self._pause(error)
-
-    def _pause(self, error: OSError | RuntimeError) -> None:
-        """Serve those that are in before the next is asked in."""
-        if not self._closed:
-            log.error("accept_failed", reason=str(error))
-            threading.Event().wait(self._settings.reconnect_interval_s)
+                WorkerThread(f"peer-{remote}", serve, counters=self._counters, retry_s=None).start()
+            except RuntimeError:
+                self._forget(connection)
+                connection.close()
+                raise
+        return 0.0
 
     def _forget(self, connection: Connection) -> None:
         with self._lock:
@@ -103,7 +105,7 @@ class PeerServer:
         with self._lock:
             full = len(self._strangers) + len(self._known) >= self._capacity
             evicted = next(iter(self._strangers), None) if full else None
-            admitted = not self._closed and (not full or evicted is not None)
+            admitted = not self._thread.stopping and (not full or evicted is not None)
             if evicted is not None:
                 del self._strangers[evicted]
             if admitted:
@@ -152,8 +154,6 @@ class PeerServer:
             log.warning("peer_refused", remote=remote, reason=error.message)
         except (FlyballError, OSError) as error:
             log.warning("connection_failed", peer=connection.peer.host_id, remote=remote, reason=str(error))
-        except Exception:  # the thread's outermost frame: logged, and only this connection ends
-            log.exception("connection_crashed", peer=connection.peer.host_id, remote=remote)
         finally:
             self._forget(connection)
             if connection.bytes_sent or connection.bytes_received:

@@ -21,6 +21,7 @@ from ckpt_engine.peers.replication import Offer
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import SlotView
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
+from ckpt_engine.worker_thread import WorkerThread
 from flyball.contracts.errors import CorruptShard, FlyballError, StaleCommand, Unreachable
 from flyball.contracts.fault_points import reach
 
@@ -87,21 +88,25 @@ class Replicator:
         self._busy_retry_s = settings.replicate_retry_s
         self._patience = PeerPatience(settings.replicate_timeout_s)
         self._missing = False  # the peer did not get the step before
-        self._kick = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"{generation.job}-r{rank}-{peer}", daemon=True)
+        self._thread = WorkerThread(
+            f"{generation.job}-r{rank}-{peer}",
+            self._round,
+            stopped=generation.ended,
+            counters=counters,
+            retry_s=settings.scan_interval_s,
+        )
 
     def start(self) -> None:
         self._thread.start()
 
     def kick(self) -> None:
         """There may be something to send."""
-        self._kick.set()
+        self._thread.wake()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread, if it was started, after its generation has ended."""
-        self._kick.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+        self._thread.wake()
+        self._thread.join(timeout_s)
 
     def outcome(self, view: SlotView) -> ReplicationOutcome | None:
         """How it ended with this step; None while it is being tried."""
@@ -115,16 +120,6 @@ class Replicator:
             self._tried_since.clear()
             self._patience.refill()
         self.kick()
-
-    def _run(self) -> None:
-        while not self._generation.ended.is_set():
-            try:
-                delay_s = self._round()
-            except Exception:  # logged; a rank without replicas would stop the world
-                log.exception("replication_round_failed", job=self._generation.job, rank=self._rank, peer=self.peer)
-                delay_s = self._settings.scan_interval_s
-            self._kick.wait(delay_s)
-            self._kick.clear()
 
     def _round(self) -> float:
         """Send all that can be sent now; returns the seconds after which to look again."""

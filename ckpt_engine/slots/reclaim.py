@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
@@ -18,10 +17,12 @@ from pathlib import Path
 
 import structlog
 
+from ckpt_engine.counters import Counters
 from ckpt_engine.slots import segment_files
 from ckpt_engine.slots.control_file import boot_time_ns, other_layout, read_last_use, write_last_use
 from ckpt_engine.slots.rank_segments import RankSegments
 from ckpt_engine.slots.reclaim_rules import is_reclaimable, unused_s
+from ckpt_engine.worker_thread import WorkerThread
 from flyball.contracts.errors import Conflict, FlyballError
 from flyball.contracts.on_host.segments import CONTROL_SUFFIX, SLOT_SUFFIXES, SegmentName, parse_segment
 
@@ -114,13 +115,20 @@ def _files(prefix: str) -> list[tuple[SegmentName, Path]]:
 class Reclaimer:
     """Sweeps now and then, in a thread of its own."""
 
-    def __init__(self, prefix: str, *, known_jobs: Callable[[], Collection[str]], ttl_s: float) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        *,
+        known_jobs: Callable[[], Collection[str]],
+        ttl_s: float,
+        counters: Counters | None = None,
+    ) -> None:
         self._prefix = prefix
         self._known_jobs = known_jobs
         self._ttl_s = ttl_s
         self._told: set[str] = set()  # why something stays, once
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="reclaim", daemon=True)
+        self._interval_s = max(_LEAST_S, min(_MOST_S, ttl_s / 4))
+        self._thread = WorkerThread("reclaim", self._sweep_now, counters=counters, retry_s=self._interval_s)
 
     def start(self) -> None:
         """Call when the jobs of a predecessor are known again."""
@@ -128,7 +136,7 @@ class Reclaimer:
 
     def close(self) -> None:
         """No further sweep begins."""
-        self._closed.set()
+        self._thread.stop()
 
     def sweep(self) -> list[RankMemory]:
         """Remove what nobody needs; returns what was removed. What cannot be looked at (another layout, another user's)
@@ -155,12 +163,9 @@ class Reclaimer:
             self._told.add(reason)
             log.warning("segments_not_reclaimed", **asdict(memory), reason=reason)
 
-    def _run(self) -> None:
-        interval_s = max(_LEAST_S, min(_MOST_S, self._ttl_s / 4))
-        while True:
-            try:
-                self.sweep()
-            except OSError as error:  # the folder is gone, or not readable
-                log.warning("segments_not_swept", reason=str(error))
-            if self._closed.wait(interval_s):
-                return
+    def _sweep_now(self) -> float:
+        try:
+            self.sweep()
+        except OSError as error:  # the folder is gone, or not readable
+            log.warning("segments_not_swept", reason=str(error))
+        return self._interval_s

@@ -13,6 +13,7 @@ import threading
 
 from ckpt_engine.format.verified_read import MemorySource, SlotFileSource
 from ckpt_engine.slots import segment_files
+from ckpt_engine.worker_thread import WorkerThread
 
 _PIECE_BYTES = 16 << 20  # mapped at once; milliseconds
 
@@ -29,7 +30,7 @@ class SlotSource(SlotFileSource):
         self._mapped = MemorySource(self._payload)
         self._mapped_bytes = 0
         self._being_read = threading.Event()
-        self._thread = threading.Thread(target=self._map_ahead, name="flyball-map", daemon=True)
+        self._thread = WorkerThread("flyball-map", self._map_ahead, retry_s=None)
         self._thread.start()
 
     def read_into(self, target: memoryview, offset: int) -> None:
@@ -44,7 +45,7 @@ class SlotSource(SlotFileSource):
         self._thread.join()
         os.close(self._descriptor)
         # To give a large mapping back takes a while, and nobody need wait for it.
-        threading.Thread(target=self._unmap, name="flyball-unmap", daemon=True).start()
+        WorkerThread("flyball-unmap", self._unmap, retry_s=None).start()
 
     def _unmap(self) -> None:
         with contextlib.suppress(BufferError):  # an error's traceback refers to it: it goes with that

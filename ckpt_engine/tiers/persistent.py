@@ -20,6 +20,7 @@ import obstore
 from obstore.store import from_url
 
 from ckpt_engine.tiers.storage import Entry
+from ckpt_engine.worker_thread import WorkerThread
 from flyball.contracts.errors import (
     CheckpointError,
     ConfigurationError,
@@ -193,7 +194,7 @@ def _in_background(fetch: Callable[[int, int], memoryview], begin: int, length: 
         except BaseException as error:  # noqa: BLE001 - raised where the window is asked for
             future.set_exception(error)
 
-    threading.Thread(target=run, name="flyball-object", daemon=True).start()
+    WorkerThread("flyball-object", run, retry_s=None).start()
     return future
 
 

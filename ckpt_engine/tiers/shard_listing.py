@@ -31,6 +31,7 @@ from ckpt_engine.format.shard_names import (
 from ckpt_engine.format.step_listing import StepKey
 from ckpt_engine.format.world_manifest import WorldManifest
 from ckpt_engine.tiers.storage import Entry, Storage
+from ckpt_engine.worker_thread import WorkerThread
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, Unreachable
 
@@ -317,10 +318,10 @@ def side_by_side(ask: Callable[[Item], Result], items: Sequence[Item], *, thread
 
     if items:
         results[0] = ask(items[0])
-    helpers: list[threading.Thread] = []
+    helpers: list[WorkerThread] = []
     with contextlib.suppress(RuntimeError):  # no more threads: with those that there are
         for _ in range(min(threads, len(items) - 1) - 1):
-            helper = threading.Thread(target=work, name="flyball-ask", daemon=True)
+            helper = WorkerThread("flyball-ask", work, retry_s=None)
             helper.start()
             helpers.append(helper)
     work()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
-import structlog
-
 from ckpt_engine.contracts.generation import HostGeneration
+from ckpt_engine.counters import Counters
 from ckpt_engine.tiers.memory import MemoryTier
+from ckpt_engine.worker_thread import WorkerThread
 from ckpt_engine.world.coordination import Coordination
 from ckpt_engine.world.save_pace import factor_of
 from ckpt_engine.world.save_schedule import interval_s, is_due
-
-log = structlog.get_logger()
 
 TICK_S = 0.05
 
@@ -28,6 +25,7 @@ class SaveClock:
         *,
         memory: MemoryTier,
         coordination: Coordination,
+        counters: Counters,
         on_passed_by: Callable[[int, int], None],
     ) -> None:
         """`on_passed_by(rank, step)`, once, for a rank that will never have the step."""
@@ -36,28 +34,20 @@ class SaveClock:
         self._coordination = coordination
         self._on_passed_by = on_passed_by
         self._told: dict[int, int] = {}  # rank -> the newest step that it passed by
+        name = f"{generation.job}-clock"
+        self._thread = WorkerThread(name, self._tick, stopped=generation.ended, counters=counters, retry_s=TICK_S)
 
-    @classmethod
-    def start_if_needed(
-        cls,
-        generation: HostGeneration,
-        *,
-        memory: MemoryTier,
-        coordination: Coordination,
-        on_passed_by: Callable[[int, int], None],
-    ) -> None:
-        """Nothing depends on the time if all intervals are in steps."""
-        if interval_s(generation.configure.spec) > 0:
-            clock = cls(generation, memory=memory, coordination=coordination, on_passed_by=on_passed_by)
-            threading.Thread(target=clock.run, name=f"{generation.job}-clock", daemon=True).start()
+    def start(self) -> None:
+        """Run until the generation ends. Does nothing if all intervals are in steps."""
+        if interval_s(self._generation.configure.spec) > 0:
+            self._thread.start()
 
-    def run(self) -> None:
-        """Until the generation ends."""
-        while not self._generation.ended.wait(TICK_S):
-            try:
-                self._coordination.tick(max(map(self._look_at, self._generation.local_ranks), default=-1))
-            except Exception:  # logged; without its clock a job would never be saved again
-                log.exception("save_clock_failed", job=self._generation.job)
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _tick(self) -> float:
+        self._coordination.tick(max(map(self._look_at, self._generation.local_ranks), default=-1))
+        return TICK_S
 
     def _look_at(self, rank: int) -> int:
         """The rank's position; says so if it is past a named step that it does not have."""

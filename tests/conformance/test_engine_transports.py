@@ -31,6 +31,7 @@ from ckpt_engine.contracts.peer_wire import (
     ShardVerdict,
     Welcome,
 )
+from ckpt_engine.counters import Counters
 from ckpt_engine.peers.peer_server import PeerServer
 from ckpt_engine.peers.transport.handshake import admit, introduce
 from ckpt_engine.peers.transport.pool import ConnectionPool
@@ -149,6 +150,7 @@ class Server:
             identity=SERVER,
             token=TOKEN,
             settings=settings,
+            counters=Counters(),
             handle=self._answer,
             on_hello=self.met.append,
         )
@@ -540,7 +542,7 @@ def test_the_door_stays_open_when_there_was_no_thread_for_one(
     start, turned_away = threading.Thread.start, threading.Event()
 
     def short_of_threads(thread: threading.Thread) -> None:
-        if thread.name == "peer" and not turned_away.is_set():
+        if thread.name == "peer-127.0.0.1" and not turned_away.is_set():
             turned_away.set()
             raise RuntimeError("can't start new thread")
         start(thread)

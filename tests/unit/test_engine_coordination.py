@@ -82,7 +82,9 @@ def test_what_a_thread_posts_while_the_job_is_released_is_not_queued_for_ever(tm
     def nobody(host_id: str, address: str) -> Connection:
         raise Unreachable(f"{host_id} is away.")
 
-    links = PeerLinks(dial=nobody, on_up=lambda *_: None, on_lost=lambda host_id: None, settings=EngineSettings())
+    links = PeerLinks(
+        dial=nobody, on_up=lambda *_: None, on_lost=lambda host_id: None, settings=EngineSettings(), counters=Counters()
+    )
     links.set_targets(frozenset({"a"}))
     memory = MemoryTier(str(tmp_path / "flyball-test"), "job", "b")
     coordination = coordinate(links, memory)

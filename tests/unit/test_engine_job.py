@@ -62,6 +62,7 @@ def job(tmp_path: Path) -> Iterator[EngineJob]:
                 on_up=lambda host_id, incarnation: None,
                 on_lost=lambda host_id: None,
                 settings=settings,
+                counters=Counters(),
             ),
             peer_limit=RateLimit(0, monotonic_s=time.monotonic),
             dial=nobody,

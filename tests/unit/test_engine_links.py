@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ckpt_engine.contracts.peer_wire import CommittedSteps, Ping, Reply, ShardVerdict
+from ckpt_engine.counters import Counters
 from ckpt_engine.peers.links import PeerLink, PeerLinks
 from ckpt_engine.peers.peer_server import PeerServer
 from ckpt_engine.peers.transport.handshake import introduce
@@ -46,6 +47,7 @@ class Host:
             identity=Identity("host", "", "1"),
             token=TOKEN,
             settings=SETTINGS,
+            counters=Counters(),
             handle=self._answer,
             on_hello=lambda peer: None,
         )
@@ -76,6 +78,7 @@ def link_to(request: pytest.FixtureRequest) -> Iterator[tuple[Host, PeerLink]]:
         on_up=lambda host_id, incarnation: None,
         on_lost=lambda host_id: None,
         settings=SETTINGS,
+        counters=Counters(),
     )
     yield host, link
     link.stop()
@@ -112,6 +115,7 @@ def test_what_a_peer_does_not_take_is_forgotten_with_its_job(link_to: tuple[Host
         on_up=lambda host_id, incarnation: None,
         on_lost=lambda host_id: None,
         settings=SETTINGS,
+        counters=Counters(),
     )
     links.set_targets(frozenset({"host"}))
     try:
@@ -141,7 +145,14 @@ def test_a_link_goes_on_after_an_address_that_is_none(link_to: tuple[Host, PeerL
         wrong = next(addresses, "")
         return connect_tcp(wrong, settings=SETTINGS, total=ByteCounters()) if wrong else host.dial(host_id, address)
 
-    link = PeerLink("host", dial=dial, on_up=lambda *_: up.set(), on_lost=lambda host_id: None, settings=SETTINGS)
+    link = PeerLink(
+        "host",
+        dial=dial,
+        on_up=lambda *_: up.set(),
+        on_lost=lambda host_id: None,
+        settings=SETTINGS,
+        counters=Counters(),
+    )
     try:
         assert up.wait(60.0)
     finally:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from ckpt_engine.contracts.generation import HostGeneration
+from ckpt_engine.counters import Counters
 from ckpt_engine.tiers.memory import MemoryTier
 from ckpt_engine.world.save_clock import SaveClock
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
@@ -57,10 +57,10 @@ def test_a_step_that_was_passed_by_is_told_once(tmp_path: Path) -> None:
             generation,
             memory=memory,
             coordination=coordination,
+            counters=Counters(),
             on_passed_by=lambda rank, step: told.append((rank, step)),
         )
-        thread = threading.Thread(target=clock.run)
-        thread.start()
+        clock.start()
         try:
             control.name_save(5)
             control.write_position(5)
@@ -76,5 +76,5 @@ def test_a_step_that_was_passed_by_is_told_once(tmp_path: Path) -> None:
             assert positions[-1] == 10
         finally:
             generation.ended.set()
-            thread.join(60.0)
+            clock.join(60.0)
     memory.release()

@@ -142,4 +142,4 @@ def test_a_sealer_outlives_what_nobody_expected_elsewhere(sealing: Sealing, monk
     assert sealing.sealer.drain(60.0)
     assert times.acquire(timeout=60.0)
     assert any("MemoryError" in message for _, message in sealing.failures)
-    assert sealing.sealer._thread.is_alive()
+    assert sealing.sealer._thread.is_alive

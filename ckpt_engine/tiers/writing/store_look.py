@@ -8,8 +8,10 @@ import time
 
 import structlog
 
+from ckpt_engine.counters import Counters
 from ckpt_engine.tiers.shard_store import ShardStore
-from ckpt_engine.tiers.writing.lasting import said
+from ckpt_engine.worker_thread import WorkerThread
+from flyball.contracts.errors import FlyballError
 
 log = structlog.get_logger()
 
@@ -17,8 +19,9 @@ log = structlog.get_logger()
 class StoreLook:
     """Has one store looked at again, by one thread at a time."""
 
-    def __init__(self, disk: ShardStore) -> None:
+    def __init__(self, disk: ShardStore, counters: Counters) -> None:
         self._disk = disk
+        self._counters = counters
         self._asked = 0
         self._done = 0  # the newest that was asked for before a look began that has ended
         self._looking = False
@@ -29,7 +32,7 @@ class StoreLook:
         with self._changed:
             self._asked += 1
             if not self._looking:
-                threading.Thread(target=self._run, name=f"look-{self._disk.tier}", daemon=True).start()
+                WorkerThread(f"look-{self._disk.tier}", self._look, counters=self._counters).start()
                 self._looking = True
             return self._asked
 
@@ -39,18 +42,18 @@ class StoreLook:
         with self._changed:
             return self._changed.wait_for(lambda: self._done >= asked, max(deadline_s - time.monotonic(), 0.0))
 
-    def _run(self) -> None:
-        while True:
+    def _look(self) -> float | None:
+        with self._changed:
+            if self._done == self._asked:
+                self._looking = False
+                return None
+            asked = self._asked
+        try:
+            self._disk.scan()
+        except (FlyballError, OSError) as error:  # what was known of it stays
+            log.warning("disk_not_scanned", tier=str(self._disk.tier), reason=str(error))
+        finally:
             with self._changed:
-                if self._done == self._asked:
-                    self._looking = False
-                    return
-                asked = self._asked
-            try:
-                self._disk.scan()
-            except Exception as error:  # noqa: BLE001 - what was known of it stays; there may be no memory left
-                log.warning("disk_not_scanned", tier=str(self._disk.tier), reason=said(error))
-            finally:
-                with self._changed:
-                    self._done = asked
-                    self._changed.notify_all()
+                self._done = asked
+                self._changed.notify_all()
+        return 0.0

@@ -28,8 +28,8 @@ from ckpt_engine.slots.slot_rules import MIN_SLOTS
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.tiers.retention_rules import reported_steps
 from ckpt_engine.tiers.shard_store import ShardStore
-from ckpt_engine.tiers.writing.lasting import run_lasting, said
 from ckpt_engine.tiers.writing.tier_retention import TierRetention
+from ckpt_engine.worker_thread import WorkerThread, describe_failure
 from flyball.contracts.checkpoints import StoredPoints, Tier
 from flyball.contracts.errors import CorruptShard, FlyballError, StorageFull
 
@@ -90,11 +90,20 @@ class DiskWriter:
         self._busy = True
         self._policy = generation.configure.spec.policy(disk.tier)
         self._reported_steps = reported_steps(self._policy)
-        self._stopped = False
+        self._report_due = True
+        self._look_again_s = _LOOK_AGAIN_S
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name=f"{disk.tier}-r{rank}", daemon=True)
+        self._thread = WorkerThread(
+            f"{disk.tier}-r{rank}",
+            self._round,
+            counters=counters,
+            on_failure=self._note_unexpected,
+            on_end=self._become_idle,
+            retry_s=_LOOK_AGAIN_S,
+        )
 
     def start(self) -> None:
+        self._unread_until_s = time.monotonic() + _UNREAD_S
         self._thread.start()
 
     @property
@@ -117,7 +126,7 @@ class DiskWriter:
     def hear(self, naming: TierNaming) -> None:
         """What the coordinator said; before the trainer may overwrite the step that is named. Does not block."""
         with self._changed:
-            if naming == self._naming or self._stopped:
+            if naming == self._naming or self._thread.stopping:
                 return
             self._naming = naming
             self._prune_due = True
@@ -136,7 +145,7 @@ class DiskWriter:
         if self.tier is not Tier.DISK or every_steps == 0 or step % every_steps:
             return
         with self._changed:
-            if self._scanned and not self._busy and self._next < 0 and step > self._heard and not self._stopped:
+            if self._scanned and not self._busy and self._next < 0 and step > self._heard and not self._thread.stopping:
                 self._captured = step
                 self._changed.notify_all()
 
@@ -148,54 +157,48 @@ class DiskWriter:
     def stop(self) -> None:
         """End after the write that is going on; what waits is dropped."""
         with self._changed:
-            self._stopped = True
+            self._thread.stop()
             self._let_go(self._next)
             self._next = -1
             self._changed.notify_all()
 
-    def _run(self) -> None:
-        self._unread_until_s = time.monotonic() + _UNREAD_S
-        run_lasting(self._work, tell=self._tell_unexpected, pause=self._pause)
+    def _become_idle(self) -> None:
         with self._changed:
             self._busy = False
             self._changed.notify_all()
 
-    def _pause(self) -> bool:
+    def _round(self) -> float:
+        """Look at the folder first; then wait for the next step to write or to prune."""
+        if not self._scanned and not self._look():
+            return _LOOK_AGAIN_S
+        if self._report_due:
+            self._on_progress(self._rank)
+            self._report_due = False
+        self._become_idle()
         with self._changed:
-            return self._changed.wait_for(lambda: self._stopped, _LOOK_AGAIN_S)
-
-    def _work(self) -> None:
-        while not self._scanned and not self._look():
-            if self._pause():
-                return
-        self._on_progress(self._rank)
-        look_again_s = _LOOK_AGAIN_S
-        while True:
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
-                asked = self._changed.wait_for(
-                    lambda: self._stopped or self._next >= 0 or self._captured >= 0 or self._prune_due,
-                    look_again_s if self._disk.has_unread else None,
-                )
-                if self._stopped:
-                    return
-                ahead, self._captured = self._captured if self._next < 0 else -1, -1
-            if not asked:
-                look_again_s = min(2 * look_again_s, _MAX_LOOK_AGAIN_S)
-                self._look_at_unread()
-                continue
-            if ahead >= 0:
-                self._write_ahead(ahead)
-            with self._changed:
-                step, self._next = self._next, -1
-                prune, self._prune_due = self._prune_due, False
-                self._busy = True
-            if step >= 0:
-                self._settle(step)
-            naming = self._naming  # by now; what stays at the end of a generation is the next one's to say
-            if prune and naming is not None and not self._generation.ended.is_set():
-                self._retention.prune(naming)
+            is_due = self._changed.wait_for(
+                lambda: self._thread.stopping or self._next >= 0 or self._captured >= 0 or self._prune_due,
+                self._look_again_s if self._disk.has_unread else None,
+            )
+            if self._thread.stopping:
+                return 0.0
+            ahead, self._captured = self._captured if self._next < 0 else -1, -1
+        if not is_due:
+            self._look_again_s = min(2 * self._look_again_s, _MAX_LOOK_AGAIN_S)
+            self._look_at_unread()
+            return 0.0
+        if ahead >= 0:
+            self._write_ahead(ahead)
+        with self._changed:
+            step, self._next = self._next, -1
+            prune, self._prune_due = self._prune_due, False
+            self._busy = True
+        if step >= 0:
+            self._settle(step)
+        naming = self._naming  # by now; what stays at the end of a generation is the next one's to say
+        if prune and naming is not None and not self._generation.ended.is_set():
+            self._retention.prune(naming)
+        return 0.0
 
     def _look(self) -> bool:
         """Find out what is in the folder; True when enough of it could be read."""
@@ -237,10 +240,10 @@ class DiskWriter:
                 self._rank, step, f"The {self._disk.tier} tier gets no step before it can be read: {reason}"
             )
 
-    def _tell_unexpected(self, error: Exception) -> None:
-        log.error("disk_writer_failed", tier=str(self._disk.tier), rank=self._rank, exc_info=error)
+    def _note_unexpected(self, error: Exception) -> None:
+        self._report_due = True
         self._counters.add(f"{self._disk.tier}_write_failures")
-        self._on_failure(self._rank, self._heard, f"The {self._disk.tier} tier: {said(error)}")
+        self._on_failure(self._rank, self._heard, f"The {self._disk.tier} tier: {describe_failure(error)}")
 
     def _settle(self, step: int) -> None:
         try:
@@ -267,7 +270,7 @@ class DiskWriter:
                 log.info("disk_write_overtaken", tier=str(self._disk.tier), rank=self._rank, step=step)
                 return
             self._counters.add(f"{self._disk.tier}_write_failures")
-            self._on_failure(self._rank, step, f"The {self._disk.tier} tier: {said(error)}")
+            self._on_failure(self._rank, step, f"The {self._disk.tier} tier: {describe_failure(error)}")
         else:
             self._note_written(step, written, began_s)
 
@@ -296,7 +299,9 @@ class DiskWriter:
             except NotNamed as error:
                 log.info("write_ahead_dropped", tier=str(self._disk.tier), rank=self._rank, reason=error.message)
             except Exception as error:  # noqa: BLE001 - told when the step is named, and fails again
-                log.warning("write_ahead_failed", tier=str(self._disk.tier), rank=self._rank, reason=said(error))
+                log.warning(
+                    "write_ahead_failed", tier=str(self._disk.tier), rank=self._rank, reason=describe_failure(error)
+                )
             else:
                 self._note_written(step, written, began_s)
 
@@ -305,7 +310,7 @@ class DiskWriter:
         with self._changed:
             if self._confirmed == view.step:
                 return
-            another = self._next >= 0 or self._stopped
+            another = self._next >= 0 or self._thread.stopping
         if another or not entry.segments.unchanged(view):
             raise NotNamed(f"Step {view.step} was not named for the {self._disk.tier} tier.")
 
@@ -318,7 +323,7 @@ class DiskWriter:
                     break
                 if time.monotonic() >= deadline_s:
                     raise NotNamed(f"Step {view.step} was not named within {_AHEAD_S} s.")
-                self._changed.wait_for(lambda: self._next >= 0 or self._stopped, _LOOK_AHEAD_S)
+                self._changed.wait_for(lambda: self._next >= 0 or self._thread.stopping, _LOOK_AHEAD_S)
         found = self._memory.find(entry, view.generation, view.step)
         if found is None:
             raise CorruptShard(f"Step {view.step} left its slot before it could be written.")

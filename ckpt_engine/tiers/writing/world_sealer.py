@@ -14,7 +14,7 @@ from ckpt_engine.counters import Counters
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.tiers.retention_rules import reported_steps
 from ckpt_engine.tiers.shard_store import ShardStore
-from ckpt_engine.tiers.writing.lasting import run_lasting, said
+from ckpt_engine.worker_thread import WorkerThread, describe_failure
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError, StorageFull
@@ -47,15 +47,23 @@ class WorldSealer:
         self._on_failure = on_failure
         self._asked = self._settled = max(generation.restore_step - 1, -1)  # as the writers
         self._reported_steps = reported_steps(generation.configure.spec.policy(disk.tier))
-        self._stopped = False
+        self._looked = False
+        self._unread_until_s = 0.0
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name=f"seal-{disk.tier}", daemon=True)
+        self._thread = WorkerThread(
+            f"seal-{disk.tier}",
+            self._round,
+            counters=counters,
+            on_failure=lambda error: self._fail(self._asked, error),
+            retry_s=settings.scan_interval_s,
+        )
 
     @property
     def tier(self) -> Tier:
         return self._disk.tier
 
     def start(self) -> None:
+        self._unread_until_s = self._clock.monotonic_s() + self._settings.seal_timeout_s
         self._thread.start()
 
     def seal(self, step: int) -> None:
@@ -72,44 +80,34 @@ class WorldSealer:
     def stop(self) -> None:
         """End after what is being written."""
         with self._changed:
-            self._stopped = True
+            self._thread.stop()
             self._changed.notify_all()
 
-    def _run(self) -> None:
-        run_lasting(
-            self._work,
-            tell=self._tell_unexpected,
-            pause=lambda: self._is_stopped_within(self._settings.scan_interval_s),
-        )
-
-    def _tell_unexpected(self, error: Exception) -> None:
-        log.error("world_sealer_failed", tier=str(self._disk.tier), exc_info=error)
-        self._fail(self._asked, error)
-
-    def _work(self) -> None:
-        unread_until_s = self._clock.monotonic_s() + self._settings.seal_timeout_s
-        while not self._look() or (self._disk.has_unread and self._clock.monotonic_s() < unread_until_s):
-            if self._is_stopped_within(self._settings.scan_interval_s):
-                return
-        while True:
-            self._report()
+    def _round(self) -> float:
+        """Look at the folder first; then wait for the next step to seal."""
+        if not self._looked:
+            if not self._look() or (self._disk.has_unread and self._clock.monotonic_s() < self._unread_until_s):
+                return self._settings.scan_interval_s
+            self._looked = True
+        self._report()
+        with self._changed:
+            is_asked = self._changed.wait_for(
+                lambda: self._thread.stopping or self._asked > self._settled,
+                _LOOK_AGAIN_S if self._disk.has_unread else None,
+            )
+            if self._thread.stopping:
+                return 0.0
+            step = self._asked
+        if not is_asked:
+            self._look()
+            return 0.0
+        try:
+            self._seal(step)
+        finally:  # whatever happened: else the coordinator would wait for it
             with self._changed:
-                asked = self._changed.wait_for(
-                    lambda: self._stopped or self._asked > self._settled,
-                    _LOOK_AGAIN_S if self._disk.has_unread else None,
-                )
-                if self._stopped:
-                    return
-                step = self._asked
-            if not asked:
-                self._look()
-                continue
-            try:
-                self._seal(step)
-            finally:  # whatever happened: else the coordinator would wait for it
-                with self._changed:
-                    self._settled = step
-                    self._changed.notify_all()
+                self._settled = step
+                self._changed.notify_all()
+        return 0.0
 
     def _look(self) -> bool:
         try:
@@ -145,7 +143,7 @@ class WorldSealer:
                     self._fail(step, error)
                     return
                 if self._is_stopped_within(self._settings.scan_interval_s):  # the next generation's to say
-                    log.info("seal_cut_short", tier=str(self._disk.tier), step=step, reason=said(error))
+                    log.info("seal_cut_short", tier=str(self._disk.tier), step=step, reason=describe_failure(error))
                     return
             else:
                 log.info("world_step_sealed", tier=str(self._disk.tier), step=step)
@@ -153,8 +151,8 @@ class WorldSealer:
 
     def _fail(self, step: int, error: Exception) -> None:
         self._counters.add(f"{self._disk.tier}_seal_failures")
-        self._on_failure(0, step, f"The world manifest of the {self._disk.tier} tier: {said(error)}")
+        self._on_failure(0, step, f"The world manifest of the {self._disk.tier} tier: {describe_failure(error)}")
 
     def _is_stopped_within(self, seconds: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: self._stopped, seconds)
+            return self._changed.wait_for(lambda: self._thread.stopping, seconds)

@@ -75,6 +75,7 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., EngineJob]]:
                 on_up=lambda host_id, incarnation: None,
                 on_lost=lambda host_id: None,
                 settings=settings,
+                counters=Counters(),
             ),
             peer_limit=RateLimit(0, monotonic_s=time.monotonic),
             dial=nobody,
