@@ -15,7 +15,7 @@ from flyball.contracts.identity import JobName, Rank
 
 MAX_NOTICE_BYTES = 4096
 LATE_S: Final = 0.1  # a copy beside the steps makes them wait for some milliseconds; this is seen in their times
-TOLD_S: Final = 0.03  # waits of a save from here on are told: how often steps are saved depends on them
+REPORT_FROM_S: Final = 0.03  # waits of a save from here on are told: how often steps are saved depends on them
 MAX_MESSAGE_CHARS = 600  # six bytes each at the most, in JSON
 
 

@@ -75,7 +75,7 @@ class TierReport(msgspec.Struct, frozen=True):
     would take the place of one that is good."""
 
     tier: Tier
-    heard: int
+    received: int = msgspec.field(name="heard")
     settled: int
     held: Annotated[tuple[int, ...], msgspec.Meta(max_length=2048)] = ()
     unread: Annotated[tuple[int, ...], msgspec.Meta(max_length=2048)] = ()

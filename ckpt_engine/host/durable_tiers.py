@@ -2,63 +2,103 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+
+import structlog
 
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_wire import TierNaming, TierReport
-from ckpt_engine.host.context import Services
-from ckpt_engine.tiers.memory import MemoryTier
+from ckpt_engine.counters import Counters
+from ckpt_engine.host.daemon_contact import DaemonContact
+from ckpt_engine.host.engine_host import EngineHost
+from ckpt_engine.slots.rank_segments import SegmentOptions
+from ckpt_engine.tiers.memory import JobSlots, MemoryTier
 from ckpt_engine.tiers.opening import open_disk, open_persistent
 from ckpt_engine.tiers.shard_store import ShardStore
-from ckpt_engine.tiers.writing.store_look import StoreLook
 from ckpt_engine.tiers.writing.tier_schedule import TierSchedule
 from ckpt_engine.tiers.writing.tier_writer import DiskWriter, OnFailure
 from ckpt_engine.tiers.writing.world_sealer import WorldSealer
-from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
+from ckpt_engine.worker_thread import WorkerThread
+from flyball.contracts.checkpoints import CheckpointSpec, JobHistory, Lineage, ShardCopy, Tier
+from flyball.contracts.clock import Clock
+from flyball.contracts.errors import FlyballError
+
+log = structlog.get_logger()
+
+REPORTED_STEPS = 16  # the newest of each disk tier: it may keep more for ever, and a message has a size limit
 
 
-def open_disks(generation: HostGeneration, services: Services) -> dict[Tier, ShardStore]:
-    """The tiers that the job's settings switch on. Raises ConfigurationError for a place that cannot be one."""
-    spec, job, run, settings = generation.configure.spec, generation.job, generation.run, services.settings
+def open_disks(
+    spec: CheckpointSpec, *, job: str, run: str, host: EngineHost, ranks: Collection[int]
+) -> dict[Tier, ShardStore]:
+    """The tiers that the job's settings switch on. `ranks`: as in `ShardStore`. Raises ConfigurationError for an
+    unusable folder or URL."""
     disks: dict[Tier, ShardStore] = {}
     if spec.policy(Tier.DISK).is_on:
-        limit = services.rate_limits.get(Tier.DISK)
-        folder = spec.disk_folder(services.state_dir)
         disks[Tier.DISK] = open_disk(
-            folder, job=job, run=run, host_id=services.host_id, settings=settings, rate_limit=limit
+            spec.disk_folder(host.state_dir),
+            job=job,
+            run=run,
+            host_id=host.host_id,
+            settings=host.settings,
+            rate_limit=host.rate_limits.get(Tier.DISK),
         )
     if spec.policy(Tier.PERSISTENT).is_on:
-        limit = services.rate_limits.get(Tier.PERSISTENT)
         disks[Tier.PERSISTENT] = open_persistent(
             spec.persistent_dir,
             job=job,
             run=run,
-            settings=settings,
-            rate_limit=limit,
-            ranks=generation.local_ranks,
+            settings=host.settings,
+            rate_limit=host.rate_limits.get(Tier.PERSISTENT),
+            ranks=ranks,
         )
     return disks
 
 
+def left_copies(job: str, history: JobHistory, host: EngineHost) -> list[ShardCopy]:
+    """The copies that this host and the store still have of a job that does not run here. It ended, or never ran here.
+    Raises if one place cannot be read: with half an answer the job would go on from an older step."""
+    slots = JobSlots(host.shm_prefix, job, host.host_id, SegmentOptions.of(host.settings))
+    slots.use_run(history.run)
+    try:
+        found = slots.copies()
+    finally:
+        slots.close()
+    for disk in open_disks(history.spec, job=job, run=history.run, host=host, ranks=()).values():
+        disk.scan()
+        found += disk.newest_copies(history.lineage, REPORTED_STEPS)
+    return found
+
+
 class DurableTiers:
-    """Writers for every local rank and tier; on the coordinator's host the schedules and the sealers as well."""
+    """One writer per local rank and tier. On the coordinator's host also the schedules and the sealers."""
 
     def __init__(
         self,
         generation: HostGeneration,
-        services: Services,
+        host: EngineHost,
         *,
         memory: MemoryTier,
+        contact: DaemonContact,
+        clock: Clock,
+        counters: Counters,
         on_failure: OnFailure,
         on_progress: Callable[[int], None],
         on_sealed: Callable[[TierReport], None],
     ) -> None:
-        """`on_progress(rank)` whenever a report of the rank changed; `on_sealed`, for the coordinator alone, what is
-        sealed."""
-        self.disks = open_disks(generation, services)
-        self._looks = [StoreLook(disk, services.counters) for disk in self.disks.values()]
+        """`on_progress(rank)` is called whenever a report of the rank changed; `on_sealed` on the coordinator's host
+        whenever the sealed steps did."""
+        self.disks = open_disks(
+            generation.configure.spec,
+            job=generation.job,
+            run=generation.run,
+            host=host,
+            ranks=generation.local_ranks,
+        )
+        self._scans = [_StoreScan(disk, counters) for disk in self.disks.values()]
         self.schedules: list[TierSchedule] = []
         self._writers = [
             DiskWriter(
@@ -66,9 +106,9 @@ class DurableTiers:
                 generation=generation,
                 memory=memory,
                 disk=disk,
-                counters=services.counters,
-                in_touch=services.in_touch,
-                stored_points=services.stored_points,
+                counters=counters,
+                in_touch=contact.in_touch,
+                stored_points=contact.stored_points,
                 on_failure=on_failure,
                 on_progress=on_progress,
             )
@@ -77,14 +117,14 @@ class DurableTiers:
         ]
         self._sealers: list[WorldSealer] = []
         if generation.coordinates:
-            self.schedules = [_make_schedule(tier, generation, services.clock.monotonic_s()) for tier in self.disks]
+            self.schedules = [_make_schedule(tier, generation, clock.monotonic_s()) for tier in self.disks]
             self._sealers = [
                 WorldSealer(
                     generation,
                     disk,
-                    counters=services.counters,
-                    settings=services.settings,
-                    clock=services.clock,
+                    counters=counters,
+                    settings=host.settings,
+                    clock=clock,
                     on_report=on_sealed,
                     on_failure=on_failure,
                 )
@@ -93,67 +133,68 @@ class DurableTiers:
             ]
 
     @property
-    def _threads(self) -> list[DiskWriter | WorldSealer]:
+    def _workers(self) -> list[DiskWriter | WorldSealer]:
         return [*self._writers, *self._sealers]
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        for worker in self._workers:
+            worker.start()
 
     def stop(self) -> None:
-        """End each after what it is writing, for which there is no bandwidth limit any more."""
+        """End each worker after its current write, which goes on without bandwidth limit. Does not block."""
         for disk in self.disks.values():
             disk.throttle.lift()
-        for thread in self._threads:
-            thread.stop()
+        for worker in self._workers:
+            worker.stop()
 
     def drain(self, deadline_s: float) -> bool:
-        """Wait until nothing is waiting or being written; False if that took too long. On the monotonic clock."""
+        """Wait until all writes are done; False if the deadline (monotonic) came first."""
         with self.in_haste():
-            return all([thread.drain(max(deadline_s - time.monotonic(), 0.0)) for thread in self._threads])
+            return all([worker.drain(max(deadline_s - time.monotonic(), 0.0)) for worker in self._workers])
 
     @contextmanager
     def in_haste(self) -> Iterator[None]:
-        """Write without the bandwidth limits, also what waits for one at this moment."""
+        """Lift the bandwidth limits, also for writes that are waiting for one."""
         with ExitStack() as lifted:
             for disk in self.disks.values():
                 lifted.enter_context(disk.throttle.lifted())
             yield
 
-    def hear(self, namings: tuple[TierNaming, ...]) -> None:
-        """What the coordinator said. Does not block."""
+    def receive(self, namings: tuple[TierNaming, ...]) -> None:
+        """The coordinator named these steps. Does not block."""
         for writer in self._writers:
             for naming in namings:
                 if naming.tier is writer.tier:
-                    writer.hear(naming)
+                    writer.receive(naming)
 
-    def told(self, copies: Iterable[ShardCopy]) -> None:
-        """The supervisor is told of these copies. Does not block."""
+    def note_reported(self, copies: Iterable[ShardCopy]) -> None:
+        """These copies are being reported to the supervisor. Does not block."""
         steps: dict[tuple[Tier, int], set[int]] = {}
         for copy in copies:
             steps.setdefault((copy.tier, copy.rank), set()).add(copy.step)
         for writer in self._writers:
-            writer.told(frozenset(steps.get((writer.tier, writer.rank), ())))
+            writer.note_reported(frozenset(steps.get((writer.tier, writer.rank), ())))
 
     def captured(self, rank: int, step: int) -> None:
-        """A local trainer's slot holds this step whole. Does not block."""
+        """A local trainer's slot holds the whole step. Does not block."""
         for writer in self._writers:
             if writer.rank == rank:
                 writer.captured(step)
 
     def seal(self, tier: Tier, step: int) -> None:
-        """Every rank has written this step; for the coordinator."""
+        """Every rank has written this step. Called on the coordinator's host."""
         for sealer in self._sealers:
             if sealer.tier is tier:
                 sealer.seal(step)
 
     def reports(self, rank: int) -> tuple[TierReport, ...]:
-        """How a local rank stands with each tier that was looked at by now."""
+        """The state of each tier that this rank's writer has scanned by now."""
         reports = [writer.report for writer in self._writers if writer.rank == rank]
         return tuple(report for report in reports if report is not None)
 
     def newest(self, lineage: Lineage) -> dict[Tier, int]:
-        """By tier the newest step that every local rank has there (and, where this host knows, that is sealed)."""
+        """By tier the newest step that every local rank has there. On the coordinator's host a step of the persistent
+        tier must also be sealed."""
         newest: dict[Tier, int] = {}
         for tier, disk in self.disks.items():
             held = [set(disk.held(rank, lineage)) for rank in {writer.rank for writer in self._writers}]
@@ -164,14 +205,57 @@ class DurableTiers:
         return newest
 
     def gave_up(self, tier: Tier, step: int) -> bool:
-        """Whether some local rank could not write the step, and will not try again."""
+        """Whether some local rank failed to write the step, and will not try again."""
         reports = [report for writer in self._writers if writer.tier is tier and (report := writer.report)]
         return any(report.settled >= step and max(report.present, default=-1) < step for report in reports)
 
     def scan(self, deadline_s: float) -> None:
-        """Look at the folders again, as far as the time allows; they may hang."""
-        for look, asked in [(look, look.ask()) for look in self._looks]:
-            look.wait(asked, deadline_s)
+        """Scan the folders again, until the deadline at most (monotonic): they may hang."""
+        for scan, request in [(scan, scan.request()) for scan in self._scans]:
+            scan.wait(request, deadline_s)
+
+
+class _StoreScan:
+    """Scans one store on request, in one thread at a time. A shared folder that hangs blocks one thread, no matter how
+    often a scan is requested."""
+
+    def __init__(self, disk: ShardStore, counters: Counters) -> None:
+        self._disk = disk
+        self._counters = counters
+        self._requested = 0
+        self._done = 0  # the newest request made before a scan that has ended
+        self._scanning = False
+        self._changed = threading.Condition()
+
+    def request(self) -> int:
+        """Have a scan begin after this moment. Returns a ticket for `wait`."""
+        with self._changed:
+            self._requested += 1
+            if not self._scanning:
+                WorkerThread(f"scan-{self._disk.tier}", self._scan, counters=self._counters).start()
+                self._scanning = True
+            return self._requested
+
+    def wait(self, request: int, deadline_s: float) -> bool:
+        """Wait for the requested scan to end, well or not; False at the deadline (monotonic)."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._done >= request, max(deadline_s - time.monotonic(), 0.0))
+
+    def _scan(self) -> float | None:
+        with self._changed:
+            if self._done == self._requested:
+                self._scanning = False
+                return None
+            requested = self._requested
+        try:
+            self._disk.scan()
+        except (FlyballError, OSError) as error:  # the last listing stays
+            log.warning("disk_not_scanned", tier=str(self._disk.tier), reason=str(error))
+        finally:
+            with self._changed:
+                self._done = requested
+                self._changed.notify_all()
+        return 0.0
 
 
 def _make_schedule(tier: Tier, generation: HostGeneration, now_s: float) -> TierSchedule:

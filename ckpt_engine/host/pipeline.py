@@ -21,6 +21,7 @@ from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import SlotState, SlotView
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.worker_thread import WorkerThread
+from flyball import __version__
 from flyball.contracts.checkpoints import is_alive
 from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError
@@ -51,7 +52,6 @@ class RankPipeline:
         counters: Counters,
         settings: EngineSettings,
         clock: Clock,
-        code_version: str,
     ) -> None:
         """`first` are run at the begin of every round, each until it returns True; `on_progress(rank)` whenever
         `saved_steps` or `failed_steps` changed; `on_failure(rank, step, message)` once per step that could not be
@@ -67,7 +67,6 @@ class RankPipeline:
         self._counters = counters
         self._settings = settings
         self._clock = clock
-        self._code_version = code_version
         self._state_lock = threading.Lock()
         self._saved: set[int] = set()
         self._failed: set[int] = set()
@@ -225,7 +224,7 @@ class RankPipeline:
                 step=view.step,
                 rank=self.rank,
                 world_size=self._generation.placement.world_size,
-                code_version=self._code_version,
+                code_version=__version__,
                 run=self._generation.run,
                 committed_at=self._clock.wall_s(),
                 known_digests=entry.segments.handed_digests(view),

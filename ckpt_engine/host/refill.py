@@ -1,20 +1,24 @@
-"""An engine that is started again and finds its memory empty (the machine was restarted, say) gets the shards of its
-ranks back from the peers that hold them, before anyone asks for them."""
+"""Refills an engine that restarts with empty memory, for example after a reboot: its ranks' shards come back from the
+peers that hold them, before anyone asks."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import structlog
 
 from ckpt_engine.contracts.generation import HostGeneration
 from ckpt_engine.contracts.peer_plan import engine_addresses
 from ckpt_engine.contracts.peer_wire import ListShards, ShardList
-from ckpt_engine.host.context import Services
+from ckpt_engine.counters import Counters
 from ckpt_engine.peers.fetch import Fetcher
+from ckpt_engine.peers.transport.port import Connection
+from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.control_views import RestoreAnswer
 from ckpt_engine.slots.slot_rules import MIN_SLOTS, SlotState
-from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
-from ckpt_engine.tiers.peer import PeerTier
+from ckpt_engine.tiers.memory import OpenSegments
 from flyball.contracts.checkpoints import RestorePlan, ShardSource, Tier, is_alive
+from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.fault_points import reach
 
@@ -25,18 +29,26 @@ class Refill:
     """For the ranks of one generation on this host. `run` may be called for several ranks at once."""
 
     def __init__(
-        self, generation: HostGeneration, *, memory: MemoryTier, replicas: PeerTier, services: Services
+        self,
+        generation: HostGeneration,
+        *,
+        make_fetcher: Callable[[RestorePlan], Fetcher],
+        dial: Callable[[str], Connection],
+        settings: EngineSettings,
+        clock: Clock,
+        counters: Counters,
     ) -> None:
         self._generation = generation
-        self._memory = memory
-        self._replicas = replicas
-        self._services = services
-        self._until_s = services.clock.monotonic_s() + services.settings.replicate_timeout_s
+        self._make_fetcher = make_fetcher
+        self._dial = dial
+        self._settings = settings
+        self._clock = clock
+        self._counters = counters
+        self._until_s = clock.monotonic_s() + settings.replicate_timeout_s
 
     def run(self, entry: OpenSegments) -> bool:
-        """Bring the rank's newest shards into its slots, if those are empty and no trainer is at work, which writes to
-        them. Call again until it returns True: peers may have been restarted as well, and are waited for as long as for
-        a replica."""
+        """Bring the rank's newest shards into its slots, unless a trainer is at work, which writes to them, or they are
+        not empty. Call again until it returns True: peers may have restarted too, and get as long as for a replica."""
         control, number = entry.segments.control, self._generation.number
         has_trainer = control.position(number) >= 0 or control.restore_answer(number) is not RestoreAnswer.NONE
         if has_trainer or any(view.state is not SlotState.EMPTY for view in entry.segments.slots()):
@@ -52,15 +64,15 @@ class Refill:
             sources |= {key: (*sources.get(key, ()), source) for key, source in found.items()}
         for (_, step), holders in sorted(sources.items(), reverse=True)[:MIN_SLOTS]:
             self._bring(entry, step, holders)
-        if sources or not unreachable or self._services.clock.monotonic_s() >= self._until_s:
+        if sources or not unreachable or self._clock.monotonic_s() >= self._until_s:
             return True
         log.info("refill_waits", job=self._generation.job, rank=entry.rank, reason="; ".join(unreachable))
         return False
 
     def _ask(self, peer: str, rank: int) -> dict[tuple[int, int], ShardSource]:
         wanted = ListShards(self._generation.job, rank)
-        with self._services.dial(peer, "") as connection:
-            reply = connection.request(wanted, ShardList, timeout_s=self._services.settings.io_timeout_s)
+        with self._dial(peer) as connection:
+            reply = connection.request(wanted, ShardList, timeout_s=self._settings.io_timeout_s)
         address = engine_addresses(self._generation.placement).get(peer, "")
         return {
             (copy.generation, copy.step): ShardSource(rank, copy.generation, Tier.PEER, peer, address)
@@ -69,24 +81,14 @@ class Refill:
         }
 
     def _bring(self, entry: OpenSegments, step: int, holders: tuple[ShardSource, ...]) -> None:
-        services = self._services
-        fetcher = Fetcher(
-            self._generation,
-            RestorePlan(step, {str(entry.rank): holders}),
-            memory=self._memory,
-            replicas=self._replicas,
-            disks={},
-            dial=lambda host_id, address: services.dial(host_id, ""),  # a restarted peer has called from a newer one
-            settings=services.settings,
-            counters=services.counters,
-        )
+        fetcher = self._make_fetcher(RestorePlan(step, {str(entry.rank): holders}))
         reach("engine.refill")
         try:
             fetched = fetcher.fetch(entry, [])
-        except (FlyballError, OSError) as error:  # the other step may do; and a restore looks further
+        except (FlyballError, OSError) as error:  # another step may do, and a restore has more sources
             log.warning("refill_failed", job=self._generation.job, rank=entry.rank, step=step, reason=str(error))
             return
-        services.counters.add("shards_refilled")
+        self._counters.add("shards_refilled")
         log.info(
             "shard_refilled",
             job=self._generation.job,

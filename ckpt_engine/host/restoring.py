@@ -1,31 +1,58 @@
-"""One generation's restore on one host: what the trainers read in the control words, and what the daemon reports."""
+"""One generation's restore on one host: what trainers read in the control words, and what the daemon reports."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections import deque
+from collections.abc import Callable
+from math import inf, nextafter
 
+import msgspec
 import structlog
 
 from ckpt_engine.contracts.generation import HostGeneration
-from ckpt_engine.host.context import Services
+from ckpt_engine.counters import Counters
 from ckpt_engine.peers.fetch import Fetched, Fetcher
 from ckpt_engine.slots.control_segment import ControlSegment
 from ckpt_engine.slots.control_views import RestoreAnswer, RestoreState, RestoreWords
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
-from ckpt_engine.tiers.peer import PeerTier
-from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import RestorePlan, RestoreReport, Tier
+from flyball.contracts.clock import Clock
 from flyball.contracts.errors import FlyballError, StaleCommand
 
 log = structlog.get_logger()
 
-_OFFER_S = 0.05  # a trainer that waits is there within milliseconds; one that has yet to be started takes seconds
+_OFFER_S = 0.05  # a waiting trainer answers within milliseconds; one that is still starting takes seconds
 _ANSWER_POLL_S = 0.002
-_MAX_FETCHES = 4  # as often is brought what the trainer refuses
+_MAX_FETCHES = 4  # per rank, if the trainer refuses what it gets
+_MAX_REPORTS = 256
+
+
+class RestoreLog:
+    """The newest restores of this engine. Thread-safe.
+
+    Each report has a later time than the one before, even if ranks finish at once or the clock is set back. So a reader
+    that asks for everything since its last report misses none.
+    """
+
+    def __init__(self) -> None:
+        self._reports: deque[RestoreReport] = deque(maxlen=_MAX_REPORTS)
+        self._lock = threading.Lock()
+
+    def add(self, report: RestoreReport) -> None:
+        with self._lock:
+            if self._reports and report.at <= self._reports[-1].at:
+                report = msgspec.structs.replace(report, at=nextafter(self._reports[-1].at, inf))
+            self._reports.append(report)
+
+    def since(self, at: float) -> tuple[RestoreReport, ...]:
+        """Restores whose bytes were verified after this wall time."""
+        with self._lock:
+            return tuple(report for report in self._reports if report.at > at)
 
 
 class Restoring:
-    """`announce` each local rank when the generation begins, then `run` it, in any thread."""
+    """Call `announce` for each local rank when the generation begins, then `run`, in any thread."""
 
     def __init__(
         self,
@@ -33,65 +60,57 @@ class Restoring:
         plan: RestorePlan,
         *,
         memory: MemoryTier,
-        replicas: PeerTier,
-        disks: Mapping[Tier, ShardStore],
-        services: Services,
+        fetcher: Fetcher,
+        clock: Clock,
+        counters: Counters,
         on_report: Callable[[RestoreReport], None],
     ) -> None:
         self._generation = generation
         self._plan = plan
         self._memory = memory
-        self._services = services
+        self._fetcher = fetcher
+        self._clock = clock
+        self._counters = counters
         self._on_report = on_report
         self._fetches = 0
-        self._fetcher = Fetcher(
-            generation,
-            plan,
-            memory=memory,
-            replicas=replicas,
-            disks=disks,
-            dial=services.dial,
-            settings=services.settings,
-            counters=services.counters,
-        )
 
     def announce(self, rank: int) -> None:
-        """Say in the control words that the rank's bytes are on their way, unless they were already brought."""
+        """Write to the control words that the rank's bytes are on their way, unless an engine has brought them."""
         with self._memory.using(rank, create=True) as entry:
             if entry is not None and entry.segments.control.read_restore().generation != self._generation.number:
                 entry.segments.control.write_restore(self._words(RestoreState.PENDING))
 
     def run(self, entry: OpenSegments) -> bool:
-        """Bring the rank's bytes into a local slot, or have the trainer read them, or say why they cannot be had. Call
-        it again until it returns True: the trainer may refuse what it got."""
+        """Bring the rank's bytes into a local slot, or let the trainer read a file, or write why neither is possible.
+        Call again until it returns True: the trainer may refuse what it got."""
         control = entry.segments.control
         words, answer = control.read_restore(), control.restore_answer(self._generation.number)
         is_settled = words.generation == self._generation.number and words.state is not RestoreState.PENDING
         if answer is RestoreAnswer.DONE or (is_settled and words.state is RestoreState.FAILED):
             return True
         if is_settled and words.state is RestoreState.READY and answer is not RestoreAnswer.REFUSED:
-            return False  # brought, by this engine or its predecessor
+            return False  # by this engine or its predecessor
         if self._fetches == _MAX_FETCHES:
-            error = f"The trainer refused what was brought {self._fetches} times: the memory of this host is not sound."
+            error = f"The trainer refused the restored bytes {self._fetches} times: this host's memory is faulty."
             control.write_restore(self._words(RestoreState.FAILED, error=error))
             return True
         self._fetches += 1
-        return self._bring_and_tell(entry)
+        return self._bring_and_announce(entry)
 
-    def _bring_and_tell(self, entry: OpenSegments) -> bool:
-        control, began_s = entry.segments.control, self._services.clock.monotonic_s()
+    def _bring_and_announce(self, entry: OpenSegments) -> bool:
+        control, began_s = entry.segments.control, self._clock.monotonic_s()
         try:
             fetched = self._bring(entry)
         except StaleCommand as error:
             log.info("restore_superseded", job=self._generation.job, rank=entry.rank, reason=error.message)
             return True
         except (FlyballError, OSError) as error:
-            self._services.counters.add("restores_failed")
+            self._counters.add("restores_failed")
             log.error("restore_failed", job=self._generation.job, rank=entry.rank, reason=str(error))
             control.write_restore(self._words(RestoreState.FAILED, error=str(error)))
             return True
         control.write_restore(self._words(RestoreState.READY, fetched=fetched))
-        self._report(entry.rank, fetched, self._services.clock.monotonic_s() - began_s)
+        self._report(entry.rank, fetched, self._clock.monotonic_s() - began_s)
         return not fetched.in_slot
 
     def _bring(self, entry: OpenSegments) -> Fetched:
@@ -102,8 +121,8 @@ class Restoring:
         return fetched or self._fetcher.fetch(entry, reasons)
 
     def _let_trainer_read(self, control: ControlSegment, file: Fetched) -> Fetched | None:
-        """Offer the file to a trainer that is waiting: it need not wait for a slot to be made and filled. None if there
-        is none yet, or it could not read the file: then the slot is filled, in time for when it comes."""
+        """Offer the file to a waiting trainer, which then need not wait for a slot to be filled. None if no trainer is
+        there yet, or it could not read the file: then a slot is filled for it."""
         control.write_restore(self._words(RestoreState.FILE, fetched=file))
         asked = self._await_answer(control, _OFFER_S, until=RestoreAnswer.READING_FILE)
         if asked is RestoreAnswer.NONE and control.withdraw_file(self._words(RestoreState.PENDING)):
@@ -114,19 +133,19 @@ class Restoring:
         return file if answer is RestoreAnswer.DONE else None
 
     def _await_answer(self, control: ControlSegment, timeout_s: float, *, until: RestoreAnswer) -> RestoreAnswer:
-        """What the trainer says, as soon as it is `until` or REFUSED, or it has gone back, or the time is over. Raises
+        """The trainer's answer: as soon as it is `until` or REFUSED, or was taken back, or at the timeout. Raises
         StaleCommand."""
-        deadline_s = self._services.clock.monotonic_s() + timeout_s
+        deadline_s = self._clock.monotonic_s() + timeout_s
         while True:
             answer = control.restore_answer(self._generation.number)
             waiting = RestoreAnswer.NONE if until is RestoreAnswer.READING_FILE else RestoreAnswer.READING_FILE
-            if answer is not waiting or self._services.clock.monotonic_s() >= deadline_s:
+            if answer is not waiting or self._clock.monotonic_s() >= deadline_s:
                 return answer
             if self._generation.ended.wait(_ANSWER_POLL_S):
                 raise StaleCommand("The restore was given up: a newer generation began.")
 
     def _report(self, rank: int, fetched: Fetched, seconds: float) -> None:
-        self._services.counters.add("restores")
+        self._counters.add("restores")
         report = RestoreReport(
             job=self._generation.job,
             generation=self._generation.number,
@@ -137,7 +156,7 @@ class Restoring:
             size_bytes=fetched.size_bytes,
             socket_bytes=fetched.socket_bytes,
             seconds=seconds,
-            at=self._services.clock.wall_s(),
+            at=self._clock.wall_s(),
         )
         self._on_report(report)
         log.info(

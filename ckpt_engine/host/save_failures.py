@@ -1,5 +1,4 @@
-"""Saves that failed: each is remembered, and when a rank's saves fail for long that is said once, until one is kept
-again. Pure."""
+"""Failed saves: the newest are remembered, and a rank whose saves keep failing is reported until one succeeds. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +10,13 @@ import msgspec
 
 from flyball.contracts.on_host.engine_wire import FailingSaves, SaveFailure
 
-FAILING_AFTER_S: Final = 60.0  # since the first of at least two that failed with none kept in between
-SAY_AGAIN_S: Final = 300.0
+FAILING_AFTER_S: Final = 60.0  # since the first of two or more failures in a row
+REPEAT_S: Final = 300.0
 _REMEMBERED_FAILURES: Final = 64
 
 
 class _Row(msgspec.Struct):
-    """Of one rank, since its saves were kept last."""
+    """One rank's failures since its last successful save."""
 
     since: float
     count: int = 0
@@ -26,25 +25,25 @@ class _Row(msgspec.Struct):
 
 
 class SaveFailures:
-    """Of one job on one host. Moments are wall clock; a clock that was set back says nothing new."""
+    """Of one job on one host. Times are wall clock; one that was set back delays reports. Thread-safe."""
 
     def __init__(self, job: str) -> None:
         self._job = job
         self._generation = -1
         self._remembered: deque[SaveFailure] = deque(maxlen=_REMEMBERED_FAILURES)
         self._rows: dict[int, _Row] = {}
-        self._said: FailingSaves | None = None
-        self._said_at = 0.0
+        self._report: FailingSaves | None = None
+        self._reported_at = 0.0
         self._lock = threading.Lock()
 
     def begin(self, generation: int) -> None:
-        """What failed in the generation before says nothing of this one."""
+        """Forget how saves went in the generation before."""
         with self._lock:
-            self._generation, self._said = generation, None
+            self._generation, self._report = generation, None
             self._rows.clear()
 
     def remember(self, failure: SaveFailure) -> None:
-        """One that is told of, whatever tier it is of."""
+        """A failure in any tier, for `newest`."""
         self._remembered.append(failure)
 
     def newest(self) -> list[SaveFailure]:
@@ -52,7 +51,7 @@ class SaveFailures:
         return list(self._remembered)
 
     def failed(self, failure: SaveFailure) -> None:
-        """The rank will never have this step."""
+        """The rank will never have this step in memory."""
         self.remember(failure)
         with self._lock:
             if failure.generation == self._generation:
@@ -61,28 +60,29 @@ class SaveFailures:
                 row.step, row.message = max(row.step, failure.step), failure.message
 
     def kept(self, rank: int, newest_step: int, now: float) -> None:
-        """The rank has this step, committed and replicated."""
+        """The rank has this step committed and replicated."""
         with self._lock:
             row = self._rows.get(rank)
             if row is not None and newest_step > row.step:
                 del self._rows[rank]
-            if self._said is None and newest_step >= 0:
-                self._say((), _Row(0.0, step=newest_step), now)  # an engine that follows another one knows no better
+            if self._report is None and newest_step >= 0:
+                # After an engine restart: the engine before may have reported failures.
+                self._make_report((), _Row(0.0, step=newest_step), now)
 
     def failing(self, now: float) -> FailingSaves | None:
-        """What is to be said; the same until it changes. None while nothing is known."""
+        """The report, the same until something changes. None while nothing is known."""
         with self._lock:
             long = {r: row for r, row in self._rows.items() if row.count > 1 and now - row.since >= FAILING_AFTER_S}
-            before = self._said.ranks if self._said else ()
-            if tuple(sorted(long)) != before or (long and now - self._said_at >= SAY_AGAIN_S):
+            before = self._report.ranks if self._report else ()
+            if tuple(sorted(long)) != before or (long and now - self._reported_at >= REPEAT_S):
                 first = min(long.values(), key=lambda row: row.since, default=None)
-                self._say(tuple(sorted(long)), first or self._over(), now)
-            return self._said
+                self._make_report(tuple(sorted(long)), first or self._over(), now)
+            return self._report
 
     def _over(self) -> _Row:
-        assert self._said is not None  # ranks were said to fail
-        return _Row(self._said.since, self._said.count, self._said.step)
+        assert self._report is not None  # ranks were reported to fail
+        return _Row(self._report.since, self._report.count, self._report.step)
 
-    def _say(self, ranks: tuple[int, ...], row: _Row, now: float) -> None:
-        self._said = FailingSaves(self._job, self._generation, ranks, row.since, row.count, row.step, row.message)
-        self._said_at = now
+    def _make_report(self, ranks: tuple[int, ...], row: _Row, now: float) -> None:
+        self._report = FailingSaves(self._job, self._generation, ranks, row.since, row.count, row.step, row.message)
+        self._reported_at = now

@@ -18,8 +18,7 @@ from ckpt_engine.peers.shard_transfer import Pace, receive_manifest, receive_pay
 from ckpt_engine.peers.transport.port import Connection
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import MemoryPlan, RankSegments, SlotState, SlotView, choose_slot
-from ckpt_engine.tiers.memory import OpenSegments
-from ckpt_engine.tiers.peer import PeerTier
+from ckpt_engine.tiers.memory import OpenSegments, PeerTier
 from flyball.contracts.checkpoints import is_alive
 from flyball.contracts.errors import CorruptShard, InvalidMessage, MemoryTooSmall
 from flyball.contracts.fault_points import reach

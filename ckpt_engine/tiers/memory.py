@@ -1,4 +1,4 @@
-"""The memory tier: the slots of the ranks that run, or ran, on this host."""
+"""The tiers in this host's memory: the slots of its own ranks, and the replicas of other hosts' ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ckpt_engine.slots import segment_files
 from ckpt_engine.slots.rank_segments import RankSegments, SegmentOptions, SlotState, SlotView
 from flyball.contracts.checkpoints import ShardCopy, Tier
 from flyball.contracts.errors import StateVersionMismatch
-from flyball.contracts.on_host.segments import CONTROL_SUFFIX, SegmentName, rank_segment
+from flyball.contracts.on_host.segments import CONTROL_SUFFIX, SegmentName, rank_segment, replica_segment
 
 log = structlog.get_logger()
 
 
 class OpenSegments:
-    """One rank's segments in use by this process. Hold `writing` while a slot is filled or committed."""
+    """One rank's open segments. Hold `writing` while filling or committing a slot."""
 
     def __init__(self, rank: int, segments: RankSegments) -> None:
         self.rank = rank
@@ -28,13 +28,15 @@ class OpenSegments:
         self.writing = threading.Lock()
         self.users = 0
         self.removed = False
-        self.copies: dict[int, tuple[int, str, ShardCopy]] = {}  # slot -> (sequence, run, copy): what was found before
+        self.copies: dict[int, tuple[int, str, ShardCopy]] = {}  # slot -> (sequence, run, copy), from the last listing
 
 
 class SlotTier:
-    """The segments of one job and one kind, by rank: opened when first asked for, kept open until they are removed and
-    the last user left. Those of another release's layout are left alone, and only in the way of who wants to make new
-    ones."""
+    """The segments of one job and one kind, by rank. They are opened at first use, and closed once they are removed and
+    the last user has left.
+
+    Segments in another release's layout are left alone. They only get in the way of making new ones.
+    """
 
     tier: Tier
     _base_path: Callable[[str, str, int], str]
@@ -42,18 +44,18 @@ class SlotTier:
     def __init__(self, prefix: str, job: str, host_id: str, options: SegmentOptions | None = None) -> None:
         self.job = job
         self.host_id = host_id
-        self.run: str | None = None  # whose slots count; None: not known here, and those of any do
+        self.run: str | None = None  # only this run's slots count; None: not known, any run's do
         self._prefix = prefix
         self._options = options
         self._open: dict[int, OpenSegments] = {}
-        self._other_layout: set[int] = set()  # ranks whose segments were told to be that
+        self._other_layout: set[int] = set()  # ranks for which that was logged
         self._released = False
         self._lock = threading.Lock()
 
     @contextmanager
     def using(self, rank: int, *, create: bool = False) -> Iterator[OpenSegments | None]:
-        """A rank's segments for the body of the with statement; None if there are none and `create` is not set. Raises
-        StateVersionMismatch where some were to be made, and there are others of another layout."""
+        """A rank's segments for the body of the with statement; None if there are none and `create` is not set. With
+        `create`, raises StateVersionMismatch if segments in another layout are in the way."""
         with self._lock:
             entry = None if self._released else self._enter_locked(rank, create=create)
         try:
@@ -71,7 +73,7 @@ class SlotTier:
         )
 
     def copies(self) -> list[ShardCopy]:
-        """What can be restored from here: committed slots with a valid manifest."""
+        """The committed slots with a valid manifest."""
         found: list[ShardCopy] = []
         for rank in self.ranks():
             with self.using(rank) as entry:
@@ -89,14 +91,14 @@ class SlotTier:
         manifest = entry.segments.committed(view.index)
         if data is None or manifest is None:
             return None
-        # The step once more: a slot that was overwritten since `view` was taken has the manifest of another.
+        # The slot may have been overwritten since `view` was taken: then the manifest is another step's.
         described = (manifest.job, manifest.rank, manifest.generation, manifest.step)
         if described != (self.job, entry.rank, generation, step) or self.run not in (None, manifest.run):
             return None
         return view, manifest, data
 
     def remove(self, rank: int) -> bool:
-        """Free a rank's segments. Who is using them keeps the memory until it leaves. False if there are none."""
+        """Free a rank's segments; current users keep the memory until they leave. False if there are none."""
         with self._lock:
             entry = self._enter_locked(rank, create=False)
             if entry is None:
@@ -108,14 +110,15 @@ class SlotTier:
         return True
 
     def release(self) -> None:
-        """Free all segments; from now on there are none, and none are made."""
+        """Free all segments. None are opened or made from now on."""
         with self._lock:
             self._released = True
         for rank in self.ranks():
             self.remove(rank)
 
     def close(self) -> None:
-        """Let go of all segments; they stay. Whoever is using some keeps them open until it leaves."""
+        """Close all segments without removing them; those in use when their last user leaves. An open segment is not
+        reclaimed."""
         with self._lock:
             self._released = True
             entries = list(self._open.values())
@@ -153,7 +156,7 @@ class SlotTier:
             except StateVersionMismatch as error:
                 if create:
                     raise
-                self._tell_once(rank, error)
+                self._log_once(rank, error)
                 return None
             entry = self._open[rank] = OpenSegments(rank, segments)
         if create and self.run is not None and (steps := entry.segments.claim(self.run)):
@@ -161,7 +164,7 @@ class SlotTier:
         entry.users += 1
         return entry
 
-    def _tell_once(self, rank: int, error: StateVersionMismatch) -> None:
+    def _log_once(self, rank: int, error: StateVersionMismatch) -> None:
         if rank not in self._other_layout:
             self._other_layout.add(rank)
             log.warning("segments_ignored", job=self.job, tier=str(self.tier), rank=rank, reason=str(error))
@@ -175,7 +178,47 @@ class SlotTier:
 
 
 class MemoryTier(SlotTier):
-    """The slots that this host's trainers write."""
+    """The slots written by this host's trainers."""
 
     tier = Tier.MEMORY
     _base_path = staticmethod(rank_segment)
+
+
+class PeerTier(SlotTier):
+    """The replica slots that this host's engine fills for its peers."""
+
+    tier = Tier.PEER
+    _base_path = staticmethod(replica_segment)
+
+    def drop_torn(self) -> None:
+        """Discard what a killed engine was still receiving: it will never be whole."""
+        for rank in self.ranks():
+            with self.using(rank) as entry:
+                if entry is None:
+                    continue
+                for view in entry.segments.slots():
+                    if view.state in (SlotState.WRITING, SlotState.CAPTURED):
+                        entry.segments.discard(view)
+
+
+class JobSlots:
+    """Both slot tiers of one job on this host."""
+
+    def __init__(self, prefix: str, job: str, host_id: str, options: SegmentOptions | None = None) -> None:
+        self.memory = MemoryTier(prefix, job, host_id, options)
+        self.replicas = PeerTier(prefix, job, host_id, options)
+
+    def use_run(self, run: str) -> None:
+        """Ignore the slots of other runs of the job."""
+        self.memory.run = self.replicas.run = run
+
+    def copies(self) -> list[ShardCopy]:
+        return [*self.memory.copies(), *self.replicas.copies()]
+
+    def release(self) -> None:
+        self.memory.release()
+        self.replicas.release()
+
+    def close(self) -> None:
+        self.memory.close()
+        self.replicas.close()

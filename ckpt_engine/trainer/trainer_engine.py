@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 
-from ckpt_engine.contracts.notices import LATE_S, TOLD_S
+from ckpt_engine.contracts.notices import LATE_S, REPORT_FROM_S
 from ckpt_engine.settings import load_settings
 from ckpt_engine.slots.control_segment import ControlSegment
 from ckpt_engine.slots.rank_segments import ParkState, RankSegments, SegmentOptions, SlotState
@@ -237,7 +237,7 @@ class TrainerEngine:
         if late:
             self._late_step = handle.step
             self.late_saves += 1
-        if late or (handle.waited_s >= TOLD_S and handle.step > self._told_step):
+        if late or (handle.waited_s >= REPORT_FROM_S and handle.step > self._told_step):
             self._told_step = handle.step
             if self._link is not None:
                 self._link.waited(handle.step, handle.waited_s)

@@ -123,9 +123,9 @@ class Coordination:
             if steps is not None and not generation.coordinates:
                 self._post(generation.coordinator_host, (generation.job, rank), steps)
         if steps is not None and generation.coordinates:
-            self.hear_rank(steps)
+            self.receive_steps(steps)
 
-    def hear_rank(self, steps: CommittedSteps) -> ShardVerdict:
+    def receive_steps(self, steps: CommittedSteps) -> ShardVerdict:
         """What a rank, here or elsewhere, has; for the coordinator."""
         verdict = self._judge(steps.generation)
         if verdict is not ShardVerdict.OK:
@@ -148,7 +148,7 @@ class Coordination:
         self._follow_up(advanced, to_seal)
         return ShardVerdict.OK
 
-    def hear_seals(self, report: TierReport) -> None:
+    def receive_seals(self, report: TierReport) -> None:
         """Which world manifests this host, the coordinator's, has written."""
         if self._coordinator is None:
             return
@@ -168,7 +168,7 @@ class Coordination:
             if self._coordinator.tick(position):
                 self._decide_locked(self._coordinator)
 
-    def hear_trainer(self, notice: Notice) -> None:
+    def receive_notice(self, notice: Notice) -> None:
         """How the saves of rank 0, which is the coordinator's, fare; before the world can have the step."""
         if self._coordinator is None or self._coordinator.pace is None or notice.rank != 0:
             return
@@ -224,7 +224,7 @@ class Coordination:
             self._post(host_id, (self._generation.job, "world"), world)
         return advanced
 
-    def hear_world(self, world: WorldStep) -> ShardVerdict:
+    def receive_world(self, world: WorldStep) -> ShardVerdict:
         """What the coordinator decided: into the control words of the local ranks."""
         verdict = self._judge(world.generation)
         if verdict is not ShardVerdict.OK:

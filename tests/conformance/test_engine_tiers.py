@@ -17,8 +17,7 @@ from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.format.shard_names import ShardKey
 from ckpt_engine.format.verified_read import MemorySink, MemorySource, read_verified
 from ckpt_engine.tiers.folder import FolderStorage
-from ckpt_engine.tiers.memory import MemoryTier, SlotTier
-from ckpt_engine.tiers.peer import PeerTier
+from ckpt_engine.tiers.memory import MemoryTier, PeerTier, SlotTier
 from ckpt_engine.tiers.shard_store import ShardStore
 from flyball.contracts.checkpoints import LineageEntry, ShardCopy, Tier
 from flyball.contracts.errors import CorruptShard

@@ -22,8 +22,7 @@ from ckpt_engine.peers.transport.port import Connection
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.control_file import HEADER_BYTES
 from ckpt_engine.tiers.folder import FolderStorage
-from ckpt_engine.tiers.memory import MemoryTier, SlotTier
-from ckpt_engine.tiers.peer import PeerTier
+from ckpt_engine.tiers.memory import MemoryTier, PeerTier, SlotTier
 from ckpt_engine.tiers.shard_store import ShardStore
 from ckpt_engine.trainer.capture.prepared_capture import Capture
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, ShardSource, Tier

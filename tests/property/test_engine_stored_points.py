@@ -104,11 +104,11 @@ class World:
                 for _ in range(5):
                     self.write()
             case "report" if self.is_linked:
-                self.retention.told(frozenset(self.folder.steps))
+                self.retention.note_reported(frozenset(self.folder.steps))
                 self.reported = max(self.folder.steps, default=-1)
                 self.heard = {"job": StoredPoint(self.learned, 1)} if self.learned >= 0 else self.heard
                 self.in_touch = True
-                self.retention.told(frozenset(self.folder.steps))  # the engine is asked several times in a touch
+                self.retention.note_reported(frozenset(self.folder.steps))  # asked several times in a touch
             case "store":
                 self.stored = self.reported
             case "learn":

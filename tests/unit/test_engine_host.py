@@ -45,7 +45,7 @@ def make(state: EngineStateDir) -> Engine:
 
 
 def test_how_long_a_host_is_in_touch_does_not_depend_on_when_its_engine_reads_that(engine: Engine) -> None:
-    in_touch = engine._services.in_touch
+    in_touch = engine._contact.in_touch
     assert not in_touch()
     engine.answer(GetStatus(in_touch_until_s=time.monotonic() - 0.001))  # it waited for an engine that was stopped
     assert not in_touch()
@@ -58,7 +58,7 @@ def test_how_long_a_host_is_in_touch_does_not_depend_on_when_its_engine_reads_th
 def test_late_saves_of_a_job_that_ended_are_told_to_who_asks_after_that(engine: Engine) -> None:
     engine.answer(Configure(Fence(1, 1), "host", PLACEMENT, CheckpointSpec()))
     for step in (7, 8, 9):
-        engine._notice(SaveWaited("job", 0, 1, step, 0.5))
+        engine._receive_notice(SaveWaited("job", 0, 1, step, 0.5))
     engine.answer(Release(Fence(1, 1), "job"))
     assert [(late.step, late.count) for late in engine.answer(GetStatus()).late] == [(7, 1), (9, 2)]
 
@@ -71,7 +71,7 @@ def test_late_saves_that_nobody_asked_for_outlive_several_engines(
     first = make(state)
     first.answer(Configure(Fence(1, 1), "host", PLACEMENT, CheckpointSpec()))
     for step in (7, 8, 9):
-        first._notice(SaveWaited("job", 0, 1, step, 0.5))
+        first._receive_notice(SaveWaited("job", 0, 1, step, 0.5))
     first.answer(Release(Fence(1, 1), "job"))  # of a job that ended, too
     first.stop()
     make(state).stop()

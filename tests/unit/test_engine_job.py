@@ -20,12 +20,12 @@ from ckpt_engine.contracts.peer_wire import TierNaming
 from ckpt_engine.counters import Counters
 from ckpt_engine.format.integrity import chunk_digests
 from ckpt_engine.format.shard_names import ShardKey
-from ckpt_engine.host.context import Services
+from ckpt_engine.host.daemon_contact import DaemonContact
+from ckpt_engine.host.engine_host import EngineHost
 from ckpt_engine.host.job import EngineJob
 from ckpt_engine.host.save_failures import FAILING_AFTER_S
-from ckpt_engine.peers.links import PeerLinks
-from ckpt_engine.peers.transport.pool import ConnectionPool
-from ckpt_engine.peers.transport.port import Connection
+from ckpt_engine.peers.peer_access import PeerAccess
+from ckpt_engine.peers.transport.port import ByteCounters, Identity
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import SlotState, may_overwrite
 from ckpt_engine.tiers.folder import FolderStorage
@@ -35,41 +35,28 @@ from ckpt_engine.tiers.writing.tier_writer import DiskWriter
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, ShardCopy, Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.errors import Unreachable
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Configure
 
 
-def nobody(host_id: str, address: str) -> Connection:
-    raise Unreachable(f"{host_id} at {address} is not there.")
-
-
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[EngineJob]:
-    settings = EngineSettings()
+    settings, counters = EngineSettings(), Counters()
     made = EngineJob(
         "job",
-        Services(
-            host_id="host",
-            state_dir=tmp_path,
-            shm_prefix=str(tmp_path / "flyball-test"),
+        host=EngineHost("host", tmp_path, str(tmp_path / "flyball-test"), settings),
+        peers=PeerAccess(
+            Identity("host", "", ""),
+            token=b"",
             settings=settings,
-            clock=SystemClock(),
-            counters=Counters(),
-            pool=ConnectionPool(nobody, connections_per_peer=1),
-            links=PeerLinks(
-                dial=nobody,
-                on_up=lambda host_id, incarnation: None,
-                on_lost=lambda host_id: None,
-                settings=settings,
-                counters=Counters(),
-            ),
-            peer_limit=RateLimit(0, monotonic_s=time.monotonic),
-            dial=nobody,
-            code_version="test",
-            in_touch=lambda: True,
-            stored_points=lambda: None,
+            counters=counters,
+            total=ByteCounters(),
+            on_up=lambda host_id: None,
         ),
+        contact=DaemonContact(),
+        clock=SystemClock(),
+        counters=counters,
+        on_restored=lambda report: None,
     )
     yield made
     made.end(join_timeout_s=60.0)
@@ -103,8 +90,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def writers_wait(job: EngineJob) -> bool:
     """Whether every writer has looked at its folder, done what it heard, and would take what is captured now. One that
     is busy, be it with an empty folder, lets a captured step go by: it is named soon."""
-    assert job._durable is not None
-    for writer in job._durable._writers:
+    assert job.running is not None
+    for writer in job.running.durable._writers:
         with writer._changed:
             if not writer._scanned or writer._busy or writer._naming is None or writer._prune_due or writer._next >= 0:
                 return False
@@ -114,7 +101,7 @@ def writers_wait(job: EngineJob) -> bool:
 def capture(job: EngineJob, generation: int, step: int, *, slot: int | None = None) -> None:
     payload = save({"w": np.full(1000, step, np.float32)})
     index = step % 2 if slot is None else slot
-    with job.memory.using(0, create=True) as entry:
+    with job.slots.memory.using(0, create=True) as entry:
         assert entry is not None
         entry.segments.begin_write(index, generation, step, len(payload))[:] = payload
         entry.segments.mark_captured(index)
@@ -122,7 +109,7 @@ def capture(job: EngineJob, generation: int, step: int, *, slot: int | None = No
 
 def test_a_flush_does_not_wait_for_a_slot_that_is_being_fetched_into(job: EngineJob) -> None:
     job.begin(configure(1, 0))
-    with job.memory.using(0) as entry:
+    with job.slots.memory.using(0) as entry:
         assert entry is not None
         with entry.writing:
             flush = threading.Thread(target=job.flush, args=(0.1,))
@@ -140,11 +127,11 @@ def test_a_world_step_of_an_older_generation_frees_nothing_that_the_running_one_
     assert older is not None
     job.begin(configure(2, 0, 1))
     job._world_advanced(older)
-    assert job.memory.ranks() == [0, 1]
+    assert job.slots.memory.ranks() == [0, 1]
     job.begin(configure(3, 0))
     assert job.generation is not None
     job._world_advanced(job.generation)
-    assert job.memory.ranks() == [0]
+    assert job.slots.memory.ranks() == [0]
 
 
 def test_a_shard_on_disk_is_durable_also_when_older_ones_cannot_be_removed(
@@ -161,7 +148,7 @@ def test_a_shard_on_disk_is_durable_also_when_older_ones_cannot_be_removed(
     capture(job, 1, 0)
     job.drain(60.0)
     assert tried.wait(60.0)
-    with job.memory.using(0) as entry:
+    with job.slots.memory.using(0) as entry:
         assert entry is not None
         assert [view.state for view in entry.segments.slots()] == [SlotState.COMMITTED, SlotState.EMPTY]
         deadline = time.monotonic() + 60.0  # what is removed is named independently of what is being written
@@ -179,19 +166,23 @@ def test_a_rank_reports_what_is_newest_whichever_thread_was_first(job: EngineJob
 
     class Coordination:
         def __init__(self) -> None:
-            self.heard: list[tuple[int, ...]] = []
+            self.received: list[tuple[int, ...]] = []
             self.entered, self.go_on = threading.Event(), threading.Event()
 
         def report(self, rank: int, saved: tuple[int, ...], *_: object) -> None:
             if not self.entered.is_set():
                 self.entered.set()
                 assert self.go_on.wait(60.0)
-            self.heard.append(saved)
+            self.received.append(saved)
 
     pipeline: Any = Pipeline()
     coordination: Any = Coordination()
-    job.coordination, job._pipelines[0] = coordination, pipeline
-    threads = [threading.Thread(target=job._rank_progressed, args=(coordination, 0)) for _ in range(2)]
+    job.begin(configure(1, 0))
+    running = job.running
+    assert running is not None
+    own_pipelines, running.pipelines = running.pipelines, {0: pipeline}
+    own_coordination, running.coordination = running.coordination, coordination
+    threads = [threading.Thread(target=running._report_rank, args=(0,)) for _ in range(2)]
     threads[0].start()
     assert coordination.entered.wait(60.0)
     pipeline.saved_steps = (1, 2)
@@ -200,9 +191,8 @@ def test_a_rank_reports_what_is_newest_whichever_thread_was_first(job: EngineJob
     coordination.go_on.set()
     for thread in threads:
         thread.join(60.0)
-    job._pipelines.clear()
-    job.coordination = None
-    assert coordination.heard == [(1,), (1, 2)]
+    running.pipelines, running.coordination = own_pipelines, own_coordination
+    assert coordination.received == [(1,), (1, 2)]
 
 
 def test_a_slot_is_held_while_a_slow_disk_writes_from_it_and_newer_steps_are_committed_meanwhile(
@@ -221,7 +211,7 @@ def test_a_slot_is_held_while_a_slow_disk_writes_from_it_and_newer_steps_are_com
     capture(job, 1, 0)
     job.flush(60.0)
     assert writing.wait(60.0)
-    with job.memory.using(0) as entry:
+    with job.slots.memory.using(0) as entry:
         assert entry is not None
         entry.segments.control.use_slots(3)  # as the trainer does, for a job with one slow tier
         for step, slot in ((1, 1), (2, 2), (3, 1)):
@@ -255,7 +245,7 @@ def test_a_due_step_is_written_while_it_is_hashed_and_counts_when_it_is_named(
     def watched(store: ShardStore, key: Any, payload: Any, describe: Any, **named: Any) -> int:  # noqa: ANN401
         def after_the_data() -> Any:  # noqa: ANN401 - handed on
             assert not job.disks[Tier.DISK].holds(1, 0, 0)
-            with job.memory.using(0) as entry:
+            with job.slots.memory.using(0) as entry:
                 assert entry is not None
                 assert entry.segments.slots()[0].state is SlotState.CAPTURED
             described.set()
@@ -267,11 +257,11 @@ def test_a_due_step_is_written_while_it_is_hashed_and_counts_when_it_is_named(
     monkeypatch.setattr(ShardStore, "write_ahead", watched)
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
     wait_for(lambda: writers_wait(job))
-    with job.memory.using(0) as entry:
+    with job.slots.memory.using(0) as entry:
         assert entry is not None
         with entry.writing:  # nobody commits meanwhile
             capture(job, 1, 0)
-            job.notice(Captured("job", 0, 1, 0, 0))
+            job.receive_notice(Captured("job", 0, 1, 0, 0))
             assert described.wait(60.0)
         wait_for(lambda: entry.segments.control.durable_step(1) == 0)
         wait_for(lambda: not entry.segments.read_world().held)
@@ -293,7 +283,7 @@ def test_nothing_is_left_of_a_step_that_was_written_ahead_and_never_named(
     job.begin(configure(1, 0, 1, disk_dir=str(tmp_path / "disk")))
     wait_for(lambda: writers_wait(job))
     capture(job, 1, 0)  # in rank 0 alone: the world never has it
-    job.notice(Captured("job", 0, 1, 0, 0))
+    job.receive_notice(Captured("job", 0, 1, 0, 0))
     assert described.wait(60.0)
     assert list((tmp_path / "disk").rglob("*.new.*"))
     job.end(join_timeout_s=60.0)
@@ -313,19 +303,19 @@ def test_a_writer_outlives_a_machine_without_threads(
 
     monkeypatch.setattr(ShardStore, "write_ahead", short_of_threads)
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
-    wait_for(lambda: job._durable is not None and bool(job._durable.reports(0)))
+    wait_for(lambda: job.running is not None and bool(job.running.durable.reports(0)))
     capture(job, 1, 0)
-    job.notice(Captured("job", 0, 1, 0, 0))
+    job.receive_notice(Captured("job", 0, 1, 0, 0))
     wait_for(lambda: bool(job.save_failures.newest()))
-    with job.memory.using(0) as entry:  # so that nobody waits for it
+    with job.slots.memory.using(0) as entry:  # so that nobody waits for it
         assert entry is not None
         wait_for(lambda: entry.segments.control.settled_step(Tier.DISK, 1) == 0)
         assert entry.segments.control.durable_step(1) == -1
     capture(job, 1, 1)
-    job.notice(Captured("job", 0, 1, 1, 1))
+    job.receive_notice(Captured("job", 0, 1, 1, 1))
     wait_for(lambda: job.disks[Tier.DISK].holds(1, 1, 0))
     assert [failure.step for failure in job.save_failures.newest()] == [0]
-    with job.memory.using(0) as entry:
+    with job.slots.memory.using(0) as entry:
         assert entry is not None
         wait_for(lambda: not entry.segments.read_world().held)
 
@@ -346,17 +336,17 @@ def test_a_writer_outlives_what_nobody_expected(
     monkeypatch.setattr("ckpt_engine.tiers.writing.tier_writer._LOOK_AGAIN_S", 0.01)
     monkeypatch.setattr(ShardStore, fails, fail_once)
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
-    wait_for(lambda: job._durable is not None and bool(job._durable.reports(0)))
+    wait_for(lambda: job.running is not None and bool(job.running.durable.reports(0)))
     for step in (0, 1):
         capture(job, 1, step)
         job.flush(60.0)
-        with job.memory.using(0) as entry:
+        with job.slots.memory.using(0) as entry:
             assert entry is not None
             wait_for(lambda step=step: entry.segments.control.settled_step(Tier.DISK, 1) == step)
     wait_for(lambda: bool(job.save_failures.newest()))
     assert job.disks[Tier.DISK].holds(1, 1, 0)
     assert type(error).__name__ in job.save_failures.newest()[0].message
-    assert job._services.counters.snapshot()["disk_write_failures"] == 1
+    assert job._counters.snapshot()["disk_write_failures"] == 1
 
 
 def test_what_is_written_ahead_makes_way_for_an_older_step_that_is_named(
@@ -375,15 +365,15 @@ def test_what_is_written_ahead_makes_way_for_an_older_step_that_is_named(
     capture(job, 1, 0)
     job.flush(60.0)
     capture(job, 1, 1)
-    job.notice(Captured("job", 0, 1, 1, 1))
+    job.receive_notice(Captured("job", 0, 1, 1, 1))
     assert described.wait(60.0)
     job.flush(60.0)  # only what is committed is named
-    assert job._durable is not None
-    job._durable.hear((TierNaming(Tier.DISK, 0, ()),))
+    assert job.running is not None
+    job.running.durable.receive((TierNaming(Tier.DISK, 0, ()),))
     wait_for(lambda: job.disks[Tier.DISK].holds(1, 0, 0))
     wait_for(lambda: not (tmp_path / "disk" / "host" / "job" / "g1" / "step1").exists())
     assert not job.disks[Tier.DISK].holds(1, 1, 0)
-    job._durable.hear((TierNaming(Tier.DISK, 1, (0,)),))
+    job.running.durable.receive((TierNaming(Tier.DISK, 1, (0,)),))
     wait_for(lambda: job.disks[Tier.DISK].holds(1, 1, 0))
 
 
@@ -421,7 +411,7 @@ def test_a_rank_whose_manifest_cannot_be_read_tells_of_it_as_held_and_not_before
         job.flush(60.0)
         wait_for(lambda step=step: job.disks[Tier.DISK].holds(1, step, 0))
     job.end(join_timeout_s=60.0)
-    job.generation = None
+    job.running = None
     tries, readable, read = threading.Semaphore(0), threading.Event(), FolderStorage.read
 
     def bad_block(storage: FolderStorage, name: str, limit_bytes: int) -> bytes:
@@ -434,15 +424,15 @@ def test_a_rank_whose_manifest_cannot_be_read_tells_of_it_as_held_and_not_before
     monkeypatch.setattr("ckpt_engine.tiers.writing.tier_writer._LOOK_AGAIN_S", 0.01)
     monkeypatch.setattr("ckpt_engine.tiers.writing.tier_writer._UNREAD_S", 3600.0)
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
-    assert job._durable is not None
+    assert job.running is not None
     for _ in range(3):
         assert tries.acquire(timeout=60.0)
-    assert job._durable.reports(0) == ()  # so nothing is named, and nobody removes anything
+    assert job.running.durable.reports(0) == ()  # so nothing is named, and nobody removes anything
     assert "Input/output error" in job.save_failures.newest()[0].message
-    job._durable._writers[0]._unread_until_s = 0.0  # for good, it seems
-    wait_for(lambda: bool(job._durable.reports(0)))
-    assert (job._durable.reports(0)[0].held, job._durable.reports(0)[0].unread) == ((1,), (0,))
-    assert job._durable.newest(job.generation.lineage) == {Tier.DISK: 1}
+    job.running.durable._writers[0]._unread_until_s = 0.0  # for good, it seems
+    wait_for(lambda: bool(job.running.durable.reports(0)))
+    assert (job.running.durable.reports(0)[0].held, job.running.durable.reports(0)[0].unread) == ((1,), (0,))
+    assert job.running.durable.newest(job.generation.lineage) == {Tier.DISK: 1}
     readable.set()
     wait_for(lambda: job.disks[Tier.DISK].holds(1, 0, 0))
 
@@ -463,7 +453,7 @@ def test_a_folder_that_hangs_keeps_one_thread_however_often_it_is_looked_at(
         return sum(thread.name == "look-disk" for thread in set(threading.enumerate()) - before)
 
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
-    wait_for(lambda: job._durable is not None and bool(job._durable.reports(0)))
+    wait_for(lambda: job.running is not None and bool(job.running.durable.reports(0)))
     monkeypatch.setattr(ShardStore, "scan", hang)
     for _ in range(5):
         job.flush(0.02)
@@ -482,10 +472,10 @@ def test_a_write_that_waits_for_its_bandwidth_goes_on_at_once_when_there_is_hast
     job: EngineJob, tmp_path: Path, ends_by: str
 ) -> None:
     limit = RateLimit(1, monotonic_s=time.monotonic)  # a byte per second: a shard takes an hour
-    job._services = replace(job._services, rate_limits={Tier.DISK: limit})
+    job._host = replace(job._host, rate_limits={Tier.DISK: limit})
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
-    assert job._durable is not None
-    durable = job._durable
+    assert job.running is not None
+    durable = job.running.durable
     wait_for(lambda: bool(durable.reports(0)))
     capture(job, 1, 0)
     job.flush(60.0)
@@ -507,7 +497,7 @@ def test_a_slot_that_is_not_what_it_was_copied_from_is_dropped_when_the_disk_tak
     payload = save({"w": np.arange(1 << 20, dtype=np.float32)})
     source = bytearray(payload)
     source[-1] ^= 1  # of what was to be saved the trainer hashed this
-    with job.memory.using(0) as entry:
+    with job.slots.memory.using(0) as entry:
         assert entry is not None
         entry.segments.begin_write(0, 1, 0, len(payload))[:] = payload
         entry.segments.mark_captured(0, chunk_digests(memoryview(source)))
@@ -515,22 +505,22 @@ def test_a_slot_that_is_not_what_it_was_copied_from_is_dropped_when_the_disk_tak
         wait_for(lambda: bool(job.save_failures.newest()))
         wait_for(lambda: entry.segments.slots()[0].state is SlotState.EMPTY)
     assert "chunks changed" in job.save_failures.newest()[0].message
-    wait_for(lambda: job._services.counters.snapshot().get("corrupt_copies") == 1)
+    wait_for(lambda: job._counters.snapshot().get("corrupt_copies") == 1)
     assert job.copies() == []
 
 
 def test_late_saves_of_the_running_generation_are_counted(job: EngineJob) -> None:
     job.begin(configure(2, 0))
     for generation in (1, 2, 2):
-        job.notice(SaveWaited("job", 0, generation, 7, 0.5))
-    assert job._services.counters.snapshot()["saves_late"] == 2
+        job.receive_notice(SaveWaited("job", 0, generation, 7, 0.5))
+    assert job._counters.snapshot()["saves_late"] == 2
     assert [(late.step, late.count) for late in job.late_saves.newest()] == [(7, 1)]
 
 
 def test_late_saves_that_were_not_told_yet_are_told_when_their_generation_ends(job: EngineJob) -> None:
     job.begin(configure(2, 0))
     for step in (7, 8):
-        job.notice(SaveWaited("job", 0, 2, step, 0.5))
+        job.receive_notice(SaveWaited("job", 0, 2, step, 0.5))
     job.begin(configure(3, 0))
     assert [(late.generation, late.step, late.count) for late in job.late_saves.newest()] == [(2, 7, 1), (2, 8, 1)]
 
@@ -538,16 +528,16 @@ def test_late_saves_that_were_not_told_yet_are_told_when_their_generation_ends(j
 def test_a_rank_that_gives_up_one_save_after_the_other_fails_until_one_is_kept(job: EngineJob) -> None:
     job.begin(configure(2, 0))
     for step in (5, 6):
-        job.notice(SaveAborted("job", 0, 2, step, "no slot was free"))
+        job.receive_notice(SaveAborted("job", 0, 2, step, "no slot was free"))
     later = SystemClock().wall_s() + FAILING_AFTER_S + 1
     failing = job.save_failures.failing(later)
     assert failing is not None
-    with job.memory.using(0) as entry:
+    with job.slots.memory.using(0) as entry:
         assert entry is not None
         assert entry.segments.control.settled_step(Tier.MEMORY, 2) == 6, "the trainer can hear of it"
     assert (failing.ranks, failing.count, failing.step, failing.message) == ((0,), 2, 6, "no slot was free")
     capture(job, 2, 7)
-    job.notice(Captured("job", 0, 2, 7, 1))
+    job.receive_notice(Captured("job", 0, 2, 7, 1))
 
     def is_over() -> bool:
         said = job.save_failures.failing(later)

@@ -21,7 +21,7 @@ from ckpt_engine.peers.transport.port import ByteCounters
 from ckpt_engine.peers.transport.tcp import TcpConnection
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import SegmentOptions
-from ckpt_engine.tiers.peer import PeerTier
+from ckpt_engine.tiers.memory import PeerTier
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry
 from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.errors import FlyballError, InvalidMessage, Unreachable

@@ -188,7 +188,6 @@ class Pipeline:
             counters=self.counters,
             settings=EngineSettings(scan_interval_s=0.01),
             clock=SystemClock(),
-            code_version="test",
         )
         self.pipeline.start()
 

@@ -3,7 +3,7 @@ threads of the ranks took the time."""
 
 from __future__ import annotations
 
-from ckpt_engine.host.context import RestoreLog
+from ckpt_engine.host.restoring import RestoreLog
 from flyball.contracts.checkpoints import RestoreReport, Tier
 
 

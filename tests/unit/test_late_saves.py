@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt_engine.contracts.notices import LATE_S, SaveWaited
-from ckpt_engine.host.late_saves import TELL_EVERY_S, LateSaveLog
+from ckpt_engine.host.late_saves import REPORT_EVERY_S, LateSaveLog
 from ckpt_engine.slots.rank_segments import SlotView
 from ckpt_engine.trainer.engine_link import EngineLink
 from flyball.contracts import wire
@@ -35,8 +35,8 @@ def test_the_first_late_save_is_told_at_once_and_later_ones_together() -> None:
     for step in range(4, 500):
         log.note(waited(step, 0.9 if step == 40 else 0.2), 1000.0 + step / 10)
     assert [(late.rank, late.count, late.step) for late in log.newest()] == [(0, 1, 3), (1, 1, 3)]
-    log.note(waited(500), 1000.0 + TELL_EVERY_S)
-    assert log.newest()[-1] == LateSaves("job", 1, 0, 500, 0.9, 497, 1000.0 + TELL_EVERY_S)
+    log.note(waited(500), 1000.0 + REPORT_EVERY_S)
+    assert log.newest()[-1] == LateSaves("job", 1, 0, 500, 0.9, 497, 1000.0 + REPORT_EVERY_S)
     log.note(waited(501), 500.0)
     assert log.newest()[-1].count == 1, "a clock that was set back keeps nothing from being told"
 
@@ -47,7 +47,7 @@ def test_the_rest_is_told_when_the_generation_ends() -> None:
         log.note(waited(step, 0.2 * step), 1000.0 + step)
     log.note(waited(3, rank=1), 1000.0)
     for _ in range(2):
-        log.tell_rest(1010.0)
+        log.report_rest(1010.0)
     assert [(late.rank, late.count, late.step, late.waited_s) for late in log.newest()] == [
         (0, 1, 3, 0.2 * 3),
         (1, 1, 3, 0.2),

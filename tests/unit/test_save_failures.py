@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ckpt_engine.host.save_failures import FAILING_AFTER_S, SAY_AGAIN_S, SaveFailures
+from ckpt_engine.host.save_failures import FAILING_AFTER_S, REPEAT_S, SaveFailures
 from flyball.contracts import wire
 from flyball.contracts.decisions import DecisionKind, Incident, IncidentState
 from flyball.contracts.on_host.engine_wire import EngineReply, FailingSaves, SaveFailure
@@ -70,7 +70,7 @@ def test_what_lasts_is_said_again_now_and_then() -> None:
     log = log_of(failed(5, 1000.0), failed(6, 1001.0))
     assert log.failing(1100.0).count == 2  # type: ignore[union-attr]  # they fail
     log.failed(failed(7, 1150.0))
-    assert log.failing(1100.0 + SAY_AGAIN_S).count == 3  # type: ignore[union-attr]  # they fail
+    assert log.failing(1100.0 + REPEAT_S).count == 3  # type: ignore[union-attr]  # they fail
 
 
 def signals_of(*answers: Sequence[FailingSaves]) -> list[SignalBody]:

@@ -49,18 +49,18 @@ class TierRetention:
         self._begun_with: tuple[int, ...] = ()
         self._keep_every = generation.configure.spec.policy(disk.tier).keep_every
         self._kept_in_touch: tuple[int, ...] = ()
-        self._told_in_touch: frozenset[int] = frozenset()
+        self._reported_in_touch: frozenset[int] = frozenset()
 
     def begin(self) -> None:
         """The tier was looked at: what an engine that was killed, or the generation before, kept in touch stays until
         the supervisor is heard."""
         self._begun_with = self._kept_in_touch = self._disk.sealed_steps(self._generation.lineage, or_unread=True)
 
-    def told(self, steps: frozenset[int]) -> None:
+    def note_reported(self, steps: frozenset[int]) -> None:
         """The supervisor is told that this rank has these steps. Its answer covers them, however short the touch:
         others may restore them from now on."""
         if self._in_touch():
-            self._told_in_touch = steps
+            self._reported_in_touch = steps
 
     def prune(self, naming: TierNaming) -> None:
         """Remove what `naming` does not keep. A touch that begins ends this as well: it may be told what is about to
@@ -69,7 +69,7 @@ class TierRetention:
         in_touch = shared and self._in_touch()
         spared: frozenset[int] = frozenset()
         if shared:
-            spared = self._unconfirmed() if in_touch else self._told_in_touch.union(self._kept_in_touch)
+            spared = self._unconfirmed() if in_touch else self._reported_in_touch.union(self._kept_in_touch)
         through = False
         try:
             if shared:  # rank 0's host has written them

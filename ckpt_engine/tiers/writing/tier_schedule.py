@@ -69,7 +69,7 @@ class TierSchedule:
         if report == self._reports[rank]:
             return
         self._reports[rank] = report
-        self.named = max(self.named, report.heard)
+        self.named = max(self.named, report.received)
         reports = [known for known in self._reports if known is not None]
         if len(reports) == len(self._reports):
             self._written = frozenset(reports[0].held).intersection(*(known.held for known in reports))

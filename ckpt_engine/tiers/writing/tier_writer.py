@@ -79,7 +79,7 @@ class DiskWriter:
         self._scanned = False
         self._unreadable = ""  # why the folder, or a manifest, could not be read
         self._unread_until_s = 0.0
-        self._heard = self._settled = max(
+        self._received = self._settled = max(
             generation.restore_step - 1, -1
         )  # which is written as well, if it is asked for
         self._naming: TierNaming | None = None
@@ -116,28 +116,28 @@ class DiskWriter:
         with self._changed:
             if not self._scanned:
                 return None
-            heard, settled = self._heard, self._settled
+            received, settled = self._received, self._settled
         held = self._disk.held(self._rank, self._generation.lineage)
         present = self._disk.held(self._rank, self._generation.lineage, or_unread=True)
         unread = tuple(step for step in present if step not in held)
         newest = slice(-self._reported_steps, None)
-        return TierReport(self._disk.tier, heard, settled, held[newest], unread[newest])
+        return TierReport(self._disk.tier, received, settled, held[newest], unread[newest])
 
-    def hear(self, naming: TierNaming) -> None:
+    def receive(self, naming: TierNaming) -> None:
         """What the coordinator said; before the trainer may overwrite the step that is named. Does not block."""
         with self._changed:
             if naming == self._naming or self._thread.stopping:
                 return
             self._naming = naming
             self._prune_due = True
-            if naming.step > self._heard:
-                self._heard = self._next = self._confirmed = naming.step
+            if naming.step > self._received:
+                self._received = self._next = self._confirmed = naming.step
                 self._hold(naming.step)
             self._changed.notify_all()
 
-    def told(self, steps: frozenset[int]) -> None:
+    def note_reported(self, steps: frozenset[int]) -> None:
         """The supervisor is told that this rank has these steps. Does not block."""
-        self._retention.told(steps)
+        self._retention.note_reported(steps)
 
     def captured(self, step: int) -> None:
         """The trainer's slot holds this step whole; it is about to be hashed. Does not block."""
@@ -145,7 +145,13 @@ class DiskWriter:
         if self.tier is not Tier.DISK or every_steps == 0 or step % every_steps:
             return
         with self._changed:
-            if self._scanned and not self._busy and self._next < 0 and step > self._heard and not self._thread.stopping:
+            if (
+                self._scanned
+                and not self._busy
+                and self._next < 0
+                and step > self._received
+                and not self._thread.stopping
+            ):
                 self._captured = step
                 self._changed.notify_all()
 
@@ -243,7 +249,7 @@ class DiskWriter:
     def _note_unexpected(self, error: Exception) -> None:
         self._report_due = True
         self._counters.add(f"{self._disk.tier}_write_failures")
-        self._on_failure(self._rank, self._heard, f"The {self._disk.tier} tier: {describe_failure(error)}")
+        self._on_failure(self._rank, self._received, f"The {self._disk.tier} tier: {describe_failure(error)}")
 
     def _settle(self, step: int) -> None:
         try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ import pytest
 from safetensors.numpy import save
 
 from ckpt_engine.counters import Counters
-from ckpt_engine.host.context import Services
+from ckpt_engine.host.engine_host import EngineHost
 from ckpt_engine.host.job import EngineJob
-from ckpt_engine.peers.links import PeerLinks
-from ckpt_engine.peers.transport.pool import ConnectionPool
-from ckpt_engine.peers.transport.port import Connection
+from ckpt_engine.peers.peer_access import PeerAccess
+from ckpt_engine.peers.transport.port import ByteCounters, Identity
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import RestoreState
 from ckpt_engine.tiers.rate_limit import RateLimit
@@ -36,7 +36,7 @@ from flyball.contracts.checkpoints import (
 )
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostRanks, Placement
-from flyball.contracts.errors import StorageFull, Unreachable
+from flyball.contracts.errors import StorageFull
 from flyball.contracts.identity import Fence
 from flyball.contracts.on_host.engine_wire import Configure
 from flyball.contracts.recovery import complete_points
@@ -45,8 +45,12 @@ Place = Any  # the conftest's
 DEADLINE_S = 90.0
 
 
-def nobody(host_id: str, address: str) -> Connection:
-    raise Unreachable(f"{host_id} at {address} is not there.")
+@dataclass
+class Contact:
+    """A daemon that reports what the test says."""
+
+    in_touch: Callable[[], bool]
+    stored_points: Callable[[], StoredPoints | None]
 
 
 @pytest.fixture
@@ -60,31 +64,32 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., EngineJob]]:
         in_touch: Callable[[], bool] = lambda: True,
         stored_points: Callable[[], StoredPoints | None] = lambda: None,
     ) -> EngineJob:
-        settings = EngineSettings()
+        settings, counters = EngineSettings(), Counters()
         (tmp_path / host_id).mkdir(exist_ok=True)
-        services = Services(
-            host_id=host_id,
-            state_dir=tmp_path / host_id,
-            shm_prefix=str(tmp_path / host_id / "flyball-test"),
-            settings=settings,
-            clock=SystemClock(),
-            counters=Counters(),
-            pool=ConnectionPool(nobody, connections_per_peer=1),
-            links=PeerLinks(
-                dial=nobody,
-                on_up=lambda host_id, incarnation: None,
-                on_lost=lambda host_id: None,
-                settings=settings,
-                counters=Counters(),
+        contact: Any = Contact(in_touch, stored_points)
+        made = EngineJob(
+            "job",
+            host=EngineHost(
+                host_id,
+                tmp_path / host_id,
+                str(tmp_path / host_id / "flyball-test"),
+                settings,
+                rate_limits={Tier.PERSISTENT: limit} if limit else {},
             ),
-            peer_limit=RateLimit(0, monotonic_s=time.monotonic),
-            dial=nobody,
-            code_version="test",
-            in_touch=in_touch,
-            stored_points=stored_points,
-            rate_limits={Tier.PERSISTENT: limit} if limit else {},
+            peers=PeerAccess(
+                Identity(host_id, "", ""),
+                token=b"",
+                settings=settings,
+                counters=counters,
+                total=ByteCounters(),
+                on_up=lambda host_id: None,
+            ),
+            contact=contact,
+            clock=SystemClock(),
+            counters=counters,
+            on_restored=lambda report: None,
         )
-        jobs.append(EngineJob("job", services))
+        jobs.append(made)
         return jobs[-1]
 
     yield start
@@ -111,7 +116,7 @@ def configure(host_id: str, place: Place, *, generation: int = 1, restore: Resto
 
 def capture(job: EngineJob, step: int, *, slot: int) -> bytes:
     payload = save({"w": np.full(300_000, step, np.float32)})
-    with job.memory.using(0, create=True) as entry:
+    with job.slots.memory.using(0, create=True) as entry:
         assert entry is not None
         entry.segments.begin_write(slot, 1, step, len(payload))[:] = payload
         entry.segments.mark_captured(slot)
@@ -140,7 +145,7 @@ def test_a_step_goes_to_the_store_and_comes_back_on_a_host_that_has_nothing(
     other = start_job("second")
     source = ShardSource(0, 1, Tier.PERSISTENT, "", "")
     other.begin(configure("second", shared_place, generation=2, restore=RestorePlan(3, {"0": (source,)})))
-    with other.memory.using(0) as entry:
+    with other.slots.memory.using(0) as entry:
         assert entry is not None
         control = entry.segments.control
         wait_for(lambda: control.read_restore().state is RestoreState.READY)
@@ -167,7 +172,7 @@ def test_a_write_that_fails_is_told_and_the_next_step_is_written(
     capture(job, 1, slot=1)
     wait_for(lambda: [failure.step for failure in job.save_failures.newest()] == [1])
     assert "free space there" in job.save_failures.newest()[0].message
-    with job.memory.using(0) as entry:
+    with job.slots.memory.using(0) as entry:
         assert entry is not None
         wait_for(lambda: not entry.segments.read_world().held)
     capture(job, 2, slot=2)
@@ -239,11 +244,11 @@ def test_out_of_touch_with_the_supervisor_what_others_may_restore_stays(cut_host
 
 
 def test_what_the_supervisor_was_told_of_in_a_touch_too_short_for_a_prune_stays(cut_host: CutHost) -> None:
-    cut_host.job.tell_copies()
+    cut_host.job.report_copies()
     cut_host.save_steps(8)
     cut_host.comes_to_have(2, 3, 7, 8)  # what it was told out of touch is nothing to rely on
     cut_host.is_in_touch = True
-    cut_host.job.tell_copies()
+    cut_host.job.report_copies()
     cut_host.is_in_touch = False
     cut_host.save_steps(9, 10, 11)
     cut_host.comes_to_have(2, 3, 7, 8, 10, 11)
@@ -333,8 +338,8 @@ def test_a_prune_that_lasts_ends_when_the_touch_does_and_what_it_left_stays(
     monkeypatch.setattr(ShardStore, "remove", remove_slowly)
     job = start_job("host-a", in_touch=lambda: is_in_touch)
     job.begin(configure("host-a", shared_place))
-    assert job._durable is not None
-    (writer,) = job._durable._writers
+    assert job.running is not None
+    (writer,) = job.running.durable._writers
 
     def is_through(step: int) -> bool:
         with writer._changed:  # what it hears and that it is to prune are not to be seen apart

@@ -20,8 +20,7 @@ from ckpt_engine.slots.memory_plan import MemoryPlan
 from ckpt_engine.slots.rank_segments import RankSegments, SlotState
 from ckpt_engine.slots.reclaim import Reclaimer, list_memory, remove_job
 from ckpt_engine.slots.reclaim_rules import is_reclaimable, unused_s
-from ckpt_engine.tiers.memory import MemoryTier
-from ckpt_engine.tiers.peer import PeerTier
+from ckpt_engine.tiers.memory import MemoryTier, PeerTier
 from flyball.contracts.errors import Conflict
 from flyball.contracts.on_host.segments import parse_segment, rank_segment, replica_segment, shm_prefix
 

@@ -1,0 +1,22 @@
+"""The host that an engine runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpt_engine.settings import EngineSettings
+from ckpt_engine.tiers.rate_limit import RateLimit
+from flyball.contracts.checkpoints import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHost:
+    """Its name, its places and its settings."""
+
+    host_id: str
+    state_dir: Path
+    shm_prefix: str  # of the names of all its segments
+    settings: EngineSettings
+    rate_limits: Mapping[Tier, RateLimit] = field(default_factory=dict)  # of writes; none: unlimited
