@@ -1,4 +1,4 @@
-"""Bringing a rank's bytes of the restore step into a local slot: source after source, each copy verified."""
+"""Brings a rank's restore step into a local slot. Sources are tried in turn, and every copy is verified."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Where the bytes are now, and where they came from: verified in a slot, or (slot -1) in the file `path`, for who
-    reads them to verify."""
+    """Where the bytes are now, and where they came from. Either verified in a slot, or (slot -1) unverified in the
+    file `path`."""
 
     slot: int
     size_bytes: int
@@ -52,7 +52,7 @@ class Fetched:
         return self.slot >= 0
 
 
-_STORE_AWAY_S = 60.0  # for which the step that the supervisor named is looked for in a store that is away
+_STORE_AWAY_S = 60.0  # how long an unreachable store is tried again
 _LOOK_AGAIN_S = 1.0
 
 
@@ -81,8 +81,8 @@ class Fetcher:
         self._counters = counters
 
     def local_slot(self, entry: OpenSegments, reasons: list[str]) -> Fetched | None:
-        """The rank's own slot, if it holds the step and every chunk of it is good; else the reason goes to `reasons`,
-        and no inventory lists it any more."""
+        """The rank's own slot, if it holds the step and every chunk is good. A bad slot is dropped, with the reason in
+        `reasons`."""
         written_by = source_generation(self._plan, entry.rank)
         found = None if written_by is None else self._memory.find(entry, written_by, self._plan.step)
         if found is None:
@@ -95,11 +95,11 @@ class Fetcher:
                 self._demote(entry.rank, "local slot", error, reasons)
                 entry.segments.discard(view)
                 return None
-            # The trainer restored from it and is two saves further already: it found the bytes good.
+            # Overwritten meanwhile: the trainer restored from it, and is two saves further already.
         return Fetched(view.index, view.payload_bytes, Tier.MEMORY, self._generation.host_id, 0)
 
     def local_file(self, rank: int) -> Fetched | None:
-        """The first source, if it is a file that a process of this host can read; its bytes are not verified."""
+        """The first source, if it is a file that processes of this host can read. Its bytes are not verified."""
         step = next(iter(fetch_order(self._plan, rank, host_id=self._generation.host_id)), None)
         tier = self._disks.get(step.source.tier) if step else None
         if step is None or tier is None or step.origin not in (Origin.LOCAL_DISK, Origin.PERSISTENT):
@@ -109,12 +109,12 @@ class Fetcher:
                 size_bytes, path = manifest.payload_bytes, stored.local_path
                 return Fetched(-1, size_bytes, step.origin.tier, step.source.host_id, 0, path) if path else None
         except (FlyballError, OSError):
-            return None  # `fetch` tries it again, and says why
+            return None  # `fetch` tries it again, and reports why
 
     def fetch(self, entry: OpenSegments, reasons: list[str]) -> Fetched:
-        """Have the rank's shard in a committed, verified local slot, from wherever but that slot. Raises RestoreFailed
-        with the reason of every source (`reasons` are earlier ones), or StaleCommand if the generation ended
-        meanwhile. A store that is away is asked again for a while."""
+        """Fetch the rank's shard into a local slot, verified and committed. An unreachable store is tried again for a
+        while. Raises RestoreFailed with the reasons of all sources, after those in `reasons`; StaleCommand if the
+        generation ends."""
         patience_s = min(_STORE_AWAY_S, self._generation.configure.spec.restore_timeout_s / 2)
         deadline_s = time.monotonic() + patience_s
         earlier = len(reasons)
@@ -135,14 +135,14 @@ class Fetcher:
             if is_away and self._generation.ended.wait(_LOOK_AGAIN_S):
                 raise StaleCommand("The restore was given up: a newer generation began.")
         raise RestoreFailed(
-            f"Step {self._plan.step} of rank {entry.rank} cannot be had. "
-            + (" ".join(reasons) or "The plan names no source for it."),
-            hint="the controller is to choose an older recovery point",
+            f"No source has step {self._plan.step} of rank {entry.rank}. "
+            + (" ".join(reasons) or "The restore plan names none."),
+            hint="nothing to do: the controller chooses an older recovery point",
         )
 
     def _is_away(self, error: FlyballError | OSError) -> bool:
-        """Whether the store cannot be read just now, which says nothing of what it has. A share that is not mounted
-        looks like an empty folder; one that has a step of this run is none."""
+        """Whether the store is merely unreachable, and may have the step. A share that is not mounted looks like an
+        empty folder."""
         if not isinstance(error, FileNotFoundError):
             return isinstance(error, OSError | Unreachable)
         try:
@@ -166,7 +166,7 @@ class Fetcher:
         with self._replicas.using(entry.rank) as replica:
             found = self._replicas.find(replica, step.source.generation, self._plan.step) if replica else None
             if replica is None or found is None:
-                raise RestoreFailed("it has no such copy.")
+                raise RestoreFailed("it does not have this step.")
             view, manifest, manifest_bytes = found
             source = MemorySource(replica.segments.payload(view.index))
 
@@ -174,7 +174,7 @@ class Fetcher:
                 try:
                     self._copy(source, manifest, target)
                 except CorruptShard:
-                    replica.segments.discard(view)  # so that no inventory lists it; not if it holds something newer
+                    replica.segments.discard(view)  # unless it holds something newer by now
                     raise
 
             return self._commit(entry, step, manifest, manifest_bytes, copy)
@@ -182,7 +182,7 @@ class Fetcher:
     def _from_disk(self, entry: OpenSegments, step: FetchStep) -> Fetched:
         tier = self._disks.get(step.source.tier)
         if tier is None:
-            raise RestoreFailed("no such folder is configured for the job.")
+            raise RestoreFailed("the job has no such tier.")
         with tier.reading(step.source.generation, self._plan.step, entry.rank) as (manifest, manifest_bytes, stored):
 
             def copy(target: memoryview) -> None:
@@ -219,7 +219,7 @@ class Fetcher:
             return Fetched(fetched.slot, fetched.size_bytes, tier, fetched.host_id, connection.bytes_received)
 
     def _copy(self, source: ByteSource, manifest: Manifest, target: memoryview) -> None:
-        """Fill `target` with verified bytes. Raises CorruptShard, OSError or StaleCommand."""
+        """Fill `target` with verified bytes. Raises CorruptShard, OSError, StaleCommand."""
         read_verified(source, manifest, MemorySink(target, before=self._check_wanted))
 
     def _check_wanted(self) -> None:
@@ -234,7 +234,7 @@ class Fetcher:
         manifest_bytes: bytes,
         copy: Callable[[memoryview], None],
     ) -> Fetched:
-        """Have `copy` fill a free slot with bytes that it has verified, and commit them."""
+        """Commit a free slot that `copy` has filled with verified bytes."""
         self._check_wanted()
         segments = entry.segments
         with entry.writing:
@@ -249,10 +249,10 @@ class Fetcher:
             try:
                 copy(target)
                 if not segments.unchanged(began):
-                    raise CorruptShard("the slot was overwritten while it was filled.")
+                    raise CorruptShard("the slot was overwritten while it was being filled.")
                 segments.mark_captured(slot.index)
                 if not segments.commit(segments.control.slot(slot.index), manifest_bytes):
-                    raise CorruptShard("the slot was overwritten while it was filled.")
+                    raise CorruptShard("the slot was overwritten while it was being filled.")
             except BaseException:
                 segments.drop(slot.index)
                 raise

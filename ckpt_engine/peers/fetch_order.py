@@ -1,8 +1,8 @@
-"""In which order an engine tries to get a rank's bytes of the restore step. Pure.
+"""The order in which an engine tries the sources of a restore. Pure.
 
-The controller says who has them (RestorePlan); what is near comes first: a replica in this host's own memory, another
-host's memory, this host's disk, another host's disk, the persistent store. Within one class the controller's order
-holds. A slot of the rank in local memory is no entry here: nothing needs to be fetched then.
+The controller's plan lists who has the bytes. The nearest come first: a replica in this host's memory, another host's
+memory, this host's disk, another host's disk, the persistent store. Among equals the plan's order holds. The rank's own
+slot is not in the list: then nothing has to be fetched.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _REMOTE = (Origin.REMOTE_MEMORY, Origin.REMOTE_DISK)
 
 
 class FetchStep(msgspec.Struct, frozen=True):
-    """One thing to try."""
+    """One source to try."""
 
     origin: Origin
     source: ShardSource
 
 
 def fetch_order(plan: RestorePlan, rank: int, *, host_id: str) -> tuple[FetchStep, ...]:
-    """What to try for `rank` on `host_id`, in order; () if the plan names no source that could be asked."""
+    """The sources to try for `rank` on `host_id`, in order; () if the plan has none within reach."""
     steps = [
         FetchStep(origin, source)
         for source in plan.sources.get(str(rank), ())
@@ -33,7 +33,7 @@ def fetch_order(plan: RestorePlan, rank: int, *, host_id: str) -> tuple[FetchSte
 
 
 def source_generation(plan: RestorePlan, rank: int) -> int | None:
-    """The generation that wrote the rank's bytes of the restore step; None if the plan has no source for it."""
+    """The generation that wrote the rank's restore step; None if the plan has no source for the rank."""
     sources = plan.sources.get(str(rank), ())
     return sources[0].generation if sources else None
 
@@ -41,5 +41,5 @@ def source_generation(plan: RestorePlan, rank: int) -> int | None:
 def _origin(source: ShardSource, host_id: str) -> Origin | None:
     origin = origin_of(source.tier, source.host_id, host_id)
     if origin is Origin.LOCAL_SLOT or (origin in _REMOTE and not source.engine_address):
-        return None  # nothing to fetch, or on a host that nobody can ask
+        return None  # nothing to fetch, or its host has no engine to ask
     return origin

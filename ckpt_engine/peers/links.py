@@ -1,8 +1,8 @@
-"""The standing connections between engines: world steps and reports travel on them, their end is how the death of a
-host is noticed without traffic, and what is answered on them is how its life is.
+"""The standing connections between engines. They carry world steps and reports. A broken link is how the death of a
+host is noticed even without traffic, and an answer on it proves that the host is alive.
 
-One thread per peer. Messages are kept newest-per-key until the peer has taken them, so that a peer that was away for a
-while gets the present state and not a backlog.
+One thread per peer. Per key only the newest message is kept until the peer has taken it, so a peer that was away gets
+the present state, not a backlog.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from ckpt_engine.peers.transport.pool import Dial
 from ckpt_engine.peers.transport.port import Connection
 from ckpt_engine.settings import EngineSettings
 from ckpt_engine.worker_thread import WorkerThread
+from flyball.backoff import pause_s
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.reports.testimony import Testimony
 
 log = structlog.get_logger()
 
 StateMessage = WorldStep | CommittedSteps
-Key = tuple[str, Hashable]  # the job, and what of it the message speaks of
-_BUSY_GROWTH = 1.5  # of the pause between two tries, up to the interval of pings
+Key = tuple[str, Hashable]  # the job, and what the message is about
+_BUSY_GROWTH = 1.5  # of the pause before a message is offered again, up to the ping interval
 
 OnUp = Callable[[str, str], None]  # host id, incarnation
 OnLost = Callable[[str], None]  # host id
@@ -47,7 +48,7 @@ class PeerLink:
         settings: EngineSettings,
         counters: Counters,
     ) -> None:
-        """`on_lost` is called when the peer has been out of reach for `io_timeout_s`: who waits for it may stop."""
+        """`on_lost` is called once the peer has been unreachable for `io_timeout_s`: stop waiting for it."""
         self.host_id = host_id
         self._dial = dial
         self._on_up = on_up
@@ -56,7 +57,7 @@ class PeerLink:
         self._lock = threading.Lock()
         self._waiting: dict[Key, StateMessage] = {}
         self._down_since: float | None = None
-        self._heard: tuple[float, float | None] | None = None  # when it last answered; what it said of its daemon then
+        self._answered: tuple[float, float | None] | None = None  # when it last did, and its daemon's age then
         self._lost = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = WorkerThread(
@@ -70,20 +71,21 @@ class PeerLink:
 
     @property
     def down_s(self) -> float:
-        """For how long the peer has been out of reach; 0.0 if it is in reach, or was not tried yet."""
+        """How long the peer has been unreachable; 0.0 if it is reachable, or was not tried yet."""
         since = self._down_since
         return 0.0 if since is None else max(time.monotonic() - since, 1e-9)
 
     def testimony(self) -> Testimony | None:
-        """That the peer lives; None while it is out of reach, or has not answered yet."""
-        heard = self._heard
-        if heard is None or self._down_since is not None:
+        """Evidence that the peer is alive; None while it is unreachable, or has not answered yet."""
+        answered = self._answered
+        if answered is None or self._down_since is not None:
             return None
-        return Testimony(self.host_id, engine_s=max(time.monotonic() - heard[0], 0.0), daemon_s=heard[1])
+        answered_s, daemon_s = answered
+        return Testimony(self.host_id, engine_s=max(time.monotonic() - answered_s, 0.0), daemon_s=daemon_s)
 
     def post(self, key: Key, message: StateMessage, *, unless: Callable[[], bool]) -> None:
-        """Send soon; a newer message with the same key takes the place of one that was not sent yet. Dropped if
-        `unless()`, which is asked where nobody can `forget` between the answer and the queue."""
+        """Send soon. A newer message replaces an unsent one with the same key. Dropped if `unless()`, which is called
+        under the lock: `forget` cannot come between it and the queue."""
         with self._lock:
             if unless():
                 return
@@ -91,14 +93,14 @@ class PeerLink:
         self._nudge()
 
     def forget(self, job: str) -> None:
-        """The job has ended: what the peer has not taken yet is of no interest any more. Its engine may know nothing of
-        the job, and would answer BUSY for ever."""
+        """Drop the unsent messages of a job that has ended. The peer may not know the job, and would answer BUSY for
+        ever."""
         with self._lock:
             for key in [key for key in self._waiting if key[0] == job]:
                 del self._waiting[key]
 
     def stop(self) -> None:
-        """End the link; what was not sent is dropped."""
+        """End the link and drop what was not sent."""
         self._thread.stop()
         self._nudge()
 
@@ -144,29 +146,37 @@ class PeerLink:
     def _serve_until_broken(self, connection: Connection) -> None:
         try:
             self._serve(connection)
-        except FlyballError as error:  # not down yet: that is said when no new connection can be made
+        except FlyballError as error:  # not down yet: first a new connection is tried
             log.info("peer_connection_lost", peer=self.host_id, reason=error.message)
 
     def _serve(self, connection: Connection) -> None:
-        """Send what is waiting, and a ping when there is nothing; ends by an exception or by `stop`."""
+        """Send what is waiting, or pings. Ends with an exception, or at `stop`."""
         poll = select.poll()
         poll.register(connection.fileno(), select.POLLIN)
         poll.register(self._wake, select.POLLIN)
-        deferred: set[Key] = set()  # the peer said BUSY: it is about to hear of the generation
-        retry_s = self._settings.replicate_retry_s
+        deferred: set[Key] = set()  # answered BUSY: the peer will know the generation soon
+        tries = 1
         while not self._thread.stopping:
             sent = self._send_waiting(connection, deferred)
-            wait_s = min(retry_s, self._settings.ping_interval_s) if deferred else self._settings.ping_interval_s
+            wait_s = self._busy_pause_s(tries) if deferred else self._settings.ping_interval_s
             ready = poll.poll(0 if sent else wait_s * 1000)
             if any(descriptor == self._wake for descriptor, _ in ready):
                 os.eventfd_read(self._wake)
             elif deferred and not ready and not sent:
                 deferred.clear()
-                retry_s *= _BUSY_GROWTH
-            elif not sent or ready:  # nothing to do, or the connection has an end to tell
+                tries += 1
+            elif not sent or ready:  # nothing to do, or the connection has ended
                 self._exchange(connection, Ping())
             if not deferred and not self._waiting:
-                retry_s = self._settings.replicate_retry_s
+                tries = 1
+
+    def _busy_pause_s(self, tries: int) -> float:
+        return pause_s(
+            tries,
+            first_s=self._settings.replicate_retry_s,
+            longest_s=self._settings.ping_interval_s,
+            factor=_BUSY_GROWTH,
+        )
 
     def _send_waiting(self, connection: Connection, deferred: set[Key]) -> bool:
         with self._lock:
@@ -182,14 +192,14 @@ class PeerLink:
         return bool(waiting)
 
     def _exchange(self, connection: Connection, message: Ping | StateMessage) -> Reply:
-        asked_s = time.monotonic()
+        sent_s = time.monotonic()
         reply = connection.request(message, Reply, timeout_s=self._settings.ping_timeout_s)
-        self._heard = (asked_s, reply.daemon_s)
+        self._answered = (sent_s, reply.daemon_s)
         return reply
 
 
 class PeerLinks:
-    """The links of all jobs of this engine; a peer that two jobs share has one link."""
+    """The links of all jobs of this engine. A peer that two jobs share has one link."""
 
     def __init__(
         self, *, dial: Dial, on_up: OnUp, on_lost: OnLost, settings: EngineSettings, counters: Counters
@@ -203,7 +213,7 @@ class PeerLinks:
         self._links: dict[str, PeerLink] = {}
 
     def set_targets(self, hosts: frozenset[str]) -> None:
-        """Have a link to each of these hosts, and to no other."""
+        """Keep a link to each of these hosts, and to no other."""
         with self._lock:
             for host_id in self._links.keys() - hosts:
                 self._links.pop(host_id).stop()
@@ -218,15 +228,15 @@ class PeerLinks:
                 )
 
     def forget(self, job: str) -> None:
-        """The job has ended here."""
+        """Drop the unsent messages of a job that has ended here."""
         with self._lock:
             links = list(self._links.values())
         for link in links:
             link.forget(job)
 
     def post(self, host_id: str, key: Key, message: StateMessage, *, unless: Callable[[], bool]) -> None:
-        """Send to a host that has a link; without one there is nobody to tell. `unless` as for the link: what is true
-        before `forget` is called is never queued after it."""
+        """Send to a host if it has a link. `unless`: see `PeerLink.post`. If it is true before `forget` is called,
+        nothing is queued afterwards."""
         with self._lock:
             link = self._links.get(host_id)
         if link is not None:
@@ -238,12 +248,12 @@ class PeerLinks:
         return 0.0 if link is None else link.down_s
 
     def unreachable(self) -> tuple[str, ...]:
-        """Peers whose connection broke and could not be made again so far."""
+        """Peers whose connection broke and could not be restored so far."""
         with self._lock:
             return tuple(sorted(host_id for host_id, link in self._links.items() if link.down_s > 0))
 
     def testimonies(self, hosts: Iterable[str]) -> tuple[Testimony, ...]:
-        """Of those of these hosts that answer."""
+        """One for each of these hosts that answers."""
         with self._lock:
             links = [self._links[host_id] for host_id in hosts if host_id in self._links]
         return tuple(testimony for link in links if (testimony := link.testimony()) is not None)

@@ -1,13 +1,13 @@
-"""For how long a step waits for a peer that is in reach, and does not take it. Pure."""
+"""How long a step waits for a peer that is reachable but does not take it. Pure."""
 
 from __future__ import annotations
 
-_LEAST = 1 / 64  # of the full time; from there on there is one try
+_LEAST = 1 / 64  # of the full time; below it a step gets a single try
 
 
 class PeerPatience:
-    """Halved each time that a step waited in vain, and full again when the peer took one. So a peer that takes nothing
-    for good costs all steps together less than twice what it costs the first, and from then on each a single try."""
+    """Halved after each step that waited in vain; full again when the peer takes one. So a peer that never takes
+    anything delays all steps together by less than twice what it delays the first."""
 
     def __init__(self, full_s: float) -> None:
         self._full_s = full_s
@@ -18,10 +18,10 @@ class PeerPatience:
         return self.left_s == self._full_s
 
     def in_vain(self) -> None:
-        """A step was given up, for which the peer was asked for `left_s`."""
+        """A step was given up after `left_s`."""
         half_s = self.left_s / 2
         self.left_s = half_s if half_s > self._full_s * _LEAST else 0.0
 
     def refill(self) -> None:
-        """The peer took a step, or is another process by now."""
+        """The peer took a step, or is a new process."""
         self.left_s = self._full_s

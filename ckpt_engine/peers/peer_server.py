@@ -1,4 +1,4 @@
-"""The door on which other engines knock: a thread per connection, none of them served before it has shown the token."""
+"""Accepts connections from other engines, one thread each. None is served before it has proved to have the token."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ log = structlog.get_logger()
 
 Handler = Callable[[Connection, PeerRequest], None]
 
-_PER_LINKED_HOST = 2  # its standing connection, and one for shards that is made or given up this moment
-_REFUSAL_TIMEOUT_S = 0.05  # a frame that the socket's empty buffer takes at once
+_PER_LINKED_HOST = 2  # its link, and a connection for shards that is being opened or closed
+_REFUSAL_TIMEOUT_S = 0.05  # the frame fits into the socket's empty buffer
 
 
 class PeerServer:
     """Accepts connections until it is closed.
 
-    At most `max_connections` are open, or more where the job has more hosts (`expect`). When they are, the one that has
-    been longest without showing the token has to go; if all have shown it, the newcomer is told why it cannot come in.
+    At most `max_connections` are open, more if the job has more hosts (`expect`). Beyond that, the oldest connection
+    that has not shown the token is closed. If all have shown it, the new one is refused with a reason.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PeerServer:
         handle: Handler,
         on_hello: Callable[[Identity], None],
     ) -> None:
-        """`handle` answers one request on its connection; `on_hello` hears who connected, and where it listens."""
+        """`handle` answers one request on its connection. `on_hello` gets who connected, and its address."""
         self._listener = listener
         self._identity = identity
         self._token = token
@@ -51,7 +51,7 @@ class PeerServer:
         self._handle = handle
         self._on_hello = on_hello
         self._capacity = settings.max_connections
-        self._strangers: dict[Connection, None] = {}  # have not shown the token; oldest first
+        self._strangers: dict[Connection, None] = {}  # have not shown the token yet; oldest first
         self._known: set[Connection] = set()
         self._lock = threading.Lock()
         self._thread = WorkerThread(
@@ -62,7 +62,7 @@ class PeerServer:
         self._thread.start()
 
     def expect(self, linked_hosts: int) -> None:
-        """So many hosts keep a connection to this one: rank 0's engine is called by every host of the job."""
+        """Make room for the links of so many hosts: every host of a job calls rank 0's engine."""
         pooled = self._settings.pool_connections_per_peer
         self._capacity = max(self._settings.max_connections, linked_hosts * (_PER_LINKED_HOST + pooled))
 
@@ -79,7 +79,7 @@ class PeerServer:
             connection.abort()
 
     def _accept(self) -> float | None:
-        """Accept one connection. Without descriptors or threads it fails, and those that are open are served first."""
+        """Accept one connection. Fails without a free descriptor or thread; the next one is accepted after a pause."""
         try:
             connection, remote = self._listener.accept()
         except OSError:
@@ -118,10 +118,10 @@ class PeerServer:
         return admitted
 
     def _let_in(self, connection: Connection) -> None:
-        """It is no stranger any more. Raises Unreachable if it was evicted at the last moment."""
+        """The connection has shown the token. Raises Unreachable if it was evicted at the last moment."""
         with self._lock:
             if connection not in self._strangers:
-                raise Unreachable("It had to make room for another connection.")
+                raise Unreachable("It was closed to make room for another connection.")
             del self._strangers[connection]
             self._known.add(connection)
 

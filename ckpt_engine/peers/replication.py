@@ -1,7 +1,7 @@
-"""Copying a committed shard into a peer's memory: both ends.
+"""Copies a committed shard into a peer's memory: both ends.
 
-The sender offers, the receiver answers whether and what to send. Where an older step is in its replica slots, it asks
-for the manifest first, and then only for the chunks that it does not have.
+The sender offers a shard, the receiver answers what to send. A receiver that holds an older step asks for the manifest
+first, and then only for the chunks that changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MIN_PIECE_BYTES = 16 << 10
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A committed shard, and the file that holds it from its first byte on."""
+    """A committed shard. `descriptor` is the open file with its bytes, from offset 0."""
 
     put: PutShard
     manifest: bytes
@@ -37,8 +37,8 @@ class Offer:
 
 
 def send_replica(connection: Connection, offer: Offer, *, settings: EngineSettings, pace: Pace) -> Reply:
-    """Offer a shard and, if the peer wants it, send it. Raises Unreachable if the connection breaks on the way, and
-    what `pace` raises."""
+    """Offer a shard and, if the peer wants it, send it. Returns the peer's last reply. Raises Unreachable if the
+    connection breaks, and whatever `pace` raises."""
     put = offer.put
     ranges = [(0, put.shard_bytes)]
     reply = connection.request(put, Reply, timeout_s=settings.allocate_timeout_s)
@@ -56,7 +56,7 @@ def send_replica(connection: Connection, offer: Offer, *, settings: EngineSettin
 
 
 def _piece_bytes(settings: EngineSettings) -> int:
-    """Small enough that with a bandwidth limit the receiver sees bytes move all the time."""
+    """With a bandwidth limit the pieces are small, so that the receiver sees bytes move all the time."""
     limit = settings.peer_bytes_per_s
     return min(settings.transfer_bytes, max(limit // 8, _MIN_PIECE_BYTES)) if limit else settings.transfer_bytes
 
@@ -65,7 +65,7 @@ def _wanted_ranges(bitmap: bytes, offer: Offer) -> list[tuple[int, int]]:
     try:
         return changed_chunks.ranges(bitmap, offer.put.shard_bytes, offer.chunk_bytes)
     except ValueError as error:
-        raise InvalidMessage(f"The peer asked for chunks that there are not: {error}") from error
+        raise InvalidMessage(f"The peer asked for chunks that do not exist: {error}") from error
 
 
 def receive_replica(
@@ -77,8 +77,8 @@ def receive_replica(
     world: WorldView,
     settings: EngineSettings,
 ) -> Reply:
-    """Take a shard into a replica slot, if the rules allow it; the answer is the last of the exchange. The slot counts
-    only once every chunk was verified and the manifest stored. Raises what ends the connection."""
+    """Take a shard into a replica slot, if the rules allow it. Returns the last reply of the exchange. The slot counts
+    only once every chunk is verified and the manifest is stored. Raises what ends the connection."""
     refusal = _refusal(put, generation)
     if refusal is not None:
         return refusal
@@ -97,15 +97,13 @@ def receive_replica(
 
 def _refusal(put: PutShard, generation: HostGeneration) -> Reply | None:
     if put.running_generation > generation.number:
-        return Reply(ShardVerdict.BUSY, f"Generation {put.running_generation} was not announced here yet.")
+        return Reply(ShardVerdict.BUSY, f"Generation {put.running_generation} has not begun here yet.")
     if put.running_generation < generation.number:
         return Reply(ShardVerdict.STALE, f"Generation {generation.number} runs.")
     if put.rank not in generation.replicated_ranks:
         return Reply(ShardVerdict.STALE, f"This host is no peer of rank {put.rank}.")
     if not is_alive(put.generation, put.step, generation.lineage):
-        return Reply(
-            ShardVerdict.STALE, f"Step {put.step} of generation {put.generation} is not of the history that counts."
-        )
+        return Reply(ShardVerdict.STALE, f"Step {put.step} of generation {put.generation} is not in the job's lineage.")
     return None
 
 
@@ -170,7 +168,7 @@ class _Held:
 
 
 def _held(segments: RankSegments, slot: SlotView, shard_bytes: int) -> list[_Held]:
-    """What the offered shard may have chunks in common with, the slot itself first. Nothing for a small shard."""
+    """Older steps that may share chunks with the offered shard, the target slot first. None for a small shard."""
     if shard_bytes < changed_chunks.WORTH_A_QUESTION_BYTES:
         return []
     found: list[_Held] = []
@@ -179,7 +177,7 @@ def _held(segments: RankSegments, slot: SlotView, shard_bytes: int) -> list[_Hel
             manifest = segments.committed(view.index)
             try:
                 payload = segments.payload(view.index)
-            except CorruptShard:  # somebody removed or shortened its file
+            except CorruptShard:  # its file was removed or shortened
                 continue
             if manifest is not None:
                 found.append(_Held(payload, manifest, view.index == slot.index))
@@ -187,7 +185,7 @@ def _held(segments: RankSegments, slot: SlotView, shard_bytes: int) -> list[_Hel
 
 
 def _take_over(held: list[_Held], manifest: Manifest, target: memoryview) -> list[int] | None:
-    """Fill and verify what older steps have the same; returns the chunks that must be sent, None for all of them."""
+    """Copy and verify the chunks that older steps share. Returns the chunks to send, None for all of them."""
     sources: dict[int, _Held] = {}
     for older in held:
         for index in changed_chunks.equal_chunks(manifest, older.manifest):
@@ -204,7 +202,7 @@ def _take_over(held: list[_Held], manifest: Manifest, target: memoryview) -> lis
 
 
 def _copy(source: _Held, target: memoryview, index: int, manifest: Manifest) -> bool:
-    """Whether the chunk is now in `target`; not if the older step's bytes went bad."""
+    """Copy one chunk into `target`. False if the older step's bytes are bad."""
     start, end = index * manifest.chunk_bytes, (index + 1) * manifest.chunk_bytes
     if not source.in_place:
         target[start:end] = source.payload[start:end]
@@ -227,5 +225,5 @@ def _receive_manifest(connection: Connection, put: PutShard, run: str) -> tuple[
             rank=put.rank,
             shard_bytes=put.shard_bytes,
         )
-    except CorruptShard as error:  # the shard follows unasked, so this connection has no next frame
+    except CorruptShard as error:  # the shard follows anyway, so the connection is of no more use
         raise InvalidMessage(f"A put does not match its manifest: {error.message}") from error

@@ -1,5 +1,5 @@
-"""Bringing one rank's committed shards to one of its peers. One thread per rank, peer and generation, so that peers
-neither wait for each other nor for the next commit."""
+"""Copies one rank's committed shards to one of its peers. One thread per rank, peer and generation, so that peers wait
+neither for each other nor for the next commit."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.rank_segments import SlotView
 from ckpt_engine.tiers.memory import MemoryTier, OpenSegments
 from ckpt_engine.worker_thread import WorkerThread
+from flyball.backoff import Backoff
 from flyball.contracts.errors import CorruptShard, FlyballError, StaleCommand, Unreachable
 from flyball.contracts.fault_points import reach
 
@@ -35,7 +36,7 @@ _BUSY_GROWTH = 1.5
 
 @dataclass(frozen=True, slots=True)
 class ReplicationOutcome:
-    """How it ended with one step and one peer."""
+    """The result for one step and one peer."""
 
     there: bool
     reason: str = ""
@@ -44,13 +45,13 @@ class ReplicationOutcome:
 @dataclass(frozen=True, slots=True)
 class _Attempt:
     there: bool  # the peer has the shard
-    retry_s: float | None = None  # None: it is no use to try again
+    retry_s: float | None = None  # None: do not try again
     reason: str = ""
-    awaits_world: bool = False  # the peer is fine: its slots hold steps that another rank may still need
+    awaits_world: bool = False  # the peer is fine, but another rank may still need what is in its slots
 
 
 class Replicator:
-    """Sends wanted steps to one peer, oldest first, until each is there or given up."""
+    """Sends the wanted steps to one peer, oldest first, until each has arrived or is given up."""
 
     def __init__(
         self,
@@ -68,8 +69,8 @@ class Replicator:
         counters: Counters,
         settings: EngineSettings,
     ) -> None:
-        """`wanted` names the slots to send; `on_settled` is called once per step and attempt at it, `on_bad` for a slot
-        whose bytes do not match its manifest."""
+        """`wanted` returns the slots to send. `on_settled` is called once per step, and again after `peer_is_back`;
+        `on_bad` for a slot whose bytes do not match its manifest."""
         self.peer = peer
         self._rank = rank
         self._generation = generation
@@ -85,9 +86,10 @@ class Replicator:
         self._lock = threading.Lock()
         self._settled: dict[tuple[int, int], ReplicationOutcome] = {}  # by (generation, step)
         self._tried_since: dict[tuple[int, int], float] = {}
-        self._busy_retry_s = settings.replicate_retry_s
+        retry_s = settings.replicate_retry_s
+        self._busy_pauses = Backoff(retry_s, max(retry_s, _MAX_BUSY_RETRY_S), factor=_BUSY_GROWTH)
         self._patience = PeerPatience(settings.replicate_timeout_s)
-        self._missing = False  # the peer did not get the step before
+        self._missing = False  # the peer did not get the previous step
         self._thread = WorkerThread(
             f"{generation.job}-r{rank}-{peer}",
             self._round,
@@ -104,17 +106,17 @@ class Replicator:
         self._thread.wake()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread, if it was started, after its generation has ended."""
+        """Wait for the thread, after its generation has ended."""
         self._thread.wake()
         self._thread.join(timeout_s)
 
     def outcome(self, view: SlotView) -> ReplicationOutcome | None:
-        """How it ended with this step; None while it is being tried."""
+        """The result for this step; None while it is being tried."""
         with self._lock:
             return self._settled.get((view.generation, view.step))
 
     def peer_is_back(self) -> None:
-        """A connection to the peer was made: what it holds now is to be asked anew."""
+        """A connection to the peer was made: ask again what it holds."""
         with self._lock:
             self._settled.clear()
             self._tried_since.clear()
@@ -122,7 +124,7 @@ class Replicator:
         self.kick()
 
     def _round(self) -> float:
-        """Send all that can be sent now; returns the seconds after which to look again."""
+        """Send what can be sent now. Returns the seconds until the next round."""
         with self._memory.using(self._rank) as entry:
             for view in self._wanted(entry) if entry is not None else ():
                 if entry is None or self.outcome(view) is not None:
@@ -133,17 +135,17 @@ class Replicator:
         return self._settings.scan_interval_s
 
     def _bring(self, entry: OpenSegments, view: SlotView) -> float | None:
-        """None when the peer has the shard, or never will; else the seconds after which to try again."""
+        """Offer the shard. Returns None once the peer has it or never will, else the seconds until the next try."""
         key = (view.generation, view.step)
         now_s = time.monotonic()
         with self._lock:
             tried_s = now_s - self._tried_since.setdefault(key, now_s)
         timeout_s = self._settings.replicate_timeout_s
-        attempt = _Attempt(False, None, "it has been out of reach for too long.")
-        if self._peer_down_s(self.peer) <= timeout_s:  # else no step waits for it until its link says that it is back
+        attempt = _Attempt(False, None, "it has been unreachable for too long.")
+        if self._peer_down_s(self.peer) <= timeout_s:  # else no step waits for it until it is back
             attempt = self._offer(entry, view)
         if not attempt.there and not entry.segments.unchanged(view):
-            return None  # of no interest any more
+            return None  # the slot holds something else by now
         is_down = self._peer_down_s(self.peer) > timeout_s
         spent = is_down or tried_s >= self._patience.left_s
         if attempt.there or attempt.awaits_world:
@@ -161,7 +163,7 @@ class Replicator:
         return None
 
     def _note_in_vain(self, reason: str) -> None:
-        """The peer is in reach, and did not take the step for as long as that may last: later ones wait less for it."""
+        """The peer is reachable but did not take the step in time: later steps wait less for it."""
         if self._patience.is_full:
             log.warning("peer_backed_off", rank=self._rank, peer=self.peer, reason=reason)
         self._patience.in_vain()
@@ -175,8 +177,8 @@ class Replicator:
             self._settled[view.generation, view.step] = outcome
         if not outcome.there:
             self._counters.add("replicas_given_up")
-            say = log.debug if self._missing else log.warning  # once for each time that it is away
-            say("replica_given_up", rank=self._rank, peer=self.peer, step=view.step, reason=outcome.reason)
+            write = log.debug if self._missing else log.warning  # one warning per absence
+            write("replica_given_up", rank=self._rank, peer=self.peer, step=view.step, reason=outcome.reason)
         self._missing = not outcome.there
         self._on_settled(self.peer, view, outcome)
 
@@ -189,7 +191,7 @@ class Replicator:
         view, manifest, data = found
         try:
             descriptor = entry.segments.open_payload(view.index)
-        except (CorruptShard, OSError) as error:  # overwritten or removed this moment, or its file was tampered with
+        except (CorruptShard, OSError) as error:  # just overwritten or removed, or tampered with
             return _Attempt(False, None, str(error))
         put = PutShard(
             job=self._generation.job,
@@ -207,7 +209,7 @@ class Replicator:
             return _Attempt(False, None, error.message)
         except Unreachable as error:
             return _Attempt(False, self._settings.reconnect_interval_s, error.message)
-        except FlyballError as error:  # another token or release over there: nothing that passes by itself soon
+        except FlyballError as error:  # another token or release: it will not pass soon
             return _Attempt(False, self._settings.scan_interval_s, error.message)
         finally:
             os.close(descriptor)
@@ -218,19 +220,18 @@ class Replicator:
             self._counters.add("replicas_sent")
             self._counters.add("replica_bytes_unchanged", reply.unchanged_bytes)
         if reply.verdict in (ShardVerdict.OK, ShardVerdict.HAVE):
-            self._busy_retry_s = self._settings.replicate_retry_s
+            self._busy_pauses.succeeded()
             return _Attempt(True)
         retry_s = None
         if reply.verdict in (ShardVerdict.BUSY, ShardVerdict.FULL):
-            retry_s = self._busy_retry_s
-            self._busy_retry_s = min(retry_s * _BUSY_GROWTH, max(_MAX_BUSY_RETRY_S, retry_s))
+            retry_s = self._busy_pauses.failed()
         elif reply.verdict is ShardVerdict.CORRUPT and not self._is_bad_here(entry, view, manifest):
             retry_s = self._settings.reconnect_interval_s
         reason = f"it answered {reply.verdict}. {reply.message}"
         return _Attempt(False, retry_s, reason, awaits_world=reply.verdict is ShardVerdict.FULL)
 
     def _is_bad_here(self, entry: OpenSegments, view: SlotView, manifest: Manifest) -> bool:
-        """The peer found the bytes bad: whether they are bad in this slot already."""
+        """The peer received bad bytes. Check whether they are bad in this slot already."""
         try:
             integrity.verify(entry.segments.payload(view.index), manifest.chunk_digests, manifest.chunk_bytes)
         except CorruptShard as error:

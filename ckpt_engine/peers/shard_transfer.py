@@ -1,4 +1,4 @@
-"""Moving one shard between engines: in order, verified chunk by chunk as it arrives."""
+"""Moves one shard between engines, in order, verified chunk by chunk on arrival."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flyball.contracts.errors import CorruptShard, StaleCommand
 from flyball.contracts.fault_points import reach
 
 Ranges = Sequence[tuple[int, int]]  # (offset, bytes), in order
-Pace = Callable[[int], None]  # called before so many bytes go; may wait, or raise what ends the transfer
+Pace = Callable[[int], None]  # called with a number of bytes before they are sent; may wait, or raise
 
 
 def send_ranges(connection: Connection, descriptor: int, ranges: Ranges, *, piece_bytes: int, pace: Pace) -> None:
-    """Parts of a shard from the file in which it lies, a slot as well as a file on disk; its bytes do not pass through
-    this process. Raises Unreachable, also if the file ends early."""
+    """Send parts of a file, which may be a slot; the bytes do not pass through this process. Raises Unreachable, also
+    if the file ends early."""
     for offset, size_bytes in ranges:
         for start in range(offset, offset + size_bytes, piece_bytes):
             count = min(piece_bytes, offset + size_bytes - start)
@@ -29,7 +29,7 @@ def send_ranges(connection: Connection, descriptor: int, ranges: Ranges, *, piec
 
 
 def send_stored(connection: Connection, manifest: bytes, stored: StoredBytes, *, piece_bytes: int) -> None:
-    """Manifest, then a shard that lies in a store; raises OSError or FlyballError if it cannot be read to its end."""
+    """Send a manifest, then its shard from a store. Raises OSError or FlyballError if it cannot be read to its end."""
     send_manifest(connection, manifest)
     buffer = memoryview(bytearray(min(piece_bytes, stored.size_bytes)))
     for begin in range(0, stored.size_bytes, piece_bytes):
@@ -39,7 +39,7 @@ def send_stored(connection: Connection, manifest: bytes, stored: StoredBytes, *,
 
 
 def send_manifest(connection: Connection, manifest: bytes) -> None:
-    """A manifest's bytes, and their checksum."""
+    """Send a manifest's bytes and their checksum."""
     connection.send_raw(memoryview(manifest + xxhash.xxh3_128_digest(manifest)))
 
 
@@ -54,8 +54,8 @@ def receive_manifest(
     rank: int,
     shard_bytes: int,
 ) -> tuple[Manifest, bytes]:
-    """The manifest of exactly this shard, and its bytes, `size_bytes` long; raises CorruptShard if they are not whole,
-    or another shard's."""
+    """Receive the manifest of exactly this shard, `size_bytes` long. Raises CorruptShard if it is damaged, or another
+    shard's."""
     received = memoryview(bytearray(size_bytes + integrity.DIGEST_BYTES))
     connection.receive_raw(received)
     data = received[:size_bytes]
@@ -83,14 +83,14 @@ def receive_payload(
     read_to_end: bool = False,
     chunks: Sequence[int] | None = None,
 ) -> None:
-    """Fill `target`, or only these of its chunks, from the connection and check it.
+    """Fill `target`, or only some of its chunks, from the connection, and verify them.
 
-    Raises CorruptShard at the first chunk that does not match: the rest is then still on its way, and the connection
-    must be closed; with `read_to_end` after the last chunk, and the connection can be used on. Raises StaleCommand as
-    soon as `superseded` says that nobody wants the bytes any more.
+    Raises CorruptShard at the first bad chunk; the rest is still on its way, so the connection must be closed. With
+    `read_to_end` it is raised after the last chunk, and the connection stays usable. Raises StaleCommand as soon as
+    `superseded()`.
     """
-    # Checked in this thread, while the chunk is in the processor's cache: measured, that costs a tenth of the processor
-    # time of a transfer, and a second thread, which finds the chunk there no more, a third.
+    # Verified in this thread, while the chunk is in the processor's cache: a tenth of a transfer's processor time. In
+    # another thread, where it is not, it costs a third.
     wanted = range(integrity.chunk_count(len(target), manifest.chunk_bytes)) if chunks is None else chunks
     corrupt: CorruptShard | None = None
     for position, index in enumerate(wanted):

@@ -450,7 +450,7 @@ def test_a_folder_that_hangs_keeps_one_thread_however_often_it_is_looked_at(
     before = set(threading.enumerate())  # of another test's some may be about to end
 
     def threads() -> int:
-        return sum(thread.name == "look-disk" for thread in set(threading.enumerate()) - before)
+        return sum(thread.name == "scan-disk" for thread in set(threading.enumerate()) - before)
 
     job.begin(configure(1, 0, disk_dir=str(tmp_path / "disk")))
     wait_for(lambda: job.running is not None and bool(job.running.durable.reports(0)))

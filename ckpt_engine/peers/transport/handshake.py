@@ -1,7 +1,7 @@
-"""The first words on every connection: both sides prove that they have the shared token, which itself never travels.
+"""The handshake on every connection: both sides prove that they have the shared token without sending it.
 
-Each proof is an HMAC over both sides' nonces, so it cannot be replayed; over the role, so it cannot be reflected; and
-over the identity, so it cannot be used under another name.
+A proof is an HMAC over both nonces, so it cannot be replayed; over the role, so it cannot be reflected; and over the
+identity, so it cannot be used under another name.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from flyball.contracts.errors import InvalidMessage, Unauthorized, Unreachable
 
 
 def introduce(connection: Connection, *, identity: Identity, token: bytes, timeout_s: float) -> None:
-    """The connecting side. Raises Unauthorized unless both have the same token, Unreachable if the other side has no
-    room for this connection, InvalidMessage for another release."""
+    """The connecting side. Raises Unauthorized unless both have the same token, Unreachable if the other side refuses
+    for lack of room, InvalidMessage if it runs another release."""
     challenge = connection.receive(Challenge, timeout_s=timeout_s)
     if challenge.protocol != PEER_PROTOCOL:
         raise InvalidMessage(
@@ -26,7 +26,8 @@ def introduce(connection: Connection, *, identity: Identity, token: bytes, timeo
         )
     if challenge.refusal:
         raise Unreachable(
-            f"The peer refused the connection: {challenge.refusal}", hint="it is tried again while the generation runs"
+            f"The peer refused the connection: {challenge.refusal}",
+            hint="nothing to do: it is retried while the generation runs",
         )
     nonce = secrets.token_hex(32)
     proof = _proof(token, "connects", challenge.nonce, nonce, identity)
@@ -47,15 +48,15 @@ def introduce(connection: Connection, *, identity: Identity, token: bytes, timeo
 def admit(
     connection: Connection, *, identity: Identity, token: bytes, timeout_s: float, on_shown: Callable[[], None]
 ) -> None:
-    """The accepting side. Raises Unauthorized unless the other side has the token, and what `on_shown` raises, which is
-    called when that is shown and before the other side hears of it."""
+    """The accepting side. Calls `on_shown` once the other side has proved that it has the token, before it is answered.
+    Raises Unauthorized without that proof, and whatever `on_shown` raises."""
     nonce = secrets.token_hex(32)
     connection.send(Challenge(PEER_PROTOCOL, nonce), timeout_s=timeout_s)
     hello = connection.receive(Hello, timeout_s=timeout_s)
     peer = Identity(hello.host_id, hello.address, hello.incarnation)
     if not hmac.compare_digest(hello.proof, _proof(token, "connects", nonce, hello.nonce, peer)):
         raise Unauthorized(
-            f"A connection that says it is the engine of {hello.host_id} does not have the token.",
+            f"A caller that claims to be the engine of {hello.host_id} does not have the token.",
             hint="use the same token on all hosts of the cluster",
         )
     on_shown()
@@ -65,7 +66,7 @@ def admit(
 
 
 def refuse(connection: Connection, reason: str, *, timeout_s: float) -> None:
-    """Say in place of a challenge why there is no room."""
+    """Send the reason instead of a challenge."""
     connection.send(Challenge(PEER_PROTOCOL, "0" * 64, reason), timeout_s=timeout_s)
 
 

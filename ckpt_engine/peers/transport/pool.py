@@ -1,4 +1,4 @@
-"""Connections for shards, kept open between transfers: a few per peer."""
+"""Keeps a few connections per peer open between transfers of shards."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 from ckpt_engine.peers.transport.port import Connection
 
-Dial = Callable[[str, str], Connection]  # host id, address ('' : the one it is known by); Unreachable, Unauthorized
+Dial = Callable[[str, str], Connection]  # host id, address ('': the newest known); Unreachable, Unauthorized
 
 
 class ConnectionPool:
-    """Lends connections by host. One that was used without an error is kept for the next, up to a bound per peer."""
+    """Lends connections by host. One that was used without an error is kept, up to a limit per peer."""
 
     def __init__(self, dial: Dial, *, connections_per_peer: int) -> None:
         self._dial = dial
@@ -39,13 +39,13 @@ class ConnectionPool:
                 connection.close()
 
     def abort(self, host_id: str) -> None:
-        """The host is lost: break what is lent of its connections, so that nobody waits for an answer from there."""
+        """The host is lost: break its connections, so that nobody waits for its answers."""
         with self._lock:
             for connection in (*self._lent.get(host_id, ()), *self._idle.get(host_id, ())):
                 connection.abort()
 
     def close(self) -> None:
-        """Close what is idle; what is lent is closed by its users."""
+        """Close idle connections. Lent ones are closed by their users."""
         with self._lock:
             idle = [connection for connections in self._idle.values() for connection in connections]
             self._idle.clear()
@@ -72,7 +72,7 @@ class ConnectionPool:
             return True
 
     def _drop_spent_locked(self) -> None:
-        """Of hosts that are peers no more nobody asks again: their connections would stay open for good."""
+        """Nobody asks again for connections to former peers: they would stay open for good."""
         for host_id, idle in list(self._idle.items()):
             for connection in [known for known in idle if _is_spent(known)]:
                 idle.remove(connection)
@@ -82,7 +82,7 @@ class ConnectionPool:
 
 
 def _is_spent(connection: Connection) -> bool:
-    # Between transfers nothing is to be read; if something is, it is the end of the connection.
+    # Nothing is sent between transfers: if it is readable, it has ended.
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLIN | select.POLLHUP | select.POLLERR)
     return bool(poll.poll(0))

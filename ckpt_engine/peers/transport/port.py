@@ -1,7 +1,7 @@
-"""What a transport between engines has to offer. TCP is the one that there is; RDMA is to come in by this door.
+"""The interface of a transport between engines. TCP implements it; RDMA would.
 
-The handshake, the frames' meaning and the order of the bytes are the same over every transport, and none of its
-business; `tests/conformance/test_engine_transports.py` says in detail what it must do.
+The handshake, the frames and the order of the bytes are the same over every transport and not its concern. The details
+are in `tests/conformance/test_engine_transports.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What an engine says of itself in a handshake."""
+    """An engine, as it introduces itself in a handshake."""
 
     host_id: str
     address: str
@@ -24,7 +24,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 class ByteCounters:
-    """Raw bytes that crossed connections of this process; frames are not counted."""
+    """Raw bytes over all connections of this process, without frames. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,8 +48,8 @@ class ByteCounters:
 class Connection(Protocol):
     """One connection to one peer, for one thread at a time.
 
-    Every method raises Unreachable when the connection breaks or its time is up, and InvalidMessage when the other side
-    does not keep to the protocol; the connection is of no use after either.
+    Every method raises Unreachable when the connection breaks or times out, and InvalidMessage when the other side
+    violates the protocol. After either the connection is unusable.
     """
 
     peer: Identity  # empty until the handshake
@@ -63,49 +63,49 @@ class Connection(Protocol):
     ) -> None: ...
 
     def fileno(self) -> int:
-        """A descriptor that polls as readable when there is something to receive, be it the end of the connection."""
+        """A descriptor that polls as readable when data, or the end of the connection, can be received."""
         ...
 
     def close(self) -> None: ...
 
     def abort(self) -> None:
-        """End it from another thread: whoever waits on it gets Unreachable at once."""
+        """End it from another thread. Whoever waits on it gets Unreachable at once."""
         ...
 
     def send(self, message: object, *, timeout_s: float) -> None:
-        """One frame."""
+        """Send one frame."""
         ...
 
     def receive(self, kind: type[T], *, timeout_s: float) -> T:
-        """One frame, whole within `timeout_s`; larger than MAX_FRAME_BYTES it is InvalidMessage before it is read."""
+        """Receive one whole frame. One larger than MAX_FRAME_BYTES raises InvalidMessage before it is read."""
         ...
 
     def request(self, message: object, kind: type[T], *, timeout_s: float) -> T:
-        """Send a frame and receive the answer."""
+        """Send a frame and receive the reply."""
         ...
 
     def send_raw(self, data: memoryview) -> None:
-        """Bytes without a frame, from where they lie. It breaks the connection if they stop moving."""
+        """Send bytes without a frame, without copying them. If they stop moving, the connection breaks."""
         ...
 
     def send_file(self, descriptor: int, offset: int, size_bytes: int) -> None:
-        """Bytes of an open file without a frame; without passing through this process where the transport can."""
+        """Send bytes of an open file without a frame, past this process if the transport can."""
         ...
 
     def receive_raw(self, target: memoryview) -> None:
-        """Fill `target` with bytes without a frame. It breaks the connection if they stop moving."""
+        """Fill `target` with bytes without a frame. If they stop moving, the connection breaks."""
         ...
 
 
 class Listener(Protocol):
-    """Where peers connect."""
+    """Accepts connections from peers."""
 
     port: int
 
     def accept(self) -> tuple[Connection, str]:
-        """The next connection, and the address that it came from. Raises OSError, also when it was closed."""
+        """The next connection and its remote address. Raises OSError, also after `close`."""
         ...
 
     def close(self) -> None:
-        """Stop listening; wakes `accept`."""
+        """Stop listening, and wake `accept`."""
         ...

@@ -1,8 +1,8 @@
-"""TCP between engines: small JSON frames, and shards raw between them, straight from and into slots.
+"""TCP between engines: small JSON frames, and raw shards between them, straight from and into slots.
 
-A frame must be whole within its time, which is kept with polls. Raw bytes must move on by `_PROGRESS_BYTES` within
-every `io_timeout_s`, so that neither silence nor single dripping bytes hold a thread; there the kernel keeps the time
-(SO_RCVTIMEO, SO_SNDTIMEO), since polls cost a tenth of the processor time of a transfer.
+A frame must arrive whole within its timeout, which is measured with polls. Raw bytes must advance by `_PROGRESS_BYTES`
+within every `io_timeout_s`, so that neither silence nor a trickle of bytes blocks a thread. For those the kernel
+measures the time (SO_RCVTIMEO, SO_SNDTIMEO): polls would cost a tenth of a transfer's processor time.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ T = TypeVar("T")
 _LENGTH: Final = struct.Struct("<I")
 _TIMEVAL: Final = struct.Struct("@ll")
 _PROGRESS_BYTES: Final = 64 << 10
-_AT_ONCE_BYTES: Final = 1 << 20  # in one call to the kernel
+_AT_ONCE_BYTES: Final = 1 << 20  # per system call
 _MAX_PORT: Final = 65535
 _SHOWN_CHARACTERS: Final = 64
-_BACKLOG: Final = 1024  # all hosts of a job call rank 0's engine at the same moment
+_BACKLOG: Final = 1024  # all hosts of a job call rank 0's engine at once
 
 
 class TcpConnection:
@@ -68,7 +68,7 @@ class TcpConnection:
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # it was closed already
+            return  # already closed
 
     def send(self, message: object, *, timeout_s: float) -> None:
         data = wire.encode(message)
@@ -117,15 +117,15 @@ class TcpConnection:
         self._total.add(received=len(target))
 
     def _move(self, size_bytes: int, move_some: Callable[[int, int], int], doing: str) -> None:
-        """`move_some(start, end)` moves bytes from `start` on, at most to `end`, within the socket's own time limit,
-        and says how many they were."""
+        """`move_some(start, end)` moves bytes from `start` on, up to `end` at most, within the socket's own timeout. It
+        returns their number."""
         io_timeout_s = self._settings.io_timeout_s
         moved, next_mark, due_s = 0, _PROGRESS_BYTES, time.monotonic() + io_timeout_s
         with self._broken_is_unreachable(doing):
             while moved < size_bytes:
                 try:
                     count = move_some(moved, min(moved + _AT_ONCE_BYTES, size_bytes))
-                except BlockingIOError as error:  # what the kernel says when the socket's time limit is over
+                except BlockingIOError as error:  # the socket's timeout
                     raise TimeoutError from error
                 if count == 0:
                     raise ConnectionResetError("the other side closed the connection, or the file ended early")
@@ -162,11 +162,11 @@ class TcpConnection:
     def _broken_is_unreachable(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:  # TimeoutError is an OSError; ValueError: closed under our feet
+        except (OSError, ValueError) as error:  # ValueError: another thread closed it
             reason = "timed out" if isinstance(error, TimeoutError) else str(error)
             raise Unreachable(
                 f"The connection broke while {doing} the engine of {self.peer.host_id or 'a peer'}: {reason}.",
-                hint="it is tried again while the generation runs",
+                hint="nothing to do: it is retried while the generation runs",
             ) from error
 
 
@@ -176,7 +176,7 @@ class TcpListener:
     def __init__(
         self, address: str, port: int, *, fallback: bool, settings: EngineSettings, total: ByteCounters
     ) -> None:
-        """A port that is taken raises PortInUse or, with `fallback`, is replaced by a free one."""
+        """Raises PortInUse if the port is taken. With `fallback` another one is used instead."""
         self._settings = settings
         self._total = total
         self._sock = _listen(address, port, fallback=fallback)
@@ -202,27 +202,27 @@ def _listen(address: str, port: int, *, fallback: bool) -> socket.socket:
             return _listen(address, 0, fallback=False)
         raise PortInUse(
             f"The checkpoint engine cannot listen on {address}:{port}: {error.strerror}.",
-            hint="give a free port with --port, 0 for any, and an address of this host",
+            hint="use a free --port (0 for any) and an --address of this host",
         ) from error
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """(host, port) of "ip:port" or "[ip]:port", as an engine announces it. Raises InvalidMessage if it is no such."""
+    """Parse "ip:port" or "[ip]:port" into (host, port). Raises InvalidMessage."""
     host, _, port = address.rpartition(":")
     if not host or re.fullmatch("[0-9]{1,5}", port) is None or not 0 < int(port) <= _MAX_PORT:
         raise InvalidMessage(
-            f"{address[:_SHOWN_CHARACTERS]!r} is no address of an engine.",
-            hint="see which engine announces it: it has to be IP:PORT, with a port from 1 to 65535",
+            f"{address[:_SHOWN_CHARACTERS]!r} is not an engine address.",
+            hint="find the engine that announces it: the form is IP:PORT, with a port from 1 to 65535",
         )
     return host.strip("[]"), int(port)
 
 
 def connect_tcp(address: str, *, settings: EngineSettings, total: ByteCounters) -> TcpConnection:
-    """A connection to "ip:port", the handshake not yet made. Raises Unreachable, InvalidMessage for no such address."""
+    """Connect to "ip:port", without handshake. Raises Unreachable, or InvalidMessage for a malformed address."""
     try:
         sock = socket.create_connection(split_address(address), timeout=settings.connect_timeout_s)
     except (OSError, ValueError) as error:
         raise Unreachable(
-            f"No connection to the engine at {address}: {error}.", hint="see whether that host and its engine are up"
+            f"No connection to the engine at {address}: {error}.", hint="check that the host and its engine are up"
         ) from error
     return TcpConnection(sock, settings, total)
