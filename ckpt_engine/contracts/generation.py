@@ -1,4 +1,4 @@
-"""What an engine knows of the generation that a job is in."""
+"""A job's present generation, as one engine sees it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flyball.contracts.checkpoints import Lineage, RestorePlan, Tier
 from flyball.contracts.cluster import Placement
 from flyball.contracts.on_host.engine_wire import Configure
 
-_REMEMBERED_ABANDONED = 16  # as many as a control segment remembers
+_REMEMBERED_ABANDONED = 16  # as many as a control segment has room for
 
 
 class HostGeneration:
-    """One Configure, seen from this host. Does not change, except that it ends when a newer one begins."""
+    """One Configure, seen from this host. It never changes; `ended` is set when a newer generation begins."""
 
     def __init__(self, configure: Configure, host_id: str) -> None:
         self.configure = configure
@@ -48,12 +48,11 @@ class HostGeneration:
 
     @property
     def restore_step(self) -> int:
-        """What the generation starts from, -1 for nothing."""
+        """The step that the generation restores, -1 for none."""
         return self.restore.step if self.restore is not None else -1
 
     def generation_of(self, step: int) -> int:
-        """The generation of the lineage that wrote `step`: the running one, or for the step that it was restored from,
-        and older ones, an ancestor."""
+        """The generation of the lineage that wrote `step`: the running one, or an ancestor up to the restore step."""
         return next(e.generation for e in self.lineage if e.upto_step is None or step <= e.upto_step)
 
     @cached_property
@@ -82,7 +81,7 @@ class HostGeneration:
 
 
 class WorldView:
-    """The newest that this engine heard of one generation's world step."""
+    """The newest world step of one generation, as received by this engine. Thread-safe."""
 
     def __init__(self, world: WorldStep) -> None:
         self._lock = threading.Lock()
@@ -93,17 +92,18 @@ class WorldView:
         return self._present
 
     def learn(self, world: WorldStep) -> bool:
-        """Take in what the coordinator said, first or second hand. True if it was news; it never goes back."""
+        """Merge a message of the coordinator, first or second hand. Returns whether anything changed; nothing ever goes
+        back."""
         with self._lock:
             present = self._present
             if world.generation != present.generation:
                 return False
-            # Abandoned steps only become more, whatever order the messages come in, until the world step passes them;
-            # of a world that stands still, the newest.
+            # Messages may arrive in any order. A step stays abandoned until the world step passes it. Without room for
+            # all, the newest are kept.
             world_step = max(world.world_step, present.world_step)
             known = {*world.abandoned, *present.abandoned} if world.world_step >= present.world_step else ()
             still_ahead = sorted(step for step in known or present.abandoned if step > world_step)
-            upto = max(world.abandoned_upto, present.abandoned_upto)  # a later one goes with a later world step
+            upto = max(world.abandoned_upto, present.abandoned_upto)  # it grows with the world step
             abandoned = tuple([step for step in still_ahead if step > upto][-_REMEMBERED_ABANDONED:])
             tiers = _newest(*present.tiers, *world.tiers)
             next_save = max(world.next_save, present.next_save)
@@ -113,7 +113,7 @@ class WorldView:
 
 
 def _newest(*namings: TierNaming) -> tuple[TierNaming, ...]:
-    """Per tier what the coordinator said last: names grow, and what is kept for a name grows with it."""
+    """The newest naming per tier. Named steps only grow, and so do the kept steps of one name."""
     newest: dict[Tier, TierNaming] = {}
     for naming in namings:
         known = newest.get(naming.tier)

@@ -1,8 +1,8 @@
-"""What a trainer tells the engine beside it: datagrams on state_dir/notify.sock, JSON, one notice each.
+"""The trainer's notices to the engine beside it: JSON datagrams on state_dir/notify.sock, one notice each.
 
-A notice is only a hint that saves the engine from waiting. A lost `Captured` delays a commit until the engine's next
-scan; a lost `SaveAborted` delays what it tells until the rank has saved a newer step, which says the same; a lost
-`SaveWaited` is not counted.
+A notice is a hint that saves the engine from waiting. If a `Captured` is lost, the commit happens at the engine's next
+scan. If a `SaveAborted` is lost, the engine finds out when the rank has saved a newer step. A lost `SaveWaited` is not
+counted.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import msgspec
 from flyball.contracts.identity import JobName, Rank
 
 MAX_NOTICE_BYTES = 4096
-LATE_S: Final = 0.1  # a copy beside the steps makes them wait for some milliseconds; this is seen in their times
-REPORT_FROM_S: Final = 0.03  # waits of a save from here on are told: how often steps are saved depends on them
-MAX_MESSAGE_CHARS = 600  # six bytes each at the most, in JSON
+LATE_S: Final = 0.1  # a save is late if training waited this long; copies in the background cost it milliseconds
+REPORT_FROM_S: Final = 0.03  # shorter waits are not sent; longer ones affect how often steps are saved
+MAX_MESSAGE_CHARS = 600  # in JSON a character takes up to six bytes
 
 
 class Captured(msgspec.Struct, frozen=True, tag="captured"):
-    """A slot holds a whole shard: hash it, commit it, replicate it."""
+    """A slot holds a whole shard, ready to be hashed, committed and replicated."""
 
     job: JobName
     rank: Rank
@@ -30,7 +30,7 @@ class Captured(msgspec.Struct, frozen=True, tag="captured"):
 
 
 class SaveAborted(msgspec.Struct, frozen=True, tag="save_aborted"):
-    """This rank will never have `step`: the world must not wait for it."""
+    """This rank will never have `step`. The world must not wait for it."""
 
     job: JobName
     rank: Rank
@@ -40,7 +40,7 @@ class SaveAborted(msgspec.Struct, frozen=True, tag="save_aborted"):
 
 
 class SaveWaited(msgspec.Struct, frozen=True, tag="save_waited"):
-    """Training waited for the save of `step`: for a slot, or for a copy. Told again once it has waited for LATE_S."""
+    """Training waited for the save of `step`, for a slot or for the copy. Sent again once that exceeds LATE_S."""
 
     job: JobName
     rank: Rank

@@ -1,4 +1,4 @@
-"""Who copies to whom, who watches whom, and what a host need not keep any more. Pure."""
+"""Which host replicates to which, and which hosts keep a link. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def coordinator_host(placement: Placement) -> str:
 
 
 def local_ranks(placement: Placement, host_id: str) -> tuple[int, ...]:
-    """The ranks that run on a host, () for a host without a part."""
+    """The ranks that run on a host; () if it has none."""
     host = placement.host(host_id)
     return host.ranks if host else ()
 
@@ -22,8 +22,8 @@ def replica_hosts(placement: Placement, host_id: str) -> tuple[str, ...]:
 
 
 def linked_hosts(placement: Placement, host_id: str) -> frozenset[str]:
-    """The hosts to which an engine keeps an open connection. Besides the traffic, it is how the death of a host is
-    witnessed, so those who copy to each other watch each other, and the coordinator watches all."""
+    """The hosts to which an engine keeps a connection open. It is also how the death of a host is noticed: replication
+    partners watch each other, and the coordinator watches all."""
     coordinator = coordinator_host(placement)
     if host_id == coordinator:
         return frozenset(host.host_id for host in placement.hosts) - {host_id}
@@ -32,7 +32,7 @@ def linked_hosts(placement: Placement, host_id: str) -> frozenset[str]:
 
 
 def replicated_ranks(placement: Placement, host_id: str) -> frozenset[int]:
-    """The ranks whose replicas a host holds in this placement."""
+    """The ranks whose replicas a host has to hold."""
     return frozenset(
         rank
         for host in placement.hosts

@@ -1,9 +1,9 @@
-"""What engines say to each other. Every request is answered by exactly one Reply, with two exceptions. ListShards is
-answered by an Inventory. An accepted PutShard is answered by SEND, before the bytes, and by the outcome after them; or
-by COMPARE, before the manifest, then SEND and the outcome.
+"""The messages between engines. Every request gets exactly one Reply, with two exceptions. ListShards gets a ShardList.
+An accepted PutShard gets SEND before the bytes and the outcome after them; or COMPARE before the manifest, then SEND,
+then the outcome.
 
-Bytes follow a frame raw, and never inside it: first the manifest and its checksum (16 bytes, xxh3-128), then the shard
-(a whole safetensors file), in the lengths that the frame names.
+Bulk data follows a frame raw: first the manifest and its checksum (16 bytes, xxh3-128), then the shard, which is a
+whole safetensors file. The frame names their lengths.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ShardSize = Annotated[int, msgspec.Meta(gt=0)]
 
 
 class Challenge(msgspec.Struct, frozen=True):
-    """The first words of whoever accepted a connection; with a `refusal` also the last."""
+    """The first frame, from the accepting side; with a `refusal` also the last."""
 
     protocol: Annotated[str, msgspec.Meta(max_length=64)]
     nonce: Nonce
@@ -39,7 +39,7 @@ class Challenge(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """Who connects, and the proof that it has the token."""
+    """The connecting engine, and the proof that it has the token."""
 
     host_id: HostId
     address: Address  # where it accepts connections
@@ -49,7 +49,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """Who accepted, and the proof that it has the token as well."""
+    """The accepting engine, and the proof that it has the token too."""
 
     host_id: HostId
     incarnation: Annotated[str, msgspec.Meta(max_length=64)]
@@ -57,22 +57,24 @@ class Welcome(msgspec.Struct, frozen=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Are you there?"""
+    """Asks whether the peer is alive."""
 
 
 class TierNaming(msgspec.Struct, frozen=True):
-    """From the coordinator, of one disk tier: the newest step that all ranks are to write, and those to keep."""
+    """From the coordinator, for one disk tier: the newest step that all ranks write, and the steps to keep."""
 
     tier: Tier
     step: int
-    kept: tuple[int, ...] = ()  # oldest first; every rank has them, as far as they could be read
+    kept: tuple[int, ...] = ()  # oldest first; every rank has them, except unreadable ones
 
 
 class TierReport(msgspec.Struct, frozen=True):
-    """To the coordinator, of one disk tier: the newest name heard, the newest that was written or given up, and the
-    steps that this rank has there, oldest first; the newest few. `unread`: those that are there and cannot be read just
-    now. Were they told as lost, the other ranks would remove theirs; were they counted, one that never becomes readable
-    would take the place of one that is good."""
+    """To the coordinator, about one disk tier: the newest named step that was received, the newest one written or given
+    up, and the newest steps that this rank holds there, oldest first.
+
+    `unread`: steps that are there but cannot be read at the moment. If they were reported as lost, the other ranks
+    would remove theirs. If they counted, one that never becomes readable would displace a good one.
+    """
 
     tier: Tier
     received: int = msgspec.field(name="heard")
@@ -86,9 +88,9 @@ class TierReport(msgspec.Struct, frozen=True):
 
 
 class WorldStep(msgspec.Struct, frozen=True, tag="world"):
-    """From the coordinator: the newest step that all ranks have, newer ones that they never will (the newest few by
-    name, and all up to `abandoned_upto`), what to write to the disk tiers, the step to save for an interval in
-    seconds, and what those in steps are multiplied by (`save_pace`: a word that only grows)."""
+    """From the coordinator: the newest step that all ranks have; newer ones that they never will (the newest by name,
+    and all up to `abandoned_upto`); what to write to the disk tiers; the next step to save for an interval in seconds;
+    and the word that widens intervals in steps (`save_pace`; it only grows)."""
 
     job: JobName
     generation: int
@@ -105,8 +107,8 @@ class WorldStep(msgspec.Struct, frozen=True, tag="world"):
 
 
 class CommittedSteps(msgspec.Struct, frozen=True, tag="rank_steps"):
-    """To the coordinator: steps that a rank has committed and, where peers are configured, replicated; and those that
-    it will never have."""
+    """To the coordinator: the steps that a rank has committed and, with peers, replicated; and those that it will never
+    have."""
 
     job: JobName
     generation: int
@@ -114,13 +116,13 @@ class CommittedSteps(msgspec.Struct, frozen=True, tag="rank_steps"):
     saved: tuple[int, ...]
     failed: tuple[int, ...] = ()
     tiers: tuple[TierReport, ...] = ()
-    flush: int = -1  # bring this step or a newer one to the disk tiers, out of schedule
-    saving: int = -1  # busy with it, or at it, for long: it will have no older ones but those in `saved`; -1: none
+    flush: int = -1  # write this step or a newer one to the disk tiers, out of schedule
+    saving: int = -1  # saving it, or at it, for a while: of older steps it has only those in `saved`; -1: none
 
 
 class PutShard(msgspec.Struct, frozen=True, tag="put"):
-    """Take a replica of a rank's shard. `running_generation` fences out senders of a superseded generation; `world`
-    is what the sender knows of the world step, so that a receiver that has not heard yet need not answer FULL."""
+    """Take a replica of a rank's shard. `running_generation` fences off senders of a superseded generation. `world` is
+    the sender's view of the world step, so that a receiver with an older one need not answer FULL."""
 
     job: JobName
     running_generation: int
@@ -133,7 +135,7 @@ class PutShard(msgspec.Struct, frozen=True, tag="put"):
 
 
 class GetShard(msgspec.Struct, frozen=True, tag="get"):
-    """Send a rank's shard from whatever tier has it."""
+    """Send a rank's shard, from any tier."""
 
     job: JobName
     generation: int
@@ -142,7 +144,7 @@ class GetShard(msgspec.Struct, frozen=True, tag="get"):
 
 
 class ListShards(msgspec.Struct, frozen=True, tag="list"):
-    """Which shards of this rank are in your memory, as own slots or replicas? From an engine that starts empty."""
+    """List this rank's shards in memory, own slots and replicas. Sent by an engine that starts empty."""
 
     job: JobName
     rank: Rank
@@ -153,19 +155,19 @@ PeerRequest: TypeAlias = Ping | WorldStep | CommittedSteps | PutShard | GetShard
 
 class ShardVerdict(StrEnum):
     OK = "ok"
-    SEND = "send"  # the put may begin
-    COMPARE = "compare"  # send the manifest first: an older step is here, and some of its chunks may be the same
-    HAVE = "have"  # a verified copy is there already
-    BUSY = "busy"  # not ready for this; try again
-    FULL = "full"  # both replica slots hold steps that the world may still need; try again when it has moved on
-    STALE = "stale"  # of a generation that no longer counts here
+    SEND = "send"  # send the bytes
+    COMPARE = "compare"  # send the manifest first: an older step here may share chunks
+    HAVE = "have"  # a verified copy is here already
+    BUSY = "busy"  # not ready; try again
+    FULL = "full"  # both replica slots hold steps that the world may need; try again when it has advanced
+    STALE = "stale"  # from a superseded generation
     CORRUPT = "corrupt"  # the bytes did not match the manifest
     MISSING = "missing"  # no such shard here
     ERROR = "error"
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """The answer to a request. Sizes and tier are set when a shard follows."""
+    """The reply to a request. Sizes and tier are set if a shard follows."""
 
     verdict: ShardVerdict
     message: Annotated[str, msgspec.Meta(max_length=4096)] = ""
@@ -173,11 +175,11 @@ class Reply(msgspec.Struct, frozen=True):
     shard_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     tier: Tier | None = None
     wanted: Annotated[bytes, msgspec.Meta(max_length=MAX_BITMAP_BYTES)] = b""  # chunks to send after COMPARE; b"": all
-    unchanged_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # of a replica, that did not travel
-    daemon_s: Age | None = None  # since the daemon beside the one who answers last spoke to it; None: not told
+    unchanged_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # of a replica, which were not sent
+    daemon_s: Age | None = None  # since the replying engine's daemon last asked it; None: unknown
 
 
 class ShardList(msgspec.Struct, frozen=True):
-    """The answer to ListShards: committed copies, newest step first."""
+    """The reply to ListShards: committed copies, newest step first."""
 
     copies: tuple[ShardCopy, ...] = ()

@@ -1,5 +1,5 @@
-"""The Unix socket on which the host daemon gives orders and asks questions (`flyball.contracts.on_host.engine_wire`),
-and the datagram socket on which trainers give notice."""
+"""The engine's Unix sockets: one for the daemon's requests (`flyball.contracts.on_host.engine_wire`), and a datagram
+socket for the trainers' notices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class ControlServer:
-    """Answers requests, one at a time per connection. The folder's mode keeps other users out."""
+    """Answers the daemon's requests, one at a time per connection. The folder's mode keeps other users out."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ControlServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more orders."""
+        """Accept no more connections."""
         self._thread.stop()
         self._path.unlink(missing_ok=True)
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -97,13 +97,13 @@ class ControlServer:
             return self._handle(request)
         except FlyballError as error:
             return EngineReply(ok=False, code=error.code, message=str(error))
-        except Exception as error:  # logged; without an answer the daemon would wait for its deadline
+        except Exception as error:  # without a reply the daemon would wait for its deadline
             log.exception("request_crashed")
             return EngineReply(ok=False, code="error", message=f"{type(error).__name__}: {error}")
 
     def _receive(self, sock: socket.socket) -> bytes | None:
-        """The next frame; None at the end of the connection. The first byte may be long in coming: the daemon keeps its
-        connection open."""
+        """The next frame; None at the end of the connection. There is no timeout before the first byte, since the
+        daemon keeps the connection open."""
         sock.settimeout(None)
         head = sock.recv(_LENGTH.size)
         if not head:
@@ -117,7 +117,7 @@ class ControlServer:
 
 
 class NoticeListener:
-    """Receives notices until it is closed."""
+    """Receives the trainers' notices."""
 
     def __init__(self, path: Path, *, counters: Counters, handle: Callable[[Notice], None]) -> None:
         self._handle = handle
@@ -147,7 +147,7 @@ class NoticeListener:
             if data:
                 notice: Notice = wire.decode(data, Notice, max_bytes=MAX_NOTICE_BYTES)  # type: ignore[arg-type]  # a union is no type[T]
                 self._handle(notice)
-        except (FlyballError, OSError) as error:  # the scan finds what a lost notice told
+        except (FlyballError, OSError) as error:  # the scans make up for a lost notice
             log.warning("notice_ignored", reason=str(error))
         return 0.0
 

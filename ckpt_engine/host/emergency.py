@@ -1,5 +1,5 @@
-"""What an engine does when training has to stop: bring the newest recovery point to where it outlives this memory, and
-have the trainers save a step that was named for all of them and hold still."""
+"""What an engine does when training has to stop: write the newest recovery point to disk, and have the trainers save
+and park at a step that was named for all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 _LOOK_AGAIN_S: Final = 0.1
 _SETTLE_S: Final = 0.001
-_MAX_SETTLE_S: Final = 2.0  # for what was captured last to become the world step; then the one before it is taken
+_MAX_SETTLE_S: Final = 2.0  # for the newest capture to become the world step; after that an older one is flushed
 
 
 def flush(
@@ -36,10 +36,10 @@ def flush(
     wait: Callable[[float], None],
     deadline_s: float,
 ) -> dict[str, int]:
-    """Have the newest world step written to every disk tier, out of schedule and by all ranks, and wait until the local
-    ranks' shards are there, at most until the deadline (monotonic). `wait` sleeps until something may have changed.
+    """Have all ranks write the newest world step to every disk tier, out of schedule. Wait for the local ranks' shards,
+    until the deadline at most (monotonic). `wait` sleeps until something may have changed.
 
-    Returns by tier the newest step that every local rank has there; "peer" if this host has peers. A tier that is
+    Returns by tier the newest step that every local rank has there, with "peer" if this host has peers. A tier that is
     missing, or behind the world step, was not reached in time.
     """
     began_s = time.monotonic()
@@ -69,7 +69,7 @@ def flush(
 
 
 def _is_unsettled(generation: HostGeneration, memory: MemoryTier, world: WorldStep) -> bool:
-    """Whether a local rank has a newer step of which it is not known yet whether all have it."""
+    """Whether a local rank holds a newer step that may yet become the world step."""
     abandoned = world.abandoned_steps
     for rank in generation.local_ranks:
         with memory.using(rank) as entry:
@@ -86,8 +86,8 @@ def _is_unsettled(generation: HostGeneration, memory: MemoryTier, world: WorldSt
 
 
 def arm(generation: HostGeneration, memory: MemoryTier, step: int) -> tuple[bool, dict[str, int]]:
-    """Have the local ranks save and park at `step`. (armed, positions by rank): not armed if some rank has passed it;
-    then none is."""
+    """Have the local ranks save and park at `step`. Returns (armed, positions by rank). If some rank has passed the
+    step, none is armed."""
     positions: dict[str, int] = {}
     for rank in generation.local_ranks:
         with memory.using(rank, create=True) as entry:
@@ -101,16 +101,16 @@ def arm(generation: HostGeneration, memory: MemoryTier, step: int) -> tuple[bool
 
 
 def disarm(generation: HostGeneration, memory: MemoryTier) -> dict[int, int]:
-    """Take the emergency step back: ranks that are parked at it train on. Returns it by rank, for those ranks that had
-    not reached it and now will not save it."""
-    named: dict[int, int] = {}
+    """Cancel the emergency step; parked ranks train on. Returns the step by rank, for the ranks that had not reached it
+    and now will not save it."""
+    unreached: dict[int, int] = {}
     for rank in generation.local_ranks:
         with memory.using(rank) as entry:
             if entry is not None:
                 control = entry.segments.control
                 step = control.emergency_step(generation.number)
                 control.disarm()
-                time.sleep(_SETTLE_S)  # as for `ControlSegment.arm`: a position read now is of before the rank's look
+                time.sleep(_SETTLE_S)  # as in `ControlSegment.arm`: until the trainer's stores are visible
                 if control.position(generation.number) < step:
-                    named[rank] = step
-    return named
+                    unreached[rank] = step
+    return unreached

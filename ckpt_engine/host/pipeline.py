@@ -1,8 +1,8 @@
-"""What happens to one rank's shards: captured -> hashed -> committed -> replicated -> told to the coordinator. One
-thread per local rank and generation, and one more for each of its peers; they go on after the trainer's death.
+"""The pipeline of one rank's shards: captured -> hashed -> committed -> replicated -> reported to the coordinator. One
+thread per local rank and generation, and one for each of its peers. They continue after the trainer's death.
 
-Steps are settled in order: a newer step is saved only after the older one was, or was given up. That is what lets the
-coordinator read "has step 8, does not have step 7" as "will never have step 7".
+Steps are settled in order: a step is saved only after every older one was saved or given up. So the coordinator can
+read "has step 8, but not step 7" as "will never have step 7".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flyball.contracts.fault_points import reach
 
 log = structlog.get_logger()
 
-_REMEMBERED_STEPS = 16  # per rank; older ones are below the world step, or lost
+_REMEMBERED_STEPS = 16  # older ones are below the world step, or lost
 
 Fill = Callable[[OpenSegments], bool]
 
@@ -53,9 +53,9 @@ class RankPipeline:
         settings: EngineSettings,
         clock: Clock,
     ) -> None:
-        """`first` are run at the begin of every round, each until it returns True; `on_progress(rank)` whenever
-        `saved_steps` or `failed_steps` changed; `on_failure(rank, step, message)` once per step that could not be
-        saved."""
+        """`first` are called at the start of every round, each until it returns True. `on_progress(rank)` is called
+        when `saved_steps`, `failed_steps` or `saving_step` changed; `on_failure(rank, step, message)` once per step
+        that could not be saved."""
         self.rank = rank
         self._generation = generation
         self._memory = memory
@@ -70,7 +70,7 @@ class RankPipeline:
         self._state_lock = threading.Lock()
         self._saved: set[int] = set()
         self._failed: set[int] = set()
-        # The oldest step that is not settled, else the one that the trainer is at; and since when it has been that.
+        # The oldest unsettled step, else the trainer's position; and since when.
         self._unsettled = (-1, 0.0)
         self._saving_step = -1
         self._thread = WorkerThread(
@@ -103,13 +103,13 @@ class RankPipeline:
         self._thread.start()
 
     def kick(self) -> None:
-        """There may be something to do."""
+        """Start the next round now: there may be something to do."""
         self._thread.wake()
         for replicator in self._replicators:
             replicator.kick()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the threads after their generation has ended."""
+        """Wait for the threads, after their generation has ended."""
         deadline_s = time.monotonic() + timeout_s
         self.kick()
         self._thread.join(timeout_s)
@@ -118,22 +118,22 @@ class RankPipeline:
 
     @property
     def saved_steps(self) -> tuple[int, ...]:
-        """Steps of this generation that are committed and, where peers are configured, held by every one of them that
-        was in reach, and by one at least; the newest few."""
+        """The newest steps of this generation that are committed and, with peers, replicated to at least one of them
+        and to all that were reachable."""
         with self._state_lock:
             return tuple(sorted(self._saved))
 
     @property
     def failed_steps(self) -> tuple[int, ...]:
-        """Steps of this generation that this rank will never have; the newest few."""
+        """The newest steps of this generation that this rank will never have."""
         with self._state_lock:
             return tuple(sorted(self._failed))
 
     @property
     def saving_step(self) -> int:
-        """The newest step that this rank was busy with, or its trainer at, for long, -1 for none; of older ones it will
-        never have others than those in `saved_steps`. So a failure that is forgotten, as when an engine is killed, is
-        told again; and a step that the trainer passed by is told, though nobody saw it."""
+        """The newest step that this rank was saving, or its trainer was at, for a while; -1: none. It will never have
+        an older step that is not in `saved_steps`. This reports failures that a killed engine forgot, and steps that
+        the trainer silently passed by."""
         return self._saving_step
 
     def fail(self, step: int, message: str) -> None:
@@ -141,7 +141,7 @@ class RankPipeline:
         with self._state_lock:
             known = step in self._failed
             self._remember(self._failed, step)
-            self._saved.discard(step)  # its slot turned out to be bad: it is said no more that the rank has it
+            self._saved.discard(step)  # if its slot turned out to be bad
         if not known:
             self._counters.add("saves_failed")
             with self._memory.using(self.rank) as entry:
@@ -152,14 +152,14 @@ class RankPipeline:
             self._on_progress(self.rank)
 
     def peer_is_back(self, peer: str) -> None:
-        """A connection to this peer was made: what it holds now is to be asked anew."""
+        """A connection to this peer was made: ask again what it holds."""
         for replicator in self._replicators:
             if replicator.peer == peer:
                 replicator.peer_is_back()
 
     def commit_captured(self, timeout_s: float = -1) -> None:
-        """Hash and commit every captured slot of a history that counts, oldest first. Any thread may call this. Nothing
-        is done if a slot is being filled for longer than `timeout_s` (-1: wait as long as that takes)."""
+        """Hash and commit every captured slot of the job's lineage, oldest first. Thread-safe. Gives up if a slot is
+        being filled for longer than `timeout_s` (-1: no limit)."""
         with self._memory.using(self.rank) as entry:
             if entry is None or not entry.writing.acquire(timeout=timeout_s):
                 return
@@ -172,7 +172,7 @@ class RankPipeline:
                 entry.writing.release()
 
     def _start_replicators(self) -> None:
-        while self._to_start:  # the rest in the next round, if there is no thread to be had now
+        while self._to_start:  # if the process can have no more threads, the rest in the next round
             self._to_start[-1].start()
             self._to_start.pop()
 
@@ -181,7 +181,7 @@ class RankPipeline:
             return entry is None or fill(entry)
 
     def _round(self) -> float:
-        """Everything that can be done now; returns the seconds after which to look again."""
+        """Do what can be done now. Returns the seconds until the next round."""
         self._first = [fill for fill in self._first if not self._is_filled(fill)]
         self._start_replicators()
         self.commit_captured()
@@ -197,7 +197,9 @@ class RankPipeline:
 
     def _note_delay(self, entry: OpenSegments) -> None:
         world_step, saved = self._world.present.world_step, self.saved_steps
-        position = entry.segments.control.position(self._generation.number)  # before the slots: older ones are in them
+        position = entry.segments.control.position(
+            self._generation.number
+        )  # read before the slots, so that no step is missed
         present = [v for v in entry.segments.slots() if v.generation == self._generation.number and self._is_wanted(v)]
         oldest = min((v.step for v in present if v.step > world_step and v.step not in saved), default=position)
         step, since_s = self._unsettled
@@ -250,7 +252,7 @@ class RankPipeline:
     # --- what the replicators do and find ---
 
     def _wanted(self, entry: OpenSegments) -> list[SlotView]:
-        """Committed slots that peers are to have, oldest first."""
+        """The committed slots that peers need, oldest first."""
         views = sorted(entry.segments.slots(), key=lambda view: view.step)
         return [v for v in views if v.state is SlotState.COMMITTED and self._is_alive(v) and self._is_wanted(v)]
 
@@ -263,19 +265,19 @@ class RankPipeline:
         return view.generation != self._generation.number or not lost
 
     def _settle(self, entry: OpenSegments) -> None:
-        """A step is saved when every peer has it or was given up, and one that is in reach has it; failed if none has.
-        What was saved stays so: a peer that loses it is sent it again."""
+        """A step is saved when every peer has it or was given up, and a reachable one has it; it has failed if none
+        has. A saved step stays saved: a peer that loses it gets it again."""
         for view in self._wanted(entry):
             outcomes = {replicator.peer: replicator.outcome(view) for replicator in self._replicators}
             settled = {peer: outcome for peer, outcome in outcomes.items() if outcome is not None}
             if len(settled) < len(outcomes):
-                return  # newer steps wait for this one; its replicator kicks
+                return  # newer steps wait for this one; its replicator wakes this thread
             if not settled or any(self._has_it(peer, outcome) for peer, outcome in settled.items()):
                 if entry.segments.unchanged(view):
                     self._note_saved(entry, view)
             elif view.step > self._world.present.world_step and view.step not in self.saved_steps:
                 reasons = " ".join(
-                    f"To {peer}: {outcome.reason or 'it had it, and is out of reach.'}"
+                    f"To {peer}: {outcome.reason or 'it had the step, and is unreachable now.'}"
                     for peer, outcome in settled.items()
                 )
                 self._give_up(view, f"It could not be replicated. {reasons}")
@@ -284,12 +286,12 @@ class RankPipeline:
         return outcome.there and self._peer_down_s(peer) <= self._settings.replicate_timeout_s
 
     def _peer_settled(self, peer: str, view: SlotView, outcome: ReplicationOutcome) -> None:
-        if not outcome.there and view.generation != self._generation.number:  # the world has the step without this copy
+        if not outcome.there and view.generation != self._generation.number:  # the step counts without this copy
             self._on_failure(self.rank, view.step, f"It could not be replicated to {peer}: {outcome.reason}")
         self.kick()
 
     def _drop_bad(self, entry: OpenSegments, view: SlotView, reason: str) -> None:
-        """This slot must not be restored from, unless it holds something newer by now."""
+        """Drop a corrupt slot, unless it holds something newer by now."""
         with entry.writing:
             if not entry.segments.unchanged(view):
                 return
@@ -309,7 +311,7 @@ class RankPipeline:
                 return
             self._remember(self._saved, view.step)
         reach("engine.replicated")
-        if not self._generation.ended.is_set():  # else the word belongs to the next generation
+        if not self._generation.ended.is_set():  # then the control words belong to the next one
             entry.segments.control.note_replicated(view.step)
         self._on_progress(self.rank)
 

@@ -1,9 +1,9 @@
-"""The checkpoint engine's server process: one per host, beside the trainers, outliving them and the daemon.
+"""The checkpoint engine's process: one per host, beside the trainers. It outlives them and the daemon.
 
     python -P -m ckpt_engine.host.server --state-dir DIR --host-id H --address IP [--port 0] [--token-file F]
 
-It never imports torch. It can be killed at any moment: what it must not forget is on disk or in shared memory, and the
-next one goes on from there.
+It never imports torch. It may be killed at any moment: its state is on disk or in shared memory, and the next engine
+resumes from there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 
 def read_token(path: Path | None) -> bytes:
-    """The cluster's shared token. Without a file a random one, with which no other engine can connect."""
+    """The cluster's shared token. Without a file a random one: then no other engine can connect."""
     if path is None:
         log.info("no_token_file", consequence="no other host can connect to this engine")
         return secrets.token_bytes(32)
@@ -43,7 +43,7 @@ def read_token(path: Path | None) -> bytes:
         token = path.read_bytes().strip()
     except OSError as error:
         raise ConfigurationError(
-            f"The token file {path} cannot be read: {error.strerror}.", hint="give the file that the supervisor made"
+            f"The token file {path} cannot be read: {error.strerror}.", hint="use the file that the supervisor made"
         ) from error
     if not token:
         raise ConfigurationError(f"The token file {path} is empty.", hint="copy the supervisor's token into it")
@@ -54,27 +54,27 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -P -m ckpt_engine.host.server", description=__doc__)
     parser.add_argument("--state-dir", type=Path, required=True, help="this host's state folder")
     parser.add_argument("--host-id", required=True)
-    parser.add_argument("--address", required=True, help="the IP that other hosts reach this one by")
-    parser.add_argument("--port", type=int, default=0, help="0: the one of the last run, or any")
-    parser.add_argument("--token-file", type=Path, help="the token that all hosts of the cluster share")
+    parser.add_argument("--address", required=True, help="this host's IP address, as other hosts reach it")
+    parser.add_argument("--port", type=int, default=0, help="0: the port of the last run, or any free one")
+    parser.add_argument("--token-file", type=Path, help="file with the token that all hosts of the cluster share")
     return parser.parse_args(arguments)
 
 
 def _raise_descriptor_limit() -> None:
-    """To what this process may have: rank 0's engine has two connections with every host of its job."""
+    """Raise the soft limit to the hard one: rank 0's engine has two connections to every host of its job."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until SIGTERM or SIGINT; returns the exit code of `flyball.contracts.errors`."""
+    """Run until SIGTERM or SIGINT. Returns an exit code of `flyball.contracts.errors`."""
     options = _parse(arguments)
     log_to_stderr()
     if arguments is None:
         set_title(f"checkpoint engine {options.host_id}", ["ckpt_engine.host.server", *sys.argv[1:]])
     _raise_descriptor_limit()
     ends = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before any thread: they inherit it, and only sigwait takes them
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before any thread starts, so that all inherit it
     try:
         engine = Engine(
             EngineStateDir(options.state_dir),

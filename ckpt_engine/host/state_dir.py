@@ -1,5 +1,5 @@
-"""What an engine keeps in its state folder: that it is alone, where it listened, and what it must not forget when it is
-killed: the highest fence of each job, and the generation that each job is in. When it ends, what it could not tell."""
+"""The engine's state folder. It holds the lock and port of this engine, the highest fence and the current generation of
+each job, which must survive a kill, and late saves that an ending engine could not report."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class EngineStateDir:
         self.path = path
         self._folder = StateFolder(path, version=HOST_STATE_VERSION, in_use=self._in_use)
         self._folder.open(ENGINE_PID_FILE)
-        self.previous_port = self._read_port()  # taken again, so that peers find this engine where it was
+        self.previous_port = self._read_port()  # used again, so that peers find this engine where it was
 
     def socket_path(self, name: str) -> Path:
-        """The path of a Unix socket in the folder; a file that a killed engine left there is removed."""
+        """The path of a Unix socket in the folder. A file that a killed engine left there is removed."""
         path = self.path / name
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             raise ConfigurationError(
@@ -69,7 +69,7 @@ class EngineStateDir:
 
 
 class FenceFile:
-    """The highest (epoch, generation) obeyed per job, on disk before anything is done."""
+    """The highest (epoch, generation) obeyed per job. It is on disk before a command is carried out."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -85,7 +85,7 @@ class FenceFile:
                 ) from error
 
     def obey(self, job: str, fence: Fence) -> None:
-        """Remember the fence durably if it is the highest so far; raises StaleCommand if it is lower."""
+        """Store the fence durably if it is the highest so far. Raises StaleCommand if it is lower."""
         with self._lock:
             highest = self._fences.get(job)
             if highest is not None and fence < highest:
@@ -101,7 +101,7 @@ class FenceFile:
 
 
 class JobFiles:
-    """The last Configure of each job, so that a restarted engine goes on with it."""
+    """The last Configure of each job, from which a restarted engine resumes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -111,11 +111,11 @@ class JobFiles:
         write_durably(self._path(configure.placement.job), [wire.encode(configure)])
 
     def names(self) -> list[str]:
-        """The jobs that have one."""
+        """The jobs that have a file."""
         return [path.stem for path in self._folder.glob("*.json")]
 
     def load(self) -> list[Configure]:
-        """All that can be read; of the others the log says so, and their segments stay."""
+        """All that can be read. The others are logged, and their segments stay."""
         found: list[Configure] = []
         for path in sorted(self._folder.glob("*.json")):
             try:
@@ -126,46 +126,46 @@ class JobFiles:
 
     def remove(self, job: str) -> None:
         self._path(job).unlink(missing_ok=True)
-        sync_folder(self._folder)  # or a released job would come back after a power cut
+        sync_folder(self._folder)  # else a released job would come back after a power cut
 
     def _path(self, job: str) -> Path:
         return self._folder / f"{job}.json"
 
 
 class LateSavesFile:
-    """Late saves of which an engine that was told to end could tell nobody any more: the next one does, and keeps the
-    file until then. A failure is logged: nothing depends on it."""
+    """Late saves that an ending engine could not report. The next engine reports them and then removes the file.
+    Failures are only logged: nothing depends on this file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._is_there = True  # as far as is known
+        self._may_exist = True
 
-    def store(self, untold: Sequence[LateSaves]) -> None:
-        """In the place of what is there."""
-        if not untold:
+    def store(self, unreported: Sequence[LateSaves]) -> None:
+        """Replace the content."""
+        if not unreported:
             self.remove()
             return
-        self._is_there = True
+        self._may_exist = True
         try:
-            write_durably(self._path, [wire.encode(untold)])
+            write_durably(self._path, [wire.encode(unreported)])
         except (FlyballError, OSError) as error:
-            log.warning("late_saves_not_kept", count=len(untold), reason=str(error))
+            log.warning("late_saves_not_kept", count=len(unreported), reason=str(error))
 
     def load(self) -> tuple[LateSaves, ...]:
-        """What is there; it stays."""
+        """The content; () if it cannot be read. The file stays."""
         try:
             return wire.decode(self._path.read_bytes(), tuple[LateSaves, ...])
         except FileNotFoundError:
-            self._is_there = False
+            self._may_exist = False
         except (InvalidMessage, OSError) as error:
             log.warning("late_saves_not_read", path=str(self._path), reason=str(error))
         return ()
 
     def remove(self) -> None:
-        """Somebody was told. Cheap when there is none."""
-        if not self._is_there:
+        """They were reported. Cheap when there is no file."""
+        if not self._may_exist:
             return
-        self._is_there = False
+        self._may_exist = False
         try:
             self._path.unlink(missing_ok=True)
         except OSError as error:

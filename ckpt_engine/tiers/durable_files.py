@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written aside, synced, renamed, and the folder synced."""
+"""Writes files that are either complete or absent: write aside, sync, rename, sync the folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flyball.contracts.errors import StorageFull
 from flyball.contracts.fault_points import reach
 from flyball.state_folder import make_folder, sync_folder
 
-UNFINISHED = ".new."  # in the names of files that are being written; the writer's mark follows
-WRITER = f"{os.getpid()}-{secrets.token_hex(4)}"  # of this process: another one may get its pid
-_numbers = itertools.count()  # of its files: two threads that write one path must not write into one file
+UNFINISHED = ".new."  # in the name of a file being written; the writer's mark follows
+WRITER = f"{os.getpid()}-{secrets.token_hex(4)}"  # marks this process; a pid alone is reused
+_numbers = itertools.count()  # per file, so that two threads writing one path do not share a file
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_LARGE_BYTES = 4 << 20  # from here on files are reserved first, and bypass the page cache where they can
-_BLOCK_BYTES = 4096  # offsets and sizes of direct writes are multiples of it
+_LARGE_BYTES = 4 << 20  # larger files are reserved first, and bypass the page cache if possible
+_BLOCK_BYTES = 4096  # alignment of direct writes
 _SYNC_FILE_RANGE_WRITE = 2
 _ATTEMPTS = 8  # to make a file whose folder others remove, since it is empty
 
@@ -30,11 +30,11 @@ _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, 
 
 
 def write_durably(path: Path, parts: Iterable[bytes | memoryview], *, size_bytes: int = 0) -> int:
-    """Put the parts, one after the other, into `path`, for its owner alone; returns their size in bytes.
+    """Write the parts in order to `path`, with mode 0600. Returns their size in bytes.
 
-    `size_bytes`, where it is known ahead, is reserved first: a full disk is an error at the start. Large files are
-    written straight from the parts' memory where the file system can, and leave other files in the page cache. Raises
-    StorageFull, or OSError, and leaves no half file.
+    `size_bytes`, if known, is reserved first, so that a full disk fails at the start. Large files are written directly
+    from the parts' memory if the file system can; that leaves other files in the page cache. Raises StorageFull or
+    OSError, and leaves no partial file.
     """
     temporary = path.with_name(f".{path.name}{UNFINISHED}{WRITER}-{next(_numbers)}")
     try:
@@ -65,7 +65,7 @@ def write_durably(path: Path, parts: Iterable[bytes | memoryview], *, size_bytes
 
 
 def finished_name(name: str) -> str | None:
-    """What a file of this name was to become; None if it is not an unfinished one, or this process is writing it."""
+    """The final name of an unfinished file; None if it is not one, or this process is still writing it."""
     final, separator, writer = name.rpartition(UNFINISHED)
     return final[1:] if separator and final.startswith(".") and not writer.startswith(WRITER) else None
 
@@ -83,7 +83,7 @@ def _create(path: Path) -> int:
 
 
 def _reserve(descriptor: int, size_bytes: int) -> None:
-    # Not os.posix_fallocate: where a file system cannot, the C library writes into every block.
+    # Not os.posix_fallocate: without file system support the C library writes to every block.
     if _libc.fallocate(descriptor, 0, 0, size_bytes) != 0:
         number = ctypes.get_errno()
         if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
@@ -91,7 +91,7 @@ def _reserve(descriptor: int, size_bytes: int) -> None:
 
 
 class _Writer:
-    """Writes parts one after the other, directly from their memory as long as everything is aligned."""
+    """Writes parts in order, directly from their memory as long as everything is aligned."""
 
     def __init__(self, descriptor: int, *, large: bool) -> None:
         self._descriptor = descriptor
@@ -116,11 +116,11 @@ class _Writer:
                 if aligned:
                     return os.pwrite(self._descriptor, rest[:aligned], offset)
             except OSError as error:
-                if error.errno != errno.EINVAL:  # memory at an address that the device cannot take
+                if error.errno != errno.EINVAL:  # the device cannot take memory at this address
                     raise
             self._direct = self._switch(direct=False)
         count = os.pwrite(self._descriptor, rest, offset)
-        if self._large:  # begin to bring the pages to the disk, so that fsync finds little left; it is only a hint
+        if self._large:  # a hint to start writing back, so that fsync finds little to do
             _libc.sync_file_range(self._descriptor, offset, count, _SYNC_FILE_RANGE_WRITE)
         return count
 
@@ -128,6 +128,6 @@ class _Writer:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if direct else 0))
-        except OSError:  # the file system cannot
+        except OSError:  # not supported by the file system
             return False
         return direct

@@ -1,4 +1,4 @@
-"""A folder as storage: a host's own disk, or a file system that all hosts share."""
+"""A folder as storage: on a host's own disk, or in a file system that all hosts share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt_engine.tiers.storage import Entry
 from flyball.contracts.errors import CorruptShard
 from flyball.state_folder import sync_folder
 
-_DEPTH = 3  # parts of a name
+_DEPTH = 3  # of names, in parts
 
 
 class _OpenFile(FileSource):
@@ -25,7 +25,7 @@ class _OpenFile(FileSource):
 
 
 class FolderStorage:
-    """Files are 0600 and folders 0700: only the user whose jobs they are reads them."""
+    """Files have mode 0600 and folders 0700: only the job's user can read them."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -39,7 +39,7 @@ class FolderStorage:
         try:
             write_durably(path, parts, size_bytes=size_bytes)
         except BaseException:
-            self._remove_empty(path.parent)  # a step that is given up again and again leaves no folder each time
+            self._remove_empty(path.parent)  # a step that keeps failing leaves no folders
             raise
 
     def read(self, name: str, limit_bytes: int) -> bytes:
@@ -53,7 +53,7 @@ class FolderStorage:
     @contextmanager
     def open(self, name: str) -> Iterator[_OpenFile]:
         path = self._root / name
-        # Not blocking, and no links: what others put there in place of a file is refused, and not waited for.
+        # No links, and without blocking: a pipe or link in place of the file is refused, not waited for.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)
@@ -104,7 +104,7 @@ class FolderStorage:
         return removed
 
     def _walk(self, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """The plain files in `folder` and below, as deep as names go. Links are not followed."""
+        """The plain files in `folder` and below, as deep as names go. Does not follow links."""
         open_folders = [folder]
         while open_folders:
             name = open_folders.pop()
@@ -120,15 +120,15 @@ class FolderStorage:
         try:
             with os.scandir(self._root / folder) as found:
                 return list(found)
-        except FileNotFoundError:  # nothing was written yet, or it was removed meanwhile
+        except FileNotFoundError:  # nothing was written yet, or it was just removed
             return []
 
     def _tidy(self, folder: Path) -> None:
-        """Make removals durable, and remove folders that are empty now."""
+        """Make removals durable, and remove folders that are now empty."""
         try:
             sync_folder(folder)
         except FileNotFoundError:
-            return  # another rank's or host's was the last file in it
+            return  # somebody else removed the last file in it
         self._remove_empty(folder)
 
     def _remove_empty(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""From what a job's settings say to the store of its shards."""
+"""Opens the stores of a job's shards according to its settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def open_disk(
     settings: EngineSettings,
     rate_limit: RateLimit | None = None,
 ) -> ShardStore:
-    """A host's own disk. The host's name keeps hosts apart whose disk folders are one, by mistake or on one machine."""
+    """A host's own disk. The host id is part of the path: several hosts may share a disk folder, by mistake or on one
+    machine."""
     storage = open_storage(run_location(f"{disk_dir}/{host_id}", job, run), settings)
     return ShardStore(storage, tier=Tier.DISK, job=job, run=run, host_id=host_id, rate_limit=rate_limit)
 
@@ -39,26 +40,26 @@ def open_persistent(
     rate_limit: RateLimit | None = None,
     ranks: Collection[int] | None = None,
 ) -> ShardStore:
-    """What all hosts share. `ranks`: whose shards are looked at, as in `ShardStore`."""
+    """The store that all hosts share. `ranks`: see `ShardStore`."""
     storage = open_storage(run_location(persistent_dir, job, run), settings)
     return ShardStore(storage, tier=Tier.PERSISTENT, job=job, run=run, host_id="", rate_limit=rate_limit, ranks=ranks)
 
 
 def run_location(root: str, job: str, run: str) -> str:
-    """Where a run keeps what it has below `root`, a folder or URL: apart from all other runs of the job."""
+    """The place of one run below `root`, a folder or URL. Runs of a job do not share places."""
     return "/".join((root.rstrip("/"), job, run) if run else (root.rstrip("/"), job))
 
 
 def open_storage(location: str, settings: EngineSettings) -> Storage:
-    """A folder, or the URL of an object store. Nothing is read yet. Raises ConfigurationError."""
+    """A folder, or an object store given by its URL. Does not access it yet. Raises ConfigurationError."""
     scheme, separator, rest = location.partition("://")
     if not separator:
         return FolderStorage(Path(location))
     if scheme not in _SCHEMES or not rest.strip("/"):
         raise ConfigurationError(
-            f"{location} is no place for checkpoints that this release knows.",
-            hint=f"give a folder, or a URL that begins with {', '.join(f'{known}://' for known in _SCHEMES)}",
+            f"Checkpoints cannot be stored at {location}: this kind of URL is not supported.",
+            hint=f"use a folder, or a URL that begins with {', '.join(f'{known}://' for known in _SCHEMES)}",
         )
-    from ckpt_engine.tiers.persistent import ObjectStorage  # obstore is loaded by those who use it
+    from ckpt_engine.tiers.persistent import ObjectStorage  # loads obstore only if it is used
 
     return ObjectStorage(location, timeout_s=settings.store_timeout_s, retry_s=settings.store_retry_s)

@@ -1,7 +1,7 @@
-"""An object store as storage, through obstore: S3 and what speaks its protocol, Google Cloud Storage, Azure Blobs.
+"""An object store as storage, through obstore: S3 and compatible stores, Google Cloud Storage, Azure Blobs.
 
 Credentials, region and endpoint come from the environment, under the names that obstore and the stores' own tools use
-(`AWS_*`, `GOOGLE_*`, `AZURE_*`). Large objects go up in parts; an upload that is not completed is not an object.
+(`AWS_*`, `GOOGLE_*`, `AZURE_*`). Large objects are uploaded in parts; an incomplete upload is not an object.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 _PART_BYTES = 8 << 20
-_MAX_PARTS = 10_000  # S3's limit; larger shards go up in larger parts
-_IN_FLIGHT_BYTES = 24 << 20  # of parts on their way up; one more is being read, and the bound per rank is 64 MiB
-_WINDOW_BYTES = 8 << 20  # read at once: a request costs as long as megabytes
+_MAX_PARTS = 10_000  # S3's limit; larger shards have larger parts
+_IN_FLIGHT_BYTES = 24 << 20  # parts being uploaded; with one more being read this stays within 64 MiB per rank
+_WINDOW_BYTES = 8 << 20  # per request, whose latency equals the transfer of megabytes
 _WINDOWS_AHEAD = 2
 _MAX_RETRIES = 10
 _MAX_CONNECT_S = 5.0
@@ -49,21 +49,21 @@ class ObjectStorage:
     """The objects below one URL."""
 
     def __init__(self, url: str, *, timeout_s: float, retry_s: float) -> None:
-        """`timeout_s` bounds one request, of at most one part; `retry_s` the time after which a request is not sent
-        again. Nothing is asked of the store yet. Raises ConfigurationError."""
+        """`timeout_s` limits one request, for at most one part. After `retry_s` a failed request is not repeated. Does
+        not access the store yet. Raises ConfigurationError."""
         self.place = url.rstrip("/")
         client: ClientConfig = {
             "timeout": timedelta(seconds=timeout_s),
             "connect_timeout": timedelta(seconds=min(timeout_s, _MAX_CONNECT_S)),
         }
         if os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", "")).startswith("http://"):
-            client["allow_http"] = True  # that is what the endpoint says
+            client["allow_http"] = True  # as the endpoint's URL says
         retry: RetryConfig = {"max_retries": _MAX_RETRIES, "retry_timeout": timedelta(seconds=retry_s)}
         with self._explained("open"):
             self._store: ObjectStore = from_url(self.place, client_options=client, retry_config=retry)
 
     def write(self, name: str, parts: Iterable[bytes | memoryview], size_bytes: int) -> None:
-        # The copies are what goes up: the memory that parts show may change before a request is through.
+        # Upload copies: the memory behind the parts may change before a request is complete.
         copies = (bytes(part) for part in parts)
         part_bytes = max(_PART_BYTES, -(-size_bytes // _MAX_PARTS // _MEBIBYTE) * _MEBIBYTE)
         with self._explained(name):
@@ -115,12 +115,12 @@ class ObjectStorage:
             try:
                 with self._explained(name):
                     obstore.delete(self._store, name)
-            except FileNotFoundError:  # S3 says nothing, others do
+            except FileNotFoundError:  # S3 does not report it, other stores do
                 continue
 
     def remove_unfinished(self, wanted: Callable[[str], bool], folders: Iterable[str] = ("",)) -> list[str]:
-        """Nothing: obstore does not list uploads that were begun. The bucket needs a lifecycle rule that ends them
-        (docs/checkpoints.md); they are no objects, and are never listed."""
+        """Does nothing: obstore cannot list incomplete uploads. They are never listed as objects. The bucket needs a
+        lifecycle rule that ends them (docs/checkpoints.md)."""
         del wanted, folders
         return []
 
@@ -133,7 +133,7 @@ class ObjectStorage:
 
     @contextmanager
     def _explained(self, name: str) -> Iterator[None]:
-        """Errors of obstore as those that this project speaks of."""
+        """Translate obstore's errors into this project's."""
         try:
             yield
         except FlyballError:
@@ -143,14 +143,14 @@ class ObjectStorage:
 
 
 def _entry(found: ObjectMeta) -> Entry:
-    # A store without entity tags: objects never change their content under one name, except for size.
+    # Without entity tags: an object's content never changes under one name, except for its size.
     version = found["e_tag"] or str(found["last_modified"])
     return Entry(found["path"], found["size"], f"{version}-{found['size']}")
 
 
 class _OpenObject:
-    """Read in windows that are fetched ahead, side by side: one request at a time would wait for the network most of
-    the time."""
+    """Read in windows, several of which are fetched ahead in parallel: single requests would mostly wait for the
+    network."""
 
     def __init__(self, size_bytes: int, fetch: Callable[[int, int], memoryview]) -> None:
         self.size_bytes = size_bytes
@@ -161,7 +161,7 @@ class _OpenObject:
 
     def read_into(self, target: memoryview, offset: int) -> None:
         if offset + len(target) > self.size_bytes:
-            raise CorruptShard(f"An object of {self.size_bytes} bytes has none at {offset + len(target)}.")
+            raise CorruptShard(f"An object of {self.size_bytes} bytes ends before byte {offset + len(target)}.")
         filled = 0
         while filled < len(target):
             window, begin = divmod(offset + filled, _WINDOW_BYTES)
@@ -178,14 +178,14 @@ class _OpenObject:
                     begin = wanted * _WINDOW_BYTES
                     length = min(_WINDOW_BYTES, self.size_bytes - begin)
                     self._windows[wanted] = _in_background(self._fetch, begin, length)
-            while len(self._windows) > 2 + _WINDOWS_AHEAD:  # one behind: threads that share a window drift apart
+            while len(self._windows) > 2 + _WINDOWS_AHEAD:  # keeps one behind: threads that share a window drift apart
                 self._windows.pop(next(window for window in self._windows if window not in wanted_now))
             future = self._windows[index]
         return future.result()
 
 
 def _in_background(fetch: Callable[[int, int], memoryview], begin: int, length: int) -> Future[memoryview]:
-    """In a daemon thread, not in an executor's: the process may end while a store does not answer."""
+    """In a daemon thread, not an executor's: the process may exit while a store does not answer."""
     future: Future[memoryview] = Future()
 
     def run() -> None:
@@ -200,9 +200,7 @@ def _in_background(fetch: Callable[[int, int], memoryview], begin: int, length: 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
 
-# What an object store's errors mean, and what to do about them. Pure.
-#
-# obstore has few kinds of errors; the rest is in the answer that they quote.
+# obstore has few kinds of errors; the details are in the store's answer, which they quote.
 
 
 _MESSAGE_CHARACTERS = 300
@@ -221,11 +219,11 @@ _NO_BUCKET = _Meaning(
     ("NoSuchBucket", "bucket does not exist", "ContainerNotFound"),
     ConfigurationError,
     "The bucket of {place} does not exist ({reason}).",
-    "make it, or correct the persistent folder's URL",
+    "create it, or correct the persistent folder's URL",
 )
 _MEANINGS = (
     _Meaning(
-        ("169.254.169.254", "metadata.google.internal"),  # asked when the environment has no credentials
+        ("169.254.169.254", "metadata.google.internal"),  # queried when the environment has no credentials
         ConfigurationError,
         "There are no credentials for {place} ({reason}).",
         "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or those of your store, in the environment of every host",
@@ -245,23 +243,23 @@ _MEANINGS = (
     _Meaning(
         ("Encountered object with invalid path",),
         ConfigurationError,
-        "{place} has an object whose name is no path ({reason}).",
-        "remove it, or give the checkpoints a prefix of their own",
+        "{place} has an object whose name is not a valid path ({reason}).",
+        "remove it, or use a separate prefix for checkpoints",
     ),
     _Meaning(
         ("error sending request", "timed out", "TimeoutError", "ConnectionError", " 500 ", " 502 ", " 503 ", " 504 "),
         Unreachable,
         "{place} does not answer ({reason}).",
-        "see whether its endpoint (AWS_ENDPOINT_URL) is right and the network works",
+        "check its endpoint (AWS_ENDPOINT_URL) and the network",
     ),
     _Meaning(("ValueError",), ConfigurationError, "{place} cannot be used ({reason}).", "write s3://BUCKET/PREFIX"),
 )
-_OTHER = _Meaning((), CheckpointError, "{place}, '{name}': {reason}", "see what the store's own tools say about it")
+_OTHER = _Meaning((), CheckpointError, "{place}, '{name}': {reason}", "check with the store's own tools")
 
 
 def as_flyball_error(error: Exception, *, place: str, name: str) -> Exception:
-    """The error to raise in place of obstore's: FileNotFoundError if the object does not exist, else a FlyballError
-    with its hint."""
+    """The error to raise instead of obstore's: FileNotFoundError if the object does not exist, else a FlyballError with
+    a hint."""
     text = f"{type(error).__name__}: {error}".lower()
 
     def says(meaning: _Meaning) -> bool:
@@ -275,7 +273,7 @@ def as_flyball_error(error: Exception, *, place: str, name: str) -> Exception:
 
 
 def _shortened(text: str) -> str:
-    """The first line, and the store's own code for what went wrong."""
+    """The first line, and the store's own error code."""
     first = text.strip().splitlines()[0] if text.strip() else "no reason given"
     code = _CODE.search(text)
     head = first.partition(": <?xml")[0][:_MESSAGE_CHARACTERS]

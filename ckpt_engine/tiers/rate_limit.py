@@ -1,6 +1,6 @@
-"""Bandwidth limits, as token buckets. Pure: time is read and passed through what the caller brings.
+"""Bandwidth limits as token buckets. Pure: the caller supplies the clock and the sleep.
 
-All writers that share one disk or one network card on a host share one `RateLimit`.
+All writers that share a disk or a network card share one `RateLimit`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-BURST_S = 0.1  # what may go at once after a pause, in seconds' worth of the rate
+BURST_S = 0.1  # after a pause this many seconds' worth of bytes may go at once
 
 
 class TokenBucket:
-    """`bytes_per_s` on the average, and never more than one burst ahead. Takes may go into debt, so that a piece larger
-    than the burst is only late, and never impossible."""
+    """Limits to `bytes_per_s` on average, plus one burst. A take may go into debt, so a piece larger than the burst is
+    delayed but possible."""
 
     def __init__(self, bytes_per_s: int, *, now_s: float, burst_s: float = BURST_S) -> None:
         self._bytes_per_s = bytes_per_s
@@ -23,7 +23,7 @@ class TokenBucket:
         self._at_s = now_s
 
     def take(self, size_bytes: int, *, now_s: float) -> float:
-        """Seconds to wait before these bytes may go. They count as gone from now on."""
+        """The seconds to wait before these bytes may go. They are counted at once."""
         self._tokens = min(self._burst_bytes, self._tokens + (now_s - self._at_s) * self._bytes_per_s)
         self._at_s = now_s
         self._tokens -= size_bytes
@@ -31,7 +31,7 @@ class TokenBucket:
 
 
 class RateLimit:
-    """One bucket for many threads; `bytes_per_s` 0 means that there is no limit."""
+    """One bucket for many threads. `bytes_per_s` 0 means no limit."""
 
     def __init__(self, bytes_per_s: int, *, monotonic_s: Callable[[], float]) -> None:
         self._monotonic_s = monotonic_s
@@ -39,8 +39,8 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def wait(self, size_bytes: int, sleep: Callable[[float], object]) -> None:
-        """Call before `size_bytes` go; `sleep(seconds)` waits. Give an event's `wait` in order to be woken early: the
-        caller then looks at its event. The wait ends after at most (bytes asked for by all threads) / rate."""
+        """Call before sending `size_bytes`. `sleep(seconds)` waits; pass an event's `wait` to be woken early. The wait
+        lasts at most (bytes requested by all threads) / rate."""
         if self._bucket is None:
             return
         with self._lock:
@@ -50,7 +50,7 @@ class RateLimit:
 
 
 class Throttle:
-    """A `RateLimit` for one user of it, which may lift it for itself: who waits then is woken at once."""
+    """One user's access to a `RateLimit`, which it may lift for itself. Waiting threads then go on at once."""
 
     def __init__(self, limit: RateLimit) -> None:
         self._limit = limit
@@ -59,19 +59,19 @@ class Throttle:
         self._lifted = threading.Event()
 
     def wait(self, size_bytes: int) -> None:
-        """Call before `size_bytes` go. What goes while the limit is lifted is not counted."""
+        """Call before sending `size_bytes`. While the limit is lifted, bytes are not counted."""
         if not self._lifted.is_set():
             self._limit.wait(size_bytes, self._lifted.wait)
 
     def lift(self) -> None:
-        """For good."""
+        """Lift the limit for good."""
         with self._lock:
             self._lifts += 1
             self._lifted.set()
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """For the body of the with statement."""
+        """Lift the limit for the body of the with statement."""
         self.lift()
         try:
             yield

@@ -1,4 +1,4 @@
-"""What a tier asks of the place where its shards lie: a folder, or an object store."""
+"""The interface to the place where a tier keeps its shards: a folder, or an object store."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ class Entry:
 
 
 class StoredBytes(Protocol):
-    """The content of one name, opened. May be read by several threads at once."""
+    """The content of one name, opened for reading. Thread-safe."""
 
     @property
     def size_bytes(self) -> int: ...
 
     @property
     def local_path(self) -> str:
-        """A file with these very bytes, for processes of this host and user; '' if there is none."""
+        """A file with exactly these bytes that this host's user can read; '' if there is none."""
         ...
 
     def read_into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` with the bytes from `offset` on. Raises CorruptShard if they end before, or OSError."""
+        """Fill `target` with the bytes from `offset` on. Raises CorruptShard if there are fewer, or OSError."""
         ...
 
 
 class Storage(Protocol):
-    """Bytes by name, below one place. Names are relative, with `/` between their parts, at most three. A name has its
-    whole content or does not exist, and what was written is durable when `write` returns.
+    """Bytes by name, below one place. Names are relative, with at most three parts separated by `/`. A name has its
+    complete content or does not exist. When `write` returns, the content is durable.
 
-    Everything raises OSError or FlyballError when the place is away, denies access, or does not answer in time.
+    Every method raises OSError or FlyballError if the place is unreachable, denies access, or does not answer in time.
     """
 
     @property
     def place(self) -> str:
-        """For people; without secrets."""
+        """For logs and messages; contains no secrets."""
         ...
 
     def write(self, name: str, parts: Iterable[bytes | memoryview], size_bytes: int) -> None:
-        """Store the parts, one after the other: `size_bytes` in all. A part is taken from memory before the next one is
-        asked for; what `parts` raises ends the write, and nothing of it is left to be seen. Raises StorageFull."""
+        """Store the parts in order, `size_bytes` in total. A part is copied or written before the next one is
+        requested. If `parts` raises, nothing is stored. Raises StorageFull."""
         ...
 
     def read(self, name: str, limit_bytes: int) -> bytes:
-        """The whole content. Raises CorruptShard, and reads nothing, if it is larger than the limit; and
-        FileNotFoundError."""
+        """The complete content. Raises FileNotFoundError, or CorruptShard, without reading, if it is larger than the
+        limit."""
         ...
 
     def open(self, name: str) -> AbstractContextManager[StoredBytes]:
@@ -60,23 +60,23 @@ class Storage(Protocol):
         ...
 
     def stat(self, name: str) -> Entry | None:
-        """The entry of one name, as a listing has it; None if it is not there."""
+        """The entry of one name, as in a listing; None if it does not exist."""
         ...
 
     def folders(self, folder: str = "") -> list[str]:
-        """The names of the folders right inside `folder`, in no order. What is in them is not looked at: it costs as
-        much as it has folders, and not as they have content."""
+        """The names of the folders directly inside `folder`, in no order. The cost grows with their number, not with
+        their content."""
         ...
 
     def entries(self, folder: str = "") -> Iterator[Entry]:
-        """Everything in `folder` ('' for everything), except for what is being written; in no order."""
+        """Everything below `folder` ('' for everything), without unfinished files, in no order."""
         ...
 
     def remove(self, names: Sequence[str]) -> None:
-        """Durably, all before this returns; who is not there is no error."""
+        """Remove these names durably. Missing ones are ignored."""
         ...
 
     def remove_unfinished(self, wanted: Callable[[str], bool], folders: Iterable[str] = ("",)) -> list[str]:
-        """Remove what killed writers left, in these folders and below, of the names that are `wanted`; returns the
-        names."""
+        """Remove what killed writers left in these folders and below, if `wanted` accepts its final name. Returns what
+        was removed."""
         ...

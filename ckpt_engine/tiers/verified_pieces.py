@@ -1,4 +1,4 @@
-"""Writing a shard from where it lies, so that what was written is what the manifest says."""
+"""Feeds a shard to a writer straight from its slot, and makes sure that what was written matches the manifest."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PIECE_BYTES = 8 << 20
 def verified_pieces(
     payload: memoryview, chunk_bytes: int, *, before: Callable[[int], None], described: Callable[[], Manifest]
 ) -> Generator[memoryview, None, None]:
-    """The payload in pieces, in order, for who takes each before asking for the next; `before(size_bytes)` is called
-    ahead of each, and `described` after the last: the manifest may become known while the pieces are taken. What it
-    raises ends them.
+    """Yields the payload in pieces, in order. The caller must write each piece before it takes the next.
+    `before(size_bytes)` is called before each piece. `described` is called after the last one: the manifest may not
+    exist earlier. Whatever they raise ends the generator.
 
-    Pieces are hashed after they were taken, in a thread beside the one that takes the next. Who was given all of them
-    without CorruptShard has taken the bytes that the manifest describes: a slot goes from one step's bytes to another's
-    and never back, so that bytes that are right afterwards were right before.
+    A piece is hashed after it was written, in a second thread. If no CorruptShard is raised, the written bytes match
+    the manifest: a slot changes from one step's bytes to another's and never back, so bytes that are right afterwards
+    were right before.
     """
     piece_bytes = chunk_bytes * max(1, PIECE_BYTES // chunk_bytes)
     with ThreadPoolExecutor(1, thread_name_prefix="flyball-hash") as pool:
@@ -48,5 +48,6 @@ def _compare(manifest: Manifest, digests: bytes, size_bytes: int, chunk_bytes: i
         pairs = zip(range(0, len(digests), size), range(0, len(manifest.chunk_digests), size), strict=True)
         bad = sum(digests[a : a + size] != manifest.chunk_digests[b : b + size] for a, b in pairs)
         raise CorruptShard(
-            f"{bad} chunks changed while they were written.", hint="the step is tried again, or a newer one is written"
+            f"{bad} chunks changed while they were written.",
+            hint="nothing to do: this step or a newer one is written next",
         )

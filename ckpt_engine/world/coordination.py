@@ -1,4 +1,4 @@
-"""How the world step of one generation gets from the ranks to the coordinator and back into every control segment."""
+"""Carries the ranks' reports to the coordinator, and the world step back into every control segment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 
 class Coordination:
-    """One engine's part in it. On rank 0's host it decides, on the others it reports and obeys."""
+    """One engine's part in one generation. On rank 0's host it decides; on the others it reports and obeys."""
 
     def __init__(
         self,
@@ -40,10 +40,12 @@ class Coordination:
         on_written: Callable[[Tier, int], None],
         schedules: Sequence[TierSchedule] = (),
     ) -> None:
-        """Begins at the restore step, or where the control words of this very generation stand: then this engine was
-        restarted. `on_advance` is called after the world step moved, `on_naming` before the control words say so, with
-        what the disk tiers are to write and keep; it must not block. `on_written`, for the coordinator alone: every
-        rank has written a step that counts only with a world manifest. `schedules` are the coordinator's."""
+        """Starts at the restore step or, after an engine restart, where this generation's control words stand.
+
+        `on_advance` is called after the world step moved. `on_naming` is called with the steps that the disk tiers have
+        to write and keep, before the control words show the new world step; it must not block. On the coordinator's
+        host, `on_written` is called when every rank has written a step that still needs its world manifest. `schedules`
+        are the coordinator's."""
         self._generation = generation
         self._memory = memory
         self._links = links
@@ -53,8 +55,8 @@ class Coordination:
         self._on_naming = on_naming
         self._on_written = on_written
         self._lock = threading.Lock()
-        self._reports: dict[int, CommittedSteps] = {}  # of local ranks, for a coordinator that comes back
-        self._flush_step = -1  # wanted by this host in the disk tiers, out of schedule
+        self._reports: dict[int, CommittedSteps] = {}  # of local ranks, to send again when the coordinator is back
+        self._flush_step = -1  # this host wants it in the disk tiers, out of schedule
         start = self._begin_words()
         self.world = WorldView(start)
         self._coordinator: Coordinator | None = None
@@ -94,8 +96,7 @@ class Coordination:
         tiers: tuple[TierReport, ...] = (),
         saving: int = -1,
     ) -> None:
-        """A local rank has these steps, and will never have those; how it stands with the disk tiers; and the step that
-        it is busy with for long, -1 for none."""
+        """Report a local rank to the coordinator; the arguments are those of `CommittedSteps`."""
         generation = self._generation
         with self._lock:
             steps = CommittedSteps(
@@ -105,7 +106,7 @@ class Coordination:
         self._send(rank)
 
     def want_flush(self, step: int) -> None:
-        """Have all ranks bring this step, or a newer one, to the disk tiers, whatever the intervals say."""
+        """Have all ranks write this step, or a newer one, to the disk tiers, out of schedule."""
         with self._lock:
             if step <= self._flush_step:
                 return
@@ -116,7 +117,7 @@ class Coordination:
             self._send(rank)
 
     def _send(self, rank: int) -> None:
-        """The newest report: it takes the place of what the coordinator has not heard yet."""
+        """Send the newest report. It replaces one that the coordinator has not received yet."""
         generation = self._generation
         with self._lock:
             steps = self._reports.get(rank)
@@ -126,7 +127,7 @@ class Coordination:
             self.receive_steps(steps)
 
     def receive_steps(self, steps: CommittedSteps) -> ShardVerdict:
-        """What a rank, here or elsewhere, has; for the coordinator."""
+        """A report of any rank, for the coordinator."""
         verdict = self._judge(steps.generation)
         if verdict is not ShardVerdict.OK:
             return verdict
@@ -141,15 +142,15 @@ class Coordination:
             changed = coordinator.failed(steps.failed) or changed
             changed = (steps.saving >= 0 and coordinator.saving(steps.rank, steps.saving)) or changed
             changed = coordinator.flush_wanted(steps.flush) or changed
-            self._tell_of_skipped(coordinator.take_skipped(), steps.rank)
-            self._tell_of_pace(coordinator.pace, pace)
+            self._log_skipped(coordinator.take_skipped(), steps.rank)
+            self._log_pace(coordinator.pace, pace)
             advanced = changed and self._decide_locked(coordinator)
             to_seal = coordinator.to_seal
         self._follow_up(advanced, to_seal)
         return ShardVerdict.OK
 
     def receive_seals(self, report: TierReport) -> None:
-        """Which world manifests this host, the coordinator's, has written."""
+        """The world manifests that exist, from the sealer on the coordinator's host."""
         if self._coordinator is None:
             return
         with self._lock:
@@ -159,8 +160,7 @@ class Coordination:
         self._follow_up(advanced, to_seal)
 
     def tick(self, position: int) -> None:
-        """Time has passed, and a rank of this host is at `position` (-1: none yet); for the coordinator, else
-        nothing."""
+        """Time has passed, and a rank of this host is at `position` (-1: none yet). Only the coordinator acts on it."""
         if self._coordinator is None:
             return
         with self._lock:
@@ -169,7 +169,7 @@ class Coordination:
                 self._decide_locked(self._coordinator)
 
     def receive_notice(self, notice: Notice) -> None:
-        """How the saves of rank 0, which is the coordinator's, fare; before the world can have the step."""
+        """A notice of rank 0, whose saves set the pace. Must come before the world can have the step."""
         if self._coordinator is None or self._coordinator.pace is None or notice.rank != 0:
             return
         with self._lock:
@@ -180,7 +180,7 @@ class Coordination:
 
     @property
     def save_interval(self) -> SaveInterval | None:
-        """How far apart saves are made; None where that is another host's to decide, or nobody's."""
+        """The interval between saves; None on other hosts than the coordinator's, or if it does not adapt."""
         generation = self._generation
         with self._lock:
             if self._coordinator is None or self._coordinator.pace is None:
@@ -189,7 +189,7 @@ class Coordination:
             every_steps, wanted_steps = pace.interval_steps * pace.factor, pace.interval_steps
             return SaveInterval(generation.job, generation.number, wanted_steps, every_steps, *pace.cost)
 
-    def _tell_of_pace(self, pace: SavePace | None, before: int) -> None:
+    def _log_pace(self, pace: SavePace | None, before: int) -> None:
         if pace is None or pace.word == before:
             return
         change = "widened" if pace.factor > factor_of(before) else "narrowed"
@@ -203,11 +203,11 @@ class Coordination:
             step_s=round(pace.cost.step_s, 6),
         )
 
-    def _tell_of_skipped(self, steps: list[int], rank: int) -> None:
-        """The whole world goes without these steps."""
+    def _log_skipped(self, steps: list[int], rank: int) -> None:
+        """The whole world skips these steps."""
         if steps:
             self._counters.add("steps_skipped", len(steps))
-            log.warning("steps_skipped", job=self._generation.job, steps=steps, heard_from_rank=rank)
+            log.warning("steps_skipped", job=self._generation.job, steps=steps, reported_by_rank=rank)
 
     def _follow_up(self, advanced: bool, to_seal: dict[Tier, int]) -> None:
         if advanced:
@@ -216,8 +216,8 @@ class Coordination:
             self._on_written(tier, step)
 
     def _decide_locked(self, coordinator: Coordinator) -> bool:
-        """Tell all hosts. This one notes it first: an engine that is restarted then decides nothing else. True if the
-        world step moved."""
+        """Send the decision to all hosts. It is in this host's control words first, so a restarted engine cannot decide
+        otherwise. Returns whether the world step moved."""
         world = self._world_of(coordinator)
         advanced = self._learn_locked(world)
         for host_id in self._generation.linked_hosts:
@@ -225,7 +225,7 @@ class Coordination:
         return advanced
 
     def receive_world(self, world: WorldStep) -> ShardVerdict:
-        """What the coordinator decided: into the control words of the local ranks."""
+        """Apply a decision of the coordinator to the local ranks' control words."""
         verdict = self._judge(world.generation)
         if verdict is not ShardVerdict.OK:
             return verdict
@@ -237,19 +237,19 @@ class Coordination:
     def _learn_locked(self, world: WorldStep) -> bool:
         before = self.world.present.world_step
         if self.world.learn(world):
-            self._on_naming(self.world.present.tiers)  # first: what is named must not be overwritten
+            self._on_naming(self.world.present.tiers)  # first: a named step must not be overwritten
             self._write_words(self.world.present)
         return self.world.present.world_step > before
 
     def repeat(self) -> None:
-        """Call `on_naming` for those who were not there when the present one was heard, and write the control words of
-        ranks that this engine's predecessor did not get to any more."""
+        """Call `on_naming` again, for writers that were not there yet, and write the control words that a killed engine
+        did not get to."""
         with self._lock:
             self._on_naming(self.world.present.tiers)
             self._write_words(self.world.present)
 
     def peer_is_up(self, host_id: str) -> None:
-        """A connection to this host was made: tell it what it may have missed."""
+        """A connection to this host was made: send what it may have missed."""
         generation = self._generation
         with self._lock:
             if self._coordinator is not None:
@@ -259,12 +259,12 @@ class Coordination:
                     self._post(host_id, (generation.job, rank), steps)
 
     def _post(self, host_id: str, key: Key, message: CommittedSteps | WorldStep) -> None:
-        # Of an ended generation nobody waits for it, and of an ended job nobody would take it.
+        # Nobody wants messages of an ended generation, and nobody accepts those of an ended job.
         self._links.post(host_id, key, message, unless=self._generation.ended.is_set)
 
     def _judge(self, generation: int) -> ShardVerdict:
         if generation > self._generation.number:
-            return ShardVerdict.BUSY  # this host hears of it in a moment
+            return ShardVerdict.BUSY  # its Configure is on its way here
         return ShardVerdict.OK if generation == self._generation.number else ShardVerdict.STALE
 
     def _world_of(self, coordinator: Coordinator) -> WorldStep:
@@ -296,7 +296,7 @@ class Coordination:
                     upto = max(upto, words.abandoned.upto)
                     next_save = max(next_save, control.next_save(generation.number))
                     pace = max(pace, control.pace(generation.number))
-                    control.release_holds()  # of this engine's predecessor
+                    control.release_holds()  # of a killed engine
                 else:
                     control.begin_world(generation.number, generation.restore_step)
         alive = tuple(sorted(step for step in abandoned if step > world_step))

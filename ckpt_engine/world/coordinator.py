@@ -1,14 +1,14 @@
-"""The one place per job and generation that says which step the whole world has. Pure.
+"""Decides which step the whole world has, per job and generation. Pure.
 
-Rank 0's engine runs it. A rank "has" a step when its shard is committed and, where peers are configured, replicated.
-A step that some rank failed to save, or went past without having it, can never become a world step: it is abandoned,
-so that the slots that hold it may be overwritten. Reports may be lost, repeated and late: each is a fact that stays
-true, except that a step once abandoned stays abandoned, since others may have overwritten it by then.
+Rank 0's engine runs it. A rank "has" a step when its shard is committed and, with peers, replicated. A step that some
+rank failed to save, or passed by, can never become the world step. It is abandoned, so that its slots may be
+overwritten. Reports may be lost, repeated or late: each is a fact that stays true. A step once abandoned stays so,
+since ranks may have overwritten it already.
 
-Steps are abandoned by name while there is room for names. What was told stays told, since others may have overwritten
-it. Beyond that they are abandoned by one number: every step up to it that is newer than the world step. It never
-passes a step that no rank has given up, as one that all ranks are still copying to slow peers: that one counts when it
-is there, and so do the steps that could not be told meanwhile.
+Steps are abandoned by name while there is room for names. Beyond that they are abandoned by one number: every step up
+to it that is newer than the world step. The number never passes a step that no rank has given up, for example one that
+all ranks are still copying to slow peers. That step counts when it is complete; given-up steps beyond it wait until
+then.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ckpt_engine.world.save_schedule import SaveSchedule
 from flyball.contracts.checkpoints import Tier
 
 MAX_ABANDONED = 8  # by name
-_MAX_UNTOLD = 256  # given up and not told yet; of more the newest, and what is forgotten is merely not abandoned
+_MAX_WAITING = 256  # given up but not announced yet; the newest are kept, others are simply not abandoned
 
 
 class Coordinator:
-    """Facts about one generation in, world step and abandoned steps out."""
+    """Takes facts about one generation, and returns the world step and the abandoned steps."""
 
     def __init__(
         self,
@@ -40,21 +40,23 @@ class Coordinator:
         saves: SaveSchedule | None = None,
         pace: SavePace | None = None,
     ) -> None:
-        """`world_step`: what the generation started from (-1: nothing) or, after a restart of this engine, what its
-        control words say, like `abandoned` and `abandoned_upto`. `schedules`: of the disk tiers; `saves`: for intervals
-        in seconds; `pace`: for those in steps."""
+        """`world_step`: the restore step (-1: none) or, after an engine restart, the control words'; likewise
+        `abandoned` and `abandoned_upto`. `schedules` are for the disk tiers, `saves` for intervals in seconds, `pace`
+        for intervals in steps."""
         self.generation = generation
         self.world_step = world_step
         self.schedules = schedules
-        self.now_s = 0.0  # whoever tells facts sets it first; only when to save depends on it
+        self.now_s = 0.0  # set it before reporting facts; only the times of saves depend on it
         self.pace = pace
         self._saves = saves
-        self.abandoned_upto = abandoned_upto  # every step up to here that is newer than the world step is abandoned
+        self.abandoned_upto = abandoned_upto  # every step up to it and beyond the world step
         self._abandoned = {step for step in abandoned if step > max(world_step, abandoned_upto)}
-        self._untold: set[int] = set()  # as good as abandoned, once there is room for their names
-        self._skipped: list[int] = []  # what was given up since `take_skipped`
-        self._saved: list[set[int]] = [set() for _ in range(world_size)]  # that nobody has given up
-        self._settled = [world_step + 1] * world_size  # of those before, the rank has or gets none but those in _saved
+        self._waiting: set[int] = set()  # will be abandoned when there is room for their names
+        self._skipped: list[int] = []  # given up since the last `take_skipped`
+        self._saved: list[set[int]] = [set() for _ in range(world_size)]  # by rank, without given-up steps
+        self._settled = [
+            world_step + 1
+        ] * world_size  # by rank: of older steps it has, or will get, only those in _saved
 
     @property
     def abandoned(self) -> tuple[int, ...]:
@@ -63,22 +65,22 @@ class Coordinator:
 
     @property
     def namings(self) -> tuple[TierNaming, ...]:
-        """What the disk tiers are to write and to keep, as far as it is known."""
+        """What the disk tiers have to write and keep, as far as it is known."""
         return tuple(naming for schedule in self.schedules if (naming := schedule.naming) is not None)
 
     @property
     def to_seal(self) -> dict[Tier, int]:
-        """By tier the step whose world manifest is to be written now."""
+        """By tier the step whose world manifest can be written now."""
         return {schedule.tier: step for schedule in self.schedules if (step := schedule.to_seal) is not None}
 
     @property
     def next_save(self) -> int:
-        """The step that all ranks are to save for an interval in seconds, -1 for none; it may be past."""
+        """The step that all ranks save next for an interval in seconds, -1 for none. It may be past."""
         return -1 if self._saves is None else self._saves.named
 
     def tick(self, position: int) -> bool:
-        """Time has passed; `position` is the newest step that a rank is known to be at, -1 for none. True if something
-        is to be told to all."""
+        """Time has passed. `position` is the newest step that a rank is known to be at, -1 for none. True if there is
+        news for all."""
         before = (self.next_save, self.namings)
         self._offer([self.world_step])
         if self._saves is not None:
@@ -91,8 +93,8 @@ class Coordinator:
         return (self.next_save, self.namings) != before
 
     def flush_wanted(self, step: int) -> bool:
-        """A host wants this step, or a newer one, in the disk tiers as soon as that can be. True if something is to be
-        told to all."""
+        """A host wants this step, or a newer one, in the disk tiers as soon as possible. True if there is news for
+        all."""
         before = self.namings
         for schedule in self.schedules:
             schedule.demand(step)
@@ -100,28 +102,28 @@ class Coordinator:
         return self.namings != before
 
     def take_skipped(self) -> list[int]:
-        """The steps that were given up since this was last asked, told or not: the whole world goes without them."""
+        """The steps given up since the last call, announced or not: the whole world skips them."""
         skipped, self._skipped = self._skipped, []
         return skipped
 
     def saved(self, rank: int, steps: Iterable[int]) -> bool:
-        """The rank has these steps, oldest to newest. True if something is to be told to all."""
+        """The rank has these steps, oldest first. True if there is news for all."""
         before = (self.world_step, self.abandoned, self.abandoned_upto, self.namings)
         for step in steps:
-            if step >= self._settled[rank]:  # else it is known, or was gone meanwhile
+            if step >= self._settled[rank]:  # else it is known already, or the rank lost it
                 self._settled[rank] = step + 1
                 if not self._is_given_up(step):
                     self._saved[rank].add(step)
         complete = set.intersection(*self._saved)
-        self._offer(complete)  # before the world step moves: what is named now, nobody has overwritten
+        self._offer(complete)  # before the world step moves: nobody has overwritten what is named now
         if complete:
             self._advance(max(complete))
         self._abandon_passed_over()
         return (self.world_step, self.abandoned, self.abandoned_upto, self.namings) != before
 
     def saving(self, rank: int, step: int) -> bool:
-        """The rank has been busy with `step`, or at it, for long. Of older ones it will never have others than those
-        that it said it has, whatever it has forgotten. True if something is to be told to all."""
+        """The rank has been saving `step`, or been at it, for a while. Of older steps it will never have others than
+        those it reported. True if there is news for all."""
         before = (self.abandoned, self.abandoned_upto)
         self._settled[rank] = max(self._settled[rank], step)
         self._abandon_passed_over()
@@ -129,7 +131,7 @@ class Coordinator:
         return (self.abandoned, self.abandoned_upto) != before
 
     def tiers_reported(self, rank: int, reports: Iterable[TierReport]) -> bool:
-        """What a rank has in the disk tiers. True if something is to be told to all."""
+        """What a rank has in the disk tiers. True if there is news for all."""
         before = self.namings
         for report in reports:
             for schedule in self.schedules:
@@ -139,7 +141,7 @@ class Coordinator:
         return self.namings != before
 
     def seals_reported(self, report: TierReport) -> bool:
-        """Which world manifests are there. True if something is to be told to all."""
+        """Which world manifests exist. True if there is news for all."""
         before = self.namings
         for schedule in self.schedules:
             if schedule.tier is report.tier:
@@ -148,7 +150,7 @@ class Coordinator:
         return self.namings != before
 
     def failed(self, steps: Iterable[int]) -> bool:
-        """Some rank will never have these steps. True if something changed."""
+        """Some rank will never have these steps. True if there is news for all."""
         before = (self.abandoned, self.abandoned_upto)
         self._abandon(steps)
         return (self.abandoned, self.abandoned_upto) != before
@@ -158,7 +160,7 @@ class Coordinator:
             schedule.offer(steps, self.now_s)
 
     def _is_given_up(self, step: int) -> bool:
-        return step in self._abandoned or step in self._untold or step <= self.abandoned_upto
+        return step in self._abandoned or step in self._waiting or step <= self.abandoned_upto
 
     def _is_passed_over(self, step: int) -> bool:
         return any(
@@ -166,12 +168,12 @@ class Coordinator:
         )
 
     def _oldest_open(self, rank: int) -> int:
-        """The oldest step that the rank has or may yet have, and that nobody has given up."""
+        """The oldest step that the rank has or may yet have, and that no rank has given up."""
         return min(self._saved[rank], default=self._settled[rank])
 
     def _advance(self, world_step: int) -> None:
         if self.pace is not None and world_step > self.world_step:
-            self.pace.completed(world_step, self.now_s)  # told with the world step
+            self.pace.completed(world_step, self.now_s)  # announced with the world step
         self.world_step = world_step
         self._forget_settled()
 
@@ -179,18 +181,18 @@ class Coordinator:
         self._abandon(step for step in set().union(*self._saved) if self._is_passed_over(step))
 
     def _abandon(self, steps: Iterable[int]) -> None:
-        """By name if there is room for it; if not, all that are older than any step which may still become the world's.
-        The others wait for one or the other, and can become the world's no more meanwhile."""
-        known = self._abandoned | self._untold
+        """Abandon by name if there is room, else all that are older than any step that may still become the world step.
+        The rest waits for either; meanwhile they cannot become the world step."""
+        known = self._abandoned | self._waiting
         given_up = {step for step in steps if step > max(self.world_step, self.abandoned_upto)} - known
         self._skipped += sorted(given_up)
-        self._untold |= given_up
+        self._waiting |= given_up
         self._forget_settled()
-        if len(self._abandoned) + len(self._untold) > MAX_ABANDONED:
+        if len(self._abandoned) + len(self._waiting) > MAX_ABANDONED:
             self._abandon_all_upto(max(map(self._oldest_open, range(len(self._saved)))) - 1)
-        named = sorted(self._untold)[: max(MAX_ABANDONED - len(self._abandoned), 0)]
+        named = sorted(self._waiting)[: max(MAX_ABANDONED - len(self._abandoned), 0)]
         self._abandoned.update(named)
-        self._untold = set(sorted(self._untold.difference(named))[-_MAX_UNTOLD:])
+        self._waiting = set(sorted(self._waiting.difference(named))[-_MAX_WAITING:])
 
     def _abandon_all_upto(self, step: int) -> None:
         if step > self.world_step:
@@ -198,9 +200,9 @@ class Coordinator:
             self._forget_settled()
 
     def _forget_settled(self) -> None:
-        """Of what the world has, or goes without, nothing more need be known."""
+        """Drop what is known about steps that the world has, or skips."""
         passed = max(self.world_step, self.abandoned_upto)
         self._abandoned = {step for step in self._abandoned if step > passed}
-        self._untold = {step for step in self._untold if step > passed}
-        lost = self._abandoned | self._untold
+        self._waiting = {step for step in self._waiting if step > passed}
+        lost = self._abandoned | self._waiting
         self._saved = [{step for step in saved if step > passed and step not in lost} for saved in self._saved]

@@ -1,4 +1,4 @@
-"""Time for the coordinator, where a tier has an interval in seconds: how late it is, and where the ranks are."""
+"""Ticks for the coordinator if a tier has an interval in seconds: the time, and the ranks' positions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TICK_S = 0.05
 
 
 class SaveClock:
-    """A thread for the life of one generation. On every host it sees which ranks went past a step that was named: a
-    name may come late, and some scripts do not call `save` at every step."""
+    """A thread for the life of one generation. On every host it also detects ranks that passed a named step: the name
+    may arrive late, and some scripts do not call `save` at every step."""
 
     def __init__(
         self,
@@ -28,12 +28,12 @@ class SaveClock:
         counters: Counters,
         on_passed_by: Callable[[int, int], None],
     ) -> None:
-        """`on_passed_by(rank, step)`, once, for a rank that will never have the step."""
+        """`on_passed_by(rank, step)` is called once for a rank that will never have the step."""
         self._generation = generation
         self._memory = memory
         self._coordination = coordination
         self._on_passed_by = on_passed_by
-        self._told: dict[int, int] = {}  # rank -> the newest step that it passed by
+        self._reported: dict[int, int] = {}  # rank -> the newest step that it passed by
         name = f"{generation.job}-clock"
         self._thread = WorkerThread(name, self._tick, stopped=generation.ended, counters=counters, retry_s=TICK_S)
 
@@ -50,7 +50,7 @@ class SaveClock:
         return TICK_S
 
     def _look_at(self, rank: int) -> int:
-        """The rank's position; says so if it is past a named step that it does not have."""
+        """The rank's position. Reports it if it is past a named step that it does not have."""
         generation = self._generation
         with self._memory.using(rank) as entry:
             if entry is None:
@@ -61,7 +61,7 @@ class SaveClock:
             slots = {(view.generation, view.step) for view in entry.segments.slots()}
             is_open = control.read_world().step < named < position
         has_it = (generation.number, named) in slots or is_due(generation.configure.spec, named, factor=factor)
-        if is_open and not has_it and self._told.get(rank, -1) < named:
-            self._told[rank] = named
+        if is_open and not has_it and self._reported.get(rank, -1) < named:
+            self._reported[rank] = named
             self._on_passed_by(rank, named)
         return position

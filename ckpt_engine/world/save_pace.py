@@ -1,9 +1,9 @@
-"""How far apart saves of an interval in steps are made, where they cost more than the training between them: a peer or
-a network that is too slow must not set the pace of training. Pure.
+"""Widens an interval in steps when saves take longer than the training between them: a slow peer or network must not
+set the pace of training. Pure.
 
-The interval is multiplied by a factor, a power of two. So the steps of a wider interval are steps of each narrower one
-too, and ranks that have heard of different factors still have steps together; what only some of them saved meanwhile is
-abandoned. The factor travels as one number that only grows, like all that the coordinator says.
+The interval is multiplied by a factor, a power of two. So every step of a wider interval is also one of each narrower
+interval, and ranks that use different factors for a moment still save common steps; steps that only some of them saved
+are abandoned. The factor travels in a word that only grows, like everything that the coordinator sends.
 """
 
 from __future__ import annotations
@@ -13,51 +13,51 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-LATE_SAVES: Final = 2  # in a row, until the interval is widened
-LOST_S: Final = 2.0  # for which these have held up training, in all
-LONG_S: Final = 0.1  # a save is late that held it up for so long,
-LONG_SHARE: Final = 0.2  # or for this part of the time since the one before
-HEADROOM: Final = 1.25  # the training between two saves, over what a save takes
-CHEAP_SAVES: Final = 4  # in a row, that would be so at half the interval as well, until it is narrowed
+LATE_SAVES: Final = 2  # in a row, before the interval is widened
+LOST_S: Final = 2.0  # of training, which they must have cost in total
+LONG_S: Final = 0.1  # a save is late if training waited this long for it,
+LONG_SHARE: Final = 0.2  # or for this share of the time since the save before
+HEADROOM: Final = 1.25  # training time between two saves / duration of a save
+CHEAP_SAVES: Final = 4  # in a row that had this headroom at half the interval, before it is narrowed
 MAX_CHEAP_SAVES: Final = 64
 _MAX_LOG2 = 40
-_CHANGE = 64  # the word is the number of changes times this, and the logarithm of the factor
+_CHANGE = 64  # word = number of changes * _CHANGE + log2(factor)
 _REMEMBERED_LATE = 256
-_REMEMBERED = 8  # saves on their way; there are never more than slots
+_REMEMBERED = 8  # saves in progress; there are never more than slots
 
 
 def factor_of(word: int) -> int:
-    """What the interval is multiplied by; `word` 0 (and -1, none) is 1."""
+    """The factor in a word; 1 for 0, and for -1 (none)."""
     return 1 << (max(word, 0) % _CHANGE)
 
 
 class Cost(NamedTuple):
-    """What was measured when the factor was changed last."""
+    """The measurements at the last change of the factor."""
 
-    save_s: float = 0.0  # from a capture until the whole world had the step
-    step_s: float = 0.0  # of training, without its waits for saves
+    save_s: float = 0.0  # from the capture until the whole world had the step
+    step_s: float = 0.0  # of training, without waits for saves
 
 
 class _Begun(msgspec.Struct):
     at_s: float
-    steps: int  # since the one before
+    steps: int  # since the save before
     passed_s: float
 
 
 class SavePace:
-    """The coordinator's: how the saves of one rank fared in, the factor out. One rank stands for all: what they wait
-    for is the world step, and that is the same for all of them."""
+    """Takes the course of one rank's saves, and returns the factor. One rank stands for all: all wait for the same
+    world step. Run by the coordinator."""
 
     def __init__(self, interval_steps: int, word: int = 0) -> None:
-        """`word`: as this coordinator's predecessor left it."""
+        """`word`: from the coordinator before this one."""
         self.interval_steps = interval_steps
         self.word = max(word, 0)
         self.cost = Cost()
-        self._newest: tuple[int, float] | None = None  # step and moment of the newest capture
+        self._newest: tuple[int, float] | None = None  # step and time of the newest capture
         self._begun: dict[int, _Begun] = {}
         self._waits: dict[int, float] = {}
-        self._completed = (-1, -math.inf)  # the newest step that the world has, and since when
-        self._late: list[tuple[Cost, float]] = []  # those in a row, and how long training waited for each
+        self._completed = (-1, -math.inf)  # the newest world step, and since when
+        self._late: list[tuple[Cost, float]] = []  # in a row, and how long training waited for each
         self._cheap = 0
         self._cheap_needed = CHEAP_SAVES
         self._was_narrowed = False
@@ -67,7 +67,7 @@ class SavePace:
         return factor_of(self.word)
 
     def captured(self, step: int, now_s: float) -> None:
-        """The rank's shard of `step` is whole, in a slot."""
+        """The rank's shard of `step` is complete in a slot."""
         if self._newest is not None and step > self._newest[0]:
             self._begun[step] = _Begun(now_s, step - self._newest[0], now_s - self._newest[1])
             self._begun = dict(list(self._begun.items())[-_REMEMBERED:])
@@ -75,7 +75,7 @@ class SavePace:
             self._newest = (step, now_s)
 
     def waited(self, step: int, waited_s: float) -> None:
-        """Training has waited for the save of `step` so long, in vain or not; of short waits nothing is said."""
+        """Training waited this long for the save of `step`, successfully or not. Short waits are not reported."""
         if step > self._completed[0]:
             self._waits[step] = max(self._waits.get(step, 0.0), waited_s)
             self._waits = dict(sorted(self._waits.items())[-_REMEMBERED:])
@@ -105,7 +105,7 @@ class SavePace:
         cost = Cost(*(sum(values) / len(late) for values in zip(*(cost for cost, _ in late), strict=True)))
         log2 = math.ceil(math.log2(max(HEADROOM * cost.save_s / (cost.step_s * self.interval_steps), 1.0)))
         if 1 << log2 <= self.factor:
-            return False  # what it waited for, a wider interval does not make cheaper
+            return False  # a wider interval would not help
         if self._was_narrowed:
             self._cheap_needed = min(2 * self._cheap_needed, MAX_CHEAP_SAVES)
         self._change(log2, cost)

@@ -1,9 +1,10 @@
-"""Which steps are saved to memory: those that an interval in steps names, the same for every rank without a word (times
-a factor, where saves are slow: `save_pace`); and,
-for an interval in seconds, one that the coordinator names ahead of all ranks. Pure.
+"""Decides which steps are saved to memory. Pure.
 
-A step that some rank had passed when it heard the name can never be complete: it is abandoned, and the next one is
-named further ahead. So a slow network costs a late save, never two ranks with different steps and no common one.
+For an interval in steps, every rank computes the same steps by itself; slow saves widen the interval (`save_pace`). For
+an interval in seconds, the coordinator names a step that lies ahead of all ranks.
+
+If some rank has passed a step before it receives the name, that step is abandoned, and the next one is named further
+ahead. So a slow network delays a save, but never leaves ranks without a common step.
 """
 
 from __future__ import annotations
@@ -14,20 +15,22 @@ from functools import lru_cache
 
 from flyball.contracts.checkpoints import CheckpointSpec, Tier
 
-_MIN_LEAD_S = 0.1  # a name travels for milliseconds; ranks may be ahead of rank 0 by a step or two as well
+_MIN_LEAD_S = 0.1  # a name travels for milliseconds, and ranks may be a step or two ahead of rank 0
 _MAX_LEAD_S = 60.0
 _MARGIN_STEPS = 2
 _REMEMBERED_MOVES = 16
-_SELDOM = 8  # times as far apart as the steps that are saved anyway
+_SELDOM = 8  # times the shortest interval
 _SAVING_TIERS = (Tier.MEMORY, Tier.DISK, Tier.PERSISTENT)
 
 
 def is_due(spec: CheckpointSpec, step: int, named_step: int = -1, factor: int = 1) -> bool:
-    """Whether some tier wants this step; the memory tier has to hold it first, whichever it is. `named_step` is what
-    the coordinator named last for the tiers with an interval in seconds, -1 for nothing.
+    """Whether some tier wants this step, which the memory tier then has to hold first. `named_step` is the
+    coordinator's last name for tiers with an interval in seconds, -1 for none.
 
-    With a `factor` above 1 (`save_pace`) the shortest interval in steps is multiplied by it, and others name steps of
-    their own only where these are seldom: a slow tier gets the next step instead. What stays for ever is seldom."""
+    A `factor` above 1 (`save_pace`) multiplies the shortest interval in steps. Other intervals then add steps of their
+    own only if they are much longer; a slow tier otherwise gets the next step that is saved. Steps that stay for ever
+    count as such a long interval.
+    """
     if step == named_step:
         return True
     if factor == 1:
@@ -38,29 +41,28 @@ def is_due(spec: CheckpointSpec, step: int, named_step: int = -1, factor: int = 
 
 
 def interval_steps(spec: CheckpointSpec) -> int:
-    """The shortest interval in steps of any tier, 0 if there is none."""
+    """The shortest interval in steps of any tier, 0 if no tier has one."""
     return min(_intervals_steps(spec), default=0)
 
 
-@lru_cache(maxsize=64)  # asked at every step of training
+@lru_cache(maxsize=64)  # called at every step of training
 def _intervals_steps(spec: CheckpointSpec, *, kept: bool = False) -> tuple[int, ...]:
-    """Of all tiers; `kept`: with those of what stays there."""
+    """The intervals of all tiers; `kept`: also those of steps that stay for ever."""
     policies = [policy for tier in _SAVING_TIERS if (policy := spec.policy(tier)).every_steps > 0]
     stay = [math.lcm(policy.every_steps, policy.keep_every) for policy in policies if kept and policy.keep_every > 0]
     return (*(policy.every_steps for policy in policies), *stay)
 
 
 def interval_s(spec: CheckpointSpec) -> float:
-    """The shortest interval in seconds of any tier, 0.0 if there is none."""
+    """The shortest interval in seconds of any tier, 0.0 if no tier has one."""
     return min((every_s for tier in _SAVING_TIERS if (every_s := spec.policy(tier).every_s) > 0), default=0.0)
 
 
 class SaveSchedule:
-    """The coordinator's: time, positions and world steps in, the step to save next out."""
+    """Takes time, positions and world steps, and returns the next step to save. Run by the coordinator."""
 
     def __init__(self, every_s: float, *, named: int, world_step: int, now_s: float) -> None:
-        """`named`: the newest name that is known to have been given, else the restore step. `world_step` is the present
-        one. The first interval begins now."""
+        """`named`: the newest step known to have been named, else the restore step. The first interval begins now."""
         self.named = named
         self._every_s = every_s
         self._world_step = world_step
@@ -68,11 +70,11 @@ class SaveSchedule:
         self._lead_s = _MIN_LEAD_S
         self._settled = named
         self._moves: deque[tuple[float, int]] = deque(maxlen=_REMEMBERED_MOVES)
-        self._stride = 0  # divides the distance of all positions that were seen
+        self._stride = 0  # greatest common divisor of the distances between positions
 
     def tick(self, now_s: float, *, position: int, world_step: int, is_abandoned: bool) -> bool:
-        """`position`: the newest step that a rank in sight began to save or passed by, -1 for none. `is_abandoned`: of
-        `named`. True if a new step was named; until it is the world step or abandoned no other is."""
+        """`position`: the newest step that a rank of this host began to save or passed by, -1 for none. `is_abandoned`:
+        whether `named` is. Returns whether a new step was named. It stays until it is the world step, or abandoned."""
         self._note_position(now_s, position)
         if world_step > self._world_step:
             self._world_step, self._saved_at_s = world_step, now_s
@@ -94,8 +96,8 @@ class SaveSchedule:
         self._moves.append((now_s, position))
 
     def _ahead_of(self, now_s: float, position: int) -> int:
-        """A step that no rank has reached when the name arrives, and that all will be at: a script that calls `save`
-        on every tenth step only is never at the others."""
+        """A step that no rank will have reached when the name arrives, and that every rank will be at: a script that
+        calls `save` only at every tenth step is never at the others."""
         began_s, first = self._moves[0]
         steps_per_s = (self._moves[-1][1] - first) / (now_s - began_s) if now_s > began_s else 0.0
         margin = math.ceil(steps_per_s * self._lead_s) + _MARGIN_STEPS
