@@ -1,7 +1,7 @@
-"""What is in one job's storage: looked at as a whole, or no further than one host's ranks need it.
+"""Lists what is in one job's storage: everything, or only what one host's ranks need.
 
-A manifest that is not there, or is not what it should be, makes no copy. One that could not be read just now says
-nothing of its copy: it is `unread`, is not taken for lost, and is looked at again.
+A shard with a missing or invalid manifest is not a copy. If a manifest cannot be read at the moment, its shard is
+`unread`: it does not count as lost, and is checked again later.
 """
 
 from __future__ import annotations
@@ -37,36 +37,40 @@ from flyball.contracts.errors import CorruptShard, FlyballError, Unreachable
 
 log = structlog.get_logger()
 
-_READERS = 16  # of manifests, at a time
-UNKNOWN = ""  # the version of what this process wrote: the next look reads it
+_READERS = 16  # of manifests, in parallel
+UNKNOWN = ""  # the version of what this process wrote; the next listing reads it
 
 
 @dataclass
 class Listing:
-    """What is there, each with the version of the object that says so."""
+    """The content of a storage, each entry with the version of the object that describes it."""
 
     copies: dict[ShardKey, tuple[str, ShardCopy]] = field(default_factory=dict)
-    worlds: dict[StepKey, tuple[str, WorldManifest | None]] = field(default_factory=dict)  # None: there, unusable
-    unread: dict[ShardKey, str] = field(default_factory=dict)  # -> why its manifest could not be read just now
-    unread_worlds: set[StepKey] = field(default_factory=set)  # of `worlds` those that may well be good
-    bare: set[ShardKey] = field(default_factory=set)  # shards that have no manifest: their writer, or remover, died
-    broken: set[ShardKey] = field(default_factory=set)  # shards that are not what their manifests say, or these are bad
-    steps: set[StepKey] = field(default_factory=set)  # that have a folder
+    worlds: dict[StepKey, tuple[str, WorldManifest | None]] = field(
+        default_factory=dict
+    )  # None: exists, but is unusable
+    unread: dict[ShardKey, str] = field(default_factory=dict)  # -> why its manifest cannot be read at the moment
+    unread_worlds: set[StepKey] = field(default_factory=set)  # entries of `worlds` that may be good
+    bare: set[ShardKey] = field(default_factory=set)  # shards without manifest: their writer, or remover, died
+    broken: set[ShardKey] = field(
+        default_factory=set
+    )  # shards that do not match their manifest, or whose manifest is bad
+    steps: set[StepKey] = field(default_factory=set)  # with a folder
 
     def put(self, key: ShardKey, copy: ShardCopy) -> None:
-        """This process wrote it."""
+        """This process wrote the copy."""
         self.forget(key)
         self.copies[key] = (UNKNOWN, copy)
 
     def forget(self, key: ShardKey) -> None:
-        """Nothing is known of it."""
+        """Drop all that is known about a shard."""
         for known in (self.copies, self.unread):
             known.pop(key, None)
-        for told in (self.bare, self.broken):
-            told.discard(key)
+        for keys in (self.bare, self.broken):
+            keys.discard(key)
 
     def counting_steps(self, tier: Tier) -> set[StepKey]:
-        """Those of which something may count: in the persistent tier, those with a world manifest."""
+        """The steps whose copies may count: in the persistent tier, those with a world manifest."""
         if tier is Tier.PERSISTENT:
             return {step for step, (_, world) in self.worlds.items() if world is not None}
         return {(key.generation, key.step) for key in self.copies}
@@ -79,8 +83,8 @@ class Listing:
         distrusted: Collection[ShardKey],
         steps: Collection[StepKey] | None = None,
     ) -> list[ShardCopy]:
-        """The copies, of these steps (None: of all), that can be restored from. `ranks`: whose shards were looked at,
-        None for all; of others, and of those that could not be read, a world manifest is believed."""
+        """The copies of these steps (None: all) that can be restored. `ranks`: whose shards were checked, None for all.
+        The shards of other ranks, and unread ones, count if a world manifest names them."""
         wanted = self.counting_steps(tier) if steps is None else steps
         known = [(key, copy) for key, (_, copy) in self.copies.items() if (key.generation, key.step) in wanted]
         if tier is not Tier.PERSISTENT:
@@ -91,13 +95,13 @@ class Listing:
             for step, world in worlds.items():
                 for rank in range(len(world.digests)):
                     key = ShardKey(*step, rank)
-                    looked_at = rank in ranks and key not in self.unread
-                    if not looked_at and key not in self.copies and key not in distrusted:
+                    is_checked = rank in ranks and key not in self.unread
+                    if not is_checked and key not in self.copies and key not in distrusted:
                         found.append(world.copy(rank, tier))
         return found
 
     def without(self, keys: Collection[ShardKey], steps: Collection[StepKey]) -> Listing:
-        """All but what is said of these shards and world manifests."""
+        """A copy without these shards and world manifests."""
         return Listing(
             {key: copy for key, copy in self.copies.items() if key not in keys},
             {step: world for step, world in self.worlds.items() if step not in steps},
@@ -120,8 +124,8 @@ class Listing:
 
 
 class ShardListing:
-    """Makes listings of one run of a job in one storage. Every look raises OSError or a FlyballError if the storage is
-    away: nothing is known then."""
+    """Makes listings of one run of a job in one storage. Every method raises OSError or FlyballError if the storage is
+    unreachable."""
 
     def __init__(self, storage: Storage, *, tier: Tier, job: str, run: str, host_id: str) -> None:
         self._storage = storage
@@ -129,21 +133,21 @@ class ShardListing:
         self._job = job
         self._run = run
         self._host_id = host_id
-        self.distrusted: dict[ShardKey, str] = {}  # shards that were bad -> the version of the manifest; not listed
+        self.distrusted: dict[ShardKey, str] = {}  # bad shards -> version of the manifest; not listed
 
     def everything(self, known: Listing) -> Listing:
-        """Every shard of every rank; manifests that are in `known` are not read again."""
+        """List every shard of every rank. Manifests in `known` are not read again."""
         return self._listed(self._storage.entries(), known)
 
     def one_step(self, step: StepKey, known: Listing) -> Listing:
-        """One step anew, with the shards of all ranks, and all others as they were known."""
+        """List one step again, with the shards of all ranks; take the others from `known`."""
         there = self._listed(self._storage.entries(step_folder(*step)), known)
-        told = (*known.copies, *known.unread, *known.bare, *known.broken)
-        of_step = {key for key in told if (key.generation, key.step) == step}
+        shards = (*known.copies, *known.unread, *known.bare, *known.broken)
+        of_step = {key for key in shards if (key.generation, key.step) == step}
         return known.without(of_step, (step,)).add(there)
 
     def of_ranks(self, ranks: Collection[int], known: Listing) -> Listing:
-        """The world manifests, and the shards of these ranks: for each step a few requests, however large the world."""
+        """List the world manifests and the shards of these ranks: a few requests per step, however large the world."""
         folders = [name for name in self._storage.folders() if is_generation_folder(name)]
         names = [name for folder in folders for name in self._storage.folders(folder)]
         found = Listing(steps={step for name in names if (step := parse_step_folder(name)) is not None})
@@ -159,7 +163,7 @@ class ShardListing:
         steps: Collection[StepKey],
         known: Listing,
     ) -> Listing:
-        """These shards and world manifests anew, and everything else as it was known."""
+        """List these shards and world manifests again; take everything else from `known`."""
         found = Listing()
         for step in steps:
             self._ask_world(step, known, found)
@@ -168,7 +172,7 @@ class ShardListing:
         return known.without(keys, steps).add(found)
 
     def read_manifest(self, key: ShardKey) -> tuple[Manifest, bytes]:
-        """Raises CorruptShard, FileNotFoundError."""
+        """The manifest of a shard, and its bytes. Raises CorruptShard, FileNotFoundError."""
         data = self._read_checked(key.manifest)
         manifest = manifests.decode(data)
         described = (manifest.job, manifest.run, manifest.generation, manifest.step, manifest.rank)
@@ -179,7 +183,7 @@ class ShardListing:
         return manifest, data
 
     def check_size(self, manifest: Manifest, size_bytes: int) -> None:
-        """Raises CorruptShard if a shard of this size is not the one that the manifest describes."""
+        """Raise CorruptShard if the shard does not have the size that its manifest says."""
         if size_bytes != manifest.payload_bytes:
             raise CorruptShard(
                 f"The shard of rank {manifest.rank}, step {manifest.step} in {self._storage.place} has {size_bytes} "
@@ -207,7 +211,7 @@ class ShardListing:
             self._look_at_shard(key, entry, entries.get(key.shard), known, seen)
             return seen
 
-        for seen in side_by_side(look, unknown, threads=_READERS):  # of a step that is sealed: one for each rank
+        for seen in side_by_side(look, unknown, threads=_READERS):  # one for each rank of a step being sealed
             found.add(seen)
         for entry in entries.values():
             generation, step, kind = parse_step_file(entry.name) or (-1, -1, PINNED)
@@ -227,7 +231,7 @@ class ShardListing:
 
     @staticmethod
     def _known_copy(key: ShardKey, entry: Entry, shard: Entry | None, known: Listing) -> ShardCopy | None:
-        """What is known of a shard, if it is still that: then its manifest is not read."""
+        """The known copy, if the objects have not changed since: then the manifest is not read."""
         version, copy = known.copies.get(key, (UNKNOWN, None))
         if shard is None or copy is None or version != entry.version or copy.size_bytes != shard.size_bytes:
             return None
@@ -258,7 +262,7 @@ class ShardListing:
             found.broken.add(key)
             log.warning("disk_copy_ignored", place=self._storage.place, name=entry.name, reason=str(error))
         except Unreachable:
-            raise  # the whole storage is away, and each of its names would have to be waited for
+            raise  # the whole storage is away: do not wait for every name in it
         except (FlyballError, OSError) as error:
             found.unread[key] = str(error)
             log.warning("disk_copy_unread", place=self._storage.place, name=entry.name, reason=str(error))
@@ -277,27 +281,27 @@ class ShardListing:
             raise
         except (FlyballError, OSError) as error:
             log.warning("world_manifest_ignored", place=self._storage.place, name=entry.name, reason=str(error))
-            world = None  # and yet there: retention must not take its step for one that never counted
+            world = None  # it exists: retention must not treat its step as incomplete
             if not isinstance(error, CorruptShard):
                 found.unread_worlds.add(step)
         found.worlds[step] = (entry.version, world)
 
     def _read_checked(self, name: str) -> bytes:
-        """The content before the line with its checksum. Raises CorruptShard."""
+        """The content without its checksum line. Raises CorruptShard."""
         lines = self._storage.read(name, MAX_MANIFEST_FILE_BYTES)
         return manifests.content_of_file(lines, f"{self._storage.place}/{name}")
 
 
-# --- requests side by side -------------------------------------------------------------------------------------------
+# --- requests in parallel  -------------------------------------------------------------------------------------------
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def side_by_side(ask: Callable[[Item], Result], items: Sequence[Item], *, threads: int) -> list[Result]:
-    """What `ask` returns for each item, in their order, as if they were asked one by one: it raises what the first of
-    them raised that failed, and begins no other after that. The first is asked alone: a store that is away is waited
-    for once, and by one. Its threads are daemons, unlike an executor's: the process may end while a store hangs."""
+    """Call `ask` for each item in parallel, and return the results in order. After a failure no more calls begin, and
+    the first failed item's exception is raised. The first item is asked alone, so that only one thread waits for a
+    store that is away. The threads are daemons, unlike an executor's: the process may exit while a store hangs."""
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
     lock = threading.Lock()
@@ -319,7 +323,7 @@ def side_by_side(ask: Callable[[Item], Result], items: Sequence[Item], *, thread
     if items:
         results[0] = ask(items[0])
     helpers: list[WorkerThread] = []
-    with contextlib.suppress(RuntimeError):  # no more threads: with those that there are
+    with contextlib.suppress(RuntimeError):  # the process can have no more threads: use those there are
         for _ in range(min(threads, len(items) - 1) - 1):
             helper = WorkerThread("flyball-ask", work, retry_s=None)
             helper.start()

@@ -1,7 +1,7 @@
-"""The disk tier and the persistent tier: one job's shards as safetensors files, each described by a manifest that is
-written after it, in whatever storage (`tiers/storage.py`).
+"""The disk tier and the persistent tier: one job's shards as safetensors files in a storage (`tiers/storage.py`). A
+shard's manifest is written after it.
 
-In the persistent tier, which all hosts share, a step counts only when `world.manifest` is beside its shards.
+All hosts share the persistent tier. There a step counts only with a `world.manifest` beside its shards.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ log = structlog.get_logger()
 
 
 class ShardStore:
-    """All methods may be called from any thread. Besides what they say they raise OSError, or a FlyballError, if the
-    storage is away."""
+    """Thread-safe. All methods raise OSError or FlyballError if the storage is unreachable."""
 
     def __init__(
         self,
@@ -56,20 +55,22 @@ class ShardStore:
         rate_limit: RateLimit | None = None,
         ranks: Collection[int] | None = None,
     ) -> None:
-        """`storage` has one run of the job; manifests of another count as damaged. `host_id` is what the copies are
-        listed under: the host for its own disk, '' for what all hosts share. `ranks` of a shared place: those whose
-        shards are looked at; of all others the world manifests are believed. None: every shard is looked at."""
+        """`storage` holds one run of the job; manifests of another run count as damaged. `host_id` appears in the
+        listed copies: the host for its own disk, '' for a shared store. `ranks`: whose shards are checked in a shared
+        store; for the others the world manifests are trusted. None: every shard is checked."""
         self.tier = tier
         self.job = job
         self.run = run
         self.host_id = host_id
         self._storage = storage
-        self.throttle = Throttle(rate_limit or RateLimit(0, monotonic_s=time.monotonic))  # of what is written
+        self.throttle = Throttle(rate_limit or RateLimit(0, monotonic_s=time.monotonic))  # of writes
         self._ranks = None if ranks is None else frozenset(ranks)
         self._looks = ShardListing(storage, tier=tier, job=job, run=run, host_id=host_id)
         self._listing = Listing()
         self._scanned = False
-        self._meanwhile: list[Callable[[Listing], None]] | None = None  # what a scan under way may have missed
+        self._meanwhile: list[Callable[[Listing], None]] | None = (
+            None  # changes that the scan in progress may have missed
+        )
         self._lock = threading.Lock()
         self._first_scan = threading.Lock()
         self._scanning = threading.Lock()
@@ -77,29 +78,29 @@ class ShardStore:
 
     @property
     def place(self) -> str:
-        """Where it is, for people."""
+        """The location, for logs and messages."""
         return self._storage.place
 
     def copies(self) -> list[ShardCopy]:
-        """What can be restored from here, in order, as of the last `scan`, and what this process did since."""
+        """The restorable copies, sorted, as of the last `scan` plus what this process has done since."""
         with self._lock:
             return sorted(self._listing.counting(self.tier, ranks=self._ranks, distrusted=self._looks.distrusted))
 
     def newest_copies(self, lineage: Lineage, count: int) -> list[ShardCopy]:
-        """Those of the newest `count` steps of a history that counts."""
+        """The copies of the newest `count` steps of a lineage."""
         with self._lock:
             steps = newest_alive(self._listing.counting_steps(self.tier), lineage=lineage, count=count)
             found = self._listing.counting(self.tier, ranks=self._ranks, distrusted=self._looks.distrusted, steps=steps)
             return sorted(found)
 
     def holds(self, generation: int, step: int, rank: int) -> bool:
-        """Whether this shard is there, whether or not its whole step is."""
+        """Whether this shard is there, even if its step is incomplete."""
         with self._lock:
             return ShardKey(generation, step, rank) in self._listing.copies
 
     def held(self, rank: int, lineage: Lineage, *, or_unread: bool = False) -> tuple[int, ...]:
-        """The steps of a history that counts of which this rank's shard is there, oldest first; `or_unread`: or may
-        well be, since its manifest is there and could not be read just now."""
+        """The steps of a lineage of which this rank's shard is there, oldest first. `or_unread`: also those whose
+        manifest cannot be read at the moment."""
         with self._lock:
             found = {*self._listing.copies, *(self._listing.unread if or_unread else ())}
         return tuple(
@@ -107,26 +108,26 @@ class ShardStore:
         )
 
     def sealed_steps(self, lineage: Lineage, *, or_unread: bool = False) -> tuple[int, ...]:
-        """The steps of a history that counts that have a world manifest, oldest first; `or_unread` as for `held`."""
+        """The steps of a lineage that have a world manifest, oldest first. `or_unread`: as in `held`."""
         with self._lock:
             unread = self._listing.unread_worlds if or_unread else ()
             found = {key for key, (_, world) in self._listing.worlds.items() if world is not None}.union(unread)
         return tuple(sorted(step for generation, step in found if is_alive(generation, step, lineage)))
 
     def unread(self) -> dict[ShardKey, str]:
-        """The shards whose manifests could not be read just now, and why: they are neither lost nor to be removed."""
+        """The shards whose manifests cannot be read at the moment, and why. They are neither lost nor removed."""
         with self._lock:
             return dict(self._listing.unread)
 
     @property
     def has_unread(self) -> bool:
-        """Whether something is there that could not be read just now; `scan_unread` looks at it again."""
+        """Whether something cannot be read at the moment; `scan_unread` tries again."""
         with self._lock:
             return bool(self._listing.unread or self._listing.unread_worlds)
 
     def scan(self) -> list[ShardCopy]:
-        """Look at the storage again. A shard counts if its manifest is valid and its size is right; its bytes are
-        verified when they are read. Manifests that were read before are not read again."""
+        """List the storage again. A shard counts if its manifest is valid and its size matches; its bytes are verified
+        when they are read. Manifests that were read before are not read again."""
 
         def look(known: Listing) -> Listing:
             if self._ranks is None:
@@ -138,21 +139,21 @@ class ShardStore:
         return self.copies()
 
     def scan_once(self) -> None:
-        """`scan`, for the first of all who ask."""
+        """`scan`, unless somebody has already."""
         with self._first_scan:
             if not self._scanned:
                 self.scan()
 
     def scan_step(self, generation: int, step: int) -> None:
-        """Look again at one step, at the shards of all ranks, and believe of all others what is known."""
+        """List one step again, with the shards of all ranks."""
         self._look_again(lambda known: self._looks.one_step((generation, step), known))
 
     def scan_unread(self) -> None:
-        """Look again at what could not be read."""
+        """Try again to read what could not be read."""
         self._look_again(lambda known: self._looks.again(tuple(known.unread), tuple(known.unread_worlds), known))
 
     def scan_worlds(self, steps: Iterable[StepKey]) -> None:
-        """Look whether these steps have world manifests by now; a request or two for each of which none is known."""
+        """Check whether these steps have world manifests by now: one or two requests for each without a known one."""
         with self._lock:
             unknown = {step for step in steps if self._listing.worlds.get(step, ("", None))[1] is None}
         if unknown:
@@ -160,8 +161,7 @@ class ShardStore:
 
     @contextmanager
     def reading(self, generation: int, step: int, rank: int) -> Iterator[tuple[Manifest, bytes, StoredBytes]]:
-        """Manifest, its bytes, and the open shard, whose bytes are not yet verified. Raises CorruptShard,
-        FileNotFoundError."""
+        """The manifest, its bytes, and the open shard, not yet verified. Raises CorruptShard, FileNotFoundError."""
         key = ShardKey(generation, step, rank)
         manifest, data = self._looks.read_manifest(key)
         with self._storage.open(key.shard) as stored:
@@ -169,8 +169,8 @@ class ShardStore:
             yield manifest, data, stored
 
     def distrust(self, generation: int, step: int, rank: int) -> None:
-        """The shard's bytes turned out to be bad: it is listed no more, until it is written again. It is not removed:
-        what was bad may have been this host's memory."""
+        """The shard's bytes were bad: do not list it until it is written again. It is not removed, since this host's
+        memory may be at fault."""
         key = ShardKey(generation, step, rank)
         if (entry := self._storage.stat(key.manifest)) is not None:
             self._looks.distrusted[key] = entry.version
@@ -182,15 +182,15 @@ class ShardStore:
         self._change(forget)
 
     def is_empty(self) -> bool:
-        """Whether there is no step at all, of any generation."""
+        """Whether there are no steps of any generation."""
         return not self._storage.folders()
 
     # --- writing ---
 
     def write(self, manifest: Manifest, manifest_bytes: bytes, payload: memoryview) -> int:
-        """Store a shard straight from where it lies, and its manifest when every byte of it is durable; returns the
-        bytes written. What was stored is what the manifest says: raises CorruptShard if `payload` is, or becomes while
-        it is written, anything else. Raises StorageFull."""
+        """Store a shard directly from `payload`, then its manifest once the shard is durable. Returns the bytes
+        written. Raises CorruptShard if `payload` does not match the manifest, or changes during the write;
+        StorageFull."""
         key = ShardKey(manifest.generation, manifest.step, manifest.rank)
         return self.write_ahead(key, payload, lambda: (manifest, manifest_bytes), chunk_bytes=manifest.chunk_bytes)
 
@@ -203,9 +203,8 @@ class ShardStore:
         check_wanted: Callable[[], None] = lambda: None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     ) -> int:
-        """As `write`, for a shard whose manifest is still being made: `describe` is asked for it, and its bytes, when
-        all of the shard was taken, and `check_wanted` ahead of each piece. What they raise ends the write, and nothing
-        of it is left."""
+        """`write` for a shard whose manifest does not exist yet. `describe` is called for the manifest and its bytes
+        after the last piece of the shard, `check_wanted` before each piece. If they raise, nothing is stored."""
         found: list[tuple[Manifest, bytes]] = []
 
         def described() -> Manifest:
@@ -219,19 +218,19 @@ class ShardStore:
         pieces = verified_pieces(payload, chunk_bytes, before=before, described=described)
         with closing(pieces):
             self._storage.write(key.shard, pieces, len(payload))
-        self._change(lambda listing: listing.bare.add(key))  # until its manifest is there
+        self._change(lambda listing: listing.bare.add(key))  # until its manifest is written
         manifest, manifest_bytes = found[0]
         reach(f"{self.tier}.manifest")
         written = len(payload) + self._write_checked(key.manifest, manifest_bytes)
         reach(f"{self.tier}.written")
         copy = manifests.copy_in(self.tier, self.host_id, manifest, manifest_bytes)
-        self._looks.distrusted.pop(key, None)  # an object that is written again with the same content keeps its version
+        self._looks.distrusted.pop(key, None)  # an object keeps its version if the same content is written again
         self._change(lambda listing: listing.put(key, copy))
         return written
 
     def seal(self, generation: int, step: int, world_size: int) -> None:
-        """Write the world manifest: the step counts from now on. Call after `scan_step`. Raises CorruptShard if some
-        shard is not there, StorageFull."""
+        """Write the world manifest, which makes the step count. Call `scan_step` first. Raises CorruptShard if a shard
+        is missing; StorageFull."""
         with self._lock:
             found = [self._listing.copies.get(ShardKey(generation, step, rank)) for rank in range(world_size)]
         shards = [(known[1].digest, known[1].size_bytes) for known in found if known is not None]
@@ -247,16 +246,16 @@ class ShardStore:
         def note(listing: Listing) -> None:
             listing.worlds[generation, step] = (UNKNOWN, manifest)
             listing.unread_worlds.discard((generation, step))
-            if self._ranks is not None:  # the manifest tells of all others
+            if self._ranks is not None:  # the manifest names the others
                 for rank in set(range(world_size)) - self._ranks:
                     listing.copies.pop(ShardKey(generation, step, rank), None)
 
         self._change(note)
 
     def remove_unfinished(self, ranks: Collection[int] | None) -> None:
-        """Remove what killed writers of these ranks (None: of any) left: it holds room that nothing else gives back.
-        World manifests are rank 0's. Where only some ranks' shards are looked at, call it after a scan: the folders of
-        steps that are whole, as far as these ranks are concerned, are left out."""
+        """Remove the unfinished files that killed writers of these ranks (None: all) left. World manifests belong to
+        rank 0. Scan first if only some ranks' shards are checked: folders in which these ranks are complete are
+        skipped."""
 
         def wanted(name: str) -> bool:
             if ranks is None:
@@ -281,7 +280,7 @@ class ShardStore:
     # --- retention ---
 
     def pin(self, generation: int, step: int) -> None:
-        """Have the step stay here until `unpin`, whatever retention says. Raises NotFound."""
+        """Keep the step until `unpin`, whatever the retention rules. Raises NotFound."""
         if not any(self._storage.entries(step_folder(generation, step))):
             raise NotFound(
                 f"{self.place} has no step {step} of generation {generation}.", hint="list the steps that are there"
@@ -289,11 +288,11 @@ class ShardStore:
         self._storage.write(pinned_name(generation, step), [b"\n"], 1)
 
     def unpin(self, generation: int, step: int) -> None:
-        """Let retention have the step."""
+        """Let the retention rules apply again."""
         self._storage.remove([pinned_name(generation, step)])
 
     def pinned(self) -> set[tuple[int, int]]:
-        """The pinned (generation, step), as they are now."""
+        """The pinned (generation, step), read now."""
         found = (parse_step_file(entry.name) for entry in self._storage.entries())
         return {(generation, step) for generation, step, kind in filter(None, found) if kind == PINNED}
 
@@ -307,9 +306,10 @@ class ShardStore:
         spared: Collection[int] = (),
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Remove what is `removable` and not pinned, and shards without a valid manifest likewise, of multiples too;
-        nothing that could not be read. Manifests go first, that of the world with rank 0's. A few requests for each
-        that goes. `may_go_on` is asked ahead of each step: it may last, and who prunes be superseded. False if not."""
+        """Remove what is `removable` and not pinned. The same rule applies to shards without a valid manifest, except
+        that multiples of `keep_every` do not save them. Unread shards stay. Manifests are removed first, the world's
+        with rank 0's. Takes a few requests per shard. `may_go_on` is called before each step; returns False if it
+        ended the prune."""
         with self._pruning:
             with self._lock:
                 found = [copy for _, copy in self._listing.copies.values()]
@@ -324,14 +324,14 @@ class ShardStore:
                 multiple = keep_every > 0 and step[1] % keep_every == 0 and is_alive(*step, lineage)
                 if multiple and sealed is not None and self._is_sealed(step):
                     continue
-                if self._storage.stat(pinned_name(*step)) is None:  # asked now: people pin at any time
+                if self._storage.stat(pinned_name(*step)) is None:  # checked now: steps may be pinned at any time
                     for copy in (copy for copy in gone if (copy.generation, copy.step) == step):
-                        if copy not in bare or self._storage.stat(bare[copy]) is None:  # it may have one by now
+                        if copy not in bare or self._storage.stat(bare[copy]) is None:  # it may have a manifest by now
                             self.remove(copy)
         return True
 
     def _is_sealed(self, step: StepKey) -> bool:
-        """Whether a step of which no world manifest is known has one: written by rank 0's host since the last look."""
+        """Whether rank 0's host has sealed the step since the last scan."""
         if self._storage.stat(world_manifest_name(*step)) is None:
             return False
 
@@ -342,11 +342,11 @@ class ShardStore:
         return True
 
     def nameless(self, key: ShardKey) -> ShardCopy:
-        """What stands for a shard of which no manifest tells."""
+        """A stand-in for a shard without a usable manifest."""
         return ShardCopy(self.job, key.generation, key.step, key.rank, self.tier, self.host_id, 0, "")
 
     def remove(self, copy: ShardCopy) -> None:
-        """Remove one shard, whatever retention says."""
+        """Remove one shard, whatever the retention rules."""
         key = ShardKey(copy.generation, copy.step, copy.rank)
         if key.rank == 0:
             self._storage.remove([world_manifest_name(key.generation, key.step)])
@@ -356,13 +356,13 @@ class ShardStore:
 
         def forget(listing: Listing) -> None:
             listing.forget(key)
-            if key.rank == 0 or self._ranks is not None:  # rank 0's host removes it, too
+            if key.rank == 0 or self._ranks is not None:  # rank 0's host removes it as well
                 listing.worlds.pop((key.generation, key.step), None)
                 listing.unread_worlds.discard((key.generation, key.step))
 
         self._change(forget)
 
-    # --- inside ---
+    # --- internal ---
 
     def _before_piece(self, size_bytes: int) -> None:
         reach(f"{self.tier}.data")
@@ -374,8 +374,7 @@ class ShardStore:
         return len(lines)
 
     def _look_again(self, look: Callable[[Listing], Listing]) -> None:
-        """Take a new listing, made from what is there and what is known; what this process wrote and removed while it
-        was made is in it too."""
+        """Replace the listing by a new one. Includes what this process writes and removes in the meantime."""
         with self._scanning:
             meanwhile: list[Callable[[Listing], None]] = []
             with self._lock:

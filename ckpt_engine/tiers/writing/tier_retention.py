@@ -1,4 +1,4 @@
-"""Making room in one tier: which steps of a rank go when the coordinator has named those that stay."""
+"""Prunes one rank's steps in one tier, once the coordinator has named the steps to keep."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ log = structlog.get_logger()
 class TierRetention:
     """What one rank keeps in one tier during one generation.
 
-    Of what all share another generation restores the newest step that the supervisor knows: it says which, some time
-    after it has stored it. So that one stays, and what came after it; before it said any, what this began with.
+    From a shared tier the next generation restores the newest step that the supervisor knows. The supervisor reports
+    that step some time after it has stored it. So that step and all newer ones stay; before its first report, all that
+    were there at the beginning.
 
-    Out of touch with the supervisor, nothing goes that was there before. So these stay: what was left when the last
-    prune in touch was through, or until then what this began with; and what the supervisor was last told in touch.
+    While the supervisor is out of touch, no step is removed that was there before. Kept are the steps that remained
+    after the last complete prune in touch, or else were there at the beginning; and those last reported to the
+    supervisor.
     """
 
     def __init__(
@@ -37,34 +39,33 @@ class TierRetention:
         in_touch: Callable[[], bool],
         stored_points: Callable[[], StoredPoints | None],
     ) -> None:
-        """`in_touch()`: whether the supervisor cannot have given up this host. `stored_points()`: as it last told them;
-        None: it does not."""
+        """`in_touch()`: whether the supervisor cannot have given this host up. `stored_points()`: the recovery points
+        it last reported as stored; None: it does not report them."""
         self._generation = generation
         self._disk = disk
         self._rank = rank
         self._counters = counters
         self._in_touch = in_touch
         self._stored_points = stored_points
-        self._stored: int | None = None  # the step of this history that the supervisor last told of
+        self._stored: int | None = None  # the step of this lineage that the supervisor last reported
         self._begun_with: tuple[int, ...] = ()
         self._keep_every = generation.configure.spec.policy(disk.tier).keep_every
         self._kept_in_touch: tuple[int, ...] = ()
         self._reported_in_touch: frozenset[int] = frozenset()
 
     def begin(self) -> None:
-        """The tier was looked at: what an engine that was killed, or the generation before, kept in touch stays until
-        the supervisor is heard."""
+        """The tier was scanned. What an earlier engine or generation kept stays until the supervisor reports."""
         self._begun_with = self._kept_in_touch = self._disk.sealed_steps(self._generation.lineage, or_unread=True)
 
     def note_reported(self, steps: frozenset[int]) -> None:
-        """The supervisor is told that this rank has these steps. Its answer covers them, however short the touch:
-        others may restore them from now on."""
+        """These steps of the rank are being reported to the supervisor. Others may restore them from now on, however
+        soon contact is lost."""
         if self._in_touch():
             self._reported_in_touch = steps
 
     def prune(self, naming: TierNaming) -> None:
-        """Remove what `naming` does not keep. A touch that begins ends this as well: it may be told what is about to
-        go. The shard that was written counts, whatever becomes of older ones: failures are counted and logged."""
+        """Remove what `naming` does not keep. Stops if contact with the supervisor is lost or regained: it may be
+        getting a report of what is about to be removed. Failures are only counted and logged."""
         generation, shared = self._generation, self._disk.tier is Tier.PERSISTENT
         in_touch = shared and self._in_touch()
         spared: frozenset[int] = frozenset()
@@ -72,7 +73,7 @@ class TierRetention:
             spared = self._unconfirmed() if in_touch else self._reported_in_touch.union(self._kept_in_touch)
         through = False
         try:
-            if shared:  # rank 0's host has written them
+            if shared:  # written by rank 0's host
                 self._disk.scan_worlds((generation.generation_of(step), step) for step in naming.kept)
             through = self._disk.prune(
                 naming=naming,
@@ -82,7 +83,7 @@ class TierRetention:
                 spared=spared,
                 may_go_on=lambda: not generation.ended.is_set() and (not shared or self._in_touch() == in_touch),
             )
-        except (FlyballError, OSError) as error:  # tried again after the next write
+        except (FlyballError, OSError) as error:  # retried after the next write
             self._counters.add(f"{self._disk.tier}_prune_failures")
             log.warning("disk_not_pruned", tier=str(self._disk.tier), rank=self._rank, reason=str(error))
         if in_touch:
@@ -91,12 +92,12 @@ class TierRetention:
             self._kept_in_touch = tuple(there)
 
     def _unconfirmed(self) -> frozenset[int]:
-        """What the supervisor may know as the newest step."""
+        """The steps that the supervisor may know as the newest."""
         stored_points, lineage = self._stored_points(), self._generation.lineage
         if stored_points is None:
             return frozenset()
         stored = stored_points.get(self._generation.job)
-        if stored is not None and is_alive(stored.generation, stored.step, lineage):  # else its history is over
+        if stored is not None and is_alive(stored.generation, stored.step, lineage):  # else it is not in this lineage
             self._stored = stored.step
         held = self._disk.held(self._rank, lineage, or_unread=True)
         return unconfirmed(self._stored, held).union(self._begun_with if self._stored is None else ())

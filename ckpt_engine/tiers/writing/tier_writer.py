@@ -1,12 +1,12 @@
-"""Writing one rank's shards to one disk tier, beside everything else: a slow or full disk delays neither the memory
-tier nor the peer.
+"""Writes one rank's shards to one disk tier, in the background: a slow or full disk delays neither the memory tier nor
+the peers.
 
-Which step is written, and which stay, the coordinator says (`tier_schedule`); this rank answers when the step is on the
-disk, or cannot be. It is written straight from its slot, which is held against the trainer until it is durable: a rank
-has one slot more for each slow tier, so that the trainer finds another.
+The coordinator names the steps to write and to keep (`tier_schedule`); this rank reports each as written or given up. A
+shard is written directly from its slot, which the trainer may not reuse until the shard is durable. A rank has one
+extra slot per slow tier for that.
 
-A step that is due on the host's own disk is written ahead, from the moment that it is captured and while it is hashed
-and committed: it will be named, in all likelihood. Its manifest is written when it is, and else nothing is left of it.
+A step that is due on the host's own disk is written ahead, from its capture on, while it is hashed and committed: it
+will very likely be named. Its manifest is written when it is named; otherwise the shard is dropped.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from flyball.contracts.errors import CorruptShard, FlyballError, StorageFull
 
 log = structlog.get_logger()
 
-_AHEAD_S = 60.0  # the longest that what was written ahead waits to be named
-_LOOK_AHEAD_S = 0.5  # whether its slot is still the same
-_LOOK_AGAIN_S = 1.0  # at a folder that could not be read; with every time twice as long, up to
+_AHEAD_S = 60.0  # then a shard written ahead is dropped, unless it was named
+_LOOK_AHEAD_S = 0.5  # between checks that its slot is unchanged
+_LOOK_AGAIN_S = 1.0  # at a folder that cannot be read; doubled each time, up to
 _MAX_LOOK_AGAIN_S = 60.0
-_UNREAD_S = 30.0  # for which a manifest that cannot be read keeps the tier from beginning
+_UNREAD_S = 30.0  # how long the first scan waits for unreadable manifests
 
 
 class NotNamed(FlyballError):
-    """A step that was written ahead is not to be written."""
+    """A step was written ahead, but will not be named."""
 
 
 OnFailure = Callable[[int, int, str], None]  # rank, step, message
@@ -65,7 +65,7 @@ class DiskWriter:
         on_failure: OnFailure,
         on_progress: Callable[[int], None],
     ) -> None:
-        """`on_progress(rank)` whenever `report` changed. `in_touch()`, `stored_points()`: see `TierRetention`."""
+        """`on_progress(rank)` is called when `report` changed. `in_touch`, `stored_points`: see `TierRetention`."""
         self.rank = self._rank = rank
         self._generation = generation
         self._memory = memory
@@ -77,15 +77,15 @@ class DiskWriter:
             generation, disk, rank=rank, counters=counters, in_touch=in_touch, stored_points=stored_points
         )
         self._scanned = False
-        self._unreadable = ""  # why the folder, or a manifest, could not be read
+        self._unreadable = ""  # why the folder, or a manifest, cannot be read
         self._unread_until_s = 0.0
         self._received = self._settled = max(
             generation.restore_step - 1, -1
-        )  # which is written as well, if it is asked for
+        )  # so that the restore step can be written on demand
         self._naming: TierNaming | None = None
         self._next = -1
         self._captured = -1  # to be written ahead
-        self._confirmed = -1  # the newest name; written to the end, also when this generation ends
+        self._confirmed = -1  # the newest named step; it is written even if the generation ends
         self._prune_due = False
         self._busy = True
         self._policy = generation.configure.spec.policy(disk.tier)
@@ -112,7 +112,7 @@ class DiskWriter:
 
     @property
     def report(self) -> TierReport | None:
-        """How this rank stands; None until the folder was looked at: what it holds is not known before."""
+        """This rank's report to the coordinator; None until the first scan has shown what it holds."""
         with self._changed:
             if not self._scanned:
                 return None
@@ -124,7 +124,7 @@ class DiskWriter:
         return TierReport(self._disk.tier, received, settled, held[newest], unread[newest])
 
     def receive(self, naming: TierNaming) -> None:
-        """What the coordinator said; before the trainer may overwrite the step that is named. Does not block."""
+        """The coordinator named a step, which the trainer may not overwrite yet. Does not block."""
         with self._changed:
             if naming == self._naming or self._thread.stopping:
                 return
@@ -136,11 +136,11 @@ class DiskWriter:
             self._changed.notify_all()
 
     def note_reported(self, steps: frozenset[int]) -> None:
-        """The supervisor is told that this rank has these steps. Does not block."""
+        """These steps of the rank are being reported to the supervisor. Does not block."""
         self._retention.note_reported(steps)
 
     def captured(self, step: int) -> None:
-        """The trainer's slot holds this step whole; it is about to be hashed. Does not block."""
+        """The trainer's slot holds the whole step, not yet hashed. Does not block."""
         every_steps = self._policy.every_steps
         if self.tier is not Tier.DISK or every_steps == 0 or step % every_steps:
             return
@@ -156,12 +156,12 @@ class DiskWriter:
                 self._changed.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is waiting or being written; False if that took too long."""
+        """Wait until nothing is left to write; False at the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._next < 0 and not self._busy, timeout_s)
 
     def stop(self) -> None:
-        """End after the write that is going on; what waits is dropped."""
+        """End after the write in progress; drop what waits."""
         with self._changed:
             self._thread.stop()
             self._let_go(self._next)
@@ -174,7 +174,7 @@ class DiskWriter:
             self._changed.notify_all()
 
     def _round(self) -> float:
-        """Look at the folder first; then wait for the next step to write or to prune."""
+        """Scan the folder first, then wait for the next step to write or prune."""
         if not self._scanned and not self._look():
             return _LOOK_AGAIN_S
         if self._report_due:
@@ -201,24 +201,24 @@ class DiskWriter:
             self._busy = True
         if step >= 0:
             self._settle(step)
-        naming = self._naming  # by now; what stays at the end of a generation is the next one's to say
+        naming = self._naming  # the newest; after the end the next generation decides what stays
         if prune and naming is not None and not self._generation.ended.is_set():
             self._retention.prune(naming)
         return 0.0
 
     def _look(self) -> bool:
-        """Find out what is in the folder; True when enough of it could be read."""
+        """Scan the folder; True when enough of it could be read."""
         try:
             self._disk.scan_once()
             if self._disk.has_unread:
                 self._disk.scan_unread()
             self._disk.remove_unfinished((self._rank,) if self._disk.tier is Tier.PERSISTENT else None)
         except (FlyballError, OSError) as error:
-            self._tell_unreadable(str(error))
+            self._report_unreadable(str(error))
             return False
         unread = [why for key, why in self._disk.unread().items() if key.rank == self._rank]
         if unread and time.monotonic() < self._unread_until_s:
-            self._tell_unreadable(unread[0])
+            self._report_unreadable(unread[0])
             return False
         self._retention.begin()
         with self._changed:
@@ -226,7 +226,7 @@ class DiskWriter:
         return True
 
     def _look_at_unread(self) -> None:
-        """What could not be read when this began may be readable by now."""
+        """Try again to read what could not be read."""
         before = self.report
         try:
             self._disk.scan_unread()
@@ -235,8 +235,8 @@ class DiskWriter:
         if self.report != before:
             self._on_progress(self._rank)
 
-    def _tell_unreadable(self, reason: str) -> None:
-        """Until the folder can be read no step is named for this tier: that must be seen, and once is enough."""
+    def _report_unreadable(self, reason: str) -> None:
+        """Report once that the folder cannot be read: until it can, no step is named for this tier."""
         log.warning("disk_not_scanned", tier=str(self._disk.tier), rank=self._rank, reason=reason)
         if reason != self._unreadable:
             self._unreadable = reason
@@ -253,12 +253,14 @@ class DiskWriter:
 
     def _settle(self, step: int) -> None:
         try:
-            self._on_progress(self._rank)  # heard: a coordinator that is restarted now learns of the name from us
+            self._on_progress(
+                self._rank
+            )  # received: a coordinator that restarts now learns the named step from this report
             if self._disk.holds(self._generation.generation_of(step), step, self._rank):
-                self._note_durable(step)  # by an engine that was killed before it could say so
+                self._note_durable(step)  # written by an engine that was killed before it could report it
             else:
                 self._write(step)
-        finally:  # whatever happened: else its slot were held for ever, and the world would wait for the answer
+        finally:  # in any case: the slot is held, and the world waits for the report
             with self._changed:
                 self._settled = step
                 self._let_go(step, settled=True)
@@ -271,7 +273,7 @@ class DiskWriter:
         except StorageFull as error:
             self._counters.add(f"{self._disk.tier}_storage_full")
             self._on_failure(self._rank, step, str(error))
-        except Exception as error:  # noqa: BLE001 - told; there may be no thread or memory left
+        except Exception as error:  # noqa: BLE001 - reported; there may be no thread or memory left
             if isinstance(error, CorruptShard) and self._was_overtaken(step):
                 log.info("disk_write_overtaken", tier=str(self._disk.tier), rank=self._rank, step=step)
                 return
@@ -304,7 +306,7 @@ class DiskWriter:
                 )
             except NotNamed as error:
                 log.info("write_ahead_dropped", tier=str(self._disk.tier), rank=self._rank, reason=error.message)
-            except Exception as error:  # noqa: BLE001 - told when the step is named, and fails again
+            except Exception as error:  # noqa: BLE001 - reported if the step is named and fails again
                 log.warning(
                     "write_ahead_failed", tier=str(self._disk.tier), rank=self._rank, reason=describe_failure(error)
                 )
@@ -312,7 +314,7 @@ class DiskWriter:
                 self._note_written(step, written, began_s)
 
     def _check_wanted(self, entry: OpenSegments, view: SlotView) -> None:
-        """Raise NotNamed if what is written ahead will not be named any more."""
+        """Raise NotNamed if the step that is written ahead will not be named any more."""
         with self._changed:
             if self._confirmed == view.step:
                 return
@@ -332,13 +334,13 @@ class DiskWriter:
                 self._changed.wait_for(lambda: self._next >= 0 or self._thread.stopping, _LOOK_AHEAD_S)
         found = self._memory.find(entry, view.generation, view.step)
         if found is None:
-            raise CorruptShard(f"Step {view.step} left its slot before it could be written.")
+            raise CorruptShard(f"Step {view.step} was overwritten before it could be written to disk.")
         return found[1], found[2]
 
     def _note_durable(self, step: int) -> None:
         with self._memory.using(self._rank) as entry:
             if entry is not None and not self._generation.ended.is_set():
-                with entry.writing:  # the other tier's writer raises the same word
+                with entry.writing:  # the other tier's writer updates the same word
                     entry.segments.control.note_durable(step)
 
     def _note_written(self, step: int, size_bytes: int, began_s: float) -> None:
@@ -357,7 +359,7 @@ class DiskWriter:
         with self._memory.using(self._rank) as entry:
             found = self._memory.find(entry, self._generation.generation_of(step), step) if entry else None
             if entry is None or found is None:
-                raise CorruptShard(f"Step {step} left its slot before it could be written.")
+                raise CorruptShard(f"Step {step} was overwritten before it could be written to disk.")
             view, manifest, manifest_bytes = found
             try:
                 return self._disk.write(manifest, manifest_bytes, entry.segments.payload(view.index))
@@ -366,7 +368,7 @@ class DiskWriter:
                 raise
 
     def _drop_if_bad(self, entry: OpenSegments, view: SlotView, manifest: Manifest) -> None:
-        """What was taken is not what the manifest says: perhaps it was overwritten meanwhile, perhaps it never was."""
+        """The written bytes did not match the manifest: drop the slot if its bytes are bad, not just overwritten."""
         try:
             integrity.verify(entry.segments.payload(view.index), manifest.chunk_digests, manifest.chunk_bytes)
         except CorruptShard as error:
@@ -385,12 +387,14 @@ class DiskWriter:
                 entry.segments.control.hold(self._disk.tier, step)
 
     def _is_spare(self, entry: OpenSegments) -> bool:
-        """Whether training must not wait for this tier: nobody asked for it, and there is no slot for it. A write may
-        then be overtaken by the next steps; at the end of the job there are none."""
+        """Whether training must not wait for this tier: it is on by default only, and has no extra slot. The trainer
+        may then overwrite a step that is being written, except at the end of the job."""
         spec = self._generation.configure.spec
         return spec.disk_is_default and entry.segments.control.slots_in_use <= MIN_SLOTS
 
     def _let_go(self, step: int, *, settled: bool = False) -> None:
         with self._memory.using(self._rank) as entry:
-            if entry is not None and not self._generation.ended.is_set():  # else the words are the next generation's
+            if (
+                entry is not None and not self._generation.ended.is_set()
+            ):  # then the control words belong to the next generation
                 entry.segments.control.let_go(self._disk.tier, step, settled=settled)

@@ -1,5 +1,5 @@
-"""Writing the world manifests of a shared folder, on rank 0's host: last, when every rank has said that its shard is
-there, and after having looked."""
+"""Writes the world manifests of a shared store, on rank 0's host, after every rank has reported its shard as
+written."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from flyball.contracts.errors import FlyballError, StorageFull
 
 log = structlog.get_logger()
 
-_LOOK_AGAIN_S = 60.0  # at world manifests that could not be read for long
+_LOOK_AGAIN_S = 60.0  # at world manifests that stay unreadable
 
 
 class WorldSealer:
-    """The thread that does it, for one tier during one generation."""
+    """The thread for one tier during one generation."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class WorldSealer:
         self._clock = clock
         self._on_report = on_report
         self._on_failure = on_failure
-        self._asked = self._settled = max(generation.restore_step - 1, -1)  # as the writers
+        self._asked = self._settled = max(generation.restore_step - 1, -1)  # as in DiskWriter
         self._reported_steps = reported_steps(generation.configure.spec.policy(disk.tier))
         self._looked = False
         self._unread_until_s = 0.0
@@ -67,24 +67,24 @@ class WorldSealer:
         self._thread.start()
 
     def seal(self, step: int) -> None:
-        """Every rank has written this step."""
+        """Every rank has written this step. Does not block."""
         with self._changed:
             self._asked = max(self._asked, step)
             self._changed.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is waiting or being written; False if that took too long."""
+        """Wait until nothing is left to seal; False at the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._settled == self._asked, timeout_s)
 
     def stop(self) -> None:
-        """End after what is being written."""
+        """End after the seal in progress."""
         with self._changed:
             self._thread.stop()
             self._changed.notify_all()
 
     def _round(self) -> float:
-        """Look at the folder first; then wait for the next step to seal."""
+        """Scan the folder first, then wait for the next step to seal."""
         if not self._looked:
             if not self._look() or (self._disk.has_unread and self._clock.monotonic_s() < self._unread_until_s):
                 return self._settings.scan_interval_s
@@ -103,7 +103,7 @@ class WorldSealer:
             return 0.0
         try:
             self._seal(step)
-        finally:  # whatever happened: else the coordinator would wait for it
+        finally:  # in any case: the coordinator waits for it
             with self._changed:
                 self._settled = step
                 self._changed.notify_all()
@@ -127,7 +127,7 @@ class WorldSealer:
         self._on_report(TierReport(self._disk.tier, self._asked, self._settled, sealed[newest], unread[newest]))
 
     def _seal(self, step: int) -> None:
-        """Shared file systems may show another host's files late: looked for again, as long as the time allows."""
+        """Retries until the timeout: a shared file system may show another host's files late."""
         generation = self._generation
         written_by = generation.generation_of(step)
         deadline_s = self._clock.monotonic_s() + self._settings.seal_timeout_s
@@ -135,14 +135,14 @@ class WorldSealer:
             try:
                 self._disk.scan_step(written_by, step)
                 self._disk.seal(written_by, step, generation.placement.world_size)
-            except StorageFull as error:  # nobody makes room in the time that files take to be seen
+            except StorageFull as error:  # retrying makes no room
                 self._fail(step, error)
                 return
-            except Exception as error:  # noqa: BLE001 - told; there may be no thread or memory left
+            except Exception as error:  # noqa: BLE001 - reported; there may be no thread or memory left
                 if self._clock.monotonic_s() >= deadline_s:
                     self._fail(step, error)
                     return
-                if self._is_stopped_within(self._settings.scan_interval_s):  # the next generation's to say
+                if self._is_stopped_within(self._settings.scan_interval_s):  # the next generation decides about it
                     log.info("seal_cut_short", tier=str(self._disk.tier), step=step, reason=describe_failure(error))
                     return
             else:
