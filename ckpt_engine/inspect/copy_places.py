@@ -1,7 +1,6 @@
-"""Places that have copies of a job, looked at without any server: a host's shared memory, disks, stores.
+"""The places that hold copies of a job, read without any server: a host's shared memory, disks, stores.
 
-Read only. It looks at the segments and files of live engines as a peer does: nothing is created or mended, and a
-segment is held only while it is read.
+Read only. Segments and files of running engines are not changed, and a segment is open only while it is read.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ from flyball.contracts.on_host.segments import SLOT_SUFFIXES, parse_segment, ran
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """What looks like a copy and cannot be relied on."""
+    """Something that looks like a copy but cannot be used."""
 
     where: str
     reason: str
-    place: StoragePlace | None = None  # with the key: where it can be removed
+    place: StoragePlace | None = None  # with `key`: where it can be removed
     key: ShardKey | None = None
 
 
 class Place(ABC):
-    """Somewhere that has copies of a job: one tier of one host, or a store."""
+    """A place with copies of a job: one tier of one host, or a store."""
 
     tier: Tier
-    host_id: str  # '' for a store that no host owns
-    where: str  # for people: a folder, a URL, a prefix of segments
+    host_id: str  # '' for a shared store
+    where: str  # for messages: a folder, a URL, a prefix of segments
 
     @abstractmethod
     def copies(self) -> list[ShardCopy]:
-        """Every copy with a valid manifest, those of steps included that do not count. Raises OSError."""
+        """Every copy with a valid manifest, including those of steps that do not count. Raises OSError."""
 
     @abstractmethod
     def reading(self, copy: ShardCopy) -> AbstractContextManager[ShardReading]:
@@ -56,26 +55,26 @@ class Place(ABC):
 
     @abstractmethod
     def path(self, copy: ShardCopy) -> str:
-        """Where its bytes are, for people."""
+        """Where its bytes are, for messages."""
 
     def sealed(self) -> set[StepKey]:
-        """The steps with a world manifest, in a persistent place."""
+        """The steps with a world manifest, in a persistent tier."""
         return set()
 
     def pinned(self) -> set[StepKey]:
-        """The steps that retention leaves alone."""
+        """The steps that are kept whatever the retention rules."""
         return set()
 
     def ignored(self) -> list[Ignored]:
-        """What the last `copies` left out."""
+        """What the last `copies` ignored."""
         return []
 
 
 class SlotPlace(Place):
-    """One host's own slots of a job, or the replicas that it keeps. Segments are open only while they are read."""
+    """One host's own slots of a job, or the replicas that it holds."""
 
     def __init__(self, tier: Tier, prefix: str, job: str, host_id: str, *, run: str | None = None) -> None:
-        """`prefix` is that of the host's segments; `tier` memory or peer; `run` whose slots count, None for any."""
+        """`prefix`: of the host's segments. `tier`: memory or peer. `run`: only its slots count, None for any run."""
         self._prefix = prefix
         self._job = job
         self._run = run
@@ -107,7 +106,7 @@ class SlotPlace(Place):
                 yield ShardReading(
                     manifest,
                     data,
-                    read_into=FileSource(descriptor).read_into,  # not mapped: nothing is faulted in, or can be a SIGBUS
+                    read_into=FileSource(descriptor).read_into,  # not mapped: no page faults, no SIGBUS
                     check_still_there=partial(_check_unchanged, segments, view),
                 )
         except FileNotFoundError as error:
@@ -144,7 +143,7 @@ class SlotPlace(Place):
         return manifests.copy_in(self.tier, self.host_id, *described)
 
     def _described(self, segments: RankSegments, rank: int, view: SlotView) -> tuple[Manifest, bytes] | None:
-        """A slot's manifest and its bytes, if it is of the step that the view showed."""
+        """A slot's manifest and its bytes, if they are of the view's step."""
         data = segments.manifest_bytes(view.index)
         manifest = segments.committed(view.index)
         if data is None or manifest is None:
@@ -166,15 +165,15 @@ class SlotPlace(Place):
 
 def _check_unchanged(segments: RankSegments, view: SlotView) -> None:
     if not segments.unchanged(view):
-        raise CopyGone("Overwritten by a newer step while it was read.", hint="name a newer step, or read one on disk")
+        raise CopyGone("Overwritten by a newer step while it was read.", hint="choose a newer step, or one on disk")
 
 
 def _gone() -> CopyGone:
-    return CopyGone("Overwritten or removed since it was listed.", hint="look again")
+    return CopyGone("Overwritten or removed since it was listed.", hint="list the copies again")
 
 
 def reason(error: Exception) -> str:
-    """An error in words, without its next step."""
+    """An error's message without its hint."""
     return error.message if isinstance(error, FlyballError) else str(error)
 
 
@@ -191,14 +190,13 @@ class StoragePlace(Place):
         self.where = storage.place
 
     def copies(self) -> list[ShardCopy]:
-        """Those that the store lists; those of steps without a world manifest; and the reason why others do not
-        count."""
+        """The copies that the store lists, and those of unsealed steps. Updates `ignored`."""
         found = self.store.scan()
         known = {ShardKey(copy.generation, copy.step, copy.rank) for copy in found}
         self._sealed = {(copy.generation, copy.step) for copy in found} if self.tier is Tier.PERSISTENT else set()
         unread = self.store.unread()
         self._ignored = [
-            Ignored(self.file_path(key.manifest), f"could not be read just now: {why}", self, key)
+            Ignored(self.file_path(key.manifest), f"cannot be read at the moment: {why}", self, key)
             for key, why in unread.items()
         ]
         for key in filter(None, (parse_rank_manifest(entry.name) for entry in self._storage.entries())):
@@ -227,7 +225,7 @@ class StoragePlace(Place):
         return self.file_path(ShardKey(copy.generation, copy.step, copy.rank).shard)
 
     def file_path(self, name: str) -> str:
-        """Where a name of the storage lies, for people."""
+        """Where a name of the storage is, for messages."""
         in_folder = self._storage.inside(name) if isinstance(self._storage, StepFolder) else name
         return f"{self.where}/{in_folder}"
 
@@ -238,7 +236,7 @@ class StoragePlace(Place):
         return self.store.pinned()
 
     def remove(self, key: ShardKey) -> None:
-        """Remove one shard, valid or not; its manifest first. Raises OSError or FlyballError."""
+        """Remove one shard, valid or not, its manifest first. Raises OSError or FlyballError."""
         self.store.remove(self.store.nameless(key))
 
     def ignored(self) -> list[Ignored]:

@@ -1,4 +1,4 @@
-"""Bringing a whole step out of its tiers into an ordinary folder: a safetensors file and a manifest per rank."""
+"""Extracts a complete step from its tiers into an ordinary folder: a safetensors file and a manifest per rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RANK_FILE = re.compile(r"rank\d+(\.safetensors|\.manifest)")
 
 
 class PassedOver(msgspec.Struct, frozen=True):
-    """A copy that was nearer and could not be used."""
+    """A nearer copy that could not be used."""
 
     copy: ShardCopy
     path: str
@@ -38,7 +38,7 @@ class PassedOver(msgspec.Struct, frozen=True):
 
 
 class ExtractedShard(msgspec.Struct, frozen=True):
-    """One rank's shard in the folder. `source` is the copy that it was made from, `source_path` where that lies."""
+    """One rank's shard in the folder. `source` is the copy it was made from, `source_path` where that is."""
 
     rank: int
     path: str
@@ -57,11 +57,11 @@ def extract_step(
     overwrite: bool,
     on_bytes: Callable[[int], None],
 ) -> tuple[ExtractedShard, ...]:
-    """Write every rank's shard into `target`, each from the nearest copy whose every byte is right. Nothing is written
-    if a rank has no copy at all.
+    """Write every rank's shard into `target`, each from the nearest copy that can be verified. Nothing is written if a
+    rank has no copy at all.
 
-    Raises RestoreFailed with the reason per rank, Conflict if files are there already and `overwrite` is not set, or if
-    `target` is where copies of the job lie, StorageFull or OSError.
+    Raises RestoreFailed with the reason per rank; Conflict if `target` has shards and `overwrite` is not set, or if it
+    holds copies of the job itself; StorageFull; OSError.
     """
     sources: dict[int, list[HeldCopy]] = {rank: [] for rank in range(listing.world_size)}
     for held in inventory.copies_of(listing):
@@ -80,7 +80,7 @@ def extract_step(
             else:
                 extracted.append(shard)
         _check_complete(inventory, listing, failed)
-    except BaseException:  # Ctrl-C too: half a step is of no use to anybody
+    except BaseException:  # also at Ctrl-C: half a step is useless
         FolderStorage(target).remove([name for rank in sources for name in _names(rank)])
         raise
     return tuple(extracted)
@@ -95,7 +95,7 @@ def _extract(
         try:
             with held.place.reading(held.copy) as reading:
                 _write(target, rank, reading, on_bytes)
-        except (StorageFull, ConfigurationError):  # of the folder, not of the copy
+        except (StorageFull, ConfigurationError):  # about the folder, not the copy
             raise
         except (FlyballError, OSError) as error:
             passed_over.append(PassedOver(held.copy, source_path, reason(error)))
@@ -123,7 +123,7 @@ def _write(target: Path, rank: int, reading: ShardReading, on_bytes: Callable[[i
         folder.write(manifest, [lines], len(lines))
     except OSError as error:
         raise ConfigurationError(
-            f"{target / shard} cannot be written: {error.strerror}.", hint="choose a folder that you may write to"
+            f"{target / shard} cannot be written: {error.strerror}.", hint="choose a writable folder"
         ) from error
 
 
@@ -137,21 +137,21 @@ def _verified(reading: ShardReading, on_bytes: Callable[[int], None]) -> Iterato
 
 
 def _names(rank: int) -> tuple[str, str]:
-    """The manifest's first: so they are removed."""
+    """Manifest and shard, in the order of removal."""
     return f"rank{rank}{MANIFEST_SUFFIX}", f"rank{rank}{SHARD_SUFFIX}"
 
 
 def _check_apart(inventory: CopyInventory, target: Path) -> None:
-    """What is written over is gone before the first byte is read."""
+    """Refuse a target that holds copies of the job: they would be overwritten before they are read."""
     for held in inventory.held:
         if held.copy.tier in (Tier.DISK, Tier.PERSISTENT) and Path(held.path).parent.resolve() == target.resolve():
             raise Conflict(
-                f"In {target} lies step {held.copy.step} of {inventory.job} itself.", hint="choose another folder"
+                f"{target} is where step {held.copy.step} of {inventory.job} is stored.", hint="choose another folder"
             )
 
 
 def _make_room(target: Path, *, overwrite: bool) -> None:
-    """A folder without shards: those of another step, or world, would pass for this one's."""
+    """Make an empty folder: shards of another step or world in it would be taken for this one's."""
     try:
         make_folder(target)
         present = sorted(path.name for path in target.iterdir() if _RANK_FILE.fullmatch(path.name))
@@ -159,7 +159,7 @@ def _make_room(target: Path, *, overwrite: bool) -> None:
             FolderStorage(target).remove(present)
     except OSError as error:
         raise ConfigurationError(
-            f"The folder {target} cannot be used: {error.strerror}.", hint="choose one that you may write to"
+            f"The folder {target} cannot be used: {error.strerror}.", hint="choose a writable one"
         ) from error
     if present and not overwrite:
         raise Conflict(

@@ -1,5 +1,4 @@
-"""What a host's state folder says about its jobs, read without an engine: their last orders, and by their names the
-segments that are left."""
+"""Reads a host's state folder without an engine: the last Configure of each job, and the names of its segments."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ from flyball.contracts.on_host.engine_wire import ENGINE_PID_FILE, Configure
 from flyball.contracts.on_host.segments import parse_segment, shm_prefix
 
 JOBS_FOLDER = "engine-jobs"
-_MAX_DEPTH = 3  # from the root of all state folders: jobs/NAME/host
+_MAX_DEPTH = 3  # of jobs/NAME/host below the root of all state folders
 
 
 @dataclass(frozen=True, slots=True)
 class HostFolder:
-    """One host as its state folder shows it."""
+    """One host, as its state folder shows it."""
 
     path: Path
     prefix: str  # of its segments
@@ -32,25 +31,25 @@ class HostFolder:
 
     @property
     def changed_at(self) -> float:
-        """When a generation last began here, as a wall time."""
+        """The wall time at which a generation last began here."""
         try:
             return (self.path / JOBS_FOLDER).stat().st_mtime
         except OSError:
             return 0.0
 
     def run(self, job: str) -> str | None:
-        """The run of the job that the host's last orders are of; None without them."""
+        """The run of the job's last Configure; None without one."""
         known = self.configures.get(job)
         return known.placement.run if known else None
 
     def host_id(self, job: str) -> str:
-        """As the host's last orders named it; without them the folder's name."""
+        """The host id in the last Configure; without one the folder's name."""
         known = self.configures.get(job) or next(iter(self.configures.values()), None)
         return known.host_id if known else self.path.name
 
 
 def find_host_folders(root: Path, shm_dir: str) -> list[HostFolder]:
-    """The host folders at or below `root`, which may be a host's, a run's, the demo's, or the root of all."""
+    """The host folders at or below `root`: of a host, of a run, of the demo, or the root of all."""
     patterns = [
         "/".join(["*"] * depth + [name]) for depth in range(_MAX_DEPTH + 1) for name in (JOBS_FOLDER, ENGINE_PID_FILE)
     ]
@@ -59,7 +58,7 @@ def find_host_folders(root: Path, shm_dir: str) -> list[HostFolder]:
 
 
 def read_host_folder(path: Path, shm_dir: str) -> HostFolder:
-    """Read what the engine keeps there; nothing is made or locked."""
+    """Read an engine's files, without creating or locking anything."""
     prefix = shm_prefix(str(path.resolve()), shm_dir)
     configures: dict[str, Configure] = {}
     unreadable: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""All copies of one run of a job in some places, as of one look, and what follows from them."""
+"""Lists all copies of one run of a job in some places, and derives its steps and recovery point."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flyball.contracts.errors import CorruptShard, FlyballError, NotFound
 
 @dataclass(frozen=True, slots=True)
 class HeldCopy:
-    """A copy and the place that has it."""
+    """A copy and the place that holds it."""
 
     place: Place
     copy: ShardCopy
@@ -30,11 +30,11 @@ class HeldCopy:
 
 
 class CopyInventory:
-    """All copies of one run of a job in some places, as of one look."""
+    """All copies of one run of a job in some places, at the time of construction."""
 
     def __init__(self, job: str, places: Sequence[Place], *, run: str = "", lineage: Lineage = ()) -> None:
-        """Look. `run` is that of the places. `lineage` () if nobody has recorded it; then it is inferred as far as the
-        steps tell it."""
+        """Reads the places. `run`: the one that they hold. `lineage`: () if it is not recorded; then it is inferred
+        from the steps."""
         self.job = job
         self.run = run
         self.places = tuple(places)
@@ -53,7 +53,7 @@ class CopyInventory:
         self.held.sort(key=lambda held: (held.copy.step, held.copy.generation, held.copy.rank, _ORDER[held.copy.tier]))
         manifests = self._first_manifests()
         world_sizes = {key: manifest.world_size for key, manifest in manifests.items()}
-        self.held = [held for held in self.held if held.key in world_sizes]  # of others, all copies are gone by now
+        self.held = [held for held in self.held if held.key in world_sizes]  # of other steps all copies are gone by now
         self.lineage = lineage or infer_lineage(held.key for held in self.held)
         self.unsealed = {held.key for held in self.held if held.copy.tier is Tier.PERSISTENT} - self.sealed
         self.steps = list_steps(
@@ -70,13 +70,13 @@ class CopyInventory:
         return next((listing for listing in self.steps if listing.recovery_point), None)
 
     def find(self, step: int | None, generation: int | None = None) -> StepListing:
-        """The newest recovery point (`step` None), or a step: of the generation whose history counts, unless another is
-        named. Raises NotFound."""
+        """The recovery point (`step` None) or the given step, preferably of the job's lineage unless a generation is
+        given. Raises NotFound."""
         if step is None:
             if self.recovery_point is None:
                 raise NotFound(
                     f"No step of {self.job} has a copy of every rank.",
-                    hint="`flyball ckpt ls --all` shows what there is; other places may have the rest",
+                    hint="`flyball ckpt ls --all` lists all copies; other places may hold the rest",
                 )
             return self.recovery_point
         found = [s for s in self.steps if s.step == step and generation in (None, s.generation)]
@@ -85,12 +85,12 @@ class CopyInventory:
             raise NotFound(
                 f"There is no copy of step {step} of {self.job}"
                 + (f", generation {generation}." if generation is not None else "."),
-                hint=f"choose one of {', '.join(map(str, known[:8]))}" if known else "look in other places",
+                hint=f"choose one of {', '.join(map(str, known[:8]))}" if known else "search other places",
             )
         return max(found, key=lambda s: (s.recovery_point, s.alive, s.complete, s.generation))
 
     def copies_of(self, listing: StepListing) -> list[HeldCopy]:
-        """By rank, nearest tier first."""
+        """The copies of a step by rank, nearest tier first."""
         return [held for held in self.held if held.key == (listing.generation, listing.step)]
 
     def counts(self, held: HeldCopy) -> bool:
@@ -98,7 +98,7 @@ class CopyInventory:
         return held.copy.tier is not Tier.PERSISTENT or held.key not in self.unsealed
 
     def _first_manifests(self) -> dict[StepKey, Manifest]:
-        """Of each step one that can be read."""
+        """One readable manifest per step."""
         found: dict[StepKey, Manifest] = {}
         for held in self.held:
             if held.key not in found and (manifest := read_manifest(held)) is not None:
@@ -110,7 +110,7 @@ _ORDER = {tier: order for order, tier in enumerate(Tier)}
 
 
 def read_manifest(held: HeldCopy) -> Manifest | None:
-    """What the copy must be; None if it is gone or bad by now."""
+    """The copy's manifest; None if it is gone or bad by now."""
     try:
         with held.place.reading(held.copy) as reading:
             return reading.manifest
@@ -119,7 +119,7 @@ def read_manifest(held: HeldCopy) -> Manifest | None:
 
 
 def read_tensors(held: HeldCopy) -> tuple[TensorEntry, ...] | None:
-    """What the copy holds, by its header; None if it is gone or bad by now."""
+    """The copy's tensors, from its header; None if it is gone or bad by now."""
     try:
         with held.place.reading(held.copy) as reading:
             return reading.tensors()

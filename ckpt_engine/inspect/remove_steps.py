@@ -1,4 +1,4 @@
-"""Removing steps from disks and stores by hand: what would go, what must stay, and the removal itself."""
+"""Removes steps from disks and stores on request: finds what would go and what must stay."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ckpt_engine.inspect.copy_places import StoragePlace
 from ckpt_engine.inspect.inventory import CopyInventory
 from flyball.contracts.checkpoints import Tier
 
-REMOVABLE = (Tier.DISK, Tier.PERSISTENT)  # the slots of a job are freed all at once, or not at all
+REMOVABLE = (Tier.DISK, Tier.PERSISTENT)  # a job's slots can only be freed all at once
 
 
 class Protection(StrEnum):
-    """Why a step stays unless somebody insists."""
+    """Why a step stays unless its removal is forced."""
 
     RECOVERY_POINT = "recovery_point"  # the newest step that all ranks have
-    DURABLE_POINT = "durable_point"  # the newest one that outlives the hosts' memory
+    DURABLE_POINT = "durable_point"  # the newest one that survives the loss of all memory
     PINNED = "pinned"
-    PARTIAL_VIEW = "partial_view"  # other hosts' disks may have the rest of it, and they are not seen from here
+    PARTIAL_VIEW = "partial_view"  # other hosts' disks, invisible from here, may have the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +30,19 @@ class Target:
 
     place: StoragePlace
     key: ShardKey
-    size_bytes: int  # 0 if no manifest says it
+    size_bytes: int  # 0 without a valid manifest
 
     @property
     def path(self) -> str:
         return self.place.file_path(self.key.shard)
 
     def remove(self) -> None:
-        """Manifests first, that of the world with rank 0's. Raises OSError or FlyballError."""
+        """Remove it, manifests first, the world's with rank 0's. Raises OSError or FlyballError."""
         self.place.remove(self.key)
 
 
 def protected(inventory: CopyInventory) -> dict[StepKey, Protection]:
-    """The steps that stay."""
+    """The steps that stay, and why."""
     durable = durable_point(inventory)
     found = dict.fromkeys(_perhaps_needed(inventory, durable), Protection.PARTIAL_VIEW)
     found |= dict.fromkeys(inventory.pinned, Protection.PINNED)
@@ -51,7 +51,7 @@ def protected(inventory: CopyInventory) -> dict[StepKey, Protection]:
 
 
 def _perhaps_needed(inventory: CopyInventory, durable: StepListing | None) -> set[StepKey]:
-    """Steps on disk, newer than any that is known to be durable, of which only some ranks' disks are seen from here."""
+    """Steps on disk, newer than the durable point, of which not all ranks' disks are visible from here."""
     seen = {target.key.rank for target in _all_targets(inventory, (Tier.DISK,))}
     return {
         (step.generation, step.step)
@@ -64,7 +64,7 @@ def _perhaps_needed(inventory: CopyInventory, durable: StepListing | None) -> se
 
 
 def needed_memory(inventory: CopyInventory) -> StepListing | None:
-    """The newest step of which there is something in memory, if it is newer than any that is known to be durable."""
+    """The newest step with a copy in memory, if it is newer than the durable point."""
     durable = durable_point(inventory)
     in_memory = (step for step in inventory.steps if step.alive and any(s.tier not in REMOVABLE for s in step.tiers))
     newest = max(in_memory, key=lambda step: (step.step, step.generation), default=None)
@@ -72,7 +72,7 @@ def needed_memory(inventory: CopyInventory) -> StepListing | None:
 
 
 def durable_point(inventory: CopyInventory) -> StepListing | None:
-    """The recovery point that disks and stores alone make, as the inventory lists it."""
+    """The recovery point of disks and stores alone."""
     durable = list_steps(
         (held.copy for held in inventory.held if held.copy.tier in REMOVABLE),
         lineage=inventory.lineage,
@@ -84,12 +84,12 @@ def durable_point(inventory: CopyInventory) -> StepListing | None:
 
 
 def stored_steps(inventory: CopyInventory, tiers: Collection[Tier]) -> set[StepKey]:
-    """The steps of which there is anything in these tiers, whether or not it counts."""
+    """The steps that have anything in these tiers, even if it does not count."""
     return {(target.key.generation, target.key.step) for target in _all_targets(inventory, tiers)}
 
 
 def find_targets(inventory: CopyInventory, steps: Collection[StepKey], tiers: Collection[Tier]) -> list[Target]:
-    """What there is of these steps, rank 0 first: its removal is the end of the whole step."""
+    """All shards of these steps, rank 0 first: its removal makes the whole step stop counting."""
     found = [t for t in _all_targets(inventory, tiers) if (t.key.generation, t.key.step) in steps]
     return sorted(found, key=lambda target: (target.key, target.path))
 

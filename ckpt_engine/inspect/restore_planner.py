@@ -1,8 +1,8 @@
-"""What a restore of one step would do, before it is done: per rank the sources, nearest first, with the seconds that
-each should take, and for every copy that cannot serve, and every rank without one, the reason. Pure.
+"""Predicts the restore of a step: per rank the sources, nearest first, with their expected seconds; and the reason for
+every unusable copy and every rank without one. Pure.
 
-The copies come from inventories (of engines, or of folders and stores read offline); which of them count and in which
-order is `flyball.contracts.recovery`, the same rule by which the controller chooses the recovery point.
+The copies come from inventories, of engines or of folders and stores read offline. `flyball.contracts.recovery` decides
+which of them count and in which order, as it does for the controller's choice of the recovery point.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from flyball.contracts.recovery import NotUsable, Origin, by_nearness, is_within
 
 
 class Bandwidths(msgspec.Struct, frozen=True):
-    """Bytes per second at which one host gets verified shards from each origin. The defaults are assumptions (memory
-    at 4 GB/s, a network of 10 Gbit/s, a disk at 1 GB/s, a store at 200 MB/s), to be replaced by what was measured."""
+    """Bytes per second at which one host gets verified shards from each origin. The defaults are assumptions: memory at
+    4 GB/s, a network of 10 Gbit/s, a disk at 1 GB/s, a store at 200 MB/s. Replace them by measured values."""
 
     local_memory: float = 4e9
     remote_memory: float = 1.25e9
@@ -43,14 +43,14 @@ class Bandwidths(msgspec.Struct, frozen=True):
 
 
 class WantedWorld(msgspec.Struct, frozen=True):
-    """The wanted world. A rank without a host in `home` will run somewhere else: all copies are remote to it."""
+    """The world to restore. A rank without a host in `home` will run elsewhere, so all copies are remote to it."""
 
     world_size: int
     home: Mapping[Rank, HostId]
 
 
 class PlannedSource(msgspec.Struct, frozen=True):
-    """One thing to try. `seconds` is for this shard alone."""
+    """One source to try. `seconds` is for this shard alone."""
 
     origin: Origin
     copy: ShardCopy
@@ -63,22 +63,22 @@ class UnusableCopy(msgspec.Struct, frozen=True):
 
 
 class ShardPlan(msgspec.Struct, frozen=True):
-    """One rank. `reason` is None exactly if there is a source."""
+    """One rank's plan. `reason` is None exactly if there is a source."""
 
     rank: Rank
     home: HostId  # '' if no host is known to run it
-    sources: tuple[PlannedSource, ...]  # in the order in which they are tried
+    sources: tuple[PlannedSource, ...]  # in the order of the attempts
     unusable: tuple[UnusableCopy, ...]
     reason: NotUsable | None
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """The whole world. `generation` wrote the copies, -1 if there are none."""
+    """The plan for the whole world. `generation` wrote the copies; -1 if there are none."""
 
     step: Step
     generation: int
     shards: tuple[ShardPlan, ...]  # by rank
-    seconds: float  # until the last host has its bytes, all from their first sources; 0.0 unless `is_restorable`
+    seconds: float  # until the last host is done, if first sources succeed; 0.0 unless `is_restorable`
 
     @property
     def is_restorable(self) -> bool:
@@ -100,9 +100,9 @@ def plan_step(
     """Plan the restore of `step` for the wanted `layout`.
 
     `lineage` None: all generations count, and the newest complete one is taken. `engine_addresses` None: every host
-    that is not lost can be asked. `sealed` are the (generation, step) with a world manifest; None: the inventory lists
-    no others. `manifests`, by the digest that a copy names, add what copies do not say: the world size. Ranks whose
-    home is lost are planned as if they ran on a host without copies.
+    that is not lost can be reached. `sealed`: the (generation, step) with a world manifest; None: the inventory lists
+    no others. `manifests`, by the digest in a copy, supply the world size. Ranks whose home is lost are planned as if
+    they ran on a host without copies.
     """
     at_step = sorted({copy for copy in copies if copy.step == step and copy.rank < layout.world_size})
     home = {rank: host for rank, host in layout.home.items() if host not in lost_hosts}
@@ -144,21 +144,20 @@ def _shard_plan(
     for copy in sorted(usable, key=lambda copy: by_nearness(copy, home)):
         origin = origin_of(copy.tier, copy.host_id, home)
         sources.append(PlannedSource(origin, copy, copy.size_bytes / bandwidths.of(origin)))
-    reason = None if sources else _most_telling(unusable)
+    reason = None if sources else _main_reason(unusable)
     return ShardPlan(rank, home, tuple(sources), tuple(unusable), reason)
 
 
 def _generation(copies: Iterable[ShardCopy]) -> int:
-    """The generation that has copies of most ranks, of several the newest; -1 for none."""
+    """The generation with copies of the most ranks, the newest of several; -1 for none."""
     ranks: dict[int, set[Rank]] = defaultdict(set)
     for copy in copies:
         ranks[copy.generation].add(copy.rank)
     return max(ranks, key=lambda generation: (len(ranks[generation]), generation), default=-1)
 
 
-def _most_telling(unusable: list[UnusableCopy]) -> NotUsable:
-    """Why a rank has nothing: the reason of the copy that was nearest to being usable, in the order in which a person
-    could do something about it."""
+def _main_reason(unusable: list[UnusableCopy]) -> NotUsable:
+    """Why a rank has no source: the reason of the copy that an operator could most easily make usable."""
     order = (
         NotUsable.UNREACHABLE,
         NotUsable.LOST_HOST,
@@ -172,8 +171,8 @@ def _most_telling(unusable: list[UnusableCopy]) -> NotUsable:
 
 
 def _seconds(shards: tuple[ShardPlan, ...]) -> float:
-    """Ranks of one host share what they get their bytes through, and so do all that one host serves: the busiest such
-    path decides."""
+    """The ranks of one host share their disk and network, and so do all that one host serves. The busiest of these
+    decides."""
     if not all(shard.sources for shard in shards):
         return 0.0
     busy: dict[tuple[str, HostId | Rank, str], float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""Reading one copy of a shard in order, wherever it lies, with every byte checked: also to the end of a bad one."""
+"""Reads one copy of a shard in order, from any place, and checks every byte; a bad copy can be read to its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flyball.contracts.errors import CheckpointError, CorruptShard
 
 
 class CopyGone(CheckpointError):
-    """The copy was overwritten or removed since it was listed, as it may be while its job runs."""
+    """The copy was overwritten or removed since it was listed. That is normal while its job runs."""
 
     code = "copy_gone"
 
@@ -27,15 +27,15 @@ class ShardReading:
         read_into: Callable[[memoryview, int], None],
         check_still_there: Callable[[], None] = lambda: None,
     ) -> None:
-        """`read_into(target, offset)` fills `target`; `check_still_there` raises CopyGone if other bytes may have taken
-        the place of what was read."""
+        """`read_into(target, offset)` fills `target`. `check_still_there` raises CopyGone if the bytes may have been
+        overwritten."""
         self.manifest = manifest
         self.manifest_bytes = manifest_bytes
         self.read_into = read_into
         self._check_still_there = check_still_there
 
     def tensors(self) -> tuple[TensorEntry, ...]:
-        """What the shard holds. Raises as `verified_chunks`."""
+        """The shard's tensors. Raises as `verified_chunks`."""
         if self.manifest.tensors:
             return self.manifest.tensors
         try:
@@ -46,8 +46,8 @@ class ShardReading:
         return entries_of(header)
 
     def chunks(self) -> Iterator[tuple[memoryview, CorruptShard | None]]:
-        """Every chunk: its bytes, valid until the next one is asked for, and what is wrong with them. Raises CopyGone,
-        CorruptShard if the copy ends early, or OSError."""
+        """Every chunk with its problem, None if it is good. Its bytes are valid until the next one is requested. Raises
+        CopyGone, CorruptShard if the copy ends early, OSError."""
         size_bytes, chunk_bytes = self.manifest.payload_bytes, self.manifest.chunk_bytes
         buffer = memoryview(bytearray(min(chunk_bytes, size_bytes)))
         for index, start in enumerate(range(0, size_bytes, chunk_bytes)):
@@ -66,7 +66,7 @@ class ShardReading:
             yield chunk, problem
 
     def verified_chunks(self) -> Iterator[memoryview]:
-        """The bytes in order, as `chunks`. Raises CorruptShard before a chunk that does not match."""
+        """The chunks, all good. Raises CorruptShard instead of yielding a bad one, and as `chunks`."""
         for chunk, problem in self.chunks():
             if problem is not None:
                 raise problem

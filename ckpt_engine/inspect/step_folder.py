@@ -1,5 +1,5 @@
-"""One step's files in a folder of their own, as `flyball ckpt restore` leaves them: seen as storage of a tier, in which
-they have the names that tiers give them."""
+"""Presents a folder with one step's files, as `flyball ckpt restore` writes it, as the storage of a tier. There the
+files have the names that tiers use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flyball.contracts.errors import CorruptShard
 
 
 def first_manifest(folder: Path) -> Manifest | None:
-    """What the first readable manifest in `folder` itself says; None if there is none. Raises OSError."""
+    """The first readable manifest directly in `folder`; None if there is none. Raises OSError."""
     names = sorted(path.name for path in folder.iterdir() if path.match(f"rank*{MANIFEST_SUFFIX}"))
     for name in names:
         try:
@@ -29,7 +29,7 @@ def first_manifest(folder: Path) -> Manifest | None:
 
 
 class StepFolder:
-    """A `Storage`."""
+    """Implements `Storage`."""
 
     def __init__(self, folder: Path, generation: int, step: int) -> None:
         self._files = FolderStorage(folder)
@@ -66,9 +66,9 @@ class StepFolder:
         self._files.remove([self.inside(name) for name in names])
 
     def remove_unfinished(self, wanted: Callable[[str], bool], folders: Iterable[str] = ("",)) -> list[str]:
-        del folders  # there is one
+        del folders  # there is only one
         return self._files.remove_unfinished(lambda name: wanted(f"{self._head}/{name.lstrip('/')}"))
 
     def inside(self, name: str) -> str:
-        """The name in the folder; that of another step's file is left as it is: it is not there."""
+        """The name in the folder. Names of other steps stay unchanged: no such file exists."""
         return name.removeprefix(f"{self._head}/")

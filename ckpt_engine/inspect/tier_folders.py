@@ -1,9 +1,9 @@
-"""Finding the runs of jobs in disk and persistent tiers below a folder or URL, by their layout alone.
+"""Finds the runs of jobs in disk and persistent tiers below a folder or URL, from their layout alone.
 
-A persistent folder or store has `JOB/RUN/gG/stepS/`, a folder for disks `HOST/JOB/RUN/gG/stepS/` (without `RUN/` where
-an engine was used without a controller). What is named may also be one host's folder, one job's, or one run's. Where no
-step of a job has a world manifest, it is taken for what is on a host's own disk, named after the folder that it lies
-in. A folder with one step's files in it, as `flyball ckpt restore` makes them, is a tier of its own.
+A persistent tier has `JOB/RUN/gG/stepS/`, a disk tier `HOST/JOB/RUN/gG/stepS/`. `RUN/` is missing if the engine was
+used without a controller. The given folder may also be that of a host, a job or a run. If no step of a job has a world
+manifest, the folder counts as a host's own disk, and its parent's name as the host id. A folder with one step's files,
+as `flyball ckpt restore` writes it, is a tier of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TierFolder:
     tier: Tier
     host_id: str
     run: str = ""
-    step: StepKey | None = None  # the files of this step lie in `root` itself
+    step: StepKey | None = None  # this step's files are directly in `root`
 
     @property
     def location(self) -> str:
@@ -43,14 +43,14 @@ class TierFolder:
 
 
 def find_in_store(store: Storage) -> list[TierFolder]:
-    """What is in an object store, which is a persistent tier. Raises what the store does."""
+    """The tiers in an object store, all persistent. Raises what the store raises."""
     above = {match["above"] for entry in store.entries() if (match := _IN_STORE.fullmatch(entry.name))}
     found = [_split(f"{store.place}/{folders}".rstrip("/")) for folders in sorted(above)]
     return [TierFolder(root, job, Tier.PERSISTENT, "", run) for root, job, run in found if _is_usable_name(job)]
 
 
 def _split(location: str) -> tuple[str, str, str]:
-    """Root, job and run of the place in which generations lie."""
+    """Root, job and run of a folder that contains generations."""
     root, _, last = location.rpartition("/")
     run = last if _is_run_name(last) else ""
     if run:
@@ -59,9 +59,9 @@ def _split(location: str) -> tuple[str, str, str]:
 
 
 def find_in_folder(folder: Path) -> list[TierFolder]:
-    """What is below a folder. Raises NotFound if there is none, ConfigurationError if it cannot be read."""
+    """The tiers below a folder. Raises NotFound if it does not exist, ConfigurationError if it cannot be read."""
     if not folder.is_dir():
-        raise NotFound(f"There is no folder {folder}.", hint="name the disk or persistent folder of a job")
+        raise NotFound(f"There is no folder {folder}.", hint="give the disk or persistent folder of a job")
     folder = folder.resolve()
     try:
         if _is_run_name(folder.name) and _has_generations(folder):
@@ -73,17 +73,17 @@ def find_in_folder(folder: Path) -> list[TierFolder]:
             key = (manifest.generation, manifest.step)
             return [TierFolder(str(folder), manifest.job, Tier.DISK, "", manifest.run, key)]
         for child in _folders(folder):
-            if _is_usable_name(child.name):  # neither hosts nor jobs have others
+            if _is_usable_name(child.name):  # as hosts and jobs have
                 found += _runs(child) or [run for job in _folders(child) for run in _runs(job, host_id=child.name)]
     except OSError as error:
         raise ConfigurationError(
-            f"{error.filename or folder} cannot be read: {error.strerror}.", hint="read it as the user who owns it"
+            f"{error.filename or folder} cannot be read: {error.strerror}.", hint="run this as the user who owns it"
         ) from error
     return found
 
 
 def _runs(job: Path, *, host_id: str | None = None) -> list[TierFolder]:
-    """The runs in a job's folder; none if it is no such folder."""
+    """The runs in a job's folder; [] if it is not one."""
     if not _is_usable_name(job.name):
         return []
     runs = [child for child in _folders(job) if _is_run_name(child.name) and _has_generations(child)]

@@ -1,4 +1,4 @@
-"""Reading every byte of copies, to know which of them, and which steps, can be relied on."""
+"""Reads every byte of copies, to find out which copies and steps are good."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ckpt_engine.inspect.shard_reading import CopyGone
 from flyball.contracts.checkpoints import ShardCopy
 from flyball.contracts.errors import CheckpointError, FlyballError
 
-THREADS = 2  # of which each reads and hashes one copy
+THREADS = 2  # each reads and hashes one copy
 
 
 class CopyVerdict(StrEnum):
     GOOD = "good"
     BAD = "bad"
-    GONE = "gone"  # overwritten or removed meanwhile, as a job that runs may do
+    GONE = "gone"  # overwritten or removed meanwhile by a running job
 
 
 class Verified(msgspec.Struct, frozen=True):
-    """What became of one copy. `bad_chunks` are numbers of chunks of `chunk_bytes`; of a copy that ends early, or
-    cannot be read, only `problem` speaks."""
+    """The result for one copy. `bad_chunks` are indexes of chunks of `chunk_bytes`. They are empty if the copy ends
+    early or cannot be read: see `problem`."""
 
     copy: ShardCopy
     path: str
@@ -43,14 +43,14 @@ class Verified(msgspec.Struct, frozen=True):
 
 
 class ReadShard(msgspec.Struct, frozen=True):
-    """What a copy that could be read is. `tensors` () unless it is good."""
+    """The content of a readable copy. `tensors` is () unless the copy is good."""
 
     manifest: Manifest
     tensors: tuple[TensorEntry, ...] = ()
 
 
 class VerifiedStep(msgspec.Struct, frozen=True):
-    """Whether the good copies of a step make up the whole of it. `problems` are tensors that they do not cover."""
+    """Whether a step's good copies are complete. `problems` are tensors that they do not cover."""
 
     step: int
     generation: int
@@ -66,13 +66,13 @@ class VerifiedStep(msgspec.Struct, frozen=True):
 def verify_copies(
     held_copies: Sequence[HeldCopy], on_bytes: Callable[[int], None]
 ) -> Iterator[tuple[Verified, ReadShard | None]]:
-    """Read the copies, two at a time; in their order, each with what it is if its manifest could be read. `on_bytes`
-    hears of every chunk, from any thread. Whoever stops asking ends the reading."""
+    """Verify the copies, two at a time. Yields the results in order, with the content if the manifest could be read.
+    `on_bytes` is called for every chunk, from any thread. Closing the iterator ends the reading."""
     over = threading.Event()
 
     def count(size_bytes: int) -> None:
         if over.is_set():
-            raise CheckpointError("Nobody waits for the result.")
+            raise CheckpointError("Nobody waits for the result any more.")
         on_bytes(size_bytes)
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="verify") as pool:
@@ -83,7 +83,7 @@ def verify_copies(
 
 
 def judge_steps(shards: Iterable[ReadShard], world_sizes: Mapping[StepKey, int]) -> tuple[VerifiedStep, ...]:
-    """The steps, newest first. `shards` are the good copies that count, any number for one rank."""
+    """The steps, newest first. `shards`: the good copies that count, any number per rank."""
     by_step: dict[StepKey, dict[int, tuple[TensorEntry, ...]]] = defaultdict(dict)
     for shard in shards:
         manifest = shard.manifest
