@@ -1,7 +1,7 @@
-"""Shell completion, quick: the scripts of `--install-completion` call `flyball` at every Tab.
+"""Shell completion. The scripts of `--install-completion` call `flyball` at every Tab, so it must be fast.
 
-Importing all commands takes most of a second. So what there is to complete is read from them once, and kept in a file
-of the user's cache folder, named by the state of these sources. Names of jobs are looked up each time.
+Importing all commands takes most of a second. The command tree is therefore read from them once and cached in a file,
+whose name is a hash of these sources' timestamps. Job names are looked up each time.
 """
 
 from __future__ import annotations
@@ -12,27 +12,52 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import EnumType
 from pathlib import Path
 from typing import Any, get_args
 
-VARIABLE = "_FLYBALL_COMPLETE"  # the scripts set it; typer's installer writes them
+from flyball.contracts.errors import UsageError
+
+VARIABLE = "_FLYBALL_COMPLETE"  # set by the scripts that typer's installer writes
+SHELLS = ("bash", "zsh", "fish")
 JOB_WORDS = ("job", "--job")  # arguments and options that take a job's name
-DEFAULT_COMMANDS = {"goodput": "report"}  # what such a group means without a command
+DEFAULT_COMMANDS = {"goodput": "report"}  # the command a group runs when none is given
 
 Tree = Mapping[str, Any]  # {"help", "options": {spelling: {"help", "value", "choices"}}, "arguments", "commands"}
-Found = list[tuple[str, str]]  # word and help
+Found = list[tuple[str, str]]  # (word, help)
+LoadCommands = Callable[[], Any]  # imports all commands and returns them as one click group
 
 
-def answer(environ: Mapping[str, str]) -> tuple[str, int]:
-    """What a shell's script is to be told, and the exit code."""
+def script(shell: str) -> str:
+    """The completion script for a shell, as typer generates it. Raises UsageError for an unknown shell."""
+    from typer._completion_shared import get_completion_script
+
+    return str(get_completion_script(prog_name="flyball", complete_var=VARIABLE, shell=_known(shell)))
+
+
+def install_script(shell: str) -> Path:
+    """Install the completion script for a shell and return its path. Raises UsageError for an unknown shell."""
+    from typer._completion_shared import install
+
+    _, path = install(shell=_known(shell), prog_name="flyball", complete_var=VARIABLE)
+    return Path(path)
+
+
+def _known(shell: str) -> str:
+    if shell not in SHELLS:
+        raise UsageError(f"There is no completion for {shell}.", hint=f"choose one of: {', '.join(SHELLS)}")
+    return shell
+
+
+def answer(environ: Mapping[str, str], load_commands: LoadCommands) -> tuple[str, int]:
+    """Answer a shell's completion script: the text to print, and the exit code."""
     shell = environ[VARIABLE].removeprefix("complete_")
     words, incomplete = _line(shell, environ)
-    found = candidates(words, incomplete, environ)
+    found = candidates(words, incomplete, environ, load_commands)
     if shell == "fish":
         if environ.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args":
-            return "", 0 if found else 1  # 1: the shell offers files
+            return "", 0 if found else 1  # with 1 the shell offers files
         return "\n".join(f"{word}\t{_one_line(text)}" if text else word for word, text in found), 0
     if shell == "zsh":
         entries = "\n".join(
@@ -42,12 +67,12 @@ def answer(environ: Mapping[str, str]) -> tuple[str, int]:
     return "\n".join(word for word, _ in found), 0
 
 
-def candidates(words: Sequence[str], incomplete: str, environ: Mapping[str, str]) -> Found:
-    """What may stand in place of `incomplete` behind these words; none: a file, or anything."""
+def candidates(words: Sequence[str], incomplete: str, environ: Mapping[str, str], load_commands: LoadCommands) -> Found:
+    """The words that may complete `incomplete` after `words`. Empty if a file or anything else is expected."""
     if words[:1] == ["run"]:
-        return _of_run(words[1:], incomplete, environ)
-    node = tree()
-    place = 0  # of the next argument
+        return _run_candidates(words[1:], incomplete, environ)
+    node = _tree(load_commands)
+    place = 0  # index of the next argument
     option: Mapping[str, Any] | None = None
     for position, word in enumerate(words):
         if option is not None:
@@ -71,8 +96,8 @@ def candidates(words: Sequence[str], incomplete: str, environ: Mapping[str, str]
     return _jobs(incomplete, environ) if place < len(arguments) and arguments[place] in JOB_WORDS else []
 
 
-def _of_run(words: Sequence[str], incomplete: str, environ: Mapping[str, str]) -> Found:
-    """torchrun's grammar: flags up to the script; what follows is the script's."""
+def _run_candidates(words: Sequence[str], incomplete: str, environ: Mapping[str, str]) -> Found:
+    """Complete `flyball run`, which has torchrun's grammar: flags first, and the script owns all words after it."""
     from flyball.launch.launch_flags import ALL_FLAGS, FlagKind, Use
 
     flags = {name: flag for flag in ALL_FLAGS for name in flag.spellings}
@@ -96,7 +121,7 @@ def _of_run(words: Sequence[str], incomplete: str, environ: Mapping[str, str]) -
 
 
 def _default(node: Tree, before: Sequence[str]) -> Tree:
-    """The command that a group stands for where none of its own is named."""
+    """The group's default command, if the group was named without a command."""
     name = DEFAULT_COMMANDS.get(before[-1]) if before and node["commands"] else None
     found: Tree = node["commands"][name] if name else node
     return found
@@ -117,18 +142,18 @@ def _jobs(incomplete: str, environ: Mapping[str, str]) -> Found:
     from flyball.cli.reach.local_runs import find_runs
 
     newest: dict[str, str] = {}
-    with contextlib.suppress(OSError):  # a folder that is another's: a prompt is no place to say so
+    with contextlib.suppress(OSError):  # unreadable folder: do not print errors into a prompt
         for run in find_runs(environ):
             newest.setdefault(run.job, run.state)
     return _matching(newest.items(), incomplete)
 
 
-def _matching(found: Any, incomplete: str) -> Found:  # noqa: ANN401 - pairs, from wherever
+def _matching(found: Any, incomplete: str) -> Found:  # noqa: ANN401 - any iterable of pairs
     return [(word, text) for word, text in found if word and word.startswith(incomplete)]
 
 
 def _line(shell: str, environ: Mapping[str, str]) -> tuple[list[str], str]:
-    """The words behind `flyball` that are complete, and the one that is not. Bash makes a word of `=`."""
+    """The complete words after `flyball`, and the incomplete one. Bash splits `--flag=value` into three words."""
     if shell == "bash":
         words, at = _split(environ.get("COMP_WORDS", "")), int(environ.get("COMP_CWORD", "0"))
         done, incomplete = words[1:at], words[at] if at < len(words) else ""
@@ -142,7 +167,7 @@ def _line(shell: str, environ: Mapping[str, str]) -> tuple[list[str], str]:
 def _split(line: str) -> list[str]:
     try:
         return shlex.split(line)
-    except ValueError:  # a quote that is still open
+    except ValueError:  # unclosed quote
         return line.split()
 
 
@@ -156,36 +181,34 @@ def _zsh(text: str) -> str:
     return text
 
 
-# --- what there is ----------------------------------------------------------------------------------------------------
+# --- the command tree -------------------------------------------------------------------------------------------------
 
 
-def tree() -> Tree:
-    """All commands with their options."""
+def _tree(load_commands: LoadCommands) -> Tree:
+    """All commands with their options, from the cache if possible."""
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     state = hashlib.sha256(str([(file.name, file.stat().st_mtime_ns) for file in sources]).encode()).hexdigest()[:16]
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    kept = Path(base) / "flyball" / f"completion-{state}.json"
+    cached = Path(base) / "flyball" / f"completion-{state}.json"
     with contextlib.suppress(OSError, ValueError):
-        known: Tree = json.loads(kept.read_text())
+        known: Tree = json.loads(cached.read_text())
         return known
-    from flyball.cli.commands import as_click
-
-    found = _described(as_click())
-    with contextlib.suppress(OSError):  # nowhere to keep it: it is as right, and slower
-        _keep(kept, json.dumps(found))
+    found = _described(load_commands())
+    with contextlib.suppress(OSError):  # cannot be cached: correct, only slower
+        _write_cache(cached, json.dumps(found))
     return found
 
 
-def _keep(file: Path, text: str) -> None:
+def _write_cache(file: Path, text: str) -> None:
     from flyball.state_folder import write_private
 
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for old in file.parent.glob("completion-*.json"):
         old.unlink(missing_ok=True)
-    write_private(file, text.encode(), durable=False)  # a cache
+    write_private(file, text.encode(), durable=False)  # only a cache
 
 
-def _described(command: Any) -> Tree:  # noqa: ANN401 - click's classes move between packages, see `commands`
+def _described(command: Any) -> Tree:  # noqa: ANN401 - click's classes have moved between packages, see `commands`
     params = [param for param in command.params if not getattr(param, "hidden", False)]
     options = [param for param in params if param.param_type_name == "option"]
     return {
@@ -206,7 +229,7 @@ def _described(command: Any) -> Tree:  # noqa: ANN401 - click's classes move bet
 
 
 def _choices(param: Any) -> list[str]:  # noqa: ANN401 - see above
-    """Of an option that takes one of some words; where typer keeps them depends on its release."""
+    """The allowed words of an option. Where typer keeps them depends on its release."""
     given = getattr(getattr(param, "type", None), "choices", None)
     if given is None:
         annotation = getattr(getattr(param, "type_descriptor", None), "annotation", None)

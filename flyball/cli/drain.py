@@ -1,4 +1,4 @@
-"""`flyball drain HOST`: have a host left without losing a step, and given back."""
+"""`flyball drain HOST`: move a host's ranks away without losing a step; `--cancel` gives it work again."""
 
 from __future__ import annotations
 
@@ -8,42 +8,43 @@ from typing import Annotated, Any
 import typer
 
 from flyball.cli.reach.client import ApiClient
-from flyball.cli.reach.options import StateDirOption, SupervisorOption, TokenFileOption, connect, examples
-from flyball.cli.show.output import Format, OutputOption, print_fields, print_json, say
+from flyball.cli.reach.options import examples, with_supervisor
+from flyball.cli.reach.sources import SupervisorChoice
+from flyball.cli.show.output import Format, OutputOption, announce, print_fields, print_json
 from flyball.contracts.errors import Conflict, Unreachable, UsageError
 from flyball.contracts.identity import check_name
 from flyball.contracts.reports.drains import DrainRequest
 
 COMMAND: dict[str, Any] = {
-    "help": "Have a host left: every rank of its job saves one step, the host's ranks go on at a spare, and it gets no "
-    "new work until the drain is cancelled. Without a spare in time, it is refused, and the job is left alone.",
+    "help": "Move a host's ranks to a spare host without losing a step. All ranks of the job save the same step first. "
+    "The drained host then gets no work until you cancel the drain. If no spare is free in time, the drain is refused "
+    "and the job trains on undisturbed.",
     "epilog": examples("flyball drain host-b --reason 'new fans'", "flyball drain host-b --cancel"),
 }
 
 LOOK_INTERVAL_S = 0.2
-MOVE_MARGIN_S = 180.0  # beyond the time to begin: for the save, the move, and steps that advance again
+MOVE_MARGIN_S = 180.0  # on top of --within: for the save, the move, and the first steps after it
 CANCEL_TIMEOUT_S = 30.0
 
 
+@with_supervisor()
 def command(
     *,
-    host: Annotated[str, typer.Argument(help="its host id, as `flyball status` shows it")],
+    host: Annotated[str, typer.Argument(help="host id, as `flyball status` shows it")],
     within: Annotated[
-        float, typer.Option(min=0.1, max=86_400.0, metavar="SECONDS", help="refuse it if no spare is free by then")
+        float, typer.Option(min=0.1, max=86_400.0, metavar="SECONDS", help="refuse if no spare is free by then")
     ] = 300.0,
-    reason: Annotated[str, typer.Option(help="for the record, and for who reads it")] = "",
-    cancel: Annotated[bool, typer.Option("--cancel", help="give the host work again")] = False,
-    wait: Annotated[bool, typer.Option(help="wait until the host is left; --no-wait: only ask for it")] = True,
-    supervisor: SupervisorOption = "",
-    token_file: TokenFileOption = "",
-    state_dir: StateDirOption = "",
+    reason: Annotated[str, typer.Option(help="why you drain the host; stored and shown")] = "",
+    cancel: Annotated[bool, typer.Option("--cancel", help="cancel the drain: give the host work again")] = False,
+    wait: Annotated[bool, typer.Option(help="wait until no rank is left on the host, or only send the request")] = True,
+    choice: SupervisorChoice,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Exit code 0 when the host is left (or free again), 16 when that is refused, 10 when it takes too long."""
+    """Exit code 0 once the host is drained (or released), 16 if the drain is refused, 10 if it takes too long."""
     name = check_name("The host", host)
     if cancel and reason:
         raise UsageError("--cancel takes no reason.", hint="flyball drain HOST --cancel")
-    with connect(supervisor, token_file, state_dir) as client:
+    with choice.connect() as client:
         if cancel:
             found = client.post(f"/v1/hosts/{name}/undrain")
             found = _await_release(client, name) if wait else found
@@ -66,39 +67,42 @@ def command(
     )
 
 
-def _await_drain(client: ApiClient, name: str, said: set[str], within_s: float) -> dict[str, Any]:
-    """The host when it is left. Decisions that were not `said` are told as they come. Raises Conflict when it is
-    refused."""
+def _await_drain(client: ApiClient, name: str, announced: set[str], within_s: float) -> dict[str, Any]:
+    """Wait until the host is drained, and return it. Announces new decisions meanwhile; `announced` has their ids.
+
+    Raises Conflict if the drain is refused or cancelled, Unreachable if it takes too long.
+    """
     until_s = time.monotonic() + within_s + MOVE_MARGIN_S
     while True:
         found: dict[str, Any] = client.get(f"/v1/hosts/{name}")
         drain = found["drain"] or {"state": "cancelled"}
-        _tell(client, name, said)
+        _announce_decisions(client, name, announced)
         match drain["state"]:
             case "drained":
                 return found
             case "refused":
                 raise Conflict(drain["message"], hint="add a host (`flyball host`) and drain it again")
             case "cancelled":
-                raise Conflict(f"The drain of {name} was cancelled meanwhile.", hint="see who did, and drain it again")
+                raise Conflict(f"Somebody cancelled the drain of {name}.", hint="drain it again if you still need to")
         if time.monotonic() > until_s:
             raise Unreachable(
-                f"{name} is not left yet: {found['reason']}", hint="the drain stands; see `flyball status`"
+                f"{name} is not drained yet: {found['reason']}",
+                hint="the drain goes on; watch it with `flyball status`",
             )
         time.sleep(LOOK_INTERVAL_S)
 
 
-def _tell(client: ApiClient, name: str, said: set[str]) -> None:
+def _announce_decisions(client: ApiClient, name: str, announced: set[str]) -> None:
     incidents = {i["incident_id"] for i in client.items("/v1/incidents") if i["host_id"] == name}
     for decision in client.items("/v1/decisions"):
-        about_it = decision["incident_id"] in incidents or (decision.get("evidence") or {}).get("host") == name
-        if about_it and decision["decision_id"] not in said:
-            said.add(decision["decision_id"])
-            say(f"{decision['decision_id']} {decision['kind']}: {decision['reason']}")
+        concerns_it = decision["incident_id"] in incidents or (decision.get("evidence") or {}).get("host") == name
+        if concerns_it and decision["decision_id"] not in announced:
+            announced.add(decision["decision_id"])
+            announce(f"{decision['decision_id']} {decision['kind']}: {decision['reason']}")
 
 
 def _await_release(client: ApiClient, name: str) -> dict[str, Any]:
-    """The host when the controller has heard of it; a move that has begun is finished, and is not waited for."""
+    """Wait until the controller has released the host. Does not wait for a move that has begun; that is finished."""
     until_s = time.monotonic() + CANCEL_TIMEOUT_S
     while True:
         found: dict[str, Any] = client.get(f"/v1/hosts/{name}")
@@ -106,7 +110,7 @@ def _await_release(client: ApiClient, name: str) -> dict[str, Any]:
             return found
         if time.monotonic() > until_s:
             raise Unreachable(
-                f"No controller has released {name} within {CANCEL_TIMEOUT_S:.0f} s.",
-                hint="it will when it is back; see /readyz of the supervisor",
+                f"No controller released {name} within {CANCEL_TIMEOUT_S:.0f} s.",
+                hint="a controller will once one runs; see /readyz of the supervisor",
             )
         time.sleep(LOOK_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""`flyball explain DECISION`: what was decided, why, and what came of it."""
+"""`flyball explain DECISION`: what the controller decided, why, and what followed."""
 
 from __future__ import annotations
 
@@ -7,50 +7,41 @@ from typing import Annotated, Any
 
 import typer
 
-from flyball.cli.reach.options import (
-    DatabaseOption,
-    JobOption,
-    StateDirOption,
-    SupervisorOption,
-    TokenFileOption,
-    examples,
-    look,
-)
+from flyball.cli.reach.options import JobOption, examples, with_supervisor
+from flyball.cli.reach.sources import SupervisorChoice
 from flyball.cli.show.output import Format, OutputOption, moment, print_fields, print_json, print_table
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import UsageError
 
 COMMAND: dict[str, Any] = {
-    "help": "Explain a decision: reason, rule, evidence, the signals before it, and every command that followed.",
+    "help": "Explain a decision: its reason, rule and evidence, the signals before it, and the commands it caused.",
     "epilog": examples("flyball explain dec-17", "flyball explain dec-17 --job llama -o json"),
 }
 
 
+@with_supervisor(without=())
 def command(
     *,
-    decision: Annotated[str, typer.Argument(help="its id, as `flyball status` shows it, e.g. dec-17")],
+    decision: Annotated[str, typer.Argument(help="the decision's id, as `flyball status` shows it: dec-17, or 17")],
     job: JobOption = "",
-    supervisor: SupervisorOption = "",
-    token_file: TokenFileOption = "",
-    state_dir: StateDirOption = "",
-    database_url: DatabaseOption = "",
+    choice: SupervisorChoice,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """One look; nothing is changed."""
+    """Read-only."""
     name = f"dec-{decision}" if decision.isdecimal() else decision
     if not re.fullmatch(r"dec-\d{1,18}", name):
         raise UsageError(
-            f"{decision!r} is not a decision's id.", hint="`flyball status` shows the newest ones, e.g. dec-17"
+            f"{decision!r} is not a decision's id.", hint="`flyball status` shows the newest ones, for example dec-17"
         )
-    with look(supervisor, token_file, state_dir, job=job, database_url=database_url) as client:
+    with choice.open_read_only(job) as client:
         found = client.get(f"/v1/decisions/{name}")
     if output is Format.JSON:
         print_json(found)
         return
-    _show(found)
+    _print(found)
 
 
-def _show(found: dict[str, Any]) -> None:
+def _print(found: dict[str, Any]) -> None:
     incident, action = found.get("incident") or {}, found.get("action") or {}
     print_fields(
         {
@@ -71,8 +62,8 @@ def _show(found: dict[str, Any]) -> None:
     )
     print_table(
         "Signals before it",
-        ("at", "source", "kind", "what was observed"),
-        ([moment(s.get("at")), s.get("source"), s.get("kind"), _observed(s)] for s in found.get("signals") or ()),
+        ("at", "source", "kind", "details"),
+        ([moment(s.get("at")), s.get("source"), s.get("kind"), _details(s)] for s in found.get("signals") or ()),
     )
     commands = action.get("commands") or ()
     print_table(
@@ -82,14 +73,14 @@ def _show(found: dict[str, Any]) -> None:
     )
 
 
-def _observed(signal: dict[str, Any]) -> dict[str, Any]:
-    """What a signal says, without what the columns beside it say, and without what is not known."""
-    said = {k: v for k, v in (signal.get("body") or {}).items() if k != "type" and v is not None}
-    return said | {k: _phase(said[k]) for k in ("phase", "last_phase") if k in said}
+def _details(signal: dict[str, Any]) -> dict[str, Any]:
+    """A signal's known fields, without its type, which has its own column."""
+    body = {k: v for k, v in (signal.get("body") or {}).items() if k != "type" and v is not None}
+    return body | {k: _phase_name(body[k]) for k in ("phase", "last_phase") if k in body}
 
 
-def _phase(number: int) -> str:
+def _phase_name(number: int) -> str:
     try:
         return Phase(number).name.lower()
-    except ValueError:  # of a newer release
+    except ValueError:  # from a newer release
         return str(number)

@@ -1,4 +1,4 @@
-"""`flyball host`: this machine joins a cluster; `flyball host rm`: the cluster forgets one that is gone."""
+"""`flyball host`: join this machine to a cluster; `flyball host rm`: remove a host that is gone for good."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from flyball.cli.reach.options import (
     CaFileOption,
     ClientCertOption,
     ClientKeyOption,
-    StateDirOption,
     SupervisorOption,
     TokenFileOption,
-    connect,
     examples,
+    with_supervisor,
 )
 from flyball.cli.reach.places import find_supervisor, keep_token, make_state_dir, state_root
-from flyball.cli.show.output import Format, OutputOption, print_json, say
+from flyball.cli.reach.sources import SupervisorChoice
+from flyball.cli.show.output import Format, OutputOption, announce, print_json
 from flyball.client_tls import ClientTls
 from flyball.contracts.identity import check_name
 
 app = typer.Typer(
-    help="Run this machine's host daemon in the foreground; it starts and watches workers for a supervisor.",
+    help="Join this machine to a cluster: run its host daemon in the foreground. It starts and watches workers for a "
+    "supervisor. SIGTERM moves its ranks to another host first, if one is free; Ctrl-C ends it at once.",
     epilog=examples(
         "flyball host --host-id node-7 --supervisor http://10.0.0.1:7370 --token-file node-7.token",
         "flyball host rm node-7",
@@ -45,30 +46,30 @@ def daemon(
     ca_file: CaFileOption = "",
     client_cert_file: ClientCertOption = "",
     client_key_file: ClientKeyOption = "",
-    state_dir: Annotated[str, typer.Option(help="where its state and the ranks' logs are kept")] = "",
-    host_id: Annotated[str, typer.Option(help="stable name of this host (default: its host name)")] = "",
+    state_dir: Annotated[str, typer.Option(help="folder for the daemon's state and the ranks' logs")] = "",
+    host_id: Annotated[str, typer.Option(help="stable id of this host (default: its host name)")] = "",
     address: Annotated[
-        str, typer.Option(help="address that other hosts use to reach this one (default: detected)")
+        str, typer.Option(help="IP address at which other hosts reach this one (default: detected)")
     ] = "",
     failure_domain: Annotated[
-        str, typer.Option(help="failure domain: the rack or switch whose hosts fail together")
+        str, typer.Option(help="group of hosts that fail together, for example a rack or a switch")
     ] = "",
     warm_nproc: Annotated[
         int,
         typer.Option(
-            min=0, help="keep a warm standby for jobs with this many workers per host; 0: from the first job on"
+            min=0, help="have a warm standby ready for jobs with this many workers per host; 0: after the first job"
         ),
     ] = 0,
     ckpt_config: Annotated[
-        str, typer.Option(help="TOML file of checkpoint settings; its \\[engine] is for this host")
+        str, typer.Option(help="TOML file with checkpoint settings; \\[engine] has those of this host")
     ] = "",
     leave_timeout_s: Annotated[
         float,
-        typer.Option(min=0.0, max=3600.0, help="seconds that SIGTERM waits for the ranks here to train elsewhere"),
+        typer.Option(min=0.0, max=3600.0, help="on SIGTERM, wait at most this long until the ranks train elsewhere"),
     ] = 15.0,
     report_interval_s: Annotated[float, typer.Option(min=0.05, max=60.0, help="seconds between reports")] = 1.0,
 ) -> None:
-    """Becomes the daemon: signals and the exit code are the daemon's own."""
+    """Replaces this process with the daemon, which then handles signals and sets the exit code."""
     if context.invoked_subcommand is not None:
         return
     environment = _checkpoint_settings(dict(os.environ), ckpt_config)
@@ -88,30 +89,29 @@ def daemon(
 
 
 @app.command("rm", epilog=examples("flyball host rm node-7", "flyball host rm node-7 node-8"))
+@with_supervisor()
 def remove(
     *,
     hosts: Annotated[list[str], typer.Argument(metavar="HOST", help="host ids, as `flyball status` shows them")],
-    supervisor: SupervisorOption = "",
-    token_file: TokenFileOption = "",
-    state_dir: StateDirOption = "",
+    choice: SupervisorChoice,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Forget hosts that are gone for good. Those that report, or have ranks, are refused.
+    """Remove hosts that are gone for good. Hosts that still report, or have ranks, are refused.
 
-    Hosts without ranks that nobody hears of are forgotten by themselves after a week (`dead_host_days`).
+    Without this command, silent hosts without ranks are removed after a week (setting `dead_host_days`).
     """
     names = [check_name("The host", host) for host in hosts]
-    with connect(supervisor, token_file, state_dir) as client:
+    with choice.connect() as client:
         for name in names:
             client.delete(f"/v1/hosts/{name}")
             if output is Format.TABLE:
-                say(f"host {name} is forgotten; it joins anew if its daemon starts again")
+                announce(f"removed host {name}; if its daemon starts again, it joins as a new host")
     if output is Format.JSON:
         print_json({"removed": names})
 
 
 def _checkpoint_settings(environment: dict[str, str], config: str) -> dict[str, str]:
-    """The environment of the daemon, its engine and its workers. A mistake in it is told here, not in a log."""
+    """Add the settings file to the environment, and check it here, where the user sees errors, not in a log."""
     if config:
         environment[CONFIG_VARIABLE] = str(Path(config).resolve())
     check_variables(environment)

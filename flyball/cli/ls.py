@@ -1,4 +1,4 @@
-"""`flyball ls`: the runs of this machine, or the jobs of a supervisor."""
+"""`flyball ls`: list the runs on this machine, or a supervisor's jobs."""
 
 from __future__ import annotations
 
@@ -11,50 +11,51 @@ import typer
 from rich.console import Console
 
 from flyball.cli.reach.local_runs import LocalRun, find_runs
-from flyball.cli.reach.options import StateDirOption, SupervisorOption, TokenFileOption, connect, examples
+from flyball.cli.reach.options import examples, with_supervisor
 from flyball.cli.reach.places import state_root
-from flyball.cli.show.output import Format, OutputOption, print_json, print_table, say
+from flyball.cli.reach.sources import SupervisorChoice
+from flyball.cli.show.output import Format, OutputOption, announce, print_json, print_table
 from flyball.cli.show.times import clock, iso, lasted
 from flyball.contracts.clock import SystemClock
 
-WIDE = 110  # columns of a terminal that has room for the end and the whole folder
+WIDE = 110  # terminal columns needed to show the end time too
 
 COMMAND: dict[str, Any] = {
-    "help": "List the runs of this machine, newest first, those that have ended too. With --supervisor: its jobs.",
+    "help": "List the runs on this machine, newest first, including finished ones. With --supervisor, list its jobs.",
     "epilog": examples("flyball ls", "flyball ls --all -o json", "flyball ls --supervisor http://10.0.0.1:7370"),
 }
 
 
+@with_supervisor()
 def command(
     *,
-    supervisor: SupervisorOption = "",
-    token_file: TokenFileOption = "",
-    state_dir: StateDirOption = "",
-    limit: Annotated[int, typer.Option("--limit", min=1, help="how many to show")] = 20,
-    all_runs: Annotated[bool, typer.Option("--all", help="show all")] = False,
+    choice: SupervisorChoice,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="list at most this many")] = 20,
+    all_runs: Annotated[bool, typer.Option("--all", help="list all, however many")] = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """One look; nothing is changed."""
-    if supervisor or os.environ.get("FLYBALL_SUPERVISOR"):
-        with connect(supervisor, token_file, state_dir) as client:
+    """Read-only."""
+    if choice.url or os.environ.get("FLYBALL_SUPERVISOR"):
+        with choice.connect() as client:
             found = list(reversed(client.everything("/v1/jobs") if all_runs else client.newest("/v1/jobs", limit)))
         if output is Format.JSON:
             print_json({"supervisor": client.url, "jobs": found})
             return
-        _show(f"Jobs of {client.url}", [_from_api(job, client.url) for job in found])
+        _print(f"Jobs of {client.url}", [_from_api(job, client.url) for job in found])
         return
-    runs = find_runs(os.environ, state_dir=state_dir)
+    runs = find_runs(os.environ, state_dir=choice.state_dir)
     shown = runs if all_runs else runs[:limit]
     if output is Format.JSON:
         print_json({"runs": [as_json(run) for run in shown]})
         return
-    _show(f"Runs on this machine (in {_short(Path(state_dir) if state_dir else state_root(os.environ))})", shown)
+    root = Path(choice.state_dir) if choice.state_dir else state_root(os.environ)
+    _print(f"Runs on this machine (in {_short(root)})", shown)
     if len(runs) > len(shown):
-        say(f"{len(runs) - len(shown)} older runs are not shown (--all)")
+        announce(f"{len(runs) - len(shown)} older runs are not shown (--all lists them)")
 
 
 def as_json(run: LocalRun) -> dict[str, Any]:
-    """A run for programs: moments in seconds since 1970, and as text."""
+    """A run for programs, with each time both in seconds since 1970 and as ISO 8601 text."""
     moments = {
         name.replace("_at", "_time"): iso(getattr(run, name))
         for name in ("submitted_at", "started_at", "ended_at", "supervisor_ended_at")
@@ -67,7 +68,7 @@ def as_json(run: LocalRun) -> dict[str, Any]:
 
 
 def _duration_s(run: LocalRun) -> float | None:
-    """From the submission to the end, of the job or else of its supervisor, or until now."""
+    """Seconds from submission to the end of the job or its supervisor, or until now. None if unknown."""
     until = run.ended_at or run.supervisor_ended_at or (SystemClock().wall_s() if run.is_live else None)
     return max(until - run.submitted_at, 0.0) if until and run.submitted_at else None
 
@@ -78,7 +79,7 @@ def _from_api(job: dict[str, Any], url: str) -> LocalRun:
     return LocalRun(**known, **renamed, folder=Path(), supervisor_dir=Path())
 
 
-def _show(title: str, runs: list[LocalRun]) -> None:
+def _print(title: str, runs: list[LocalRun]) -> None:
     now = SystemClock().wall_s()
     is_wide = Console().width >= WIDE
     has_folders = any(run.folder != Path() for run in runs)
@@ -93,7 +94,7 @@ def _show(title: str, runs: list[LocalRun]) -> None:
 
 
 def _short(folder: Path) -> str:
-    """A folder without what all have in common: the state root, or the home."""
+    """A folder relative to the state root or to the home folder, if it is inside."""
     root = state_root(os.environ)
     if folder != root and folder.is_relative_to(root):
         return str(folder.relative_to(root))

@@ -1,4 +1,4 @@
-"""The command line: `flyball`. `run` is started by hand, light and first; all other commands are typer's."""
+"""Entry point of the `flyball` command. `run` bypasses typer, so that it starts fast; typer handles all others."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from flyball.cli import completion
-from flyball.cli.show.messages import say_error
+from flyball.cli.show.messages import print_error
 from flyball.cli.signals import Interrupted
 from flyball.contracts.errors import FlyballError
 from flyball.process_start import import_lean, prefer_own_packages, without_collector
 
-prefer_own_packages()  # before the commands: some import what users have packages of the same names as
+prefer_own_packages()  # first: users have packages named like some that the commands import (goodput, services)
 
 INTERRUPTED = 130
 BUG = 70  # EX_SOFTWARE of sysexits.h
@@ -34,28 +34,33 @@ def main() -> None:
 
 
 def _complete() -> int:
-    text, code = completion.answer(os.environ)
+    text, code = completion.answer(os.environ, _load_commands)
     if text:
         sys.stdout.write(f"{text}\n")
     return code
 
 
+def _load_commands() -> Any:  # noqa: ANN401 - a click group, whose class has moved between packages
+    from flyball.cli.commands import as_click
+
+    return as_click()
+
+
 def _exit_at_once(code: int) -> NoReturn:
-    """Without taking the interpreter down module by module, for which a shell would wait 0.2 s more: everything that
-    was started has ended."""
+    """Exit without tearing down the interpreter, which would cost 0.2 s. Everything that was started has ended."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the reader is gone
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             stream.flush()
     os._exit(code)
 
 
 def run_cli(arguments: Sequence[str]) -> int:
-    """The exit code of a command line. Errors go to stderr as cause and next step, never as a traceback."""
+    """Run a command line and return its exit code. Errors are printed as cause and next step, never as a traceback."""
     try:
         return _dispatch(arguments)
     except FlyballError as error:
-        say_error(error)
+        print_error(error)
         return error.exit_code
     except Interrupted as signal:
         return signal.exit_code
@@ -64,18 +69,18 @@ def run_cli(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # `flyball status | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:  # noqa: BLE001 - the outermost frame: a bug is told, with its traceback in a file
-        say_error(_bug(error))
+    except Exception as error:  # noqa: BLE001 - outermost frame: report the bug, with its traceback in a file
+        print_error(_bug(error))
         return BUG
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
-    """Only what the command needs is imported: that takes longer than many of them."""
+    """Import only what the command needs: the imports take longer than many commands."""
     if arguments[:1] == ["run"]:
         with without_collector():
             from flyball.cli.run.command import run
 
-        return run(list(arguments[1:]))  # torchrun's grammar is argparse's: what follows the script is the script's
+        return run(list(arguments[1:]))  # argparse's grammar, as torchrun's: the script owns all words after it
     import_lean("structlog", "httpx")
     from flyball.cli.commands import dispatch
 
@@ -87,7 +92,7 @@ def _bug(error: Exception) -> FlyballError:
     with os.fdopen(descriptor, "w") as file:
         file.write("".join(traceback.format_exception(error)))
     return FlyballError(
-        f"Flyball met a bug of its own: {type(error).__name__}: {error}", hint=f"report it with the file {path}"
+        f"This is a bug in Flyball: {type(error).__name__}: {error}", hint=f"report it and attach the file {path}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Signals that end a command, noted and acted on at a moment of our choice."""
+"""Count the signals that end a command, so that it can end in order at a safe point."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flyball.contracts.errors import UsageError
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ends the command where there is nothing to end in order."""
+    """A signal ended the command at a point where nothing needs an orderly end."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class EndSignals:
-    """While entered, the named signals are counted instead of raising. `count` 1: end in order; more: at once."""
+    """While entered, counts the named signals instead of raising. `count` 1 means: end in order; more: end at once."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.count = 0
@@ -29,12 +29,12 @@ class EndSignals:
             self._signals = [signal.Signals[name] for name in names]
         except KeyError as error:
             raise UsageError(
-                f"There is no signal {error.args[0]} on this system.", hint="for example SIGTERM,SIGINT"
+                f"There is no signal {error.args[0]} on this system.", hint="use names like SIGTERM,SIGINT"
             ) from None
 
     def __enter__(self) -> Self:
         for number in self._signals:
-            self._previous[number] = signal.signal(number, self._note)
+            self._previous[number] = signal.signal(number, self._count)
         return self
 
     def __exit__(
@@ -45,14 +45,14 @@ class EndSignals:
 
     @property
     def exit_code(self) -> int:
-        """As shells report a process that a signal ended: 130 for Ctrl-C."""
+        """The exit code of a process ended by the first signal, as in shells: 130 for Ctrl-C."""
         return 128 + self.first if self.first else 0
 
     def check(self) -> None:
-        """Raise Interrupted if a signal came."""
+        """Raise Interrupted if a signal has arrived."""
         if self.count:
             raise Interrupted(self.exit_code)
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def _count(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1
         self.first = self.first or signal.Signals(number)

@@ -8,50 +8,43 @@ from typing import Annotated, Any
 import typer
 
 from flyball.cli.reach.client import ApiClient
-from flyball.cli.reach.job_names import get_job
 from flyball.cli.reach.left_state import LeftState
-from flyball.cli.reach.options import (
-    DatabaseOption,
-    JobOption,
-    StateDirOption,
-    SupervisorOption,
-    TokenFileOption,
-    examples,
-    look,
-)
+from flyball.cli.reach.options import JobOption, examples, with_supervisor
+from flyball.cli.reach.sources import SupervisorChoice, get_job
 from flyball.cli.show.output import Format, OutputOption, print_json, print_table, printable
 from flyball.cli.show.times import ago, clock, lasted, rough, short
 from flyball.contracts.clock import SystemClock
 
 COMMAND: dict[str, Any] = {
-    "help": "Show jobs, hosts, incidents and the newest decisions.",
+    "help": "Show jobs, hosts, incidents and the newest decisions, of a running supervisor or of the newest finished "
+    "run.",
     "epilog": examples("flyball status", "flyball status --job llama -o json", "flyball status --hosts"),
 }
 
 DECISIONS_SHOWN = 10
-HOSTS_SHOWN = 8  # of more, only those that are not well, unless --hosts asks for all
-MAX_ROWS = 40  # of hosts that are not well
+HOSTS_SHOWN = 8  # with more hosts, show only the unhealthy ones, unless --hosts asks for all
+MAX_UNHEALTHY_SHOWN = 40
 MAX_OPEN_JOBS = 10_000
-WELL = ("healthy", "spare")
+HEALTHY = ("healthy", "spare")
 LimitOption = Annotated[
     int, typer.Option("--limit", min=1, help="how many of the newest jobs, incidents and decisions to show")
 ]
 
 
+@with_supervisor(without=())
 def command(
     *,
     job: JobOption = "",
-    all_hosts: Annotated[bool, typer.Option("--hosts", help="show every host, with address and domain")] = False,
-    also_left: Annotated[bool, typer.Option("--all", help="with hosts that have left")] = False,
-    supervisor: SupervisorOption = "",
-    token_file: TokenFileOption = "",
-    state_dir: StateDirOption = "",
-    database_url: DatabaseOption = "",
+    all_hosts: Annotated[
+        bool, typer.Option("--hosts", help="show every host, with its address and failure domain")
+    ] = False,
+    also_left: Annotated[bool, typer.Option("--all", help="include hosts that have left the cluster")] = False,
+    choice: SupervisorChoice,
     limit: LimitOption = 50,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """One look; nothing is changed."""
-    with look(supervisor, token_file, state_dir, job=job, database_url=database_url) as client:
+    """Read-only."""
+    with choice.open_read_only(job) as client:
         jobs = [get_job(client, job)] if job else _jobs(client, limit)
         hosts = client.everything("/v1/hosts", all="true" if also_left else None)
         incidents = client.newest("/v1/incidents", limit, job=job or None)
@@ -61,20 +54,18 @@ def command(
         print_json({"jobs": jobs, "hosts": hosts, "incidents": incidents, "decisions": decisions})
         return
     now = SystemClock().wall_s()
-    of_job = () if len(jobs) == 1 else ("job",)
+    job_column = () if len(jobs) == 1 else ("job",)
     print_table("Jobs", _JOB_COLUMNS, (_job_row(found, now) for found in jobs))
     for found in jobs:
-        if words := _words(found, now):
-            typer.echo(printable(f"{found['job']}: {words}"))
-        if words := _save_words(found):
-            typer.echo(printable(f"{found['job']}: {words}"))
-    _show_hosts(hosts, now, everything=all_hosts, ended_at=ended_at)
+        for note in filter(None, (_outcome(found, now), _save_note(found))):
+            typer.echo(printable(f"{found['job']}: {note}"))
+    _print_hosts(hosts, now, everything=all_hosts, ended_at=ended_at)
     print_table(
         "Incidents",
-        ("incident", "at", *of_job, "cause", "state", "host", "lost", "what happened"),
+        ("incident", "at", *job_column, "cause", "state", "host", "lost", "what happened"),
         (
             [i["incident_id"], clock(i.get("opened_at"), now)]
-            + [i.get(k) for k in (*of_job, "cause", "state", "host_id")]
+            + [i.get(k) for k in (*job_column, "cause", "state", "host_id")]
             + [_known(i.get("lost_steps")), i.get("message")]
             for i in incidents
         ),
@@ -82,13 +73,13 @@ def command(
     newest = sorted(decisions, key=lambda d: float(d["at"]))[-DECISIONS_SHOWN:]
     print_table(
         "Newest decisions (flyball explain DECISION)",
-        ("decision", "at", *of_job, "kind", "reason"),
-        ([d["decision_id"], clock(d["at"], now), *(d.get(k) for k in (*of_job, "kind", "reason"))] for d in newest),
+        ("decision", "at", *job_column, "kind", "reason"),
+        ([d["decision_id"], clock(d["at"], now), *(d.get(k) for k in (*job_column, "kind", "reason"))] for d in newest),
     )
 
 
 def _jobs(client: ApiClient, limit: int) -> list[dict[str, Any]]:
-    """The newest, and all that have not ended, however old."""
+    """The newest jobs, and all that have not ended, however old."""
     found = [*client.newest("/v1/jobs", MAX_OPEN_JOBS, open="true"), *client.newest("/v1/jobs", limit)]
     return sorted({j["job"]: j for j in found}.values(), key=lambda j: (float(j["submitted_at"]), str(j["job"])))
 
@@ -97,16 +88,16 @@ _JOB_COLUMNS = ("job", "state", "for", "started", "step", "loss", "last step", "
 
 
 def _loss(job: dict[str, Any]) -> str | None:
-    """Where it is of an earlier step than the newest, that too: one on a device is told a step later."""
-    told = job.get("loss")
-    if told is None:
+    """The loss, with its step if that is not the newest: a loss on a device is reported one step later."""
+    loss = job.get("loss")
+    if loss is None:
         return None
-    value = f"{float(told['value']):.5g}"
-    return value if told["step"] == job.get("newest_step") else f"{value} (step {told['step']})"
+    value = f"{float(loss['value']):.5g}"
+    return value if loss["step"] == job.get("newest_step") else f"{value} (step {loss['step']})"
 
 
 def _restarts(job: dict[str, Any]) -> str:
-    """All, and of those that --max-restarts allows how many were needed since the job last made progress."""
+    """All restarts, and how much of the --max-restarts budget is used up since the job last made progress."""
     count, allowed = job.get("restart_count", 0), (job.get("spec") or {}).get("max_restarts")
     return (
         f"{count} ({job.get('restarts_used', count)} of {allowed} used)"
@@ -130,8 +121,8 @@ def _job_row(job: dict[str, Any], now: float) -> list[object]:
     ]
 
 
-def _words(job: dict[str, Any], now: float) -> str:
-    """What the table has no room for: the end, and what there is to say of the state."""
+def _outcome(job: dict[str, Any], now: float) -> str:
+    """The job's end, or its state's message, for which the table has no room."""
     message = str(job.get("message") or "")
     hosts = len({rank["host_id"] for rank in job.get("ranks") or ()})
     if ended_at := job.get("ended_at"):
@@ -140,40 +131,40 @@ def _words(job: dict[str, Any], now: float) -> str:
     return f"{job.get('world_size', '?')} ranks on {hosts} hosts; {message}" if hosts > HOSTS_SHOWN else message
 
 
-def _save_words(job: dict[str, Any]) -> str:
-    """Where fewer steps are saved than was asked for."""
-    apart = job.get("save_interval")
-    if job.get("ended_at") or not apart or apart["every_steps"] <= apart["wanted_steps"]:
+def _save_note(job: dict[str, Any]) -> str:
+    """Explains why the job saves less often than configured, if it does."""
+    interval = job.get("save_interval")
+    if job.get("ended_at") or not interval or interval["every_steps"] <= interval["wanted_steps"]:
         return ""
-    save, step = short(apart["save_s"]), short(apart["step_s"])
-    every, wanted = apart["every_steps"], apart["wanted_steps"]
+    save, step = short(interval["save_s"]), short(interval["step_s"])
+    every, wanted = interval["every_steps"], interval["wanted_steps"]
     return (
         f"saves every {every} steps, not every {wanted}: a save takes {save} until all hosts and peers have it, "
         f"a step {step}"
     )
 
 
-def _show_hosts(hosts: list[dict[str, Any]], now: float, *, everything: bool, ended_at: float | None) -> None:
-    then = f", when their supervisor ended at {clock(ended_at, now)} UTC" if ended_at else ""
+def _print_hosts(hosts: list[dict[str, Any]], now: float, *, everything: bool, ended_at: float | None) -> None:
+    when = f", as of the supervisor's end at {clock(ended_at, now)} UTC" if ended_at else ""
     if everything:
         columns = ("host", "state", "for", "job", "last report", "address", "domain", "reason")
         rows = [[*_host_row(h, now), h.get("address"), h.get("failure_domain"), h.get("reason")] for h in hosts]
-        print_table(f"Hosts{then}", columns, rows)
+        print_table(f"Hosts{when}", columns, rows)
         return
     shown = hosts
     title = "Hosts"
     if len(hosts) > HOSTS_SHOWN:
         counts = Counter("left" if host.get("left_at") else str(host.get("state")) for host in hosts)
         title = f"{len(hosts)} hosts: " + ", ".join(f"{n} {state}" for state, n in counts.most_common())
-        shown = [host for host in hosts if host.get("state") not in WELL or _drain(host) or host.get("left_at")]
+        shown = [host for host in hosts if host.get("state") not in HEALTHY or _drain(host) or host.get("left_at")]
         if not shown:
-            typer.echo(f"{title}{then} (--hosts shows them)")
+            typer.echo(f"{title}{when} (--hosts lists them)")
             return
-        title += "; not well are"
-    brief = ("host", "state", "for", "job", "last report", "reason")
-    print_table(f"{title}{then}", brief, [[*_host_row(host, now), host.get("reason")] for host in shown[:MAX_ROWS]])
-    if len(shown) > MAX_ROWS:
-        typer.echo(f"and {len(shown) - MAX_ROWS} more (--hosts shows all)")
+        title += "; not healthy:"
+    rows = [[*_host_row(host, now), host.get("reason")] for host in shown[:MAX_UNHEALTHY_SHOWN]]
+    print_table(f"{title}{when}", ("host", "state", "for", "job", "last report", "reason"), rows)
+    if len(shown) > MAX_UNHEALTHY_SHOWN:
+        typer.echo(f"and {len(shown) - MAX_UNHEALTHY_SHOWN} more (--hosts lists all)")
 
 
 def _host_row(host: dict[str, Any], now: float) -> list[object]:
@@ -196,5 +187,5 @@ def _drain(host: dict[str, Any]) -> str:
 
 
 def _known(value: object) -> object:
-    """-1 stands for not known in steps and counts."""
+    """None for -1, which stands for unknown in steps and counts."""
     return None if value == -1 else value

@@ -1,4 +1,4 @@
-"""`flyball up`: a supervisor in the foreground."""
+"""`flyball up`: run a supervisor in the foreground."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flyball.cli.reach.options import examples
 from flyball.cli.reach.places import make_state_dir, supervisor_dir
 from flyball.cli.reach.this_host import is_here_only
 from flyball.cli.run.embedded import start_supervisor
-from flyball.cli.show.output import Format, OutputOption, print_fields, print_json, say
+from flyball.cli.show.output import Format, OutputOption, announce, print_fields, print_json
 from flyball.cli.signals import EndSignals
 from flyball.contracts.errors import FlyballError
 
@@ -21,7 +21,8 @@ DEFAULT_PORT = 7370
 LOOK_INTERVAL_S = 0.2
 
 COMMAND: dict[str, Any] = {
-    "help": "Run a supervisor in the foreground: sensor, controller, actuator, API and status page in one process.",
+    "help": "Run a supervisor in the foreground: sensor, controller, actuator, API and status page in one process. "
+    "It stops at Ctrl-C or SIGTERM; training goes on without it.",
     "epilog": examples(
         "flyball up", "flyball up --host 0.0.0.0 --port 7370", "flyball up --database-url mysql+pymysql://…"
     ),
@@ -30,21 +31,21 @@ COMMAND: dict[str, Any] = {
 
 def command(
     *,
-    state_dir: Annotated[str, typer.Option(help="where its database, token and log are kept")] = "",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")] = DEFAULT_PORT,
-    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    state_dir: Annotated[str, typer.Option(help="folder for its database, token and log")] = "",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0 picks a free one")] = DEFAULT_PORT,
+    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 lets other machines connect")] = "127.0.0.1",
     database_url: Annotated[str, typer.Option(help="SQLAlchemy URL (default: SQLite in the state folder)")] = "",
     redis_url: Annotated[
-        str, typer.Option(help="redis://host:6379/0 for the signals, where several supervisors share a database")
+        str, typer.Option(help="Redis for the signals if several supervisors share a database: redis://host:6379/0")
     ] = "",
     tls_cert_file: Annotated[str, typer.Option(help="PEM file of the server's certificate chain (enables https)")] = "",
-    tls_key_file: Annotated[str, typer.Option(help="PEM file of the server's key, without a password")] = "",
+    tls_key_file: Annotated[str, typer.Option(help="PEM file of the server's key, not password-protected")] = "",
     tls_client_ca_file: Annotated[
-        str, typer.Option(help="PEM file of a CA: accept only clients whose certificate it signed")
+        str, typer.Option(help="PEM file of a CA; only clients with a certificate from it may connect")
     ] = "",
     output: OutputOption = Format.TABLE,
 ) -> int:
-    """Until SIGTERM or Ctrl-C, which let running requests end and leave training alone."""
+    """Runs until SIGTERM or Ctrl-C. Running requests may finish; training is not affected."""
     from services.runtime.process import allow_many_connections
 
     allow_many_connections()
@@ -73,37 +74,39 @@ def command(
                 print_json(facts)
             else:
                 print_fields(facts)
-                _say_next_steps(supervisor.url, host, folder, is_own_token=is_own_token)
+                _announce_next_steps(supervisor.url, host, folder, is_own_token=is_own_token)
             idle = threading.Event()
             while not signals.count:
                 idle.wait(LOOK_INTERVAL_S)
                 if supervisor.failed:
                     raise FlyballError(
-                        "A part of the supervisor was given up.",
+                        "A part of the supervisor failed.",
                         hint=f"read {folder / 'supervisor.log'}, then start it again",
                     )
-            say("stopping; training goes on without a supervisor")
+            announce("stopping; training goes on without a supervisor")
         finally:
             supervisor.stop()
     return 0
 
 
-def _say_next_steps(url: str, host: str, folder: Path, *, is_own_token: bool) -> None:
+def _announce_next_steps(url: str, host: str, folder: Path, *, is_own_token: bool) -> None:
     if not is_own_token:
-        say("every command and host here needs the same FLYBALL_TOKEN in its environment; no file has it")
+        announce("the token is not in a file: commands and hosts need the same FLYBALL_TOKEN in their environment")
     if is_here_only(host):
-        is_found = folder == supervisor_dir(os.environ).resolve()
+        is_default = folder == supervisor_dir(os.environ).resolve()
         token = f" --token-file {folder / 'token'}" if is_own_token else ""
-        named = "" if is_found else f" --supervisor {url}{token}"
-        say(f"this machine joins with: flyball host{named}   (others cannot: see --host)")
+        flags = "" if is_default else f" --supervisor {url}{token}"
+        announce(f"add this machine as a host: flyball host{flags}   (for other machines, see --host)")
     else:
-        say(f"a host joins with its own token: flyball token host NAME --state-dir {folder} --out NAME.token")
-        say(f"then, there: flyball host --host-id NAME --supervisor {_from_afar(url)} --token-file NAME.token")
+        announce(f"make a token for each host: flyball token host NAME --state-dir {folder} --out NAME.token")
+        announce(
+            f"then, on that host: flyball host --host-id NAME --supervisor {_remote_url(url)} --token-file NAME.token"
+        )
         if url.startswith("https:"):
-            say("hosts need --ca-file FILE, unless one of the system's authorities signed the certificate")
+            announce("hosts also need --ca-file FILE, unless a CA that their system trusts signed the certificate")
         else:
-            say("WARNING: no TLS: whoever listens on this network reads the tokens; see --tls-cert-file")
+            announce("WARNING: no TLS: anybody who can listen on this network can read the tokens; see --tls-cert-file")
 
 
-def _from_afar(url: str) -> str:
+def _remote_url(url: str) -> str:
     return url.replace("//127.0.0.1:", "//THIS-MACHINE:").replace("//[::1]:", "//THIS-MACHINE:")

@@ -150,7 +150,7 @@ def test_without_a_job_the_newest_run_is_shown_and_named(place: Path) -> None:
     assert "cut-off: was running when its supervisor ended at" in found.stdout and "done" not in found.stdout
     assert "the newest run left, cut-off (--job NAME: another)" in found.stderr
     gone = cli(place, "stop", "cut-off")
-    assert gone.returncode == 0 and "had ended already" in gone.stderr and "interrupted" in gone.stdout
+    assert gone.returncode == 0 and "has already ended" in gone.stderr and "interrupted" in gone.stdout
     wrong = cli(place, "stop", "dome")
     assert wrong.returncode == 8 and "did you mean done?" in wrong.stderr
 
@@ -196,7 +196,7 @@ def test_of_several_that_run_one_is_chosen_by_its_job(place: Path) -> None:
         assert asked.returncode == 0 and "asked to stop" in asked.stdout
         assert processes[1].wait(TIMEOUT_S) == 1, "the command ends with its job"
         again = cli(place, "stop", "right")
-        assert again.returncode == 0 and "had ended already" in again.stderr and "stopped" in again.stdout
+        assert again.returncode == 0 and "has already ended" in again.stderr and "stopped" in again.stdout
     finally:
         for process in processes:
             process.send_signal(signal.SIGINT)

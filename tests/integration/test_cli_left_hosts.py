@@ -95,7 +95,7 @@ def test_a_host_that_ends_is_gone_and_comes_back(
             assert "left" in capsys.readouterr().out
             assert run_cli(["drain", "node-7"]) == 16
             assert run_cli(["host", "rm", "node-7"]) == 0
-            assert "node-7 is forgotten" in capsys.readouterr().err
+            assert "removed host node-7" in capsys.readouterr().err
             assert hosts(all="true") == []
             assert run_cli(["host", "rm", "node-7"]) == 8
     finally:

@@ -160,7 +160,7 @@ def test_with_a_client_authority_a_certificate_is_needed_and_the_token_still_dec
     assert poll(supervisor, tls)
     with (
         ApiClient(supervisor.url, "not-the-token-of-it") as client,
-        pytest.raises(Exception, match="refuses the token"),
+        pytest.raises(Exception, match="rejects the token"),
     ):
         client.get("/v1/jobs")
     for certificate in (

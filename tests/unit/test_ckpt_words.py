@@ -32,7 +32,7 @@ def test_advice_depends_on_what_else_there_is() -> None:
         bad, [verified(CopyVerdict.GOOD, Tier.PEER), verified(CopyVerdict.GOOD, Tier.MEMORY)]
     )
     assert "another copy of this rank" in advice(bad, [verified(CopyVerdict.GOOD, Tier.PEER, rank=1)])
-    assert advice(verified(CopyVerdict.GONE), []).startswith("none")
+    assert advice(verified(CopyVerdict.GONE), []).startswith("nothing")
 
 
 def test_many_ranks_are_counted() -> None:

@@ -86,7 +86,7 @@ def test_answers_and_bodies(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("/odd", FlyballError, "Odd."),
         ("/token", Unauthorized, "token"),
         ("/role", Forbidden, "operator"),
-        ("/html", Unreachable, "not as a supervisor does"),
+        ("/html", Unreachable, "not like a Flyball supervisor"),
     ],
 )
 def test_problems_become_errors(url: str, path: str, kind: type[FlyballError], says: str) -> None:

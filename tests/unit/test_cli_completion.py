@@ -6,12 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from left_runs import left
 
-from flyball.cli.completion import VARIABLE, answer, candidates
+from flyball.cli import completion
+from flyball.cli.commands import as_click
+from flyball.cli.completion import VARIABLE
 from flyball.cli.main import run_cli
 from flyball.launch.launch_flags import ALL_FLAGS, Use
 
@@ -25,9 +28,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+def answer(environ: Mapping[str, str]) -> tuple[str, int]:
+    return completion.answer(environ, as_click)
+
+
 def offered(line: str) -> list[str]:
     words = line.split(" ")
-    return [word for word, _ in candidates(words[:-1], words[-1], os.environ)]
+    return [word for word, _ in completion.candidates(words[:-1], words[-1], os.environ, as_click)]
 
 
 def test_commands_options_and_their_words() -> None:
@@ -77,9 +84,12 @@ def test_a_quote_that_is_open_is_no_error() -> None:
 
 
 def test_no_command_is_imported_once_it_is_known(cache: Path) -> None:
-    candidates(["status"], "--", os.environ)
+    offered("status --")
     assert len(list((cache / "flyball").glob("completion-*.json"))) == 1
-    look = "import sys, os; from flyball.cli.completion import answer; print(answer(os.environ)); print(*sys.modules)"
+    look = (
+        "import sys, os; from flyball.cli.completion import answer; from flyball.cli.main import _load_commands; "
+        "print(answer(os.environ, _load_commands)); print(*sys.modules)"
+    )
     line = {VARIABLE: "complete_bash", "COMP_WORDS": "flyball stop g", "COMP_CWORD": "2"}
     out = subprocess.run(
         [sys.executable, "-c", look], check=True, capture_output=True, text=True, env=os.environ | line

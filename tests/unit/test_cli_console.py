@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flyball.cli.logs.console import LogFollower
-from flyball.cli.show.messages import beside_output, say
+from flyball.cli.show.messages import announce, announce_within
 from flyball.launch.output_flags import Console
 
 TIMEOUT_S = 60.0
@@ -124,8 +124,8 @@ def test_what_flyball_says_begins_a_line_of_its_own(tmp_path: Path, capfd: pytes
         follower = LogFollower(tmp_path, Console(), out=out, err=out)
         log(tmp_path, 0, 0, "\r 10%")
         follower.pump()
-        with beside_output(follower.own_line):
-            say("a decision")
+        with announce_within(follower.own_line):
+            announce("a decision")
         follower.close()
     shown = b""
     while not shown.endswith(b"\n"):  # what is written to a terminal may come in pieces

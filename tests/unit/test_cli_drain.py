@@ -46,7 +46,11 @@ def test_it_tells_each_decision_about_the_host_once(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     ("states", "says"),
-    [(("requested", "refused"), "no spare"), (("cancelled",), "was cancelled"), (("requested", None), "was cancelled")],
+    [
+        (("requested", "refused"), "no spare"),
+        (("cancelled",), "cancelled the drain"),
+        (("requested", None), "cancelled the drain"),
+    ],
 )
 def test_what_did_not_happen_is_an_error(states: tuple[str | None, ...], says: str) -> None:
     with pytest.raises(Conflict, match=says):
@@ -55,7 +59,7 @@ def test_what_did_not_happen_is_an_error(states: tuple[str | None, ...], says: s
 
 def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain, "MOVE_MARGIN_S", 0.0)
-    with pytest.raises(Unreachable, match="not left yet"):
+    with pytest.raises(Unreachable, match="not drained yet"):
         wait("requested", within_s=0.0)
 
 

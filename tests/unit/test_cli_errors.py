@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flyball.cli.main import run_cli
-from flyball.cli.show.output import print_fields, print_table, say, say_error
+from flyball.cli.show.output import announce, print_error, print_fields, print_table
 from flyball.contracts import errors
 from flyball.contracts.errors import FlyballError, NotFound
 
@@ -46,7 +46,7 @@ def flyball(*arguments: str, tmp_path: Path, **environ: str) -> subprocess.Compl
         ("status --nonsense", 2, "--nonsense"),
         ("status -o yaml", 2, "yaml"),
         ("status", 8, "No supervisor runs"),
-        ("status --supervisor x", 2, "not an address"),
+        ("status --supervisor x", 2, "not a supervisor's address"),
         ("status --supervisor http://127.0.0.1:9", 9, "No token"),
         ("explain", 2, "issing"),
         ("explain dec-x", 2, "not a decision"),
@@ -54,8 +54,8 @@ def flyball(*arguments: str, tmp_path: Path, **environ: str) -> subprocess.Compl
         ("ckpt ls --dir missing", 8, "no folder missing"),
         ("ckpt ls --dir http://x/y", 3, "s3://"),
         ("ckpt show -- -1", 2, "not a step"),
-        ("ckpt rm", 2, "Say which steps"),
-        ("ckpt plan latest --supervisor x", 2, "not an address"),
+        ("ckpt rm", 2, "Name the steps"),
+        ("ckpt plan latest --supervisor x", 2, "not a supervisor's address"),
         ("inject kill", 2, "--job"),
         ("inject kill --job j --rank x", 2, "x"),
         ("demo --steps x", 2, "x"),
@@ -132,8 +132,8 @@ def test_goodput_of_an_event_log(tmp_path: Path) -> None:
 def test_what_others_named_gives_no_orders_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """Names of files and of tensors in manifests may be anybody's, and need not be text."""
     name = "a\x1b[2Jb\r\udcffé"
-    say(name)
-    say_error(NotFound(name, hint=name))
+    announce(name)
+    print_error(NotFound(name, hint=name))
     print_table("Places", ("where",), [[name], [[name]]])
     print_fields({"where": name})
     out, err = capsys.readouterr()

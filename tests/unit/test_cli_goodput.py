@@ -117,7 +117,7 @@ def test_malformed_lines_are_counted_and_with_strict_an_error(logs: Path, capsys
     assert run_cli(["goodput", "a.jsonl", "-o", "json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == to_json(calculate(EVENTS))
-    assert "1 line is no event and was left out, the first: a.jsonl:" in err
+    assert "skipped 1 line that is not an event, the first: a.jsonl:" in err
     assert run_cli(["goodput", "a.jsonl", "--strict"]) == 11
     assert "a.jsonl:" in capsys.readouterr().err
 
@@ -245,12 +245,12 @@ def test_metrics_to_stdout_and_to_a_file(logs: Path, capsys: pytest.CaptureFixtu
         ("a.jsonl --job other", 8, "it has: llama"),
         ("a.jsonl -o yaml", 2, "yaml"),
         ("a.jsonl --from yesterday", 2, "+30m"),
-        ("a.jsonl --method google-resiliency --from 2h", 2, "has no --from"),
-        ("a.jsonl --method google-resiliency --gpus 8", 2, "has no --gpus"),
+        ("a.jsonl --method google-resiliency --from 2h", 2, "does not support --from"),
+        ("a.jsonl --method google-resiliency --gpus 8", 2, "does not support --gpus"),
         ("a.jsonl --from 1h --to 2h", 2, "after `from`"),
         ("a.jsonl --from 2030-01-01", 2, "it lasted from 2026-11-18T11:06:40+00:00 to"),
         ("a.jsonl --to 2000-01-01", 2, "it lasted from"),
-        ("a.jsonl --from -1", 2, "is not a moment"),
+        ("a.jsonl --from -1", 2, "is not a point in time"),
         ("a.jsonl --window 0s", 2, "window_s"),
         ("a.jsonl --gpu-hour-price -1", 2, "--gpu-hour-price"),
         ("a.jsonl --format nonsense", 2, "nonsense"),

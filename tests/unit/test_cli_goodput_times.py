@@ -39,7 +39,7 @@ def test_no_moment() -> None:
     "text", ["yesterday", "2 h", "h", "inf", "nan", "1e400", "2026-13-01", "--", "2y", "2026", "999", "-1"]
 )
 def test_what_is_no_moment_is_told_with_examples(text: str) -> None:
-    with pytest.raises(UsageError, match="is not a moment") as caught:
+    with pytest.raises(UsageError, match="is not a point in time") as caught:
         parse_moment("--from", text)
     assert "+30m" in caught.value.hint
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyball.cli.logs.interleave import MOST_S, QUIET_S, Interleaver, Lines, Piece
+from flyball.cli.logs.interleave import MAX_HELD_S, QUIET_S, Interleaver, Lines, Piece
 from flyball.contracts.on_host.console_request import OUT
 
 
@@ -35,7 +35,7 @@ def test_a_long_line_without_pause_is_not_cut() -> None:
     for i in range(9):
         lanes.add(1, Piece(OUT, b"."), i * QUIET_S / 2)
         assert lanes.take(i * QUIET_S / 2) == []
-    assert text(lanes.take(2 * MOST_S + 2 * QUIET_S)) == b"." * 9
+    assert text(lanes.take(2 * MAX_HELD_S + 2 * QUIET_S)) == b"." * 9
 
 
 def test_a_bar_is_not_cut_from_its_carriage_return() -> None:

@@ -46,7 +46,7 @@ def test_of_several_runs_of_a_job_the_live_one_then_the_newest(tmp_path: Path) -
     assert find_run(environ, "train").folder == live
     (live / "supervisor" / "supervisor.json").unlink()
     assert find_run(environ, "train").folder.name == "train-2"
-    with pytest.raises(NotFound, match="No job trian") as caught:
+    with pytest.raises(NotFound, match="no job trian") as caught:
         find_run(environ, "trian")
     assert "did you mean train?" in caught.value.hint
 
@@ -68,8 +68,8 @@ def test_a_broken_database_is_a_row_and_no_error(tmp_path: Path) -> None:
 
 def test_names_that_are_near_are_said_first() -> None:
     assert known_names("lama", ["llama", "gpt"]).startswith("did you mean llama?")
-    assert known_names("x", ["llama", "gpt", "gpt"]).startswith("known are llama, gpt")
-    assert "none" in known_names("x", [])
+    assert known_names("x", ["llama", "gpt", "gpt"]).startswith("known jobs: llama, gpt")
+    assert "no jobs yet" in known_names("x", [])
 
 
 def test_ls_as_table_and_json(

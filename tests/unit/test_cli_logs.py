@@ -89,13 +89,13 @@ def test_json(state: Path, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["no-such-job"], "There are some of: j."),
+        (["no-such-job"], "Jobs with logs here: j."),
         (["j", "--rank", "5"], "ranks 0 to 0"),
         (["j", "--generation", "5"], "generations 0 to 0"),
         (["j", "--generation", "x"], "neither a number nor all"),
         (["j", "--host", "elsewhere"], "on host elsewhere"),
-        (["j", "-f", "-o", "json"], "contradict"),
-        (["../../no-such-job"], "There are some of: j."),
+        (["j", "-f", "-o", "json"], "cannot be combined"),
+        (["../../no-such-job"], "Jobs with logs here: j."),
     ],
 )
 def test_what_is_not_there(state: Path, capfd: pytest.CaptureFixture[str], words: list[str], says: str) -> None:

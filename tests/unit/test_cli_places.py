@@ -46,7 +46,7 @@ def test_the_named_supervisor_wins(tmp_path: Path) -> None:
     assert (named.url, named.token, named.token_file) == ("http://b:2", "t", None)
     several = find_supervisor(environ, url="http://b:2/, http://c:3")
     assert (several.url, several.urls) == ("http://b:2", "http://b:2,http://c:3")
-    with pytest.raises(UsageError, match="c:3 is not an address"):
+    with pytest.raises(UsageError, match="c:3 is not a supervisor's address"):
         find_supervisor(environ, url="http://b:2,c:3")
 
 
@@ -76,7 +76,7 @@ def test_without_a_token_there_is_a_clear_error(tmp_path: Path) -> None:
         find_supervisor({"FLYBALL_STATE_DIR": str(tmp_path)}, url="http://a:1")
     with pytest.raises(Unauthorized, match="missing-file"):
         find_supervisor({}, url="http://a:1", token_file=str(tmp_path / "missing-file"))
-    with pytest.raises(UsageError, match="not an address"):
+    with pytest.raises(UsageError, match="not a supervisor's address"):
         find_supervisor({}, url="a:1")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flyball.cli.status import _job_row, _save_words, _show_hosts, _words
+from flyball.cli.status import _job_row, _outcome, _print_hosts, _save_note
 
 NOW = 1_795_413_958.0  # 2026-11-23 06:05:58 UTC
 
@@ -36,7 +36,7 @@ def shown(
     everything: bool = False,
     ended_at: float | None = None,
 ) -> str:
-    _show_hosts(hosts, NOW, everything=everything, ended_at=ended_at)
+    _print_hosts(hosts, NOW, everything=everything, ended_at=ended_at)
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     return out
@@ -49,23 +49,23 @@ def test_few_hosts_are_shown_with_how_long_ago_they_reported(capsys: pytest.Capt
 
 def test_of_many_hosts_only_those_that_are_not_well(capsys: pytest.CaptureFixture[str]) -> None:
     many = [host(n) for n in range(100)]
-    assert shown(capsys, many).strip() == "100 hosts: 100 healthy (--hosts shows them)"
+    assert shown(capsys, many).strip() == "100 hosts: 100 healthy (--hosts lists them)"
     many[7] = host(7, "silent", reason="no report")
     many[9] = host(9, drain={"state": "requested"})
     out = shown(capsys, many)
-    assert "100 hosts: 99 healthy, 1 silent; not well are" in out
+    assert "100 hosts: 99 healthy, 1 silent; not healthy:" in out
     assert "host-007" in out and "host-009" in out and "host-008" not in out
     assert "host-008" in shown(capsys, many, everything=True)
 
 
 def test_of_very_many_that_are_not_well_the_first_and_how_many_more(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, [host(n, "silent", reason="no report") for n in range(500)])
-    assert "500 hosts: 500 silent" in out and "and 460 more (--hosts shows all)" in out
+    assert "500 hosts: 500 silent" in out and "and 460 more (--hosts lists all)" in out
     assert len(out.splitlines()) < 140
 
 
 def test_of_a_state_that_was_left_the_moment_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Hosts, when their supervisor ended at 06:04:58 UTC" in shown(capsys, [host(1)], ended_at=NOW - 60)
+    assert "Hosts, as of the supervisor's end at 06:04:58 UTC" in shown(capsys, [host(1)], ended_at=NOW - 60)
 
 
 def test_a_job_has_its_times() -> None:
@@ -86,13 +86,13 @@ def test_a_job_has_its_times() -> None:
     }
     row = ["llama", "running", "1 h", "05:05:58", 41, "0.5", "2.0 s ago", "0.25 s", "1 (1 of 3 used)"]
     assert _job_row(job, NOW) == row
-    assert _words(job, NOW) == ""
+    assert _outcome(job, NOW) == ""
     ended = job | {"state": "failed", "ended_at": NOW - 60, "since": NOW - 60, "message": "ValueError"}
-    assert _words(ended, NOW) == "ended at 06:04:58 UTC, after 1 h: ValueError"
+    assert _outcome(ended, NOW) == "ended at 06:04:58 UTC, after 1 h: ValueError"
     slow = job | {"save_interval": {"wanted_steps": 1, "every_steps": 8, "save_s": 1.5, "step_s": 0.25}}
     said = "saves every 8 steps, not every 1: a save takes 1.50 s until all hosts and peers have it, a step 0.25 s"
-    assert _save_words(slow) == said
-    assert _save_words(slow | {"ended_at": NOW}) == _save_words(job) == ""
-    assert _save_words(job | {"save_interval": slow["save_interval"] | {"every_steps": 1}}) == ""
+    assert _save_note(slow) == said
+    assert _save_note(slow | {"ended_at": NOW}) == _save_note(job) == ""
+    assert _save_note(job | {"save_interval": slow["save_interval"] | {"every_steps": 1}}) == ""
     of_an_older_supervisor = {"job": "a", "state": "running", "submitted_at": NOW - 5, "newest_step": -1}
     assert _job_row(of_an_older_supervisor, NOW)[3:7] == ["06:05:53", None, None, "-"]

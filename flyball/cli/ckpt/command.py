@@ -1,42 +1,50 @@
-"""`flyball ckpt`: the checkpoints of a job as they lie in memory, on disks and in stores, with or without a server."""
+"""`flyball ckpt`: inspect a job's checkpoints directly in memory, on disks and in stores, without a server."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flyball.cli.ckpt import pin as ckpt_pin
 from flyball.cli.ckpt import plan as ckpt_plan
 from flyball.cli.ckpt import rm as ckpt_rm
 from flyball.cli.ckpt import verify as ckpt_verify
-from flyball.cli.ckpt.options import Folders, Generation, JobName, StateDir, StepName, look, looks, parse_step
+from flyball.cli.ckpt.options import (
+    Generation,
+    Selection,
+    StepName,
+    TierName,
+    parse_step,
+    storage_tiers,
+    with_selection,
+)
 from flyball.cli.reach.options import examples
-from flyball.cli.show.output import Format, OutputOption, print_json
+from flyball.cli.show.output import Format, OutputOption, announce, print_json
+from flyball.contracts.checkpoints import Tier
 from flyball.contracts.clock import SystemClock
-from flyball.contracts.errors import RestoreFailed
+from flyball.contracts.errors import NotFound, RestoreFailed
 
 app = typer.Typer(
-    help="Show, verify, restore and remove checkpoints, from memory, disks and stores; no server is needed.",
+    help="Show, verify, restore and remove checkpoints in memory, on disks and in stores. Needs no server.",
     epilog=examples("flyball ckpt ls", "flyball ckpt verify --all", "flyball ckpt restore latest --to out"),
     no_args_is_help=True,
 )
 
 
 @app.command("ls", epilog=examples("flyball ckpt ls", "flyball ckpt ls --dir /mnt/ckpt --all -o json"))
+@with_selection
 def ls(
     *,
     show_all: Annotated[bool, typer.Option("--all", help="include steps that a restart gave up")] = False,
-    state_dir: StateDir = "",
-    folders: Folders = None,
-    job: JobName = "",
+    selection: Selection,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """List the steps: in which tiers, of how many ranks, whether complete, and which is the recovery point."""
+    """List the saved steps, how many ranks have each in which tier, and the recovery point."""
     from flyball.cli.ckpt.tables import listing_json, print_listing
 
-    found = look(state_dir, folders, job)
+    found = selection.find()
     inventory = found.inventory
     steps = [step for step in inventory.steps if show_all or step.alive]
     now = SystemClock().wall_s()
@@ -47,23 +55,22 @@ def ls(
 
 
 @app.command("show", epilog=examples("flyball ckpt show 120", "flyball ckpt show latest --tensors --rank 0"))
+@with_selection
 def show(
     *,
     step: StepName,
     tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor")] = False,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="only this rank")] = None,
     generation: Generation = None,
-    state_dir: StateDir = "",
-    folders: Folders = None,
-    job: JobName = "",
+    selection: Selection,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Show a step's copies and what their manifests say."""
+    """Show a step's copies and the contents of their manifests."""
     from ckpt_engine.inspect.inventory import read_manifest, read_tensors
     from flyball.cli.ckpt.tables import print_step, print_tensors, shard_json
 
     wanted = parse_step(step)
-    inventory = look(state_dir, folders, job).inventory
+    inventory = selection.find().inventory
     listing = inventory.find(wanted, generation)
     held = [found for found in inventory.copies_of(listing) if rank is None or found.copy.rank == rank]
     shards = [(found, read_manifest(found)) for found in held]
@@ -82,25 +89,24 @@ def show(
 
 
 @app.command("restore", epilog=examples("flyball ckpt restore latest --to out", "flyball ckpt restore 120 --to out"))
+@with_selection
 def restore(
     *,
     step: StepName,
     to: Annotated[Path, typer.Option("--to", help="folder for rankN.safetensors and rankN.manifest")],
     force: Annotated[bool, typer.Option("--force", help="overwrite existing files")] = False,
     generation: Generation = None,
-    state_dir: StateDir = "",
-    folders: Folders = None,
-    job: JobName = "",
+    selection: Selection,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Bring one verified copy of every rank's shard into a folder, as safetensors files."""
+    """Write one verified copy of every rank's shard into a folder, as safetensors files."""
     from ckpt_engine.inspect.extract_step import extract_step
     from flyball.cli.ckpt.tables import print_extracted
     from flyball.cli.show.progress import bytes_bar
 
     folder = to.absolute()
     wanted = parse_step(step)
-    for found, is_last in looks(state_dir, folders, job, newest=wanted is None):
+    for found, is_last in selection.attempts(newest=wanted is None):
         inventory = found.inventory
         listing = inventory.find(wanted, generation)
         try:
@@ -127,6 +133,73 @@ def restore(
 
 app.command("verify", **ckpt_verify.COMMAND)(ckpt_verify.command)
 app.command("rm", **ckpt_rm.COMMAND)(ckpt_rm.command)
-app.command("pin", **ckpt_pin.PIN)(ckpt_pin.pin)
-app.command("unpin", **ckpt_pin.UNPIN)(ckpt_pin.unpin)
 app.command("plan", **ckpt_plan.COMMAND)(ckpt_plan.command)
+
+
+@app.command("pin", epilog=examples("flyball ckpt pin 120", "flyball ckpt unpin 120"))
+@with_selection
+def pin(
+    *,
+    step: StepName,
+    tier: TierName = None,
+    generation: Generation = None,
+    selection: Selection,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Keep a step on disks and in stores, whatever the job's retention says."""
+    _change_pin(parse_step(step), storage_tiers(tier), generation, selection, output, pinned=True)
+
+
+@app.command("unpin", epilog=examples("flyball ckpt unpin 120"))
+@with_selection
+def unpin(
+    *,
+    step: StepName,
+    tier: TierName = None,
+    generation: Generation = None,
+    selection: Selection,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Let the job's retention remove a pinned step again."""
+    _change_pin(parse_step(step), storage_tiers(tier), generation, selection, output, pinned=False)
+
+
+def _change_pin(
+    step: int | None,
+    tiers: Collection[Tier],
+    generation: int | None,
+    selection: Selection,
+    output: Format,
+    *,
+    pinned: bool,
+) -> None:
+    """Pin or unpin a step in every folder and store that has any of it. Raises NotFound if none has."""
+    from ckpt_engine.inspect.copy_places import StoragePlace
+    from ckpt_engine.inspect.remove_steps import durable_point
+
+    inventory = selection.find().inventory
+    newest = durable_point(inventory) if step is None else None
+    listing = newest or inventory.find(step, generation)
+    in_tiers = (held.place for held in inventory.copies_of(listing) if held.place.tier in tiers)
+    places = list(dict.fromkeys(place for place in in_tiers if isinstance(place, StoragePlace)))
+    if not places:
+        raise NotFound(
+            f"Step {listing.step} of {inventory.job} is on no disk and in no store.",
+            hint="`flyball ckpt ls` lists the steps that are",
+        )
+    for place in places:
+        change = place.store.pin if pinned else place.store.unpin
+        change(listing.generation, listing.step)
+    where = [place.where for place in places]
+    if output is Format.TABLE:
+        announce(f"{'pinned' if pinned else 'unpinned'} step {listing.step} in {', '.join(where)}")
+        return
+    print_json(
+        {
+            "job": inventory.job,
+            "step": listing.step,
+            "generation": listing.generation,
+            "pinned": pinned,
+            "places": where,
+        }
+    )

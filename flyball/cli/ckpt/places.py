@@ -1,4 +1,4 @@
-"""Where `flyball ckpt` finds copies: the state folders of hosts, and folders of disk and persistent tiers."""
+"""Find the copies for `flyball ckpt`: in state folders of hosts, and in folders of the disk and persistent tiers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ckpt_engine.inspect.tier_folders import TierFolder, find_in_folder, find_in
 from ckpt_engine.settings import EngineSettings, load_settings
 from ckpt_engine.tiers.opening import open_storage
 from flyball.cli.reach.places import state_root
-from flyball.cli.show.output import say
+from flyball.cli.show.output import announce
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.errors import ConfigurationError, FlyballError, NotFound, UsageError
 from flyball.contracts.identity import check_name
 from flyball.contracts.on_host.engine_wire import Configure
 from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE
 
-MAX_STORE_RETRY_S = 10.0  # a person waits for it
+MAX_STORE_RETRY_S = 10.0  # short, because a user is waiting
 
 
 @dataclass(frozen=True)
 class JobCopies:
-    """A job's inventory, and what the hosts that were looked at know of the job."""
+    """The copies of one run of a job, and the state folders of its hosts."""
 
     inventory: CopyInventory
     hosts: tuple[HostFolder, ...]  # of this run
-    runs: tuple[str, ...] = ()  # of the job, all that are known, oldest first
+    runs: tuple[str, ...] = ()  # all known runs of the job, oldest first
 
     @property
     def job(self) -> str:
@@ -40,16 +40,16 @@ class JobCopies:
 
     @property
     def configure(self) -> Configure | None:
-        """The newest generation that any of the hosts knows."""
+        """The configuration of the newest generation that any of the hosts knows."""
         return _newest_configure(self.hosts, self.job)
 
 
 def find_copies(environ: Mapping[str, str], *, state_dir: str, folders: Sequence[str], job: str) -> JobCopies:
-    """Look where the options say: a state folder (of a host, a run, or the root of all), folders of tiers, or both;
-    without either, at all runs of this machine.
+    """Find the copies in a state folder (of a host, a run, or the root of all) and in `folders` of tiers.
 
-    `job` is JOB or JOB/RUN; of several runs the newest. Raises NotFound if there is no such job or run, UsageError if
-    there are several jobs and none is named, ConfigurationError for a folder that cannot be read.
+    Without either, searches all runs on this machine. `job` is JOB (its newest run) or JOB/RUN. Raises NotFound if
+    there is no such job or run, UsageError if there are several jobs and none is named, ConfigurationError for an
+    unreadable folder.
     """
     job, _, wanted_run = job.partition("/")
     if job or wanted_run:
@@ -88,14 +88,14 @@ def _hosts(root: Path, environ: Mapping[str, str]) -> list[HostFolder]:
     if not root.is_dir():
         raise NotFound(
             f"There is no state folder {root}.",
-            hint="give that of `flyball run` or `flyball host` with --state-dir, or a checkpoint folder with --dir",
+            hint="name one of `flyball run` or `flyball host` with --state-dir, or a checkpoint folder with --dir",
         )
     try:
         list(root.iterdir())
         return find_host_folders(root, environ.get(SHM_DIR_VARIABLE) or DEFAULT_SHM_DIR)
     except PermissionError as error:
         raise ConfigurationError(
-            f"{error.filename} cannot be read: {error.strerror}.", hint="run this as the user whose job it is"
+            f"{error.filename} cannot be read: {error.strerror}.", hint="run this as the user who owns the job"
         ) from error
 
 
@@ -106,43 +106,46 @@ def _choose_job(job: str, hosts: list[HostFolder], folders: list[TierFolder], *,
     where = f" in {', '.join(looked_in)}" if looked_in else " on this machine"
     if job or not names:
         raise NotFound(
-            f"No checkpoints of {f'job {job}' if job else 'any job'} are known{where}."
-            + (f" Known are {', '.join(names)}." if names else ""),
+            f"There are no checkpoints of {f'job {job}' if job else 'any job'}{where}."
+            + (f" Known jobs: {', '.join(names)}." if names else ""),
             hint="name a state folder with --state-dir DIR, or a disk or persistent folder with --dir DIR",
         )
     if len(names) > 1:
-        raise UsageError(f"There are checkpoints of several jobs: {', '.join(names)}.", hint="choose with --job NAME")
+        raise UsageError(
+            f"There are checkpoints of several jobs: {', '.join(names)}.", hint="choose one with --job NAME"
+        )
     return names[0]
 
 
 def _choose_run(job: str, wanted: str, runs: Sequence[str]) -> str | None:
-    """The newest, unless another is wanted; None if no run is known, but only segments."""
+    """The newest run, unless another is wanted; None if there are only segments, whose run is unknown."""
     if wanted and wanted not in runs:
         raise NotFound(
-            f"No checkpoints of run {wanted} of {job} are known here.",
-            hint=f"known are {', '.join(filter(None, runs)) or 'none'}; {job} alone is the newest",
+            f"There are no checkpoints of run {wanted} of {job} here.",
+            hint=f"known runs: {', '.join(filter(None, runs)) or 'none'}; --job {job} means the newest",
         )
     run = wanted or (runs[-1] if runs else None)
     if others := [other for other in runs if other and other != run]:
-        said = f"{job} has {len(runs)} runs; this is {'' if wanted else 'the newest, '}{run}"
-        say(f"{said} (--job {job}/{others[-1]}: another)")
+        chosen = f"{job} has {len(runs)} runs; this is {'' if wanted else 'the newest, '}{run}"
+        announce(f"{chosen} (--job {job}/{others[-1]} shows another)")
     return run
 
 
 def _one_folder_per_host(hosts: list[HostFolder], job: str) -> list[HostFolder]:
-    """Where several state folders are of one host, those that were in use last: engines that were not told their run
-    do not tell them apart."""
+    """If a host has several state folders, keep those used last: without a run id they cannot be told apart."""
     if len({host.host_id(job) for host in hosts}) == len(hosts):
         return hosts
     newest = max(hosts, key=lambda host: host.changed_at)
-    say(f"several state folders are of {job}; this is the newest, {newest.path} (--state-dir DIR: another)")
+    announce(f"{job} has several state folders; this is the newest, {newest.path} (--state-dir DIR shows another)")
     return [host for host in hosts if host is newest or host.path.parent == newest.path.parent]
 
 
 def _configured_folders(hosts: Sequence[HostFolder], job: str, settings: EngineSettings) -> list[TierFolder]:
-    """What the hosts' last orders name: folders of their run, which may be empty, away or lost, and those of other runs
-    beside them."""
-    named: dict[TierFolder, None] = {}  # hosts name the same persistent folder
+    """The tier folders of the hosts' last configuration, and those of other runs beside them.
+
+    Folders of the run itself are included even if they are empty or unreachable.
+    """
+    named: dict[TierFolder, None] = {}  # a dict, because all hosts name the same persistent folder
     for host in hosts:
         configure = host.configures.get(job)
         if configure is None:
@@ -157,7 +160,7 @@ def _configured_folders(hosts: Sequence[HostFolder], job: str, settings: EngineS
 
 
 def _runs_beside(place: TierFolder, settings: EngineSettings) -> set[str]:
-    """The other runs in the job's folder; none if it cannot be read: the inventory says so of the place itself."""
+    """The other runs in the job's folder; none if it is unreadable, which the inventory reports by itself."""
     try:
         found = _tier_folders(replace(place, run="").location, settings)
     except (FlyballError, OSError):
@@ -180,5 +183,5 @@ def _storage_place(found: TierFolder, settings: EngineSettings) -> StoragePlace:
 
 
 def _unique(places: Sequence[Place]) -> list[Place]:
-    """One of each: all hosts name the same persistent folder, and --dir may name it again."""
+    """Remove duplicates: all hosts name the same persistent folder, and --dir may name it again."""
     return list({(place.tier, place.where): place for place in places}.values())

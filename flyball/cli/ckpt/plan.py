@@ -1,4 +1,4 @@
-"""`flyball ckpt plan`: where a restore would get every shard from, should hosts be lost."""
+"""`flyball ckpt plan`: where a restore would get every shard from, for example if hosts were lost."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyball.cli.ckpt.options import Folders, Generation, JobName, StateDir, StepName, look, parse_step
-from flyball.cli.reach.options import SupervisorOption, TokenFileOption, connect, examples
+from flyball.cli.ckpt.options import Generation, Selection, StepName, parse_step, with_selection
+from flyball.cli.reach.options import examples, with_supervisor
+from flyball.cli.reach.sources import SupervisorChoice
 from flyball.cli.show.output import Format, OutputOption, print_fields, print_json, print_table
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import Lineage, ShardCopy
@@ -22,25 +23,26 @@ if TYPE_CHECKING:
     from flyball.cli.ckpt.places import JobCopies
 
 COMMAND: dict[str, Any] = {
-    "help": "Say for every rank which copies a restore would try, in which order and for how long, or why it cannot. "
-    "The copies are those found on this machine, or those that a supervisor knows (--supervisor, FLYBALL_SUPERVISOR).",
+    "help": "Show which copies a restore would try for every rank, in which order, and how long it would take; or why "
+    "it would fail. Considers the copies on this machine or, with --supervisor or FLYBALL_SUPERVISOR, those that the "
+    "supervisor knows. Exit code 23 if the step could not be restored.",
     "epilog": examples("flyball ckpt plan latest --lost host-b", "flyball ckpt plan 120 --lost host-a --lost host-b"),
 }
 
 _REASONS = {
     NotUsable.NO_COPY: "no copy",
     NotUsable.LOST_HOST: "on a lost host",
-    NotUsable.UNREACHABLE: "on a host that cannot be asked",
+    NotUsable.UNREACHABLE: "on an unreachable host",
     NotUsable.DEAD_LINEAGE: "given up by a restart",
-    NotUsable.OTHER_GENERATION: "of another generation",
-    NotUsable.OTHER_WORLD_SIZE: "of another world size",
-    NotUsable.NOT_SEALED: "without world manifest",
+    NotUsable.OTHER_GENERATION: "from another generation",
+    NotUsable.OTHER_WORLD_SIZE: "from another world size",
+    NotUsable.NOT_SEALED: "without a world manifest",
 }
 
 
 @dataclass(frozen=True)
 class Known:
-    """What the plan is made from."""
+    """The input of the plan."""
 
     job: str
     copies: Sequence[ShardCopy]
@@ -48,44 +50,43 @@ class Known:
     world_size: int
     home: Mapping[int, str]  # rank -> host that runs it
     sealed: set[tuple[int, int]] | None
-    lost: frozenset[str] = frozenset()  # hosts that the supervisor has lost already
+    lost: frozenset[str] = frozenset()  # hosts that the supervisor cannot reach
 
     @property
     def hosts(self) -> list[str]:
         return sorted({copy.host_id for copy in self.copies if copy.host_id} | set(self.home.values()))
 
 
+@with_supervisor(without=("state_dir", "database_url"))
+@with_selection
 def command(
     *,
     step: StepName,
     lost: Annotated[
-        list[str] | None, typer.Option("--lost", metavar="HOST", help="plan as if this host were lost")
+        list[str] | None, typer.Option("--lost", metavar="HOST", help="plan as if this host were lost; repeatable")
     ] = None,
     generation: Generation = None,
-    state_dir: StateDir = "",
-    folders: Folders = None,
-    job: JobName = "",
-    supervisor: SupervisorOption = "",
-    token_file: TokenFileOption = "",
+    selection: Selection,
+    choice: SupervisorChoice,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Nothing is changed. Exit code 23 if the step could not be restored."""
+    """Read-only."""
     from ckpt_engine.inspect.restore_planner import WantedWorld, plan_step
 
     wanted = parse_step(step)
-    if supervisor or (os.environ.get("FLYBALL_SUPERVISOR") and not state_dir and not folders):
-        known = _from_supervisor(job, supervisor, token_file)
+    if choice.url or (os.environ.get("FLYBALL_SUPERVISOR") and not selection.state_dir and not selection.folders):
+        known = _from_supervisor(selection.job, choice)
         wanted = _newest(known) if wanted is None else wanted
     else:
-        found = look(state_dir, folders, job)
+        found = selection.find()
         listing = found.inventory.find(wanted, generation)
         wanted, generation = listing.step, listing.generation
         known = _from_places(found, listing.world_size)
     unknown = sorted(set(lost or ()) - set(known.hosts))
     if unknown:
         raise NotFound(
-            f"{', '.join(unknown)}: no such host of {known.job}.",
-            hint=f"its hosts are {', '.join(known.hosts) or 'not known here'}",
+            f"{known.job} has no host {', '.join(unknown)}.",
+            hint=f"its hosts are {', '.join(known.hosts) or 'unknown here'}",
         )
     plan = plan_step(
         wanted,
@@ -98,12 +99,12 @@ def command(
     if output is Format.JSON:
         print_json(_to_json(known.job, plan))
     else:
-        _show(known.job, plan)
+        _print(known.job, plan)
     if not plan.is_restorable:
         without = [str(shard.rank) for shard in plan.shards if not shard.sources]
         raise RestoreFailed(
             f"Step {plan.step} of {known.job} could not be restored: no usable copy of ranks {', '.join(without)}.",
-            hint="`flyball ckpt ls` shows other steps; more replicas or a disk tier keep more copies",
+            hint="`flyball ckpt ls` lists other steps; more replicas or a disk tier give more copies",
         )
 
 
@@ -120,38 +121,38 @@ def _from_places(found: JobCopies, world_size: int) -> Known:
     )
 
 
-def _from_supervisor(job: str, supervisor: str, token_file: str) -> Known:
+def _from_supervisor(job: str, choice: SupervisorChoice) -> Known:
     if "/" in job:
         raise UsageError(
-            f"A supervisor knows the run that it started, and not {job} by its folder.",
-            hint="name the job alone, or plan without the supervisor: give --dir or --state-dir",
+            f"A supervisor knows only a job's current run, not {job}.",
+            hint="name the job alone, or plan without the supervisor: use --dir or --state-dir",
         )
-    with connect(supervisor, token_file, "") as client:
+    with choice.connect() as client:
         if not job:
             names = [str(entry["job"]) for entry in client.items("/v1/jobs")]
             if len(names) != 1:
                 raise NotFound(
-                    f"The supervisor knows {len(names)} jobs: {', '.join(names)}.", hint="choose one with --job NAME"
+                    f"The supervisor has {len(names)} jobs: {', '.join(names)}.", hint="choose one with --job NAME"
                 )
             job = names[0]
         placed = client.get(f"/v1/jobs/{job}")["ranks"]
-        seen = client.get("/v1/checkpoints", job=job)
-    copies = [wire.convert({k: v for k, v in c.items() if k != "reachable"}, ShardCopy) for c in seen["copies"]]
+        answer = client.get("/v1/checkpoints", job=job)
+    copies = [wire.convert({k: v for k, v in c.items() if k != "reachable"}, ShardCopy) for c in answer["copies"]]
     return Known(
         job=job,
         copies=copies,
-        lineage=wire.convert(seen["lineage"], Lineage),
-        world_size=int(seen["world_size"]),
+        lineage=wire.convert(answer["lineage"], Lineage),
+        world_size=int(answer["world_size"]),
         home={int(rank["rank"]): str(rank["host_id"]) for rank in placed},
-        sealed=None,  # engines report no others
-        lost=frozenset(str(copy["host_id"]) for copy in seen["copies"] if not copy["reachable"]),
+        sealed=None,  # engines report only sealed steps
+        lost=frozenset(str(copy["host_id"]) for copy in answer["copies"] if not copy["reachable"]),
     )
 
 
 def _newest(known: Known) -> int:
     points = complete_points(known.copies, known.lineage, known.world_size)
     if not points:
-        raise NotFound(f"No step of {known.job} has a copy of every rank.", hint="wait for the first checkpoint")
+        raise NotFound(f"No step of {known.job} has copies of all ranks.", hint="wait for the first checkpoint")
     return max(points)[0]
 
 
@@ -178,7 +179,7 @@ def _to_json(job: str, plan: StepPlan) -> dict[str, Any]:
     }
 
 
-def _show(job: str, plan: StepPlan) -> None:
+def _print(job: str, plan: StepPlan) -> None:
     print_fields(
         {
             "job": job,
@@ -189,7 +190,7 @@ def _show(job: str, plan: StepPlan) -> None:
         }
     )
     print_table(
-        "Sources, in the order in which they are tried",
+        "Sources, in the order in which a restore tries them",
         ("rank", "runs on", "try", "from", "of host", "seconds"),
         (row for shard in plan.shards for row in _rows(shard)),
     )

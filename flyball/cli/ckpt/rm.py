@@ -1,4 +1,4 @@
-"""`flyball ckpt rm`: what a person removes from disks, stores and memory."""
+"""`flyball ckpt rm`: remove steps from disks and stores, or a dead job's memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyball.cli.ckpt.options import Folders, Generation, JobName, StateDir, TierName, look, parse_step, storage_tiers
+from flyball.cli.ckpt.options import Generation, Selection, TierName, parse_step, storage_tiers, with_selection
 from flyball.cli.reach.options import examples
-from flyball.cli.show.output import Format, OutputOption, print_json, say
+from flyball.cli.show.output import Format, OutputOption, announce, print_json
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.errors import Conflict, NotFound, UsageError
 
@@ -22,49 +22,50 @@ if TYPE_CHECKING:
     from flyball.cli.ckpt.places import JobCopies
 
 COMMAND: dict[str, Any] = {
-    "help": "Remove steps from disks and stores, manifests first. The newest recovery point, the newest one that is on "
-    "disks and stores alone, and pinned steps stay unless --force is given.",
+    "help": "Remove steps from disks and stores. Without --force it keeps pinned steps, the newest recovery point, and "
+    "the newest one that disks and stores have by themselves.",
     "epilog": examples("flyball ckpt rm 40 60", "flyball ckpt rm --all --tier disk --yes"),
 }
 
 
+@with_selection
 def command(
     *,
-    steps: Annotated[list[str] | None, typer.Argument(metavar="[STEP]...", help="steps")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="all steps but those that stay")] = False,
+    steps: Annotated[list[str] | None, typer.Argument(metavar="[STEP]...", help="steps to remove")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="remove all steps, except those that are kept")] = False,
     tier: TierName = None,
-    memory: Annotated[bool, typer.Option("--memory", help="all slots and replicas of a job that is dead")] = False,
-    force: Annotated[bool, typer.Option("--force", help="remove what would be kept, too")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="skip the confirmation")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="free all slots and replicas of a dead job, instead of removing steps")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="also remove what would be kept")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask for confirmation")] = False,
     generation: Generation = None,
-    state_dir: StateDir = "",
-    folders: Folders = None,
-    job: JobName = "",
+    selection: Selection,
     output: OutputOption = Format.TABLE,
 ) -> None:
     from ckpt_engine.inspect.remove_steps import find_targets, protected
 
     if [bool(steps), everything, memory].count(True) != 1 or (memory and (tier or generation is not None)):
         raise UsageError(
-            "Say which steps to remove, or --all, or --memory.", hint="for example `flyball ckpt rm 40 60`"
+            "Name the steps to remove, or use --all or --memory.", hint="for example `flyball ckpt rm 40 60`"
         )
     tiers = storage_tiers(tier)
     numbers = [parse_step(step) for step in steps or ()]
-    found = look(state_dir, folders, job)
+    found = selection.find()
     if memory:
         _free_memory(found, force=force, yes=yes, output=output)
         return
     inventory = found.inventory
-    stays = {} if force else protected(inventory)
+    protections = {} if force else protected(inventory)
     wanted = _wanted(inventory, numbers, tiers, generation)
-    refused = {key: stays[key] for key in wanted & set(stays)}
-    if refused and not everything:
+    kept = {key: protections[key] for key in wanted & set(protections)}
+    if kept and not everything:
         raise Conflict(
-            "; ".join(f"step {step} (generation {gen}) stays: {_why(why)}" for (gen, step), why in refused.items())
+            "; ".join(f"step {step} (generation {gen}) is kept: {_why(why)}" for (gen, step), why in kept.items())
             + ".",
-            hint="remove it all the same with --force",
+            hint="remove it anyway with --force",
         )
-    targets = find_targets(inventory, wanted - set(refused), tiers)
+    targets = find_targets(inventory, wanted - set(kept), tiers)
     if targets:
         _confirm(f"{_summary(targets)} of {inventory.job}", yes=yes, output=output)
     for target in targets:
@@ -85,15 +86,13 @@ def command(
                     }
                     for target in targets
                 ],
-                "stays": [
-                    {"generation": gen, "step": step, "why": why} for (gen, step), why in sorted(refused.items())
-                ],
+                "stays": [{"generation": gen, "step": step, "why": why} for (gen, step), why in sorted(kept.items())],
             }
         )
         return
-    for (gen, step), why in refused.items():
-        say(f"step {step} (generation {gen}) stays: {_why(why)}")
-    say(f"removed {_summary(targets)}")
+    for (gen, step), why in kept.items():
+        announce(f"step {step} (generation {gen}) is kept: {_why(why)}")
+    announce(f"removed {_summary(targets)}")
 
 
 def _wanted(
@@ -109,7 +108,7 @@ def _wanted(
     if missing:
         raise NotFound(
             f"{inventory.job} has no step {', '.join(map(str, missing))} in the tiers {', '.join(tiers)}.",
-            hint="`flyball ckpt ls --all` shows what there is",
+            hint="`flyball ckpt ls --all` lists all steps",
         )
     return {key for key in known if key[1] in numbers}
 
@@ -118,12 +117,12 @@ def _confirm(what: str, *, yes: bool, output: Format) -> None:
     if yes:
         return
     if output is Format.JSON or not sys.stdin.isatty():
-        raise UsageError(f"This removes {what} for good.", hint="confirm it with --yes")
-    typer.confirm(f"Remove {what} for good?", abort=True, err=True)
+        raise UsageError(f"This permanently removes {what}.", hint="confirm with --yes")
+    typer.confirm(f"Permanently remove {what}?", abort=True, err=True)
 
 
 def _free_memory(found: JobCopies, *, force: bool, yes: bool, output: Format) -> None:
-    """The segments of a job that no process uses any more. Raises Conflict for one that is alive."""
+    """Remove the segments of a job that no process uses any more. Raises Conflict for a job that is alive."""
     from ckpt_engine.inspect.remove_steps import needed_memory
     from ckpt_engine.slots.memory_plan import readable_size
     from ckpt_engine.slots.reclaim import list_memory, remove_job
@@ -131,8 +130,8 @@ def _free_memory(found: JobCopies, *, force: bool, yes: bool, output: Format) ->
     needed = needed_memory(found.inventory)
     if needed is not None and not force:
         raise Conflict(
-            f"Step {needed.step} of {found.job} is in memory, and nothing as new is known to be on disks or in stores.",
-            hint="bring it into a folder first (`flyball ckpt restore latest --to DIR`), or give it up with --force",
+            f"Step {needed.step} of {found.job} is in memory, and disks and stores have nothing as new.",
+            hint="write it to a folder first (`flyball ckpt restore latest --to DIR`), or drop it with --force",
         )
     there = [memory for host in found.hosts for memory in list_memory(host.prefix) if memory.job == found.job]
     if there:
@@ -150,7 +149,7 @@ def _free_memory(found: JobCopies, *, force: bool, yes: bool, output: Format) ->
         )
     else:
         size = readable_size(sum(memory.size_bytes for _, memory in removed))
-        say(f"freed {size} of {len(removed)} ranks and replicas of {found.job}")
+        announce(f"freed {size} of {len(removed)} ranks and replicas of {found.job}")
 
 
 def _summary(targets: list[Target]) -> str:
@@ -169,7 +168,7 @@ def _why(why: Protection) -> str:
 
     return {
         Protection.RECOVERY_POINT: "it is the newest recovery point",
-        Protection.DURABLE_POINT: "it is the newest recovery point that outlives the hosts' memory",
+        Protection.DURABLE_POINT: "it is the newest recovery point that does not depend on the hosts' memory",
         Protection.PINNED: "it is pinned",
-        Protection.PARTIAL_VIEW: "disks of other hosts, which are not seen from here, may have the rest of it",
+        Protection.PARTIAL_VIEW: "the rest of it may be on disks of other hosts, which are not visible from here",
     }[why]

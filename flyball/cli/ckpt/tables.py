@@ -1,4 +1,4 @@
-"""What `flyball ckpt` shows, for people and for programs."""
+"""The output of `flyball ckpt`: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt_engine.inspect.copy_places import Ignored
 from ckpt_engine.inspect.extract_step import ExtractedShard
 from ckpt_engine.inspect.inventory import CopyInventory, HeldCopy, read_tensors
 from ckpt_engine.slots.memory_plan import readable_size
-from flyball.cli.show.output import print_fields, print_table, say
+from flyball.cli.show.output import announce, print_fields, print_table
 from flyball.contracts.checkpoints import Tier
 
 DIGEST_SHOWN = 12
@@ -23,7 +23,7 @@ _UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """'0, 3, 4' or '0, 1, 2, ... (64)'"""
+    """'0, 3, 4', or '0, 1, 2, ... (64)' for many."""
     shown = ", ".join(map(str, ranks[:RANKS_SHOWN]))
     return shown if len(ranks) <= RANKS_SHOWN else f"{shown}, ... ({len(ranks)})"
 
@@ -34,7 +34,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def listing_json(
     inventory: CopyInventory, steps: Sequence[StepListing], *, runs: Sequence[str], now: float
 ) -> dict[str, Any]:
-    """`now` is the wall clock, seconds since the epoch."""
+    """The listing as JSON. `now`: wall clock in seconds since the epoch."""
     point = inventory.recovery_point
     return {
         "job": inventory.job,
@@ -50,13 +50,15 @@ def listing_json(
 
 
 def age_s(step: StepListing, now: float) -> float | None:
-    """Seconds since the step was committed, by this machine's clock and that of the host that hashed it; never less
-    than 0. None if no manifest says when."""
+    """Seconds since the step was committed, at least 0. None if no manifest has the time.
+
+    Compares the clocks of two machines: this one, and the host that hashed the step.
+    """
     return None if step.committed_at is None else max(0.0, now - step.committed_at)
 
 
 def age_text(seconds: float | None) -> str | None:
-    """'8 s', '12 min', '3 h', '5 d': whole, and rounded down."""
+    """'8 s', '12 min', '3 h' or '5 d', rounded down."""
     if seconds is None:
         return None
     unit_s, name = next((unit for unit in _UNITS if seconds >= unit[0]), _UNITS[-1])
@@ -78,8 +80,8 @@ def print_listing(inventory: CopyInventory, steps: Sequence[StepListing], *, hid
         ),
     )
     if hidden:
-        say(f"{hidden} steps that were given up by a restart are not shown; --all shows them")
-    say_ignored(inventory.ignored)
+        announce(f"{hidden} steps that a restart gave up are hidden (--all lists them)")
+    announce_ignored(inventory.ignored)
 
 
 def _share(step: StepListing, tier: Tier) -> str | None:
@@ -95,11 +97,11 @@ def _state(step: StepListing) -> str:
     elif step.recovery_point:
         state = "recovery point"
     else:
-        state = "complete" if step.complete else f"lacks {_named_ranks(step.missing_ranks)}"
+        state = "complete" if step.complete else f"lacks {_ranks_phrase(step.missing_ranks)}"
     return f"{state}, pinned" if step.pinned else state
 
 
-def _named_ranks(ranks: Sequence[int]) -> str:
+def _ranks_phrase(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
 
 
@@ -109,7 +111,7 @@ def _named_ranks(ranks: Sequence[int]) -> str:
 def shard_json(
     held: HeldCopy, manifest: Manifest | None, *, counts: bool, tensors: Sequence[TensorEntry] | None
 ) -> dict[str, Any]:
-    """`tensors` None: their number is told."""
+    """A copy as JSON. With `tensors` None, only their number is included."""
     found: dict[str, Any] = {
         **msgspec.to_builtins(held.copy),
         "path": held.path,
@@ -152,7 +154,7 @@ def print_step(inventory: CopyInventory, step: StepListing, shards: Sequence[tup
 
 
 def _places(held_copies: Sequence[HeldCopy]) -> dict[str, str]:
-    """Where the files are, by tier and host."""
+    """The folders of the files, by tier and host."""
     places = dict.fromkeys(held.place for held in held_copies)
     return {f"in {place.tier}" + (f" of {place.host_id}" if place.host_id else ""): place.where for place in places}
 
@@ -161,13 +163,13 @@ def _shard_row(held: HeldCopy, manifest: Manifest | None) -> list[object]:
     copy = held.copy
     row: list[object] = [copy.rank, copy.tier, copy.host_id, readable_size(copy.size_bytes)]
     if manifest is None:
-        return [*row, None, None, "gone meanwhile"]
+        return [*row, None, None, "replaced meanwhile"]
     chunks = integrity.chunk_count(manifest.payload_bytes, manifest.chunk_bytes)
     return [*row, chunks, manifest.tensor_count, copy.digest[:DIGEST_SHOWN]]
 
 
 def print_tensors(held_copies: Iterable[HeldCopy]) -> None:
-    """A table per rank: the copies of a rank have the same tensors."""
+    """Print one table per rank, because all copies of a rank have the same tensors."""
     seen: set[tuple[int, str]] = set()
     for held in held_copies:
         if (held.copy.rank, held.copy.digest) in seen or (tensors := read_tensors(held)) is None:
@@ -193,7 +195,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _block(shape: Sequence[int], whole: Sequence[int], offsets: Sequence[int]) -> tuple[str | None, str | None]:
-    """Of which tensor, and from where in it; nothing for a whole one."""
+    """The shape of the whole tensor and this block's offsets in it; (None, None) if the block is the whole."""
     if tuple(shape) == tuple(whole):
         return None, None
     return _shape(whole), ",".join(map(str, offsets))
@@ -210,7 +212,7 @@ def print_extracted(shards: Sequence[ExtractedShard], folder: str) -> None:
     )
     for shard in shards:
         for passed in shard.passed_over:
-            say(f"rank {shard.rank}: {passed.path} was passed over: {passed.reason}")
+            announce(f"rank {shard.rank}: skipped {passed.path}: {passed.reason}")
 
 
 def _name(path: str) -> str:
@@ -224,6 +226,6 @@ def ignored_json(ignored: Sequence[Ignored]) -> list[dict[str, str]]:
     return [{"where": found.where, "reason": found.reason} for found in ignored]
 
 
-def say_ignored(ignored: Sequence[Ignored]) -> None:
+def announce_ignored(ignored: Sequence[Ignored]) -> None:
     for found in ignored:
-        say(f"does not count: {found.where}: {found.reason}")
+        announce(f"ignored {found.where}: {found.reason}")

@@ -1,4 +1,4 @@
-"""`flyball ckpt verify`: which copies can be relied on, every byte of them read."""
+"""`flyball ckpt verify`: read every byte of a step's copies, and report which of them are good."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flyball.cli.ckpt.options import LATEST, Folders, Generation, JobName, StateDir, looks, parse_step
+from flyball.cli.ckpt.options import LATEST, Generation, Selection, parse_step, with_selection
 from flyball.cli.reach.options import examples
-from flyball.cli.show.output import Format, OutputOption, print_fields, print_json, print_table, say
+from flyball.cli.show.output import Format, OutputOption, announce, print_fields, print_json, print_table
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
 
 if TYPE_CHECKING:
@@ -19,27 +19,28 @@ if TYPE_CHECKING:
     from ckpt_engine.inspect.verify_copies import Verified, VerifiedStep
 
 COMMAND: dict[str, Any] = {
-    "help": "Read every byte of every copy of a step (default: the newest recovery point), compare it with its "
-    "checksum, and prove that the good copies make up the whole step. Exit code 21 if a copy is bad.",
+    "help": "Read every byte of every copy of a step and compare it with its checksum. Also prove that the good copies "
+    "make up the whole step. Exit code 21 if a copy is bad, 23 if a rank has no good copy.",
     "epilog": examples("flyball ckpt verify", "flyball ckpt verify 120", "flyball ckpt verify --all"),
 }
 
 
+@with_selection
 def command(
     *,
-    step: Annotated[str, typer.Argument(metavar="[STEP]", help="a step")] = LATEST,
+    step: Annotated[
+        str, typer.Argument(metavar="[STEP]", help=f"a step, or `{LATEST}` for the newest recovery point")
+    ] = LATEST,
     everything: Annotated[bool, typer.Option("--all", help="verify every copy of every step")] = False,
     generation: Generation = None,
-    state_dir: StateDir = "",
-    folders: Folders = None,
-    job: JobName = "",
+    selection: Selection,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Nothing is changed."""
+    """Read-only."""
     from ckpt_engine.inspect.verify_copies import CopyVerdict
 
     wanted = None if everything else parse_step(step)
-    for found, is_last in looks(state_dir, folders, job, newest=wanted is None and not everything):
+    for found, is_last in selection.attempts(newest=wanted is None and not everything):
         inventory = found.inventory
         listings = list(inventory.steps) if everything else [inventory.find(wanted, generation)]
         world_sizes = {(listing.generation, listing.step): listing.world_size for listing in listings}
@@ -50,7 +51,7 @@ def command(
     if output is Format.JSON:
         print_json(_to_json(inventory.job, results, steps, ignored))
     else:
-        _show(results, steps, ignored)
+        _print(results, steps, ignored)
     problem = _problem(inventory.job, results, steps, ignored, everything=everything)
     if problem is not None:
         raise problem
@@ -86,19 +87,19 @@ def _problem(
     bad = sum(result.verdict is CopyVerdict.BAD for result in results) + len(ignored)
     if bad:
         return CorruptShard(
-            f"{bad} {'copy' if bad == 1 else 'copies'} of {job} cannot be relied on.",
-            hint="a restore passes over them; `flyball ckpt rm STEP` frees a step that is of no use",
+            f"{bad} {'copy' if bad == 1 else 'copies'} of {job} cannot be used.",
+            hint="a restore skips them; remove a useless step with `flyball ckpt rm STEP`",
         )
     uncovered = [step for step in steps if step.problems]
     if uncovered:
         return CorruptShard(
-            f"The copies of step {uncovered[0].step} of {job} are good and do not make up the whole state.",
-            hint="restore another step, and report this",
+            f"The copies of step {uncovered[0].step} of {job} are good but do not make up the whole state.",
+            hint="restore another step, and report this as a bug",
         )
     if not everything and not steps[0].is_whole:
         return RestoreFailed(
             f"Step {steps[0].step} of {job} has no good copy of ranks {', '.join(map(str, steps[0].missing_ranks))}.",
-            hint="`flyball ckpt ls` shows the complete steps; the copies of a job that runs are replaced all the time",
+            hint="`flyball ckpt ls` lists the complete steps; a running job replaces its copies all the time",
         )
     return None
 
@@ -113,10 +114,10 @@ def _to_json(
     return {"job": job, **counts, "copies": results, "steps": steps, "ignored": ignored_json(ignored)}
 
 
-def _show(results: Sequence[Verified], steps: Sequence[VerifiedStep], ignored: Sequence[Ignored]) -> None:
+def _print(results: Sequence[Verified], steps: Sequence[VerifiedStep], ignored: Sequence[Ignored]) -> None:
     from ckpt_engine.inspect.verify_copies import CopyVerdict
     from ckpt_engine.slots.memory_plan import readable_size
-    from flyball.cli.ckpt.tables import say_ignored
+    from flyball.cli.ckpt.tables import announce_ignored
 
     good = [result for result in results if result.verdict is CopyVerdict.GOOD]
     wrong = [result for result in results if result.verdict is not CopyVerdict.GOOD]
@@ -131,19 +132,19 @@ def _show(results: Sequence[Verified], steps: Sequence[VerifiedStep], ignored: S
     if wrong:
         print_table(
             "Not good",
-            ("step", "rank", "tier", "host", "what", "next step"),
+            ("step", "rank", "tier", "host", "problem", "what to do"),
             ([r.copy.step, r.copy.rank, r.copy.tier, r.copy.host_id, describe(r), advice(r, good)] for r in wrong),
         )
         for result in wrong:
-            say(f"{result.verdict}: {result.path}")
+            announce(f"{result.verdict}: {result.path}")
     for step in steps:
         for problem in step.problems:
-            say(f"step {step.step} (generation {step.generation}) is not whole: {problem}")
-    say_ignored(ignored)
+            announce(f"step {step.step} (generation {step.generation}) is incomplete: {problem}")
+    announce_ignored(ignored)
 
 
 def describe(result: Verified) -> str:
-    """What is wrong with a copy."""
+    """The problem with a copy."""
     if not result.bad_chunks:
         return result.problem
     first = result.bad_chunks[0]
@@ -156,9 +157,9 @@ def advice(result: Verified, good: Sequence[Verified]) -> str:
     from ckpt_engine.inspect.verify_copies import CopyVerdict
 
     if result.verdict is CopyVerdict.GONE:
-        return "none: its job has gone on"
+        return "nothing: its job replaced it"
     wanted = (result.copy.generation, result.copy.step, result.copy.rank)
     others = sorted({str(g.copy.tier) for g in good if (g.copy.generation, g.copy.step, g.copy.rank) == wanted})
     if others:
-        return f"none: a restore takes the good copy in {' or '.join(others)}"
+        return f"nothing: a restore uses the good copy in {' or '.join(others)}"
     return "find another copy of this rank, or restore another step"

@@ -1,4 +1,4 @@
-"""`flyball demo`: two hosts and a spare on this machine, four faults, and the proof that training did not notice."""
+"""`flyball demo`: two hosts and a spare on this machine, four faults, and proof that training was not affected."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from flyball.cli.demo.faults import (
     FaultRow,
     inject_and_measure,
 )
-from flyball.cli.demo.losses import LossComparison, compare, newest_step, read_losses
-from flyball.cli.demo.reference import run_reference
+from flyball.cli.demo.reference import LossComparison, compare, newest_step, read_losses, run_reference
 from flyball.cli.demo.stack import JOB, WORLD_SIZE, DemoStack
 from flyball.cli.demo.timeline import DemoTimeline
 from flyball.cli.reach.options import examples
@@ -37,25 +36,30 @@ from flyball.contracts.events import EventKind
 FIRST_HOSTS = ("host-a", "host-b")
 SPARES = ("host-c", "host-d")
 STEPS_AFTER_LAST = 10
-MAX_STEPS = 100_000  # the job is stopped when the demo has seen enough
+MAX_STEPS = 100_000  # never reached: the demo stops the job
 REFERENCE_DEADLINE_S = 600.0
 
 COMMAND: dict[str, Any] = {
-    "help": "Show four faults and their recoveries on this machine, and compare the losses with an uninterrupted run.",
+    "help": "Train a small model on four ranks on this machine, inject four faults, show the recoveries, and compare "
+    "all losses with an uninterrupted run. Takes a few minutes.",
     "epilog": examples("flyball demo", "flyball demo --json > result.json", "flyball demo --keep --port 7370"),
 }
 
 
 def command(
     *,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout, progress on stderr")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="print one JSON object on stdout, and progress on stderr")
+    ] = False,
     steps: Annotated[int, typer.Option(min=0, help="train at least this many steps")] = 0,
-    keep: Annotated[bool, typer.Option("--keep", help="keep logs, losses, database and event log")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port of the live page; 0: any free one")] = 0,
-    state_dir: Annotated[str, typer.Option(help="folder for all that (default: a temporary one)")] = "",
-    seed: Annotated[int, typer.Option(help="seed of the training")] = 1234,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="keep logs, losses, database and event log (always kept on failure)")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port of the status page; 0 picks a free one")] = 0,
+    state_dir: Annotated[str, typer.Option(help="folder for the demo's files (default: a temporary one)")] = "",
+    seed: Annotated[int, typer.Option(help="random seed of the training")] = 1234,
 ) -> int:
-    """Exit code 0 only if every fault was recovered and every loss is that of the uninterrupted run."""
+    """Exit code 0 only if every fault was recovered and every loss equals the uninterrupted run's."""
     script = _example()
     parent = Path(state_dir) if state_dir else Path(tempfile.gettempdir())
     folder = make_state_dir(parent / f"flyball-demo-{secrets.token_hex(3)}")
@@ -72,7 +76,7 @@ def command(
         if done and not keep:
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            typer.echo(f"logs, losses and event log: {folder}", err=True)
+            typer.echo(f"logs, losses and event log are in {folder}", err=True)
     return 0 if done else 1
 
 
@@ -86,7 +90,7 @@ class _Demo:
         self._stack = DemoStack(folder, timeline, signals)
 
     def run(self, steps: int, port: int) -> DemoResult:
-        """The whole demo; leaves no process and no shared memory behind, however it ends."""
+        """Run the whole demo. Leaves no process and no shared memory behind, however it ends."""
         with ExitStack() as cleanup:
             cleanup.callback(self._stack.stop)
             self._start(port)
@@ -94,14 +98,14 @@ class _Demo:
             self._progress(max(self._newest() + STEPS_AFTER_LAST, steps - 1))
             self._stack.stop_job()
             report = self._goodput()
-        decisions = sum(1 for _ in self._stack.feed.of(EventKind.DECISION))
+        decisions = sum(1 for _ in self._stack.feed.select(EventKind.DECISION))
         return self._compare(rows, report, decisions)
 
     def _start(self, port: int) -> None:
         stack = self._stack
-        self._timeline.doing("bringing up the supervisor, two hosts and a spare")
+        self._timeline.show_activity("starting the supervisor, two hosts and a spare")
         stack.start(port)
-        self._timeline.say(f"live page: {stack.supervisor.url}/?token={stack.supervisor.token}")
+        self._timeline.print(f"status page: {stack.supervisor.url}/?token={stack.supervisor.token}")
         for host_id in (*FIRST_HOSTS, SPARES[0]):
             stack.add_host(host_id)
         wanted = {*FIRST_HOSTS, SPARES[0]}
@@ -110,20 +114,20 @@ class _Demo:
         stack.wait(lambda: self._newest() >= STEPS_BETWEEN_FAULTS, "the first steps of training", START_DEADLINE_S)
 
     def _fault(self, fault: str) -> FaultRow:
-        """Let training go on for a few steps, see that there is a spare, inject, and measure the recovery."""
+        """Wait for a spare and for a few more steps, inject the fault, and measure the recovery."""
         stack = self._stack
         if fault in ("host-down", "preempt"):
-            self._timeline.doing("waiting for a spare host")
+            self._timeline.show_activity("waiting for a spare host")
             stack.wait(self._has_spare, f"a spare host before the fault {fault}", SPARE_DEADLINE_S)
         self._progress(self._newest() + STEPS_BETWEEN_FAULTS)
-        self._timeline.doing(f"fault {fault}: watching the recovery")
+        self._timeline.show_activity(f"fault {fault}: watching the recovery")
         row = inject_and_measure(stack, fault)
         if fault == "host-down":
             stack.add_host(SPARES[1])
         return row
 
     def _progress(self, step: int) -> None:
-        self._timeline.doing("training")
+        self._timeline.show_activity("training")
         self._stack.wait(lambda: self._newest() >= step, f"step {step} of training", PROGRESS_DEADLINE_S)
 
     def _newest(self) -> int:
@@ -143,7 +147,7 @@ class _Demo:
     def _compare(self, rows: tuple[FaultRow, ...], report: Any, decisions: int) -> DemoResult:  # noqa: ANN401
         losses = read_losses(self._stack.losses_dir)
         count = newest_step(losses) + 1
-        self._timeline.say(f"the same {count} steps without faults, under plain torchrun")
+        self._timeline.print(f"running the same {count} steps without faults, under plain torchrun")
         folder = self._folder / "reference-losses"
         run_reference(
             self._script,
@@ -151,7 +155,7 @@ class _Demo:
             world_size=WORLD_SIZE,
             log_file=self._folder / "reference.log",
             deadline_s=REFERENCE_DEADLINE_S,
-            on_wait=self._while_reference_runs(folder, count),
+            on_wait=self._check_reference(folder, count),
         )
         return DemoResult(
             steps=count,
@@ -162,19 +166,19 @@ class _Demo:
             decisions=decisions,
         )
 
-    def _while_reference_runs(self, folder: Path, count: int) -> Callable[[], None]:
-        def look() -> None:
+    def _check_reference(self, folder: Path, count: int) -> Callable[[], None]:
+        def check() -> None:
             self._signals.check()
-            self._timeline.doing(f"uninterrupted run: {newest_step(read_losses(folder)) + 1} of {count} steps")
+            self._timeline.show_activity(f"uninterrupted run: {newest_step(read_losses(folder)) + 1} of {count} steps")
 
-        return look
+        return check
 
     def _arguments(self, losses_dir: Path, steps: int) -> tuple[str, ...]:
         return ("--steps", str(steps), "--seed", str(self._seed), "--losses-dir", str(losses_dir))
 
 
 def _example() -> Path:
-    """The training script: in a checkout beside the package, in a wheel inside it."""
+    """The training script, which is beside the package in a checkout, and inside it in a wheel."""
     package = Path(flyball.__file__).parent
     for folder in (package.parent / "examples", package / "examples"):
         if (folder / "train_gpt.py").is_file():
@@ -192,7 +196,7 @@ FAULTS = ("kill", "hang", "host-down", "preempt")
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Everything that the demo found out."""
+    """The demo's results."""
 
     steps: int
     faults: tuple[FaultRow, ...]
@@ -203,7 +207,7 @@ class DemoResult:
 
     @property
     def passed(self) -> bool:
-        """Every fault was recovered, and training is bit for bit that of a run without faults."""
+        """Whether every fault was recovered, and training was identical to a run without faults, bit for bit."""
         return (
             tuple(f.fault for f in self.faults) == FAULTS
             and all(f.recovered for f in self.faults)
@@ -225,7 +229,7 @@ class DemoResult:
 
 
 def print_result(result: DemoResult) -> None:
-    """The report on stdout."""
+    """Print the report on stdout."""
     print_table(
         "Faults (seconds since the injection; steps lost)",
         ("fault", "decision", "detected", "decided", "resumed", "lost", "from"),
@@ -242,8 +246,8 @@ def print_result(result: DemoResult) -> None:
     )
     lost_steps = sum(f.lost_steps for f in result.faults)
     losses = result.comparison
-    counts = f"{losses.compared} compared with an uninterrupted torchrun, {losses.repeated} of them of steps done twice"
-    same = "equal, bit for bit" if losses.matches else "NOT equal: " + "; ".join(losses.problems)
+    counts = f"{losses.compared} compared with an uninterrupted run, {losses.repeated} of them of repeated steps"
+    same = "all equal, bit for bit" if losses.matches else "NOT equal: " + "; ".join(losses.problems)
     print_fields(
         {
             "steps": result.steps,
@@ -251,6 +255,6 @@ def print_result(result: DemoResult) -> None:
             "goodput": "-" if result.goodput is None else f"{100 * result.goodput:.1f} % of the elapsed time",
             "badput": ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in result.badput_s.items()) or "none",
             "decisions": result.decisions,
-            "verdict": f"every fault recovered, steps lost and done again: {lost_steps}" if result.passed else "FAILED",
+            "verdict": f"every fault recovered, {lost_steps} steps lost and repeated" if result.passed else "FAILED",
         }
     )

@@ -1,4 +1,4 @@
-"""The four faults of the demo, and what is measured of each."""
+"""The demo's four faults, and the measurement of each recovery."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from simulator.inject.faults import Injection
 
 STEPS_BETWEEN_FAULTS = 5
-START_DEADLINE_S = 180.0  # import torch on a slow machine
+START_DEADLINE_S = 180.0  # importing torch on a slow machine
 PROGRESS_DEADLINE_S = 120.0
 RECOVERY_DEADLINE_S = 120.0
-SPARE_DEADLINE_S = 180.0  # import torch once more, beside ranks that train
+SPARE_DEADLINE_S = 180.0  # importing torch once more, while ranks train
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RankRestore:
 
 @dataclass(frozen=True)
 class FaultRow:
-    """One fault and its recovery; seconds are counted from the injector's stamp, taken before the fault."""
+    """One fault and its recovery. Seconds count from the injector's timestamp, taken just before the fault."""
 
     fault: str
     target: str
@@ -73,11 +73,11 @@ def inject_and_measure(stack: DemoStack, fault: str) -> FaultRow:
 
     stack.wait(lambda: incident() is not None, f"the detection of the fault {fault} ({label})", RECOVERY_DEADLINE_S)
     stack.wait(closed, f"the recovery from the fault {fault} ({label})", RECOVERY_DEADLINE_S)
-    stack.look()  # the events that were written before the end of the incident
+    stack.poll()  # fetch the events written before the incident's end
     found = incident() or {}
     generation = _last_generation(stack.feed, str(found["incident_id"]))
     stack.wait(
-        lambda: _is_told(stack.feed, found, generation),
+        lambda: _is_reported(stack.feed, found, generation),
         f"a step of every rank after the fault {fault}",
         PROGRESS_DEADLINE_S,
     )
@@ -93,15 +93,15 @@ def _is_closed(incident: Mapping[str, Any]) -> bool:
 
 
 def _last_generation(feed: EventFeed, incident_id: str) -> int:
-    """The one that ended the incident, -1 if none was started for it."""
-    started = feed.of(EventKind.GENERATION_STARTED, incident_id=incident_id)
+    """The generation that resolved the incident, -1 if none was started for it."""
+    started = feed.select(EventKind.GENERATION_STARTED, incident_id=incident_id)
     return max((event.generation for event in started), default=-1)
 
 
-def _is_told(feed: EventFeed, incident: Mapping[str, Any], generation: int) -> bool:
-    """Whether the log has all that is measured. What was restored is told by the engines, maybe after the steps."""
-    told = {event.rank for event in feed.of(EventKind.RESTORED, generation=generation)}
-    has_restored = generation < 0 or int(incident["restored_step"]) < 0 or len(told) == WORLD_SIZE
+def _is_reported(feed: EventFeed, incident: Mapping[str, Any], generation: int) -> bool:
+    """Whether the log has everything to be measured. Engines may report their restores later than the steps."""
+    restored = {event.rank for event in feed.select(EventKind.RESTORED, generation=generation)}
+    has_restored = generation < 0 or int(incident["restored_step"]) < 0 or len(restored) == WORLD_SIZE
     return has_restored and feed.resumed_at(generation, int(incident["failed_step"]), WORLD_SIZE) is not None
 
 
@@ -110,11 +110,13 @@ def _row(
 ) -> FaultRow:
     incident_id = str(incident["incident_id"])
     decisions = [
-        e for e in feed.of(EventKind.DECISION, incident_id=incident_id) if e.data.get("kind") != DecisionKind.HOLD.value
+        e
+        for e in feed.select(EventKind.DECISION, incident_id=incident_id)
+        if e.data.get("kind") != DecisionKind.HOLD.value
     ]
     resumed_at = feed.resumed_at(generation, int(incident["failed_step"]), WORLD_SIZE)
     restored = tuple(
-        sorted((_restored(e) for e in feed.of(EventKind.RESTORED, generation=generation)), key=lambda r: r.rank)
+        sorted((_restored(e) for e in feed.select(EventKind.RESTORED, generation=generation)), key=lambda r: r.rank)
     )
     detected_at = float(incident.get("observed_at") or incident["opened_at"])
     return FaultRow(
@@ -146,7 +148,7 @@ def _restored(event: Event) -> RankRestore:
 
 
 def _sources(restored: tuple[RankRestore, ...]) -> str:
-    """The farthest tier that any rank needed: 'memory' if all had their own bytes, 'peer host-a' if one had not."""
+    """The tiers other than memory that ranks restored from, for example 'peer host-a'; 'memory' if there are none."""
     elsewhere = dict.fromkeys(f"{r.tier} {r.host}" for r in restored if r.tier != Tier.MEMORY)
     return ", ".join(elsewhere) or (Tier.MEMORY.value if restored else "")
 
@@ -155,13 +157,13 @@ def _sources(restored: tuple[RankRestore, ...]) -> str:
 
 KILLED_RANK = 1
 HUNG_RANK = 2
-LOST_RANK = 3  # its host is lost: the ranks on it change hosts
-PREEMPTED_RANK = 0  # its host gets notice: it also has the world's rank 0
+LOST_RANK = 3  # its host is lost, and all ranks on it change hosts
+PREEMPTED_RANK = 0  # its host gets the preemption notice
 NOTICE_S = 60.0
 
 
 def inject(stack: DemoStack, fault: str) -> Injection:
-    """Do one fault to the running job. The stamp in the answer is taken before it happens."""
+    """Inject one fault into the running job. The result's timestamp is taken just before the fault."""
     from simulator.inject import faults
 
     clock = SystemClock()

@@ -28,7 +28,7 @@ STOP_DEADLINE_S = 30.0
 
 
 class DemoStack:
-    """Everything that the demo starts, and the end of it."""
+    """Starts everything that the demo needs, and ends it."""
 
     def __init__(self, folder: Path, timeline: DemoTimeline, signals: EndSignals) -> None:
         self.folder = folder
@@ -40,13 +40,13 @@ class DemoStack:
         self._submitted = False
 
     def start(self, port: int) -> None:
-        """Bring the supervisor up. Raises PortInUse."""
+        """Start the supervisor. Raises PortInUse."""
         self.supervisor = start_supervisor(self.folder / "supervisor", port=port)
         self.client = ApiClient(self.supervisor.url, self.supervisor.token)
         self.feed = EventFeed(self.client)
 
     def add_host(self, host_id: str) -> None:
-        """A daemon with a state folder of its own; every host is its own failure domain."""
+        """Start a daemon with its own state folder. Every host is its own failure domain."""
         host = HostProcess(
             host_id=host_id,
             state_dir=self.folder / host_id,
@@ -60,11 +60,11 @@ class DemoStack:
         host.start()
 
     def expect_loss(self, host_id: str) -> None:
-        """From now on this host's daemon may be gone."""
+        """From now on, accept that this host's daemon is gone."""
         self._lost.add(host_id)
 
     def submit(self, script: Path, arguments: tuple[str, ...]) -> None:
-        """Hand the training job in."""
+        """Submit the training job."""
         spec = JobSpec(
             job=JOB,
             argv=(str(script), *arguments),
@@ -81,27 +81,27 @@ class DemoStack:
         return dict(self.client.get(f"/v1/jobs/{JOB}"))
 
     def ready_hosts(self) -> set[str]:
-        """Hosts that could take ranks at once: fit, with an engine and a warm standby."""
-        fit = {HostState.HEALTHY.value, HostState.SPARE.value}
+        """Hosts that can take ranks at once: healthy, with an engine and a warm standby."""
+        healthy = {HostState.HEALTHY.value, HostState.SPARE.value}
         hosts = self.client.items("/v1/hosts")
-        ready = {str(h["host_id"]) for h in hosts if h["state"] in fit and h["engine_address"]}
+        ready = {str(h["host_id"]) for h in hosts if h["state"] in healthy and h["engine_address"]}
         return {host_id for host_id in ready if host_id in self.hosts and self.hosts[host_id].is_warm}
 
     def wait(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
-        """Until the condition holds. Raises Unreachable that names what did not happen and where the logs are."""
+        """Wait until the condition holds. Raises Unreachable if that takes too long, and what `poll` raises."""
         deadline = time.monotonic() + deadline_s
         while True:
-            self.look()
+            self.poll()
             if condition():
                 return
             if time.monotonic() > deadline:
                 raise Unreachable(
-                    f"Within {deadline_s:.0f} s, {what} did not happen.", hint=f"see the logs in {self.folder}"
+                    f"Timed out after {deadline_s:.0f} s waiting for {what}.", hint=f"see the logs in {self.folder}"
                 )
             time.sleep(LOOK_INTERVAL_S)
 
-    def look(self) -> None:
-        """Show what is new; raise what makes waiting pointless: Ctrl-C, a dead daemon, a job that ended."""
+    def poll(self) -> None:
+        """Show new events. Raises if waiting is pointless: after Ctrl-C, for a dead daemon or an ended job."""
         self._signals.check()
         self._timeline.show(self.feed.pull(), self.feed.newest_world_step(WORLD_SIZE))
         for host_id, host in self.hosts.items():
@@ -110,11 +110,11 @@ class DemoStack:
         job = self.job() if self._submitted else None
         if job and JobState(job["state"]).ended:
             raise JobFailed(
-                f"The job ended early: {job['state']}: {job['message']}", hint=f"see the logs in {self.folder}"
+                f"The job ended too early: {job['state']}: {job['message']}", hint=f"see the logs in {self.folder}"
             )
 
     def stop_job(self) -> None:
-        """End the job as an operator would; ranks may then differ by the step that they were in."""
+        """Stop the job as an operator would. Ranks may then differ by one step."""
         self.client.post(f"/v1/jobs/{JOB}/stop")
         deadline = time.monotonic() + STOP_DEADLINE_S
         while not JobState(self.job()["state"]).ended:
@@ -126,7 +126,7 @@ class DemoStack:
         self._timeline.show(self.feed.pull(), self.feed.newest_world_step(WORLD_SIZE))
 
     def stop(self) -> None:
-        """End every process by its id and remove every segment; safe at any moment, also halfway through the start."""
+        """End every process by its id and remove every segment. Safe at any time, even halfway through the start."""
         for host in self.hosts.values():
             host.stop()
         if hasattr(self, "client"):

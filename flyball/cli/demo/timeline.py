@@ -1,4 +1,4 @@
-"""The demo as it happens: a line per event, and on a terminal a status line beneath."""
+"""Live output of the demo: one line per event and, on a terminal, a status line below."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 from flyball.contracts.decisions import DecisionKind
 from flyball.contracts.events import Event, EventKind
 
-PROGRESS_INTERVAL_S = 10.0  # between lines of progress where there is no terminal
+PROGRESS_INTERVAL_S = 10.0  # between progress lines without a terminal
 
 _MARKS = {
     EventKind.FAULT_INJECTED: ("fault", "bold red"),
@@ -33,15 +33,15 @@ _MARKS = {
 
 
 class DemoTimeline:
-    """Writes to stderr when stdout is kept for JSON."""
+    """Prints on stdout, or on stderr if stdout is for JSON."""
 
     def __init__(self, *, json_on_stdout: bool) -> None:
         self._console = Console(file=sys.stderr if json_on_stdout else sys.stdout, highlight=False, soft_wrap=True)
         self._began_at: float | None = None
         self._status: Status | None = None
         self._step = -1
-        self._acting = False  # signals are then the echo of the action: workers that were stopped
-        self._told_progress_at = time.monotonic()
+        self._acting = False  # during an action, signals are its own effects, for example stopped workers
+        self._progress_at = time.monotonic()
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -55,20 +55,20 @@ class DemoTimeline:
         if self._status:
             self._status.stop()
 
-    def say(self, text: str, style: str = "bold") -> None:
-        """A line of the demo itself."""
+    def print(self, text: str, style: str = "bold") -> None:
+        """Print a line about the demo itself."""
         self._console.print(Text(text, style=style))
 
-    def doing(self, text: str) -> None:
-        """What is waited for now."""
+    def show_activity(self, text: str) -> None:
+        """Show what the demo is waiting for now."""
         if self._status:
             self._status.update(Text(f"step {self._step}  {text}" if self._step >= 0 else text))
-        elif time.monotonic() - self._told_progress_at > PROGRESS_INTERVAL_S:
-            self._told_progress_at = time.monotonic()
+        elif time.monotonic() - self._progress_at > PROGRESS_INTERVAL_S:
+            self._progress_at = time.monotonic()
             self._console.print(Text(f"          ...        {f'step {self._step}: ' if self._step >= 0 else ''}{text}"))
 
     def show(self, events: Iterable[Event], step: int) -> None:
-        """New events, oldest first, and the step that training has reached."""
+        """Show new events, oldest first, and the step that training has reached."""
         self._step = max(step, self._step)
         for event in events:
             if event.kind is EventKind.DECISION:

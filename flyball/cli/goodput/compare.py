@@ -1,4 +1,4 @@
-"""`flyball goodput compare A B`: two runs side by side, and in which categories they differ."""
+"""`flyball goodput compare A B`: two runs side by side, and where their time differs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from goodput.comparison import CategoryRow, ReportComparison, Row
 
 COMMAND: dict[str, Any] = {
-    "help": "Compare two runs: measures side by side, and the difference by category and by cause.",
+    "help": "Compare two runs: their measures side by side, and the time differences by category and by cause.",
     "epilog": examples(
         "flyball goodput compare before.jsonl after.jsonl",
         "flyball goodput compare llama-1 llama-2 -o json",
@@ -44,14 +44,14 @@ def command(
     *,
     a: Annotated[
         str,
-        typer.Argument(metavar="A", help="an event log, a folder of them, LOG:JOB where it has several, or a job"),
+        typer.Argument(metavar="A", help="an event log, a folder of them, LOG:JOB for one job in a log, or a job"),
     ],
-    b: Annotated[str, typer.Argument(metavar="B", help="what to compare it with, named likewise")],
+    b: Annotated[str, typer.Argument(metavar="B", help="the run to compare it with, named in the same ways")],
     query: Query,
     output: ReportFormatOption = None,
     out: OutOption = None,
 ) -> None:
-    """Each of A and B is an event log, a folder of them, one job of these, or a job at the supervisor."""
+    """A and B may each be an event log, a folder of them, one job in a log, or a job of the supervisor."""
     from goodput.comparison import compare
     from goodput.show.report import to_json
 

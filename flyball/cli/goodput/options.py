@@ -1,4 +1,4 @@
-"""What the goodput commands give: by which method, in which format, and where it goes."""
+"""Options for the output of the goodput commands: method, format, and file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ import typer
 from flyball.contracts.errors import ConfigurationError, UsageError
 
 StepFlopsOption = Annotated[
-    float | None, typer.Option("--model-flops-per-step", help="of the model, in one step of the job; for MFU")
+    float | None,
+    typer.Option("--model-flops-per-step", help="FLOPs that one step of the whole job takes (to compute MFU)"),
 ]
-PeakFlopsOption = Annotated[float | None, typer.Option("--peak-flops-per-gpu", help="per second; for MFU")]
+PeakFlopsOption = Annotated[
+    float | None, typer.Option("--peak-flops-per-gpu", help="peak FLOP/s of one GPU (to compute MFU)")
+]
 OutOption = Annotated[Path | None, typer.Option("--out", help="write to this file instead of stdout")]
 
 
@@ -26,11 +29,11 @@ class Method(StrEnum):
 
 
 MethodOption = Annotated[
-    Method, typer.Option("--method", help="google-resiliency: that calculator's own formula and JSON keys")
+    Method, typer.Option("--method", help="google-resiliency uses the formula and JSON keys of Google's calculator")
 ]
 ReferenceOption = Annotated[
     float | None,
-    typer.Option("--reference-step-time", help="seconds that a step should take"),
+    typer.Option("--reference-step-time", help="seconds that one step should take"),
 ]
 
 
@@ -48,18 +51,18 @@ ReportFormatOption = Annotated[
 
 
 def choose_format(asked: ReportFormat | None, out: Path | None, allowed: tuple[ReportFormat, ...]) -> ReportFormat:
-    """The format that was asked for, else the one that the file's name asks for. Raises UsageError."""
+    """The requested format, else the one of the file's extension, else a table. Raises UsageError."""
     by_suffix = {f".{f.value}": f for f in (ReportFormat.JSON, ReportFormat.CSV, ReportFormat.HTML)}
     chosen = asked or (by_suffix.get(out.suffix) if out else None) or ReportFormat.TABLE
     if chosen not in allowed:
-        raise UsageError(f"-o {chosen} is not offered here.", hint=f"one of: {', '.join(allowed)}")
+        raise UsageError(f"This command cannot write {chosen}.", hint=f"use one of: {', '.join(allowed)}")
     if chosen is ReportFormat.HTML and out is None and sys.stdout.isatty():
-        raise UsageError("An HTML report is a file, not something for a terminal.", hint="add --out report.html")
+        raise UsageError("An HTML report cannot be shown on a terminal.", hint="add --out report.html")
     return chosen
 
 
 def write_out(text: str, out: Path | None) -> None:
-    """To the file, as a whole or not at all, else to stdout."""
+    """Write to the file, completely or not at all, or to stdout."""
     if not text.endswith("\n"):
         text += "\n"
     if out is None:
@@ -80,5 +83,5 @@ def write_out(text: str, out: Path | None) -> None:
             raise
     except OSError as error:
         raise ConfigurationError(
-            f"Cannot write {out}: {error.strerror}.", hint="name a file in a folder that is there, with room in it"
+            f"Cannot write {out}: {error.strerror}.", hint="name a file in an existing folder with free space"
         ) from error

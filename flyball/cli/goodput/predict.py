@@ -1,4 +1,4 @@
-"""`flyball goodput predict`: what goodput to expect, and how often to save, from a run or from given numbers."""
+"""`flyball goodput predict`: expected goodput and best save interval, from a past run or from given numbers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from goodput.predict.prediction import PredictedTier
 
 COMMAND: dict[str, Any] = {
-    "help": "Predict goodput and the best checkpoint interval: from what was seen of a run, or from given numbers. "
-    "Numbers that are given take the place of what was seen.",
+    "help": "Predict goodput and the best checkpoint interval, from measurements of a run or from numbers that you "
+    "give. Numbers that you give replace the measured ones.",
     "epilog": examples(
         "flyball goodput predict events.jsonl",
         "flyball goodput predict --job llama --restart-s 5",
@@ -32,7 +32,7 @@ COMMAND: dict[str, Any] = {
     ),
 }
 
-NOTHING_SEEN = Recommendation(text="")
+NOTHING_MEASURED = Recommendation(text="")
 
 Seconds = float | None
 
@@ -41,29 +41,31 @@ Seconds = float | None
 def command(
     *,
     query: Query,
-    nodes: Annotated[int | None, typer.Option(min=1, help="hosts of the job")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="number of hosts of the job")] = None,
     failures_per_1000_node_days: Annotated[
-        float | None, typer.Option(min=0.0, help="how often a host fails, with --nodes")
+        float | None, typer.Option(min=0.0, help="failure rate of the hosts; needs --nodes")
     ] = None,
-    mtti_s: Annotated[Seconds, typer.Option(help="mean time between interruptions, in place of these two")] = None,
+    mtti_s: Annotated[
+        Seconds, typer.Option(help="mean seconds between interruptions, instead of --nodes and the failure rate")
+    ] = None,
     restart_s: Annotated[
         Seconds,
-        typer.Option(min=0.0, help="from a fault to the first step after it; with --tier, without the restore"),
+        typer.Option(min=0.0, help="seconds from a fault to the next step; with --tier, without the restore"),
     ] = None,
-    interval_s: Annotated[Seconds, typer.Option(help="time between two saves now")] = None,
+    interval_s: Annotated[Seconds, typer.Option(help="current seconds between two saves")] = None,
     save_s: Annotated[Seconds, typer.Option(min=0.0, help="seconds for which one save blocks training")] = None,
-    step_s: Annotated[Seconds, typer.Option(help="what a step takes; intervals are then whole steps")] = None,
+    step_s: Annotated[Seconds, typer.Option(help="seconds per step; intervals are then whole steps")] = None,
     tiers: Annotated[
         list[str] | None,
         typer.Option(
             "--tier",
             metavar="NAME:SAVE_S:RESTORE_S:SURVIVES[:READY_AFTER_S]",
-            help="a tier: its save, its restore, the share of interruptions that its copies survive; repeat",
+            help="a tier: seconds per save and restore, and the share of interruptions its copies survive; repeatable",
         ),
     ] = None,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Without a log, --job or a rate, the supervisor's only job is what was seen."""
+    """Without a log, --job or a failure rate, measures the supervisor's only job."""
     from goodput.predict.outlook import Assumptions, outlook
     from goodput.predict.prediction import job_mtti_s
 
@@ -71,48 +73,48 @@ def command(
         raise UsageError("--nodes and --failures-per-1000-node-days go together.", hint="give both, or --mtti-s")
     if nodes is not None and failures_per_1000_node_days is not None:
         if mtti_s is not None:
-            raise UsageError("--mtti-s and --nodes both say how often the job is interrupted.", hint="give one")
+            raise UsageError("--mtti-s and --nodes both set how often the job is interrupted.", hint="give one of them")
         mtti_s = job_mtti_s(nodes, failures_per_1000_node_days)
     report: GoodputReport | None = None
-    if mtti_s is None or query != Query():  # else nothing is said of a run
+    if mtti_s is None or query != Query():  # else no run is involved
         report = find(query).report
-    told = report.recommendation if report else None
-    seen = told or NOTHING_SEEN
-    mtti_s, repair_s = _first(mtti_s, seen.mtti_s), _first(restart_s, seen.repair_s)
+    recommendation = report.recommendation if report else None
+    measured = recommendation or NOTHING_MEASURED
+    mtti_s, repair_s = _first(mtti_s, measured.mtti_s), _first(restart_s, measured.repair_s)
     if mtti_s is not None and repair_s is None:
-        raise UsageError("Neither the run nor a flag says how long a restart takes.", hint="give --restart-s")
+        raise UsageError("How long a restart takes is unknown: the run had none.", hint="give --restart-s")
     found = outlook(
         Assumptions(
             mtti_s=mtti_s,
             repair_s=repair_s,
-            interval_s=_first(interval_s, _saved_every_s(seen)),
-            save_s=_first(save_s, seen.save_blocked_s),
-            step_s=_first(step_s, seen.step_s),
+            interval_s=_first(interval_s, _save_interval_s(measured)),
+            save_s=_first(save_s, measured.save_blocked_s),
+            step_s=_first(step_s, measured.step_s),
             tiers=tuple(_tier(tier) for tier in tiers or ()),
             restore_s=_restore_s(report) if restart_s is None else 0.0,
         ),
-        told,
+        recommendation,
     )
     if output is Format.JSON:
         print_json(found)
     else:
-        _show(found)
+        _print(found)
 
 
-def _first(given: float | None, seen: float | None) -> float | None:
-    return seen if given is None else given
+def _first(given: float | None, measured: float | None) -> float | None:
+    return measured if given is None else given
 
 
 def _restore_s(report: GoodputReport | None) -> float:
-    """What the restore took of the restarts that were seen."""
+    """Mean seconds that the measured restarts spent on restoring."""
     restore = report.repair.get("restore") if report else None
     return 0.0 if restore is None else restore.mean_s or 0.0
 
 
-def _saved_every_s(seen: Recommendation) -> float | None:
-    if seen.saved_every_steps is None or seen.step_s is None:
+def _save_interval_s(measured: Recommendation) -> float | None:
+    if measured.saved_every_steps is None or measured.step_s is None:
         return None
-    return seen.saved_every_steps * seen.step_s
+    return measured.saved_every_steps * measured.step_s
 
 
 def _tier(text: str) -> PredictedTier:
@@ -126,17 +128,17 @@ def _tier(text: str) -> PredictedTier:
     except ValueError:
         raise UsageError(
             f"--tier {text} is not a tier.",
-            hint="NAME:SAVE_S:RESTORE_S:SURVIVES[:READY_AFTER_S], for example memory:0.05:1:0.7",
+            hint="write NAME:SAVE_S:RESTORE_S:SURVIVES[:READY_AFTER_S], for example memory:0.05:1:0.7",
         ) from None
     return PredictedTier(name, *values)
 
 
-def _show(found: Outlook) -> None:
+def _print(found: Outlook) -> None:
     from goodput.wording import percent, points, seconds
 
-    assumed, seen = found.assumptions, found.recommendation
+    assumed, measured = found.assumptions, found.recommendation
     fields: dict[str, object] = {
-        "interrupted every": _interrupted_every(assumed.mtti_s, seen),
+        "interrupted every": _interrupted_every(assumed.mtti_s, measured),
         "restart takes": seconds(assumed.repair_s),
         "a save blocks": seconds(assumed.save_s),
         "saved every": seconds(assumed.interval_s),
@@ -144,9 +146,9 @@ def _show(found: Outlook) -> None:
     if assumed.mtti_s is not None:
         fields["expected goodput"] = (
             f"{percent(found.goodput)} (ETTR by Meta's closed form: {percent(found.ettr)}, "
-            "in which what saves block is lost)"
+            "which counts time blocked by saves as lost)"
         )
-        fields["best interval"] = "- (give --save-s, what a save costs)"
+        fields["best interval"] = "- (give --save-s, the seconds that a save blocks)"
     if found.best_interval_s is not None:
         steps = f", {found.best_interval_steps} steps" if found.best_interval_steps is not None else ""
         fields |= {
@@ -171,20 +173,20 @@ def _show(found: Outlook) -> None:
             ),
         )
         print_fields({"goodput with these tiers": percent(found.tiers.goodput)})
-    if seen is not None:
-        print_fields({"as seen": seen.text})
+    if measured is not None:
+        print_fields({"measured": measured.text})
     for note in found.notes:
         print_fields({"note": note})
 
 
-def _interrupted_every(mtti_s: float | None, seen: Recommendation | None) -> str:
+def _interrupted_every(mtti_s: float | None, measured: Recommendation | None) -> str:
     from goodput.wording import seconds
 
     if mtti_s is not None:
         return seconds(mtti_s)
-    if seen is None or seen.mtti_at_least_s is None:
+    if measured is None or measured.mtti_at_least_s is None:
         return "- (give --mtti-s)"
     return (
-        f"not seen; {seconds(seen.mtti_at_least_s)} or more, with 97.5% confidence "
-        f"(to predict, give --mtti-s and --restart-s, for example --mtti-s {ceil(seen.mtti_at_least_s)})"
+        f"never so far; {seconds(measured.mtti_at_least_s)} or more, with 97.5% confidence "
+        f"(to predict, give --mtti-s and --restart-s, for example --mtti-s {ceil(measured.mtti_at_least_s)})"
     )

@@ -1,4 +1,4 @@
-"""`flyball goodput report`: how much of the time became training, and what took the rest."""
+"""`flyball goodput report`: how much of the elapsed time became training, and what took the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flyball.cli.goodput.options import (
     write_out,
 )
 from flyball.cli.goodput.query import with_query
-from flyball.cli.goodput.sources import AUTO, Found, Query, find, refuse_supervisor, say_left_out
+from flyball.cli.goodput.sources import AUTO, Found, Query, announce_skipped, find, refuse_supervisor
 from flyball.cli.reach.options import examples
 from flyball.cli.show.output import cell
 from flyball.contracts.errors import UsageError
@@ -28,10 +28,10 @@ from flyball.contracts.errors import UsageError
 if TYPE_CHECKING:
     from goodput.calculator import GoodputReport
 
-TIMELINE_BINS = 240  # of the HTML report: about three pixels each
+TIMELINE_BINS = 240  # in the HTML report: about three pixels each
 
 COMMAND: dict[str, Any] = {
-    "help": "Report a run's goodput and where the rest of its time went, from a supervisor or from event log files.",
+    "help": "Report a run's goodput and where the rest of its time went. Reads event logs, or asks a supervisor.",
     "epilog": examples(
         "flyball goodput report --job llama",
         "flyball goodput report events.jsonl --from 24h -o json",
@@ -52,7 +52,7 @@ def command(
     model_flops_per_step: StepFlopsOption = None,
     peak_flops_per_gpu: PeakFlopsOption = None,
 ) -> None:
-    """Text on a terminal; the whole report with -o json, csv or html."""
+    """The table is a summary; -o json, csv and html have the whole report."""
     chosen = choose_format(output, out, tuple(ReportFormat))
     options = msgspec.structs.replace(
         query.options,
@@ -69,7 +69,7 @@ def command(
 
 
 def render(found: Found, chosen: ReportFormat) -> str:
-    """The report in one of the formats."""
+    """The report in the chosen format."""
     from goodput.show.report import to_json, to_text
 
     report: GoodputReport = found.report
@@ -89,18 +89,18 @@ def render(found: Found, chosen: ReportFormat) -> str:
 
 
 def google_text(query: Query, chosen: ReportFormat) -> str:
-    """What the calculator of Google's resiliency library says, with its own keys. Raises UsageError, NotFound."""
+    """The result of the calculator of Google's resiliency library, with its keys. Raises UsageError, NotFound."""
     from goodput.account.google_resiliency import measure
     from goodput.read.event_files import MalformedLines
     from goodput.read.importers.registry import read_entries
 
     if not query.logs:
-        raise UsageError("--method google-resiliency reads that library's log files.", hint="name them")
+        raise UsageError("--method google-resiliency needs that library's log files.", hint="name them")
     if chosen not in (ReportFormat.TABLE, ReportFormat.JSON):
-        raise UsageError(f"--method google-resiliency has no {chosen}.", hint="-o json, or --method flyball")
+        raise UsageError(f"--method google-resiliency cannot write {chosen}.", hint="use -o json, or --method flyball")
     refuse_supervisor(query)
     options = query.options
-    unknown = {
+    unsupported = {
         "--from": query.since,
         "--to": query.until,
         "--gpu-hour-price": options.gpu_hour_price,
@@ -110,12 +110,14 @@ def google_text(query: Query, chosen: ReportFormat) -> str:
         "--map": query.log_map or None,
         "--format": None if query.log_format in (AUTO, Method.GOOGLE_RESILIENCY) else query.log_format,
     }
-    for flag, value in unknown.items():
+    for flag, value in unsupported.items():
         if value is not None:
-            raise UsageError(f"--method google-resiliency has no {flag}.", hint="leave it out, or --method flyball")
+            raise UsageError(
+                f"--method google-resiliency does not support {flag}.", hint="leave it out, or use --method flyball"
+            )
     refusals = MalformedLines(strict=query.strict)
     entries = list(read_entries(query.logs, refusals))
-    say_left_out(refusals.count, refusals.named)
+    announce_skipped(refusals.count, refusals.named)
     found = measure(entries, reference_step_time_s=query.options.reference_step_s, job=query.job or None)
     if chosen is ReportFormat.JSON:
         return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()

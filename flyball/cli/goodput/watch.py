@@ -1,4 +1,4 @@
-"""`flyball goodput watch`: the report, live, until the job has ended."""
+"""`flyball goodput watch`: show the report live until the job has ended."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from flyball.cli.goodput.query import with_query
 from flyball.cli.goodput.sources import Query, find
 from flyball.cli.goodput.times import parse_duration
 from flyball.cli.reach.options import examples
-from flyball.cli.show.output import Format, OutputOption, moment, printable, say
+from flyball.cli.show.output import Format, OutputOption, announce, moment, printable
 from flyball.cli.signals import EndSignals
 from flyball.contracts.errors import TooBusy, Unreachable
 
 if TYPE_CHECKING:
     from goodput.calculator import GoodputReport
 
-LOOK_EVERY_S = 0.1  # whether somebody wants it to end
-BUSY_SHARE = 0.25  # at most this part of the time is spent on reading and calculating
+SIGNAL_CHECK_INTERVAL_S = 0.1
+BUSY_SHARE = 0.25  # spend at most this share of the time on reading and calculating
 
 COMMAND: dict[str, Any] = {
-    "help": "Watch a run's goodput live: at a supervisor, or in an event log that grows. Ends with the job, or Ctrl-C.",
+    "help": "Watch a run's goodput live, from a supervisor or from a growing event log. Ends with the job, or at "
+    "Ctrl-C.",
     "epilog": examples(
         "flyball goodput watch --job llama",
         "flyball goodput watch events.jsonl --every 5s",
@@ -42,40 +43,44 @@ COMMAND: dict[str, Any] = {
 def command(
     *,
     query: Query,
-    every: Annotated[str, typer.Option("--every", help="how often to look")] = "2s",
+    every: Annotated[str, typer.Option("--every", help="time between two updates")] = "2s",
     output: OutputOption = Format.TABLE,
 ) -> int:
-    """A screen on a terminal, else a line per look; with -o json the whole report, one object per line. Exit code 0
-    also after Ctrl-C: that is how it is left."""
+    """Updates a screen on a terminal, else prints a line per update. With -o json: one report per line.
+
+    Exit code 0 after Ctrl-C, too: that is the normal way to leave.
+    """
     query = msgspec.structs.replace(query, quiet=True)
-    every_s = max(LOOK_EVERY_S, parse_duration("--every", every))
+    every_s = max(SIGNAL_CHECK_INTERVAL_S, parse_duration("--every", every))
     console = Console()
     with EndSignals(("SIGTERM",)) as signals:
         try:
-            looks = _looks(query, every_s, signals)
+            updates = _updates(query, every_s, signals)
             if output is Format.JSON or not console.is_terminal:
-                _tell(looks, _json_line if output is Format.JSON else _line)
+                _print_lines(updates, _json_line if output is Format.JSON else _line)
             else:
-                _show(looks, console)
+                _show_live(updates, console)
         except KeyboardInterrupt:
             pass
     return signals.exit_code
 
 
-def _looks(query: Query, every_s: float, signals: EndSignals) -> Iterator[tuple[GoodputReport, str]]:
-    """The report as often as it may have changed, and why it is an old one ('' if it is not), until the job ended. What
-    is wrong at the first look raises; later on a supervisor that is away is waited for."""
+def _updates(query: Query, every_s: float, signals: EndSignals) -> Iterator[tuple[GoodputReport, str]]:
+    """Yield the report until the job ends, each time with the reason why it could not be updated ('' if it could).
+
+    Errors at the first attempt are raised; later, an unreachable supervisor is waited for.
+    """
     report: GoodputReport | None = None
     is_final = False
-    seen: object = None
+    last_stamp: object = None
     while not signals.count:
         began_s = time.monotonic()
         trouble = ""
         try:
             stamp = _stamp(query.logs)
-            if report is None or stamp is None or stamp != seen:
+            if report is None or stamp is None or stamp != last_stamp:
                 found = find(query)
-                report, is_final, seen = found.report, found.is_final, stamp
+                report, is_final, last_stamp = found.report, found.is_final, stamp
         except (Unreachable, TooBusy) as error:
             if report is None:
                 raise
@@ -86,11 +91,11 @@ def _looks(query: Query, every_s: float, signals: EndSignals) -> Iterator[tuple[
         now_s = time.monotonic()
         next_s = max(began_s + every_s, now_s + (now_s - began_s) * (1.0 / BUSY_SHARE - 1.0))
         while not signals.count and (left_s := next_s - time.monotonic()) > 0:
-            time.sleep(min(left_s, LOOK_EVERY_S))
+            time.sleep(min(left_s, SIGNAL_CHECK_INTERVAL_S))
 
 
 def _stamp(logs: Sequence[Path]) -> object:
-    """What changes whenever one of the files does; None without files."""
+    """A value that changes whenever one of the files does; None without files."""
     from goodput.read.event_files import log_files
 
     if not logs:
@@ -99,16 +104,16 @@ def _stamp(logs: Sequence[Path]) -> object:
     return [(path, state.st_size, state.st_mtime_ns) for path, state in states]
 
 
-def _tell(looks: Iterable[tuple[GoodputReport, str]], line: Callable[[GoodputReport], str]) -> None:
-    away = ""
-    for report, trouble in looks:
+def _print_lines(updates: Iterable[tuple[GoodputReport, str]], line: Callable[[GoodputReport], str]) -> None:
+    last_trouble = ""
+    for report, trouble in updates:
         if trouble:
-            if trouble != away:
-                say(trouble)
+            if trouble != last_trouble:
+                announce(trouble)
         else:
             sys.stdout.write(line(report) + "\n")
             sys.stdout.flush()
-        away = trouble
+        last_trouble = trouble
 
 
 def _json_line(report: GoodputReport) -> str:
@@ -127,12 +132,12 @@ def _line(report: GoodputReport) -> str:
     )
 
 
-def _show(looks: Iterable[tuple[GoodputReport, str]], console: Console) -> None:
+def _show_live(updates: Iterable[tuple[GoodputReport, str]], console: Console) -> None:
     from goodput.show.report import render_live
 
     with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
-        for report, trouble in looks:
-            below = f"{printable(trouble)} Asking again." if trouble else "" if report.outcome else "Ctrl-C ends it."
+        for report, trouble in updates:
+            below = f"{printable(trouble)} Retrying." if trouble else "" if report.outcome else "Press Ctrl-C to quit."
             room = console.height - len(console.render_lines(Text(below)))
 
             def fits(shown: RenderableType, room: int = room if not report.outcome else sys.maxsize) -> bool:

@@ -1,4 +1,4 @@
-"""`flyball logs`: what the ranks of a job wrote, while it runs and after it has ended."""
+"""`flyball logs`: show the output of a job's ranks, while it runs and after it has ended."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from flyball.cli.logs.console import INTERVAL_S, LogFollower
 from flyball.cli.logs.job_logs import JobLogs, RankLog, jobs_here, jobs_of_daemons
 from flyball.cli.logs.log_mirror import ALL, LogMirror
 from flyball.cli.reach.client import ApiClient
-from flyball.cli.reach.options import SupervisorOption, TokenFileOption, connect, examples
+from flyball.cli.reach.options import examples, with_supervisor
 from flyball.cli.reach.places import find_supervisor
+from flyball.cli.reach.sources import SupervisorChoice
 from flyball.cli.run.host_process import is_written
-from flyball.cli.show.output import Format, OutputOption, print_json, say
+from flyball.cli.show.output import Format, OutputOption, announce, print_json
 from flyball.contracts.cluster import JobState
 from flyball.contracts.errors import FlyballError, NotFound, UsageError
 from flyball.contracts.on_host.console_request import BOTH
@@ -28,7 +29,7 @@ from flyball.contracts.reports.rank_logs import MAX_PIECE_BYTES, NEWEST
 from flyball.launch.output_flags import ALL_RANKS, Console
 
 COMMAND: dict[str, Any] = {
-    "help": "Show what the ranks of a job wrote, on this machine also after its end and without a supervisor.",
+    "help": "Show the output of a job's ranks. Logs on this machine need no supervisor, and stay after the job's end.",
     "epilog": examples(
         "flyball logs",
         "flyball logs llama -f",
@@ -41,37 +42,39 @@ COMMAND: dict[str, Any] = {
 
 ALL_GENERATIONS = "all"
 NAMES_SHOWN = 5
-JSON_LINES = 1000  # of a log, if --tail does not say
+JSON_LINES = 1000  # per log, without --tail
 READ_SIZE_BYTES = 1 << 20
-JSON_MOST_BYTES = 4 << 20  # of a log
-LOCAL_INTERVAL_S = 2.0  # at which all processes are looked through for one that still writes
+MAX_JSON_BYTES = 4 << 20  # per log
+LOCAL_INTERVAL_S = 2.0  # between scans of all processes for one that still writes
 REMOTE_INTERVAL_S = 0.5
-MAX_REMOTE_RANKS = 16  # that are shown without --rank
-LINE_BYTES = 400  # of a line, to guess how much of a log far away its last lines are
+MAX_REMOTE_RANKS = 16  # shown without --rank
+LINE_BYTES = 400  # estimated, to decide how much of a remote log holds its last lines
 
 
+@with_supervisor(without=("state_dir", "database_url"))
 def command(
     *,
     job: Annotated[str, typer.Argument(help="name of the job (default: the one that wrote last)")] = "",
-    rank: Annotated[list[int] | None, typer.Option("--rank", min=0, help="only this rank; may be repeated")] = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="go on until the job has ended")] = False,
+    rank: Annotated[list[int] | None, typer.Option("--rank", min=0, help="only this rank; repeatable")] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="keep showing new output until the job ends")] = False,
     generation: Annotated[
-        str, typer.Option("--generation", help="a number, or all (default: the newest; with -f also those that follow)")
+        str, typer.Option("--generation", help="a number, or all (default: the newest; with -f also later ones)")
     ] = "",
-    host: Annotated[str, typer.Option("--host", help="only ranks of this host")] = "",
-    tail: Annotated[int, typer.Option("--tail", min=0, help="only the last lines of each log; 0: all")] = 0,
-    state_dir: Annotated[str, typer.Option("--state-dir", help="the state folder of the run or of the host")] = "",
-    supervisor: SupervisorOption = "",
-    token_file: TokenFileOption = "",
+    host: Annotated[str, typer.Option("--host", help="only ranks on this host")] = "",
+    tail: Annotated[int, typer.Option("--tail", min=0, help="only this many last lines per log; 0 means all")] = 0,
+    state_dir: Annotated[str, typer.Option("--state-dir", help="state folder of the run or of the host")] = "",
+    choice: SupervisorChoice,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Bytes as the ranks wrote them, on stdout."""
+    """Writes the logs' bytes unchanged to stdout."""
     if generation and generation != ALL_GENERATIONS and not generation.isdecimal():
-        raise UsageError(f"--generation {generation} is neither a number nor all.", hint="for example --generation 0")
+        raise UsageError(
+            f"--generation {generation} is neither a number nor all.", hint="write for example --generation 0"
+        )
     if follow and output is Format.JSON:
-        raise UsageError("--follow and -o json contradict each other.", hint="leave one of them out")
+        raise UsageError("--follow and -o json cannot be combined.", hint="leave one of them out")
     wanted = _Wanted(job, tuple(rank or ()), generation, host, tail)
-    if not supervisor:
+    if not choice.url:
         try:
             runs = _choose(wanted, state_dir)
             _show(
@@ -79,21 +82,21 @@ def command(
                 wanted,
                 follow,
                 output,
-                _every(LOCAL_INTERVAL_S, lambda: not any(is_written(run.folder) for run in runs)),
+                _at_intervals(LOCAL_INTERVAL_S, lambda: not any(is_written(run.folder) for run in runs)),
             )
             return
         except NotFound:
-            if not job or state_dir or not _knows_supervisor(token_file):
+            if not job or state_dir or not _has_supervisor(choice.token_file):
                 raise
     if not job:
-        raise UsageError("A supervisor has many jobs.", hint="name one: flyball logs JOB --supervisor URL")
-    with connect(supervisor, token_file, "") as client, tempfile.TemporaryDirectory(prefix="flyball-logs-") as folder:
+        raise UsageError("Which job of the supervisor?", hint="name it: flyball logs JOB --supervisor URL")
+    with choice.connect() as client, tempfile.TemporaryDirectory(prefix="flyball-logs-") as folder:
         _show_remote(client, wanted, Path(folder), follow, output)
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What was asked for."""
+    """The logs that the user wants."""
 
     job: str
     ranks: tuple[int, ...]
@@ -102,7 +105,7 @@ class _Wanted:
     tail: int
 
 
-def _knows_supervisor(token_file: str) -> bool:
+def _has_supervisor(token_file: str) -> bool:
     try:
         find_supervisor(os.environ, token_file=token_file)
     except FlyballError:
@@ -121,17 +124,17 @@ def _show(runs: Sequence[JobLogs], wanted: _Wanted, follow: bool, output: Format
 
 
 def _show_remote(client: ApiClient, wanted: _Wanted, folder: Path, follow: bool, output: Format) -> None:
-    """Through the supervisor: logs are copied to a folder, and shown from there."""
+    """Copy the logs through the supervisor to a folder, and show them from there."""
     job = client.get(f"/v1/jobs/{wanted.job}")
     by_host: dict[str, list[int]] = {}
     for one in job["ranks"]:
         if (not wanted.ranks or one["rank"] in wanted.ranks) and wanted.host in ("", one["host_id"]):
             by_host.setdefault(one["host_id"], []).append(one["rank"])
-    if wanted.host and wanted.ranks and not by_host:  # they were there before
+    if wanted.host and wanted.ranks and not by_host:  # the ranks were on that host earlier
         by_host[wanted.host] = list(wanted.ranks)
     placed = sum(map(len, by_host.values()))
     if placed > MAX_REMOTE_RANKS and not wanted.ranks:
-        say(f"rank 0 of {placed}; others: --rank R")
+        announce(f"showing only rank 0 of {placed} (--rank R shows others)")
         by_host = {host: [0] for host, ranks in by_host.items() if 0 in ranks} or by_host
     number = int(wanted.generation) if wanted.generation.isdecimal() else ALL if wanted.generation else NEWEST
     mirrors = [
@@ -154,22 +157,22 @@ def _show_remote(client: ApiClient, wanted: _Wanted, folder: Path, follow: bool,
         ended = JobState(client.get(f"/v1/jobs/{wanted.job}")["state"]).ended
         return not any([mirror.update() for mirror in mirrors]) and ended
 
-    _show(runs, wanted, follow, output, _every(REMOTE_INTERVAL_S, is_over))
+    _show(runs, wanted, follow, output, _at_intervals(REMOTE_INTERVAL_S, is_over))
 
 
-def _every(interval_s: float, look: Callable[[], bool]) -> Callable[[], bool]:
-    """Look at most that often; false between."""
+def _at_intervals(interval_s: float, check: Callable[[], bool]) -> Callable[[], bool]:
+    """Limit how often `check` is called; in between, the result is False."""
     due_at = 0.0
 
-    def rarely() -> bool:
+    def limited() -> bool:
         nonlocal due_at
         if time.monotonic() < due_at:
             return False
-        found = look()
+        result = check()
         due_at = time.monotonic() + interval_s
-        return found
+        return result
 
-    return rarely
+    return limited
 
 
 def _choose(wanted: _Wanted, state_dir: str) -> list[JobLogs]:
@@ -183,39 +186,41 @@ def _choose(wanted: _Wanted, state_dir: str) -> list[JobLogs]:
     if not named:
         known = list(dict.fromkeys(logs.job for logs in reversed(found)))
         more = f" and {len(known) - NAMES_SHOWN} more" if len(known) > NAMES_SHOWN else ""
-        some = f" There are some of: {', '.join(known[:NAMES_SHOWN])}{more}." if known else ""
+        others = f" Jobs with logs here: {', '.join(known[:NAMES_SHOWN])}{more}." if known else ""
         what = f"job {job}" if job else "any job"
         raise NotFound(
-            f"No logs of {what}{f' on host {host}' if host else ''} are on this machine.{some}",
-            hint="ask where its ranks ran, name the folder (--state-dir DIR), or a supervisor (--supervisor URL)",
+            f"There are no logs of {what}{f' on host {host}' if host else ''} on this machine.{others}",
+            hint="run this where the job's ranks ran, or use --state-dir DIR or --supervisor URL",
         )
-    newest = {logs.host_id: logs for logs in named}  # the last of a host wins
+    newest = {logs.host_id: logs for logs in named}  # the last one of each host wins
     return list(newest.values())
 
 
-def _select(runs: Sequence[JobLogs], asked: _Wanted) -> list[RankLog]:
-    """The logs that were asked for, by generation and rank. Raises NotFound."""
-    ranks, generation = asked.ranks, asked.generation
+def _select(runs: Sequence[JobLogs], wanted: _Wanted) -> list[RankLog]:
+    """The wanted logs, by generation and rank. Raises NotFound."""
+    ranks = wanted.ranks
     every = sorted((log for run in runs for log in run.logs()), key=lambda log: (log.generation, log.rank))
     if not every:
         raise NotFound(
-            f"There is no such log of job {asked.job} yet.",
+            f"Job {wanted.job} has no such log yet.",
             hint="`flyball status` shows whether it runs, and where its ranks are",
         )
     newest = max(log.generation for log in every)
-    wanted = generation or str(newest)
+    generation = wanted.generation or str(newest)
     chosen = [
-        log for log in every if (not ranks or log.rank in ranks) and wanted in (ALL_GENERATIONS, str(log.generation))
+        log
+        for log in every
+        if (not ranks or log.rank in ranks) and generation in (ALL_GENERATIONS, str(log.generation))
     ]
     if not chosen:
-        has = sorted({log.rank for log in every})
+        known = sorted({log.rank for log in every})
         raise NotFound(
-            f"Job {runs[0].job} has no such log here: ranks {has[0]} to {has[-1]}, generations "
+            f"Job {runs[0].job} has no such log here. It has ranks {known[0]} to {known[-1]} and generations "
             f"{every[0].generation} to {newest}.",
-            hint="choose with --rank R and --generation N; ranks of other machines have their logs there",
+            hint="choose with --rank R and --generation N; logs of ranks on other machines are on those machines",
         )
-    if not generation and every[0].generation < newest:
-        say(f"generation {newest} of job {runs[0].job}; earlier ones: --generation N, or all")
+    if not wanted.generation and every[0].generation < newest:
+        announce(f"showing generation {newest} of job {runs[0].job} (--generation N, or all, shows earlier ones)")
     return chosen
 
 
@@ -233,7 +238,7 @@ def _print(logs: Sequence[RankLog], tail: int) -> None:
 
 
 def _start_of_last(path: Path, lines: int) -> int:
-    """The offset at which the last lines of a file begin."""
+    """The offset at which the last `lines` lines of a file begin."""
     with path.open("rb") as file:
         at = end = file.seek(0, os.SEEK_END)
         missing = lines
@@ -241,7 +246,7 @@ def _start_of_last(path: Path, lines: int) -> int:
             begin = max(0, at - READ_SIZE_BYTES)
             file.seek(begin)
             block = file.read(at - begin)
-            position = len(block) - (at == end and block.endswith(b"\n"))  # the end of the last line begins none
+            position = len(block) - (at == end and block.endswith(b"\n"))  # ignore the newline at the end of the file
             while (position := block.rfind(b"\n", 0, position)) >= 0:
                 missing -= 1
                 if not missing:
@@ -253,8 +258,8 @@ def _start_of_last(path: Path, lines: int) -> int:
 def _as_json(log: RankLog, tail: int) -> dict[str, Any]:
     with log.path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(_start_of_last(log.path, tail), size - JSON_MOST_BYTES))
-        text = file.read(JSON_MOST_BYTES).decode(errors="replace")
+        file.seek(max(_start_of_last(log.path, tail), size - MAX_JSON_BYTES))
+        text = file.read(MAX_JSON_BYTES).decode(errors="replace")
     return {
         "host_id": log.host_id,
         "generation": log.generation,
@@ -266,9 +271,9 @@ def _as_json(log: RankLog, tail: int) -> dict[str, Any]:
     }
 
 
-def _follow(runs: Sequence[JobLogs], logs: Sequence[RankLog], asked: _Wanted, is_over: Callable[[], bool]) -> None:
-    """Live, until nothing writes any more, or Ctrl-C."""
-    ranks, generation, tail = asked.ranks, asked.generation, asked.tail
+def _follow(runs: Sequence[JobLogs], logs: Sequence[RankLog], wanted: _Wanted, is_over: Callable[[], bool]) -> None:
+    """Show new output until nothing writes any more, or until Ctrl-C."""
+    ranks, generation, tail = wanted.ranks, wanted.generation, wanted.tail
     begin = {log.path: _start_of_last(log.path, tail) if tail else 0 for log in logs}
     oldest = min(log.generation for log in logs)
     several = len({log.rank for log in logs}) > 1

@@ -1,4 +1,4 @@
-"""The ranks' output on the terminal, as torchrun shows it: live, byte by byte, stdout and stderr apart."""
+"""Show the ranks' output as torchrun does: live, byte by byte, with stdout and stderr kept separate."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from flyball.contracts.on_host.console_request import ERR, OUT
 from flyball.launch.output_flags import Console
 
 READ_SIZE_BYTES = 256 << 10
-INTERVAL_S = 0.03  # at which logs are read
-FIND_INTERVAL_S = 0.2  # at which new logs are looked for
+INTERVAL_S = 0.03  # between reads of the logs
+FIND_INTERVAL_S = 0.2  # between searches for new logs
 LOG_NAME = re.compile(r"g(\d+)/rank(\d+)\.log$")
 
 
 class LogFollower:
-    """Copies what is appended to the rank logs of one job to this process's streams. `folder` has a folder per
-    generation and in it a file per rank."""
+    """Copies new output in one job's rank logs to this process's streams.
+
+    `folder` has one folder per generation, with one file per rank.
+    """
 
     def __init__(
         self,
@@ -37,8 +39,10 @@ class LogFollower:
         on_broken_pipe: Callable[[], None] | None = None,
         begins_at: Callable[[Path, int, int], int | None] = lambda _path, _generation, _rank: 0,
     ) -> None:
-        """`on_broken_pipe` is called when nobody reads a stream any more, where that is no error. `begins_at` says at
-        which offset a log (its path, generation, rank) is begun, None if it is not wanted."""
+        """`on_broken_pipe` is called when nobody reads a stream any more; without it, BrokenPipeError is raised.
+
+        `begins_at(path, generation, rank)` returns the offset at which to begin a log, None to skip it.
+        """
         self._folder = folder
         self._console = console
         self._nproc = nproc
@@ -52,15 +56,15 @@ class LogFollower:
         self._find_at = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._lock = threading.RLock()  # of the terminal
+        self._lock = threading.RLock()  # guards the terminal
 
     def start(self) -> None:
-        """Follow in a thread: neither a slow supervisor nor a stopped terminal holds up the other."""
+        """Follow in a thread, so that a slow supervisor and a stopped terminal do not block each other."""
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 
     def pump(self) -> bool:
-        """Show what is new; whether there was anything."""
+        """Show new output, and return whether there was any."""
         self._find()
         found = False
         for tail in self._tails.values():
@@ -69,7 +73,7 @@ class LogFollower:
         return found
 
     def close(self) -> None:
-        """Show the rest, also lines without an end."""
+        """Show the rest, including unfinished lines."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -85,7 +89,7 @@ class LogFollower:
 
     @contextlib.contextmanager
     def own_line(self) -> Iterator[None]:
-        """While entered nothing of the ranks is written, and the cursor of a terminal is at the start of a line."""
+        """While entered, hold back the ranks' output, with a terminal's cursor at the start of a line."""
         with self._lock:
             for sink in self._sinks.values():
                 sink.end_line()
@@ -122,7 +126,7 @@ class LogFollower:
 
     def _show(self, *, rest: bool) -> None:
         shown = {tail.rank for tail in self._tails.values() if tail.is_shown}
-        # with a single rank on the terminal its bytes pass through as they come
+        # A single rank's bytes pass through at once.
         due = self._interleaver.take(time.monotonic(), rest=rest or len(shown) == 1)
         if not due:
             return
@@ -137,10 +141,10 @@ class LogFollower:
 
 
 class _Tail:
-    """One rank's log of one generation, and what of it is stderr."""
+    """Reads one rank's log of one generation, and separates stdout and stderr."""
 
     def __init__(self, path: Path, begin: int, rank: int, streams: tuple[int, int], prefix: bytes) -> None:
-        """`streams`: those that are shown raw, and those with the prefix."""
+        """`streams`: bit masks of the streams shown raw and of those shown with the prefix."""
         self.rank = rank
         self._raw, prefixed = streams
         self._lines = {stream: Lines(prefix) for stream in (OUT, ERR) if prefixed & stream}
@@ -153,7 +157,7 @@ class _Tail:
         return bool(self._raw or self._lines)
 
     def read(self) -> list[Piece]:
-        """What is new, as it is to be shown; empty pieces stand for what is not."""
+        """New output, ready to show. Pieces of hidden streams are empty."""
         data = self._file.read(READ_SIZE_BYTES)
         if not data:
             return []
@@ -161,7 +165,7 @@ class _Tail:
         return [self._shown(stream, part) for stream, part in self._stderr.split(at, data)]
 
     def rest(self) -> list[Piece]:
-        """Lines without an end."""
+        """Unfinished lines."""
         return [Piece(stream, lines.rest()) for stream, lines in self._lines.items()]
 
     def close(self) -> None:
@@ -175,17 +179,19 @@ class _Tail:
 
 
 class StderrRanges:
-    """Which bytes of a rank's log are stderr: lines of OFFSET LENGTH in a file beside it, each written before the bytes
-    it is about. There is no such file where nobody wants the streams apart: all is stdout then."""
+    """Which bytes of a rank's log are stderr, from a file next to it with lines of OFFSET LENGTH.
+
+    Each line is written before its bytes. Without such a file, all bytes count as stdout.
+    """
 
     def __init__(self, log: Path) -> None:
         self._path = log.with_suffix(".stderr-ranges")
         self._file: BinaryIO | None = None
         self._held = b""
-        self._ranges: list[tuple[int, int]] = []  # (begin, end) of what is ahead
+        self._ranges: list[tuple[int, int]] = []  # (begin, end) of ranges still ahead
 
     def split(self, at: int, data: bytes) -> list[Piece]:
-        """Bytes of the log from offset `at` on, by stream. They were read from it before."""
+        """Split `data`, already read from offset `at` of the log, by stream."""
         self._read()
         pieces = []
         end = at + len(data)
@@ -216,7 +222,7 @@ class StderrRanges:
 
 
 class _Sink:
-    """A stream of this process. `head` and the like may stop reading it at any moment."""
+    """A stream of this process, whose reader (for example `head`) may end at any time."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -225,7 +231,7 @@ class _Sink:
         self._is_open = True
 
     def write(self, data: bytes) -> None:
-        """Raises BrokenPipeError once, when it turns out that nobody reads any more."""
+        """Raises BrokenPipeError once, when the reader is gone; later calls do nothing."""
         if not self._is_open or not data:
             return
         try:
@@ -233,7 +239,7 @@ class _Sink:
             self._file.flush()
         except BrokenPipeError:
             self._is_open = False
-            _forget(self._file)
+            _discard_writes(self._file)
             raise
         self._in_line = not data.endswith(b"\n")
 
@@ -242,8 +248,8 @@ class _Sink:
             self.write(b"\n")
 
 
-def _forget(file: BinaryIO) -> None:
-    """Have what is still written to a stream that nobody reads vanish without an error."""
+def _discard_writes(file: BinaryIO) -> None:
+    """Redirect a stream without a reader to /dev/null, so that later writes and flushes do not fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, file.fileno())
     os.close(nowhere)

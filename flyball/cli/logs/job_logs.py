@@ -1,4 +1,4 @@
-"""Where the logs of a job's ranks are on this machine, while it runs and afterwards."""
+"""Find the logs of a job's ranks on this machine, while it runs and afterwards."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class RankLog:
 
 @dataclass(frozen=True)
 class JobLogs:
-    """What one host of this machine keeps of one run of a job."""
+    """The logs that one host on this machine has of one run of a job."""
 
     job: str
     host_id: str
-    folder: Path  # with a folder per generation
+    folder: Path  # has one folder per generation
     state_dir: Path  # of the host's daemon
 
     @property
     def written_at(self) -> float:
-        """When the newest of its logs was last written."""
+        """When any of its logs was last written."""
         return max((log.path.stat().st_mtime for log in self.logs()), default=self.folder.stat().st_mtime)
 
     def logs(self) -> list[RankLog]:
-        """All logs, by generation and rank."""
+        """All logs, sorted by generation and rank."""
         found = []
         for path in self.folder.glob("g*/rank*.log"):
             if match := LOG_NAME.search(path.as_posix()):
@@ -50,7 +50,7 @@ class JobLogs:
 
 
 def jobs_here(environ: Mapping[str, str], state_dir: str = "") -> list[JobLogs]:
-    """Every job with logs on this machine, the newest last; with `state_dir`, only of that folder."""
+    """All jobs with logs on this machine, newest last. With `state_dir`: only in that folder."""
     found = {
         logs.folder.resolve(): logs
         for host_id, folder in _hosts(environ, state_dir)
@@ -60,13 +60,13 @@ def jobs_here(environ: Mapping[str, str], state_dir: str = "") -> list[JobLogs]:
 
 
 def jobs_of_daemons(job: str) -> list[JobLogs]:
-    """The logs of this job that daemons keep in folders of their own choice, as far as such a daemon runs."""
+    """The job's logs in non-default state folders, which can be found only while their daemons run."""
     found = (logs for daemon in _daemons() for logs in _jobs_of(daemon.host_id, daemon.state_dir) if logs.job == job)
     return sorted(found, key=lambda logs: logs.written_at)
 
 
 def daemon_dir(host_id: str, supervisor_url: str) -> Path | None:
-    """The state folder of the host daemon that runs on this machine under this name, if we may look at it."""
+    """The state folder of the daemon running here for this host and supervisor, if this user may read it."""
     for daemon in _daemons():
         if daemon.host_id == host_id and supervisor_url in daemon.supervisors:
             return daemon.state_dir
@@ -74,7 +74,7 @@ def daemon_dir(host_id: str, supervisor_url: str) -> Path | None:
 
 
 def _hosts(environ: Mapping[str, str], state_dir: str) -> Iterable[tuple[str, Path]]:
-    """(host_id, its daemon's state folder) of every host that has one here."""
+    """(host_id, state folder) of every host that has a state folder here."""
     if state_dir:
         named = Path(state_dir)
         yield named.name, named
@@ -99,7 +99,7 @@ class _Daemon:
 
 
 def _daemons() -> Iterable[_Daemon]:
-    """The daemons that run here and that this user may look at."""
+    """The daemons running here whose state folder this user may read."""
     import psutil
 
     for pid in psutil.pids():

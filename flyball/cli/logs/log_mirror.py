@@ -1,4 +1,4 @@
-"""Logs of ranks on other machines, copied here piece by piece through the supervisor."""
+"""Copy the logs of ranks on other machines here, piece by piece, through the supervisor."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flyball.cli.show.messages import say
+from flyball.cli.show.messages import announce
 from flyball.contracts.errors import FlyballError, NotFound
 from flyball.contracts.reports.rank_logs import MAX_PIECE_BYTES, NEWEST
 
 if TYPE_CHECKING:
-    from flyball.cli.reach.client import ApiClient  # the HTTP library is for those who ask
+    from flyball.cli.reach.client import ApiClient  # imports httpx
 
-ALL = -2  # begin with the oldest generation
+ALL = -2  # as a generation: all, beginning with the oldest
 INTERVAL_S = 0.5
 
 
@@ -27,7 +27,7 @@ class _Position(msgspec.Struct):
 
 
 class LogMirror:
-    """Keeps copies of a job's logs in a folder, as a host does: a folder per generation, in it a file per rank."""
+    """Keeps copies of a job's logs in a folder, laid out as on a host: one folder per generation, one file per rank."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class LogMirror:
         host: str = "",
         last_bytes: int = 0,
     ) -> None:
-        """`generation`: a number (then only that one), NEWEST or ALL. `last_bytes`: of the first log of each rank
-        only about that much."""
+        """`generation`: a number (only that one), NEWEST (and later ones), or ALL. `last_bytes`: copy only about that
+        much of each rank's first log; 0 for all of it."""
         self._client = client
         self._job = job
         self._folder = folder
@@ -52,8 +52,10 @@ class LogMirror:
         self._at: dict[int, _Position] = {}
 
     def update(self) -> bool:
-        """Copy what is new; whether there was anything. Logs that are not there yet are left out. Raises FlyballError
-        if the supervisor or a host does not answer."""
+        """Copy new output, and return whether there was any. Skips logs that do not exist yet.
+
+        Raises FlyballError if the supervisor or a host does not answer.
+        """
         found = False
         for rank in self._ranks:
             try:
@@ -64,7 +66,7 @@ class LogMirror:
         return found
 
     def _copy(self, rank: int) -> bool:
-        """One piece; False when there is none."""
+        """Copy one piece, and return whether there was one."""
         at = self._at.get(rank)
         if at is None:
             at = self._at[rank] = self._begin(rank)
@@ -101,14 +103,14 @@ class LogMirror:
 
 
 class RankZeroElsewhere:
-    """Copies the log of rank 0 of a job that runs on other hosts alone, for the command that launched it here."""
+    """Copies rank 0's log if the job runs only on other hosts, for the command that launched it here."""
 
     def __init__(self, client: ApiClient, job: str, host_id: str, folder: Path) -> None:
         self._client = client
         self._job = job
         self._host_id = host_id
         self._mirror = LogMirror(client, job, folder, ranks=(0,))
-        self._told: tuple[str, ...] = ()
+        self._announced: tuple[str, ...] = ()  # hosts
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank 0", daemon=True)
 
@@ -116,7 +118,7 @@ class RankZeroElsewhere:
         self._thread.start()
 
     def close(self) -> None:
-        """Copy the rest."""
+        """Stop, after copying the rest."""
         self._stop.set()
         self._thread.join()
         self._update()
@@ -131,9 +133,12 @@ class RankZeroElsewhere:
             hosts = tuple(sorted({one["host_id"] for one in ranks}))
             if not hosts or self._host_id in hosts:
                 return
-            if hosts != self._told:
-                self._told = hosts
-                say(f"the ranks are on {', '.join(hosts)}; rank 0 is shown, others: flyball logs {self._job} --rank R")
+            if hosts != self._announced:
+                self._announced = hosts
+                announce(
+                    f"the ranks are on {', '.join(hosts)}; showing rank 0 (`flyball logs {self._job} --rank R` shows "
+                    "others)"
+                )
             self._mirror.update()
-        except FlyballError:  # what is away is told by who waits for the job
+        except FlyballError:  # the loop that waits for the job reports an unreachable supervisor
             return

@@ -1,4 +1,4 @@
-"""The API of a supervisor, for the command line: plain JSON in and out, and clear errors."""
+"""A client for a supervisor's API: plain JSON in and out, with clear errors."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ import httpx  # noqa: E402
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 30.0
-PAGE = 500  # items asked for at once: the most that a page has
+PAGE = 500  # items per request: the API's maximum
 
 
 class ApiClient:
-    """Raises Unreachable, Unauthorized, and the FlyballError that a problem answer names. Files for TLS come from
-    variables alone: most commands have no flags for them."""
+    """Raises Unreachable, Unauthorized, and the FlyballError named by a problem response.
+
+    TLS files come from environment variables only, because most commands have no flags for them.
+    """
 
     def __init__(self, url: str, token: str, *, transport: httpx.BaseTransport | None = None) -> None:
-        """With a `transport` that has the answers itself, `url` is only what people are shown."""
+        """With a `transport` that answers by itself, `url` is only for messages."""
         self.url = url
         is_tls = transport is None and url.startswith("https:")
         self._http = httpx.Client(
             base_url=url if transport is None else "http://in.process",
             headers=_authorization(token),
             timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-            trust_env=False,  # a proxy of the environment is not for addresses inside a cluster
+            trust_env=False,  # proxies in the environment are not for addresses inside a cluster
             verify=ClientTls.from_environ(os.environ).context(has_flags=False) if is_tls else plain_http(),
             transport=transport,
         )
@@ -52,19 +54,19 @@ class ApiClient:
         self._http.close()
 
     def get(self, path: str, **params: str | int | None) -> Any:  # noqa: ANN401 - JSON
-        """The JSON answer of a GET; parameters that are None are left out."""
+        """GET a path and return the JSON response. Parameters that are None are left out."""
         return self._ask("GET", path, params={k: v for k, v in params.items() if v is not None})
 
     def items(self, path: str, **params: str | int | None) -> list[dict[str, Any]]:
-        """The `items` of a list answer: where it has pages, those of the newest, oldest first."""
+        """The `items` of a list response, oldest first. For a paged list: only the newest page."""
         return list(self.get(path, **params)["items"])
 
     def everything(self, path: str, **params: str | int | None) -> list[dict[str, Any]]:
-        """All items, in as many pages as it takes."""
+        """All items, from as many pages as it takes."""
         return self.newest(path, sys.maxsize, **params)
 
     def newest(self, path: str, count: int, **params: str | int | None) -> list[dict[str, Any]]:
-        """Up to `count` of the newest items, oldest first, in as many pages as it takes."""
+        """Up to `count` of the newest items, oldest first, from as many pages as it takes."""
         found: list[dict[str, Any]] = []
         before: str | None = None
         while len(found) < count:
@@ -76,22 +78,22 @@ class ApiClient:
         return found
 
     def post(self, path: str, body: object = None) -> Any:  # noqa: ANN401 - JSON
-        """The JSON answer of a POST, None if it is empty. `body` is a contract type or plain JSON."""
+        """POST to a path and return the JSON response, None if empty. `body` is a contract type or plain JSON."""
         content = None if body is None else msgspec.json.encode(body)
         return self._ask("POST", path, content=content, headers={"Content-Type": "application/json"})
 
     def delete(self, path: str) -> None:
-        """DELETE what is at `path`."""
+        """DELETE a path."""
         self._ask("DELETE", path)
 
     def _ask(self, method: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - httpx's own arguments
         try:
             response = self._http.request(method, path, **request)
         except httpx.TimeoutException as error:
-            hint = "see that it runs (flyball up) and is not overloaded, then try again"
+            hint = "check that it runs (flyball up) and is not overloaded, then try again"
             raise connection_error(self.url, error, hint=hint, has_flags=False) from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            hint = "start one with `flyball up`, or give its address with --supervisor URL, https:// if it serves TLS"
+            hint = "start one with `flyball up`, or check the address in --supervisor URL (https:// for TLS)"
             raise connection_error(self.url, error, hint=hint, has_flags=False) from error
         if response.is_success:
             return msgspec.json.decode(response.content) if response.content else None
@@ -99,12 +101,12 @@ class ApiClient:
 
 
 def _authorization(token: str) -> dict[str, str]:
-    words = token.split()  # a host's token file has two
+    words = token.split()  # a host's token file has two words
     if not words:
         return {}
     if not words[0].isascii() or not words[0].isprintable():
         raise Unauthorized(
-            "The token has characters that no token has.", hint="copy the file again: tokens are plain ASCII"
+            "The token has characters that cannot be in a token.", hint="copy the file again: tokens are plain ASCII"
         )
     return {"Authorization": f"Bearer {words[0]}"}
 
@@ -112,13 +114,13 @@ def _authorization(token: str) -> dict[str, str]:
 def _as_error(url: str, response: httpx.Response) -> FlyballError:
     if response.status_code == 401:
         return Unauthorized(
-            f"The supervisor at {url} refuses the token.",
-            hint="give the token in its state folder: --token-file FILE, or export FLYBALL_TOKEN",
+            f"The supervisor at {url} rejects the token.",
+            hint="use the token in its state folder: --token-file FILE, or export FLYBALL_TOKEN",
         )
     problem = problem_of(response)
     if problem is None:
         return Unreachable(
-            f"{url} answered {response.status_code}, not as a supervisor does.",
-            hint="see that the address is that of a Flyball supervisor",
+            f"{url} answered {response.status_code}, but not like a Flyball supervisor.",
+            hint="check the address",
         )
     return reply_error(problem, response)

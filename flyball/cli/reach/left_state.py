@@ -1,4 +1,4 @@
-"""The API's answers from what a supervisor left: in this process, from its database, without a port."""
+"""Answer API requests in this process, from the database that a finished supervisor left behind."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class LeftState(ApiClient):
-    """Reads, and changes nothing. Raises NotFound if there is no such database, StateVersionMismatch if it is another
-    release's."""
+    """A read-only client. Raises NotFound if there is no such database, StateVersionMismatch if another release wrote
+    it."""
 
     def __init__(self, database_url: str, *, folder: Path | None = None) -> None:
-        """`folder`: the one on this machine whose supervisor is known to have ended."""
+        """`folder`: the local state folder, if its supervisor is known to have ended."""
         from services.api.left_state import check_schema, left_state_app, supervisor_ended_at
         from services.store.sql.database import open_existing
 
@@ -44,14 +44,14 @@ class LeftState(ApiClient):
 
 
 class _InProcess(httpx.BaseTransport):
-    """An ASGI application as a synchronous client's transport."""
+    """Runs an ASGI application as the transport of a synchronous client."""
 
     def __init__(self, app: FastAPI, runner: asyncio.Runner) -> None:
         self._application = httpx.ASGITransport(app)
         self._runner = runner
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        with redirect_stdout(sys.stderr):  # a log that nobody set up goes to stdout, which is for results
+        with redirect_stdout(sys.stderr):  # unconfigured logging would go to stdout, which is for results
             return self._runner.run(self._answer(request))
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:

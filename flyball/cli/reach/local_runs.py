@@ -1,6 +1,6 @@
-"""The runs of this machine, those that have ended too, read from the state folders that they left.
+"""Find the runs on this machine, including finished ones, in their state folders.
 
-Nothing but SQLite's own module is needed for that, so that `flyball ls` and shell completion are quick.
+Reads the databases with Python's sqlite3 module alone, so that `flyball ls` and shell completion are fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flyball.contracts.wire import MALFORMED, decoder_of
 from services.store.sql.left_state import LAST_SIGN_SQL, read_only_uri
 
 DATABASE = "flyball.sqlite"
-INTERRUPTED = "interrupted"  # it had not ended when its supervisor did; the same word as in services.api.left_state
+INTERRUPTED = "interrupted"  # unfinished when its supervisor ended; the same word as in services.api.left_state
 UNREADABLE = "unreadable"
 BUSY_TIMEOUT_S = 2.0
 NAMES_SHOWN = 8
@@ -30,13 +30,13 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class LocalRun(msgspec.Struct, frozen=True):
-    """A job of one state folder, as the folder's database has it. Moments are wall clock."""
+    """A job in one state folder, as recorded in the folder's database. Times are wall clock."""
 
     job: str
     state: str  # a JobState, "interrupted", or "unreadable"
-    folder: Path  # with supervisor/ and host/; of `flyball up` the supervisor's own
-    supervisor_dir: Path  # with the database, the token and the log
-    url: str = ""  # of its supervisor, if that runs
+    folder: Path  # has supervisor/ and host/; for `flyball up`: the supervisor's own folder
+    supervisor_dir: Path  # has the database, the token and the log
+    url: str = ""  # of its supervisor, if that is running
     recorded_state: str = ""  # the JobState in the database
     message: str = ""
     step: int = -1
@@ -45,48 +45,48 @@ class LocalRun(msgspec.Struct, frozen=True):
     submitted_at: float = 0.0
     started_at: float | None = None
     ended_at: float | None = None
-    supervisor_ended_at: float | None = None  # its last sign of life, if it ended before the job did
-    log_dir: Path | None = None  # of the ranks' logs, if this folder's host has some
+    supervisor_ended_at: float | None = None  # its last sign of life, if it ended before the job
+    log_dir: Path | None = None  # has the ranks' logs, if any were written on this machine
 
     @property
     def is_live(self) -> bool:
-        """Whether its supervisor runs."""
+        """Whether its supervisor is running."""
         return bool(self.url)
 
     @property
     def since(self) -> float | None:
-        """Since when it is in its state."""
+        """When it entered its current state."""
         return self.ended_at or self.supervisor_ended_at or self.started_at or self.submitted_at or None
 
 
 def find_runs(environ: Mapping[str, str], *, state_dir: str = "") -> list[LocalRun]:
-    """All runs of this machine, or of one state folder; newest first."""
+    """All runs on this machine, or in one state folder, newest first."""
     found = [run for folder in supervisor_folders(environ, state_dir=state_dir) for run in runs_in(folder)]
     return sorted(found, key=lambda run: (run.submitted_at, run.job), reverse=True)
 
 
 def find_run(environ: Mapping[str, str], job: str, *, state_dir: str = "") -> LocalRun:
-    """The run of that name: one that is supervised before one that is not, then the newest. Raises NotFound."""
+    """The run of a job: the supervised one, else the newest. Raises NotFound."""
     runs = find_runs(environ, state_dir=state_dir)
     mine = [run for run in runs if run.job == job]
     if not mine:
-        raise NotFound(f"No job {job} is known on this machine.", hint=known_names(job, [run.job for run in runs]))
+        raise NotFound(f"There is no job {job} on this machine.", hint=known_names(job, [run.job for run in runs]))
     return next((run for run in mine if run.is_live), mine[0])
 
 
 def known_names(name: str, known: Sequence[str]) -> str:
-    """A hint for a name that is not there: what it may have meant, else what there is."""
+    """A hint for an unknown name: similar names if there are any, else all."""
     names = list(dict.fromkeys(filter(None, known)))
     if near := difflib.get_close_matches(name, names, n=3, cutoff=0.6):
         return f"did you mean {' or '.join(near)}?"
     if not names:
-        return "there is none yet; `flyball run` starts one"
+        return "there are no jobs yet; `flyball run` starts one"
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return f"known are {', '.join(names[:NAMES_SHOWN])}{more}"
+    return f"known jobs: {', '.join(names[:NAMES_SHOWN])}{more}"
 
 
 def supervisor_folders(environ: Mapping[str, str], *, state_dir: str = "") -> list[Path]:
-    """The folders on this machine that a supervisor keeps, or kept, its state in."""
+    """The folders on this machine that hold the state of a running or finished supervisor."""
     if state_dir:
         candidates = [Path(state_dir), Path(state_dir) / "supervisor"]
     else:
@@ -95,7 +95,7 @@ def supervisor_folders(environ: Mapping[str, str], *, state_dir: str = "") -> li
 
 
 def has_state(folder: Path) -> bool:
-    """Whether a supervisor keeps, or kept, its database here; with one elsewhere it leaves an empty file."""
+    """Whether the folder has a supervisor's database. If that is elsewhere, the file here is empty."""
     try:
         return (folder / DATABASE).stat().st_size > 0
     except OSError:
@@ -103,7 +103,7 @@ def has_state(folder: Path) -> bool:
 
 
 def runs_in(folder: Path) -> list[LocalRun]:
-    """The jobs of a supervisor's folder."""
+    """The jobs in a supervisor's folder."""
     record = live_record(folder)
     home = folder.parent if folder.name == "supervisor" and _is_run(folder.parent) else folder
     try:
@@ -114,14 +114,15 @@ def runs_in(folder: Path) -> list[LocalRun]:
     except sqlite3.Error as error:
         try:
             changed_at = (folder / DATABASE).stat().st_mtime
-        except FileNotFoundError:  # removed since it was found
+        except FileNotFoundError:  # just removed
             return []
-        return [LocalRun("", UNREADABLE, home, folder, message=f"its database: {error}", submitted_at=changed_at)]
+        message = f"cannot read its database: {error}"
+        return [LocalRun("", UNREADABLE, home, folder, message=message, submitted_at=changed_at)]
     return [_run(row, home, folder, record.url if record else "", seen_at) for row in rows]
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether it is that of one `flyball run`, with its host's beside the supervisor's."""
+    """Whether the folder belongs to one `flyball run`, which has a host's and a supervisor's folder in it."""
     return folder.parent.name == "jobs" or (folder / "host").is_dir()
 
 

@@ -1,4 +1,4 @@
-"""Where things are: state folders, running supervisors, their addresses and tokens."""
+"""State folders on this machine, the supervisors that run in them, and their addresses and tokens."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import psutil
 from flyball.contracts.errors import ConfigurationError, NotFound, Unauthorized, UsageError
 from flyball.contracts.wire import MALFORMED, decoder_of
 
-CLOCK_STEP_S = 60.0  # by so much the wall clock may have been set since a process began
-MAX_STATE_PATH = 90  # a Unix socket's path has room for 107 bytes, and sockets live inside
+CLOCK_STEP_S = 60.0  # tolerate clock changes of this size since a process started
+MAX_STATE_PATH = 90  # bytes; Unix sockets inside the folder may have paths of at most 107 bytes
 
 
 def state_root(environ: Mapping[str, str]) -> Path:
-    """The folder under which the supervisor and the jobs of `flyball run` keep theirs."""
+    """The folder that contains the state folders of the supervisor and of all runs."""
     named = environ.get("FLYBALL_STATE_DIR")
     if named:
         return Path(named)
@@ -27,13 +27,13 @@ def state_root(environ: Mapping[str, str]) -> Path:
 
 
 def supervisor_dir(environ: Mapping[str, str]) -> Path:
-    """The state folder of `flyball up`, unless it is told another."""
+    """The default state folder of `flyball up`."""
     named = environ.get("FLYBALL_STATE_DIR")
     return Path(named) if named else state_root(environ) / "supervisor"
 
 
 def is_running(pid_file: Path) -> bool:
-    """Whether the process runs whose id a file has."""
+    """Whether the process whose id is in the file is running."""
     try:
         return _is_alive(int(pid_file.read_text()))
     except (OSError, ValueError):
@@ -41,7 +41,7 @@ def is_running(pid_file: Path) -> bool:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and that nobody has waited for does not."""
+    """Whether a process is running. A zombie is not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -49,28 +49,28 @@ def _is_alive(pid: int) -> bool:
 
 
 def make_state_dir(folder: Path) -> Path:
-    """Create a private folder and return its real path. Raises ConfigurationError if that cannot be."""
+    """Create a private folder and return its real path. Raises ConfigurationError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         resolved = folder.resolve()
     except OSError as error:
         raise ConfigurationError(
             f"Cannot use the state folder {folder}: {error.strerror}.",
-            hint="choose a folder that you may write to with --state-dir",
+            hint="choose a writable folder with --state-dir",
         ) from error
     if len(os.fsencode(resolved)) > MAX_STATE_PATH:
         raise ConfigurationError(
             f"The path of the state folder {resolved} is too long for the sockets inside it.",
-            hint=f"choose one of at most {MAX_STATE_PATH} bytes with --state-dir",
+            hint=f"choose a path of at most {MAX_STATE_PATH} bytes with --state-dir",
         )
     return resolved
 
 
 def keep_token(file: Path, token: str) -> Path:
-    """Write a token down where only its owner can read it, for a host daemon."""
+    """Write a token to a file that only its owner can read."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     file.touch(mode=0o600)
-    file.chmod(0o600)  # it may have been there before
+    file.chmod(0o600)  # in case it existed
     file.write_text(token)
     return file
 
@@ -82,21 +82,21 @@ class SupervisorConnection:
     url: str
     token: str
     token_file: Path | None  # for a host daemon; None if the token came from the environment
-    others: tuple[str, ...] = ()  # more supervisors of the same cluster, for a host daemon
+    others: tuple[str, ...] = ()  # URLs of more supervisors of the same cluster, for a host daemon
 
     @property
     def urls(self) -> str:
-        """All of them, as a host daemon takes them."""
+        """All URLs, in the form that a host daemon takes."""
         return ",".join((self.url, *self.others))
 
 
 def find_supervisor(
     environ: Mapping[str, str], *, url: str = "", token_file: str = "", state_dir: str = ""
 ) -> SupervisorConnection:
-    """The supervisor that is named by flag or environment, else the one that runs on this machine. Several of one
-    cluster are named with commas between them.
+    """The supervisor named by flag or environment, else the one running on this machine.
 
-    Raises NotFound if none runs, UsageError if several do, Unauthorized without a token.
+    `url` may list several supervisors of one cluster, separated by commas. Raises NotFound if none runs, UsageError if
+    several do, Unauthorized without a token.
     """
     url, *others = (url or environ.get("FLYBALL_SUPERVISOR", "")).split(",")
     folder: Path | None = Path(state_dir) if state_dir else None
@@ -107,7 +107,7 @@ def find_supervisor(
         if not found:
             raise NotFound(
                 f"No supervisor runs {f'in {folder}' if folder else 'on this machine'}, and none was named.",
-                hint="start one with `flyball up`, or name one: --supervisor URL, or its state folder, --state-dir DIR",
+                hint="start one with `flyball up`, or name one with --supervisor URL or --state-dir DIR",
             )
         if len(found) > 1:
             raise UsageError(
@@ -119,7 +119,9 @@ def find_supervisor(
         url = record.url if record else ""
     for one in (url, *others):
         if not one.strip().startswith(("http://", "https://")):
-            raise UsageError(f"{one} is not an address.", hint="for example --supervisor http://10.0.0.1:7370")
+            raise UsageError(
+                f"{one} is not a supervisor's address.", hint="write for example --supervisor http://10.0.0.1:7370"
+            )
     url = url.strip().rstrip("/")
     token, file = _token(environ, token_file, folder or _folder_of(url, environ))
     return SupervisorConnection(url, token, file, tuple(one.strip() for one in others))
@@ -140,19 +142,19 @@ def _token(environ: Mapping[str, str], token_file: str, folder: Path) -> tuple[s
     except OSError as error:
         raise Unauthorized(
             f"No token: {file} cannot be read ({error.strerror}).",
-            hint="copy it from the supervisor's state folder and give --token-file FILE, or export FLYBALL_TOKEN",
+            hint="copy it from the supervisor's state folder and use --token-file FILE, or export FLYBALL_TOKEN",
         ) from error
 
 
 class RunningSupervisor(msgspec.Struct):
-    """Where a supervisor on this machine can be reached."""
+    """The contents of supervisor.json: how to reach a supervisor on this machine."""
 
     url: str
     pid: int
 
 
 def live_record(folder: Path) -> RunningSupervisor | None:
-    """supervisor.json of a folder, if its process runs; one that began later is another, of the same id."""
+    """Read a folder's supervisor.json if its process is running. A process that started later only reuses the id."""
     file = folder / "supervisor.json"
     try:
         record, written_at = decoder_of(RunningSupervisor).decode(file.read_bytes()), file.stat().st_mtime
@@ -164,7 +166,7 @@ def live_record(folder: Path) -> RunningSupervisor | None:
 
 
 def live_folders(environ: Mapping[str, str]) -> list[Path]:
-    """The folders of the supervisors that run on this machine."""
+    """The folders of all supervisors running on this machine."""
     jobs = state_root(environ) / "jobs"
     folders = [supervisor_dir(environ), *sorted(jobs.glob("*/supervisor"))]
     return [folder for folder in folders if live_record(folder)]

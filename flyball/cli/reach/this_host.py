@@ -1,4 +1,4 @@
-"""What the command line must know of the machine it runs on."""
+"""Facts about this machine: its name, its addresses, and how many workers it takes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import psutil
 from flyball.contracts.errors import ConfigurationError
 
 EVERYWHERE = "0.0.0.0"
-BEYOND = "http://192.0.2.1"  # an address that nobody has: the way to it is the way to other machines
+BEYOND = "http://192.0.2.1"  # reserved, so nobody has it: the route to it is the route to other machines
 
 
 def host_id() -> str:
-    """A stable name of this machine, in the alphabet of names."""
+    """A stable name for this machine, with only the characters allowed in names."""
     name = re.sub(r"[^a-z0-9._-]+", "-", socket.gethostname().lower()).strip("-._")[:63]
     return name or "host"
 
 
 def address_towards(url: str) -> str:
-    """The IP by which a host on the way to `url` reaches this machine."""
+    """The IP address of this machine on the route to `url`."""
     parts = urlsplit(url)
     host, port = parts.hostname or "127.0.0.1", parts.port or 80
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(target)  # a datagram socket: chooses the route, sends nothing
+            probe.connect(target)  # on a datagram socket, this picks the route and sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ConfigurationError(
-            f"Cannot find this machine's address on the way to {url}: {error.strerror or error}.",
-            hint="give it with --local-addr IP (flyball run) or --address IP (flyball host)",
+            f"Cannot find this machine's address on the route to {url}: {error.strerror or error}.",
+            hint="set it with --local-addr IP (flyball run) or --address IP (flyball host)",
         ) from error
 
 
@@ -49,8 +49,10 @@ def is_here(host: str) -> bool:
 
 
 def listen_address(host: str) -> str:
-    """Where to listen so that other hosts reach `host`. It may be a name that means 127.0.1.1 on the machine itself (as
-    Debian sets it up), or an address that only a gateway in front of this machine has."""
+    """The address to listen on so that other hosts can reach `host`.
+
+    `host` may resolve to 127.0.1.1 on this machine (as on Debian), or be the address of a gateway in front of it.
+    """
     bare = host.strip("[]")
     if is_loopback_name(host) or (is_here(bare) and not is_here_only(bare)):
         return bare
@@ -58,7 +60,7 @@ def listen_address(host: str) -> str:
 
 
 def is_loopback_name(host: str) -> bool:
-    """Whether a name or address says by itself that only this machine is meant."""
+    """Whether a name or address, without resolving it, means only this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -66,7 +68,7 @@ def is_loopback_name(host: str) -> bool:
 
 
 def is_here_only(host: str) -> bool:
-    """Whether what listens on this name or address can be reached from this machine only."""
+    """Whether a listener on this name or address is reachable only from this machine."""
     try:
         found = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host.strip("[]"), None)}
     except OSError:
@@ -75,7 +77,7 @@ def is_here_only(host: str) -> bool:
 
 
 def workers_per_host(text: str) -> int:
-    """The number that `--nproc-per-node` stands for here: torchrun's rules. Imports torch only for words."""
+    """The number of workers that `--nproc-per-node` means here, by torchrun's rules. Imports torch only for words."""
     if text.isdecimal():
         return int(text)
     cpus = len(os.sched_getaffinity(0))
@@ -93,6 +95,6 @@ def workers_per_host(text: str) -> int:
     if count < 1:
         raise ConfigurationError(
             f"--nproc-per-node {text}: torch finds no {text} on this machine.",
-            hint="give a number, or cpu; torch.cuda.is_available() tells what torch sees",
+            hint="give a number, or cpu; check torch.cuda.is_available()",
         )
     return count

@@ -12,7 +12,7 @@ import msgspec
 
 from flyball.cli.run.host_process import end_processes
 from flyball.cli.run.run_folders import MOST_AT_ONCE, RunFolder, RunRecord, remove_segments
-from flyball.cli.show.messages import say
+from flyball.cli.show.messages import announce
 from flyball.contracts.checkpoints import CheckpointSpec, Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import Again, JobSpec, JobState
@@ -46,12 +46,12 @@ def with_default_tier(request: RunRequest, checkpoint: CheckpointSpec, folder: s
     return msgspec.structs.replace(checkpoint, disk_dir=folder, disk_every_s=DEFAULT_DISK_EVERY_S, disk_is_default=True)
 
 
-def say_where_it_goes(checkpoint: CheckpointSpec, state_dir: Path) -> None:
+def announce_disk_folder(checkpoint: CheckpointSpec, state_dir: Path) -> None:
     """The user named no place: say which it is on the host with this state folder."""
     if checkpoint.disk_is_default:
         every = f"{checkpoint.disk_every_s / 60:.0f} minutes"
         folder = checkpoint.disk_folder(state_dir)
-        say(f"checkpoints go to {folder} every {every}, and the newest at an end that is no success")
+        announce(f"checkpoints go to {folder} every {every}, and the newest at an end that is no success")
 
 
 def begin(
@@ -70,7 +70,7 @@ def begin(
     past = _past(home)
     point = _newest(home, spec, past, host_id=host_id, environ=environ, must_know=not request.fresh, check=check)
     if request.fresh:
-        _say_what_goes(home, spec, point)
+        _announce_restart(home, spec, point)
         remove_segments(home.path, environ)
         shutil.rmtree(home.checkpoints, ignore_errors=True)
         return Submission(Again.FRESH)
@@ -84,7 +84,7 @@ def begin(
         return Submission(Again.FRESH if past else Again.NO)
     _check_fit(request, spec, home, point)
     said = f"going on from step {point.step} ({point.how}), written by {_who(home.before, past, point)}"
-    say(f"{said}; --fresh starts anew")
+    announce(f"{said}; --fresh starts anew")
     if past is not None and past.run == point.run:
         return Submission(Again.RESUME)
     return Submission(Again.RESUME, point=f"{point.run}:{point.generation}:{point.step}")
@@ -108,7 +108,7 @@ def begin_at(client: ApiClient, request: RunRequest, spec: JobSpec) -> tuple[Job
             return found, _again_at(client, request, found, known)
         if request.job:
             return spec, Submission()
-        say(f"job {name} is running already; this is another one")
+        announce(f"job {name} is running already; this is another one")
     raise Conflict(f"Job {spec.job} is running {MOST_AT_ONCE} times.", hint="give this one a name with --job NAME")
 
 
@@ -118,9 +118,9 @@ def _again_at(client: ApiClient, request: RunRequest, spec: JobSpec, known: Mapp
     is_kept = spec.checkpoint.is_durable and not spec.checkpoint.disk_is_default
     nothing_left = JobState(how) is JobState.SUCCEEDED and not is_kept
     if request.fresh or nothing_left:
-        say(f"job {spec.job} {how} before; another run of it starts anew")
+        announce(f"job {spec.job} {how} before; another run of it starts anew")
         return Submission(Again.FRESH, ended_at)
-    say(f"job {spec.job} {how} before, and goes on from its newest checkpoint; --fresh starts anew")
+    announce(f"job {spec.job} {how} before, and goes on from its newest checkpoint; --fresh starts anew")
     return Submission(Again.RESUME, ended_at)
 
 
@@ -202,7 +202,7 @@ def _check_fit(request: RunRequest, spec: JobSpec, home: RunFolder, point: Point
         )
 
 
-def _say_what_goes(home: RunFolder, spec: JobSpec, point: Point | None) -> None:
+def _announce_restart(home: RunFolder, spec: JobSpec, point: Point | None) -> None:
     if point is None:
         return
     from flyball.cli.run.going_on import DURABLE
@@ -210,9 +210,9 @@ def _say_what_goes(home: RunFolder, spec: JobSpec, point: Point | None) -> None:
     named = [spec.checkpoint.disk_dir] if not spec.checkpoint.disk_is_default else []
     kept = [place for place in (*named, spec.checkpoint.persistent_dir) if place]
     if point.tier in DURABLE and kept:
-        say(f"starting anew; step {point.step} of the run before stays in {', '.join(kept)}")
+        announce(f"starting anew; step {point.step} of the run before stays in {', '.join(kept)}")
     else:
-        say(f"starting anew; step {point.step} of the run before is removed")
+        announce(f"starting anew; step {point.step} of the run before is removed")
 
 
 def _who(before: RunRecord | None, past: PastRun | None, point: Point) -> str:

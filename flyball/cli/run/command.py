@@ -13,7 +13,7 @@ import msgspec
 from ckpt_engine.settings import read_config
 from flyball.cli.reach import this_host
 from flyball.cli.reach.places import SupervisorConnection, find_supervisor
-from flyball.cli.run.beginning import begin, record_of, say_where_it_goes, with_default_tier
+from flyball.cli.run.beginning import announce_disk_folder, begin, record_of, with_default_tier
 from flyball.cli.run.embedded import KeptSupervisor
 from flyball.cli.run.ending import Ending
 from flyball.cli.run.host_end import same_command
@@ -21,7 +21,7 @@ from flyball.cli.run.job_watch import Job
 from flyball.cli.run.meeting import join, meet
 from flyball.cli.run.run_folders import RunFolder, find_run, take
 from flyball.cli.run.session import Session, start_daemon
-from flyball.cli.show.messages import print_json, say
+from flyball.cli.show.messages import announce, print_json
 from flyball.cli.signals import EndSignals
 from flyball.contracts.checkpoints import STATE_DIR_DISK
 from flyball.contracts.cluster import JobSpec, JobState
@@ -43,7 +43,7 @@ def run(arguments: list[str]) -> int:
         sys.stdout.write(help_text())
         return 0
     for notice in request.notices:
-        say(notice)
+        announce(notice)
     if request.resume:
         request, arguments = _with_earlier_command(request, arguments)
     if request.rendezvous and not request.job:  # hosts that meet run the same command
@@ -91,9 +91,9 @@ def _alone(
     stack.callback(supervisor.stop)
     connection = SupervisorConnection(supervisor.url, supervisor.token, supervisor.token_file)
     secret = f"/?token={supervisor.token}" if sys.stderr.isatty() else ""  # not into the log of a batch system
-    say(f"job {spec.job}; status page {supervisor.url}{secret}")
-    say(f"state and logs in {folder}")
-    say_where_it_goes(spec.checkpoint, home.host)
+    announce(f"job {spec.job}; status page {supervisor.url}{secret}")
+    announce(f"state and logs in {folder}")
+    announce_disk_folder(spec.checkpoint, home.host)
     # The daemon first: it has torch imported, which takes longest, while this process imports the supervisor.
     mine = msgspec.structs.replace(request, host_id=host_id)
     daemon = start_daemon(mine, spec, connection, home.host, stack)
@@ -184,18 +184,18 @@ def _conclude(request: RunRequest, spec: JobSpec, job: Job, session: Session, si
     if request.output == "json":
         print_json({**job, "log_dir": str(logs) if logs else None})
     if leave is not None and leave.has_begun and not state.ended:
-        leave.say_outcome(job)
+        leave.announce_outcome(job)
         return signals.exit_code
     if signals.count:
-        say(f"job {spec.job} was stopped; {where}")
+        announce(f"job {spec.job} was stopped; {where}")
         return signals.exit_code
     if state is JobState.SUCCEEDED:
         restarts = job.get("restart_count", 0)
         after = f" after {restarts} restart{'s' if restarts != 1 else ''}" if restarts else ""
-        say(f"job {spec.job} succeeded{after}; {where}")
+        announce(f"job {spec.job} succeeded{after}; {where}")
         return 0
     if state is JobState.STOPPED:
-        say(f"job {spec.job} was stopped by an operator; {where}")
+        announce(f"job {spec.job} was stopped by an operator; {where}")
         return 1
     raise JobFailed(
         f"The job {spec.job} {state.value}: {job.get('message') or 'no message'}",

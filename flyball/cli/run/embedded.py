@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from flyball import backoff
-from flyball.cli.show.messages import say
+from flyball.cli.show.messages import announce
 from flyball.contracts.errors import FlyballError
 from flyball.process_start import import_lean, without_collector
 from services.runtime.claim import Claim, url_of
@@ -107,10 +107,12 @@ class KeptSupervisor:
         except FlyballError as error:
             pause_s = backoff.pause_s(len(self._ended_at), first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
             self._try_at = now + pause_s
-            say(f"the supervisor cannot start again; the next attempt is made in {pause_s:.0f} s ({error.message})")
+            announce(
+                f"the supervisor cannot start again; the next attempt is made in {pause_s:.0f} s ({error.message})"
+            )
         else:
             self._running.on_event(self.news.set)
-            say("a part of the supervisor failed; it was started again, and training went on")
+            announce("a part of the supervisor failed; it was started again, and training went on")
 
     def stop(self) -> None:
         """Let running requests end; nothing if it does not run."""

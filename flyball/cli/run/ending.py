@@ -13,7 +13,7 @@ import msgspec
 
 from flyball.cli.run.host_process import HostProcess
 from flyball.cli.run.run_folders import RunFolder, RunRecord
-from flyball.cli.show.messages import say
+from flyball.cli.show.messages import announce
 from flyball.cli.signals import EndSignals
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import JobSpec, JobState
@@ -57,7 +57,7 @@ class Ending:
         try:
             self._home.write(msgspec.structs.replace(self._record, state=word, ended_at=SystemClock().wall_s()))
         except OSError as error:
-            say(f"the end of the job could not be written to {self._home.path}: {error}")
+            announce(f"the end of the job could not be written to {self._home.path}: {error}")
         if ended is JobState.SUCCEEDED:
             if self._spec.checkpoint.disk_is_default:
                 shutil.rmtree(self._home.checkpoints, ignore_errors=True)
@@ -65,13 +65,13 @@ class Ending:
         try:
             self._save(has_ended=ended is not None)
         except (FlyballError, OSError) as error:
-            say(f"what the job has left could not be looked at: {error}; its memory stays")
+            announce(f"what the job has left could not be looked at: {error}; its memory stays")
 
     def _save(self, *, has_ended: bool) -> None:
         left = self._look()
         if left.newest() is None:
             if unread := left.unread_memory:
-                say(f"{unread[0]}: what it holds could not be looked at; the job's memory stays")
+                announce(f"{unread[0]}: what it holds could not be looked at; the job's memory stays")
             else:  # it never attached, or saved nothing
                 self._daemon.keeps_segments = False
             return
@@ -125,7 +125,7 @@ class Ending:
     def _say(self, point: Point, where: str) -> None:
         words = ["flyball", "run", *(["--state-dir", self._record.state_dir] if self._record.state_dir else [])]
         command = shlex.join([*words, "--resume", self._spec.job])
-        say(f"step {point.step} of job {self._spec.job} {where}; go on with: {command}")
+        announce(f"step {point.step} of job {self._spec.job} {where}; go on with: {command}")
 
     def _look(self) -> LeftCheckpoints:
         from flyball.cli.run.going_on import LeftCheckpoints
@@ -148,7 +148,9 @@ class Ending:
 
     def _flush(self) -> None:
         """Have the engine write its newest recovery point. A second signal ends the wait."""
-        say(f"writing the newest step of job {self._spec.job} to disk (at most {FLUSH_WITHIN_S:.0f} s; again: at once)")
+        announce(
+            f"writing the newest step of job {self._spec.job} to disk (at most {FLUSH_WITHIN_S:.0f} s; again: at once)"
+        )
         import asyncio
 
         from host_daemon.engine.engine_client import EngineClient
@@ -168,4 +170,4 @@ class Ending:
         while asking.is_alive() and self._signals.count <= 1:
             asking.join(_LOOK_INTERVAL_S)
         if failed:
-            say(f"it could not be written: {failed[0].message}")
+            announce(f"it could not be written: {failed[0].message}")

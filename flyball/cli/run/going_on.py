@@ -20,7 +20,7 @@ from ckpt_engine.inspect.verify_copies import CopyVerdict, verify_copies
 from ckpt_engine.settings import load_settings
 from ckpt_engine.tiers.opening import open_storage, run_location
 from flyball.cli.run.run_folders import RunFolder, segments_prefix
-from flyball.cli.show.messages import say
+from flyball.cli.show.messages import announce
 from flyball.contracts.checkpoints import CheckpointSpec, Lineage, Tier
 from flyball.contracts.errors import CheckpointError, FlyballError
 from services.store.decisions.job_store import SqlJobStore
@@ -143,7 +143,7 @@ def other_runs(job: str, spec: CheckpointSpec, host_id: str, environ: Mapping[st
             elif Path(place).is_dir():
                 found += find_in_folder(Path(place))
         except (FlyballError, OSError) as error:
-            say(f"{place} could not be looked at: if it has checkpoints of job {job}, they are not used ({error})")
+            announce(f"{place} could not be looked at: if it has checkpoints of job {job}, they are not used ({error})")
     return sorted({one.run for one in found if one.job == job and one.run}, reverse=True)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ckpt_engine.format.shard_names import parse_step_folder
 from flyball.cli.run.host_process import HostProcess
 from flyball.cli.run.run_folders import holds_memory
-from flyball.cli.show.messages import say
+from flyball.cli.show.messages import announce
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.launch.launcher import RunRequest
@@ -21,16 +21,16 @@ def settle_memory(daemon: HostProcess, spec: JobSpec, state: JobState | None, *,
     is_over = state is JobState.SUCCEEDED or (state is JobState.STOPPED and not spec.checkpoint.is_durable)
     daemon.keeps_segments = not (is_over or has_left) and holds_memory(daemon.segments_prefix)
     if daemon.keeps_segments:
-        say(
+        announce(
             f"what host {daemon.host_id} has in memory of job {spec.job} stays there, and the same command can go on "
             f"from it; free it with: flyball ckpt rm {spec.job} --memory"
         )
-        say(f"go on, on each host, with: {again}")
+        announce(f"go on, on each host, with: {again}")
     elif not has_left:
-        say_what_is_kept(spec, state, daemon.host_id, daemon.state_dir, again=again)
+        announce_kept_step(spec, state, daemon.host_id, daemon.state_dir, again=again)
 
 
-def say_what_is_kept(
+def announce_kept_step(
     spec: JobSpec, state: JobState | None, host_id: str, state_dir: Path | None, *, again: str
 ) -> None:
     """Where one host of several has the newest step of a job that did not succeed, once its engine freed the memory."""
@@ -40,9 +40,11 @@ def say_what_is_kept(
     disk = checkpoint.disk_folder(state_dir.resolve()) if state_dir else checkpoint.disk_dir
     step = _newest_step(Path(disk) / host_id / spec.job) if checkpoint.policy(Tier.DISK).is_on else None
     if step is not None:
-        say(f"step {step} of job {spec.job} is in {disk}; go on, on each host, with: {again}")
+        announce(f"step {step} of job {spec.job} is in {disk}; go on, on each host, with: {again}")
     elif checkpoint.persistent_dir:
-        say(f"the newest step of job {spec.job} is in {checkpoint.persistent_dir}; go on, on each host, with: {again}")
+        announce(
+            f"the newest step of job {spec.job} is in {checkpoint.persistent_dir}; go on, on each host, with: {again}"
+        )
 
 
 def same_command(request: RunRequest, arguments: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from flyball.cli.show.messages import say
+from flyball.cli.show.messages import announce
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import HostState, JobSpec, JobState
 
@@ -80,7 +80,7 @@ class HostLeave:
         """Give notice."""
         self.has_begun = True
         self._began_at = time.monotonic()
-        say(
+        announce(
             f"{number.name}: host {self._host_id} leaves job {self._spec.job}: its ranks are saved and moved to a "
             f"spare within {LEAVE_TIMEOUT_S:.0f} s, then this command ends (again: at once)"
         )
@@ -93,7 +93,7 @@ class HostLeave:
         is_here = self._daemon is not None and not self._daemon.has_ended
         if job is not None and hosts is not None:
             if not can_go_on(hosts, self._spec, self._host_id):
-                say(f"every host of job {self._spec.job} leaves: stopping the job")
+                announce(f"every host of job {self._spec.job} leaves: stopping the job")
                 return Next.STOP_JOB
             self._had_ranks |= self._host_id in _hosts_of(job)
             if self._daemon is None and not self._had_ranks:
@@ -108,28 +108,28 @@ class HostLeave:
         self.has_left = True
         return Next.END
 
-    def say_outcome(self, job: Json) -> None:
+    def announce_outcome(self, job: Json) -> None:
         """What this host leaves behind."""
         hosts, name = _hosts_of(job), self._spec.job
         left = f"host {self._host_id} left job {name}"
         if "ranks" not in job:
-            say(f"{left}; its supervisor was out of reach by then")
+            announce(f"{left}; its supervisor was out of reach by then")
         elif not self.has_left:
-            say(f"{left} at once, without waiting for its ranks to be moved")
+            announce(f"{left} at once, without waiting for its ranks to be moved")
         elif self._daemon is None:
-            say(f"job {name} goes on; stop it with: flyball stop {name}")
+            announce(f"job {name} goes on; stop it with: flyball stop {name}")
         elif self._host_id in hosts:
             step = job.get("newest_step", -1)
-            say(
+            announce(
                 f"{left}, and no host was free to take its ranks: the job holds after step {step} and goes on when a "
                 "host joins"
             )
         elif hosts:
-            say(f"{left}, whose ranks are on {', '.join(hosts)} now")
+            announce(f"{left}, whose ranks are on {', '.join(hosts)} now")
         else:
-            say(f"{left}, which waits for hosts")
+            announce(f"{left}, which waits for hosts")
         if self._supervisor_again:
-            say(
+            announce(
                 "the job's supervisor ends with this command: training goes on without one, but nothing recovers from "
                 f"the next fault until it is up again: {self._supervisor_again}"
             )

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 from flyball.cli.run.embedded import KeptSupervisor
 from flyball.cli.run.host_leave import NOTICES, HostLeave, Next
 from flyball.cli.run.host_process import HostProcess
-from flyball.cli.show.messages import say
+from flyball.cli.show.messages import announce
 from flyball.cli.signals import EndSignals
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.decisions import ActionState
@@ -96,13 +96,13 @@ class JobWatch:
                     raise
                 return ended  # it ended with the job, perhaps before this command heard of that
             if job:
-                self._say_what_is_not_seen(job)
+                self._announce_missing_steps(job)
             has_ended = job is not None and JobState(job["state"]).ended
             then = self._on_signal(job) if self._signals.count and not (stop_by or has_ended) else Next.WAIT
             if then is Next.END:
                 return job or ended
             if then is Next.STOP_JOB:
-                say(f"stopping job {self._spec.job} (again: at once)")
+                announce(f"stopping job {self._spec.job} (again: at once)")
                 waits_s = self._end_takes_s if self._ask_to_stop() else 0.0
                 stop_by = time.monotonic() + waits_s
             if job and has_ended:
@@ -143,7 +143,7 @@ class JobWatch:
         except FlyballError as error:
             if self._supervisor is None and self._given_up is None:
                 raise
-            say(f"{error.message} The workers are ended without it.")
+            announce(f"{error.message} The workers are ended without it.")
             return False
         return True
 
@@ -180,7 +180,7 @@ class JobWatch:
                 if is_forgotten:  # by a database that was removed, or replaced by an older one
                     self._settled = None
                     why = f"The supervisor's database does not know job {self._spec.job} any more."
-                say(f"{why} Training goes on; asking again.")
+                announce(f"{why} Training goes on; asking again.")
             return None
         self._told.discard("away")
         self._was_seen = True
@@ -191,7 +191,7 @@ class JobWatch:
         self._settle(decisions)
         return job
 
-    def _say_what_is_not_seen(self, job: Job) -> None:
+    def _announce_missing_steps(self, job: Job) -> None:
         """Once: a script that tells no steps can hang for long before it shows."""
         phases = {rank["phase"] for rank in job.get("ranks", ())}
         if phases != {"starting"} or job["newest_step"] >= 0 or "no steps" in self._told:
@@ -202,7 +202,7 @@ class JobWatch:
         if now - self._starting_since >= SAYS_NO_STEPS_AFTER_S:
             self._told.add("no steps")
             limit_s = self._spec.hang_timeout_s or UNATTACHED_IDLE_S
-            say(
+            announce(
                 f"{self._spec.argv[0]} tells no steps so far (flyball.attach): a worker that ends is seen at once, "
                 f"a hang only when all ranks do nothing for {limit_s:g} s"
                 + ("" if self._spec.hang_timeout_s else " (--hang-timeout sets it)")
@@ -228,7 +228,7 @@ class JobWatch:
                     continue
             self._told.add(name)
             if kind not in QUIET_DECISIONS:
-                say(f"{name} {kind}: {decision['reason']}")
+                announce(f"{name} {kind}: {decision['reason']}")
 
     def _goes_on(self) -> bool:
         """Whether workers live here without a supervisor. When the last has ended, that gets some time to come back."""
@@ -247,7 +247,7 @@ class JobWatch:
             self._supervisor.keep()
         except FlyballError as error:
             self._supervisor, self._given_up = None, error
-            say(f"{error} Training goes on without it, up to the first fault.")
+            announce(f"{error} Training goes on without it, up to the first fault.")
 
     def _keep_daemon(self) -> None:
         """A host daemon that dies is started again: it adopts the workers, which live on."""
@@ -260,7 +260,7 @@ class JobWatch:
             self._daemon_ended_at = [at for at in self._daemon_ended_at if now - at < DAEMON_RESTART_WINDOW_S] + [now]
             if len(self._daemon_ended_at) > MAX_DAEMON_RESTARTS or error.exit_code in _START_ERRORS:
                 raise
-            say(f"the host daemon ended; starting it again ({error.message.splitlines()[0]})")
+            announce(f"the host daemon ended; starting it again ({error.message.splitlines()[0]})")
             self._daemon.start()
 
 

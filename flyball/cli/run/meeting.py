@@ -15,13 +15,13 @@ import msgspec
 from flyball.cli.logs import job_logs
 from flyball.cli.reach import this_host
 from flyball.cli.reach.places import SupervisorConnection, make_state_dir, state_root
-from flyball.cli.run.beginning import begin_at, say_where_it_goes
+from flyball.cli.run.beginning import announce_disk_folder, begin_at
 from flyball.cli.run.embedded import KeptSupervisor
-from flyball.cli.run.host_end import say_what_is_kept, settle_memory
+from flyball.cli.run.host_end import announce_kept_step, settle_memory
 from flyball.cli.run.host_leave import HostLeave, is_there
 from flyball.cli.run.run_folders import take
 from flyball.cli.run.session import Session, client_of, start_daemon
-from flyball.cli.show.messages import say
+from flyball.cli.show.messages import announce
 from flyball.cli.signals import EndSignals
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.errors import ConfigurationError, NotFound, PortInUse, Unreachable
@@ -45,21 +45,21 @@ def join(request: RunRequest, spec: JobSpec, connection: SupervisorConnection, s
             joined = False
         spec, submission = begin_at(client, request, spec)
     if joined:
-        say(f"host {name} has joined {connection.url} already")
+        announce(f"host {name} has joined {connection.url} already")
         for variable in request.engine_environment:
-            say(f"{variable}: not used: the engine of {name} has its settings from `flyball host`")
+            announce(f"{variable}: not used: the engine of {name} has its settings from `flyball host`")
         session = Session(connection, None, HostLeave(spec, name, None))
         session.spec, session.submission = spec, submission
         session.host_dir = job_logs.daemon_dir(name, connection.url)
         if session.host_dir:
-            say(f"logs in {Path(spec.log_dir or session.host_dir / 'logs') / spec.job}")
-            say_where_it_goes(spec.checkpoint, session.host_dir)
-        stack.callback(lambda: say_what_is_kept(spec, session.state, name, session.host_dir, again=session.again))
+            announce(f"logs in {Path(spec.log_dir or session.host_dir / 'logs') / spec.job}")
+            announce_disk_folder(spec.checkpoint, session.host_dir)
+        stack.callback(lambda: announce_kept_step(spec, session.state, name, session.host_dir, again=session.again))
         return session
     folder = make_state_dir(Path(request.state_dir) if request.state_dir else state_root(os.environ) / "hosts" / name)
     daemon = start_daemon(request, spec, connection, folder, stack)
-    say(f"host {name} joins {connection.url}")
-    say_where_it_goes(spec.checkpoint, folder.resolve())
+    announce(f"host {name} joins {connection.url}")
+    announce_disk_folder(spec.checkpoint, folder.resolve())
     leave = HostLeave(spec, name, daemon)
     session = Session(connection, daemon, leave)
     stack.callback(lambda: settle_memory(daemon, spec, session.state, has_left=leave.has_left, again=session.again))
@@ -89,9 +89,9 @@ def meet(request: RunRequest, spec: JobSpec, stack: ExitStack, signals: EndSigna
         supervisor = KeptSupervisor(folder, host=address, token=token, listener=listener)
         stack.callback(supervisor.stop)
         supervisor.start()
-        say(f"supervisor of job {request.job} at {url}")
+        announce(f"supervisor of job {request.job} at {url}")
         if not this_host.is_loopback_name(host):
-            say("no TLS between the hosts: whoever listens on their network can read the token")
+            announce("no TLS between the hosts: whoever listens on their network can read the token")
     else:
         _await_supervisor(connection, signals)
     session = join(request, spec, connection, stack)
@@ -112,7 +112,7 @@ def _folder_of_meeting(request: RunRequest, stack: ExitStack) -> Path:
 
 def _await_supervisor(connection: SupervisorConnection, signals: EndSignals) -> None:
     deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
-    say(f"waiting for the supervisor at {connection.url}")
+    announce(f"waiting for the supervisor at {connection.url}")
     with client_of(connection) as client:
         while True:
             try:
@@ -138,7 +138,7 @@ def common_token(request: RunRequest, environ: Mapping[str, str]) -> str:
         )
     host, _, port = request.rendezvous.rpartition(":")
     if not this_host.is_loopback_name(host):
-        say(
+        announce(
             f"trusted network: who reaches port {port} and knows the job's name may join, and run programs on its hosts"
         )
     # Not the host: one machine may call it localhost, another by its name

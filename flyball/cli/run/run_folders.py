@@ -18,7 +18,7 @@ import msgspec
 from ckpt_engine.settings import load_settings
 from ckpt_engine.slots.memory_plan import readable_size
 from flyball.cli.reach.places import live_record, make_state_dir, state_root
-from flyball.cli.show.messages import say
+from flyball.cli.show.messages import announce
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import Conflict, NotFound
 from flyball.contracts.on_host.segments import DEFAULT_SHM_DIR, SHM_DIR_VARIABLE, shm_prefix
@@ -94,7 +94,7 @@ def take(job: str, environ: Mapping[str, str], *, state_dir: str = "") -> RunFol
             lock = try_lock(path / LOCK)
             if lock is not None:
                 if number > 1:
-                    say(f"job {job} is running already; this is another one, {name}")
+                    announce(f"job {job} is running already; this is another one, {name}")
                 if is_ours:
                     _tidy_up(path.parent, path, environ)
                 return RunFolder(path, name, read_record(path), lock)
@@ -179,7 +179,7 @@ def _reclaim(folder: Path, environ: Mapping[str, str]) -> None:
     freed = Reclaimer(segments_prefix(folder, environ), known_jobs=tuple, ttl_s=ttl_s).sweep()
     if freed:
         size = readable_size(sum(memory.size_bytes for memory in freed))
-        say(f"freed {size} of memory: the newest steps of job {freed[0].job}, which nobody used for {ttl_s:.0f} s")
+        announce(f"freed {size} of memory: the newest steps of job {freed[0].job}, which nobody used for {ttl_s:.0f} s")
 
 
 @contextmanager
@@ -224,5 +224,5 @@ def _tidy_up(jobs: Path, mine: Path, environ: Mapping[str, str]) -> None:
         if any((folder / CHECKPOINTS).rglob("*.manifest")):
             if SystemClock().wall_s() - folder.stat().st_mtime < CHECKPOINTS_KEPT_S:
                 continue
-            say(f"removed {folder}: the checkpoints of a job that nobody went on with for two weeks")
+            announce(f"removed {folder}: the checkpoints of a job that nobody went on with for two weeks")
         shutil.rmtree(folder, ignore_errors=True)

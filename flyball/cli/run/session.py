@@ -24,7 +24,7 @@ from flyball.cli.run.host_leave import HostLeave, is_there
 from flyball.cli.run.host_process import HostProcess
 from flyball.cli.run.job_watch import AWAY_LIMIT_S, Job, JobWatch, submit
 from flyball.cli.run.own_terminal import OwnTerminal, wish_of
-from flyball.cli.show.messages import beside_output, say
+from flyball.cli.show.messages import announce, announce_within
 from flyball.cli.signals import EndSignals
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.errors import Conflict, FlyballError
@@ -164,7 +164,7 @@ def _with_environment(spec: JobSpec, request: RunRequest, token: str) -> JobSpec
     """With this user's variables, for daemons that were started elsewhere. A daemon of this run has them all."""
     forwarded = select(os.environ, request.env)
     if forwarded.secret:
-        say(f"secret variables, encrypted for the hosts: {', '.join(sorted(forwarded.secret))}")
+        announce(f"secret variables, encrypted for the hosts: {', '.join(sorted(forwarded.secret))}")
     return msgspec.structs.replace(
         spec, user_env=forwarded.plain, sealed_env=seal(forwarded.secret, secret=token, job=spec.job)
     )
@@ -200,7 +200,7 @@ class JobOutput:
     def follow(self, logs: Path, *, after: int) -> None:
         """Show the ranks of this machine. `after`: the generation up to which all was shown."""
         follower = self._follower(logs, after)
-        self._stack.enter_context(beside_output(follower.own_line))
+        self._stack.enter_context(announce_within(follower.own_line))
         self._stack.callback(follower.close)
         if self._terminal:
             self._stack.callback(self._terminal.drain)
@@ -225,6 +225,8 @@ class JobOutput:
             role=self._request.role,
             out=self._out.buffer,
             err=sys.stderr.buffer,
-            on_broken_pipe=lambda: say(f"nobody reads the output any more; training goes on, its logs are in {logs}"),
+            on_broken_pipe=lambda: announce(
+                f"nobody reads the output any more; training goes on, its logs are in {logs}"
+            ),
             begins_at=lambda _path, generation, _rank: 0 if generation > after else None,
         )

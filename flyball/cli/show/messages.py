@@ -1,4 +1,4 @@
-"""What the command line says of itself, on stderr, and JSON on stdout. Light to import: `flyball run` waits for it."""
+"""Messages on stderr, and JSON on stdout. Light to import, so that `flyball run` starts fast."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ import msgspec
 from flyball.contracts.errors import FlyballError
 
 
-def print_json(value: Any) -> None:  # noqa: ANN401 - whatever the API answered
-    """One JSON value on stdout, indented, with a line end."""
+def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON value
+    """Print one JSON value on stdout, indented."""
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
     sys.stdout.flush()
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal would obey, or could not show: names of files and tensors may be anybody's."""
+    """Escape control characters, because names of files and tensors may come from anybody."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-_beside: list[Callable[[], AbstractContextManager[None]]] = []
+_line_guards: list[Callable[[], AbstractContextManager[None]]] = []
 
 
 @contextmanager
-def beside_output(own_line: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """While entered, what is said is said inside `own_line`: somebody else writes to this terminal too."""
-    _beside.append(own_line)
+def announce_within(own_line: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """While entered, print messages inside `own_line`, because the ranks write to the same terminal."""
+    _line_guards.append(own_line)
     try:
         yield
     finally:
-        _beside.remove(own_line)
+        _line_guards.remove(own_line)
 
 
-def say(message: str) -> None:
-    """One line about what Flyball does, on stderr, so that stdout stays the script's and the results'."""
-    with _beside[-1]() if _beside else nullcontext():
+def announce(message: str) -> None:
+    """Print one line about Flyball itself on stderr. stdout is for results and the script's output."""
+    with _line_guards[-1]() if _line_guards else nullcontext():
         sys.stderr.write(f"flyball: {printable(message)}\n")
         sys.stderr.flush()
 
 
-def say_error(error: FlyballError) -> None:
-    """Cause and next step, on stderr."""
+def print_error(error: FlyballError) -> None:
+    """Print an error's cause and next step on stderr."""
     sys.stderr.write(f"error: {printable(error.message)}\n")
     if error.hint:
         sys.stderr.write(f"Next step: {printable(error.hint)}\n")

@@ -1,4 +1,4 @@
-"""What the command line prints on stdout: tables for people. JSON, and what it says of itself, is in `messages`."""
+"""Tables and fields on stdout, for people. JSON and messages are in `messages`, which is lighter to import."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flyball.cli.show.messages import print_json, printable, say, say_error
+from flyball.cli.show.messages import announce, print_error, print_json, printable
 
-# The commands take all that they print from here.
+# The commands import all their output functions from here.
 __all__ = [
     "Format",
     "OutputOption",
@@ -25,11 +25,11 @@ __all__ = [
     "print_json",
     "print_table",
     "printable",
-    "say",
-    "say_error",
+    "announce",
+    "print_error",
 ]
 
-MIN_TEXT_WIDTH = 12  # of a column with sentences, beside columns that are kept whole
+MIN_TEXT_WIDTH = 12  # of a column with sentences, next to columns that are not wrapped
 
 
 class Format(StrEnum):
@@ -37,11 +37,11 @@ class Format(StrEnum):
     JSON = "json"
 
 
-OutputOption = Annotated[Format, typer.Option("-o", "--output", help="table for people, json for programs")]
+OutputOption = Annotated[Format, typer.Option("-o", "--output", help="table is for people, json for programs")]
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table on stdout. Cells are plain text: nothing in a job name or an error message is markup."""
+    """Print a table on stdout. Cells are plain text, never markup, whatever a job's name contains."""
     console = Console(soft_wrap=False)
     cells = [[cell(value) for value in row] for row in rows]
     if not cells:
@@ -58,7 +58,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 
 def _whole_columns(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[bool]:
-    """Which columns are not to be narrowed: those of single words, such as ids, if the others have room beside them."""
+    """Which columns must not wrap: those of single words, for example ids, if the others still have enough room."""
     words = [not any(" " in row[i] for row in cells) for i in range(len(columns))]
     needed = sum(
         2 + (max(len(column), *(len(row[i]) for row in cells)) if words[i] else MIN_TEXT_WIDTH)
@@ -68,7 +68,7 @@ def _whole_columns(columns: Sequence[str], cells: Sequence[Sequence[str]], width
 
 
 def print_fields(fields: Mapping[str, object]) -> None:
-    """Name and value per line, on stdout."""
+    """Print one name and value per line on stdout."""
     width = max((len(name) for name in fields), default=0)
     console = Console(soft_wrap=True, highlight=False)
     for name, value in fields.items():
@@ -76,7 +76,7 @@ def print_fields(fields: Mapping[str, object]) -> None:
 
 
 def cell(value: object) -> str:
-    """A value as a person reads it; '-' for what is not known."""
+    """Format a value for people; '-' if unknown."""
     if value is None or value == "":
         return "-"
     if isinstance(value, bool):
@@ -91,5 +91,5 @@ def cell(value: object) -> str:
 
 
 def moment(at: float | None) -> str:
-    """A wall-clock time, for people: the date is today's as a rule, and JSON has all of it."""
+    """Format a wall-clock time for people. The date is left out: it is usually today, and JSON has it."""
     return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] + " UTC" if at else "-"

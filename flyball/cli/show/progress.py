@@ -1,4 +1,4 @@
-"""A bar for long work, on stderr and only on a terminal."""
+"""Progress bars for long work, on stderr and only on a terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class _Speed(ProgressColumn):
-    """In the units of the sizes beside it."""
+    """Transfer speed, in the units of the sizes next to it."""
 
     def render(self, task: Task) -> Text:
         return Text(f"{readable_size(task.finished_speed or task.speed or 0.0)}/s", style="progress.data.speed")
@@ -36,7 +36,7 @@ class _Speed(ProgressColumn):
 
 @contextmanager
 def bytes_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar that advances by the bytes that the function which it gives is called with, from any thread."""
+    """Show a bar, and yield a function that advances it by a number of bytes. Callable from any thread."""
     console = Console(file=sys.stderr)
     columns = (
         TextColumn("{task.description}"),
@@ -51,7 +51,7 @@ def bytes_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 
 def counted(what: str, items: Iterable[T]) -> Iterator[T]:
-    """`items` as they are, with their number shown meanwhile: how many there will be nobody knows before the end."""
+    """Pass `items` through while showing how many there were so far. Their total is not known in advance."""
     console = Console(file=sys.stderr)
     columns = (SpinnerColumn(), TextColumn("{task.description} {task.completed:,.0f}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -1,4 +1,4 @@
-"""Moments and durations in few letters, for tables. Pure."""
+"""Format times and durations briefly, for tables. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MINUTE_S, HOUR_S, DAY_S = 60, 3_600, 86_400
 
 
 def lasted(duration_s: float | None) -> str:
-    """0.4 s, 12 s, 3 min 20 s, 2 h 5 min, 3 d 4 h; '-' if it is not known."""
+    """0.4 s, 12 s, 3 min 20 s, 2 h 5 min, 3 d 4 h; '-' if unknown."""
     if duration_s is None:
         return "-"
     whole_s = round(max(duration_s, 0.0))
@@ -29,25 +29,25 @@ def _two(value_s: int, unit_s: int, unit: str, part_s: int, part: str) -> str:
 
 
 def short(duration_s: float | None) -> str:
-    """As `lasted`, for what takes less than seconds: 12 ms, 0.25 s."""
+    """Like `lasted`, with more digits below a second: 12 ms, 0.25 s."""
     if duration_s is None or duration_s >= 10.0:
         return lasted(duration_s)
     return f"{duration_s * 1000:.0f} ms" if duration_s < 0.1 else f"{duration_s:.2f} s"
 
 
 def rough(duration_s: float | None) -> str:
-    """As `lasted`, in one unit where that tells enough: 12 s, 3 min 20 s, 34 min."""
+    """Like `lasted`, with one unit if that is precise enough: 12 s, 3 min 20 s, 34 min."""
     first, *rest = lasted(duration_s).split(" ")
     return " ".join((first, *rest[:1])) if first != "-" and float(first) >= 10 else lasted(duration_s)
 
 
 def ago(at: float | None, now: float) -> str:
-    """12 s ago; '-' if it is not known. Clocks differ: what is a little ahead of ours is now."""
+    """12 s ago; '-' if unknown. A time slightly in the future counts as now, because clocks differ."""
     return f"{rough(now - at)} ago" if at else "-"
 
 
 def clock(at: float | None, now: float) -> str:
-    """06:05:01 of today (UTC), else with its day, else with its year; '-' if it is not known."""
+    """06:05:01 (UTC) today, else with the day, else with the year; '-' if unknown."""
     if not at:
         return "-"
     then, today = datetime.fromtimestamp(at, UTC), datetime.fromtimestamp(now, UTC)
@@ -57,5 +57,5 @@ def clock(at: float | None, now: float) -> str:
 
 
 def iso(at: float | None) -> str | None:
-    """2026-11-23T06:05:01.250Z, for programs; None if it is not known."""
+    """2026-11-23T06:05:01.250Z, for programs; None if unknown."""
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z") if at else None

@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flyball.cli.demo.losses import compare, newest_step, read_losses
+from flyball.cli.demo.reference import compare, newest_step, read_losses
 
 
 def test_files_are_read_with_every_execution(tmp_path: Path) -> None:
