@@ -130,7 +130,7 @@ def test_a_killed_worker_has_no_error_of_its_own(tmp_path):
     assert read_error(tmp_path / "error", tmp_path / "absent", FAILED) is None
 
 
-def test_each_version_of_a_notice_is_told_once(tmp_path):
+def test_each_version_of_a_notice_is_reported_once(tmp_path):
     path = tmp_path / "preemption-notice.json"
 
     def rename_into_place(text: str) -> float:
@@ -138,13 +138,13 @@ def test_each_version_of_a_notice_is_told_once(tmp_path):
         (tmp_path / "new").rename(path)
         return path.stat().st_mtime
 
-    probe = PreemptionProbe(path, told=None)
+    probe = PreemptionProbe(path, reported=None)
     assert probe.check() is None
     written_at = rename_into_place('{"deadline_s": 30, "source": "gce"}')
     notice = probe.check()
     assert (notice.deadline_at, notice.source) == (written_at + 30.0, "gce")
     assert probe.check() is None
-    assert PreemptionProbe(path, told=probe.identity).check() is None
+    assert PreemptionProbe(path, reported=probe.identity).check() is None
     for malformed in ("", "{", '{"deadline_s": -1}', '{"source": "x"}', '{"deadline_s": "soon"}', "x" * 9_999):
         rename_into_place(malformed)
         assert probe.check() is None
