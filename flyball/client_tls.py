@@ -1,4 +1,4 @@
-"""How a client of the supervisor knows it, and shows itself, over TLS."""
+"""TLS for clients of the supervisor: how they verify it, and how they authenticate themselves."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ KEY_VARIABLE = "FLYBALL_CLIENT_KEY_FILE"
 
 
 class ClientTls(msgspec.Struct, frozen=True):
-    """PEM files; '' is: not given."""
+    """PEM files; '' means not given."""
 
-    ca_file: str = ""  # whom to trust, in place of the system's authorities
-    cert_file: str = ""  # what to show to a supervisor that asks for it
+    ca_file: str = ""  # authorities to trust instead of the system's
+    cert_file: str = ""  # for a supervisor that requires client certificates
     key_file: str = ""
 
     @classmethod
@@ -27,13 +27,15 @@ class ClientTls(msgspec.Struct, frozen=True):
         return cls(environ.get(CA_VARIABLE, ""), environ.get(CERT_VARIABLE, ""), environ.get(KEY_VARIABLE, ""))
 
     def environment(self) -> dict[str, str]:
-        """Variables that hand these settings on, with whole paths."""
+        """Environment variables with these settings, paths made absolute."""
         named = {CA_VARIABLE: self.ca_file, CERT_VARIABLE: self.cert_file, KEY_VARIABLE: self.key_file}
         return {name: str(Path(path).absolute()) for name, path in named.items() if path}
 
     def context(self, *, has_flags: bool = True) -> ssl.SSLContext:
-        """For connections that this client makes. Raises ConfigurationError that names the file that is wrong.
-        `has_flags`: the command can be told with flags too, and not by variables alone."""
+        """The context for outgoing connections. Raises ConfigurationError naming the file at fault.
+
+        `has_flags`: whether the command also has flags for these files, which hints then mention.
+        """
         if bool(self.cert_file) != bool(self.key_file):
             raise ConfigurationError(
                 "A client certificate needs its key, and the key its certificate.",
@@ -59,8 +61,8 @@ class ClientTls(msgspec.Struct, frozen=True):
 
 
 def plain_http() -> ssl.SSLContext:
-    """For a client that only ever connects without TLS: a context that trusts nobody. To read the system's authorities,
-    as a client does by default, takes it 20 to 50 ms."""
+    """A context that trusts nobody, for clients that never use TLS. By default, httpx would spend 20 to 50 ms reading
+    the system's authorities."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
@@ -78,23 +80,23 @@ def _pair(*, has_flags: bool) -> str:
 
 
 def tls_trouble(error: BaseException, *, hung_up: bool, has_flags: bool = True) -> tuple[str, str] | None:
-    """What is wrong, and the next step, if a connection failed because of TLS; else None. `hung_up`: a TLS connection
-    ended without an answer, which is how many servers refuse a client's certificate. `has_flags`: see `context`."""
+    """The cause and the next step if a connection failed because of TLS, else None. `hung_up`: a TLS connection ended
+    without a reply, which is how many servers refuse a client's certificate. `has_flags`: see `context`."""
     show_one = (
-        f"if it asks for client certificates, give one that its client CA signed with {_pair(has_flags=has_flags)}"
+        f"if it requires client certificates, give one that its client CA signed, with {_pair(has_flags=has_flags)}"
     )
     found: BaseException | None = error
     while found is not None and not isinstance(found, ssl.SSLError):
         found = found.__cause__ or found.__context__
     if found is None:
-        return ("it ended the connection without an answer", show_one) if hung_up else None
+        return ("it ended the connection without a reply", show_one) if hung_up else None
     if isinstance(found, ssl.SSLCertVerificationError):
         return (
             f"its certificate is not accepted: {found.verify_message.rstrip('.')}",
-            f"give the certificate of the authority that signed it with {_ca(has_flags=has_flags)}; where it names "
+            f"give the certificate of the authority that signed it, with {_ca(has_flags=has_flags)}; if it names "
             "another address or has expired, the supervisor needs a new one",
         )
     reason = (found.reason or str(found)).replace("_", " ").lower()
     if "certificate" in reason or "unknown ca" in reason:
         return f"it refuses this client: {reason}", show_one
-    return f"TLS failed: {reason}", "see whether it speaks TLS at all: http:// or https://"
+    return f"TLS failed: {reason}", "check whether it uses TLS at all: http:// or https://"

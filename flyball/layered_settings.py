@@ -1,7 +1,7 @@
-"""One typed struct of settings out of several places. Pure: the places are given as mappings.
+"""Merges settings from several sources into one typed struct. Pure: the sources are mappings.
 
-A flag comes before a variable, a variable before the file, the file before the default. Sizes may be written as "8GiB"
-or "200MB"; durations are seconds.
+A flag overrides a variable, a variable the file, and the file the default. Sizes may be written as "8GiB" or "200MB";
+durations are in seconds.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _WORDS = {"on": "true", "yes": "true", "off": "false", "no": "false"}
 
 
 def field_names(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    """The settings that a struct has."""
+    """The names of a struct's settings."""
     return tuple(field.name for field in msgspec.structs.fields(kind))
 
 
 def parse_size(text: str) -> int:
-    """Bytes. Units of 1000 (kB, MB, GB, TB) and of 1024 (KiB, MiB, GiB, TiB). Raises ValueError."""
+    """Parse a size in bytes, with units of 1000 (kB, MB, GB, TB) or 1024 (KiB, MiB, GiB, TiB). Raises ValueError."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is not a size; write it like 8GiB, 200MB or 4096")
+        raise ValueError(f"{text!r} is not a size; examples: 8GiB, 200MB, 4096")
     return round(float(match[1]) * _UNITS[(match[2] or "").lower()])
 
 
@@ -44,18 +44,18 @@ def merge(
     prefix: str = "",
     flags: Mapping[str, tuple[str, object]] | None = None,
 ) -> T:
-    """`table` is what the section of `file` says, by field. `variables` is an environment, in which `prefix` and the
-    field's name in capitals name a setting. `flags`: by field the flag as given, and its value.
+    """Merge the sources. `table` is a section of `file`, by field. In the environment `variables`, `prefix` plus the
+    field's name in capitals names a setting. `flags` has, by field, the flag as given and its value.
 
-    Raises ConfigurationError, or UsageError for a flag, that names the place and what may be written there.
+    Raises ConfigurationError, or UsageError for a flag, with the source and the accepted values.
     """
     types = {field.name: field.type for field in msgspec.structs.fields(kind)}
     values: dict[str, Any] = {}
     for name, value in (table or {}).items():
         if name not in types:
             raise ConfigurationError(
-                f"The file {file} sets {name}, which is no setting there.",
-                hint=f"correct or remove it; there are {', '.join(types)}",
+                f"The file {file} sets {name}, which is not a setting.",
+                hint=f"correct or remove it; the settings are {', '.join(types)}",
             )
         values[name] = _convert(name, value, types[name], ConfigurationError, f"{name} in {file}")
     for name, type_ in types.items():
@@ -77,4 +77,4 @@ def _convert(name: str, value: object, type_: Any, error_type: type[FlyballError
                 value = _WORDS.get(value.lower(), value)
         return wire.convert(value, type_, strict=not isinstance(value, str))
     except (ValueError, OverflowError, msgspec.ValidationError) as error:
-        raise error_type(f"{place} has a value that is not usable: {error}.", hint="correct or remove it") from error
+        raise error_type(f"{place} has an invalid value: {error}.", hint="correct or remove it") from error

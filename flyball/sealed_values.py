@@ -1,6 +1,6 @@
-"""Secret variables of a job on their way to its workers: encrypted where the job is submitted, decrypted by the host
-daemon that starts a worker. In between, in the API, the database, the outbox and the daemon's own file, nobody can read
-them who does not have the cluster's peer key, which hosts have and databases have not.
+"""Secret variables of a job: encrypted where the job is submitted, decrypted by the host daemon that starts a worker.
+In between (API, database, outbox, the daemon's own file) only the cluster's peer key decrypts them. Hosts have that
+key, databases do not.
 
 ChaCha20-Poly1305 with a random nonce per value; the job and the variable's name are authenticated with it.
 """
@@ -18,13 +18,13 @@ _NONCE_BYTES = 12
 
 
 def seal(values: Mapping[str, str], *, secret: str, job: str) -> dict[str, str]:
-    """Encrypt with the operator's token. Raises ConfigurationError if it is another one."""
+    """Encrypt with the operator's token. Raises ConfigurationError for any other token."""
     if not values:
         return {}
     if secret.startswith(PREFIXES):
         raise ConfigurationError(
             f"Secret variables ({', '.join(sorted(values))}) need the operator's token.",
-            hint="submit with it (--token-file, FLYBALL_TOKEN), or hand on no secrets: see --env",
+            hint="submit with it (--token-file, FLYBALL_TOKEN), or forward no secrets: see --env",
         )
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
@@ -38,7 +38,7 @@ def seal(values: Mapping[str, str], *, secret: str, job: str) -> dict[str, str]:
 
 
 def unseal(sealed: Mapping[str, str], *, peer_key: str, job: str) -> dict[str, str]:
-    """The values again. Raises ConfigurationError if they were sealed with another key, or altered."""
+    """Decrypt the values. Raises ConfigurationError if they were sealed with another key, or altered."""
     if not sealed:
         return {}
     from cryptography.exceptions import InvalidTag
@@ -52,8 +52,8 @@ def unseal(sealed: Mapping[str, str], *, peer_key: str, job: str) -> dict[str, s
             values[name] = cipher.decrypt(box[:_NONCE_BYTES], box[_NONCE_BYTES:], _context(job, name)).decode()
         except (InvalidTag, ValueError) as error:
             raise ConfigurationError(
-                f"The secret variable {name} of job {job} cannot be read here.",
-                hint="the cluster's secret was changed after the job was submitted: submit it again",
+                f"The secret variable {name} of job {job} cannot be decrypted here.",
+                hint="the cluster's secret changed after the job was submitted: submit it again",
             ) from error
     return values
 

@@ -1,5 +1,5 @@
-"""The checkpoint settings of `flyball run`: flags, variables and a file, into the job's spec, and into the variables
-that hand the host's settings on to its engine and trainers. Pure: the file is read by whom the caller names."""
+"""The checkpoint settings of `flyball run`: from flags, variables and a file to the job's spec, and to variables with
+the settings of the host's engine and trainers. Pure: the caller passes in the function that reads the file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _INTERVALS = ("disk_every_steps", "persistent_every_steps")  # below 0 switches 
 
 
 class CheckpointSettings(NamedTuple):
-    """What was asked for."""
+    """The settings that were asked for."""
 
     spec: CheckpointSpec
     engine_environment: Mapping[str, str]
@@ -33,8 +33,8 @@ class CheckpointSettings(NamedTuple):
 
 
 def read_nothing(path: str) -> Config:
-    """For callers that have no file."""
-    raise UsageError(f"--ckpt-config {path}: no file is read here.")
+    """Stands in for callers that read no file."""
+    raise UsageError(f"--ckpt-config {path}: files are not read here.")
 
 
 def gather(
@@ -54,7 +54,7 @@ def gather(
     config = read_config(path) if path else NO_CONFIG
     engine_names = field_names(EngineSettings)
     ours = {name: flag for name, flag in flags.items() if name in engine_names}
-    merge_engine(config, path, variables, ours)  # here, so that a mistake is told before anything starts
+    merge_engine(config, path, variables, ours)  # report mistakes before anything starts
     spec = merge_spec(config, path, variables, {name: flag for name, flag in flags.items() if name not in ours})
     _check_tiers(spec, flags)
     handed_on = taken_over | {VARIABLE_PREFIX + name.upper(): str(value) for name, (_, value) in ours.items()}
@@ -83,15 +83,15 @@ def _from_transom(environ: Mapping[str, str], flags: Mapping[str, object]) -> tu
 
 
 def _check_tiers(spec: CheckpointSpec, flags: Mapping[str, object]) -> None:
-    """A tier needs a place and an interval; an interval of 0 that was asked for means: not this one."""
+    """A tier needs a folder and an interval. An explicit interval of 0 turns that interval off."""
     for tier, flag in ((Tier.DISK, "--local-ckpt"), (Tier.PERSISTENT, "--persistent-ckpt")):
         folder: str = getattr(spec, f"{tier}_dir")
         every_steps: int = getattr(spec, f"{tier}_every_steps")
         every_s: float = getattr(spec, f"{tier}_every_s")
         if folder and not (every_steps or every_s or {f"{tier}_every_steps", f"{tier}_every_s"} & flags.keys()):
             raise UsageError(
-                f"{flag}-dir says where, but not how often.",
+                f"{flag}-dir needs an interval.",
                 hint=f"add {flag}-interval STEPS or {flag}-interval-s SECONDS ({tier}_every_steps, {tier}_every_s)",
             )
         if (every_steps or every_s) and not folder:
-            raise UsageError(f"{flag}-interval says how often, but not where.", hint=f"add {flag}-dir DIR ({tier}_dir)")
+            raise UsageError(f"{flag}-interval needs a folder.", hint=f"add {flag}-dir DIR ({tier}_dir)")

@@ -1,8 +1,8 @@
-"""Which of a user's variables `flyball run --supervisor` hands on to workers on other hosts. Pure.
+"""Which of a user's variables `flyball run --supervisor` forwards to workers on other hosts. Pure.
 
-By default an allow-list: what changes how Python, PyTorch and the libraries around it compute. Slurm hands on all of a
-shell (`--export=ALL`), mpirun nothing that it is not told (`-x NAME`); both fit badly where hosts differ from the
-machine on which a job is submitted. `--env` adds to the list, as `-x` does.
+The default is an allow-list: variables that change how Python, PyTorch and the libraries around it compute. Slurm
+forwards the whole environment (`--export=ALL`), mpirun only named variables (`-x NAME`). Neither fits if the hosts
+differ from the machine that submits the job. `--env` adds to the list, as `-x` does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from flyball.contracts.errors import UsageError
 
-MAX_BYTES = 128 << 10  # of all that is handed on: it is stored with the job, and goes with every command
+MAX_BYTES = 128 << 10  # all variables together: they are stored with the job, and go with every command
 ALL, NONE = "ALL", "NONE"
 
 ALLOWED = frozenset({
@@ -28,7 +28,7 @@ ALLOWED_PREFIXES = (
     "ACCELERATE_", "DEEPSPEED_", "WANDB_", "MLFLOW_", "COMET_", "NEPTUNE_", "CLEARML_", "TENSORBOARD_",
 )  # fmt: skip
 
-# What belongs to one machine, one login or one process: not handed on, unless it is named.
+# Variables of one machine, one login or one process: not forwarded unless named.
 _OF_A_HOST = frozenset({
     *("CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONEXECUTABLE", "PYTHONSTARTUP", "PATH", "HOME", "USER", "LOGNAME"),
     *("SHELL", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "HOST", "TERM", "DISPLAY", "TMPDIR", "MAIL", "TMUX", "STY"),
@@ -60,16 +60,16 @@ class Forwarded(NamedTuple):
     """Variables for the workers of other hosts."""
 
     plain: Mapping[str, str]
-    secret: Mapping[str, str]  # to be sealed before they leave this process
+    secret: Mapping[str, str]  # seal these before they leave this process
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable is treated as one: by its name, or for the password in an address."""
+    """Whether a variable counts as secret: by its name, or because of a password in an address."""
     return bool(_SECRET_WORD.search(name) or _PASSWORD_IN_ADDRESS.search(value))
 
 
 def explicit(environ: Mapping[str, str], words: Sequence[str]) -> dict[str, str]:
-    """What `--env NAME` and `--env NAME=VALUE` name. Raises UsageError."""
+    """The variables that `--env NAME` and `--env NAME=VALUE` name. Raises UsageError."""
     found = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -77,7 +77,7 @@ def explicit(environ: Mapping[str, str], words: Sequence[str]) -> dict[str, str]
             continue
         if not _NAME.fullmatch(name):
             raise UsageError(
-                f"--env {name} is no name of a variable.", hint="for example --env NAME, or --env NAME=VALUE"
+                f"--env {name} is not the name of a variable.", hint="for example --env NAME, or --env NAME=VALUE"
             )
         if name.startswith("FLYBALL_"):
             raise UsageError(f"--env {name}: Flyball sets these itself.", hint="leave it out")
@@ -85,7 +85,7 @@ def explicit(environ: Mapping[str, str], words: Sequence[str]) -> dict[str, str]
             raise UsageError(f"--env {name}: this variable is not set.", hint=f"export it, or give --env {name}=VALUE")
         if equals and is_secret(name, value):
             raise UsageError(
-                f"--env {name}=...: a secret has no place on a command line, which `ps` shows and shells keep.",
+                f"--env {name}=...: do not put a secret on the command line: `ps` shows it, and shells keep it.",
                 hint=f"export {name}, and give --env {name}",
             )
         found[name] = value if equals else environ[name]
@@ -93,7 +93,7 @@ def explicit(environ: Mapping[str, str], words: Sequence[str]) -> dict[str, str]
 
 
 def select(environ: Mapping[str, str], words: Sequence[str]) -> Forwarded:
-    """What is handed on: the allow-list (or all, or nothing of it), then what is named. Raises UsageError."""
+    """The forwarded variables: the allow-list (or ALL, or NONE), then the named ones. Raises UsageError."""
     named = explicit(environ, words)
     if ALL in words and NONE in words:
         raise UsageError("--env ALL and --env NONE contradict each other.", hint="leave one of them out")
@@ -108,7 +108,7 @@ def select(environ: Mapping[str, str], words: Sequence[str]) -> Forwarded:
     if size > MAX_BYTES:
         raise UsageError(
             f"The variables for the workers have {size} bytes, more than {MAX_BYTES}.",
-            hint="--env NONE, and then name those that are needed",
+            hint="use --env NONE, and name the ones you need",
         )
     secret = {name: value for name, value in chosen.items() if is_secret(name, value)}
     return Forwarded({name: value for name, value in chosen.items() if name not in secret}, secret)
@@ -120,4 +120,4 @@ def _is_chosen(name: str, value: str, is_all: bool) -> bool:
     if is_all:
         return True
     allowed = name in ALLOWED or name.startswith(ALLOWED_PREFIXES)
-    return allowed and not _SECRET_WORD.search(name)  # an address with a password is needed, and sealed
+    return allowed and not _SECRET_WORD.search(name)  # an address with a password is needed; it gets sealed

@@ -1,13 +1,14 @@
-"""The flags of `flyball run` as one table: Flyball's own, torchrun's, and those of the launchers that people come from.
-Flags of checkpoint settings name the setting; its type and default are in one place, the struct that has it.
+"""The flags of `flyball run` as one table: Flyball's own, torchrun's, and those of other launchers.
 
-Each flag is honoured; or accepted and named on stderr with the reason why it changes nothing here; or refused with the
-next step. docs/coming-from.md shows the same table to people, and a test compares the two.
+Each flag is honoured; or accepted, and named on stderr with the reason why it has no effect; or refused with the next
+step. docs/coming-from.md shows the same table, and a test compares the two. A flag for a checkpoint setting names the
+setting, whose struct has the type and default.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple
 
 
@@ -29,7 +30,7 @@ class FlagKind(StrEnum):
     INTEGER = "integer"
     NUMBER = "number"
     SWITCH = "switch"
-    LIST = "list"  # text, and every further one counts too
+    LIST = "list"  # text; may be repeated
 
 
 class Flag(NamedTuple):
@@ -46,7 +47,7 @@ class Flag(NamedTuple):
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """All that the parser takes: as given, all dashes, all underscores."""
+        """All spellings that the parser accepts: as given, all dashes, all underscores."""
         words = [name[2:] for name in self.names if name.startswith("--")]
         dashed = [f"--{word.replace('_', '-')}" for word in words]
         underscored = [f"--{word.replace('-', '_')}" for word in words]
@@ -58,237 +59,180 @@ class Flag(NamedTuple):
         return max(self.names, key=len).lstrip("-").replace("-", "_")
 
 
-_T, _I, _N, _S = FlagKind.TEXT, FlagKind.INTEGER, FlagKind.NUMBER, FlagKind.SWITCH
-_H, _NOTED, _REFUSED = Use.HONOURED, Use.NOTED, Use.REFUSED
+def _flag(  # noqa: PLR0917 - one row of the table
+    origin: FlagOrigin,
+    use: Use,
+    names: str,
+    kind: FlagKind,
+    metavar: str,
+    about: str,
+    *,
+    setting: str = "",
+    choices: tuple[str, ...] = (),
+) -> Flag:
+    return Flag(tuple(names.split()), kind, origin, use, about, metavar, choices, setting)
 
-FLYBALL_FLAGS = tuple(
-    Flag(names, kind, FlagOrigin.FLYBALL, _H, about, metavar, (), *setting)
-    for names, kind, about, metavar, *setting in (
-        (("--job",), _T, "name of the job (default: the script's name, and a hash of the command)", "NAME"),
-        (("--resume",), _S, "go on with an earlier run: --resume [JOB] (default: the newest), or with a script", ""),
-        (("--fresh",), _S, "train anew where the same command would go on from its checkpoints", ""),
-        (("--supervisor",), _T, "join the cluster of this supervisor instead of bringing one up", "URL"),
-        (("--use-supervisor",), _S, "join the supervisor whose address is in FLYBALL_SUPERVISOR", ""),
-        (("--ca-file",), _T, "PEM file of the CA that signed its certificate (default: FLYBALL_CA_FILE)", "FILE"),
-        (("--client-cert-file",), _T, "PEM file of the client certificate (default: FLYBALL_CLIENT_CERT_FILE)", "FILE"),
-        (("--client-key-file",), _T, "PEM file of that certificate's key (default: FLYBALL_CLIENT_KEY_FILE)", "FILE"),
-        (("--ckpt-config",), _T, "TOML file of checkpoint settings: [checkpoint] and [engine]", "FILE"),
-        (("--ckpt-every",), _I, "steps between saves to memory; 0: none (default: 1)", "STEPS", "every_steps"),
-        (("--ckpt-every-s",), _N, "seconds between saves to memory, as well", "SECONDS", "every_s"),
-        (("--ckpt-capture",), _T, "lazy (default), or blocking: copy before save returns", "MODE", "capture"),
-        (("--ckpt-when-full",), _T, "while every slot is in use: wait (default) or skip the save", "WORD", "when_full"),
-        (
-            ("--ckpt-memory-limit",),
-            _T,
-            "memory for a host's slots, e.g. 64GiB; 0: all it has",
-            "SIZE",
-            "memory_limit_bytes",
-        ),
-        (("--replicas",), _I, "hosts that hold a copy of each host's memory (default: 1)", "N", "replicas"),
-        (("--replication",), _T, "how these hosts are chosen: ring (default) or clique", "WORD", "replication"),
-        (
-            ("--peer-bandwidth",),
-            _T,
-            "bytes per second to these hosts, e.g. 1GB; 0: no limit",
-            "RATE",
-            "peer_bytes_per_s",
-        ),
-        (("--no-local-ckpt",), _S, "do not save checkpoints in the state folder", ""),
-        (("--local-ckpt-interval-s",), _N, "seconds between saves to the disk", "SECONDS", "disk_every_s"),
-        (("--local-ckpt-keep",), _I, "newest steps kept on the disk (default: 2)", "N", "disk_keep_latest"),
-        (("--local-ckpt-keep-every",), _I, "keep every step that is a multiple of this", "STEPS", "disk_keep_every"),
-        (("--local-ckpt-bandwidth",), _T, "bytes per second to the disk", "RATE", "disk_bytes_per_s"),
-        (("--persistent-ckpt-interval-s",), _N, "seconds between saves to the store", "SECONDS", "persistent_every_s"),
-        (("--persistent-ckpt-keep",), _I, "newest steps kept in the store (default: 2)", "N", "persistent_keep_latest"),
-        (
-            ("--persistent-ckpt-keep-every",),
-            _I,
-            "keep every step that is a multiple of this",
-            "STEPS",
-            "persistent_keep_every",
-        ),
-        (("--persistent-ckpt-bandwidth",), _T, "bytes per second to the store", "RATE", "persistent_bytes_per_s"),
-        (
-            ("--trusted-network",),
-            _S,
-            "accept hosts at --rdzv-endpoint without a FLYBALL_TOKEN",
-            "",
-        ),
-        (("--env",), FlagKind.LIST, "with a supervisor: pass this variable to the workers; ALL, NONE", "NAME[=VALUE]"),
-        (("--never-from-scratch",), _S, "never restart from step 0 once a step was saved: wait for a copy", ""),
-        (("--hang-timeout",), _N, "seconds without a step that count as a hang; 0: adaptive (default)", "SECONDS"),
-        (("--state-dir",), _T, "folder for state and logs (default: one per job name)", "DIR"),
-        (("--host-id",), _T, "stable name of this host (default: its host name)", "NAME"),
-        (("-o", "--output"), _T, "output format: table or json", "FORMAT"),
-        (("-h", "--help"), _S, "show this help", ""),
-    )
+
+_T, _I, _N, _S, _LIST = FlagKind.TEXT, FlagKind.INTEGER, FlagKind.NUMBER, FlagKind.SWITCH, FlagKind.LIST
+
+_own = partial(_flag, FlagOrigin.FLYBALL, Use.HONOURED)
+FLYBALL_FLAGS = (
+    _own("--job", _T, "NAME", "name of the job (default: the script's name and a hash of the command)"),
+    _own("--resume", _S, "", "continue an earlier run: --resume [JOB] (default: the newest), or with a script"),
+    _own("--fresh", _S, "", "start from scratch where the same command would continue from its checkpoints"),
+    _own("--supervisor", _T, "URL", "join this supervisor's cluster instead of starting a supervisor"),
+    _own("--use-supervisor", _S, "", "join the supervisor whose address is in FLYBALL_SUPERVISOR"),
+    _own("--ca-file", _T, "FILE", "PEM file of the CA that signed its certificate (default: FLYBALL_CA_FILE)"),
+    _own("--client-cert-file", _T, "FILE", "PEM file of the client certificate (default: FLYBALL_CLIENT_CERT_FILE)"),
+    _own("--client-key-file", _T, "FILE", "PEM file of that certificate's key (default: FLYBALL_CLIENT_KEY_FILE)"),
+    _own("--ckpt-config", _T, "FILE", "TOML file of checkpoint settings: [checkpoint] and [engine]"),
+    _own("--ckpt-every", _I, "STEPS", "steps between saves to memory; 0: none (default: 1)", setting="every_steps"),
+    _own("--ckpt-every-s", _N, "SECONDS", "also save to memory after this many seconds", setting="every_s"),
+    _own("--ckpt-capture", _T, "MODE", "lazy (default), or blocking: copy before save returns", setting="capture"),
+    _own(
+        "--ckpt-when-full", _T, "WORD", "if all slots are in use: wait (default) or skip the save", setting="when_full"
+    ),
+    _own(
+        "--ckpt-memory-limit",
+        _T,
+        "SIZE",
+        "memory for a host's slots, e.g. 64GiB; 0: all of it",
+        setting="memory_limit_bytes",
+    ),
+    _own("--replicas", _I, "N", "hosts that hold a copy of each host's memory (default: 1)", setting="replicas"),
+    _own("--replication", _T, "WORD", "how these hosts are chosen: ring (default) or clique", setting="replication"),
+    _own("--peer-bandwidth", _T, "RATE", "bytes/s to these hosts, e.g. 1GB; 0: no limit", setting="peer_bytes_per_s"),
+    _own("--no-local-ckpt", _S, "", "do not save checkpoints in the state folder"),
+    _own("--local-ckpt-interval-s", _N, "SECONDS", "seconds between saves to the disk", setting="disk_every_s"),
+    _own("--local-ckpt-keep", _I, "N", "newest steps kept on the disk (default: 2)", setting="disk_keep_latest"),
+    _own("--local-ckpt-keep-every", _I, "STEPS", "also keep all multiples of this step", setting="disk_keep_every"),
+    _own("--local-ckpt-bandwidth", _T, "RATE", "bytes per second to the disk", setting="disk_bytes_per_s"),
+    _own("--persistent-ckpt-interval-s", _N, "SECONDS", "seconds between store saves", setting="persistent_every_s"),
+    _own("--persistent-ckpt-keep", _I, "N", "newest store steps (default: 2)", setting="persistent_keep_latest"),
+    _own("--persistent-ckpt-keep-every", _I, "STEPS", "also keep all its multiples", setting="persistent_keep_every"),
+    _own("--persistent-ckpt-bandwidth", _T, "RATE", "bytes/s to the store", setting="persistent_bytes_per_s"),
+    _own("--trusted-network", _S, "", "accept hosts at --rdzv-endpoint without a FLYBALL_TOKEN"),
+    _own("--env", _LIST, "NAME[=VALUE]", "with a supervisor: pass this variable to the workers; ALL, NONE"),
+    _own("--never-from-scratch", _S, "", "once a step was saved, never restart from step 0: wait for a copy"),
+    _own("--hang-timeout", _N, "SECONDS", "seconds without a step that count as a hang; 0: adaptive (default)"),
+    _own("--state-dir", _T, "DIR", "folder for state and logs (default: one per job name)"),
+    _own("--host-id", _T, "NAME", "stable name of this host (default: its host name)"),
+    _own("-o --output", _T, "FORMAT", "output format: table or json"),
+    _own("-h --help", _S, "", "show this help"),
 )
 
-TORCHRUN_FLAGS = tuple(
-    Flag(names, kind, FlagOrigin.TORCHRUN, use, about, metavar, choices)
-    for names, kind, use, about, metavar, choices in (
-        (("--nnodes",), _T, _H, "hosts, or MIN:MAX: runs on MIN, up to MAX join as spares", "N|MIN:MAX", ()),
-        (("--nproc-per-node",), _T, _H, "workers per host: a number, auto, cpu, gpu or xpu (default: 1)", "P", ()),
-        (("--rdzv-backend",), _T, _NOTED, "the controller hands out the ranks, there is no rendezvous", "NAME", ()),
-        (("--rdzv-endpoint",), _T, _H, "with several hosts: where the supervisor of this job listens", "HOST:PORT", ()),
-        (("--rdzv-id",), _T, _H, "name of the job, where --job is not given", "NAME", ()),
-        (("--rdzv-conf",), _T, _NOTED, "there is no rendezvous whose timeouts could be set", "K=V,...", ()),
-        (("--standalone",), _S, _H, "one host, whatever the rendezvous flags say", "", ()),
-        (
-            ("--max-restarts",),
-            _I,
-            _H,
-            "restarts of failing workers without progress in between (default: 3; torchrun: 0)",
-            "K",
-            (),
-        ),
-        (("--monitor-interval",), _N, _NOTED, "a worker's exit is an event, not a poll", "SECONDS", ()),
-        (
-            ("--start-method",),
-            _T,
-            _NOTED,
-            "workers are forked from a warm standby that has torch imported",
-            "METHOD",
-            ("spawn", "fork", "forkserver"),
-        ),
-        (
-            ("--event-log-handler",),
-            _T,
-            _NOTED,
-            "events are kept by the supervisor: GET /v1/events, `flyball goodput`",
-            "NAME",
-            (),
-        ),
-        (("--role",), _T, _H, "ROLE_NAME in the workers' environment", "NAME", ()),
-        (("-m", "--module"), _S, _H, "the script is a module name, as with python -m", "", ()),
-        (("--no-python",), _S, _H, "the script is a program: run it without Python", "", ()),
-        (("--run-path",), _S, _H, "run the script with runpy: what Flyball does anyway", "", ()),
-        (("--log-dir",), _T, _H, "folder for the ranks' logs (default: in the state folder)", "DIR", ()),
-        (("-r", "--redirects"), _T, _H, "1 stdout, 2 stderr, 3 both, or RANK:3,...: to the log only", "STD", ()),
-        (("-t", "--tee"), _T, _H, "likewise: to log and terminal, each line with its rank", "STD", ()),
-        (("--local-ranks-filter",), _T, _H, "local ranks whose output is shown", "R,R,...", ()),
-        (
-            ("--duplicate-stdout-filters",),
-            _T,
-            _NOTED,
-            "each rank's whole output is in its log file, where it can be searched",
-            "WORDS",
-            (),
-        ),
-        (
-            ("--duplicate-stderr-filters",),
-            _T,
-            _NOTED,
-            "each rank's whole output is in its log file, where it can be searched",
-            "WORDS",
-            (),
-        ),
-        (("--node-rank",), _I, _H, "0: the supervisor of the rendezvous address runs here", "N", ()),
-        (("--master-addr",), _T, _H, "with several hosts: where the supervisor of this job listens", "HOST", ()),
-        (("--master-port",), _I, _H, "its port; workers get a fresh MASTER_PORT per generation", "PORT", ()),
-        (("--local-addr",), _T, _H, "address by which other hosts reach this one", "IP", ()),
-        (("--logs-specs",), _T, _REFUSED, "log classes of torchrun plug-ins cannot be loaded", "NAME", ()),
-        (
-            ("--numa-binding",),
-            _T,
-            _NOTED,
-            "not supported yet: workers run on any CPU",
-            "MODE",
-            ("node", "socket", "exclusive", "core-complex"),
-        ),
-        (("--signals-to-handle",), _T, _H, "signals that end the job cleanly", "SIG,SIG,...", ()),
-        (("--shutdown-timeout",), _I, _H, "seconds between SIGTERM and SIGKILL of the workers", "SECONDS", ()),
-        (("--virtual-local-rank",), _S, _H, "LOCAL_RANK=0, and CUDA_VISIBLE_DEVICES names the rank's device", "", ()),
-    )
+_honours = partial(_flag, FlagOrigin.TORCHRUN, Use.HONOURED)
+_notes = partial(_flag, FlagOrigin.TORCHRUN, Use.NOTED)
+_refuses = partial(_flag, FlagOrigin.TORCHRUN, Use.REFUSED)
+TORCHRUN_FLAGS = (
+    _honours("--nnodes", _T, "N|MIN:MAX", "hosts, or MIN:MAX: runs on MIN, up to MAX join as spares"),
+    _honours("--nproc-per-node", _T, "P", "workers per host: a number, auto, cpu, gpu or xpu (default: 1)"),
+    _notes("--rdzv-backend", _T, "NAME", "the controller assigns the ranks, there is no rendezvous"),
+    _honours("--rdzv-endpoint", _T, "HOST:PORT", "with several hosts: where the supervisor of this job listens"),
+    _honours("--rdzv-id", _T, "NAME", "name of the job, unless --job is given"),
+    _notes("--rdzv-conf", _T, "K=V,...", "there is no rendezvous, and no timeouts of it"),
+    _honours("--standalone", _S, "", "one host, whatever the rendezvous flags are"),
+    _honours(
+        "--max-restarts", _I, "K", "restarts of failing workers without progress in between (default: 3; torchrun: 0)"
+    ),
+    _notes("--monitor-interval", _N, "SECONDS", "a worker's exit is an event, not a poll"),
+    _notes(
+        "--start-method",
+        _T,
+        "METHOD",
+        "workers are forked from a warm standby that has torch imported",
+        choices=("spawn", "fork", "forkserver"),
+    ),
+    _notes("--event-log-handler", _T, "NAME", "the supervisor keeps events: GET /v1/events, `flyball goodput`"),
+    _honours("--role", _T, "NAME", "ROLE_NAME in the workers' environment"),
+    _honours("-m --module", _S, "", "the script is a module name, as with python -m"),
+    _honours("--no-python", _S, "", "the script is a program: run it without Python"),
+    _honours("--run-path", _S, "", "run the script with runpy, which Flyball does anyway"),
+    _honours("--log-dir", _T, "DIR", "folder for the ranks' logs (default: in the state folder)"),
+    _honours("-r --redirects", _T, "STD", "1 stdout, 2 stderr, 3 both, or RANK:3,...: to the log only"),
+    _honours("-t --tee", _T, "STD", "likewise: to log and terminal, each line with its rank"),
+    _honours("--local-ranks-filter", _T, "R,R,...", "local ranks whose output is shown"),
+    _notes("--duplicate-stdout-filters", _T, "WORDS", "each rank's log file has its whole output: search there"),
+    _notes("--duplicate-stderr-filters", _T, "WORDS", "each rank's log file has its whole output: search there"),
+    _honours("--node-rank", _I, "N", "0: the supervisor of the rendezvous address runs here"),
+    _honours("--master-addr", _T, "HOST", "with several hosts: where the supervisor of this job listens"),
+    _honours("--master-port", _I, "PORT", "its port; workers get a fresh MASTER_PORT per generation"),
+    _honours("--local-addr", _T, "IP", "address at which other hosts reach this one"),
+    _refuses("--logs-specs", _T, "NAME", "log classes of torchrun plug-ins cannot be loaded"),
+    _notes(
+        "--numa-binding",
+        _T,
+        "MODE",
+        "not supported yet: workers run on any CPU",
+        choices=("node", "socket", "exclusive", "core-complex"),
+    ),
+    _honours("--signals-to-handle", _T, "SIG,SIG,...", "signals that end the job cleanly"),
+    _honours("--shutdown-timeout", _I, "SECONDS", "seconds between SIGTERM and SIGKILL of the workers"),
+    _honours("--virtual-local-rank", _S, "", "LOCAL_RANK=0, and CUDA_VISIBLE_DEVICES names the rank's device"),
 )
 
-RESILIENCY_FLAGS = tuple(
-    Flag(names, kind, FlagOrigin.RESILIENCY, use, about, metavar, (), *setting)
-    for names, kind, use, about, metavar, *setting in (
-        (("--enable-optimized-async-ckpt",), _S, _H, "saves are always asynchronous; nothing to switch on", ""),
-        (("--local-ckpt-dir",), _T, _H, "folder on this host's disk for checkpoints", "DIR", "disk_dir"),
-        (("--local-ckpt-interval",), _I, _H, "steps between saves to it", "STEPS", "disk_every_steps"),
-        (
-            ("--persistent-ckpt-dir",),
-            _T,
-            _H,
-            "folder or s3://... that outlives every host",
-            "DIR",
-            "persistent_dir",
-        ),
-        (("--persistent-ckpt-interval",), _I, _H, "steps between saves to it", "STEPS", "persistent_every_steps"),
-        (("--term-timeout",), _N, _H, "seconds between SIGTERM and SIGKILL of the workers", "SECONDS"),
-        (
-            ("--fault-tol-cfg-path",),
-            _T,
-            _NOTED,
-            "deadlines adapt to what is observed, there is no file of them",
-            "FILE",
-        ),
-        (("--ignore-missing-fault-tol-cfg",), _S, _NOTED, "there is no such file that could be missing", ""),
-        (("--ft-param-workload_check_interval",), _N, _NOTED, "exits are events, beacons are read every 50 ms", "S"),
-        (("--ft-param-initial_rank_heartbeat_timeout",), _N, _NOTED, "the start has an adapted deadline", "S"),
-        (
-            ("--ft-param-rank_heartbeat_timeout",),
-            _N,
-            _NOTED,
-            "deadlines adapt to what ranks do; --hang-timeout sets one",
-            "S",
-        ),
-        (("--ft-param-safety_factor",), _N, _NOTED, "the margin is part of the adapted deadlines", "X"),
-        (("--ft-param-rank_termination_signal",), _T, _NOTED, "a hung worker is ended with SIGKILL", "SIG"),
-        (("--ft-param-log_level",), _T, _NOTED, "logs are structured and complete", "LEVEL"),
-    )
+_honours = partial(_flag, FlagOrigin.RESILIENCY, Use.HONOURED)
+_notes = partial(_flag, FlagOrigin.RESILIENCY, Use.NOTED)
+RESILIENCY_FLAGS = (
+    _honours("--enable-optimized-async-ckpt", _S, "", "saves are always asynchronous; there is nothing to switch on"),
+    _honours("--local-ckpt-dir", _T, "DIR", "folder on this host's disk for checkpoints", setting="disk_dir"),
+    _honours("--local-ckpt-interval", _I, "STEPS", "steps between saves to it", setting="disk_every_steps"),
+    _honours(
+        "--persistent-ckpt-dir", _T, "DIR", "folder or s3://... that outlives every host", setting="persistent_dir"
+    ),
+    _honours("--persistent-ckpt-interval", _I, "STEPS", "steps between saves to it", setting="persistent_every_steps"),
+    _honours("--term-timeout", _N, "SECONDS", "seconds between SIGTERM and SIGKILL of the workers"),
+    _notes("--fault-tol-cfg-path", _T, "FILE", "deadlines adapt to the job, no file sets them"),
+    _notes("--ignore-missing-fault-tol-cfg", _S, "", "there is no such file that could be missing"),
+    _notes("--ft-param-workload_check_interval", _N, "S", "exits are events, beacons are read every 50 ms"),
+    _notes("--ft-param-initial_rank_heartbeat_timeout", _N, "S", "the deadline of the start adapts to the job"),
+    _notes("--ft-param-rank_heartbeat_timeout", _N, "S", "deadlines adapt to the ranks; --hang-timeout sets one"),
+    _notes("--ft-param-safety_factor", _N, "X", "the adaptive deadlines include a margin"),
+    _notes("--ft-param-rank_termination_signal", _T, "SIG", "a hung worker is ended with SIGKILL"),
+    _notes("--ft-param-log_level", _T, "LEVEL", "logs are structured and complete"),
 )
 
-DLROVER_FLAGS = tuple(
-    Flag(names, kind, FlagOrigin.DLROVER, use, about, metavar)
-    for names, kind, use, about, metavar in (
-        (("--precheck",), _I, _NOTED, "not supported yet: hosts are not measured before the start", "LEVEL"),
-        (("--network-check",), _S, _NOTED, "not supported yet: the network is not measured before the start", ""),
-        (("--comm-perf-test",), _S, _NOTED, "not supported yet: the network is not measured before the start", ""),
-        (("--exclude-straggler",), _S, _NOTED, "not supported yet: slow hosts are kept", ""),
-        (("--node_unit",), _I, _NOTED, "the number of hosts does not change while the job runs", "N"),
-        (("--auto_config",), _S, _H, "workers per host: one per accelerator, as --nproc-per-node auto", ""),
-        (("--auto_tunning",), _S, _NOTED, "batch size and learning rate stay what the script says", ""),
-        (
-            ("--save_at_breakpoint",),
-            _S,
-            _NOTED,
-            "memory outlives a dead worker, and the newest step is restored from it",
-            "",
-        ),
-        (("--accelerator",), _T, _NOTED, "the script chooses its device", "NAME"),
-        (("--training_port",), _I, _NOTED, "a fresh port is found for every generation", "PORT"),
-        (("--numa-affinity",), _S, _NOTED, "not supported yet: workers run on any CPU", ""),
-        (("--membind-policy",), _T, _NOTED, "not supported yet: memory is not bound to a node", "POLICY"),
-        (("--ucp_device_type",), _T, _NOTED, "checkpoints are not converted between layouts", "DEVICE"),
-    )
+_honours = partial(_flag, FlagOrigin.DLROVER, Use.HONOURED)
+_notes = partial(_flag, FlagOrigin.DLROVER, Use.NOTED)
+DLROVER_FLAGS = (
+    _notes("--precheck", _I, "LEVEL", "not supported yet: hosts are not measured before the start"),
+    _notes("--network-check", _S, "", "not supported yet: the network is not measured before the start"),
+    _notes("--comm-perf-test", _S, "", "not supported yet: the network is not measured before the start"),
+    _notes("--exclude-straggler", _S, "", "not supported yet: slow hosts are kept"),
+    _notes("--node_unit", _I, "N", "the number of hosts does not change while the job runs"),
+    _honours("--auto_config", _S, "", "workers per host: one per accelerator, as --nproc-per-node auto"),
+    _notes("--auto_tunning", _S, "", "batch size and learning rate stay as the script sets them"),
+    _notes("--save_at_breakpoint", _S, "", "memory outlives a dead worker, and the newest step is restored from it"),
+    _notes("--accelerator", _T, "NAME", "the script chooses its device"),
+    _notes("--training_port", _I, "PORT", "a fresh port is found for every generation"),
+    _notes("--numa-affinity", _S, "", "not supported yet: workers run on any CPU"),
+    _notes("--membind-policy", _T, "POLICY", "not supported yet: memory is not bound to a node"),
+    _notes("--ucp_device_type", _T, "DEVICE", "checkpoints are not converted between layouts"),
 )
 
 ALL_FLAGS = (*FLYBALL_FLAGS, *TORCHRUN_FLAGS, *RESILIENCY_FLAGS, *DLROVER_FLAGS)
 
-# Settings of TRANSOM's checkpoint engine: variables that a job's environment may still carry. Those that have an
-# equivalent set it, unless it is set; the others are named on stderr.
+# Variables of TRANSOM's checkpoint engine that a job's environment may still contain. Those with an equivalent setting
+# set it, unless it is given; the others are named on stderr.
 TRANSOM_SETTINGS = {
     "CKPT_ENGINE_MEM_LIMIT_GB": "memory_limit_bytes",
     "CKPT_ENGINE_SKIP_BOOTSTRAP": "refill",
 }
 TRANSOM_VARIABLES = {
-    "CKPT_ENGINE_META_CLIENT": "inventories are the engines' own; the supervisor keeps them in its database",
+    "CKPT_ENGINE_META_CLIENT": "engines keep the inventories themselves, and the supervisor has them in its database",
     "CKPT_ENGINE_MYSQL_ADDR": "the database is a setting of the supervisor: flyball up --database-url",
     "CKPT_ENGINE_MYSQL_PORT": "the database is a setting of the supervisor: flyball up --database-url",
     "CKPT_ENGINE_MYSQL_USER": "the database is a setting of the supervisor: flyball up --database-url",
     "CKPT_ENGINE_MYSQL_PASSWORD": "the database is a setting of the supervisor: flyball up --database-url",
-    "CKPT_ENGINE_MYSQL_FLUSH": "nothing needs to be emptied: generations and lineage tell old steps from new ones",
-    "CKPT_ENGINE_TCP_PORT": "an engine listens on a free port and tells it to its peers",
+    "CKPT_ENGINE_MYSQL_FLUSH": "nothing needs emptying: generations and lineage tell old steps from new ones",
+    "CKPT_ENGINE_TCP_PORT": "an engine listens on a free port, which its peers learn",
     "CKPT_ENGINE_HTTP_PORT": "trainer and engine share memory and a Unix socket, no port",
     "CKPT_ENGINE_ENABLE_PERSISTENT": "use --persistent-ckpt-dir and --persistent-ckpt-interval",
-    "CKPT_ENGINE_MAX_ITERATION_IN_CACHE": "two to four slots per rank, by the tiers that are on",
+    "CKPT_ENGINE_MAX_ITERATION_IN_CACHE": "a rank has two to four slots, depending on the tiers in use",
     "CKPT_ENGINE_LOG_LEVEL": "the engine's log is complete: <state folder>/engine.log",
     "CKPT_ENGINE_LOG_PATTERN": "the engine's log has one format, JSON lines",
     "TRANSOM_JOBNAME": "use --job",
-    "TRANSOM_RANK": "the controller hands out the ranks",
+    "TRANSOM_RANK": "the controller assigns the ranks",
     "TRANSOM_WORLD_SIZE": "use --nnodes",
-    "TRANSOM_HOSTS": "hosts join by themselves: flyball host --supervisor URL",
+    "TRANSOM_HOSTS": "each host joins by itself: flyball host --supervisor URL",
 }

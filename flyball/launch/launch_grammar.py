@@ -1,8 +1,9 @@
-"""The grammar of `flyball run`: torchrun's. Flags come first; the first other word is the script, and every word after
-it is the script's own. Pure.
+"""The grammar of `flyball run`, which is torchrun's: flags first; the first other word is the script, and every word
+after it belongs to the script. Pure.
 
-argparse cannot do this with Flyball's further flags: it looks for abbreviations in the script's words too, and calls
-`train.py --save` ambiguous. So the words are read here; a property test compares the result with torchrun's parser.
+argparse cannot do this with Flyball's additional flags: it also looks for abbreviations among the script's arguments,
+and calls `train.py --save` ambiguous. So this module parses the words itself; a property test compares the result with
+torchrun's parser.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _EPILOG = """examples:
 
 
 class ParsedCommandLine(NamedTuple):
-    """A command line, taken apart. `given` has the values of flags by their `dest`, for those that were given."""
+    """A parsed command line. `given` holds the values of the flags that were given, by `dest`."""
 
     given: Mapping[str, object]
     script: str = ""
@@ -39,7 +40,7 @@ class ParsedCommandLine(NamedTuple):
 
 
 def read_line(words: Sequence[str]) -> ParsedCommandLine:
-    """Take the words apart. Raises UsageError for a flag that is not known, ambiguous, or lacks its value."""
+    """Parse the words. Raises UsageError for a flag that is unknown, ambiguous, or lacks its value."""
     given: dict[str, object] = {}
     unknown: list[str] = []
     at = 0
@@ -69,7 +70,7 @@ def read_line(words: Sequence[str]) -> ParsedCommandLine:
     before = rest[:1] == ["--"]
     script = rest[int(before) :][:1]
     arguments = rest[int(before) + 1 :]
-    if not before and arguments[:1] == ["--"]:  # argparse, and so torchrun, drops the first `--` here too
+    if not before and arguments[:1] == ["--"]:  # argparse, and so torchrun, also drops the first `--` here
         del arguments[0]
     return ParsedCommandLine(given, script[0] if script else "", tuple(arguments))
 
@@ -89,7 +90,7 @@ def _keep(given: dict[str, object], flag: Flag, text: str) -> None:
 
 
 def convert(flag: Flag, text: str, shown: str) -> object:
-    """The value that a flag's text stands for. Raises UsageError."""
+    """Convert a flag's text to its value. Raises UsageError."""
     try:
         return bool(int(text)) if flag.kind is FlagKind.SWITCH else _TYPES[flag.kind](text)
     except ValueError:
@@ -100,7 +101,7 @@ def convert(flag: Flag, text: str, shown: str) -> object:
 
 
 def _looks_like_a_flag(word: str) -> bool:
-    """As argparse sees it: a dash alone, a negative number and unknown words with a space are none. `--` ends them."""
+    """As argparse does: a single dash, a negative number, or an unknown word with a space is not a flag."""
     if not word.startswith("-") or word == "-":
         return False
     if word in _BY_SPELLING or word.partition("=")[0] in _BY_SPELLING or _candidates(word):
@@ -109,7 +110,7 @@ def _looks_like_a_flag(word: str) -> bool:
 
 
 def _meaning(word: str) -> tuple[Flag | None, str | None]:
-    """The flag that a word is, and the value behind its `=` or short name. Raises UsageError if it could be several."""
+    """The flag for a word, and the value after its `=` or short name. Raises UsageError if it is ambiguous."""
     if word in _BY_SPELLING:
         return _BY_SPELLING[word], None
     name, equals, value = word.partition("=")
@@ -127,7 +128,7 @@ def _meaning(word: str) -> tuple[Flag | None, str | None]:
 
 
 def _candidates(word: str) -> list[str]:
-    """The spellings that an abbreviation may stand for. What torchrun's own flags make clear, ours do not blur."""
+    """The spellings that an abbreviation may stand for. If it fits torchrun's flags, ours do not count."""
     if not word.startswith("--"):
         return [word[:2]] if word[:2] in _BY_SPELLING else []
     prefix = word.partition("=")[0]
@@ -141,14 +142,14 @@ def _is_torchruns(flag: Flag) -> bool:
 
 
 def _next_of_cluster(word: str, switch: Flag, rest: str) -> tuple[Flag, str | None]:
-    """`-mt3` is `-m -t3`."""
+    """`-mt3` means `-m -t3`."""
     if word.startswith("--") or f"-{rest[:1]}" not in _BY_SPELLING:
         raise UsageError(f"{switch.names[-1]} takes no value, {word} gives it one.", hint=_HELP_HINT)
     return _BY_SPELLING[f"-{rest[0]}"], rest[1:].removeprefix("=") or None
 
 
 def help_text() -> str:
-    """What `flyball run --help` prints."""
+    """The output of `flyball run --help`."""
     parser = argparse.ArgumentParser(
         prog="flyball run",
         usage=_USAGE,
@@ -162,7 +163,7 @@ def help_text() -> str:
         for flag in (f for f in ALL_FLAGS if f.origin is origin):
             about = flag.about.replace("%", "%%")
             if flag.use is Use.NOTED:
-                about = f"accepted, changes nothing: {about}"
+                about = f"accepted, but has no effect: {about}"
             if flag.use is Use.REFUSED:
                 about = f"refused: {about}"
             if flag.kind is FlagKind.SWITCH:

@@ -1,5 +1,5 @@
-"""From the command line of `flyball run` (torchrun's, and a little more) to a RunRequest. Pure: reads nothing but its
-arguments, starts nothing, imports nothing heavy."""
+"""Turns the command line of `flyball run` (torchrun's, plus Flyball's flags) into a RunRequest. Pure, and light to
+import."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flyball.launch.launch_grammar import convert, read_line
 from flyball.launch.output_flags import Console, parse_console
 
 DEFAULT_MAX_RESTARTS = 3
-DEFAULT_RENDEZVOUS_PORT = 29400  # torchrun's, as is the next
+DEFAULT_RENDEZVOUS_PORT = 29400  # this and the next are torchrun's
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 DEFAULT_STOP_GRACE_S = 10.0
@@ -34,11 +34,11 @@ NPROC_WORDS = ("auto", "cpu", "gpu", "xpu")
 
 
 class RunRequest(msgspec.Struct, frozen=True):
-    """What a user asked for. '' means: not said."""
+    """What the user asked for. '' means not given."""
 
-    argv: tuple[str, ...]  # script and its arguments; with `module`, a module name and its arguments
+    argv: tuple[str, ...]  # the script (with `module`, a module name) and its arguments
     module: bool = False
-    program: bool = False  # the script is run without Python
+    program: bool = False  # run the script without Python
     virtual_local_rank: bool = False
     nnodes: int = 1
     max_nnodes: int = 1  # hosts beyond nnodes are spares
@@ -47,15 +47,15 @@ class RunRequest(msgspec.Struct, frozen=True):
     job: str = ""
     resume: bool = False
     fresh: bool = False
-    keeps_on_disk: bool = True  # the newest checkpoint, where the user names no place
+    keeps_on_disk: bool = True  # the newest checkpoint, if the user names no folder
     role: str = "default"
     checkpoint: CheckpointSpec = CheckpointSpec()
-    engine_environment: Mapping[str, str] = {}  # variables that hand the checkpoint engine's settings on to its host
+    engine_environment: Mapping[str, str] = {}  # variables with the checkpoint engine's settings, for its host
     supervisor: str = ""  # URL
-    tls: ClientTls = ClientTls()  # to it
-    rendezvous: str = ""  # "host:port" at which one of the hosts brings the supervisor up
+    tls: ClientTls = ClientTls()  # for the supervisor
+    rendezvous: str = ""  # "host:port" at which one of the hosts starts the supervisor
     node_rank: int | None = None
-    trusted_network: bool = False  # hosts meet without a secret
+    trusted_network: bool = False  # hosts join without a secret
     local_addr: str = ""
     host_id: str = ""
     state_dir: str = ""
@@ -63,12 +63,12 @@ class RunRequest(msgspec.Struct, frozen=True):
     console: Console = Console()
     stop_grace_s: float = DEFAULT_STOP_GRACE_S
     never_from_scratch: bool = False
-    hang_timeout_s: float = 0.0  # 0.0: adapts to what is seen of the job
+    hang_timeout_s: float = 0.0  # 0.0: adapts to the job
     stop_signals: tuple[str, ...] = DEFAULT_STOP_SIGNALS
-    env: tuple[str, ...] = ()  # words of --env
+    env: tuple[str, ...] = ()  # values of --env
     output: str = "table"
     help: bool = False
-    notices: tuple[str, ...] = ()  # flags that change nothing here, each with the reason
+    notices: tuple[str, ...] = ()  # flags without an effect here, each with the reason
 
 
 def parse_run(
@@ -78,11 +78,12 @@ def parse_run(
     *,
     before: Sequence[str] = (),
 ) -> RunRequest:
-    """The request that a command line stands for. torchrun's PET_* variables fill in for flags that are not given.
-    `read_config` reads the file of checkpoint settings, if one is named. `before`: the command line of an earlier run,
-    whose script this one runs again; flags that are given now come before those. `--resume` needs no script.
+    """Parse a command line. torchrun's PET_* variables stand in for flags that are not given.
 
-    Raises UsageError for what cannot mean anything, and for flags that Flyball refuses.
+    `read_config` reads the file of checkpoint settings, if one is named. `before` is the command line of an earlier run
+    whose script runs again; flags given now take precedence over its flags. `--resume` needs no script.
+
+    Raises UsageError for invalid input, and for flags that Flyball refuses.
     """
     line = read_line(arguments)
     if line.help:
@@ -98,7 +99,7 @@ def parse_run(
         if flag.use is Use.REFUSED and given.get(flag.dest):
             raise UsageError(f"{flag.names[-1]} is not supported: {flag.about}.", hint=_REFUSAL_HINTS[flag.dest])
     if not line.script and not given.get("resume"):
-        raise UsageError("No script is named.", hint="flyball run [flags] train.py [arguments of the script]")
+        raise UsageError("No script is given.", hint="flyball run [flags] train.py [arguments of the script]")
     notices = [_notice(flag, given[flag.dest]) for flag in ALL_FLAGS if flag.use is Use.NOTED and flag.dest in given]
     notices += [f"{name}: not used: {why}" for name, why in TRANSOM_VARIABLES.items() if name in environ]
     if not given.get("supervisor") and not given.get("use_supervisor"):
@@ -107,7 +108,7 @@ def parse_run(
     checkpoint = gather(given, environ, read_config)
     notices += checkpoint.notices
 
-    run_path = given.get("run_path", False)  # comes first, as for torchrun
+    run_path = given.get("run_path", False)  # takes precedence, as for torchrun
     module, program = (given.get(name, False) and not run_path for name in ("module", "no_python"))
     if module and program:
         raise UsageError("--module and --no-python contradict each other.", hint="leave one of them out")
@@ -116,12 +117,12 @@ def parse_run(
     rendezvous = _rendezvous(given, max_nnodes, supervisor, notices)
     if nnodes > 1 and not supervisor and not rendezvous:
         raise UsageError(
-            f"--nnodes {nnodes} needs hosts that know of each other.",
+            f"--nnodes {nnodes} needs hosts that can find each other.",
             hint="start `flyball up` on one machine and give its address with --supervisor URL, or give the same "
             "--rdzv-endpoint HOST:PORT on every host; `flyball demo` shows several hosts on one machine",
         )
     job = given.get("job", "") or _job_from_rendezvous_id(given.get("rdzv_id", "none"))
-    if nnodes > 1 and not job and not rendezvous:  # hosts that meet run the same command, and so have the same name
+    if nnodes > 1 and not job and not rendezvous:  # at a rendezvous, all hosts derive it from the same command
         raise UsageError(
             "A job of several hosts needs a name that is the same on every host.", hint="add --job NAME (or --rdzv-id)"
         )
@@ -168,7 +169,7 @@ def _hang_timeout_s(seconds: float) -> float:
         return seconds
     raise UsageError(
         f"--hang-timeout {seconds:g} is not a number of seconds from {MIN_HANG_TIMEOUT_S:g} to {MAX_HANG_TIMEOUT_S:g}.",
-        hint="a rank that makes no step for so long is called hung; 0 lets Flyball adapt to what it sees of the job",
+        hint="a rank without a step for that long counts as hung; 0 lets Flyball adapt to the job",
     )
 
 
@@ -183,7 +184,7 @@ _REFUSAL_HINTS = {
 
 
 def _from_environment(environ: Mapping[str, str], given: Mapping[str, object]) -> dict[str, Any]:
-    """torchrun's PET_<FLAG> variables for flags that are not given, converted as the flags themselves are."""
+    """Values of torchrun's PET_<FLAG> variables for flags that are not given, converted like the flags."""
     values: dict[str, object] = {}
     for flag in ALL_FLAGS:
         variable = f"PET_{flag.dest.upper()}"
@@ -235,7 +236,7 @@ def _supervisor(given: Mapping[str, str], environ: Mapping[str, str]) -> str:
 
 
 def _rendezvous(given: Mapping[str, object], max_nnodes: int, supervisor: str, notices: list[str]) -> str:
-    """The "host:port" at which the hosts of a job meet, '' where there is none or it is not needed."""
+    """The "host:port" at which the hosts of a job meet, '' if there is none or it is not needed."""
     named = [name for name in ("rdzv_endpoint", "master_addr", "master_port", "node_rank") if given.get(name)]
     if given.get("standalone"):
         if max_nnodes > 1:
@@ -244,7 +245,7 @@ def _rendezvous(given: Mapping[str, object], max_nnodes: int, supervisor: str, n
             )
         why = "--standalone needs no address"
     elif supervisor:
-        why = "the supervisor tells the hosts of each other"
+        why = "the hosts find each other through the supervisor"
     elif max_nnodes == 1:
         why = "one host needs no address; the workers get a fresh MASTER_PORT per generation"
     else:
@@ -257,7 +258,7 @@ def _endpoint(given: Mapping[str, object]) -> str:
     backend = str(given.get("rdzv_backend", "static"))
     if backend not in ("static", "c10d"):
         raise UsageError(
-            f"--rdzv-backend {backend}: several hosts meet at one of them here, and {backend} is not used.",
+            f"--rdzv-backend {backend} is not used: several hosts meet at one of them.",
             hint="--rdzv-backend c10d --rdzv-endpoint HOST:PORT, with the address of one of the hosts",
         )
     endpoint = str(given.get("rdzv_endpoint", "") or "")
@@ -276,7 +277,7 @@ def _endpoint(given: Mapping[str, object]) -> str:
 
 
 def _job_from_rendezvous_id(text: str) -> str:
-    """A run id that torchrun would take may have letters that a job name has not."""
+    """A job name from a run id: torchrun allows characters that job names do not have."""
     if text in ("none", ""):
         return ""
     return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:63]
@@ -287,7 +288,7 @@ def _stop_signals(text: str) -> tuple[str, ...]:
     for name in names:
         if not re.fullmatch(r"SIG[A-Z0-9]+", name) or name in ("SIGKILL", "SIGSTOP", "SIGCHLD"):
             raise UsageError(
-                f"--signals-to-handle names {name}, which cannot be handled.", hint="for example SIGTERM,SIGINT,SIGUSR1"
+                f"--signals-to-handle: {name} cannot be handled.", hint="for example SIGTERM,SIGINT,SIGUSR1"
             )
     return names
 
@@ -306,8 +307,8 @@ def _at_least(low: int, flag: str, value: object) -> int:
 
 
 def default_job_name(request: RunRequest, workdir: str) -> str:
-    """A name for a job that was not given one, the same for the same command: the script's name, and a hash of script,
-    arguments, folder and size."""
+    """A name for a job without one, the same for the same command: the script's name, and a hash of script, arguments,
+    folder and size."""
     script = request.argv[0]
     stem = script.rpartition(".")[2] if request.module else PurePath(script).stem
     cleaned = re.sub(r"[^a-z0-9._-]+", "-", stem.lower()).strip("-._") or "job"

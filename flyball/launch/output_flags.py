@@ -1,4 +1,4 @@
-"""What torchrun's flags say of the workers' output: which streams of which ranks reach the terminal, and how. Pure."""
+"""torchrun's flags for the workers' output: which streams of which ranks reach the terminal, and how. Pure."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
 class Console(msgspec.Struct, frozen=True):
-    """Which streams of which local ranks are shown, as torchrun would."""
+    """Which streams of which local ranks are shown, as with torchrun."""
 
     only: tuple[int, ...] = ()  # (): all
-    redirects: Mapping[int, int] = {}  # local rank, or ALL_RANKS -> streams that go to the log alone
-    tee: Mapping[int, int] = {}  # likewise -> streams that are shown line by line, each line with a prefix
+    redirects: Mapping[int, int] = {}  # local rank or ALL_RANKS -> streams that go to the log only
+    tee: Mapping[int, int] = {}  # likewise -> streams shown in whole lines with a prefix
     prefix: str = ""  # template of that prefix; '': torchrun's
 
     def raw(self, local_rank: int) -> int:
-        """The streams of this rank that are shown byte by byte."""
+        """The streams of this rank that are shown unchanged."""
         return BOTH & ~(_of(self.redirects, local_rank) | _of(self.tee, local_rank)) if self._is_on(local_rank) else 0
 
     def prefixed(self, local_rank: int) -> int:
@@ -36,7 +36,7 @@ class Console(msgspec.Struct, frozen=True):
         return self.raw(local_rank) | self.prefixed(local_rank)
 
     def line_prefix(self, *, rank: int, local_rank: int, role: str) -> bytes:
-        """What stands before each line of a stream that is shown with a prefix."""
+        """The prefix of each line of a stream that is shown with one."""
         template = self.prefix or "[${role_name}${local_rank}]:"
         filled = Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)
         return filled.encode(errors="replace")
@@ -50,7 +50,7 @@ def _of(streams: Mapping[int, int], local_rank: int) -> int:
 
 
 def parse_console(redirects: str, tee: str, local_ranks_filter: str, environ: Mapping[str, str]) -> Console:
-    """From the values of torchrun's flags. Raises UsageError."""
+    """Parse the values of torchrun's flags. Raises UsageError."""
     only: tuple[int, ...] = ()
     if local_ranks_filter:
         if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", local_ranks_filter):
@@ -65,7 +65,7 @@ def parse_console(redirects: str, tee: str, local_ranks_filter: str, environ: Ma
 
 
 def _streams(flag: str, text: str) -> dict[int, int]:
-    """torchrun's stream words: "0".."3" for all ranks, or RANK:WORD,..."""
+    """torchrun's notation for streams: "0".."3" for all ranks, or RANK:DIGIT,..."""
     if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text):
         raise UsageError(f"{flag} {text} is not of the form 3 or 0:3,1:0.", hint="0 none, 1 stdout, 2 stderr, 3 both")
     if ":" not in text:

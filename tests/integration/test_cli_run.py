@@ -215,7 +215,7 @@ def test_a_program_that_cannot_be_run(place: Path) -> None:
     for name, says in (
         ("./train.sh", "not executable"),
         ("./none.sh", "does not exist"),
-        ("train.sh", "for the file in .* write ./train.sh"),
+        ("train.sh", "the file in .*, write ./train.sh"),
     ):
         done = run(place, "--no-python", name)
         assert done.returncode == 2

@@ -107,8 +107,8 @@ def test_sizes_have_units(text: str, size: int) -> None:
         ("", {"FLYBALL_CKPT_RESTORE_TIMEOUT_S": "nan"}, "FLYBALL_CKPT_RESTORE_TIMEOUT_S"),
         ("", {"FLYBALL_CKPT_EVRY_S": "1"}, "FLYBALL_CKPT_EVRY_S"),
         ("--ckpt-config /no/such/file", {}, "/no/such/file"),
-        ("", {"FLYBALL_CKPT_DISK_DIR": "/d"}, "how often"),
-        ("", {"FLYBALL_CKPT_DISK_EVERY_S": "9"}, "not where"),
+        ("", {"FLYBALL_CKPT_DISK_DIR": "/d"}, "needs an interval"),
+        ("", {"FLYBALL_CKPT_DISK_EVERY_S": "9"}, "needs a folder"),
     ],
 )
 def test_a_mistake_names_its_place_and_the_next_step(line: str, environ: dict[str, str], says: str) -> None:

@@ -63,11 +63,11 @@ def test_all_and_nothing() -> None:
     ("words", "says"),
     [
         (("UNSET",), "not set"),
-        (("1x=2",), "no name"),
-        (("=x",), "no name"),
+        (("1x=2",), "is not the name"),
+        (("=x",), "is not the name"),
         (("FLYBALL_JOB=x",), "itself"),
         (("ALL", "NONE"), "contradict"),
-        (("HF_TOKEN=hf_verysecret",), "no place on a command line"),
+        (("HF_TOKEN=hf_verysecret",), "do not put a secret on the command line"),
         (("BIG=" + "x" * MAX_BYTES,), "bytes"),
         (("BAD=\udcff",), "UTF-8"),
     ],
@@ -107,7 +107,7 @@ def test_only_hosts_of_the_cluster_unseal() -> None:
         (moved, key, "gpt"),
         (cut, key, "gpt"),
     ):
-        with pytest.raises(ConfigurationError, match="cannot be read here"):
+        with pytest.raises(ConfigurationError, match="cannot be decrypted here"):
             unseal(values, peer_key=peer_key, job=job)
     with pytest.raises(ConfigurationError, match="operator"):
         seal({"HF_TOKEN": "x"}, secret=reader_token(SECRET), job="gpt")
