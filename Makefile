@@ -15,7 +15,7 @@ demo: $(RUNTIME)
 	@$(BIN)/flyball demo
 
 test: $(DEV)
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --durations 25 --durations-min 5
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5
 
 # For every save of a file: no processes, no databases, no properties.
 test-fast: $(DEV)

@@ -43,6 +43,17 @@ def _constants() -> Constants:
 
 providers._get_local_constants = _constants
 
+# What starts processes takes longest, and waits most: it begins first, and the many short files fill up the rest.
+LONGEST_FIRST = ("integration", "corruption", "browser", "simulation", "property", "conformance")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not hasattr(config, "workerinput"):
+        return
+    folders = [*LONGEST_FIRST, ""]
+    items.sort(key=lambda item: next(n for n, name in enumerate(folders) if f"/tests/{name}" in str(item.path)))
+
+
 # A shell that starts the tests in the background has Ctrl-C ignored, here and in every process that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
