@@ -1,5 +1,5 @@
-"""From an event log to a report: goodput, ETTR, the loss by category, cause, host and failure class, every incident
-with its cost.
+"""Calculates a report from an event log: goodput, ETTR, losses by category, cause, host and failure class, and every
+incident with its cost.
 
 Pure: `calculate(events)` reads no clock and no file. docs/goodput.md gives every formula with its source.
 """
@@ -39,7 +39,7 @@ from goodput.predict.saves import recommendation_for
 from goodput.wording import counted
 
 SCHEMA = "flyball.goodput.v1"
-_NAMED = 5  # ranks, in a note
+_NAMED = 5  # ranks listed in a note
 
 __all__ = [
     "SCHEMA",
@@ -56,12 +56,12 @@ __all__ = [
 
 
 class Steps(msgspec.Struct, frozen=True):
-    """Steps of the world, that is, completed by every rank."""
+    """Steps of the world: completed by every rank."""
 
     kept: int
-    recomputed: int  # executed, and executed again by a later generation
+    recomputed: int  # repeated by a later generation
     newest: int  # -1 before the first
-    median_s: float | None  # None before two steps in a row
+    median_s: float | None  # None before two consecutive steps
 
 
 class GoodputReport(msgspec.Struct, frozen=True):
@@ -73,32 +73,32 @@ class GoodputReport(msgspec.Struct, frozen=True):
     mttf_s  = time in which the workers ran / number of interruptions
     mtbi_s  = time since the job was first scheduled / number of interruptions
     sum(seconds_by_category) = elapsed_s = useful + sum(badput_s) = useful + sum of the losses' seconds
-    gpu_hours = gpus x elapsed_s / 3600, and so for every part of the time; cost = gpu_hours x the price
+    gpu_hours = gpus x elapsed_s / 3600, likewise for every part of the time; cost = gpu_hours x the price
     """
 
     schema: str
     job: str
-    outcome: str  # of the job, '' while it runs
+    outcome: str  # of the job; '' while it runs
     started_at: float
     ended_at: float
     elapsed_s: float
     goodput: float | None
     ettr: float | None
-    seconds_by_category: Mapping[str, float]  # every category, also those of 0.0
+    seconds_by_category: Mapping[str, float]  # every category, including those of 0.0
     badput_s: Mapping[str, float]  # by cause, largest first
     incidents: tuple[IncidentReport, ...]
-    interruptions: int  # incidents that a new generation or the end of the job followed
+    interruptions: int  # incidents followed by a new generation or the end of the job
     mttr_s: float | None
     mttf_s: float | None
     steps: Steps
-    notes: tuple[str, ...]  # what was assumed or is missing
+    notes: tuple[str, ...]  # assumptions and missing data
     step_s: float | None = None  # the median step
     gpus: int | None = None
     gpu_hours: float | None = None
-    gpu_hours_by_category: Mapping[str, float] = {}  # empty where the log has no ranks
+    gpu_hours_by_category: Mapping[str, float] = {}  # empty if the log has no ranks
     cost: float | None = None  # None without a price
     losses: tuple[Loss, ...] = ()
-    badput_by_host: Mapping[str, float] = {}  # of incidents and waits that one host caused; `unknown`: not told which
+    badput_by_host: Mapping[str, float] = {}  # of incidents and waits due to one host, or `unknown`
     badput_by_failure_class: Mapping[str, float] = {}  # of incidents
     mtbi_s: float | None = None
     mttd_s: float | None = None  # mean over incidents of (incident opened - its fault)
@@ -112,7 +112,7 @@ class GoodputReport(msgspec.Struct, frozen=True):
 
 
 class Analysis(msgspec.Struct, frozen=True):
-    """The report, and what it was calculated from."""
+    """The report, and the data it was calculated from."""
 
     report: GoodputReport
     timeline: Timeline
@@ -122,11 +122,11 @@ class Analysis(msgspec.Struct, frozen=True):
 def calculate(
     events: Iterable[Event], *, now: float | None = None, job: str | None = None, options: AccountOptions | None = None
 ) -> GoodputReport:
-    """The report on one job's events, in any order, with any repetitions and gaps.
+    """The report on one job's events, which may be unordered, repeated and incomplete.
 
-    `now` (wall clock) ends the time of a job that has not ended; without it the log's last moment does. `job` chooses
-    among several. `events` is gone through once. Raises NotFound if the log has no such job, UsageError if it has
-    several and none was chosen.
+    `now` (wall clock) ends the time of a running job; without it the last event does. `job` chooses one of several.
+    Iterates over `events` once. Raises NotFound if the log has no such job, UsageError if it has several and none was
+    chosen.
     """
     return analyse(events, now=now, job=job, options=options).report
 
@@ -134,12 +134,12 @@ def calculate(
 def analyse(
     events: Iterable[Event], *, now: float | None = None, job: str | None = None, options: AccountOptions | None = None
 ) -> Analysis:
-    """As `calculate`, with the timeline and the history that the report is made of."""
+    """Like `calculate`, with the timeline and history behind the report."""
     return analysis_of(build(events, job=job, now=now), options)
 
 
 def analysis_of(history: History, options: AccountOptions | None = None) -> Analysis:
-    """The analysis of a history that was built before: of another part of its time, or at another price."""
+    """Analyse a history again, for another part of its time or at another price."""
     options = options or AccountOptions()
     line = timeline(history, from_at=options.from_at, to_at=options.to_at)
     return Analysis(report=_report(history, line, options), timeline=line, history=history)
@@ -218,12 +218,12 @@ def _report(history: History, line: Timeline, options: AccountOptions) -> Goodpu
 
 
 def _blocked_by_itself_s(rows: Iterable[Loss]) -> float:
-    """Time blocked in the saves of the program itself, those that an incident asked for left out."""
+    """Time blocked in the program's own saves, without those that an incident caused."""
     return fsum(row.seconds for row in rows if row.category == Category.CHECKPOINT_BLOCKED and not row.incident_id)
 
 
 def _executed_in(line: Timeline) -> Sequence[Executed]:
-    """Steps completed in the line's time."""
+    """Steps completed within the timeline."""
     return [step for step in line.executed if line.start <= step.completed <= line.end]
 
 
@@ -239,37 +239,37 @@ def _steps(executed: Sequence[Executed], step_s: float | None) -> Steps:
 def _notes(history: History, line: Timeline, executed: Sequence[Executed], options: AccountOptions) -> tuple[str, ...]:
     notes = []
     if not history.submitted:
-        notes.append("The log does not say when the job was submitted: its time is counted from the first event.")
+        notes.append("The log does not say when the job was submitted: its time counts from the first event.")
     if not history.outcome:
-        notes.append("The job runs, or the log does not say that it ended: it is counted up to now, or the last event.")
+        notes.append("The job runs, or its end is not in the log: its time counts up to now, or to the last event.")
     if not line.executed:
-        notes.append("The log has no completed step: what the job did while it ran is unknown.")
+        notes.append("The log has no completed step: the job's running time is unknown.")
     elif line.step_s is None:
-        notes.append("The log has no two steps in a row: the first step counts as useful as a whole.")
+        notes.append("The log has no two consecutive steps: all of the first step counts as useful.")
     gaps = sum(e.n_steps - 1 for e in executed)
     if gaps:
-        notes.append(f"{gaps} steps are missing from the log: their time is that between the steps beside them.")
+        notes.append(f"{gaps} steps are missing from the log: their time is that between the steps around them.")
     lost_logs = {lost for generation in history.generations for lost in generation.lost_logs}
     if lost_logs:
         named = ", ".join(str(lost) for lost in sorted(lost_logs)[:_NAMED])
         more = f" and {len(lost_logs) - _NAMED} more" if len(lost_logs) > _NAMED else ""
-        notes.append(f"The steps of rank {named}{more} stop long before the others': from there on the others' count.")
+        notes.append(f"The logs of rank {named}{more} end long before the others': after that only the others count.")
     notes += _epoch_notes(history)
     notes += _clock_notes(clock for generation in history.generations for clock in generation.clocks)
     if any(g.capacity < 1.0 and g.capacity_is_guess for g in history.generations):
-        notes.append("The log does not say the job's full size: it was taken to be the largest that it ran at.")
+        notes.append("The log does not say the job's full size: the largest size that it ran at is assumed.")
     if any(g.capacity > 1.0 for g in history.generations):
-        notes.append(f"The job grew beyond its full size of {history.world_size} ranks: what is beyond does not count.")
+        notes.append(f"The job grew beyond its full size of {history.world_size} ranks: those beyond it do not count.")
     if history.absurd_times:
-        notes.append("Events whose time cannot be (before 1970, or after the year 5138) were left out.")
+        notes.append("Events with impossible times (before 1970, or after the year 5138) were left out.")
     if history.unset_clocks:
-        notes.append("Events of about 1970, from a clock that was not set, were left out.")
+        notes.append("Events of about 1970, from a clock that was never set, were left out.")
     if (line.start, line.end) != (history.start, history.end):
-        notes.append("The report is on a part of the job's time: the measures count what lies in it.")
+        notes.append("The report covers part of the job's time: its measures count only that part.")
     if options.gpu_hour_price is not None and options.gpus is None:
         ranks = history.world_size
         notes.append(
-            f"One GPU for each of the {ranks} ranks was assumed." if ranks else "The log has no ranks: no cost is told."
+            f"One GPU for each of the {ranks} ranks was assumed." if ranks else "The log has no ranks: no cost."
         )
     return tuple(notes)
 
@@ -279,13 +279,13 @@ def _epoch_notes(history: History) -> list[str]:
     if not anew:
         return []
     return [
-        f"Step numbers begin anew {counted(anew, 'time')} without a new generation: they were taken for those of"
-        " epochs, and numbered through."
+        f"Step numbers start over {counted(anew, 'time')} without a new generation: this is taken for"
+        " epochs, and the steps are numbered through."
     ]
 
 
 def _clock_notes(clocks: Iterable[RankClock]) -> list[str]:
-    """One, of the host whose clock was furthest from the others'."""
+    """A note on the host whose clock was furthest off."""
     off_s: dict[str, tuple[float, float]] = {}
     for clock in clocks:
         who = clock.host_id or f"rank {clock.rank}"
@@ -297,6 +297,6 @@ def _clock_notes(clocks: Iterable[RankClock]) -> list[str]:
     least_s, most_s = off_s[who]
     more = f", as were those of {len(off_s) - 1} more" if len(off_s) > 1 else ""
     return [
-        f"The clock of {who} was off the others' by {least_s:+.3f} to {most_s:+.3f} s: its times were set right by"
-        f" the steps that all completed together{more}."
+        f"The clock of {who} was off by {least_s:+.3f} to {most_s:+.3f} s: its times were corrected by"
+        f" the steps that all ranks completed together{more}."
     ]

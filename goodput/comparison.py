@@ -1,4 +1,4 @@
-"""Two reports side by side: what differs, and in which categories the difference lies. Pure."""
+"""Compares two reports: what differs, and in which categories. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCHEMA = "flyball.goodput.comparison.v1"
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One measure of both; `difference` is b less a, None where either has no value."""
+    """One measure of both reports; `difference` is b - a, None if either has no value."""
 
     name: str
     a: float | None
@@ -28,15 +28,16 @@ class CategoryRow(msgspec.Struct, frozen=True):
     b_s: float
     a_share: float | None
     b_share: float | None
-    share_difference: float | None  # b less a: what the runs' lengths do not change
+    share_difference: float | None  # b - a: independent of the runs' lengths
 
 
 class ReportComparison(msgspec.Struct, frozen=True):
-    """Shares are of 1. The share differences of all categories sum to 0, since both sum to the elapsed time."""
+    """Shares are fractions of 1. The share differences of all categories sum to 0, since both reports' shares sum to
+    1."""
 
     schema: str
     measures: tuple[Row, ...]
-    categories: tuple[CategoryRow, ...]  # the largest difference of shares first
+    categories: tuple[CategoryRow, ...]  # largest difference of shares first
     causes: tuple[CategoryRow, ...]
 
 
@@ -51,7 +52,7 @@ def compare(a: GoodputReport, b: GoodputReport) -> ReportComparison:
 
 
 def _measures(report: GoodputReport) -> dict[str, float | None]:
-    """In the order in which people look at them. Times are seconds."""
+    """In display order. Times are seconds."""
     return {
         "goodput": report.goodput,
         "ettr": report.ettr,

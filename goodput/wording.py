@@ -1,4 +1,4 @@
-"""Durations, shares and counts as people read them: the same words in text, HTML and recommendations."""
+"""Durations, shares and counts as text: the same in terminal, HTML and recommendations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def points(difference: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A duration that people can read: 0.134s, 12.5s, 3m 20s, 2h 05m."""
+    """A human-readable duration: 0.134s, 12.5s, 3m 20s, 2h 05m."""
     if value is None:
         return "-"
     if value < 10:

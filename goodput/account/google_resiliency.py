@@ -1,12 +1,12 @@
-"""Goodput as Google's resiliency library computes it, exactly: `--method google-resiliency`. Pure.
+"""Goodput exactly as Google's resiliency library computes it: `--method google-resiliency`. Pure.
 
 Source: AI-Hypercomputer/resiliency, `resiliency/goodput_measure/calculator.py` (2025), described in its README:
 
     goodput_percentage = 100 x (max_saved_step - min_loaded_step) x reference_step_time / total_runtime_seconds
 
-with total_runtime_seconds from the first entry to the last, of whatever type, by the clock as it was written. It knows
-no categories; steps that were done again cost it nothing but their time. docs/goodput-importers.md compares it with
-Flyball's own measure.
+total_runtime_seconds lasts from the first entry to the last, of any type, by the wall clock as written. There are no
+categories; repeated steps cost nothing but their time. docs/goodput-importers.md compares it with Flyball's own
+measure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flyball.contracts.errors import NotFound, UsageError
 
 
 class EntryKind(StrEnum):
-    """In the order in which entries of the same moment are taken."""
+    """In the order in which entries of the same moment are processed."""
 
     USER_SCHEDULED = "user_scheduled"
     JOB_STARTED = "job_started"
@@ -37,21 +37,24 @@ _ONE_OF_A_RUN = (EntryKind.JOB_STARTED, EntryKind.JOB_TERMINATED)
 
 
 class LogEntry(NamedTuple):
-    """One line of the library's log, as it says it."""
+    """One line of the library's log, unchanged."""
 
     timestamp: str  # ISO 8601
-    event_type: str  # an EntryKind, or one of a newer or own version of the library
-    step: float | None = 0  # None: it is no number
+    event_type: str  # an EntryKind, or a type from a newer or modified library
+    step: float | None = 0  # None: not a number
     job: str = ""
 
 
 class GoogleGoodput(msgspec.Struct, frozen=True):
-    """The library's own keys. Those of steps are None where it leaves them out: without a reference step time, or if
-    nothing was loaded, or no step saved beyond the smallest one loaded."""
+    """The library's own keys.
+
+    Step fields are None where the library omits them: without a reference step time, if nothing was loaded, or if no
+    step beyond the smallest loaded one was saved.
+    """
 
     total_events: int
     job_started_count: int
-    checkpoints_loaded: int  # of a step above 0
+    checkpoints_loaded: int  # only steps above 0
     checkpoints_saved: int
     total_runtime_seconds: float
     min_loaded_step: float | None
@@ -64,10 +67,13 @@ class GoogleGoodput(msgspec.Struct, frozen=True):
 def measure(
     entries: Iterable[LogEntry], *, reference_step_time_s: float | None = None, job: str | None = None
 ) -> GoogleGoodput:
-    """The measure of one job's entries, in any order. Raises NotFound if there is no such job, UsageError if there are
-    several and none was chosen, or if the reference step time is not above 0."""
+    """Measure one job's entries, given in any order.
+
+    Raises NotFound if the log lacks the job, UsageError if none was chosen from several or the reference step time is
+    not above 0.
+    """
     if reference_step_time_s is not None and not reference_step_time_s > 0:
-        raise UsageError("The reference step time is not above 0.", hint="give the seconds of an undisturbed step")
+        raise UsageError("The reference step time must be above 0.", hint="give the seconds of an undisturbed step")
     log = collapsed(_of_job(entries, job))
     loaded = [e.step for e in log if e.event_type == EntryKind.CHECKPOINT_LOADED and e.step is not None]
     saves = [e.step for e in log if e.event_type == EntryKind.CHECKPOINT_SAVED]
@@ -91,8 +97,8 @@ def measure(
 
 
 def collapsed(entries: Iterable[LogEntry]) -> list[LogEntry]:
-    """Entries in the order of their timestamps as texts, of a run of starts or of terminations the last only; where the
-    first is not the scheduling of the job, one of the same moment stands in for it."""
+    """Sort entries by their timestamps as text, and keep only the last of consecutive starts or terminations. If the
+    first entry is not the job's scheduling, add one with the same time."""
     log = sorted(entries, key=lambda e: (e.timestamp, _ORDER.get(e.event_type, len(_ORDER))))
     if log and log[0].event_type != EntryKind.USER_SCHEDULED:
         log.insert(0, log[0]._replace(event_type=EntryKind.USER_SCHEDULED))
@@ -105,7 +111,7 @@ def collapsed(entries: Iterable[LogEntry]) -> list[LogEntry]:
 
 
 def _moment(entry: LogEntry) -> datetime:
-    """By the clock on the wall: what the zone is, and whether its offset changes meanwhile, makes no difference."""
+    """Wall-clock time; the zone, and changes of its offset, make no difference."""
     at = datetime.fromisoformat(entry.timestamp)
     return at if at.tzinfo else at.replace(tzinfo=UTC)
 

@@ -1,4 +1,4 @@
-"""Every incident with its moments and its cost, and how long the parts of the repairs took. Pure."""
+"""The times and the cost of every incident, and how long the parts of repairs took. Pure."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from goodput.account.categories import Category
 from goodput.account.intervals import Timeline
 from goodput.account.losses import Price, failure_class
 from goodput.account.measures import Quantiles, quantiles
-from goodput.account.stamps import Stamps
+from goodput.account.stages import FaultStamps
 from goodput.account.sweep import Interval
 from goodput.history.facts import History, LoggedDecision, LoggedGeneration, LoggedIncident
 
 
 class IncidentReport(msgspec.Struct, frozen=True):
-    """One incident and what it cost. The moments `*_s` are seconds since `began_at`."""
+    """One incident and its cost. `*_s` times are seconds since `began_at`."""
 
     incident_id: str
     cause: str
-    outcome: str  # resolved, escalated, or '' while it is open
+    outcome: str  # resolved, escalated; '' while it is open
     began_at: float | None  # wall clock of the fault
-    began_is_estimate: bool  # no injector's stamp: the newest step completed before the incident stands in for it
+    began_is_estimate: bool  # without an injector's stamp: the newest step completed before the incident is used
     detected_s: float | None  # incident opened
-    decided_s: float | None  # first decision that is not to hold
-    resumed_s: float | None  # first step completed by the last generation that answers it
+    decided_s: float | None  # first decision other than hold
+    resumed_s: float | None  # first step of the last generation that answers it
     decisions: tuple[str, ...]  # kinds, in order
     lost_steps: int | None
     seconds_by_category: Mapping[str, float]
     badput_s: float
     opened_at: float = 0.0  # wall clock
-    host_id: str = ""  # '' where the log does not say, or it is not one host's
+    host_id: str = ""  # '' if the log does not say, or it is not a single host's
     failure_class: str = "unknown"
     answered: bool = False  # a generation was started because of it
-    interrupted: bool = False  # a generation, or the job's end, followed it
+    interrupted: bool = False  # a new generation, or the job's end, followed it
     gpu_hours: float | None = None
     cost: float | None = None
 
 
-# The parts of a repair, each the time that lies in these categories.
+# The parts of a repair, with the categories whose time they sum.
 _PARTS = {
     "wait_for_hosts": (Category.IDLE_NO_HOSTS,),
     "stop": (Category.STOP,),
@@ -54,7 +54,7 @@ _PARTS = {
 
 
 def incident_reports(history: History, line: Timeline, price: Price) -> tuple[IncidentReport, ...]:
-    """Of the incidents that were opened in the line's time, or cost some of it."""
+    """Incidents opened within the timeline, or costing part of its time."""
     decisions: defaultdict[str, list[LoggedDecision]] = defaultdict(list)
     answers: defaultdict[str, list[LoggedGeneration]] = defaultdict(list)
     spent: defaultdict[str, list[Interval]] = defaultdict(list)
@@ -67,7 +67,7 @@ def incident_reports(history: History, line: Timeline, price: Price) -> tuple[In
         spent[interval.incident_id].append(interval)
     for step in line.executed:
         redone[step.incident_id] += step.n_steps
-    began = _Beginnings(history, line)
+    fault_times = _FaultTimes(history, line)
     found = []
     for incident in history.incidents:
         incident_id = incident.incident_id
@@ -75,7 +75,7 @@ def incident_reports(history: History, line: Timeline, price: Price) -> tuple[In
             found.append(
                 _report(
                     incident,
-                    began=began.of(incident),
+                    began=fault_times.fault_time(incident),
                     decisions=decisions.get(incident_id, ()),
                     answers=answers.get(incident_id, ()),
                     spent=seconds_by_category(spent.get(incident_id, ())),
@@ -87,8 +87,8 @@ def incident_reports(history: History, line: Timeline, price: Price) -> tuple[In
 
 
 def repair_parts(incidents: Iterable[IncidentReport]) -> Mapping[str, Quantiles]:
-    """How long the parts of the repairs took, of incidents after which training went on: detect (from the fault to the
-    incident), decide (to the decision), the stages after it, and the total, to the first step after it."""
+    """Durations of the parts of repairs, over incidents after which training resumed: detect (fault to incident),
+    decide (to the decision), the later stages, and the total (fault to first step)."""
     repaired = [i for i in incidents if i.answered and i.resumed_s is not None]
     parts = {
         "detect": quantiles(i.detected_s for i in repaired),
@@ -103,7 +103,7 @@ def repair_parts(incidents: Iterable[IncidentReport]) -> Mapping[str, Quantiles]
 
 
 def seconds_by_category(intervals: Iterable[Interval]) -> dict[str, float]:
-    """Seconds of every category, also of those that do not occur."""
+    """Seconds of every category, including those that do not occur."""
     pieces: dict[str, list[float]] = {category: [] for category in Category}
     for interval in intervals:
         pieces[interval.category].append(interval.seconds)
@@ -123,7 +123,7 @@ def _report(
     began_at, estimated = began
     decided_at = next((d.at for d in decisions if d.kind != DecisionKind.HOLD), None)
     resumed_at = answers[-1].steps[0].at if answers and answers[-1].steps else None
-    lost_steps = incident.lost_steps  # as the controller counted, else the steps that were done again because of it
+    lost_steps = incident.lost_steps  # as the controller counted, else the repeated steps
     if lost_steps is None and answers:
         lost_steps = redone
     by_category = {category: seconds for category, seconds in spent.items() if seconds > 0}
@@ -152,24 +152,24 @@ def _report(
 
 
 def _since(began_at: float | None, moment: float | None) -> float | None:
-    """Seconds from the fault on, not negative: the clocks of two hosts may differ by more than a detection takes."""
+    """Seconds since the fault, not negative: the clocks of two hosts may differ by more than a detection takes."""
     return None if began_at is None or moment is None else max(0.0, moment - began_at)
 
 
-class _Beginnings:
-    """When faults happened."""
+class _FaultTimes:
+    """Finds when faults happened."""
 
     def __init__(self, history: History, line: Timeline) -> None:
         self._completed = sorted(step.completed for step in line.executed)
-        self._stamps = Stamps(history, self._completed)
+        self._stamps = FaultStamps(history, self._completed)
 
-    def of(self, incident: LoggedIncident) -> tuple[float | None, bool]:
-        """The injector's stamp, else the newest step before the incident was opened. The second value says that it is
-        an estimate."""
-        stamp = self._stamps.of(incident)
+    def fault_time(self, incident: LoggedIncident) -> tuple[float | None, bool]:
+        """The injector's stamp, else the newest step before the incident opened, and whether the time is such an
+        estimate."""
+        stamp = self._stamps.stamp_of(incident)
         if stamp is not None:
             return stamp, False
-        # An inferred one may be opened by the step that came after it.
+        # An inferred incident may be opened by the very step that followed it.
         before = bisect_left if incident.inferred else bisect_right
         newest = before(self._completed, incident.opened_at) - 1
         return (self._completed[newest] if newest >= 0 else None), True

@@ -1,9 +1,9 @@
-"""From a job's history to intervals that are exclusive and exhaustive.
+"""Turns a job's history into intervals that are exclusive and exhaustive.
 
-Three layers of spans lie on the axis [start, end]: what the control plane was doing (the base, one stage at any
-moment), the steps on top of it, and what interrupted a step or held it up (a straggler, a wait for data, a blocking
-save, an evaluation) on top of those. A sweep over all boundaries takes the highest span of every piece. The pieces
-share their boundaries, so they sum to the elapsed time whatever the log says; a piece without a span is `unknown`.
+Three layers of spans cover [start, end]: the control plane's stage (the base, one stage at any moment), the steps above
+it, and above those whatever interrupted a step or held it up (a straggler, a wait for data, a blocking save, an
+evaluation). A sweep over all boundaries takes the highest span of every piece. Pieces share their boundaries, so they
+always sum to the elapsed time; a piece without a span is `unknown`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ class Timeline(msgspec.Struct, frozen=True):
     """The intervals partition [start, end]."""
 
     intervals: tuple[Interval, ...]
-    executed: tuple[Executed, ...]  # of all the job's time
-    step_s: float | None  # the median step, None before two steps in a row
+    executed: tuple[Executed, ...]  # of the job's whole time
+    step_s: float | None  # the median step; None before two consecutive steps
     start: float
     end: float
 
 
 def timeline(history: History, *, from_at: float | None = None, to_at: float | None = None) -> Timeline:
-    """The intervals of a job's elapsed time, or of the part of it in [from_at, to_at]. All of the log has its say about
-    a part of the time, so what a part's intervals are does not depend on where it was cut out."""
+    """The intervals of a job's elapsed time, or of its part in [from_at, to_at].
+
+    A part is computed from the whole log, so its intervals do not depend on where it is cut.
+    """
     start = history.start if from_at is None else min(max(history.start, from_at), history.end)
     end = history.end if to_at is None else max(min(history.end, to_at), start)
     executed = executed_steps(history.generations)
@@ -69,17 +71,17 @@ def _base_spans(history: History, pauses: Iterable[TrainingPause]) -> Iterator[S
 
 
 class _Shrunk(NamedTuple):
-    """A generation below its job's full size: from when to when its steps count, and when they were completed."""
+    """A generation below full size: the window of its steps, and when they were completed."""
 
     lower: float
     upper: float
     capacity: float
-    incident_id: str  # that shrunk the job
+    incident_id: str  # the one that shrunk the job
     completed: list[float]
 
 
 def _shrunk(generations: Iterable[LoggedGeneration], window: Mapping[int, tuple[float, float]]) -> Iterator[_Shrunk]:
-    """In the order of time."""
+    """In order of time."""
     capacity, cause = 1.0, ""
     for generation in generations:
         if generation.capacity < capacity:
@@ -91,8 +93,8 @@ def _shrunk(generations: Iterable[LoggedGeneration], window: Mapping[int, tuple[
 
 
 def _at_capacity(intervals: Iterable[Interval], shrunk: Sequence[_Shrunk]) -> Iterator[Interval]:
-    """Useful time of a job that runs on fewer hosts than it was made for counts as far as those are: of every step the
-    share that is missing is lost to the incident that shrunk the job."""
+    """Split the useful time of a job on reduced capacity: of every step the missing share is lost to the incident
+    that shrunk the job."""
     coming = 0
     for interval in intervals:
         while coming < len(shrunk) and shrunk[coming].upper <= interval.start:
@@ -115,7 +117,7 @@ def _at_capacity(intervals: Iterable[Interval], shrunk: Sequence[_Shrunk]) -> It
 
 
 def _weighted(start: float, end: float, generation: _Shrunk) -> Iterator[Interval]:
-    """Each step's useful share, then what was lost of it."""
+    """Yield the useful share of each step, then the lost share."""
     completed = generation.completed
     cuts = completed[bisect_right(completed, start) : bisect_left(completed, end)]
     for until in (*cuts, end):

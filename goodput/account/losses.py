@@ -1,4 +1,4 @@
-"""Time that was not useful, by what it was lost to: category, cause, incident, host, failure class. Pure."""
+"""Attributes lost time to category, cause, incident, host and failure class. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from goodput.history.facts import LoggedIncident
 
 UNKNOWN = "unknown"
 
-# What the supervisor's causes are failures of. An event's own `failure_class` comes first.
+# The failure class of each of the supervisor's causes. An event's own `failure_class` takes precedence.
 FAILURE_CLASSES = {
     "host_silent": "host",
     "host_restarted": "host",
@@ -32,7 +32,7 @@ FAILURE_CLASSES = {
     "superseded_workers": "control_plane",
 }
 
-# Time lost without an incident: what the job did, or waited for, meanwhile.
+# The cause of time lost without an incident: what the job did or waited for.
 _CAUSE_WITHOUT_INCIDENT = {
     Category.SCHEDULING: "scheduling",
     Category.RESTART: "start_up",
@@ -50,7 +50,7 @@ _CAUSE_WITHOUT_INCIDENT = {
 
 
 class Price(msgspec.Struct, frozen=True):
-    """What seconds of the whole job cost. None: the log has no ranks, or there is no price."""
+    """Prices seconds of the whole job. None: the log has no ranks, or no price is given."""
 
     gpus: int | None
     gpu_hour_price: float | None
@@ -64,7 +64,7 @@ class Price(msgspec.Struct, frozen=True):
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """Time of one kind that was not useful. '' where something does not apply, `unknown` where the log does not say."""
+    """Lost time of one kind. '' where a field does not apply, `unknown` where the log does not say."""
 
     category: str
     cause: str
@@ -77,12 +77,12 @@ class Loss(msgspec.Struct, frozen=True):
 
 
 def failure_class(incident: LoggedIncident) -> str:
-    """As the log names it, else as the cause tells."""
+    """As the log names it, else derived from the cause."""
     return incident.failure_class or FAILURE_CLASSES.get(incident.cause, UNKNOWN)
 
 
 def losses(intervals: Iterable[Interval], incidents: Iterable[LoggedIncident], price: Price) -> tuple[Loss, ...]:
-    """The largest first. Together they are the elapsed time but the useful."""
+    """Losses, largest first. Together they are the elapsed time minus the useful time."""
     known = {incident.incident_id: incident for incident in incidents}
     pieces: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
     for interval in intervals:
@@ -108,7 +108,7 @@ def losses(intervals: Iterable[Interval], incidents: Iterable[LoggedIncident], p
 
 
 def summed(rows: Iterable[Loss], key: Callable[[Loss], str]) -> Mapping[str, float]:
-    """Seconds by what `key` says of a row, the largest first; rows of which it says '' are left out."""
+    """Seconds by `key`, largest first. Rows with an empty key are left out."""
     pieces: defaultdict[str, list[float]] = defaultdict(list)
     for row in rows:
         if name := key(row):

@@ -18,7 +18,7 @@ SECONDS_PER_HOUR = 3600.0
 
 
 class Quantiles(msgspec.Struct, frozen=True):
-    """Of durations, in seconds; None where there are none."""
+    """Quantiles of durations in seconds; None if there are none."""
 
     median_s: float | None
     p90_s: float | None
@@ -28,7 +28,7 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 
 class StepQuantiles(msgspec.Struct, frozen=True):
-    """Of numbers of steps; None where there are none."""
+    """Quantiles of numbers of steps; None if there are none."""
 
     median: float | None
     p90: float | None
@@ -38,7 +38,7 @@ class StepQuantiles(msgspec.Struct, frozen=True):
 
 
 class RollingPoint(msgspec.Struct, frozen=True):
-    """Measures over the window that ends at `at` (wall clock), and from the beginning until then."""
+    """Measures over the window that ends at `at` (wall clock), and from the start until then."""
 
     at: float
     goodput: float
@@ -47,7 +47,7 @@ class RollingPoint(msgspec.Struct, frozen=True):
 
 
 class WindowedEttr(msgspec.Struct, frozen=True):
-    """ETTR over a sliding window; one that is longer than the time there is is all of it."""
+    """ETTR over a sliding window; a window longer than the elapsed time covers all of it."""
 
     window_s: float
     min: float
@@ -56,17 +56,17 @@ class WindowedEttr(msgspec.Struct, frozen=True):
 
 
 class Productivity(msgspec.Struct, frozen=True):
-    """ML productivity goodput as Google defines it: overall = scheduling x runtime x program. None where the log, or
-    who asks, does not say enough."""
+    """ML productivity goodput as Google defines it: overall = scheduling x runtime x program. None if the log or the
+    options do not have enough data."""
 
-    scheduling: float | None  # share of the time in which the job had all that it needs
-    runtime: float | None  # of that time, the share that became training
-    program: float | None  # of the training time, the share that the hardware would take at its peak, or the reference
+    scheduling: float | None  # share of the time in which the job had all its hosts
+    runtime: float | None  # the share of that time that became training
+    program: float | None  # the share of training time needed at the hardware's peak, or by the reference
     overall: float | None
 
 
 def quantile(ascending: Sequence[float], share: float) -> float | None:
-    """The value below which a share of the sorted values lies, between two of them by linear interpolation."""
+    """The value below which this share of the sorted values lies, with linear interpolation."""
     if not ascending:
         return None
     place = share * (len(ascending) - 1)
@@ -76,12 +76,12 @@ def quantile(ascending: Sequence[float], share: float) -> float | None:
 
 
 def quantiles(values: Iterable[float | None]) -> Quantiles:
-    """Of durations, those that are None left out."""
+    """Quantiles of durations, ignoring None."""
     return Quantiles(*_quantiles(values))
 
 
 def step_quantiles(values: Iterable[float | None]) -> StepQuantiles:
-    """Of numbers of steps, those that are None left out."""
+    """Quantiles of numbers of steps, ignoring None."""
     return StepQuantiles(*_quantiles(values))
 
 
@@ -92,12 +92,13 @@ def _quantiles(values: Iterable[float | None]) -> tuple[float | None, float | No
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """None of nothing."""
+    """part / whole; None if `whole` is 0."""
     return part / whole if whole > 0 else None
 
 
 class _Spent:
-    """How much time some categories had taken by any moment. Neighbours that both count, or both do not, are one."""
+    """The time spent in some categories up to any moment. Neighbouring intervals that both count, or both do not,
+    are merged."""
 
     def __init__(self, intervals: Sequence[Interval], categories: Iterable[Category]) -> None:
         counted = frozenset(categories)
@@ -113,15 +114,15 @@ class _Spent:
         self._before = [0.0, *accumulate(spent)]
 
     def changes(self, *, to: bool) -> Iterator[float]:
-        """The moments from which on time counts, or no longer does."""
+        """The moments at which time begins to count, or ceases to."""
         return (start for start, counts in zip(self._starts, self._counts, strict=True) if counts is to)
 
     def by(self, moment: float) -> float:
-        """From the beginning until `moment`, seconds."""
+        """Seconds from the start until `moment`."""
         return self._at(bisect_right(self._starts, moment) - 1, moment)
 
     def by_each(self, moments: Iterable[float]) -> Iterator[float]:
-        """`by` of many moments that never fall, in one pass."""
+        """`by` for many ascending moments, in one pass."""
         place, last = -1, len(self._starts) - 1
         for moment in moments:
             while place < last and self._starts[place + 1] <= moment:
@@ -138,8 +139,10 @@ class _Spent:
 def rolling(
     intervals: Sequence[Interval], window_s: float, *, points: int = ROLLING_POINTS
 ) -> tuple[tuple[RollingPoint, ...], WindowedEttr | None]:
-    """Goodput and ETTR over a sliding window, at moments that lie evenly in the time. A window that would begin before
-    the time does begins with it; the smallest ETTR is over whole windows, and exact."""
+    """Goodput and ETTR over a sliding window, at evenly spaced moments.
+
+    A window that would begin before the job begins with it. The smallest ETTR is exact, over whole windows only.
+    """
     if not intervals:
         return (), None
     start, end = intervals[0].start, intervals[-1].end
@@ -165,8 +168,11 @@ def rolling(
 
 
 def _low_windows(productive: _Spent, first: float, end: float, window_s: float) -> Iterator[float]:
-    """ETTR of windows that end in [first, end], of all those in which it can be smallest: it rises from one that ends
-    where time begins to count, or begins where it no longer does, or is the first or the last."""
+    """ETTR of the windows ending in [first, end] that can be the smallest.
+
+    ETTR rises from a window that ends where time begins to count, or begins where it ceases to; the first and last
+    windows are candidates, too.
+    """
     turns = (*productive.changes(to=True), *(moment + window_s for moment in productive.changes(to=False)))
     ends = [first, *(at for at in sorted(turns) if first < at < end), end]
     begins = [at - window_s for at in ends]
@@ -183,8 +189,8 @@ def program_goodput(
     peak_flops_per_gpu: float | None,
     reference_step_s: float | None,
 ) -> tuple[float | None, float | None]:
-    """MFU while the job trains, and Google's program goodput: the MFU, or where no FLOPs are given the reference step
-    time over the time that a kept step took."""
+    """MFU while the job trains, and Google's program goodput: the MFU, or without FLOPs the reference step time over
+    the time per kept step."""
     mfu = None
     if kept_steps and useful_s > 0 and gpus and model_flops_per_step and peak_flops_per_gpu:
         mfu = kept_steps * model_flops_per_step / (useful_s * gpus * peak_flops_per_gpu)

@@ -1,26 +1,25 @@
 """What the control plane was doing at any moment: the layer below the steps.
 
-A fold over the log's marks in the order of time. It decides what the time between two steps was when training stood
-still; while steps go on, the steps lie on top of it.
+A fold over the log's marks in order of time. It classifies the time between two steps when training stood still; while
+steps go on, they cover it.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 from flyball.contracts.cluster import JobState
 from flyball.contracts.decisions import DecisionKind
 from goodput.account.categories import Category
-from goodput.account.stamps import Stamps
 from goodput.history.facts import History, LoggedDecision, LoggedGeneration, LoggedIncident
 
 
 class Stage(NamedTuple):
-    """From `start` on, until the next stage."""
+    """From `start` until the next stage."""
 
     start: float
     category: Category
@@ -33,11 +32,11 @@ class TrainingPause(NamedTuple):
     at: float
     until: float
     generation: int
-    step_s: float | None  # what a step takes, None where the log does not tell
+    step_s: float | None  # a normal step's duration; None if unknown
 
 
 class _Kind(IntEnum):
-    """Marks in causal order, which settles the order of marks of the same moment."""
+    """Marks in causal order, which also orders marks of the same moment."""
 
     SUBMITTED = 0
     OPENED = 1
@@ -51,7 +50,7 @@ class _Kind(IntEnum):
     CLOSED = 9
     PAUSED = 10
     FAULT = 11
-    UNHEARD = 12
+    CONTROLLER_AWAY = 12
     ELECTED = 13
 
 
@@ -64,7 +63,7 @@ class _Mark(NamedTuple):
 
     @property
     def is_unexplained(self) -> bool:
-        """Steps paused, and no incident followed that tells why."""
+        """Steps paused, and no incident explains it."""
         return self.kind is _Kind.PAUSED and not self.incident_id
 
 
@@ -79,11 +78,11 @@ _UNKNOWN = _State(Category.UNKNOWN)
 _COMMITTED = frozenset(
     {Category.DECISION, Category.IDLE_NO_HOSTS, Category.STOP, Category.CHECKPOINT_BLOCKED, Category.SHUTDOWN}
 )
-# Stages of an incident under way. A pause of the steps within one of them belongs to it.
+# Stages of an incident in progress. A pause of the steps within one of them belongs to it.
 _HANDLING = _COMMITTED | {Category.DETECTION, Category.CONTROL_PLANE_AWAY}
-# Stages that steps which go on do not end: they do while a job is being stopped or saved.
+# Stages not ended by continuing steps, which are normal while a job is being stopped or saved.
 _WHILE_STEPS_GO_ON = frozenset({Category.STOP, Category.SHUTDOWN, Category.CHECKPOINT_BLOCKED})
-# Stages that a decision to hold leaves as they are: the workers, or the job, are being ended.
+# Stages unaffected by a hold: the workers, or the job, are already being ended.
 _PAST_HOLDING = frozenset({Category.STOP, Category.SHUTDOWN})
 
 _DECIDED_STAGE = {
@@ -97,20 +96,22 @@ _DECIDED_STAGE = {
     DecisionKind.STOP_JOB: Category.SHUTDOWN,
     DecisionKind.COMPLETE_JOB: Category.SHUTDOWN,
 }
-_WAITS_FOR_A_HOST = "wait_for_a_spare"  # the policy's rule that holds because no host is free
+_WAITS_FOR_A_HOST = "wait_for_a_spare"  # the policy's rule for holding because no host is free
 
 
 def stages(history: History, pauses: Iterable[TrainingPause], *, cut_off_steps: float) -> list[Stage]:
-    """Stages in the order of time, the first at the job's start. A step that a fault cut off counts as recomputed if
-    the fault came within `cut_off_steps` times what a step takes."""
+    """Stages in order of time; the first begins with the job.
+
+    A step cut off by a fault counts as recomputed if the fault came within `cut_off_steps` normal step durations.
+    """
     state = _UNKNOWN
     found = [Stage(history.start, state.category, state.incident_id)]
     completed = sorted(step.at for generation in history.generations for step in generation.steps)
     since = history.start
-    for mark in sorted(_marks(history, pauses, Stamps(history, completed), cut_off_steps)):
+    for mark in sorted(_marks(history, pauses, FaultStamps(history, completed), cut_off_steps)):
         went_on = bisect_right(completed, mark.at) - bisect_right(completed, since) if mark.is_unexplained else 0
         if went_on > cut_off_steps and state.category in _HANDLING - _WHILE_STEPS_GO_ON:
-            state = _UNKNOWN  # training outlived an incident of which the log does not say how it ended
+            state = _UNKNOWN  # training outlived an incident whose end is not in the log
         before, state = state, _next(state, mark)
         since = since if state is before else mark.at
         found.append(Stage(mark.at, state.category, state.incident_id))
@@ -127,7 +128,7 @@ def _next(state: _State, mark: _Mark) -> _State:  # noqa: PLR0911, PLR0912 - one
             return _State(Category.DECISION, mark.incident_id)
         case _Kind.HELD if mark.category is Category.IDLE_NO_HOSTS and state.category not in _PAST_HOLDING:
             return _State(mark.category, mark.incident_id)
-        case _Kind.HELD if state.category is Category.IDLE_NO_HOSTS:  # it waits for something else from here on
+        case _Kind.HELD if state.category is Category.IDLE_NO_HOSTS:  # from here on it waits for something else
             return _State(mark.category, mark.incident_id)
         case _Kind.DECIDED:
             return _State(mark.category, mark.incident_id)
@@ -140,14 +141,14 @@ def _next(state: _State, mark: _Mark) -> _State:  # noqa: PLR0911, PLR0912 - one
         case _Kind.RESTORED if starting:
             return state._replace(category=Category.WARM_UP)
         case _Kind.FIRST_STEP if starting:
-            return _UNKNOWN  # from here on the steps speak
+            return _UNKNOWN  # from here on the steps decide
         case _Kind.CLOSED if state.category in _HANDLING and state.incident_id == mark.incident_id:
             return state if state.category is Category.SHUTDOWN else _UNKNOWN
         case _Kind.PAUSED if state.category not in _HANDLING or _belongs_to_another(state, mark):
             return _State(mark.category, mark.incident_id)
         case _Kind.FAULT if state.category not in _HANDLING:
             return _State(Category.DETECTION, mark.incident_id)
-        case _Kind.UNHEARD if state.category not in _COMMITTED:
+        case _Kind.CONTROLLER_AWAY if state.category not in _COMMITTED:
             return _State(Category.CONTROL_PLANE_AWAY, mark.incident_id)
         case _Kind.ELECTED if state.category is Category.CONTROL_PLANE_AWAY:
             return _State(Category.DETECTION, state.incident_id)
@@ -156,15 +157,18 @@ def _next(state: _State, mark: _Mark) -> _State:  # noqa: PLR0911, PLR0912 - one
 
 
 def _belongs_to_another(state: _State, pause: _Mark) -> bool:
-    """Whether an earlier incident, which training outlived, is still on the books when steps pause for a new one."""
+    """Whether steps pause for a new incident while an earlier one, which training outlived, is still recorded as
+    open."""
     return bool(pause.incident_id) and state.incident_id != pause.incident_id
 
 
-def _marks(history: History, pauses: Iterable[TrainingPause], stamps: Stamps, cut_off_steps: float) -> Iterator[_Mark]:
+def _marks(
+    history: History, pauses: Iterable[TrainingPause], stamps: FaultStamps, cut_off_steps: float
+) -> Iterator[_Mark]:
     if history.submitted:
         yield _Mark(history.start, _Kind.SUBMITTED)
     for incident in history.incidents:
-        if (fault_at := stamps.of(incident)) is not None:
+        if (fault_at := stamps.stamp_of(incident)) is not None:
             yield _Mark(fault_at, _Kind.FAULT, incident_id=incident.incident_id)
         yield _Mark(incident.opened_at, _Kind.OPENED, incident_id=incident.incident_id)
         if incident.closed_at is not None:
@@ -176,7 +180,7 @@ def _marks(history: History, pauses: Iterable[TrainingPause], stamps: Stamps, cu
     order = _Order(history)
     for wait in history.waits:
         if opened := order.incident_opened(wait.until, math.inf):
-            yield _Mark(wait.since, _Kind.UNHEARD, incident_id=opened.incident_id)
+            yield _Mark(wait.since, _Kind.CONTROLLER_AWAY, incident_id=opened.incident_id)
             yield _Mark(wait.until, _Kind.ELECTED)
     plain = not any(g.steps or g.restored_at is not None for g in history.generations)
     for generation in history.generations:
@@ -195,8 +199,10 @@ def _decision_marks(decision: LoggedDecision) -> Iterator[_Mark]:
 
 
 def _start_up_marks(generation: LoggedGeneration, *, plain: bool) -> Iterator[_Mark]:
-    """A generation's own marks, each not before the one that causes it: hosts' clocks differ from the controller's.
-    A `plain` script, which never attaches, tells nothing once its processes run."""
+    """A generation's own marks, each no earlier than its cause: the clocks of hosts and controller differ.
+
+    A `plain` script never attaches, and logs nothing once its processes run.
+    """
     first_step = generation.steps[0].at if generation.steps else None
     if plain:
         first_step = generation.started_at if generation.spawned_at is None else generation.spawned_at
@@ -213,7 +219,7 @@ def _start_up_marks(generation: LoggedGeneration, *, plain: bool) -> Iterator[_M
 
 
 class _Order:
-    """What came next. Logs have ten thousand incidents: nothing here looks at all of them."""
+    """Finds what came next. Logs have ten thousand incidents, so every lookup is a bisection or a dict access."""
 
     def __init__(self, history: History) -> None:
         self.history = history
@@ -222,7 +228,7 @@ class _Order:
         self._numbers = [generation.generation for generation in history.generations]
 
     def incident(self, incident_id: str) -> LoggedIncident | None:
-        """None: no event of its own tells of it."""
+        """None: it has no event of its own."""
         return self._by_id.get(incident_id)
 
     def incident_opened(self, since: float, until: float) -> LoggedIncident | None:
@@ -242,13 +248,13 @@ class _Order:
 
 
 def _pause_mark(order: _Order, pause: TrainingPause, cut_off_steps: float) -> _Mark:
-    """Why steps paused: a fault that an incident followed, the end of the job, or nothing that the log tells."""
+    """Why steps paused: a fault that an incident followed, the end of the job, or nothing in the log."""
     incident_id, opened_at, is_inferred = _ending_incident(order, pause)
     if incident_id:
         fault_at = order.fault_after(pause.at)
         category = Category.UNKNOWN if is_inferred else Category.DETECTION
         if not math.isinf(fault_at) and fault_at <= opened_at:
-            # The step under way when the fault came was never completed.
+            # The step in progress at the fault was never completed.
             within = pause.step_s is not None and fault_at - pause.at <= cut_off_steps * pause.step_s
             category = Category.RECOMPUTED if within else Category.UNKNOWN
     elif math.isinf(pause.until) and order.history.outcome in (JobState.SUCCEEDED, JobState.STOPPED):
@@ -259,8 +265,7 @@ def _pause_mark(order: _Order, pause: TrainingPause, cut_off_steps: float) -> _M
 
 
 def _ending_incident(order: _Order, pause: TrainingPause) -> tuple[str, float, bool]:
-    """The incident because of which training stood still from `pause.at` on ('' if none), when it was opened, and
-    whether it is inferred."""
+    """The incident that stopped training at `pause.at` ('' if none), when it opened, and whether it is inferred."""
     until = pause.until
     successor = order.successor(pause.generation)
     if math.isinf(until) and successor is not None:
@@ -274,3 +279,31 @@ def _ending_incident(order: _Order, pause: TrainingPause) -> tuple[str, float, b
         until = successor.began_at if successor.began_at is not None else math.inf
     incident = order.incident_opened(pause.at, until)
     return (incident.incident_id, incident.opened_at, incident.inferred) if incident else ("", math.inf, False)
+
+
+# --- fault stamps ----------------------------------------------------------------------------------------------------
+
+STAMP_STEPS = 10  # a fault that the world outlived by more steps is not this incident's
+
+
+class FaultStamps:
+    """Matches incidents with the injector's fault stamps. `completed`: when the world completed each step, over all
+    generations, ascending."""
+
+    def __init__(self, history: History, completed: Sequence[float]) -> None:
+        self._start = history.start
+        self._opened = [incident.opened_at for incident in history.incidents]
+        self._faults = history.faults
+        self._completed = completed
+
+    def stamp_of(self, incident: LoggedIncident) -> float | None:
+        """The earliest stamp that no earlier incident answers, and that only a few steps followed; None if there is
+        none."""
+        earlier = bisect_left(self._opened, incident.opened_at) - 1
+        since = self._opened[earlier] if earlier >= 0 else self._start
+        outlived = bisect_right(self._completed, incident.opened_at) - STAMP_STEPS - 1
+        if outlived >= 0:
+            since = max(since, self._completed[outlived])
+        stamp = bisect_left(self._faults, since)
+        is_its = stamp < len(self._faults) and self._faults[stamp] <= incident.opened_at
+        return self._faults[stamp] if is_its else None

@@ -1,4 +1,4 @@
-"""The steps that the world completed: which were kept, what each took, and where training paused. Pure."""
+"""The steps that the world completed: which were kept, how long each took, and where training paused. Pure."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from goodput.account.stages import TrainingPause
 from goodput.account.sweep import Layer, Span
 from goodput.history.facts import LoggedGeneration
 
-# A step that takes this many times as long as steps do is a step and a pause: the pause is not useful time. A pause of
-# long steps is one from PAUSE_S on, or from PAUSE_STEPS steps on if that is more. Where the log tells of many steps at
-# once a pause is longer than PAUSE_SHARE of them: steps are never quite of the same length.
+# A step that takes this many times a normal step's duration is a step and a pause, and the pause is not useful time.
+# With long steps a pause counts from PAUSE_S on, or from PAUSE_STEPS steps if that is longer. If the log has many steps
+# in one entry, a pause must exceed PAUSE_SHARE of them, because steps never have exactly the same length.
 PAUSE_FACTOR = 10.0
 PAUSE_S = 60.0
 PAUSE_STEPS = 2.0
 PAUSE_SHARE = 0.1
-# The first steps of a generation that take this many times as long as steps do are warm-up beyond that, until one does
-# not; steps that are slow for longer are simply slow.
+# The first steps of a generation are warm-up as far as they exceed this many times a normal step's duration, until one
+# does not. Steps that stay slow for longer are simply slow.
 WARM_UP_FACTOR = 1.25
 WARM_UP_STEPS = 10
-STEADY_STEPS = 20  # a generation with so many has a steady step time of its own
+STEADY_STEPS = 20  # a generation with more steps has its own normal step duration
 
 
 class Executed(NamedTuple):
-    """A step of the world in one generation: `n_steps` > 1 where the log lacks the steps before it."""
+    """A step of the world in one generation. `n_steps` > 1: the log lacks the steps before it."""
 
     step: int
     n_steps: int
-    began: float | None  # None: the first of a generation, whose beginning is not a step's end
+    began: float | None  # None: the first step of a generation, which no step precedes
     completed: float
     generation: int
     kept: bool
-    incident_id: str  # because of which it was done again, '' if kept or unknown
+    incident_id: str  # because of which it was repeated; '' if kept or unknown
 
 
 def executed_steps(generations: Sequence[LoggedGeneration]) -> list[Executed]:
-    """Every step that the world completed, in the order of generations, with its fate: a step beyond the one from
-    which a later generation went on was done again."""
+    """Every step that the world completed, in the order of generations, and whether it was kept: a step was repeated
+    if a later generation continued from an earlier step."""
     by_generation: list[list[Executed]] = []
-    # Later generations, each of which went back further than those before it: the furthest first.
+    # Later generations, each of which went back further than those before it; the furthest first.
     returned_to: list[int] = []
     returns: list[LoggedGeneration] = []
     for generation in reversed(generations):
@@ -53,7 +53,7 @@ def executed_steps(generations: Sequence[LoggedGeneration]) -> list[Executed]:
         previous = None if generation.restore_step == -1 else generation.restore_step
         previous_at = None
         for step, at in generation.steps:
-            undone_by = bisect_left(returned_to, step) - 1  # the first one after it that went back before the step
+            undone_by = bisect_left(returned_to, step) - 1  # the first later generation that went back before the step
             of_generation.append(
                 Executed(
                     step=step,
@@ -76,14 +76,17 @@ def executed_steps(generations: Sequence[LoggedGeneration]) -> list[Executed]:
 
 
 def median_step_s(executed: Iterable[Executed]) -> float | None:
-    """What a step takes: the lower median of all that have a step before them in their generation. Steps of no length
-    are left out: they come from clocks that are coarser than the steps."""
+    """A normal step's duration: the lower median over steps with a predecessor in their generation.
+
+    Steps of zero length are ignored: they come from clocks coarser than the steps.
+    """
     durations = [(e.completed - e.began) / e.n_steps for e in executed if e.began is not None and e.completed > e.began]
     return median_low(durations) if durations else None
 
 
 def steady_step_s(executed: Iterable[Executed], step_s: float | None) -> dict[int, float | None]:
-    """What a step takes in each generation: its own median where it has enough steps, else that of all, `step_s`."""
+    """The normal step duration of each generation: its own median if it has enough steps, else `step_s`, that of
+    all."""
     by_generation: defaultdict[int, list[Executed]] = defaultdict(list)
     for step in executed:
         by_generation[step.generation].append(step)
@@ -96,7 +99,7 @@ def steady_step_s(executed: Iterable[Executed], step_s: float | None) -> dict[in
 def step_spans(
     generations: Sequence[LoggedGeneration], executed: Iterable[Executed], steady_s: Mapping[int, float | None]
 ) -> tuple[dict[int, list[Span]], list[TrainingPause]]:
-    """The time of every step by generation, ascending, with the warm-up before it, and the pauses between steps."""
+    """The spans of every step by generation, ascending, with the warm-up before it; and the pauses between steps."""
     window = windows(generations)
     first_from = {g.generation: _ready_at(g) for g in generations}
     answered = {g.generation: g.incident_id for g in generations}
@@ -112,7 +115,7 @@ def step_spans(
         expected = None if step_s is None else step_s * step.n_steps
         lower, upper = window[step.generation]
         if began is None:
-            # The first step of a generation: as much of it as a step takes; the rest is warm-up or start-up.
+            # A generation's first step counts for one normal step's duration; the rest is warm-up or start-up.
             ready = first_from[step.generation]
             began = completed if ready is None else ready
             if expected is not None:
@@ -148,14 +151,17 @@ def step_spans(
 
 
 def _most_s(step_s: float, expected: float) -> float:
-    """What steps that should take `expected` may take before a pause must lie in it."""
+    """The longest that steps expected to take `expected` may take without containing a pause."""
     slack_s = min((PAUSE_FACTOR - 1.0) * step_s, max(PAUSE_S, PAUSE_STEPS * step_s))
     return expected + max(slack_s, PAUSE_SHARE * expected)
 
 
 def windows(generations: Sequence[LoggedGeneration]) -> dict[int, tuple[float, float]]:
-    """From when to when a generation's steps count. Workers that were cut off may go on after their successors
-    started; the successors' time is not theirs."""
+    """The time window in which a generation's steps count.
+
+    Workers that were cut off may continue after their successors started, but the successors' time does not count for
+    them.
+    """
     window = {}
     upper = math.inf
     for generation in reversed(generations):
@@ -166,6 +172,6 @@ def windows(generations: Sequence[LoggedGeneration]) -> dict[int, tuple[float, f
 
 
 def _ready_at(generation: LoggedGeneration) -> float | None:
-    """When the first step could begin, as far as the log tells."""
+    """When the first step could begin, as far as the log shows."""
     known = [t for t in (generation.started_at, generation.restore_began_at, generation.restored_at) if t is not None]
     return max(known, default=None)

@@ -1,4 +1,4 @@
-"""Spans that overlap become intervals that do not. Pure."""
+"""Turns overlapping spans into intervals that do not overlap. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Interval(NamedTuple):
     start: float
     end: float
     category: Category
-    incident_id: str  # '' where no incident is the cause
-    host_id: str = ""  # the host that was waited for, where no incident is the cause and the log tells
+    incident_id: str  # '' if no incident is the cause
+    host_id: str = ""  # the host that was waited for, if no incident is the cause and the log has it
 
     @property
     def seconds(self) -> float:
@@ -34,7 +34,7 @@ class Layer(IntEnum):
 
 
 class Span(NamedTuple):
-    """A claim on a part of the axis; where spans overlap the higher layer holds, in one layer the later start."""
+    """A claim on a part of the time. Where spans overlap the higher layer wins; within a layer, the later start."""
 
     layer: Layer
     start: float
@@ -48,11 +48,11 @@ _NOTHING = (Category.UNKNOWN, "", "")
 
 
 def sweep(spans: Iterable[Span], start: float, end: float) -> Iterator[Interval]:
-    """The highest span of every piece of [start, end], neighbours of one kind joined."""
+    """The highest span of every piece of [start, end]; equal neighbours are joined."""
     clipped = sorted((max(s.start, start), min(s.end, end), s) for s in spans if max(s.start, start) < min(s.end, end))
     cuts = sorted({start, end, *(c[0] for c in clipped), *(c[1] for c in clipped)})
     active: list[tuple[int, float, float, tuple[Category, str, str]]] = []  # highest first
-    since, kind = start, _NOTHING  # of the interval that neighbours of its kind are joined to
+    since, kind = start, _NOTHING  # of the interval being joined
     coming = 0
     for left in cuts[:-1]:
         while coming < len(clipped) and clipped[coming][0] <= left:

@@ -1,4 +1,4 @@
-"""A job's time in slices of one length, each with its seconds by category: what a picture of the run needs. Pure."""
+"""A job's time in slices of equal length, each with its seconds by category, for pictures of the run. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_BINS = 1000
 
 
 class TimelineBin(msgspec.Struct, frozen=True):
-    """A slice of the elapsed time, from `at` (wall clock) on; the seconds of its categories sum to `seconds`."""
+    """A slice of the elapsed time, starting at `at` (wall clock). The seconds of its categories sum to `seconds`."""
 
     at: float
     seconds: float
@@ -21,7 +21,7 @@ class TimelineBin(msgspec.Struct, frozen=True):
 
 
 def binned(intervals: Iterable[Interval], start: float, end: float, count: int) -> tuple[TimelineBin, ...]:
-    """[start, end] in `count` slices, 1 to MAX_BINS. Intervals are exclusive; what they leave out is in no category."""
+    """[start, end] in `count` slices, 1 to MAX_BINS. Intervals are exclusive; gaps between them are in no category."""
     count = max(1, min(count, MAX_BINS))
     length = (end - start) / count
     if not length > 0:

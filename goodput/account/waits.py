@@ -1,4 +1,4 @@
-"""What interrupts steps or lies within them: blocking saves, evaluations, waits for data and the last rank. Pure."""
+"""Whatever interrupts steps or lies within them: blocking saves, evaluations, data waits and stragglers. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from goodput.history.facts import History, LoggedGeneration, WaitSample
 from goodput.history.phases import PhaseSpan, Waiting
 from goodput.history.rank_clocks import STRAGGLER_SHARE
 
-# All ranks wait for their data a little; one that waits this many times as long as they do on average is the cause.
+# All ranks wait a little for their data; one that waits this many times their average is the cause.
 CULPRIT_FACTOR = 2.0
 
 _SPANS = {
@@ -30,15 +30,15 @@ def wait_spans(
     step_s: float | None,
     windows: Mapping[int, tuple[float, float]],
 ) -> Iterator[Span]:
-    """Everything that lies above the steps. `steps`: the spans of each generation, ascending; `windows`: from when to
-    when each counts."""
+    """All spans above the steps. `steps`: each generation's spans, ascending; `windows`: when each generation
+    counts."""
     opened = [incident.opened_at for incident in history.incidents]
     for generation in history.generations:
         lower, upper = windows[generation.generation]
         log = _Moments(generation, opened, history.faults, step_s)
         within = [*_evaluation_spans(log), *_longest_waits(log, Waiting.OTHER), *_straggler_spans(log)]
         for waiting in (Waiting.CHECKPOINT, Waiting.DATA):
-            if _tells_of_each(generation, waiting):
+            if _logs_each_wait(generation, waiting):
                 within += _longest_waits(log, waiting)
             else:
                 within += _total_waits(generation, steps.get(generation.generation, ()), waiting)
@@ -60,7 +60,7 @@ class _Moments:
         self.step_s = step_s
 
     def next_step_began(self, moment: float) -> float | None:
-        """At the latest, the first step completed after `moment` began then."""
+        """The latest moment at which the first step completed after `moment` began."""
         at = _after(self.completed, moment)
         return None if at is None else at - (self.step_s or 0.0)
 
@@ -71,9 +71,12 @@ def _after(moments: Sequence[float], moment: float) -> float | None:
 
 
 def _evaluation_spans(log: _Moments) -> Iterator[Span]:
-    """Evaluations of any rank: the others wait for it. One ends at the latest where the next step must have begun, or
-    with the fault or incident that cut it off; without any of these nobody knows how long it took. An incident that
-    training outlives does not cut off one whose end is told."""
+    """Evaluations of any rank: the others wait for it.
+
+    An evaluation ends at the latest when the next step must have begun, or with the fault or incident that cut it off.
+    Without any of these its duration is unknown. An incident that training outlives does not cut off an evaluation with
+    a logged end.
+    """
     for entered, left, _, _ in log.generation.phases.get(Waiting.EVALUATION, ()):
         fault = _after(log.faults, entered) if left is None else None
         next_step = log.next_step_began(entered)
@@ -85,7 +88,7 @@ def _evaluation_spans(log: _Moments) -> Iterator[Span]:
 
 
 class _Longest(NamedTuple):
-    """Of a step, the rank that waited longest, and where."""
+    """The rank that waited longest in a step, and when."""
 
     seconds: float
     rank: int
@@ -94,8 +97,10 @@ class _Longest(NamedTuple):
 
 
 def _longest_waits(log: _Moments, waiting: Waiting) -> Iterator[Span]:
-    """Of every step the waits of the rank that waited longest: in lockstep the others' waits lie within. That rank's
-    host is named if it waited much longer than the ranks do on average."""
+    """For every step, the waits of the rank that waited longest: in lock step the others' waits lie within.
+
+    That rank's host is named if it waited much longer than the ranks' average.
+    """
     by_rank: defaultdict[int, list[PhaseSpan]] = defaultdict(list)
     for span in log.generation.phases.get(waiting, ()):
         by_rank[span.rank].append(span)
@@ -120,8 +125,10 @@ def _longest_waits(log: _Moments, waiting: Waiting) -> Iterator[Span]:
 
 
 def _by_step(log: _Moments, span: PhaseSpan) -> Iterator[tuple[int, float, float]]:
-    """The parts of a rank's wait in each step (by its place): a rank may be ahead of the last one by part of a step.
-    One in which the world completes step after step is no wait: the log lacks the phases after it."""
+    """The parts of a rank's wait in each step, by index: a rank may be ahead of the last one by part of a step.
+
+    A phase in which the world completes several steps is not a wait: the log lacks the phases after it.
+    """
     completed = log.completed
     first = bisect_right(completed, span.entered)
     if span.left is None:
@@ -143,15 +150,17 @@ def _by_step(log: _Moments, span: PhaseSpan) -> Iterator[tuple[int, float, float
         start = max(start, until)
 
 
-def _tells_of_each(generation: LoggedGeneration, waiting: Waiting) -> bool:
-    """Whether the phases of ranks are to be gone by. A control plane, which sums up waits for data, tells of phases
-    only now and then: of those before and after an evaluation."""
+def _logs_each_wait(generation: LoggedGeneration, waiting: Waiting) -> bool:
+    """Whether to use the ranks' phases. A control plane that sums up data waits logs phases only around evaluations."""
     return bool(generation.phases.get(waiting)) and not (waiting is Waiting.DATA and generation.waited.get(waiting))
 
 
 def _total_waits(generation: LoggedGeneration, steps: Sequence[Span], waiting: Waiting) -> Iterator[Span]:
-    """Waits of which totals are told. The log tells how much of them there was between two reports, not when: they are
-    laid at the ends of the steps of that window, those for data at the beginnings, in proportion to their length."""
+    """Place waits of which only totals are logged.
+
+    Between two samples the log has the amount, not the times. The waits are placed at the ends of the steps in between,
+    those for data at their beginnings, in proportion to the steps' lengths.
+    """
     samples = generation.waited.get(waiting)
     if not samples or not generation.steps:
         return
@@ -162,7 +171,7 @@ def _total_waits(generation: LoggedGeneration, steps: Sequence[Span], waiting: W
         while coming < len(steps) and steps[coming].end <= before.at:
             coming += 1
         pieces = []
-        for index in range(coming, len(steps)):  # a slice would copy all that follows, for every sample
+        for index in range(coming, len(steps)):  # a slice would copy the rest for every sample
             span = steps[index]
             if span.start >= sample.at:
                 break
@@ -180,8 +189,11 @@ def _total_waits(generation: LoggedGeneration, steps: Sequence[Span], waiting: W
 
 
 def _straggler_spans(log: _Moments) -> Iterator[Span]:
-    """From the median rank's completion of a step to the last rank's. What an incident was opened for is that
-    incident's, all but the step itself; the first step of a generation is its start-up."""
+    """From the median rank's completion of a step to the last rank's.
+
+    If an incident opened meanwhile, only the step's own duration counts here. A generation's first step is part of its
+    start-up.
+    """
     step_s = log.step_s
     if step_s is None:
         return

@@ -1,6 +1,6 @@
-"""The generations of one job, from the events of each. Pure.
+"""The generations of one job, built from their events. Pure.
 
-Every value is a minimum, a maximum or a union over events, so that neither their order nor their repetition matters.
+Every value is a minimum, a maximum or a union over events, so their order and repetition do not matter.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from goodput.history.values import moment, number, text, whole
 _TOTALS = {"save_blocked_s": Waiting.CHECKPOINT, "data_wait_s": Waiting.DATA}
 
 
-_ATTACHED, _RESTORES, _RESTORED = 1, 2, 4  # bits of what a rank came to
+_ATTACHED, _RESTORES, _RESTORED = 1, 2, 4  # bits: what a rank has reached
 _MARKS = {"attached_at": _ATTACHED, "restore_began_at": _RESTORES, "restored_at": _RESTORED}
-_MOST_RANKS = 1_000_000  # of which this is kept
+_MOST_RANKS = 1_000_000  # the most ranks for which this is kept
 
 
 class GenerationLog:
-    """What the events of one generation come to."""
+    """The accumulated events of one generation."""
 
     __slots__ = (
         "attached_at",
@@ -34,6 +34,7 @@ class GenerationLog:
         "hosts",
         "incidents",
         "is_known",
+        "logs_blocking",
         "phases",
         "restore_began_at",
         "restore_steps",
@@ -44,31 +45,30 @@ class GenerationLog:
         "spawned_first_at",
         "started_at",
         "steps",
-        "tells_of_blocked",
         "waited",
         "world_size",
         "world_size_full",
     )
 
     def __init__(self) -> None:
-        self.is_known = False  # it was more than granted
-        self.started_at = self.granted_at = self.spawned_first_at = math.inf  # of the first
-        self.spawned_at = self.restore_began_at = self.restored_at = self.attached_at = -math.inf  # of the last
-        self.came_to = bytearray()  # each rank
-        self.restore_steps: set[int] = set()  # as the controller named them
-        self.restored_steps: set[int] = set()  # as the engines fetched them
+        self.is_known = False  # has more than its grant
+        self.started_at = self.granted_at = self.spawned_first_at = math.inf  # of the first rank
+        self.spawned_at = self.restore_began_at = self.restored_at = self.attached_at = -math.inf  # of the last rank
+        self.came_to = bytearray()  # per rank, the bits above
+        self.restore_steps: set[int] = set()  # named by the controller
+        self.restored_steps: set[int] = set()  # fetched by the engines
         self.incidents: set[str] = set()
         self.steps = WorldStepLog()
         self.phases = PhaseLog()
         self.waited: dict[Waiting, dict[int | str, set[WaitSample]]] = {waiting: {} for waiting in _TOTALS.values()}
-        self.tells_of_blocked = False
+        self.logs_blocking = False
         self.saved_steps: set[int] = set()
         self.hosts = 0
         self.world_size: int | None = None
         self.world_size_full: int | None = None
 
-    def take_marks(self, event: Event) -> None:
-        """Take in one RANK_MARKS event."""
+    def add_marks(self, event: Event) -> None:
+        """Add a RANK_MARKS event."""
         self.is_known = True
         if (at := moment(event, "spawned_at")) is not None:
             self.spawned_first_at = min(self.spawned_first_at, at)
@@ -77,41 +77,41 @@ class GenerationLog:
             if (at := moment(event, name)) is not None:
                 setattr(self, name, max(at, getattr(self, name)))
                 self._mark(event.rank, _MARKS[name])
-        self.take_waits(event)
+        self.add_waits(event)
 
     def _mark(self, rank: int, mark: int) -> None:
-        """A byte for each rank: a job has 100,000 of them, and a hundred generations."""
+        """Uses one byte per rank: a job may have 100,000 ranks and a hundred generations."""
         if 0 <= rank < _MOST_RANKS:
             self.came_to.extend(bytes(max(0, rank + 1 - len(self.came_to))))
             self.came_to[rank] |= mark
 
-    def take_waits(self, event: Event) -> None:
-        """Take in how long saves blocked and data was waited for, of any event that tells of it."""
+    def add_waits(self, event: Event) -> None:
+        """Add the totals of blocking saves and data waits, from any event that has them."""
         for name, waiting in _TOTALS.items():
             if name not in event.data:
                 continue
             total_s = number(event.data, name)
-            self.tells_of_blocked |= total_s is not None and waiting is Waiting.CHECKPOINT
+            self.logs_blocking |= total_s is not None and waiting is Waiting.CHECKPOINT
             if total_s is not None and total_s > 0:
                 who: int | str = text(event.data, "sensor") or event.rank
                 self.waited[waiting].setdefault(who, set()).add(WaitSample(event.at, total_s))
 
-    def take_started(self, event: Event) -> None:
-        """Take in one GENERATION_STARTED event."""
+    def add_started(self, event: Event) -> None:
+        """Add a GENERATION_STARTED event."""
         self.is_known = True
         self.started_at = min(self.started_at, event.at)
         if "restore_step" in event.data:
             step = whole(event.data, "restore_step")
             self.restore_steps.add(-1 if step is None else step)
-        self._take_plan(event)
+        self._add_plan(event)
 
-    def take_granted(self, event: Event) -> None:
-        """Take in one GENERATION_GRANTED event."""
+    def add_granted(self, event: Event) -> None:
+        """Add a GENERATION_GRANTED event."""
         self.granted_at = min(self.granted_at, event.at)
-        self._take_plan(event)
+        self._add_plan(event)
 
-    def _take_plan(self, event: Event) -> None:
-        """Take in why there is this generation, and how large it is."""
+    def _add_plan(self, event: Event) -> None:
+        """Add the generation's incident and size."""
         if event.incident_id:
             self.incidents.add(event.incident_id)
         hosts = event.data.get("hosts")
@@ -121,31 +121,33 @@ class GenerationLog:
         self.world_size_full = larger(self.world_size_full, whole(event.data, "full_world_size", least=1))
 
     def longest_waits(self) -> dict[Waiting, tuple[WaitSample, ...]]:
-        """Of the rank that waited longest, or as a sensor summed it up: the others' waits lie within."""
+        """The waits of the rank that waited longest, or of a sensor's summary: the others' waits lie within them."""
         longest = {}
-        for waiting, told in self.waited.items():
-            if told:
-                samples = max(told.values(), key=lambda samples: (max(s.total_s for s in samples), sorted(samples)))
+        for waiting, by_rank in self.waited.items():
+            if by_rank:
+                samples = max(by_rank.values(), key=lambda samples: (max(s.total_s for s in samples), sorted(samples)))
                 longest[waiting] = tuple(sorted(samples))
         return longest
 
-    def restore(self, told: StartUp, *, has_steps: bool) -> tuple[float | None, float | None]:
-        """When the last rank began to restore, and when it had its state, or attached where there was nothing to
-        restore; None: one did not come so far. A rank that completed steps did, whatever is missing from the log."""
-        began_at = _known(self.restore_began_at, told.restore_began_at)
-        restored_at = _known(self.restored_at, told.restored_at)
+    def restore(self, phases: StartUp, *, has_steps: bool) -> tuple[float | None, float | None]:
+        """When the last rank began to restore, and when it had its state, or attached without anything to restore.
+
+        None: some rank has not reached that point. A rank with completed steps has, whatever the log lacks.
+        """
+        began_at = _known(self.restore_began_at, phases.restore_began_at)
+        restored_at = _known(self.restored_at, phases.restored_at)
         if not has_steps:
-            if told.starting or (_ATTACHED in self.came_to and max(self.came_to) > _ATTACHED):
+            if phases.starting or (_ATTACHED in self.came_to and max(self.came_to) > _ATTACHED):
                 return None, None
-            if told.restoring or _RESTORES in self.came_to or (_ATTACHED | _RESTORES) in self.came_to:
+            if phases.restoring or _RESTORES in self.came_to or (_ATTACHED | _RESTORES) in self.came_to:
                 return began_at, None
         if began_at is None and restored_at is None and (has_steps or self.restore_steps == {-1}):
             restored_at = _known(self.attached_at)
         return began_at, restored_at
 
     def restore_step(self) -> int | None:
-        """The step that it went on from: as the controller named it, else as the engines restored it, else the step
-        before the first one seen."""
+        """The step it continued from: as the controller named it, else as the engines restored it, else the one
+        before its first logged step."""
         if self.restore_steps or self.restored_steps:
             return min(self.restore_steps or self.restored_steps)
         first = self.steps.first_step
@@ -153,25 +155,25 @@ class GenerationLog:
 
 
 class FullSize(NamedTuple):
-    """How many ranks a job has at its full size; None: nothing tells of any."""
+    """The number of ranks of a job at full size; None if unknown."""
 
     ranks: int | None
-    is_told: bool  # not guessed from what it ran with
+    is_logged: bool  # not guessed from the ranks that it ran with
 
 
 def full_size(logs: Collection[GenerationLog], submitted: int | None) -> FullSize:
-    """As the generations say, else as the job was submitted, else the largest that it ran with."""
-    told = max((log.world_size_full or 0 for log in logs), default=0) or submitted
-    if told:
-        return FullSize(told, is_told=True)
+    """The full size: as generations log it, else as submitted, else the largest that the job ran with."""
+    logged = max((log.world_size_full or 0 for log in logs), default=0) or submitted
+    if logged:
+        return FullSize(logged, is_logged=True)
     largest = max((log.world_size or 0 for log in logs), default=0)
-    return FullSize(largest or max((log.steps.ranks for log in logs), default=0) or None, is_told=False)
+    return FullSize(largest or max((log.steps.ranks for log in logs), default=0) or None, is_logged=False)
 
 
 def generations(
     logs_of: Mapping[int, GenerationLog], incidents: Sequence[LoggedIncident], full_size: FullSize
 ) -> tuple[LoggedGeneration, ...]:
-    """In order."""
+    """All generations, in order."""
     logs = sorted((n, log) for n, log in logs_of.items() if log.is_known)
     answered = _answered_incidents(logs, incidents)
     most_hosts = max((log.hosts for _, log in logs), default=0)
@@ -183,11 +185,11 @@ def generations(
         if restore_step is not None and restore_step >= 0:
             restore_step += added[n]
         world = log.steps.world_steps(resumed_from, added[n])
-        told = log.phases.start_up()
-        started = [t for t in (log.started_at, log.spawned_first_at, told.began_at) if t is not None]
+        phases = log.phases.start_up()
+        started = [t for t in (log.started_at, log.spawned_first_at, phases.began_at) if t is not None]
         started_at = log.started_at if log.started_at < math.inf else min(started)
         signs = [*started, *(s.at for s in world.steps[:1])]
-        restore_began_at, restored_at = log.restore(told, has_steps=bool(world.steps))
+        restore_began_at, restored_at = log.restore(phases, has_steps=bool(world.steps))
         capacity = _share(log.world_size, full_size.ranks) if log.world_size else _share(log.hosts, most_hosts)
         found.append(
             LoggedGeneration(
@@ -206,10 +208,10 @@ def generations(
                 waited=log.longest_waits(),
                 phases=log.phases.spans(),
                 capacity=capacity,
-                capacity_is_guess=not (log.world_size and full_size.is_told),
+                capacity_is_guess=not (log.world_size and full_size.is_logged),
                 saved_steps=frozenset(log.saved_steps),
                 lost_logs=world.lost_logs,
-                tells_of_blocked=log.tells_of_blocked,
+                logs_blocking=log.logs_blocking,
             )
         )
         resumed_from = restore_step if restore_step is not None else resumed_from
@@ -217,8 +219,11 @@ def generations(
 
 
 def _added_by_epochs(logs: Sequence[tuple[int, GenerationLog]]) -> dict[int, int]:
-    """What is added to the numbers of each generation where scripts begin them anew with every epoch: it goes on within
-    the newest epoch before it, or within the one before that, if its step is beyond what the newest had come to."""
+    """The offset of each generation's step numbers if scripts start them over with every epoch.
+
+    A generation continues in the newest epoch, or in the previous one if its step is beyond the newest epoch's last
+    step.
+    """
     added: dict[int, int] = {}
     starts, newest = [0], -1
     for n, log in logs:
@@ -237,7 +242,7 @@ def _added_by_epochs(logs: Sequence[tuple[int, GenerationLog]]) -> dict[int, int
 
 
 def larger(one: int | None, other: int | None) -> int | None:
-    """The larger one of those that are known."""
+    """The larger of the known ones."""
     return max(one, other) if one is not None and other is not None else other if one is None else one
 
 
@@ -252,10 +257,10 @@ def _share(used: int, full: int | None) -> float:
 def _answered_incidents(
     logs: Sequence[tuple[int, GenerationLog]], incidents: Sequence[LoggedIncident]
 ) -> Mapping[int, str]:
-    """The incident that each generation answers: as its events say, else the newest one that was open then."""
+    """The incident that each generation answers: as its events say, else the newest one open at the time."""
     answered = {n: max(log.incidents, default="") for n, log in logs}
     asking = sorted((min(log.granted_at, log.started_at), n) for n, log in logs if not answered[n])
-    open_ones: list[tuple[int, float]] = []  # minus the place in `incidents`, and when it closed: the newest first
+    open_ones: list[tuple[int, float]] = []  # (minus the index in `incidents`, when it closed): the newest first
     coming = 0
     for at, n in asking:
         if not math.isfinite(at):

@@ -1,9 +1,8 @@
-"""What an event log says about one job, put in order.
+"""Puts an event log's information on one job in order.
 
-Logs are incomplete, out of order and full of repetitions. Every value here is therefore a minimum, a maximum or a
-union over events, so that neither the order of lines nor a line that comes twice changes anything; a field that is
-missing, of the wrong type or absurd is treated as not there. Events are taken in one by one and not kept: a log of a
-million of them fits into little memory.
+Logs are incomplete, unordered and repetitive. So every value is a minimum, a maximum or a union over events, and
+neither order nor repetition matters. Fields that are missing, of the wrong type or absurd are ignored. Events are added
+one by one and not kept, so a log of a million events needs little memory.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from goodput.history.facts import History, LoggedDecision, LoggedGeneration, Log
 from goodput.history.generation_log import GenerationLog, full_size, generations, larger
 from goodput.history.values import CLOCK_SET_S, LATEST_S, moment, text, whole
 
-# Of these, events without a job concern every job.
+# Events of these kinds without a job concern every job.
 _HISTORY_OF_EVERY_JOB = frozenset({EventKind.FAULT_INJECTED, EventKind.CONTROLLER_ELECTED, EventKind.SIGNAL})
-_RANK_MARKS = (EventKind.RANK_MARKS, EventKind.RESTORED)  # may tell of several ranks at once
+_RANK_MARKS = (EventKind.RANK_MARKS, EventKind.RESTORED)  # may cover several ranks
 
 
 class SeveralJobs(UsageError):
@@ -31,46 +30,46 @@ class SeveralJobs(UsageError):
 
 
 def build(events: Iterable[Event], *, job: str | None = None, now: float | None = None) -> History:
-    """The history of one job, up to its end, else up to `now`, else up to the last moment in the log.
+    """The history of one job: up to its end, else up to `now`, else up to the last event.
 
-    `events` is gone through once. Raises NotFound when the log has no such job, SeveralJobs when it has several and
-    none was chosen.
+    Iterates over `events` once. Raises NotFound if the log has no such job, SeveralJobs if it has several and none was
+    chosen.
     """
     builder = HistoryBuilder(job)
-    builder.take(events)
+    builder.add(events)
     return builder.history(now)
 
 
 class HistoryBuilder:
-    """Events go in by `take`, the history of what came so far comes out, as often as it is wanted."""
+    """Collects events with `add`; `history` returns the history so far, any number of times."""
 
     def __init__(self, job: str | None = None) -> None:
         self._job = job
-        self._gathered: dict[str, _JobEvents] = {}
+        self._by_job: dict[str, _JobEvents] = {}
         self._of_every_job = _JobEvents()
 
-    def take(self, events: Iterable[Event]) -> None:
-        """Take in events, of which none is kept."""
-        gathered, job = self._gathered, self._job
+    def add(self, events: Iterable[Event]) -> None:
+        """Add events; none is kept."""
+        by_job, job = self._by_job, self._job
         for event in events:
             name = event.job
             if not name and event.kind in _HISTORY_OF_EVERY_JOB:
                 self._of_every_job.add(event)
                 continue
-            log = gathered.get(name)
+            log = by_job.get(name)
             if log is None:
-                log = gathered[name] = _JobEvents()
+                log = by_job[name] = _JobEvents()
             if job is None or name == job:
                 log.add(event)
 
     def history(self, now: float | None = None) -> History:
-        """As `build` gives it, of the same errors."""
-        name = choose_job(self._gathered, self._job)
-        return self._gathered[name].history(name, self._of_every_job, now)
+        """The history so far. Raises the same errors as `build`."""
+        name = choose_job(self._by_job, self._job)
+        return self._by_job[name].history(name, self._of_every_job, now)
 
 
 def choose_job(names: Iterable[str], job: str | None) -> str:
-    """The job to report on; raises NotFound when the log has none, SeveralJobs when it has several to choose from."""
+    """The job to report on. Raises NotFound if the log lacks it, SeveralJobs if none was chosen from several."""
     names = sorted(names)
     if job is not None:
         if job not in names:
@@ -85,8 +84,8 @@ def choose_job(names: Iterable[str], job: str | None) -> str:
 
 
 class _JobEvents:
-    """The events of one job, those of a clock that was not set apart: beside others they tell nothing, and a log of
-    nothing else counts from a zero of its own."""
+    """The events of one job. Those of an unset clock are kept apart: they are useless beside others, while a log
+    with only such events counts from its own zero."""
 
     def __init__(self) -> None:
         self._log, self._unset = _JobLog(), _JobLog()
@@ -100,7 +99,7 @@ class _JobEvents:
                 self._absurd_times = True
 
     def history(self, name: str, of_every_job: _JobEvents, now: float | None) -> History:
-        """What was taken in, with what concerns every job."""
+        """The history, including events that concern every job."""
         if self._log.is_empty:
             found, unset_clocks = self._unset.history(name, of_every_job._unset, now), False
         else:
@@ -111,7 +110,7 @@ class _JobEvents:
 
 
 class _JobLog:
-    """What the events of one job come to."""
+    """The accumulated events of one job."""
 
     def __init__(self) -> None:
         self.first_at, self.last_at = math.inf, -math.inf
@@ -125,13 +124,13 @@ class _JobLog:
         self.faults: set[float] = set()
         self.stops: set[float] = set()
         self.elections: set[float] = set()
-        self.signals: set[tuple[float, float]] = set()  # heard at, observed at
-        self._take: Mapping[EventKind, Callable[[Event], None]] = {
+        self.signals: set[tuple[float, float]] = set()  # received at, observed at
+        self._handlers: Mapping[EventKind, Callable[[Event], None]] = {
             EventKind.JOB_SUBMITTED: self._submitted,
             EventKind.JOB_ENDED: self._ended,
-            EventKind.GENERATION_GRANTED: lambda e: self.generations[e.generation].take_granted(e),
-            EventKind.GENERATION_STARTED: lambda e: self.generations[e.generation].take_started(e),
-            EventKind.RANK_MARKS: lambda e: self.generations[e.generation].take_marks(e),
+            EventKind.GENERATION_GRANTED: lambda e: self.generations[e.generation].add_granted(e),
+            EventKind.GENERATION_STARTED: lambda e: self.generations[e.generation].add_started(e),
+            EventKind.RANK_MARKS: lambda e: self.generations[e.generation].add_marks(e),
             EventKind.RESTORED: self._restored,
             EventKind.CHECKPOINT_SAVED: self._saved,
             EventKind.PHASE: self._phase,
@@ -153,9 +152,9 @@ class _JobLog:
         at = event.at
         self.first_at = min(self.first_at, at)
         self.last_at = max(self.last_at, at)
-        take = self._take.get(event.kind)
-        if take is not None:
-            take(event)
+        handler = self._handlers.get(event.kind)
+        if handler is not None:
+            handler(event)
 
     def _submitted(self, event: Event) -> None:
         self.submitted_at = min(self.submitted_at, event.at)
@@ -185,7 +184,7 @@ class _JobLog:
         generation = self.generations[event.generation]
         generation.is_known = True
         generation.steps.add(event)
-        generation.take_waits(event)
+        generation.add_waits(event)
 
     def _signal(self, event: Event) -> None:
         observed_at = moment(event, "observed_at")
@@ -198,11 +197,11 @@ class _JobLog:
         self.incidents.named(event)
 
     def history(self, name: str, of_every_job: _JobLog, now: float | None) -> History:
-        """What was taken in, with what concerns every job."""
+        """The history, including events that concern every job."""
         incidents = self.incidents.all()
         full = full_size(self.generations.values(), self.world_size)
         found = generations(self.generations, incidents, full)
-        # A script that has ended may be started again with the same event file, to go on.
+        # A script that ended may be restarted with the same event file.
         goes_on = self.ended and any(g.started_at is not None and g.started_at > self.ended[0] for g in found)
         ended = None if goes_on else self.ended
         start, end = self._bounds(found, of_every_job if not name else self, ended, now)
@@ -237,15 +236,15 @@ class _JobLog:
 
 
 def _waits(elections: Iterable[float], signals: Iterable[tuple[float, float]]) -> tuple[Wait, ...]:
-    """Signals that were observed before an election and taken in only after it: nobody was there to hear them."""
-    heard = sorted(signals)
-    earliest = [math.inf]  # from the end on: the earliest observation of this signal and those heard after it
-    for _, observed_at in reversed(heard):
+    """Signals observed before an election and received only after it: no controller was there to receive them."""
+    received = sorted(signals)
+    earliest = [math.inf]  # from the end on: the earliest observation among this signal and those received later
+    for _, observed_at in reversed(received):
         earliest.append(min(earliest[-1], observed_at))
     earliest.reverse()
     waits = set()
     for election in elections:
-        since = earliest[bisect_left(heard, (election, -math.inf))]
+        since = earliest[bisect_left(received, (election, -math.inf))]
         if since < election:
             waits.add(Wait(since, election))
     return tuple(sorted(waits))
@@ -255,7 +254,8 @@ def _waits(elections: Iterable[float], signals: Iterable[tuple[float, float]]) -
 
 
 class IncidentLog:
-    """Every incident that any event names; one whose opening is missing from the log opens where it is named first."""
+    """All incidents that any event names. Without an opening event an incident opens at the first event that names
+    it."""
 
     def __init__(self) -> None:
         self._first_named: dict[str, float] = {}
@@ -263,44 +263,44 @@ class IncidentLog:
         self._closed: dict[str, Event] = {}
 
     def named(self, event: Event) -> None:
-        """Take in that an event names an incident."""
+        """Record that an event names an incident."""
         if event.incident_id:
             at = self._first_named.get(event.incident_id, math.inf)
             self._first_named[event.incident_id] = min(at, event.at)
 
     def opened(self, event: Event) -> None:
-        """Take in an INCIDENT_OPENED event."""
+        """Add an INCIDENT_OPENED event."""
         self.named(event)
         _keep_earliest(self._opened, event)
 
     def closed(self, event: Event) -> None:
-        """Take in an INCIDENT_CLOSED event."""
+        """Add an INCIDENT_CLOSED event."""
         self.named(event)
         _keep_earliest(self._closed, event)
 
     def all(self) -> tuple[LoggedIncident, ...]:
-        """By time of opening."""
+        """By opening time."""
         incidents = [self._incident(incident_id) for incident_id in self._first_named]
         return tuple(sorted(incidents, key=lambda i: (i.opened_at, i.incident_id)))
 
     def _incident(self, incident_id: str) -> LoggedIncident:
         opening, closing = self._opened.get(incident_id), self._closed.get(incident_id)
-        told = [event for event in (closing, opening) if event]  # the end knows better than the beginning
+        sources = [event for event in (closing, opening) if event]  # the closing event takes precedence
         return LoggedIncident(
             incident_id=incident_id,
-            cause=_first(text(e.data, "cause") for e in told) or "unknown",
+            cause=_first(text(e.data, "cause") for e in sources) or "unknown",
             opened_at=opening.at if opening else self._first_named[incident_id],
             closed_at=closing.at if closing else None,
             outcome=text(closing.data, "state") if closing else "",
             lost_steps=whole(closing.data, "lost_steps") if closing else None,
-            host_id=_first(e.host_id or text(e.data, "host_id") for e in told),
-            failure_class=_first(text(e.data, "failure_class") for e in told),
+            host_id=_first(e.host_id or text(e.data, "host_id") for e in sources),
+            failure_class=_first(text(e.data, "failure_class") for e in sources),
             inferred=opening is not None and opening.data.get("inferred") is True,
         )
 
 
 def _keep_earliest(chosen: dict[str, Event], event: Event) -> None:
-    """The earliest event of each incident; ties are broken by content, so that order does not matter."""
+    """Keep the earliest event of each incident. Ties are broken by content, so order does not matter."""
     if not event.incident_id:
         return
     known = chosen.get(event.incident_id)

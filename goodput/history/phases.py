@@ -1,4 +1,4 @@
-"""What ranks said that they were doing: phases entered, each ended by the rank's next one. Pure."""
+"""The phases that ranks logged: each ends when the rank enters the next. Pure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Waiting(Enum):
     EVALUATION = "eval"
     DATA = "data"
     CHECKPOINT = "checkpoint"
-    OTHER = "other"  # neither steps nor anything that has a name
+    OTHER = "other"  # neither steps nor anything with a name
 
 
 class PhaseSpan(NamedTuple):
-    """A rank was in a phase from `entered` to `left`; None: the log does not say that it left."""
+    """A rank was in a phase from `entered` to `left`; None: the log does not show its end."""
 
     entered: float
     left: float | None
@@ -34,13 +34,13 @@ class PhaseSpan(NamedTuple):
 
 
 class StartUp(msgspec.Struct, frozen=True):
-    """Moments of a generation's start as its phases tell them, of the last rank; None where they do not."""
+    """When a generation started, by its phases: times of the last rank; None if the phases do not show it."""
 
     began_at: float | None = None  # of the first rank
     restore_began_at: float | None = None
     restored_at: float | None = None
-    starting: bool = False  # some rank tells of no restore, and others do
-    restoring: bool = False  # some rank did not come to the end of it
+    starting: bool = False  # some rank has not logged a restore, while others have
+    restoring: bool = False  # some rank has not finished restoring
 
 
 _WAITING = {waiting.value: waiting for waiting in Waiting}
@@ -50,7 +50,7 @@ _TRAINING = {"step", *_WAITING}
 
 
 class PhaseLog:
-    """Events go in by `add`; a set per rank keeps it free of order and repetition."""
+    """Collects PHASE events. A set per rank makes order and repetition irrelevant."""
 
     __slots__ = ("_entered", "_host_of")
 
@@ -59,7 +59,7 @@ class PhaseLog:
         self._host_of: dict[int, str] = {}
 
     def add(self, event: Event) -> None:
-        """Take in one PHASE event."""
+        """Add a PHASE event."""
         rank = event.rank
         entered = self._entered.get(rank)
         if entered is None:
@@ -69,7 +69,7 @@ class PhaseLog:
             self._host_of[rank] = event.host_id
 
     def spans(self) -> dict[Waiting, tuple[PhaseSpan, ...]]:
-        """Where ranks waited, in the order of time."""
+        """When ranks waited, in order of time."""
         found: defaultdict[Waiting, set[PhaseSpan]] = defaultdict(set)
         for rank, at, phase, left in self._each():
             waiting = _WAITING.get(phase)
@@ -98,7 +98,7 @@ class PhaseLog:
         )
 
     def _each(self) -> Iterator[tuple[int, float, str, float | None]]:
-        """Rank, moment, phase, and when it ended."""
+        """Rank, start, phase, and end."""
         for rank, entered in self._entered.items():
             entries = sorted(entered)
             for index, (at, phase) in enumerate(entries):

@@ -1,9 +1,9 @@
-"""The clocks of ranks that train in lock step, set right by the steps that they complete together. Pure.
+"""Corrects the clocks of ranks that train in lock step, by the steps they complete together. Pure.
 
-No rank can complete a step before all have done their part of it, so every step is an event that all tell of. What a
-rank tells of it later than the median does is its clock's, or the rank was late itself. It was late only where that had
-a consequence: the others' next step took longer, since they waited for it, or the rank made it up in its own next
-step, in which it waited for nobody. Both are durations, each by one clock: what a clock is ahead does not count there.
+No rank can complete a step before all ranks have done their part, so all ranks log the same event. If a rank logs it
+later than the median, either its clock is ahead or the rank was late. It was late only if that had a consequence: the
+others waited, so their next step took longer; or the rank waited for nobody in its own next step, and made up the time.
+Both are durations measured by one clock, so clock offsets do not affect them.
 """
 
 from __future__ import annotations
@@ -15,39 +15,41 @@ from itertools import pairwise
 from statistics import median, median_low
 from typing import NamedTuple
 
-# Ranks never complete a step in the same instant, and their hosts' clocks differ by a little: the last is a straggler
-# only if it comes this share of a step after the median.
+# Ranks never complete a step at the same instant, and host clocks differ a little. The last rank is a straggler only if
+# it is later than the median by this share of a step.
 STRAGGLER_SHARE = 0.1
-_LEAST_STEPS = 3  # that tell of a clock; fewer may have been late by themselves
-_BLOCK_STEPS = 16  # over about so many a clock stands still; where it was set within them, single steps tell
-_JITTER_FACTOR = 4.0  # by so much of what a rank's lateness changes by from step to step, clocks say nothing
-_ATTENDANCE = 0.9  # of the ranks: a median of fewer may be that of other clocks
+_LEAST_STEPS = 3  # to judge a clock; fewer may simply have been late
+_BLOCK_STEPS = 16  # a clock's offset is constant over about this many; within them, single steps show when it was set
+_JITTER_FACTOR = 4.0  # of a rank's usual change in lateness from step to step: smaller offsets are noise
+_ATTENDANCE = 0.9  # of the ranks: with fewer, the median may be one of other clocks
 
 
 class RankClock(NamedTuple):
-    """A rank's clock was ahead of most ranks' by `least_s` to `most_s` while it told of its steps."""
+    """A rank's clock was ahead of most ranks' by `least_s` to `most_s` while it logged its steps."""
 
     rank: int
-    host_id: str  # '' where the log does not say
+    host_id: str  # '' if the log does not say
     least_s: float
     most_s: float
 
 
-class SetRight(NamedTuple):
-    """When a rank completed its steps by the clock of most, and what its own was ahead."""
+class CorrectedClock(NamedTuple):
+    """A rank's completion times by the clock of most ranks, and its own clock's offset."""
 
     steps: dict[int, float]
     least_s: float
     most_s: float
 
 
-def set_right(
-    by_rank: Mapping[int, Mapping[int, float]], medians: Mapping[int, float], told_by: Mapping[int, int]
-) -> dict[int, SetRight]:
-    """The ranks whose clocks differ from those of most by more than ranks do in a step. `medians`: when the median of
-    the ranks completed a step; `told_by`: how many of them told of it."""
-    most = _ATTENDANCE * max(told_by.values(), default=0)
-    anchors = sorted(step for step, count in told_by.items() if count >= most)
+def corrected_clocks(
+    by_rank: Mapping[int, Mapping[int, float]], medians: Mapping[int, float], n_ranks: Mapping[int, int]
+) -> dict[int, CorrectedClock]:
+    """Find the ranks whose clocks differ from most by more than ranks differ within a step.
+
+    `medians`: when the median rank completed each step. `n_ranks`: the number of ranks that logged it.
+    """
+    most = _ATTENDANCE * max(n_ranks.values(), default=0)
+    anchors = sorted(step for step, count in n_ranks.items() if count >= most)
     if 2 * len(anchors) < len(medians):
         anchors = sorted(medians)
     if len(anchors) < _LEAST_STEPS:
@@ -60,18 +62,18 @@ def set_right(
     for rank, of_rank in by_rank.items():
         lags = [at - at_anchor[step] for step, at in of_rank.items() if step in at_anchor]
         if len(lags) >= _LEAST_STEPS and (max(lags) > pace.noise_s or min(lags) < -pace.noise_s):
-            clock = _set_right(of_rank, at_anchor, pace)
+            clock = _corrected(of_rank, at_anchor, pace)
             if clock is not None:
                 found[rank] = clock
     return found
 
 
 class _Pace(NamedTuple):
-    """What the steps of the world take, by the clocks of most ranks."""
+    """The duration of the world's steps, by the clocks of most ranks."""
 
-    after_s: Mapping[int, float]  # what each step after this one took; none for the last
-    until: Mapping[int, int]  # the step that ends them
-    noise_s: float  # what ranks differ by
+    after_s: Mapping[int, float]  # duration of each step after this one; none for the last
+    until: Mapping[int, int]  # the step at which those end
+    noise_s: float  # normal difference between ranks
 
     @classmethod
     def of(cls, anchors: Sequence[int], medians: Mapping[int, float]) -> _Pace:
@@ -80,8 +82,8 @@ class _Pace(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Neighbouring steps, by their places: how far the clock is ahead in them, and what the others' steps then take,
-    were it not for this rank."""
+    """Consecutive steps, by index: the clock's offset in them, and how long the others' steps take apart from this
+    rank's delays."""
 
     first: int
     end: int
@@ -89,8 +91,8 @@ class _Block(NamedTuple):
     usual_s: float
 
 
-def _set_right(of_rank: Mapping[int, float], medians: Mapping[int, float], pace: _Pace) -> SetRight | None:
-    """None for a clock that is one of most."""
+def _corrected(of_rank: Mapping[int, float], medians: Mapping[int, float], pace: _Pace) -> CorrectedClock | None:
+    """None if the clock agrees with most."""
     steps = sorted(step for step in of_rank if step in medians)
     lags = [of_rank[step] - medians[step] for step in steps]
     usual_s = median(abs(later - lag) for lag, later in pairwise(lags))
@@ -100,11 +102,11 @@ def _set_right(of_rank: Mapping[int, float], medians: Mapping[int, float], pace:
     if max(most_s, -least_s) <= pace.noise_s:
         return None
     right = {step: at - ahead[max(0, bisect_right(steps, step) - 1)] for step, at in of_rank.items()}
-    return SetRight(right, least_s, most_s)
+    return CorrectedClock(right, least_s, most_s)
 
 
 def _ahead_s(block: _Block, steps: Sequence[int], lags: Sequence[float], pace: _Pace) -> Iterator[float]:
-    """How far the clock was ahead at every step of a block."""
+    """The clock's offset at every step of a block."""
     ahead_s = block.ahead_s
     for place in range(block.first, block.end):
         lag = lags[place]
@@ -113,7 +115,7 @@ def _ahead_s(block: _Block, steps: Sequence[int], lags: Sequence[float], pace: _
         elif lag <= block.ahead_s + pace.noise_s:
             ahead_s = block.ahead_s
         elif place == len(steps) - 1:
-            ahead_s = max(block.ahead_s, min(ahead_s, lag))  # nothing tells what came of it
+            ahead_s = max(block.ahead_s, min(ahead_s, lag))  # nothing shows the consequence
         else:
             late_s = _was_late_s(place, steps, lags, block, pace)
             ahead_s = block.ahead_s if lag <= block.ahead_s + late_s + pace.noise_s else lag - late_s
@@ -121,9 +123,9 @@ def _ahead_s(block: _Block, steps: Sequence[int], lags: Sequence[float], pace: _
 
 
 def _was_late_s(place: int, steps: Sequence[int], lags: Sequence[float], block: _Block, pace: _Pace) -> float:
-    """By how much the rank can have been late at a step, which is not its last, for all that came of it."""
+    """The most that the rank can have been late at a step (not its last), judging by the consequences."""
     step = steps[place]
-    # One that was as late at the step before made nothing up then: its clock was set. Of the first nobody knows.
+    # A rank as late at the previous step made up nothing then: its clock was set. For the first step this is unknown.
     made_up_s = lags[place] - max(lags[place + 1], lags[max(0, place - 1)])
     after_s = pace.after_s.get(step)
     waited_s = 0.0 if after_s is None else (after_s - block.usual_s) * (pace.until[step] - step)
@@ -131,7 +133,8 @@ def _was_late_s(place: int, steps: Sequence[int], lags: Sequence[float], block: 
 
 
 def _blocks(steps: Sequence[int], lags: Sequence[float], pace: _Pace) -> Iterator[_Block]:
-    """A rank that is later from some step on, while the steps of all take longer by about as much, is late itself."""
+    """Split a rank's steps into blocks. If a rank is later from some step on, and all ranks' steps take longer by
+    about as much, the rank itself is late."""
     late_s, before, fastest_s = 0.0, None, math.inf
     ends = [*range(_BLOCK_STEPS, len(steps) - _BLOCK_STEPS // 2, _BLOCK_STEPS), len(steps)]
     for first, end in pairwise([0, *ends]):

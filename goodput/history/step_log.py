@@ -1,6 +1,6 @@
-"""Completion times of one generation's steps over its ranks, told rank by rank or summed up by a sensor. Pure.
+"""Completion times of one generation's steps, logged rank by rank or summarised by a sensor. Pure.
 
-Every value is a maximum over events, so that neither their order nor their repetition changes anything.
+Every value is a maximum over events, so their order and repetition do not matter.
 """
 
 from __future__ import annotations
@@ -13,59 +13,59 @@ from statistics import median
 from typing import NamedTuple
 
 from flyball.contracts.events import Event
-from goodput.history.epochs import Epochs, Telling, epochs_in
-from goodput.history.rank_clocks import RankClock, set_right
+from goodput.history.epochs import Epochs, StepReport, epochs_in
+from goodput.history.rank_clocks import RankClock, corrected_clocks
 from goodput.history.values import MOST_STEPS, earliest, is_moment, text, whole
 
-_QUIET_S = 15.0  # far more than sensors wait with a summary
-# A rank that tells nothing while another tells of so many more steps, for so long, only lost its log: ranks that train
-# together stop together, and a lost host's last reports are far fewer.
+_QUIET_S = 15.0  # far longer than sensors delay a summary
+# If a rank logs nothing while another logs many more steps over a long time, only its log is lost: ranks that train
+# together stop together, and a lost host misses far fewer reports.
 _LOST_LOG_S = 4.0 * _QUIET_S
 _LOST_LOG_STEPS = 20
-_FAR_APART_S = 2.0  # sums of a step that come so far apart may be of two epochs; within it slower ranks completed it
+_FAR_APART_S = 2.0  # summaries of a step further apart may belong to two epochs; closer ones are of slower ranks
 
 
 class CompletedStep(NamedTuple):
-    """A step that every reporting rank of a generation completed; `at` is when the last of them did."""
+    """A step that every reporting rank of a generation completed; `at` is the time of the last rank."""
 
     step: int
     at: float
 
 
 class LastRank(NamedTuple):
-    """Who completed a step last, and when the median of the ranks had completed it."""
+    """Which host's rank completed a step last, and when the median rank had completed it."""
 
     step: int
     median_at: float
-    host_id: str  # '' where the log does not say
+    host_id: str  # '' if the log does not say
 
 
 class WorldSteps(NamedTuple):
-    """Of one generation."""
+    """The steps of one generation, over all its ranks."""
 
-    steps: tuple[CompletedStep, ...] = ()  # ascending, their times never falling
-    last_ranks: tuple[LastRank, ...] = ()  # of steps that several ranks told of, ascending
-    clocks: tuple[RankClock, ...] = ()  # that had to be set right
-    lost_logs: tuple[int, ...] = ()  # ranks that told of no more steps long before the others did
-    epochs: int = 1  # that the steps are of
+    steps: tuple[CompletedStep, ...] = ()  # ascending, times never decreasing
+    last_ranks: tuple[LastRank, ...] = ()  # for steps reported by several ranks, ascending
+    clocks: tuple[RankClock, ...] = ()  # that were corrected
+    lost_logs: tuple[int, ...] = ()  # ranks whose logs end long before the others'
+    epochs: int = 1  # number of epochs in the steps
 
 
 class WorldStepLog:
-    """Events go in by `add`, the steps of the world come out."""
+    """Collects STEPS events, and computes the steps of the world."""
 
-    __slots__ = ("_again", "_by_rank", "_heard", "_host_of", "_slowest", "_summed", "_summed_again")
+    __slots__ = ("_again", "_by_rank", "_host_of", "_newest_summary", "_slowest", "_summed", "_summed_again")
 
     def __init__(self) -> None:
-        self._by_rank: dict[int, dict[int, float]] = {}  # rank -> step -> when it completed it
-        self._again: dict[int, dict[int, set[float]]] = {}  # of steps that a rank told of at several times: all of them
+        self._by_rank: dict[int, dict[int, float]] = {}  # rank -> step -> when it completed the step
+        self._again: dict[int, dict[int, set[float]]] = {}  # rank -> step -> all times, if it was logged at several
         self._host_of: dict[int, str] = {}  # rank -> host
-        self._summed: dict[int, float] = {}  # step -> when the last rank completed it, as sensors say
-        self._summed_again: dict[int, dict[int, float]] = {}  # of steps told at times far apart: the last of each
-        self._slowest: dict[str, int] = {}  # sensor -> newest step of all ranks that it hears
-        self._heard: dict[str, float] = {}  # sensor -> its newest summary
+        self._summed: dict[int, float] = {}  # step -> when the last rank completed it, by sensors' summaries
+        self._summed_again: dict[int, dict[int, float]] = {}  # step -> slot -> last time, if distant
+        self._slowest: dict[str, int] = {}  # sensor -> newest step completed by all of its ranks
+        self._newest_summary: dict[str, float] = {}  # sensor -> its newest summary
 
     def add(self, event: Event) -> None:
-        """Take in one STEPS event."""
+        """Add a STEPS event."""
         data = event.data
         times = data.get("completed_at")
         first = data.get("first_step")
@@ -97,7 +97,7 @@ class WorldStepLog:
     def _add_summary(self, event: Event, first: int, times: list[int | float | str], slowest: int) -> None:
         sensor = text(event.data, "sensor")
         self._slowest[sensor] = max(slowest, self._slowest.get(sensor, -1))
-        self._heard[sensor] = max(event.at, self._heard.get(sensor, -math.inf))
+        self._newest_summary[sensor] = max(event.at, self._newest_summary.get(sensor, -math.inf))
         least = earliest(event)
         for step, at in enumerate(times, first):
             if is_moment(at, least) and step >= 0:
@@ -110,61 +110,64 @@ class WorldStepLog:
 
     @property
     def first_step(self) -> int | None:
-        """The first step that any rank told of, as it was numbered."""
+        """The first step that any rank logged, by its original number."""
         if epochs := self.epochs():
             return epochs.first
         firsts = (min(steps) for steps in self._by_rank.values() if steps)
         return min((*firsts, *self._summed), default=None)
 
     def epochs(self) -> Epochs | None:
-        """Where the numbers of the rank that told of most steps, else of the sensors, begin anew: nothing of a
-        generation is done again within it. None: nowhere."""
+        """The epochs in the step numbers of the rank that logged most steps, else of the sensors. None: numbers
+        never start over. Within a generation nothing is recomputed."""
         if self._again:
-            rank = max(sorted(self._by_rank), key=lambda rank: sum(1 for _ in self._told_by(rank)))
-            return epochs_in(self._told_by(rank))
+            rank = max(sorted(self._by_rank), key=lambda rank: sum(1 for _ in self._reports_of(rank)))
+            return epochs_in(self._reports_of(rank))
         if self._summed_again and not self._by_rank:
-            return epochs_in(self._told_by_sensors())
+            return epochs_in(self._summary_reports())
         return None
 
-    def _told_by(self, rank: int) -> Iterator[Telling]:
+    def _reports_of(self, rank: int) -> Iterator[StepReport]:
         again = self._again.get(rank, {})
         for step, at in self._by_rank[rank].items():
-            yield from (Telling(time, step) for time in again.get(step, (at,)))
+            yield from (StepReport(time, step) for time in again.get(step, (at,)))
 
-    def _told_by_sensors(self) -> Iterator[Telling]:
+    def _summary_reports(self) -> Iterator[StepReport]:
         for step, at in self._summed.items():
-            yield from (Telling(time, step) for time in self._summed_again.get(step, {0: at}).values())
+            yield from (StepReport(time, step) for time in self._summed_again.get(step, {0: at}).values())
 
     @property
     def ranks(self) -> int:
-        """How many ranks told of their steps by themselves."""
+        """The number of ranks that logged their own steps."""
         return len(self._by_rank)
 
     def last_number(self, epochs: Epochs | None) -> int | None:
-        """The number of the newest step that any rank told of, within its epoch."""
+        """The newest logged step's number, within its epoch."""
         if epochs is not None:
             return epochs.last
         return max((*(max(steps) for steps in self._by_rank.values() if steps), *self._summed), default=None)
 
     def world_steps(self, resumed_from: int | None, added: int = 0) -> WorldSteps:
-        """Steps that all reporting ranks completed, and who was last. A lost host's last reports may be missing: a step
-        from which a later generation resumed was complete all the same. Ranks that only lost their logs hold nobody
-        up. Steps are numbered through the epochs; `added` are the numbers of those before this generation."""
-        # Ranks that train together stop together: a sensor that fell quiet while others went on hears none of them.
-        since = max(self._heard.values(), default=0.0) - _QUIET_S
+        """The steps that all reporting ranks completed, and who was last.
+
+        A lost host's last reports may be missing, but a step from which a later generation resumed was complete. Ranks
+        that only lost their logs do not hold back the others. Steps are numbered through the epochs; `added` is the
+        offset of earlier generations.
+        """
+        # Ranks that train together stop together: a sensor that went quiet while others went on receives none of them.
+        since = max(self._newest_summary.values(), default=0.0) - _QUIET_S
         epochs = self.epochs()
         by_rank, summed = self._numbered_through(epochs)
         lost = _lost_logs(by_rank)
         newest_of = [max(steps) for rank, steps in by_rank.items() if steps and rank not in lost]
         if summed is self._summed:
-            newest_of += [step for sensor, step in self._slowest.items() if self._heard[sensor] >= since]
-        else:  # what all completed of a newer epoch than their first, nobody says
+            newest_of += [step for sensor, step in self._slowest.items() if self._newest_summary[sensor] >= since]
+        else:  # in an epoch after the first, nobody logs what all ranks completed
             newest_of += [max(summed)]
         if not newest_of:
             return WorldSteps()
         newest = max(min(newest_of), -1 if resumed_from is None else resumed_from - added)
-        medians, told_by = _medians(by_rank, newest)
-        clocks = set_right(by_rank, medians, told_by)
+        medians, n_ranks = _medians(by_rank, newest)
+        clocks = corrected_clocks(by_rank, medians, n_ranks)
         if clocks:
             by_rank = {rank: clocks[rank].steps if rank in clocks else steps for rank, steps in by_rank.items()}
             medians, _ = _medians(by_rank, newest)
@@ -177,49 +180,49 @@ class WorldStepLog:
             steps.append(CompletedStep(number, at))
             if step in medians and step not in summed:
                 last_ranks.append(LastRank(number, medians[step], self._host_of.get(rank, "")))
-        moved = (
+        corrected = (
             RankClock(rank, self._host_of.get(rank, ""), clock.least_s, clock.most_s)
             for rank, clock in sorted(clocks.items())
         )
         n_epochs = 1 if epochs is None else epochs.count
-        return WorldSteps(tuple(steps), tuple(last_ranks), tuple(moved), lost, n_epochs)
+        return WorldSteps(tuple(steps), tuple(last_ranks), tuple(corrected), lost, n_epochs)
 
     def _numbered_through(self, epochs: Epochs | None) -> tuple[Mapping[int, Mapping[int, float]], Mapping[int, float]]:
-        """When each rank, and the last one as sensors say, completed each step, by its number through the epochs."""
+        """When each rank, and by the summaries the last rank, completed each step; numbered through the epochs."""
         if epochs is None:
             return self._by_rank, self._summed
         if not self._by_rank:
-            return {}, _latest_of(self._told_by_sensors(), epochs)
-        return {rank: _latest_of(self._told_by(rank), epochs) for rank in self._by_rank}, self._summed
+            return {}, _latest_of(self._summary_reports(), epochs)
+        return {rank: _latest_of(self._reports_of(rank), epochs) for rank in self._by_rank}, self._summed
 
 
-def _latest_of(told: Iterable[Telling], epochs: Epochs) -> dict[int, float]:
+def _latest_of(reports: Iterable[StepReport], epochs: Epochs) -> dict[int, float]:
     latest: dict[int, float] = {}
-    for telling in told:
-        number = epochs.number(telling)
-        latest[number] = max(telling.at, latest.get(number, telling.at))
+    for step in reports:
+        number = epochs.number(step)
+        latest[number] = max(step.at, latest.get(number, step.at))
     return latest
 
 
 def _lost_logs(by_rank: Mapping[int, Mapping[int, float]]) -> tuple[int, ...]:
-    """Ranks that told of no more steps while another went on for long: nothing is known of them from there on."""
+    """Ranks that logged no more steps while another went on for long. Their state after that is unknown."""
     newest_of = {rank: max(steps) for rank, steps in by_rank.items() if steps}
     least = min(newest_of.values(), default=0)
     if max(newest_of.values(), default=0) - least < _LOST_LOG_STEPS:
         return ()
-    # The rank that told of most steps from there on: a single absurd number is no rank that went on.
+    # Take the rank with the most steps after that: a single absurd number does not make a rank that went on.
     leader = max(newest_of, key=lambda rank: (sum(step > least for step in by_rank[rank]), -rank))
-    told = sorted(by_rank[leader])
-    until = by_rank[leader][told[-1]]
+    logged = sorted(by_rank[leader])
+    until = by_rank[leader][logged[-1]]
     return tuple(
         rank
         for rank, newest in sorted(newest_of.items())
-        if len(told) - bisect_right(told, newest) >= _LOST_LOG_STEPS and until - by_rank[rank][newest] > _LOST_LOG_S
+        if len(logged) - bisect_right(logged, newest) >= _LOST_LOG_STEPS and until - by_rank[rank][newest] > _LOST_LOG_S
     )
 
 
 def _medians(by_rank: Mapping[int, Mapping[int, float]], newest: int) -> tuple[dict[int, float], dict[int, int]]:
-    """When the median of the ranks completed each step, and how many told of it, of those that several did."""
+    """When the median rank completed each step that several ranks logged, and how many did."""
     if len(by_rank) < 2:
         return {}, {}
     times: defaultdict[int, list[float]] = defaultdict(list)
@@ -228,11 +231,11 @@ def _medians(by_rank: Mapping[int, Mapping[int, float]], newest: int) -> tuple[d
             if step <= newest:
                 times[step].append(at)
     several = {step: of_step for step, of_step in times.items() if len(of_step) > 1}
-    return {step: median(told) for step, told in several.items()}, {step: len(told) for step, told in several.items()}
+    return {step: median(at) for step, at in several.items()}, {step: len(at) for step, at in several.items()}
 
 
 def _latest(by_rank: Mapping[int, Mapping[int, float]], newest: int) -> dict[int, tuple[float, int]]:
-    """When the last rank completed each step, and which it was."""
+    """When the last rank completed each step, and which rank it was."""
     latest: dict[int, tuple[float, int]] = {}
     for rank in sorted(by_rank):
         for step, at in by_rank[rank].items():

@@ -1,4 +1,4 @@
-"""An event's values as the calculator takes them: what is missing, of the wrong type or absurd is not there. Pure."""
+"""Reads values from an event; anything missing, of the wrong type or absurd counts as absent. Pure."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from typing import TypeGuard
 
 from flyball.contracts.events import Event
 
-LATEST_S = 1e11  # of the wall clock: the year 5138. Beyond it lie milliseconds and nonsense
-CLOCK_SET_S = (
-    1e8  # March 1973. Before it lie clocks that nobody set, which begin in 1970, and times from a run's own zero
-)
-MOST_STEPS = 2**53  # what JSON's readers take for a whole number everywhere
+LATEST_S = 1e11  # of the wall clock: the year 5138. Later values are milliseconds or nonsense
+CLOCK_SET_S = 1e8  # March 1973. Earlier times come from unset clocks (from 1970 on), or from a run's own zero
+MOST_STEPS = 2**53  # the largest integer that every JSON reader keeps exact
 
 
 def earliest(event: Event) -> float:
-    """The earliest moment that an event can tell of: beside its own, one of 1970 is from a clock that was not set."""
+    """The earliest plausible time in an event. If its own time is later than 1973, values of 1970 come from an unset
+    clock."""
     return CLOCK_SET_S if event.at >= CLOCK_SET_S else 0.0
 
 
 def is_moment(value: object, least: float) -> TypeGuard[float]:
-    """Whether this can be a wall-clock time, in seconds, from `least` on."""
+    """Whether a value can be a wall-clock time in seconds, not before `least`."""
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= LATEST_S
 
 
 def number(data: Mapping[str, object], key: str) -> float | None:
-    """A finite number of an event's data, else None."""
+    """A finite number from an event's data, else None."""
     value = data.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -38,18 +37,18 @@ def number(data: Mapping[str, object], key: str) -> float | None:
 
 
 def moment(event: Event, key: str) -> float | None:
-    """A wall-clock time of an event's data; 0.0 means: not reached."""
+    """A wall-clock time from an event's data; 0.0 means not reached."""
     value = event.data.get(key)
     return float(value) if is_moment(value, earliest(event)) and value > 0.0 else None
 
 
 def whole(data: Mapping[str, object], key: str, *, least: int = 0) -> int | None:
-    """A whole number of an event's data, from `least` on; other writers say 60.0."""
+    """An integer from an event's data, at least `least`. Some writers log 60.0."""
     value = number(data, key)
     return int(value) if value is not None and least <= value <= MOST_STEPS else None
 
 
 def text(data: Mapping[str, object], key: str) -> str:
-    """A string of an event's data, '' where there is none."""
+    """A string from an event's data; '' if there is none."""
     value = data.get(key)
     return value if isinstance(value, str) else ""

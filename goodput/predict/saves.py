@@ -33,7 +33,7 @@ def recommendation_for(
     saves = sum(step.n_steps for step in executed) / every if every else 0.0
     save_s = blocked_s / saves if saves > 0 else None
     if blocked_s == 0.0:
-        save_s = 0.0 if _tells_of_free_saves(history, executed) else None
+        save_s = 0.0 if _shows_free_saves(history, executed) else None
     return recommend(
         step_s=step_s,
         saved_every_steps=saved_every,
@@ -62,7 +62,7 @@ def _gaps(generation: LoggedGeneration) -> Iterator[int]:
     yield from (later - earlier for earlier, later in pairwise(saved_after))
 
 
-def _tells_of_free_saves(history: History, executed: Sequence[Executed]) -> bool:
+def _shows_free_saves(history: History, executed: Sequence[Executed]) -> bool:
     """Whether there were saves beside these steps, of which the log would tell if they blocked. That nothing blocked
     is no proof of a save, nor is how often the job was to save: a script need not have saved at all."""
     steps_of: defaultdict[int, list[Executed]] = defaultdict(list)
@@ -77,6 +77,6 @@ def _tells_of_free_saves(history: History, executed: Sequence[Executed]) -> bool
         if any(began <= span.entered <= until for span in generation.phases.get(Waiting.CHECKPOINT, ())):
             return True
         first, last = min(step.step - step.n_steps for step in steps), max(step.step for step in steps)
-        if generation.tells_of_blocked and any(first < saved <= last for saved in generation.saved_steps):
+        if generation.logs_blocking and any(first < saved <= last for saved in generation.saved_steps):
             return True
     return False

@@ -1,5 +1,5 @@
-"""Event logs as files: one JSON object per line, an `Event` each (docs/goodput.md). Logs of other tools come in through
-`goodput.read.importers`."""
+"""Event logs as files: JSON lines, one `Event` each (docs/goodput.md). `goodput.read.importers` reads other tools'
+logs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flyball.contracts.errors import ConfigurationError, InvalidMessage, NotFoun
 from flyball.contracts.events import Event
 from flyball.contracts.wire import MALFORMED, MAX_MESSAGE_BYTES, decode, decoder_of, encode
 
-MAX_NAMED_LINES = 100  # further malformed lines are counted, not named
+MAX_NAMED_LINES = 100  # further malformed lines are only counted
 
 
 class MalformedLine(msgspec.Struct, frozen=True):
-    """A line that is no event, and why; `line` counts from 1."""
+    """A line that is not a valid event, and why; `line` counts from 1."""
 
     file: str
     line: int
@@ -29,16 +29,16 @@ class MalformedLine(msgspec.Struct, frozen=True):
 
 
 class ReadEvents(msgspec.Struct, frozen=True):
-    """What was read: the events, and what had to be left out."""
+    """The events read, and the lines left out."""
 
     events: tuple[Event, ...]
     malformed: tuple[MalformedLine, ...]  # the first MAX_NAMED_LINES
     malformed_count: int
-    assumed: tuple[str, ...] = ()  # of the lines that were read, where they leave it open
+    assumed: tuple[str, ...] = ()  # assumptions about ambiguous lines
 
 
 class LogLine(NamedTuple):
-    """A line of a log that is not blank, without its end; `number` counts from 1."""
+    """A non-blank line of a log, without its line end; `number` counts from 1."""
 
     file: str
     number: int
@@ -46,18 +46,18 @@ class LogLine(NamedTuple):
 
 
 class MalformedLines:
-    """Malformed lines: all are counted, the first are named; with `strict` the first raises. Beside them what was
-    assumed of the others."""
+    """Collects malformed lines: counts all, names the first; with `strict` the first one raises. Also collects the
+    assumptions made about other lines."""
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
         self.named: list[MalformedLine] = []
         self.count = 0
         self.assumed: list[str] = []
-        self.unclear: dict[str, frozenset[float]] = {}  # file -> times of it that turned out to be refused
+        self.unclear: dict[str, frozenset[float]] = {}  # file -> its times that are ambiguous, and therefore refused
 
     def add(self, line: LogLine, reason: str) -> None:
-        """Leave `line` out. Raises InvalidMessage if malformed lines are not to be left out."""
+        """Leave `line` out. Raises InvalidMessage if strict."""
         found = MalformedLine(line.file, line.number, reason)
         if self._strict:
             raise InvalidMessage(str(found), hint="repair the line, or read the log without --strict")
@@ -66,20 +66,23 @@ class MalformedLines:
             self.named.append(found)
 
     def log(self, events: Iterable[Event]) -> ReadEvents:
-        """`events`, read to their end, and then what was refused."""
+        """Read all `events`, then add the malformed lines and assumptions."""
         read = tuple(events)
         return ReadEvents(read, tuple(self.named), self.count, tuple(self.assumed))
 
 
 def read_logs(paths: Sequence[Path | str], *, strict: bool = False) -> ReadEvents:
-    """The events of all files, and of the `*.jsonl` of all folders, together. Malformed lines are counted and named;
-    with `strict` the first one raises InvalidMessage. Raises NotFound for a file that does not exist."""
+    """Read the events of all files, and of all `*.jsonl` in folders.
+
+    Malformed lines are counted and named; with `strict` the first raises InvalidMessage. Raises NotFound for a missing
+    file.
+    """
     refusals = MalformedLines(strict=strict)
     return refusals.log(event for path in log_files(paths) for event in read_events(path, refusals))
 
 
 def read_events(path: Path, refusals: MalformedLines) -> Iterator[Event]:
-    """The events of a file, one by one as they are read: whoever does not keep them can go through logs of any size."""
+    """Yield a file's events as they are read, so that a caller who does not keep them can process logs of any size."""
     decode_event = decoder_of(Event).decode
     number = 0
     with _open(path, "rb") as file:
@@ -103,7 +106,7 @@ def read_events(path: Path, refusals: MalformedLines) -> Iterator[Event]:
 
 
 def parse_event(line: bytes) -> Event:
-    """One event from one line; raises InvalidMessage that says what is wrong with it."""
+    """Parse one event from one line; raises InvalidMessage with the reason."""
     event = decode(line, Event)
     if not math.isfinite(event.at):
         raise InvalidMessage("Not a valid Event: `at` is not a finite number.", hint="check the sender's clock")
@@ -111,7 +114,7 @@ def parse_event(line: bytes) -> Event:
 
 
 def write_events(path: Path | str, events: Iterable[Event]) -> int:
-    """Append events to a log, made if it is missing; returns how many."""
+    """Append events to a log, creating it if needed; returns how many."""
     count = 0
     with _open(Path(path), "ab") as file:
         for event in events:
@@ -121,8 +124,8 @@ def write_events(path: Path | str, events: Iterable[Event]) -> int:
 
 
 def log_files(paths: Sequence[Path | str]) -> list[Path]:
-    """The files that `paths` name, each once: a folder stands for its `*.jsonl`, as trainers write them, one per rank.
-    Raises NotFound for a folder without any."""
+    """The files named by `paths`, each once. A folder stands for its `*.jsonl`: trainers write one per rank. Raises
+    NotFound for a folder without any."""
     files: list[Path] = []
     for path in map(Path, paths):
         if not path.is_dir():
@@ -136,8 +139,8 @@ def log_files(paths: Sequence[Path | str]) -> list[Path]:
 
 
 def read_lines(path: Path) -> Iterator[LogLine]:
-    """Lines with their numbers, blank ones left out. No more of a line is kept than an event may have and one byte,
-    by which it is refused."""
+    """Yield non-blank lines with their numbers. A line is cut after the longest allowed event plus one byte, which
+    gets it refused."""
     with _open(path, "rb") as file:
         number = 0
         while line := file.readline(MAX_MESSAGE_BYTES + 1):
@@ -148,7 +151,7 @@ def read_lines(path: Path) -> Iterator[LogLine]:
 
 
 def _skip_rest(file: IO[bytes], line: bytes) -> None:
-    """Go on to the next line where this one was longer than what was read of it."""
+    """Skip the rest of a line that was only read in part."""
     while not line.endswith(b"\n") and (line := file.readline(MAX_MESSAGE_BYTES)):
         pass
 

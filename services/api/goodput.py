@@ -117,7 +117,7 @@ class GoodputReports:
         log = self._logs.setdefault(job, _JobLog(HistoryBuilder(job)))
         self._logs.move_to_end(job)
         while page := self._events.read(job, log.newest, PAGE):
-            log.history.take(event for _, event in page)
+            log.history.add(event for _, event in page)
             log.newest = page[-1][0]
             log.n_values += sum(values_in(event) for _, event in page)
         if not log.n_values:

@@ -156,9 +156,9 @@ def test_neither_order_nor_repetition_changes_anything(log: list[Event], chance:
 def test_a_look_meanwhile_changes_nothing(log: list[Event], taken: int) -> None:
     log = [Event(3.0, EventKind.JOB_SUBMITTED, "j"), *log]
     builder = HistoryBuilder("j")
-    builder.take(log[: taken + 1])
+    builder.add(log[: taken + 1])
     analysis_of(builder.history(500.0))
-    builder.take(log[taken + 1 :])
+    builder.add(log[taken + 1 :])
     assert repr(analysis_of(builder.history())) == repr(analyse(log, job="j"))
 
 

@@ -155,4 +155,4 @@ def test_numbers_that_begin_anew_with_an_epoch_are_no_rollback(first: int, alone
     found = report(path)
     assert (found.steps.kept, found.steps.recomputed, found.interruptions) == (100, 0, 0)
     assert len(of_kind(path, EventKind.GENERATION_STARTED)) == 1
-    assert [note for note in found.notes if "begin anew 4 times" in note]
+    assert [note for note in found.notes if "start over 4 times" in note]

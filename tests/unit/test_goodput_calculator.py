@@ -342,7 +342,7 @@ def test_a_log_that_stops_is_unknown_from_there_on() -> None:
     live = calculate(events, now=10.0)
     assert spent(live) == {"useful": 3.0, "unknown": 7.0}
     assert live.outcome == ""
-    assert "does not say that it ended" in live.notes[0]
+    assert "its end is not in the log" in live.notes[0]
 
 
 def test_a_plain_script_has_no_steps_and_the_report_says_so() -> None:

@@ -63,7 +63,7 @@ def test_epochs_within_a_generation_are_numbered_through(first: int, skip: int) 
     assert spent(report) == {"useful": 500.0}
     assert (report.steps.kept, report.steps.recomputed, report.interruptions) == (500, 0, 0)
     (note,) = [note for note in report.notes if "epoch" in note]
-    assert "begin anew" in note
+    assert "start over" in note
 
 
 def test_an_evaluation_between_two_epochs_is_no_restart() -> None:
@@ -127,7 +127,7 @@ def test_a_table_of_epochs_is_no_row_of_restarts(first: int, pause_s: float, tmp
     assert (report.steps.kept, report.steps.recomputed, report.interruptions) == (500, 0, 0)
     assert report.seconds_by_category["useful"] == pytest.approx(500.0, abs=15.0)
     (note,) = log.assumed
-    assert "begin anew" in note and "epoch" in note
+    assert "start over" in note and "epoch" in note
 
 
 def test_a_clock_that_is_coarser_than_the_steps_hides_no_epoch(tmp_path: Path) -> None:
@@ -173,4 +173,4 @@ def test_a_process_that_starts_between_is_a_restart(tmp_path: Path) -> None:
     log = read([path])
     report = calculate(log.events)
     assert (report.steps.kept, report.steps.recomputed, report.interruptions) == (300, 100, 1)
-    assert "taken to begin the newest epoch again" in log.assumed[0]
+    assert "taken to repeat the newest epoch" in log.assumed[0]

@@ -167,8 +167,8 @@ def test_lines_as_its_calculator_takes_them(tmp_path: Path) -> None:
 def test_a_line_that_its_calculator_stops_at_is_left_out_and_named(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     for bad, why in (
-        ('{"timestamp": "lunch", "event_type": "job_started"}', "is no time"),
-        ('{"event_type": "job_started"}', "is no time"),
+        ('{"timestamp": "lunch", "event_type": "job_started"}', "is not a time"),
+        ('{"event_type": "job_started"}', "is not a time"),
         ('{"timestamp": "2026-03-02T08:00:00"}', "without `event_type`"),
         ("[]", "not a JSON object"),
         *(
@@ -217,5 +217,5 @@ def test_errors() -> None:
     with pytest.raises(UsageError, match="holds 2 jobs"):
         measure([*RUN, RUN[0]._replace(job="other")])
     for step_time_s in (0.0, -1.0, float("nan")):
-        with pytest.raises(UsageError, match="not above 0"):
+        with pytest.raises(UsageError, match="above 0"):
             measure(RUN, reference_step_time_s=step_time_s)

@@ -221,34 +221,34 @@ def test_several_formats_in_one_report(tmp_path: Path) -> None:
 
 BAD_LINES = {
     "google-resiliency": [
-        ('{"timestamp": "yesterday", "event_type": "job_started"}', "'yesterday' is no time"),
+        ('{"timestamp": "yesterday", "event_type": "job_started"}', "'yesterday' is not a time"),
         ('{"timestamp": "2026-03-02T08:00:00", "event_type": "lunch"}', "'lunch' is not one of"),
-        ('{"timestamp": "2026-03-02T08:00:00", "event_type": "checkpoint_saved", "step": 60.5}', "60.5 is no step"),
-        ('{"timestamp": "2026-03-02T08:00:00", "event_type": "checkpoint_saved", "step": "60"}', "is no step"),
+        ('{"timestamp": "2026-03-02T08:00:00", "event_type": "checkpoint_saved", "step": 60.5}', "60.5 is not a step"),
+        ('{"timestamp": "2026-03-02T08:00:00", "event_type": "checkpoint_saved", "step": "60"}', "is not a step"),
         ('{"event_type": "job_started", "timest', "not a JSON object"),
         ("[1]", "not a JSON object"),
     ],
     "ml-goodput": [
-        ('{"job_name": "j", "step_start_time": 1700000000}', "None is no step"),
-        ('{"job_name": "j", "step_start_time": 1700000000000, "step_count": 1}', "is no time"),
+        ('{"job_name": "j", "step_start_time": 1700000000}', "None is not a step"),
+        ('{"job_name": "j", "step_start_time": 1700000000000, "step_count": 1}', "is not a time"),
         ('{"job_name": "j"}', "without any of job_start_time"),
-        ('{"event_type": "save", "step": 4}', "None is no time"),
+        ('{"event_type": "save", "step": 4}', "None is not a time"),
         ('{"event_type": "delete", "step": 4}', "neither save nor restore"),
     ],
     "torchtitan": [("[rank0]: root - INFO - step: 10  loss:  1.0", "no time on this line")],
     "megatron": [
         (" iteration       10/   10000 | elapsed time per iteration (ms): 5.0 |", "no time on this line"),
         (" [2026-03-02 08:00:00] iteration       10/   10000 | lm loss: 6.4 |", "without `elapsed time"),
-        (" [2026-13-02 08:00:00] iteration 10/ 100 | elapsed time per iteration (ms): 5.0 |", "is no time"),
+        (" [2026-13-02 08:00:00] iteration 10/ 100 | elapsed time per iteration (ms): 5.0 |", "is not a time"),
     ],
     "nemo": [("Training epoch 0, iteration 2/9 | global_step: 2 | train_step_timing in s: 3", "no time on this line")],
     "csv": [
-        ("soon,1", "'soon' is no number"),
-        ("1700000000,first", "'first' is no number"),
-        ("1700000000,1.5", "1.5 is no step"),
+        ("soon,1", "'soon' is not a number"),
+        ("1700000000,first", "'first' is not a number"),
+        ("1700000000,1.5", "1.5 is not a step"),
         ("1700000000", "has none for `step`"),
         ('1700000000,"1', "not a row of CSV"),
-        ("2026-13-02,1", "is no time"),
+        ("2026-13-02,1", "is not a time"),
     ],
 }
 
@@ -319,9 +319,9 @@ def test_times_in_milliseconds_and_of_a_zone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("at", "'at' is no part of a map"),
-        ("at=", "is no part of a map"),
-        ("colour=red", "has no 'colour'"),
+        ("at", "'at' is not a key=value pair"),
+        ("at=", "is not a key=value pair"),
+        ("colour=red", "has no key 'colour'"),
         ("tz=Mars/Olympus", "no time zone"),
         ("tz=../../etc/passwd", "no time zone"),
         ("at_unit=weeks", "no unit 'weeks'"),

@@ -165,5 +165,5 @@ def test_a_node_whose_clock_was_not_set_is_left_out(tmp_path: Path) -> None:
     unset = table(tmp_path / "2.csv", RUN, AGAIN, base=60.0)
     log = read([one, unset])
     assert log.events == read([one]).events
-    assert log.assumed == (f"Job csv: the clock of {unset} was not set: its times of about 1970 were left out.",)
+    assert log.assumed == (f"Job csv: the clock of {unset} was never set: its times of about 1970 were left out.",)
     assert restarts(read([unset])) == 1 and read([unset]).assumed == (), "a log of its own counts from any zero"

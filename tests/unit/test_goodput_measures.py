@@ -246,7 +246,7 @@ def test_a_clock_that_was_not_set_makes_no_run_of_56_years() -> None:
     late = event(log[-1].at, EventKind.STEPS, generation=1, rank=0, first_step=0, completed_at=[12.0, 13.0])
 
     for found in (calculate([*asleep, *log, marks, late]), calculate([late, marks, *log, *asleep])):
-        assert found.notes == (*true.notes, "Events of about 1970, from a clock that was not set, were left out.")
+        assert found.notes == (*true.notes, "Events of about 1970, from a clock that was never set, were left out.")
         assert msgspec.structs.replace(found, notes=true.notes) == true
     assert calculate([Event(17.0, EventKind.FAULT_INJECTED), *log]).notes == found.notes, "of every job"
     assert true.elapsed_s < 1000.0

@@ -35,7 +35,7 @@ def test_a_rank_whose_log_stops_early_does_not_hide_what_the_others_did() -> Non
     report = calculate(log)
 
     assert spent(report) == {"useful": 500.0}
-    assert any("rank 3 stop long before" in note for note in report.notes)
+    assert any("rank 3 end long before" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(("ahead", "pace_s"), [(15, 10.0), (200, 0.1)])
@@ -44,7 +44,7 @@ def test_a_lost_hosts_last_reports_are_no_lost_log(ahead: int, pace_s: float) ->
     report = calculate([*begin(), steps(times, 0), steps(times[:100], 1), end(times[-1])])
 
     assert report.steps.newest == 99
-    assert not any("stop long before" in note for note in report.notes)
+    assert not any("end long before" in note for note in report.notes)
 
 
 def test_one_absurd_step_number_of_a_rank_makes_the_others_no_lost_logs() -> None:

@@ -1,9 +1,9 @@
-"""From records of a log to the events of every job in it. Pure.
+"""Turns a log's records into the events of every job in it. Pure.
 
 A generation begins with the start of a process (of a node that started before, or after steps), with the loading of a
-checkpoint after steps, or where the number of a rank's step does not grow within a file. Each that follows steps
-answers an incident, cause `restart`, which is `inferred`: nothing tells when it began, so the time before the restart
-stays unknown. Starts that complete no step answer the same incident.
+checkpoint after steps, or when a rank's step number does not grow within a file. Each generation after steps answers an
+incident with the cause `restart`. It is `inferred`: nothing shows when it began, so the time before the restart stays
+unknown. Starts without a completed step answer the same incident.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from flyball.contracts.events import Event, EventKind
-from goodput.history.epochs import Epochs, Telling, epochs_in
+from goodput.history.epochs import Epochs, StepReport, epochs_in
 from goodput.read.event_files import MalformedLines
 from goodput.read.importers.node_clocks import aligned
 from goodput.read.importers.records import SAME_MOMENT_S, UNKNOWN_STEP, ImportedRecord, RecordKind
 from goodput.wording import counted
 
 MAX_STEPS_PER_EVENT = 1000
-# Some lines say what a step took. What is left of the time since the line before was spent otherwise, if it is more
-# than the clock of such lines tells apart, and than this part of the steps.
+# Some lines have the duration of a step. The rest of the time since the previous line was spent otherwise, if it
+# exceeds both the resolution of such lines' clocks and this share of the steps.
 _CLOCK_S = 2.0
 _NOTABLE = 0.05
-# So far the clock of a node may be behind where the steps of its file could not set it. Restarts take longer.
+# The most that a node's clock may be behind if the steps of its file could not correct it. Restarts take longer.
 _BEHIND_S = 30.0
 
 _Value: TypeAlias = str | int | float | bool | list[int | float | str] | None
@@ -35,10 +35,11 @@ _Value: TypeAlias = str | int | float | bool | list[int | float | str] | None
 def events_of(
     records: Iterable[ImportedRecord], refusals: MalformedLines, *, saves_are_steps: bool = False
 ) -> Iterator[Event]:
-    """The events of every job in `records`, which come in any order, without those of times that turn out to be
-    unclear when all were read; what was assumed of them is added to `refusals`.
-    With `saves_are_steps` the log has no other sign of a step than that its state was saved; a step that is saved twice
-    in a row was then saved by two nodes."""
+    """Yield the events of every job in `records`, in any order of records.
+
+    Records with ambiguous times are left out; assumptions are added to `refusals`. With `saves_are_steps` the log has
+    no sign of a step other than its save; a step saved twice in a row was then saved by two nodes.
+    """
     jobs: dict[str, set[ImportedRecord]] = defaultdict(set)
     for record in records:
         jobs[record.job].add(record)
@@ -55,18 +56,18 @@ def events_of(
 
 
 class _History:
-    """A fold over one job's records in the order of time."""
+    """A fold over one job's records in order of time."""
 
     def __init__(self, job: str, *, saves_are_steps: bool) -> None:
         self._job = job
         self._saves_are_steps = saves_are_steps
         self._out: list[Event] = []
         self._generation = 0
-        self._incident = ""  # that is open
-        self._stopped_at: float | None = None  # newest sign that the processes of this generation ended
-        self._ended: ImportedRecord | None = None  # newest sign that the job did
-        self._last_told: dict[tuple[str, int], tuple[int, int]] = {}  # file and rank -> generation, its newest step
-        self._just_told: dict[int, OrderedDict[int, float]] = defaultdict(OrderedDict)  # rank -> steps of a moment
+        self._incident = ""  # the open one
+        self._stopped_at: float | None = None  # newest sign that this generation's processes ended
+        self._ended: ImportedRecord | None = None  # newest sign that the job ended
+        self._last_logged: dict[tuple[str, int], tuple[int, int]] = {}  # (file, rank) -> generation and its newest step
+        self._recent: dict[int, OrderedDict[int, float]] = defaultdict(OrderedDict)  # rank -> step -> when logged
         self._reset(0.0, None)
 
     def _reset(self, first_sign: float, started_at: float | None) -> None:
@@ -78,7 +79,7 @@ class _History:
         self._restore_steps: set[int] = set()
         self._began: dict[int, tuple[float, int]] = {}  # rank -> its newest step that began
         self._newest: dict[int, tuple[float, int]] = {}  # rank -> its newest complete step
-        self._steps: dict[int, list[tuple[int, float]]] = defaultdict(list)  # not told yet
+        self._steps: dict[int, list[tuple[int, float]]] = defaultdict(list)  # not emitted yet
 
     @property
     def _has_steps(self) -> bool:
@@ -100,16 +101,16 @@ class _History:
         }
         for record in records:
             take[record.kind](record)
-            yield from self._told()
+            yield from self._drain()
         self._close_generation()
         if self._ended is not None:
-            self._tell(EventKind.JOB_ENDED, self._ended.at, {"outcome": self._ended.label}, generation=-1)
-        yield from self._told()
+            self._emit(EventKind.JOB_ENDED, self._ended.at, {"outcome": self._ended.label}, generation=-1)
+        yield from self._drain()
 
     # --- one record ---
 
     def _take_submitted(self, record: ImportedRecord) -> None:
-        self._tell(EventKind.JOB_SUBMITTED, record.at, generation=-1)
+        self._emit(EventKind.JOB_SUBMITTED, record.at, generation=-1)
 
     def _take_start(self, record: ImportedRecord) -> None:
         known = self._starts.get(record.label)
@@ -120,7 +121,7 @@ class _History:
         elif self._started_at is None:
             self._started_at = record.at
         self._starts[record.label] = record.at
-        self._tell(EventKind.RANK_MARKS, record.at, {"spawned_at": record.at}, rank=record.rank)
+        self._emit(EventKind.RANK_MARKS, record.at, {"spawned_at": record.at}, rank=record.rank)
 
     def _take_ready(self, record: ImportedRecord) -> None:
         if self._has_steps:
@@ -133,26 +134,26 @@ class _History:
         if record.step != UNKNOWN_STEP:
             self._restore_steps.add(record.step)
         if record.kind is RecordKind.LOADED and record.step >= 0:
-            self._tell(EventKind.RESTORED, record.at, {"step": record.step}, rank=record.rank)
-        self._tell(EventKind.RANK_MARKS, record.at, {"restored_at": record.at}, rank=record.rank)
+            self._emit(EventKind.RESTORED, record.at, {"step": record.step}, rank=record.rank)
+        self._emit(EventKind.RANK_MARKS, record.at, {"restored_at": record.at}, rank=record.rank)
 
     def _take_step(self, record: ImportedRecord) -> None:
         known = self._newest.get(record.rank)
         if self._is_known(record, known):
             return
         if self._generation == 0 or (known is not None and record.step <= known[1]):
-            # Nothing says when the loop began; one step at least was done in it, if the line says what that took.
+            # Nothing shows when the loop began; it completed at least one step, if the line has a step's duration.
             began_at = record.at - record.seconds
             self._next_generation(began_at)
             known = None
             if record.seconds > 0:
                 self._take_ready(record._replace(at=began_at, kind=RecordKind.READY, step=UNKNOWN_STEP))
         if record.seconds > 0 and known is not None:
-            self._tell_time_beside_steps(record, *known)
+            self._emit_other_phase(record, *known)
         elif record.seconds > 0 and not self._newest:
             self._count_back(record)
         self._complete(record.rank, record.step, record.at)
-        self._keep_told(record)
+        self._remember(record)
 
     def _take_began(self, record: ImportedRecord) -> None:
         known = self._began.get(record.rank)
@@ -163,27 +164,27 @@ class _History:
             known = None
         if known is None:
             self._restore_steps.add(record.step - 1)
-            self._tell(EventKind.RANK_MARKS, record.at, {"restored_at": record.at}, rank=record.rank)
+            self._emit(EventKind.RANK_MARKS, record.at, {"restored_at": record.at}, rank=record.rank)
         else:
             self._complete(record.rank, record.step - 1, record.at)
         self._began[record.rank] = (record.at, record.step)
-        self._keep_told(record)
+        self._remember(record)
 
     def _take_saved(self, record: ImportedRecord) -> None:
         if self._saves_are_steps:
             self._take_step(record)
         data: dict[str, _Value] = {"step": record.step, "tier": record.label}
-        self._tell(EventKind.CHECKPOINT_SAVED, record.at, data, rank=record.rank)
+        self._emit(EventKind.CHECKPOINT_SAVED, record.at, data, rank=record.rank)
 
     def _take_entered(self, record: ImportedRecord) -> None:
         if self._generation == 0:
             self._next_generation(record.at)
-        self._tell(EventKind.PHASE, record.at, {"phase": record.label}, rank=record.rank)
+        self._emit(EventKind.PHASE, record.at, {"phase": record.label}, rank=record.rank)
 
     def _take_phase(self, record: ImportedRecord) -> None:
         if self._generation == 0 or (self._has_steps and record.label == "restore"):
             self._next_generation(record.at - record.seconds)
-        self._tell_phase(record.rank, record.label, record.at - record.seconds, record.at)
+        self._emit_phase(record.rank, record.label, record.at - record.seconds, record.at)
 
     def _take_stopped(self, record: ImportedRecord) -> None:
         if self._ended is None:
@@ -197,35 +198,38 @@ class _History:
     # --- what follows from several ---
 
     def _is_known(self, record: ImportedRecord, newest: tuple[float, int] | None) -> bool:
-        """Whether a step was told of before and is not done again: it was told of a moment ago, or its file goes on
-        while another is ahead. A file that goes back within a generation tells of steps that are done again."""
+        """Whether a step was logged before and is not being repeated.
+
+        That is so if it was logged a moment ago, or if its file goes on while another file is ahead. A file that goes
+        back within a generation repeats steps.
+        """
         if newest is None:
             return False
-        teller = (record.file, record.rank)
-        generation, before = self._last_told.get(teller, (0, record.step))
+        source = (record.file, record.rank)
+        generation, before = self._last_logged.get(source, (0, record.step))
         goes_on = before < record.step and record.at - newest[0] <= _BEHIND_S
         of_an_earlier = generation < self._generation
         if record.step > newest[1]:
             if not (goes_on and of_an_earlier and before > newest[1]):
                 return False
-            self._last_told[teller] = (generation, record.step)  # it was done before the others went back
+            self._last_logged[source] = (generation, record.step)  # completed before the others went back
             return True
-        told_at = self._just_told[record.rank].get(record.step, -math.inf)
-        told_again = record.at - told_at <= SAME_MOMENT_S and (before == record.step or of_an_earlier)
+        logged_at = self._recent[record.rank].get(record.step, -math.inf)
+        repeated = record.at - logged_at <= SAME_MOMENT_S and (before == record.step or of_an_earlier)
         saved_twice = self._saves_are_steps and record.step == newest[1]
-        if not (goes_on or saved_twice or told_again):
+        if not (goes_on or saved_twice or repeated):
             return False
-        self._last_told[teller] = (self._generation, record.step)
+        self._last_logged[source] = (self._generation, record.step)
         return True
 
-    def _keep_told(self, record: ImportedRecord) -> None:
-        """What tells later whether a step is known."""
-        self._last_told[record.file, record.rank] = (self._generation, record.step)
-        told = self._just_told[record.rank]
-        while told and record.at - next(iter(told.values())) > SAME_MOMENT_S:
-            told.popitem(last=False)
-        told[record.step] = record.at
-        told.move_to_end(record.step)
+    def _remember(self, record: ImportedRecord) -> None:
+        """Remember what later decides whether a step is known."""
+        self._last_logged[record.file, record.rank] = (self._generation, record.step)
+        recent = self._recent[record.rank]
+        while recent and record.at - next(iter(recent.values())) > SAME_MOMENT_S:
+            recent.popitem(last=False)
+        recent[record.step] = record.at
+        recent.move_to_end(record.step)
 
     def _next_generation(self, at: float, *, started_at: float | None = None) -> None:
         interrupted = self._has_steps and self._ended is None
@@ -234,60 +238,60 @@ class _History:
         if interrupted:
             self._incident = f"restart-{self._generation}"
             data: dict[str, _Value] = {"cause": "restart", "inferred": True}
-            self._tell(EventKind.INCIDENT_OPENED, opened_at, data, generation=-1, incident=self._incident)
-        self._ended = None  # it goes on after all
+            self._emit(EventKind.INCIDENT_OPENED, opened_at, data, generation=-1, incident=self._incident)
+        self._ended = None  # it went on after all
         self._generation += 1
         self._reset(at, started_at)
 
     def _close_generation(self) -> None:
-        """Tell what is known of a generation only at its end."""
+        """Emit a generation's events; its start is only known at its end."""
         if self._generation == 0:
             return
-        self._tell_steps()
+        self._emit_steps()
         started_at = self._started_at
         if started_at is None:
             started_at = min((at for at, _ in self._ready.values()), default=None)
         if started_at is None:
-            self._tell(EventKind.GENERATION_GRANTED, self._first_sign, incident=self._answers)
+            self._emit(EventKind.GENERATION_GRANTED, self._first_sign, incident=self._answers)
         else:
             step = min(self._restore_steps, default=UNKNOWN_STEP)
             data: dict[str, _Value] = {} if step == UNKNOWN_STEP else {"restore_step": step if step >= 0 else None}
-            self._tell(EventKind.GENERATION_STARTED, started_at, data, incident=self._answers)
+            self._emit(EventKind.GENERATION_STARTED, started_at, data, incident=self._answers)
         if self._stopped_at is not None:
-            self._tell(EventKind.WORKERS_STOPPED, self._stopped_at)
+            self._emit(EventKind.WORKERS_STOPPED, self._stopped_at)
             self._stopped_at = None
 
     def _complete(self, rank: int, step: int, at: float) -> None:
         if self._incident and not self._newest:
             data: dict[str, _Value] = {"state": "resolved"}
-            self._tell(EventKind.INCIDENT_CLOSED, at, data, generation=-1, incident=self._incident)
+            self._emit(EventKind.INCIDENT_CLOSED, at, data, generation=-1, incident=self._incident)
             self._incident = ""
-        self._stopped_at = None  # one node's end was not that of all
+        self._stopped_at = None  # one node's end was not the end of all
         self._newest[rank] = (at, step)
         self._steps[rank].append((step, at))
         if len(self._steps[rank]) >= MAX_STEPS_PER_EVENT:
-            self._tell_steps()
+            self._emit_steps()
 
     def _count_back(self, record: ImportedRecord) -> None:
-        """The first line sums up the steps since the loop began. Their number follows from what each took, if the clock
-        is fine enough for that."""
+        """The first line covers all steps since the loop began. Derive their number from a step's duration, if the
+        clock is fine enough."""
         ready_at, step = self._ready.get(RecordKind.READY, (record.at, UNKNOWN_STEP))
         if step == UNKNOWN_STEP and record.at > ready_at and record.seconds >= _CLOCK_S:
             count = max(1, round((record.at - ready_at) / record.seconds))
             self._restore_steps.add(max(-1, record.step - count))
 
-    def _tell_time_beside_steps(self, record: ImportedRecord, known_at: float, known_step: int) -> None:
-        """A line that says what its steps took, and comes later than that after the line before: something else was
-        done meanwhile, and nothing says what."""
+    def _emit_other_phase(self, record: ImportedRecord, known_at: float, known_step: int) -> None:
+        """If a line arrives later than its steps' duration after the previous line, something unknown was done in
+        between."""
         steps_s = (record.step - known_step) * record.seconds
         beside_s = record.at - known_at - steps_s
         if beside_s > max(_CLOCK_S, _NOTABLE * steps_s):
-            self._tell_phase(record.rank, "other", known_at, known_at + beside_s)
+            self._emit_phase(record.rank, "other", known_at, known_at + beside_s)
 
-    # --- telling ---
+    # --- emitting events ---
 
-    def _tell_steps(self) -> None:
-        """The steps that are not told yet, those that follow each other in one event."""
+    def _emit_steps(self) -> None:
+        """Emit all pending steps; consecutive ones share an event."""
         for rank, steps in sorted(self._steps.items()):
             first = 0
             for end in range(1, len(steps) + 1):
@@ -296,15 +300,15 @@ class _History:
                         "first_step": steps[first][0],
                         "completed_at": [at for _, at in steps[first:end]],
                     }
-                    self._tell(EventKind.STEPS, steps[end - 1][1], data, rank=rank)
+                    self._emit(EventKind.STEPS, steps[end - 1][1], data, rank=rank)
                     first = end
         self._steps.clear()
 
-    def _tell_phase(self, rank: int, phase: str, start: float, end: float) -> None:
-        self._tell(EventKind.PHASE, start, {"phase": phase}, rank=rank)
-        self._tell(EventKind.PHASE, end, {"phase": "step"}, rank=rank)
+    def _emit_phase(self, rank: int, phase: str, start: float, end: float) -> None:
+        self._emit(EventKind.PHASE, start, {"phase": phase}, rank=rank)
+        self._emit(EventKind.PHASE, end, {"phase": "step"}, rank=rank)
 
-    def _tell(
+    def _emit(
         self,
         kind: EventKind,
         at: float,
@@ -317,14 +321,15 @@ class _History:
         number = self._generation if generation is None else generation
         self._out.append(Event(at, kind, self._job, number, rank, "", incident, data or {}))
 
-    def _told(self) -> Iterator[Event]:
+    def _drain(self) -> Iterator[Event]:
         yield from self._out
         self._out.clear()
 
 
 # --- step numbers of each epoch --------------------------------------------------------------------------------------
 
-# After these a number that begins anew is a restart's. A checkpoint that is loaded is one as well, and tells its step.
+# After these records, numbers that start over belong to a restart. A loaded checkpoint is such a sign, too, and has its
+# step.
 _SIGNS = frozenset(
     {
         RecordKind.SUBMITTED,
@@ -341,22 +346,24 @@ _COMPLETE_BEFORE = frozenset({RecordKind.LOADED, RecordKind.READY, RecordKind.SA
 def numbered_through(
     job: str, records: Sequence[ImportedRecord], assumed: list[str], *, saves_are_steps: bool
 ) -> Sequence[ImportedRecord]:
-    """The records of a job, in the order of time. The file and rank that tells of most steps says where epochs began;
-    that there are any is added to `assumed`."""
+    """Number a job's records, in order of time, through its epochs.
+
+    The file and rank with the most steps says where epochs began. If there are any, a note is added to `assumed`.
+    """
     steps = {RecordKind.STEP, RecordKind.BEGAN, *([RecordKind.SAVED] if saves_are_steps else [])}
-    tellers = Counter((record.file, record.rank) for record in records if record.kind in steps)
-    leader = max(sorted(tellers), key=lambda teller: tellers[teller], default=None)
-    told = [r for r in records if r.kind in steps and (r.file, r.rank) == leader]
-    if all(one.step < two.step for one, two in pairwise(told)):
+    counts = Counter((record.file, record.rank) for record in records if record.kind in steps)
+    leader = max(sorted(counts), key=lambda source: counts[source], default=None)
+    logged = [r for r in records if r.kind in steps and (r.file, r.rank) == leader]
+    if all(one.step < two.step for one, two in pairwise(logged)):
         return records
     signs = [record.at for record in records if _is_sign(record)]
-    epochs = epochs_in((Telling(record.at, record.step) for record in told), restarts=signs)
+    epochs = epochs_in((StepReport(record.at, record.step) for record in logged), restarts=signs)
     if epochs is None:
         return records
-    again = " A restart at the first of them is taken to begin the newest epoch again." if epochs.restarts else ""
+    again = " A restart at the first step of an epoch is taken to repeat the newest epoch." if epochs.restarts else ""
     assumed.append(
-        f"Job {job}: step numbers begin anew {counted(epochs.count - 1, 'time')} without a sign of a failure: they were"
-        f" taken for those of epochs, and numbered through.{again}"
+        f"Job {job}: step numbers start over {counted(epochs.count - 1, 'time')} without a sign of a failure: this is"
+        f" taken for epochs, and the steps are numbered through.{again}"
     )
     return sorted(_numbered(record, epochs, before=record.kind in _COMPLETE_BEFORE - steps) for record in records)
 
@@ -370,6 +377,6 @@ def _is_sign(record: ImportedRecord) -> bool:
 def _numbered(record: ImportedRecord, epochs: Epochs, *, before: bool) -> ImportedRecord:
     if record.step < 0:
         return record
-    told = Telling(record.at, record.step)
-    number = epochs.number_before(told) if before else epochs.number(told)
+    step = StepReport(record.at, record.step)
+    number = epochs.number_before(step) if before else epochs.number(step)
     return record._replace(step=number)

@@ -1,4 +1,4 @@
-"""Lines of a console: what colours, launchers and log collectors add to them, and when they were written. Pure."""
+"""Parses console lines: removes colours and prefixes of launchers and log collectors, and finds rank and time. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from goodput.read.importers.times import STAMP, TimestampReader, clocks
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _STAMP = re.compile(STAMP)
-# `[rank3]:`, `[default3]:` of torchrun; `3: ` of srun --label; `worker-0 | ` of compose is none
+# `[rank3]:`, `[default3]:` of torchrun; `3: ` of srun --label. `worker-0 | ` of compose does not count
 _RANK = re.compile(r"\[(?:rank|default)(\d{1,7})\]:?|^\s*(\d{1,7}):\s")
-_STAMP_WITHIN = 200  # characters: what follows is the message's own
-_MAX_CHARACTERS = 4000  # of a line that can tell anything
+_STAMP_WITHIN = 200  # characters: later ones are part of the message
+_MAX_CHARACTERS = 4000  # of a line that are parsed
 
 
 class ConsoleLine(NamedTuple):
-    """A line as the program wrote it, and who and when, as far as the line says."""
+    """A line as the program wrote it, with its rank and time if the line has them."""
 
     text: str
     rank: int
@@ -37,12 +37,12 @@ class ConsoleLine(NamedTuple):
 
 
 def text_of(line: bytes) -> str:
-    """A line of a console as the program wrote it."""
+    """A console line as the program wrote it."""
     return _COLOURS.sub("", line[:_MAX_CHARACTERS].decode("utf-8", "replace")).rsplit("\r", 1)[-1]
 
 
-def _said(line: bytes, clock: TimestampReader) -> ConsoleLine:
-    """Its first time of day is the one it was written at."""
+def _parsed(line: bytes, clock: TimestampReader) -> ConsoleLine:
+    """Parse a line. The first time in it is taken for its time of writing."""
     text = text_of(line)
     head = text[:_STAMP_WITHIN]
     rank = _RANK.search(head)
@@ -61,10 +61,10 @@ def records_of(
     options: ImportOptions,
     read: Callable[[ConsoleLine], Iterator[ImportedRecord]],
 ) -> Iterator[ImportedRecord]:
-    """What `read` makes of every line; it raises Unusable for one that should mean something and does not."""
+    """Apply `read` to every line. It raises Unusable for a relevant line that is malformed."""
     for line, clock in clocks(lines, options.zone, refusals):
         try:
-            for record in read(_said(line.data, clock)):
+            for record in read(_parsed(line.data, clock)):
                 yield record._replace(job=options.job, file=line.file)
         except Unusable as error:
             refusals.add(line, str(error))

@@ -1,7 +1,7 @@
-"""A table of steps as CSV, with a header: `--map at=time,step=iteration` says which columns to read. Pure.
+"""A table of steps as CSV with a header; `--map at=time,step=iteration` names the columns. Pure.
 
-A row is a step, and when it was complete; more columns may tell the rank, what the step took, and the job. Columns that
-the map does not name are found by the names that trackers export them under.
+A row is a step and its completion time. More columns may hold the rank, the step's duration and the job. Columns not in
+the map are found by the names that trackers export.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NEEDED = {"at", "step"}
 
 
 def recognises(line: bytes) -> bool:
-    """A header with columns of the usual names."""
+    """Whether the line is a header with columns of the usual names."""
     try:
         return set(_columns(_fields(line, ","), {})) >= _NEEDED
     except Unusable:
@@ -31,7 +31,7 @@ def recognises(line: bytes) -> bool:
 
 
 def records(lines: Iterable[LogLine], refusals: MalformedLines, options: ImportOptions) -> Iterator[ImportedRecord]:
-    """A record of every row. A file without a header goes on where the one before it ended."""
+    """Yield a record per row. A file without a header uses the header of the previous file."""
     columns: Mapping[str, int] = {}
     file = ""
     for line, clock in clocks(lines, options.zone, refusals):
@@ -77,7 +77,7 @@ def _moment(text: str, options: ImportOptions, clock: TimestampReader) -> float:
 
 
 def _fields(line: bytes, delimiter: str) -> list[str]:
-    """The fields of a row; one that goes on in the next line is none of a table of numbers."""
+    """The fields of a row. Rows that continue on the next line are not supported: this is a table of numbers."""
     try:
         rows = list(csv.reader([line.decode("utf-8-sig", "replace")], delimiter=delimiter, strict=True))
     except csv.Error as error:
@@ -86,7 +86,7 @@ def _fields(line: bytes, delimiter: str) -> list[str]:
 
 
 def _columns(names: Sequence[str], chosen: Mapping[str, str]) -> dict[str, int]:
-    """What -> the place of its column, as far as the header has it."""
+    """Key -> index of its column, for the columns that the header has."""
     places: dict[str, int] = {}
     lowered = {name.strip().lower(): place for place, name in reversed(list(enumerate(names)))}
     for key, name in chosen.items():

@@ -1,8 +1,8 @@
 """The event log of Google's resiliency library (AI-Hypercomputer/resiliency, `goodput_measure`).
 
-One JSON object per line, keys in any order: `timestamp` (ISO 8601, of the node's local clock and without an offset),
-`job_name`, `event_type`, and as it applies `node_rank` and `step`, which may be floats. Every node tells of its starts
-and ends; a node that is killed does not. Steps show only in `checkpoint_loaded` and `checkpoint_saved`.
+One JSON object per line, keys in any order: `timestamp` (ISO 8601, the node's local time without an offset),
+`job_name`, `event_type`, and if applicable `node_rank` and `step`, which may be floats. Every node logs its starts and
+ends, but not when it is killed. Steps appear only in `checkpoint_loaded` and `checkpoint_saved`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def recognises(line: bytes) -> bool:
 
 
 def records(lines: Iterable[LogLine], refusals: MalformedLines, options: ImportOptions) -> Iterator[ImportedRecord]:
-    """The records of all entries of the types that are known."""
+    """Yield the records of all entries of known types."""
     for line, clock in clocks(lines, options.zone, refusals):
         try:
             record = _record(entry_of(line.data), clock)
@@ -44,8 +44,8 @@ def records(lines: Iterable[LogLine], refusals: MalformedLines, options: ImportO
 
 
 def entries(lines: Iterable[LogLine], refusals: MalformedLines) -> Iterator[LogEntry]:
-    """What the lines say, as they say it, for Google's own formula; refused are those that its calculator stops at, and
-    steps too large to be any."""
+    """Yield the entries unchanged, for Google's own formula. Refuses entries that its calculator would stop at, and
+    impossibly large steps."""
     for line in lines:
         try:
             yield _entry(entry_of(line.data))
@@ -54,7 +54,7 @@ def entries(lines: Iterable[LogLine], refusals: MalformedLines) -> Iterator[LogE
 
 
 def _record(fields: Mapping[str, object], clock: TimestampReader) -> ImportedRecord:
-    """To load step 0 is to start from scratch: steps count from 1."""
+    """Parse an entry. Loading step 0 means starting from scratch: steps count from 1."""
     name = name_in(fields, "event_type")
     kind = _KINDS.get(name)
     if kind is None:
@@ -82,5 +82,5 @@ def _entry(fields: Mapping[str, object]) -> LogEntry:
     if not isinstance(step, int | float):
         step = None
     elif not abs(step) <= MOST_STEPS:
-        raise Unusable(f"a `step` beyond {MOST_STEPS} is none")
+        raise Unusable(f"a `step` beyond {MOST_STEPS} is not valid")
     return LogEntry(timestamp, event_type, step, name_in(fields, "job_name"))

@@ -1,4 +1,4 @@
-"""Logs of one JSON object per line, alone or wrapped as Google Cloud Logging exports them. Pure."""
+"""Logs of one JSON object per line, plain or wrapped in a Google Cloud Logging export. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _decoder = decoder_of(dict[str, object])
 
 
 def entry_of(line: bytes) -> Mapping[str, object]:
-    """The object of a line; of an exported entry its `jsonPayload`. Raises Unusable for a line that is none."""
+    """A line's object, or the `jsonPayload` of an exported entry. Raises Unusable if it is not an object."""
     if len(line) > MAX_MESSAGE_BYTES:
         raise Unusable(f"a line of more than {MAX_MESSAGE_BYTES} bytes")
     try:
@@ -23,7 +23,7 @@ def entry_of(line: bytes) -> Mapping[str, object]:
 
 
 def has_any(line: bytes, keys: Collection[str]) -> bool:
-    """Whether a line is an object that has one of `keys`."""
+    """Whether a line is an object with one of `keys`."""
     if not line.lstrip().startswith(b"{"):
         return False
     try:
@@ -33,6 +33,6 @@ def has_any(line: bytes, keys: Collection[str]) -> bool:
 
 
 def name_in(entry: Mapping[str, object], key: str) -> str:
-    """A text of the entry, '' if it has none."""
+    """A string of the entry; '' if it has none."""
     value = entry.get(key)
     return value if isinstance(value, str) else ""

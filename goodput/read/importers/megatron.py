@@ -1,11 +1,11 @@
-"""The console log of Megatron-LM: a line per `--log-interval` iterations, of the last rank.
+"""The console log of Megatron-LM: a line per `--log-interval` iterations, from the last rank.
 
      [2026-01-29 10:15:45] iteration       10/    1000 | elapsed time per iteration (ms): 1234.5 | lm loss: 5.1E+00 |
 
-`current time: 1706860208.35`, which some forks write, is taken before the time in brackets; older versions write none,
-and need a collector's. `[after megatron is initialized] datetime: ...` tells of a start, `[before the start of training
-step]` of the loop's beginning, `[after training is done]` of the end. The elapsed time is the mean since the line
-before, without evaluations and saves.
+Some forks write `current time: 1706860208.35`, which takes precedence over the time in brackets; older versions write
+neither and need a collector's times. `[after megatron is initialized] datetime: ...` marks a start, `[before the start
+of training step]` the beginning of the loop, `[after training is done]` the end. The elapsed time is the mean since the
+previous line, without evaluations and saves.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def recognises(line: bytes) -> bool:
 
 
 def records(lines: Iterable[LogLine], refusals: MalformedLines, options: ImportOptions) -> Iterator[ImportedRecord]:
-    """The records of all lines that tell of training; the others are passed over."""
+    """Yield the records of all lines about training; others are ignored."""
     return records_of(lines, refusals, options, _read)
 
 

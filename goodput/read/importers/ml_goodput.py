@@ -1,9 +1,9 @@
 """The log entries of ml-goodput-measurement (AI-Hypercomputer/ml-goodput-measurement), one JSON object per line.
 
-An entry has `job_name` and one moment, in seconds since 1970: `job_start_time`, `job_end_time`, `step_start_time` with
+An entry has `job_name` and one time, in seconds since 1970: `job_start_time`, `job_end_time`, `step_start_time` with
 `step_count`, or the start or end of `tpu_init`, `training_prep`, `data_loading` or a custom event. A job starts once
-per restart. Steps tell of their beginning only: one is complete when the next begins, of the last nobody knows.
-Entries of its checkpoint logger have `event_type` `save` or `restore`, with starts and durations.
+per restart. Only the start of a step is logged: a step is complete when the next one begins, and the end of the last is
+unknown. Entries of its checkpoint logger have the `event_type` `save` or `restore`, with starts and durations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from goodput.read.importers.options import ImportOptions
 from goodput.read.importers.records import ImportedRecord, RecordKind, Unusable, moment_of, seconds_of, step_of
 
 _STEP_START = "step_start_time"
-# A start is told by one entry, its end by another: each says that the rank entered a phase.
+# Starts and ends are separate entries; each means that the rank entered a phase.
 _ENTERS = {
     "tpu_init_start_time": "init",
     "tpu_init_end_time": "init",
@@ -36,7 +36,7 @@ def recognises(line: bytes) -> bool:
 
 
 def records(lines: Iterable[LogLine], refusals: MalformedLines, options: ImportOptions) -> Iterator[ImportedRecord]:
-    """The records of all entries."""
+    """Yield the records of all entries."""
     for line in lines:
         try:
             entry = entry_of(line.data)
@@ -67,7 +67,7 @@ def _records(entry: Mapping[str, object]) -> Iterator[ImportedRecord]:
 
 
 def _checkpoint_records(entry: Mapping[str, object]) -> Iterator[ImportedRecord]:
-    """What training waited for: the part of a save that blocks, and a restore."""
+    """The blocking part of a save, or a restore."""
     what = name_in(entry, "event_type")
     step = step_of(entry.get("step"))
     if what == "save":

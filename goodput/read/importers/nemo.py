@@ -1,9 +1,8 @@
-"""The console log of NVIDIA NeMo 2: a line per step or `log_every_n_steps`, without a time of its own.
+"""The console log of NVIDIA NeMo 2: a line per step, or per `log_every_n_steps`, without a time of its own.
 
     Training epoch 0, iteration 97/99 | lr: 1.5e-05 | global_step: 97 | train_step_timing in s: 12.22
 
-Its lines can only be placed in time if the collector put a time before them (`kubectl logs --timestamps`, `ts`).
-Steps count from 0.
+Its lines need a time prefix from the collector (`kubectl logs --timestamps`, `ts`). Steps count from 0.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ def recognises(line: bytes) -> bool:
 
 
 def records(lines: Iterable[LogLine], refusals: MalformedLines, options: ImportOptions) -> Iterator[ImportedRecord]:
-    """The records of all lines that tell of training; the others are passed over."""
+    """Yield the records of all lines about training; others are ignored."""
     return records_of(lines, refusals, options, _read)
 
 
 def _read(line: ConsoleLine) -> Iterator[ImportedRecord]:
     if found := _ITERATION.search(line.text):
-        step = _GLOBAL_STEP.search(line.text) or found  # an epoch's iterations begin anew
+        step = _GLOBAL_STEP.search(line.text) or found  # iterations start over with each epoch
         timing = _STEP_S.search(line.text)
         seconds = number_in(timing[1]) if timing else 0.0
         if seconds < 0:

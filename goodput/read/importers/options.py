@@ -1,4 +1,4 @@
-"""What a reader may say of a foreign log: `--map key=value,...`. Pure."""
+"""Options for reading a foreign log: `--map key=value,...`. Pure."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ KEYS = (*COLUMNS, "job", "tz", "at_format", "at_unit", "step_s_unit", "delimiter
 
 
 class ImportOptions(NamedTuple):
-    """`columns` and what follows it are of CSV only."""
+    """`columns` and the fields after it apply to CSV only."""
 
-    job: str  # of logs that name none
-    zone: tzinfo  # of times that name none
-    columns: Mapping[str, str]  # what -> the column that has it
-    at_format: str  # of strptime; '' : ISO 8601, or a number
-    at_unit: str  # of a number
+    job: str  # for logs that name none
+    zone: tzinfo  # for times that name none
+    columns: Mapping[str, str]  # key -> its column
+    at_format: str  # of strptime; '': ISO 8601, or a number
+    at_unit: str  # unit of a number
     step_s_unit: str
     delimiter: str
 
 
 def options(mapping: Mapping[str, str] | None, *, job: str) -> ImportOptions:
-    """Options from `--map`; `job` names the job of a log that does not. Raises UsageError for a key or value that makes
-    no sense."""
+    """Options from `--map`; `job` names the job of a log without a job name. Raises UsageError for an invalid key or
+    value."""
     given = dict(mapping or {})
     if unknown := sorted(set(given) - set(KEYS)):
-        raise UsageError(f"A log's map has no {unknown[0]!r}.", hint=f"use {', '.join(KEYS)}")
+        raise UsageError(f"A log's map has no key {unknown[0]!r}.", hint=f"use {', '.join(KEYS)}")
     delimiter = {"tab": "\t", "comma": ","}.get(given.get("delimiter", ""), given.get("delimiter", ","))
     if len(delimiter) != 1:
         raise UsageError(f"The delimiter {delimiter!r} is not one character.", hint="use `;`, `comma` or `tab`")
@@ -49,11 +49,11 @@ def options(mapping: Mapping[str, str] | None, *, job: str) -> ImportOptions:
 
 
 def parse_mapping(text: str) -> dict[str, str]:
-    """`at=time,step=iter` as a mapping. Raises UsageError for a part that is no `key=value`."""
+    """Parse `at=time,step=iter`. Raises UsageError for a part that is not `key=value`."""
     mapping = {}
     for part in text.split(","):
         key, equals, value = part.partition("=")
         if not equals or not key.strip() or not value:
-            raise UsageError(f"{part!r} is no part of a map.", hint="write --map at=time,step=iteration")
+            raise UsageError(f"{part!r} is not a key=value pair.", hint="write --map at=time,step=iteration")
         mapping[key.strip()] = value
     return mapping

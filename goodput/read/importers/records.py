@@ -1,8 +1,8 @@
-"""What lines of foreign logs come down to. Pure.
+"""The common form of foreign log lines. Pure.
 
-Every importer turns lines into `ImportedRecord`s, each line by itself; `importers.assembly` makes a job's history of
-them. So neither the order of files and lines nor a line that comes twice changes anything, with one exception: times
-without an offset of the hour that comes twice (`importers.times`).
+Every importer turns lines into `ImportedRecord`s, each line on its own; `importers.assembly` makes a job's history from
+them. So neither the order of files and lines nor repeated lines matter, with one exception: times without an offset in
+the hour that occurs twice (`importers.times`).
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from enum import IntEnum
 from typing import NamedTuple
 
 UNKNOWN_STEP = -2
-# The same thing said twice, by two nodes or two log collectors, is this far apart at the most.
+# Duplicates from two nodes or two log collectors are at most this far apart.
 SAME_MOMENT_S = 2.0
-_MAX_STEP = 2**53  # as far as a float, which some logs write, is exact
-_MAX_AT = 1e11  # seconds; what is beyond it is in another unit
+_MAX_STEP = 2**53  # up to here floats, which some logs write, are exact
+_MAX_AT = 1e11  # seconds; larger numbers are in another unit
 
 
 class RecordKind(IntEnum):
-    """What a record says, in causal order, which settles the order of records of the same moment."""
+    """The meaning of a record, in causal order, which also orders records of the same moment."""
 
     SUBMITTED = 0
-    STARTED = 1  # a process began; `label`: which node or rank
-    LOADED = 2  # the state of `step` was loaded from a checkpoint, -1: there was none
-    READY = 3  # the loop begins; `step` is the newest completed one, -1: none, UNKNOWN_STEP: not said
-    STEP = 4  # `step` is complete; `seconds`: what each of the steps since the line before took, 0: not said
-    BEGAN = 5  # `step` begins, and the one before it is complete
+    STARTED = 1  # a process began; `label`: its node or rank
+    LOADED = 2  # the state of `step` was loaded from a checkpoint; -1: there was none
+    READY = 3  # the loop begins; `step`: the newest completed one, -1: none, UNKNOWN_STEP: unknown
+    STEP = 4  # `step` is complete; `seconds`: duration of each step since the previous line, 0: unknown
+    BEGAN = 5  # `step` begins; the previous step is complete
     SAVED = 6  # the state of `step` is saved; `label`: the tier
-    ENTERED = 7  # the rank is in phase `label` from here on
+    ENTERED = 7  # the rank is in phase `label` from now on
     PHASE = 8  # the rank was in phase `label` for `seconds`, up to `at`
-    STOPPED = 9  # the processes ended, for whatever reason
+    STOPPED = 9  # the processes ended, for any reason
     ENDED = 10  # the job is over; `label`: the outcome
 
 
@@ -44,42 +44,42 @@ class ImportedRecord(NamedTuple):
     label: str = ""
     seconds: float = 0.0
     job: str = ""
-    file: str = ""  # that says so
+    file: str = ""  # its source
 
 
 class Unusable(Exception):
-    """A line says something that cannot be: the message says what."""
+    """A line has an impossible value; the message says which."""
 
 
 def step_of(value: object) -> int:
-    """A step number, which some logs write as `60.0`. Raises Unusable for anything else."""
+    """A step number; some logs write `60.0`. Raises Unusable for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_STEP or value % 1:
-        raise Unusable(f"{_shown(value)} is no step: a whole number from 0 on is expected")
+        raise Unusable(f"{_shown(value)} is not a step: expected an integer of at least 0")
     return int(value)
 
 
 def moment_of(value: object) -> float:
-    """Wall-clock seconds. Raises Unusable for what is none."""
+    """Wall-clock seconds. Raises Unusable for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MAX_AT:
-        raise Unusable(f"{_shown(value)} is no time: seconds since 1970 are expected")
+        raise Unusable(f"{_shown(value)} is not a time: expected seconds since 1970")
     return float(value)
 
 
 def seconds_of(value: object) -> float:
-    """A duration in seconds. Raises Unusable for what is none."""
+    """A duration in seconds. Raises Unusable for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MAX_AT:
-        raise Unusable(f"{_shown(value)} is no duration in seconds")
+        raise Unusable(f"{_shown(value)} is not a duration in seconds")
     return float(value)
 
 
 def number_in(text: str, scale: float = 1.0) -> float:
-    """A finite number as text. Raises Unusable for anything else."""
+    """Parse a finite number. Raises Unusable for anything else."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise Unusable(f"{_shown(text)} is no number")
+        raise Unusable(f"{_shown(text)} is not a number")
     return value * scale
 
 

@@ -1,4 +1,4 @@
-"""Every format of event logs that goodput reads, and which one a file has."""
+"""The formats of event logs that goodput reads, and their detection."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from goodput.read.importers.records import ImportedRecord
 
 AUTO = "auto"
 FLYBALL = "flyball"
-# A console log may say a lot before it comes to its first iteration.
+# A console log may be long before its first iteration.
 _LINES_TO_LOOK_AT = 100_000
 
 
 class Importer(NamedTuple):
-    """One foreign format. `records` is stateless over the lines of a file but for a header and the clock
-    (`importers.times`), and refuses those that should mean something and do not; lines that are none of its
-    business it passes over."""
+    """One foreign format.
+
+    `records` handles each line on its own, except for a header and the clock (`importers.times`). It refuses relevant
+    lines that are malformed, and ignores others.
+    """
 
     recognises: Callable[[bytes], bool]
     records: Callable[[Iterable[LogLine], MalformedLines, ImportOptions], Iterator[ImportedRecord]]
     saves_are_steps: bool = False
 
 
-# In the order in which a line is tried.
+# In the order in which they are tried.
 IMPORTERS: Mapping[str, Importer] = {
     "google-resiliency": Importer(google_resiliency.recognises, google_resiliency.records, saves_are_steps=True),
     "ml-goodput": Importer(ml_goodput.recognises, ml_goodput.records),
@@ -51,13 +53,12 @@ def read(
     strict: bool = False,
     mapping: Mapping[str, str] | None = None,
 ) -> ReadEvents:
-    """The events of all files together, whose order does not matter; a folder stands for its `*.jsonl`, and a file that
-    is named twice is read once.
+    """Read the events of all files, in any order. A folder stands for its `*.jsonl`; a file named twice is read once.
 
-    `format` is one of FORMATS; with `auto` every file may have another. `mapping` is what `parse_mapping` makes of
-    `--map` (docs/goodput-importers.md). Malformed lines are counted and named; with `strict` the first raises
-    InvalidMessage. Raises UsageError for a format that is none, a map that makes no sense or a file of no known format,
-    NotFound for a file that does not exist, ConfigurationError for one that cannot be read.
+    `format` is one of FORMATS; with `auto` each file may have a different one. `mapping` is the result of
+    `parse_mapping` on `--map` (docs/goodput-importers.md). Malformed lines are counted and named; with `strict` the
+    first raises InvalidMessage. Raises UsageError for an unknown format, an invalid map or an unrecognised file,
+    NotFound for a missing file, ConfigurationError for an unreadable one.
     """
     refusals = MalformedLines(strict=strict)
     return refusals.log(stream(paths, refusals, format=format, mapping=mapping))
@@ -70,8 +71,8 @@ def stream(
     format: str = AUTO,
     mapping: Mapping[str, str] | None = None,
 ) -> Iterator[Event]:
-    """As `read`, one event after the other and none of them kept, so that a log may be of any size; `refusals` is
-    complete when all were gone through."""
+    """Like `read`, but yields one event at a time and keeps none, so logs may have any size. `refusals` is complete
+    after the last event."""
     if format not in FORMATS:
         raise UsageError(f"There is no log format {format!r}.", hint=f"use one of {', '.join(FORMATS)}")
     files = log_files(paths)
@@ -82,28 +83,32 @@ def stream(
 
 
 def read_entries(paths: Sequence[Path | str], refusals: MalformedLines) -> Iterator[LogEntry]:
-    """The entries of all files, for the formula of Google's resiliency library (`account.google_resiliency`).
-    Raises as `read` does; `refusals` is complete when all were gone through."""
+    """Yield the entries of all files, for the formula of Google's resiliency library (`account.google_resiliency`).
+
+    Raises the same errors as `read`. `refusals` is complete after the last entry.
+    """
     return google_resiliency.entries(chain.from_iterable(map(read_lines, log_files(paths))), refusals)
 
 
 def _formats(paths: Sequence[Path], mapping: Mapping[str, str] | None) -> Iterator[tuple[Path, str]]:
-    """Every file with its format. One that has none, as the last part of a log that was split, has that of the others,
-    if they have but one."""
+    """Every file with its format. An unrecognised file, such as the last part of a split log, gets the format of the
+    others if they have only one."""
     found = [(path, *detect(path, mapping)) for path in paths]
     known = {name for _, name, _ in found if name}
     for path, name, looked_at in found:
         if not name and looked_at and len(known) != 1:
             raise UsageError(
-                f"None of the first {looked_at} lines of {path} is of a log format that is known.",
+                f"None of the first {looked_at} lines of {path} has a known log format.",
                 hint=f"name it with --format: {', '.join(FORMATS[1:])}; a console log needs a time on every line",
             )
         yield path, name or next(iter(known), FLYBALL)
 
 
 def detect(path: Path, mapping: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """The format of a file, '' for none, and the number of the last line that was looked at: the format of the first
-    line that any knows; CSV if the file's name or a map of columns says so."""
+    """The format of a file ('' if unknown), and the number of the last line examined.
+
+    The first line recognised by any format decides; a file is CSV if its name or a map of columns says so.
+    """
     if path.suffix.lower() in (".csv", ".tsv") or options(mapping, job="").columns:
         return "csv", 0
     number = 0

@@ -1,9 +1,9 @@
-"""The console log of torchtitan (pytorch/torchtitan): a time on every line, a line per `log_freq` steps.
+"""The console log of torchtitan (pytorch/torchtitan): a time on every line, and a line per `log_freq` steps.
 
     [rank0]:[titan] 2026-01-29 10:15:45,267 - root - INFO - step: 10  loss:  9.3421  memory: 48.91GiB(51.52%)
 
-Beside steps it tells when the program starts, when and from which step the loop begins, what saves and loads took, and
-when training is complete.
+It also logs the program's start, the loop's beginning and its first step, the durations of saves and loads, and the
+completion of training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def recognises(line: bytes) -> bool:
 
 
 def records(lines: Iterable[LogLine], refusals: MalformedLines, options: ImportOptions) -> Iterator[ImportedRecord]:
-    """The records of all lines that tell of training; the others are passed over."""
+    """Yield the records of all lines about training; others are ignored."""
     return records_of(lines, refusals, options, _read)
 
 
