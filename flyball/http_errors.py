@@ -1,6 +1,6 @@
-"""What a failed call to a supervisor means: connection errors and error replies as FlyballErrors.
+"""Turns failed calls to a supervisor into FlyballErrors: connection errors and error replies.
 
-Light to import: httpx is loaded by whoever has a response or an error of it.
+Light to import: the caller, who has an httpx response or error, has loaded httpx already.
 """
 
 from __future__ import annotations

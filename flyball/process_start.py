@@ -1,4 +1,4 @@
-"""How each process of ours starts: what it imports, which packages it prefers, and where it logs.
+"""The start of each Flyball process: lean imports, its own packages first, and logging.
 
 structlog draws tracebacks with rich, and httpx brings a command line made of click, rich and pygments. Flyball uses
 neither. Together they take as long to import as the libraries themselves, in each of four processes.

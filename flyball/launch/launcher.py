@@ -241,7 +241,7 @@ def _rendezvous(given: Mapping[str, object], max_nnodes: int, supervisor: str, n
     if given.get("standalone"):
         if max_nnodes > 1:
             raise UsageError(
-                f"--standalone means one host, --nnodes says {given['nnodes']}.", hint="leave one of them out"
+                f"--standalone means one host, but --nnodes is {given['nnodes']}.", hint="leave one of them out"
             )
         why = "--standalone needs no address"
     elif supervisor:
