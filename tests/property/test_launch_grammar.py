@@ -1,4 +1,4 @@
-"""The words of `flyball run` mean what they mean to torchrun: compared with torchrun's own parser."""
+"""`flyball run` parses a command line as torchrun does: compared with torchrun's own parser."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ values = st.one_of(
 
 @st.composite
 def launcher_words(draw: st.DrawFn) -> list[str]:
-    """One flag of torchrun's, whole or cut short, with what may stand behind it."""
+    """One of torchrun's flags, whole or abbreviated, with a possible value."""
     spelling = draw(st.sampled_from(THEIR_SPELLINGS))
     action = next(a for a in THEIR_ACTIONS if spelling in a.option_strings)
     if spelling.startswith("--") and draw(st.booleans()):
@@ -62,13 +62,13 @@ scripts = st.one_of(
 
 
 def torchruns(words: Sequence[str]) -> tuple[Namespace | None, str]:
-    """What torchrun makes of the words, None where it ends instead, and what it says then."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+    """torchrun's result for the words, or None if it exits, and its output."""
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
         try:
             return get_args_parser().parse_args(list(words)), ""
         except SystemExit:
-            return None, said.getvalue()
+            return None, output.getvalue()
 
 
 def ours(words: Sequence[str]) -> ParsedCommandLine | None:
@@ -93,9 +93,9 @@ def assert_same(line: ParsedCommandLine, theirs: Namespace) -> None:
             assert value == action.default
 
 
-def is_ambiguity_of_one_flag(said: str) -> bool:
-    """Python before 3.13 calls `--nproc` ambiguous: --nproc-per-node or --nproc_per_node. Newer ones take it."""
-    candidates = said.rpartition("could match ")[2].strip().split(", ")
+def is_ambiguity_of_one_flag(output: str) -> bool:
+    """Python before 3.13 calls `--nproc` ambiguous: --nproc-per-node or --nproc_per_node. Newer ones accept it."""
+    candidates = output.rpartition("could match ")[2].strip().split(", ")
     return len({c.replace("_", "-") for c in candidates}) == 1
 
 
@@ -114,12 +114,12 @@ def test_every_word_goes_where_torchrun_puts_it(
     flags: list[list[str]], dashes: list[str], script: str, arguments: list[str]
 ) -> None:
     before = [word for flag in flags for word in flag] + dashes
-    theirs, said = torchruns([*before, script, *arguments])
+    theirs, output = torchruns([*before, script, *arguments])
     line = ours([*before, script, *arguments])
-    if "ambiguous option" in said and (is_ambiguity_of_one_flag(said) or torchruns([*before, script])[0]):
-        return  # see below: words that torchrun should have taken
+    if "ambiguous option" in output and (is_ambiguity_of_one_flag(output) or torchruns([*before, script])[0]):
+        return  # see below: words that torchrun should have accepted
     if theirs is None:
-        assert line is None, said
+        assert line is None, output
         return
     assert line is not None or not theirs.training_script
     if line is not None:
@@ -128,7 +128,7 @@ def test_every_word_goes_where_torchrun_puts_it(
 
 @given(st.lists(launcher_words(), max_size=3), script_words)
 @settings(max_examples=300)
-def test_no_word_behind_the_script_stops_a_run(flags: list[list[str]], arguments: list[str]) -> None:
+def test_no_word_after_the_script_stops_a_run(flags: list[list[str]], arguments: list[str]) -> None:
     """torchrun itself fails with `train.py --no`."""
     before = [word for flag in flags for word in flag]
     theirs, _ = torchruns([*before, "train.py", "first"])
@@ -146,32 +146,32 @@ def test_no_word_behind_the_script_stops_a_run(flags: list[list[str]], arguments
     st.lists(launcher_words(), max_size=2),
 )
 @settings(max_examples=300)
-def test_variables_fill_in_as_they_do_for_torchrun(variables: dict[object, str], flags: list[list[str]]) -> None:
+def test_variables_stand_in_for_flags_as_with_torchrun(variables: dict[object, str], flags: list[list[str]]) -> None:
     environ = {f"PET_{action.dest.upper()}": value for action, value in variables.items()}  # type: ignore[attr-defined]
     words = [*(word for flag in flags for word in flag), "train.py", "--lr", "1"]
     if any("\0" in value for value in environ.values()):
         return
     with mock.patch.dict(os.environ, environ):
         try:
-            theirs, said = torchruns(words)
+            theirs, output = torchruns(words)
         except ValueError:
-            theirs, said = None, "a switch that is no number"
+            theirs, output = None, "a switch that is not a number"
         config = None
         if theirs is not None:
             with (
                 tempfile.TemporaryDirectory() as folder,
-                contextlib.chdir(folder),  # torchrun makes the folder that --log-dir names at once
+                contextlib.chdir(folder),  # torchrun creates the folder of --log-dir at once
                 contextlib.suppress(ValueError, AssertionError, RuntimeError, KeyError),
                 mock.patch("logging.Logger.warning"),
             ):
                 config = config_from_args(theirs)[0]
-    if "ambiguous option" in said:
+    if "ambiguous option" in output:
         return
     try:
         request = parse_run(words, environ)
     except UsageError:
-        return  # Flyball refuses more; what it takes is the same
-    assert theirs is not None, said
+        return  # Flyball refuses more, but what it accepts is the same
+    assert theirs is not None, output
     assert request.argv == (theirs.training_script, *theirs.training_script_args)
     assert request.module == (theirs.module and not theirs.run_path)
     if config is not None:

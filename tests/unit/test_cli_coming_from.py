@@ -1,4 +1,4 @@
-"""docs/coming-from.md is what the program does: every row is parsed."""
+"""docs/coming-from.md matches the program: every row is parsed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows() -> list[Row]:
         if match:
             found.append(Row(*match.groups()))
         else:
-            assert not line.startswith("| `"), f"a row that is not of the tables' form: {line}"
+            assert not line.startswith("| `"), f"a row without the form of the tables: {line}"
     return found
 
 

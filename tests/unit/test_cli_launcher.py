@@ -23,7 +23,7 @@ def parse(line: str, **environ: str):
     return parse_run(line.split(), environ)
 
 
-def test_a_plain_line_has_safe_defaults() -> None:
+def test_a_plain_command_line_has_safe_defaults() -> None:
     request = parse("train.py --lr 3e-4")
     assert request.argv == ("train.py", "--lr", "3e-4")
     assert (request.nnodes, request.nproc_per_node, request.max_restarts) == (1, "1", 3)
@@ -31,7 +31,7 @@ def test_a_plain_line_has_safe_defaults() -> None:
     assert request.checkpoint.every_steps == 1
 
 
-def test_flags_behind_the_script_belong_to_the_script() -> None:
+def test_flags_after_the_script_belong_to_the_script() -> None:
     request = parse("--nproc-per-node 2 train.py --nproc-per-node 8 --nnodes 9 -m -- -x")
     assert request.argv == ("train.py", "--nproc-per-node", "8", "--nnodes", "9", "-m", "--", "-x")
     assert request.nproc_per_node == "2"
@@ -46,7 +46,7 @@ def test_module_and_equals_and_underscores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("", "No script"),
         ("--nnodes two train.py", "--nnodes two"),
@@ -79,15 +79,15 @@ def test_module_and_equals_and_underscores() -> None:
         ("--ckpt-every -1 train.py", "--ckpt-every"),
     ],
 )
-def test_what_cannot_mean_anything_is_a_usage_error(line: str, says: str) -> None:
+def test_invalid_command_lines_are_usage_errors(line: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse(line)
-    assert says in caught.value.message
+    assert message in caught.value.message
     assert caught.value.hint
     assert caught.value.exit_code == 2
 
 
-def test_several_hosts_without_an_address_point_to_the_ways_out() -> None:
+def test_several_hosts_without_an_address_get_a_hint() -> None:
     with pytest.raises(UsageError) as caught:
         parse("--nnodes 2 train.py")
     assert "--supervisor" in caught.value.hint
@@ -106,12 +106,14 @@ def test_a_rendezvous_address_is_where_the_supervisor_listens() -> None:
 
 
 def test_hosts_meet_as_torchruns_do() -> None:
-    """Whatever torchrun's own lines leave out."""
+    """With the defaults for everything that torchrun's command lines leave out."""
     static = parse("--nnodes 2 --node-rank 0 --master-addr h0 pkg/train_gpt.py --lr 1")
     assert (static.rendezvous, static.node_rank, static.job) == ("h0:29500", 0, "")
     assert parse("--nnodes 2 --node_rank 1 --master_port 1234 -m pkg.train").rendezvous == "127.0.0.1:1234"
     c10d = parse("--nnodes 2 --node-rank 0 --rdzv-backend c10d --rdzv-endpoint h0 train.py")
-    assert (c10d.rendezvous, c10d.node_rank, c10d.job) == ("h0:29400", None, ""), "there the node rank says nothing"
+    assert (c10d.rendezvous, c10d.node_rank, c10d.job) == ("h0:29400", None, ""), (
+        "with c10d the node rank does not matter"
+    )
     elastic = parse("--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint h0 --rdzv-id r train.py")
     assert (elastic.rendezvous, elastic.nnodes, elastic.max_nnodes) == ("h0:29400", 1, 2)
     assert parse("--nnodes 1:2 train.py").rendezvous == ""
@@ -151,7 +153,7 @@ def test_the_run_id_names_the_job() -> None:
     assert parse("--rdzv-id x --job y train.py").job == "y"
 
 
-def test_tls_to_the_supervisor_is_handed_on_with_whole_paths() -> None:
+def test_tls_files_for_the_supervisor_become_absolute_paths() -> None:
     request = parse("--ca-file ca.pem --client-cert-file /me.crt --client-key-file /me.key train.py")
     assert request.tls == ClientTls("ca.pem", "/me.crt", "/me.key")
     assert request.tls.environment() == {
@@ -163,7 +165,7 @@ def test_tls_to_the_supervisor_is_handed_on_with_whole_paths() -> None:
 
 
 @pytest.mark.parametrize(("host", "alone"), [("127.0.0.1", True), ("::1", True), ("0.0.0.0", False), ("::", False)])
-def test_an_address_that_only_this_machine_reaches(host: str, alone: bool) -> None:
+def test_an_address_that_only_this_machine_can_reach(host: str, alone: bool) -> None:
     assert is_here_only(host) is alone
 
 
@@ -173,14 +175,14 @@ def test_min_and_max_hosts_make_spares() -> None:
     assert any("spares" in n for n in request.notices)
 
 
-def test_torchruns_variables_fill_in() -> None:
+def test_torchruns_variables_stand_in_for_flags() -> None:
     request = parse("--nnodes 1 train.py", PET_NNODES="5", PET_NPROC_PER_NODE="4", PET_STANDALONE="1", PET_MODULE="0")
     assert (request.nnodes, request.nproc_per_node, request.module) == (1, "4", False)
     with pytest.raises(UsageError, match="PET_MAX_RESTARTS"):
         parse("train.py", PET_MAX_RESTARTS="many")
 
 
-def test_terminal_words() -> None:
+def test_flags_for_the_terminal() -> None:
     assert parse("train.py").console.raw(3) == 3
     assert parse("-r 3 train.py").console.shows(0) == 0
     only = parse("-r 1:3 --local-ranks-filter 0,1,2 train.py").console
@@ -211,7 +213,7 @@ def test_grace_and_signals() -> None:
     assert parse("--signals-to-handle SIGUSR1,sigterm train.py").stop_signals == ("SIGUSR1", "SIGTERM")
 
 
-def test_job_names_are_made_of_any_script() -> None:
+def test_any_script_gives_a_job_name() -> None:
     def named(words: str, workdir: str = "/w") -> str:
         return default_job_name(parse(words), workdir)
 
@@ -219,13 +221,13 @@ def test_job_names_are_made_of_any_script() -> None:
     assert re.fullmatch("train-[0-9a-f]{6}", named("-m pkg.sub.train"))
     assert re.fullmatch("job-[0-9a-f]{6}", named("___.py"))
     assert len(named("x" * 200 + ".py")) <= 63
-    assert named("train.py --lr 1") == named("--max-restarts 7 train.py --lr 1"), "the same command but for how it runs"
+    assert named("train.py --lr 1") == named("--max-restarts 7 train.py --lr 1"), "the same command, run differently"
     others = {named(words) for words in ("train.py", "train.py --lr 2", "-m train.py", "--nproc-per-node 2 train.py")}
     assert len({*others, named("train.py", "/elsewhere")}) == 5
 
 
 @given(st.lists(st.sampled_from([s for f in ALL_FLAGS for s in f.spellings] + ["1", "x", "--", "train.py", "-1", ""])))
-def test_any_line_is_a_request_or_a_usage_error(words: list[str]) -> None:
+def test_any_command_line_is_a_request_or_a_usage_error(words: list[str]) -> None:
     try:
         request = parse_run(words, {})
     except UsageError as error:
@@ -234,7 +236,7 @@ def test_any_line_is_a_request_or_a_usage_error(words: list[str]) -> None:
         assert request.help or request.argv or request.resume
 
 
-def test_no_spelling_is_used_twice_and_help_names_all() -> None:
+def test_no_spelling_is_used_twice_and_help_lists_all() -> None:
     spellings = [s for f in ALL_FLAGS for s in f.spellings]
     assert len(spellings) == len(set(spellings))
     text = help_text()
@@ -248,12 +250,12 @@ def test_the_launcher_imports_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_a_job_may_be_forbidden_to_begin_anew() -> None:
+def test_a_job_can_be_forbidden_to_restart_from_scratch() -> None:
     assert not parse("t.py").never_from_scratch
     assert parse("--never-from-scratch t.py").never_from_scratch
 
 
-def test_a_hang_timeout_is_a_number_of_seconds_that_makes_sense() -> None:
+def test_a_hang_timeout_is_a_sensible_number_of_seconds() -> None:
     assert parse("t.py").hang_timeout_s == parse("--hang-timeout 0 t.py").hang_timeout_s == 0.0
     assert parse("--hang-timeout 90.5 t.py").hang_timeout_s == 90.5
     for wrong in ("-1", "0.1", "nan", "inf", "1e12"):

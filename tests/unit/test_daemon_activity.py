@@ -1,4 +1,4 @@
-"""What a daemon sees of processes from outside, on real ones."""
+"""What a daemon sees of processes from outside, tested on real ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ while True:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str], int]]:
-    """Runs Python code in a session of its own, as a worker is; answers its pid."""
+    """Runs Python code in its own session, like a worker. Returns the pid."""
     started: list[subprocess.Popen[bytes]] = []
 
     def run(code: str) -> int:
@@ -68,7 +68,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], int]]:
 
 
 def watch_for(pid: int, wanted: Activity, *, at_least_s: float = 0.0) -> Seen:
-    """Look until it is seen to be so, for so long."""
+    """Look until the activity is seen, up to a deadline."""
     watch = ActivityWatch(lambda pids: False)
     deadline = time.monotonic() + DEADLINE_S
     seen = {}
@@ -81,7 +81,7 @@ def watch_for(pid: int, wanted: Activity, *, at_least_s: float = 0.0) -> Seen:
     raise AssertionError(f"never {wanted!r} for {at_least_s} s, at last {seen}")
 
 
-def test_whatever_works_is_active(start: Callable[[str], int]) -> None:
+def test_any_kind_of_work_is_active(start: Callable[[str], int]) -> None:
     codes = {"burns": BURNS, "thread": BURNS_IN_A_THREAD, "child": CHILD_BURNS, "orphan": ORPHAN_BURNS}
     codes |= {"writes": WRITES, "polls": POLLS}
     standing = [StalledWorker((name, 1, 0), start(code)) for name, code in codes.items()]
@@ -98,16 +98,16 @@ def test_whatever_works_is_active(start: Callable[[str], int]) -> None:
 
 
 @pytest.mark.parametrize(("code", "place"), [(SLEEPS, "clock_nanosleep"), (WAITS, "futex")])
-def test_what_does_nothing_is_idle_and_where(start: Callable[[str], int], code: str, place: str) -> None:
+def test_an_inactive_process_is_idle_with_its_system_call(start: Callable[[str], int], code: str, place: str) -> None:
     seen = watch_for(start(code), Activity.IDLE, at_least_s=5.0)
     assert seen.place == place
 
 
-def test_who_waits_for_somebody_to_type_is_not_idle(start: Callable[[str], int]) -> None:
+def test_waiting_for_typed_input_is_not_idle(start: Callable[[str], int]) -> None:
     watch_for(start(READS), Activity.READS_INPUT)
 
 
-def test_a_stopped_process_is_seen_at_once_and_since_when(start: Callable[[str], int]) -> None:
+def test_a_stopped_process_is_seen_at_once_with_its_start_time(start: Callable[[str], int]) -> None:
     pid = start(BURNS)
     os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
@@ -117,7 +117,7 @@ def test_a_stopped_process_is_seen_at_once_and_since_when(start: Callable[[str],
     watch_for(pid, Activity.ACTIVE)
 
 
-def test_a_gpu_that_is_busy_or_cannot_be_asked_keeps_a_process_from_being_idle(start: Callable[[str], int]) -> None:
+def test_a_process_with_a_busy_or_unknown_gpu_is_not_idle(start: Callable[[str], int]) -> None:
     pid = start(SLEEPS)
     for answer, expected in ((True, Activity.ACTIVE), (None, Activity.UNKNOWN)):
         watch = ActivityWatch(lambda pids, answer=answer: answer)  # type: ignore[misc]
@@ -125,7 +125,7 @@ def test_a_gpu_that_is_busy_or_cannot_be_asked_keeps_a_process_from_being_idle(s
         assert seen[1:] == [expected] * 2
 
 
-def test_a_process_that_is_gone_is_not_known(start: Callable[[str], int]) -> None:
+def test_a_process_that_is_gone_is_unknown(start: Callable[[str], int]) -> None:
     pid = start(SLEEPS)
     os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + DEADLINE_S

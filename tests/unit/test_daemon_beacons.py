@@ -1,4 +1,4 @@
-"""Reading beacons: every step once, whatever becomes of reports and daemons."""
+"""Reading beacons: every step once, even if reports fail or daemons restart."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def test_every_step_is_taken_once_and_consecutive_ones_share_a_record(prefix):
     for step in (0, 1, 2):
         writer.step(step)
     assert beacons.sample()
-    after = SystemClock().wall_s()  # it reads one clock after the other, and may be held up between them
+    after = SystemClock().wall_s()  # `take` reads two clocks, and may be delayed in between
     taken = beacons.take()
     assert [(r.first_step, len(r.completed_at)) for r in taken.steps] == [(0, 3)]
     assert list(taken.steps[0].completed_at) == sorted(taken.steps[0].completed_at)
-    assert before - 1.0 < taken.steps[0].completed_at[-1] < after + 1.0  # one clock is made of another
+    assert before - 1.0 < taken.steps[0].completed_at[-1] < after + 1.0  # one clock is derived from the other
     for step in (10, 11, 13):
         writer.step(step)
-    assert not beacons.sample()  # not among the first of its life any more
+    assert not beacons.sample()  # no longer one of its first steps
     assert [(r.first_step, len(r.completed_at)) for r in beacons.take().steps] == [(10, 2), (13, 1)]
     assert beacons.take().steps == ()
 
 
-def test_steps_of_a_report_that_did_not_arrive_come_with_the_next_in_order(prefix):
+def test_steps_of_a_failed_report_come_in_order_with_the_next(prefix):
     beacons, writer = watched(prefix)
     writer.step(0)
     writer.step(1)
@@ -67,7 +67,7 @@ def test_steps_of_a_report_that_did_not_arrive_come_with_the_next_in_order(prefi
     assert len(again.marks) == 1
 
 
-def test_a_restarted_daemon_goes_on_after_the_last_step_that_was_reported(prefix):
+def test_a_restarted_daemon_continues_after_the_last_reported_step(prefix):
     beacons, writer = watched(prefix)
     writer.step(0)
     writer.step(1)
@@ -75,7 +75,7 @@ def test_a_restarted_daemon_goes_on_after_the_last_step_that_was_reported(prefix
     beacons.arrived(beacons.take())
     writer.step(2)
     beacons.sample()
-    beacons.take()  # killed before it was sent
+    beacons.take()  # killed before sending it
     successor = Beacons(shm_prefix=prefix, clock=SystemClock())
     successor.watch("job", 1, 0, pid=100, spawned_at=1_000.0)
     writer.step(3)
@@ -83,7 +83,7 @@ def test_a_restarted_daemon_goes_on_after_the_last_step_that_was_reported(prefix
     assert steps(successor.take()) == [2, 3]
 
 
-def test_what_waits_is_bounded_and_one_report_takes_a_part(prefix):
+def test_waiting_steps_are_bounded_and_one_report_takes_a_part(prefix):
     beacons, writer = watched(prefix)
     for step in range(MAX_WAITING_STEPS + 500):
         writer.step(step)
@@ -95,7 +95,7 @@ def test_what_waits_is_bounded_and_one_report_takes_a_part(prefix):
     assert steps(beacons.take())[0] == 500 + STEPS_PER_REPORT
 
 
-def test_positions_are_of_the_newest_generation_also_after_death(prefix):
+def test_positions_are_those_of_the_newest_generation_even_after_death(prefix):
     beacons, writer = watched(prefix)
     other = add(beacons, prefix, 1)
     writer.step(7)
@@ -111,7 +111,7 @@ def test_positions_are_of_the_newest_generation_also_after_death(prefix):
     assert beacons.statuses() == ()
 
 
-def test_status_shows_phase_step_and_how_long_nothing_moved(prefix):
+def test_status_shows_phase_step_and_the_age_of_the_beacon(prefix):
     beacons, writer = watched(prefix)
     (status,) = beacons.statuses()
     assert (status.step, status.phase, status.pid) == (-1, Phase.STARTING, 100)
@@ -124,7 +124,7 @@ def test_status_shows_phase_step_and_how_long_nothing_moved(prefix):
     assert 0.0 <= status.beacon_age_s < 60.0
 
 
-def test_moments_are_reported_when_new_and_do_not_move(prefix):
+def test_times_are_reported_when_new_and_do_not_change(prefix):
     beacons, writer = watched(prefix)
     beacons.sample()
     assert [m.spawned_at for m in beacons.take().marks] == [1_000.0]
@@ -142,7 +142,7 @@ def test_moments_are_reported_when_new_and_do_not_move(prefix):
     time.sleep(0.002)
     writer.phase(Phase.STEP)
     beacons.sample()
-    assert beacons.take().marks == ()  # grows with every save; not worth a record each time
+    assert beacons.take().marks == ()  # grows with every save: not reported each time
     beacons.worker_ended("job", 1, 0)
     (last,) = beacons.take().marks
     assert last.save_blocked_s == pytest.approx(0.002)
@@ -167,7 +167,7 @@ def test_removed_beacons_leave_no_file_and_lose_no_step(prefix, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_reported_need_not_be_noted_when_there_is_no_room(prefix):
+def test_a_full_disk_that_cannot_record_reported_steps_is_harmless(prefix):
     beacons, writer = watched(prefix)
     writer.step(0)
     beacons.sample()
@@ -178,22 +178,22 @@ def test_what_was_reported_need_not_be_noted_when_there_is_no_room(prefix):
     assert steps(beacons.take()) == [1]
 
 
-def test_the_loss_of_the_lowest_rank_that_has_one_is_told_when_it_changed(prefix):
+def test_the_loss_of_the_lowest_rank_that_has_one_is_reported_when_it_changes(prefix):
     beacons, first = watched(prefix)
     second = add(beacons, prefix, 1)
     first.step(0)
     second.loss(0, 7.0)
     beacons.sample()
     readings = beacons.take()
-    assert readings.losses == (RankLoss("job", 1, 1, 0, 7.0),)  # as in a pipeline, where the last stage has it
+    assert readings.losses == (RankLoss("job", 1, 1, 0, 7.0),)  # as in a pipeline, where only the last stage has a loss
     first.loss(1, float("nan"))
     second.loss(1, 6.0)
     beacons.sample()
     readings = beacons.take()
     assert readings.losses == (RankLoss("job", 1, 0, 1, "nan"),)
     assert beacons.take().losses == ()
-    beacons.put_back(readings)  # the report did not arrive
+    beacons.put_back(readings)  # the report failed
     assert beacons.take().losses == readings.losses
     first.loss(2, 0.5)
     beacons.worker_ended("job", 1, 0)
-    assert beacons.take().losses == (RankLoss("job", 1, 0, 2, 0.5),)  # the last word of one that is gone
+    assert beacons.take().losses == (RankLoss("job", 1, 0, 2, 0.5),)  # the last loss of a rank that is gone

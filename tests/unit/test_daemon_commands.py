@@ -1,4 +1,4 @@
-"""The daemon's command loop and its engine keeper beside fakes of the supervisor and of the engine."""
+"""The daemon's command loop and engine keeper, with a fake supervisor and a fake engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ COMMAND = Command("act-1.stop.host.1", "act-1", "host", Fence(1, 1), StopWorkers
 
 
 class Supervisor:
-    """Hands out one command, once, and keeps the answers."""
+    """Returns one command, once, and keeps the answers."""
 
     def __init__(self) -> None:
         self.waiting = [COMMAND]
@@ -100,7 +100,7 @@ def with_loop(
     asyncio.run(run())
 
 
-def test_a_handler_that_crashes_is_an_answer(tmp_path: Path) -> None:
+def test_a_crash_of_a_handler_is_answered(tmp_path: Path) -> None:
     async def crash(command: Command, progress: CommandProgress) -> CommandResult:
         raise OSError("no such device")
 
@@ -113,7 +113,7 @@ def test_a_handler_that_crashes_is_an_answer(tmp_path: Path) -> None:
     with_loop(tmp_path, crash, scenario)
 
 
-def test_a_command_that_the_daemons_end_cuts_off_is_not_called_superseded(tmp_path: Path) -> None:
+def test_a_command_interrupted_by_the_daemons_end_does_not_count_as_superseded(tmp_path: Path) -> None:
     begun = asyncio.Event()
 
     async def hang(command: Command, progress: CommandProgress) -> CommandResult:
@@ -131,8 +131,8 @@ def test_a_command_that_the_daemons_end_cuts_off_is_not_called_superseded(tmp_pa
     with_loop(tmp_path, hang, scenario)
 
 
-def test_a_step_that_is_named_anew_does_not_wait_for_the_one_before(tmp_path: Path) -> None:
-    """Another host had passed the first step: it is abandoned, and this host's ranks will never have it replicated."""
+def test_a_save_of_a_later_step_replaces_one_that_waits(tmp_path: Path) -> None:
+    """Another host had passed the first step, so it is abandoned and will never be replicated here."""
 
     def save(step: int) -> Command:
         return Command(f"act-1.save.host.{step}", "act-1", "host", Fence(1, 1), SaveEmergency("job", 1, step, 9.0), 9.0)
@@ -146,7 +146,7 @@ def test_a_step_that_is_named_anew_does_not_wait_for_the_one_before(tmp_path: Pa
         return CommandResult()
 
     async def scenario(loop: CommandLoop, supervisor: Supervisor, journal: CommandJournal) -> None:
-        supervisor.waiting = [save(20), save(24), save(22)]  # the last one is late, and takes nothing back
+        supervisor.waiting = [save(20), save(24), save(22)]  # the last one is late, and replaces nothing
         superseded = await supervisor.answers.get()
         assert (superseded.command_id, superseded.code) == (save(20).command_id, "superseded")
         while armed[-1:] != [24]:
@@ -157,7 +157,7 @@ def test_a_step_that_is_named_anew_does_not_wait_for_the_one_before(tmp_path: Pa
     with_loop(tmp_path, hang, scenario)
 
 
-def test_a_restarted_daemon_asks_its_engine_only_for_what_it_has_not_reported() -> None:
+def test_a_restarted_daemon_asks_its_engine_only_for_unreported_restores() -> None:
     asked: list[EngineRequest] = []
 
     class Engine:
@@ -166,7 +166,7 @@ def test_a_restarted_daemon_asks_its_engine_only_for_what_it_has_not_reported() 
             return EngineReply(ok=True, pid=4711)
 
     async def ignore(_: object) -> None:
-        """Nobody listens."""
+        """Discards it."""
 
     async def scenario() -> None:
         parts: Any = None
@@ -179,11 +179,11 @@ def test_a_restarted_daemon_asks_its_engine_only_for_what_it_has_not_reported() 
     assert asked == [GetStatus(restores_since=12.5)]
 
 
-def test_an_engine_is_told_until_when_its_host_is_in_touch_and_what_the_supervisor_has_stored(
+def test_an_engine_learns_how_long_its_host_is_in_touch_and_what_the_supervisor_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[EngineRequest] = []
-    process = subprocess.Popen(["sleep", "600"])  # in the place of the engine
+    process = subprocess.Popen(["sleep", "600"])  # stands in for the engine
 
     class Engine:
         async def ask(self, request: EngineRequest, *, timeout_s: float = 1.0) -> EngineReply:
@@ -192,7 +192,7 @@ def test_an_engine_is_told_until_when_its_host_is_in_touch_and_what_the_supervis
             return EngineReply(ok=True, pid=process.pid)
 
     async def ignore(_: object) -> None:
-        """Nobody listens."""
+        """Discards it."""
 
     async def scenario() -> None:
         parts: Any = None
@@ -201,7 +201,7 @@ def test_an_engine_is_told_until_when_its_host_is_in_touch_and_what_the_supervis
         keeper._pid = process.pid
         monkeypatch.setattr(keeper, "_is_engine", lambda pid: True)
         keeper.in_touch(4710.5, {"job": StoredPoint(20, 3)})
-        keeper.in_touch(4711.5, {})  # a sensor that does not know yet
+        keeper.in_touch(4711.5, {})  # from a sensor that does not know yet
         await asyncio.wait_for(keeper._watch(), 60.0)
 
     try:
@@ -213,7 +213,7 @@ def test_an_engine_is_told_until_when_its_host_is_in_touch_and_what_the_supervis
 
 
 class Keeper:
-    """An engine that is there, or is not."""
+    """An engine that is alive or not."""
 
     def __init__(self, *, alive: bool = True) -> None:
         self.alive = alive
@@ -225,7 +225,7 @@ class Keeper:
 
 
 class Engine:
-    """Notes what it is asked, unless it is away."""
+    """Records its requests, unless it is away."""
 
     def __init__(self) -> None:
         self.away = True
@@ -239,7 +239,7 @@ class Engine:
 
 
 class Idle:
-    """Workers, beacons, standbys, records: none of them has anything to do."""
+    """Workers, beacons, standbys and records with nothing to do."""
 
     def of(self, job: str, *, upto_generation: int | None = None) -> list[object]:
         return []
@@ -279,7 +279,7 @@ def control_of(database: HostDatabase | None, engine: Engine, keeper: Keeper) ->
 PROGRESS = CommandProgress(resumed=False, acknowledged=False, acknowledge=lambda result: asyncio.sleep(0))
 
 
-def test_a_job_that_ended_while_the_engine_was_away_is_released_by_the_next_engine_of_the_next_daemon(
+def test_a_job_that_ended_while_the_engine_was_away_is_released_after_both_restart(
     tmp_path: Path,
 ) -> None:
     async def scenario() -> None:
@@ -292,7 +292,7 @@ def test_a_job_that_ended_while_the_engine_was_away_is_released_by_the_next_engi
         control = control_of(database, engine, Keeper())
         record: Any = None
         control._jobs["job"] = record  # it runs again
-        control._configure = lambda record: asyncio.sleep(0)  # type: ignore[method-assign]  # and the engine was not told
+        control._configure = lambda record: asyncio.sleep(0)  # type: ignore[method-assign]  # without the engine
         await control.configure_engine()
         assert engine.asked == []
         del control._jobs["job"]
@@ -305,7 +305,7 @@ def test_a_job_that_ended_while_the_engine_was_away_is_released_by_the_next_engi
 
 
 @pytest.mark.parametrize("alive", [False, True])
-def test_a_stop_without_an_engine_fails_so_that_it_is_asked_again(*, alive: bool) -> None:
+def test_a_stop_without_an_engine_fails_so_that_it_is_repeated(*, alive: bool) -> None:
     async def scenario() -> None:
         engine, keeper = Engine(), Keeper(alive=alive)
         control = control_of(None, engine, keeper)
@@ -322,7 +322,7 @@ def test_a_stop_without_an_engine_fails_so_that_it_is_asked_again(*, alive: bool
 
 
 def test_a_long_last_flush_does_not_wait_long_for_an_engine_that_is_away() -> None:
-    """Three such stops have to fit into the time of a job's end, or what it has in memory is never freed."""
+    """Three such stops must fit into the time for ending a job, or its memory is never freed."""
 
     async def scenario() -> None:
         engine, keeper = Engine(), Keeper(alive=False)
@@ -339,13 +339,13 @@ def test_a_long_last_flush_does_not_wait_long_for_an_engine_that_is_away() -> No
     asyncio.run(scenario())
 
 
-def test_more_restores_than_are_kept_do_not_end_the_reports() -> None:
+def test_reports_continue_when_there_are_more_restores_than_fit() -> None:
     def restore(rank: int) -> RestoreReport:
         return RestoreReport("job", 1, rank, 5, Tier.PEER, "host-b", 100, 100, 0.1, float(rank))
 
     class Beacons:
         def arrived(self, readings: object) -> None:
-            """Nothing to note."""
+            """Nothing to store."""
 
     class Facts:
         async def set(self, name: str, value: str) -> None:

@@ -1,4 +1,4 @@
-"""Which server a host asks: its own, the next one when that fails, and its own again after a while."""
+"""The order of servers: a host's own, the next one when that fails, and its own again after a while."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ManualClock:
         return self.now_s
 
 
-def test_every_host_asks_all_of_them_beginning_at_its_own() -> None:
+def test_every_host_tries_all_servers_starting_with_its_own() -> None:
     homes = Counter()
     for number in range(300):
         order = Endpoints(URLS, f"host-{number}", ManualClock()).in_order()
@@ -29,19 +29,19 @@ def test_every_host_asks_all_of_them_beginning_at_its_own() -> None:
     assert min(homes.values()) > 70
 
 
-def test_it_stays_with_the_one_that_answers_until_that_fails_too() -> None:
+def test_it_stays_with_a_server_that_replies_until_that_fails_too() -> None:
     servers = Endpoints(URLS, "host-a", ManualClock())
     first, second, third = servers.in_order()
     servers.failed(first)
     assert servers.in_order() == (second, third, first)
-    servers.failed(first)  # another call that had begun before
+    servers.failed(first)  # another call, begun earlier
     assert servers.in_order() == (second, third, first)
     servers.failed(second)
     servers.failed(third)
     assert servers.in_order() == (first, second, third)
 
 
-def test_it_goes_home_after_a_while() -> None:
+def test_it_returns_to_its_own_after_a_while() -> None:
     clock = ManualClock()
     servers = Endpoints(URLS, "host-a", clock)
     home = servers.in_order()[0]
@@ -52,7 +52,7 @@ def test_it_goes_home_after_a_while() -> None:
     assert servers.in_order()[0] == home
 
 
-def test_one_server_is_asked_again_and_again() -> None:
+def test_a_single_server_is_tried_every_time() -> None:
     servers = Endpoints(URLS[:1], "host-a", ManualClock())
     servers.failed(URLS[0])
     assert servers.in_order() == URLS[:1]

@@ -1,4 +1,4 @@
-"""The daemon's client with several servers: real sockets, that answer, refuse, hang up or keep silent."""
+"""The daemon's client with several servers: real sockets that reply, refuse, hang up or stay silent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INVALID = b"HTTP/1.1 400 Bad\r\nContent-Length: 0\r\n\r\n"
 
 class Server:
     def __init__(self, answer: bytes | None) -> None:
-        self.answer = answer  # None: it takes the request and keeps silent; b"": it hangs up
+        self.answer = answer  # None: it takes the request and stays silent; b"": it hangs up
         self.asked: list[str] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -51,14 +51,14 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers that a busy machine holds up do not keep silent."""
+    """Do not mistake servers on a busy machine for silent ones."""
     monkeypatch.setattr(http_client, "ANSWER_TIMEOUT_OF_SEVERAL_S", 60.0)
     monkeypatch.setattr(http_client, "CONNECT_TIMEOUT_S", 60.0)
 
 
 @asynccontextmanager
 async def cluster(*answers: bytes | None) -> AsyncIterator[tuple[SupervisorClient, list[Server]]]:
-    """A client of sensors and actuators at the same addresses, in the order in which they are asked."""
+    """A client whose sensors and actuators have the same addresses, and the servers in the order it tries them."""
     servers = [Server(answer) for answer in answers]
     listening = [await asyncio.start_server(server.serve, "127.0.0.1", 0) for server in servers]
     urls = [f"http://127.0.0.1:{one.sockets[0].getsockname()[1]}" for one in listening]
@@ -89,7 +89,7 @@ async def poll(client: SupervisorClient, wait_s: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("why", [*REFUSALS, "hangs up"])
-def test_the_next_one_is_asked_at_once_and_kept(why: str) -> None:
+def test_the_next_server_is_tried_at_once_and_kept(why: str) -> None:
     async def scenario() -> None:
         async with cluster(REFUSALS.get(why, b""), OK, OK) as (client, (first, second, third)):
             await poll(client)
@@ -102,7 +102,7 @@ def test_the_next_one_is_asked_at_once_and_kept(why: str) -> None:
     run(scenario)
 
 
-def test_one_that_keeps_silent_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "ANSWER_TIMEOUT_OF_SEVERAL_S", 0.1)
     monkeypatch.setattr(http_client, "MAX_POLL_OF_SEVERAL_S", 0.1)
 
@@ -113,21 +113,21 @@ def test_one_that_keeps_silent_is_left_in_time(monkeypatch: pytest.MonkeyPatch) 
                 try:
                     await poll(client, wait_s=600.0)
                     break
-                except Unreachable:  # the other one was held up too
+                except Unreachable:  # the other one was delayed too
                     continue
             assert time.monotonic() - began > 0.15
 
     run(scenario)
 
 
-def test_commands_and_reports_choose_for_themselves() -> None:
+def test_commands_and_reports_fail_over_separately() -> None:
     async def scenario() -> None:
         async with cluster(b"", OK) as (client, (first, second)):
             await poll(client)
             first.answer = b"HTTP/1.1 204 No\r\nContent-Length: 0\r\n\r\n"
             update = CommandUpdate("act-1.stop.host-a.1", "host-a", "i", UpdateState.SUCCEEDED, 1.0)
             await client.update(update)
-            assert second.asked[-1].endswith("/updates"), "answers go where commands come from"
+            assert second.asked[-1].endswith("/updates"), "answers go to the server that commands come from"
             first.asked.clear()
             first.answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
             await client._send(client._sensors, "POST", "/v1/reports", content=b"{}")
@@ -137,7 +137,7 @@ def test_commands_and_reports_choose_for_themselves() -> None:
 
 
 @pytest.mark.parametrize(("answers", "error"), [((b"", b""), Unreachable), ((b"", REFUSALS["busy"]), TooBusy)])
-def test_each_is_asked_once_before_it_fails(answers: tuple[bytes, ...], error: type[FlyballError]) -> None:
+def test_each_server_is_tried_once_before_a_call_fails(answers: tuple[bytes, ...], error: type[FlyballError]) -> None:
     async def scenario() -> None:
         async with cluster(*answers) as (client, servers):
             with pytest.raises(error):
@@ -147,7 +147,7 @@ def test_each_is_asked_once_before_it_fails(answers: tuple[bytes, ...], error: t
     run(scenario)
 
 
-def test_what_is_wrong_everywhere_is_not_tried_elsewhere() -> None:
+def test_a_refusal_that_would_be_the_same_everywhere_is_not_retried() -> None:
     async def scenario() -> None:
         async with cluster(INVALID, OK) as (client, (_, second)):
             with pytest.raises(InvalidMessage):

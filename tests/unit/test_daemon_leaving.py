@@ -18,18 +18,18 @@ WAIT = Departure(may_leave=False, waits_for="the ranks of job gpt to be moved")
 
 
 class World:
-    """A supervisor's answers, one after the other (the last for ever), and what was said to it."""
+    """A supervisor's replies, one after the other (the last one forever), and the signals sent to it."""
 
     def __init__(self, *answers: Departure | FlyballError, ranks: int = 1) -> None:
         self.answers: Iterator[Departure | FlyballError] = iter(answers)
         self.last: Departure | FlyballError = WAIT
         self.ranks = ranks
-        self.said: list[SignalBody] = []
+        self.sent: list[SignalBody] = []
         self.facts: dict[str, str] = {}
         self.on_notice: Callable[[], None] = lambda: None
 
     async def signal(self, body: SignalBody) -> None:
-        self.said.append(body)
+        self.sent.append(body)
         self.on_notice()
 
     async def ask(self) -> Departure:
@@ -59,38 +59,38 @@ def run(world: World, timeout_s: float = 5.0) -> LeaveOutcome:
     return asyncio.run(world.leaving(timeout_s).run())
 
 
-def test_a_host_without_ranks_says_nothing_and_waits_for_nothing() -> None:
+def test_a_host_without_ranks_sends_nothing_and_does_not_wait() -> None:
     world = World(ranks=0)
-    assert run(world) is LeaveOutcome.IDLE and not world.said
+    assert run(world) is LeaveOutcome.IDLE and not world.sent
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.15])
-def test_without_a_supervisor_nobody_is_waited_for(timeout_s: float) -> None:
+def test_without_a_supervisor_it_does_not_wait(timeout_s: float) -> None:
     world = World(Unreachable("away"))
-    assert run(world, timeout_s) is LeaveOutcome.NO_SUPERVISOR and not world.said
+    assert run(world, timeout_s) is LeaveOutcome.NO_SUPERVISOR and not world.sent
 
 
-def test_it_waits_until_the_ranks_are_gone_and_the_supervisor_lets_it_go() -> None:
+def test_it_waits_until_the_ranks_are_gone_and_the_supervisor_agrees() -> None:
     world = World(WAIT, WAIT, Unreachable("a moment"), WAIT, GO)
     world.on_notice = lambda: setattr(world, "ranks", 0)  # stopped at once; their state is fetched later
     before = SystemClock().wall_s()
     assert run(world, 120.0) is LeaveOutcome.MOVED
-    (notice,) = world.said
+    (notice,) = world.sent
     assert isinstance(notice, PreemptionNotice) and notice.source == "sigterm"
     assert before <= notice.deadline_at - 120.0 <= SystemClock().wall_s()
-    assert next(world.answers, None) is None, "it heard all of them"
+    assert next(world.answers, None) is None, "it received all of them"
 
 
 @pytest.mark.parametrize("answer", [WAIT, GO, Unreachable("gone for good")])
 def test_it_does_not_wait_longer_than_it_may(answer: Departure | FlyballError) -> None:
-    world = World(WAIT, answer)  # GO while ranks are here is no leave
+    world = World(WAIT, answer)  # GO does not count while ranks are here
     assert run(world, 0.3) is LeaveOutcome.OVERDUE
 
 
-def test_the_next_daemon_takes_the_notice_back_once() -> None:
+def test_the_next_daemon_withdraws_the_notice_once() -> None:
     world = World(WAIT)
     run(world, 0.15)
     assert world.facts[FACT]
     asyncio.run(world.leaving().withdraw())
     asyncio.run(world.leaving().withdraw())
-    assert [body.deadline_at > 0.0 for body in world.said if isinstance(body, PreemptionNotice)] == [True, False]
+    assert [body.deadline_at > 0.0 for body in world.sent if isinstance(body, PreemptionNotice)] == [True, False]

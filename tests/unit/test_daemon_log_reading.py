@@ -22,21 +22,21 @@ def logs(tmp_path: Path) -> Path:
     ("offset", "limit", "expected"),
     [(0, 4, (0, b"0123")), (8, 4, (8, b"89")), (-3, 9, (7, b"789")), (-99, 1, (0, b"0")), (50, 4, (50, b""))],
 )
-def test_a_piece_of_the_newest(logs: Path, offset: int, limit: int, expected: tuple[int, bytes]) -> None:
+def test_a_piece_of_the_newest_generation(logs: Path, offset: int, limit: int, expected: tuple[int, bytes]) -> None:
     piece = read_piece(logs, "h", LogRequest("id", "j", 3, NEWEST, offset, limit))
     assert (piece.offset, piece.data) == expected
     assert (piece.generation, piece.size_bytes, piece.generations) == (10, 10, (2, 10))
     assert read_piece(logs, "h", LogRequest("id", "j", 3, generation=2)).data == b"old"
 
 
-def test_what_is_not_there(logs: Path) -> None:
+def test_missing_logs(logs: Path) -> None:
     assert read_piece(logs, "h", LogRequest("id", "j", 4)).generations == ()
     other = read_piece(logs, "h", LogRequest("id", "j", 3, generation=5))
     assert (other.data, other.generations) == (b"", (2, 10))
     assert read_piece(logs / "none", "h", LogRequest("id", "j", 3)).generations == ()
 
 
-def test_a_request_can_name_no_other_file() -> None:
+def test_a_request_cannot_name_another_file() -> None:
     request = LogRequest("id", "j", 3)
     assert decode(encode(request), LogRequest, max_bytes=1000) == request
     for wrong in ({"job": "../x"}, {"rank": -1}, {"rank": "../0"}, {"generation": -2}, {"limit": 1 << 30}):
@@ -44,6 +44,6 @@ def test_a_request_can_name_no_other_file() -> None:
             msgspec.convert(msgspec.to_builtins(request) | wrong, LogRequest)
 
 
-def test_bytes_that_are_no_text_arrive() -> None:
+def test_bytes_that_are_not_text_arrive() -> None:
     piece = LogPiece("id", "h", 1, 0, 3, b"\xff\x00\n", (1,))
     assert decode(encode(piece), LogPiece, max_bytes=1000) == piece

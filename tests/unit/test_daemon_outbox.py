@@ -22,7 +22,7 @@ from host_daemon.store.worker_records import WorkerRecord, WorkerRecords
 
 
 class Clock:
-    """Stands still until it is told to move."""
+    """Stands still until a test moves it."""
 
     def __init__(self) -> None:
         self.now_s = 1_000.0
@@ -62,7 +62,7 @@ def test_signals_are_sent_once_then_again_after_a_second_until_committed(tmp_pat
     asyncio.run(scenario())
 
 
-def test_a_report_that_did_not_arrive_makes_its_signals_due_at_once(tmp_path):
+def test_signals_of_a_failed_report_are_due_at_once(tmp_path):
     async def scenario() -> None:
         box, database = spool(tmp_path, Clock(), "one")
         await box.put(EngineRestarted("a"))
@@ -73,7 +73,7 @@ def test_a_report_that_did_not_arrive_makes_its_signals_due_at_once(tmp_path):
     asyncio.run(scenario())
 
 
-def test_what_an_earlier_incarnation_left_keeps_its_number_and_comes_first(tmp_path):
+def test_signals_of_an_earlier_incarnation_keep_their_numbers_and_come_first(tmp_path):
     async def scenario() -> None:
         box, database = spool(tmp_path, Clock(), "one")
         await box.put(EngineRestarted("a"))
@@ -85,14 +85,14 @@ def test_what_an_earlier_incarnation_left_keeps_its_number_and_comes_first(tmp_p
         await box.put(EngineRestarted("c"))
         sent = [(s.incarnation, s.seq, s.body.message) for s in box.due()]
         assert sent == [("one", 2, "b"), ("two", 1, "c")]
-        assert await box.send_again()  # what was committed is kept, and known as such
+        assert await box.send_again()  # committed signals are kept, and known to be committed
         assert [(s.incarnation, s.seq) for s in box.due()] == [("one", 1)]
         database.close()
 
     asyncio.run(scenario())
 
 
-def test_what_was_committed_is_sent_again_when_less_of_it_is(tmp_path):
+def test_committed_signals_are_sent_again_when_fewer_are_committed(tmp_path):
     async def scenario() -> None:
         clock = Clock()
         box, database = spool(tmp_path, clock, "one")
@@ -101,14 +101,14 @@ def test_what_was_committed_is_sent_again_when_less_of_it_is(tmp_path):
         box.due()
         await box.committed({"one": 3})
         assert not box.has_uncommitted
-        await box.committed({"one": 1})  # by a database that a backup took the place of
+        await box.committed({"one": 1})  # by a database that was restored from a backup
         assert [s.seq for s in box.due()] == [2, 3]
         database.close()
 
     asyncio.run(scenario())
 
 
-def test_the_spool_keeps_the_newest_and_tells_what_it_has_no_more(tmp_path):
+def test_the_spool_keeps_the_newest_committed_and_reports_what_left_it(tmp_path):
     async def scenario() -> None:
         box, database = spool(tmp_path, Clock(), "one")
         assert box.forgotten() == {}
@@ -123,7 +123,7 @@ def test_the_spool_keeps_the_newest_and_tells_what_it_has_no_more(tmp_path):
     asyncio.run(scenario())
 
 
-def test_signals_that_a_database_lost_and_nobody_has_are_a_gap_until_it_counts_on_above_them(tmp_path):
+def test_signals_lost_by_database_and_spool_are_a_gap_until_later_ones_are_committed(tmp_path):
     async def scenario() -> None:
         box, database = spool(tmp_path, Clock(), "one")
         for number in range(MAX_KEPT + 10):
@@ -174,7 +174,7 @@ def test_with_a_full_disk_signals_wait_in_memory_and_are_stored_when_there_is_ro
         box, database = spool(tmp_path, clock, "one", max_bytes=80 << 10)
         for i in range(60):
             await box.put(EngineRestarted(f"{i}:" + "x" * 2_000))
-        assert len(box.due()) == 60  # sent all the same
+        assert len(box.due()) == 60  # sent anyway
         with pytest.raises(StorageFull, match="cannot grow"):
             await Facts(database).set("big", "x" * 60_000)
         await box.committed({"one": 57})
@@ -187,7 +187,7 @@ def test_with_a_full_disk_signals_wait_in_memory_and_are_stored_when_there_is_ro
     asyncio.run(scenario())
 
 
-def test_a_signal_and_what_belongs_to_it_are_stored_together(tmp_path):
+def test_a_signal_and_its_transaction_are_stored_together(tmp_path):
     async def scenario() -> None:
         box, database = spool(tmp_path, Clock(), "one")
         records = WorkerRecords(database)
@@ -216,7 +216,7 @@ def test_workers_that_end_together_are_all_marked(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_signal_whose_sender_was_cancelled_is_sent_all_the_same(tmp_path):
+def test_a_signal_whose_sender_was_cancelled_is_still_sent(tmp_path):
     async def scenario() -> None:
         box, database = spool(tmp_path, Clock(), "one")
         cancelled = asyncio.create_task(box.put(EngineRestarted("a")))
@@ -240,7 +240,7 @@ def test_an_error_of_the_database_module_itself_is_explained_too(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_file_of_another_version_is_left_alone(tmp_path):
+def test_a_file_of_another_version_is_not_changed(tmp_path):
     path = tmp_path / "daemon.sqlite"
     HostDatabase(path).close()
     connection = sqlite3.connect(path)
@@ -297,7 +297,7 @@ def test_the_journal_is_bounded(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_report_of_the_longest_signals_is_one_that_a_sensor_takes(tmp_path):
+def test_a_report_of_the_longest_signals_fits_a_sensors_limit(tmp_path):
     async def scenario() -> None:
         box, database = spool(tmp_path, Clock(), "one")
         for _ in range(200):

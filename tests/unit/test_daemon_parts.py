@@ -79,7 +79,7 @@ def test_environment_of_a_rank_on_the_second_host():
     assert msgspec.json.decode(found["FLYBALL_LINEAGE"], type=Lineage) == PLACEMENT.lineage
 
 
-def test_the_users_own_choices_stand():
+def test_the_users_own_variables_take_precedence():
     given = {"OMP_NUM_THREADS": "8", "RES_OPTIONS": "timeout:9", "GLIBC_TUNABLES": "glibc.malloc.check=1"}
     found = job_environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, msgspec.structs.replace(SPEC, env=given))
     assert {**found, **given, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"} == found
@@ -104,7 +104,7 @@ FAILED, KILLED, ABORTED = ExitStatus(exit_code=1), ExitStatus(signal_number=9), 
         ({"message": {"message": "KeyboardInterrupt"}}, "KeyboardInterrupt", ""),
     ],
 )
-def test_torchs_error_file_is_believed_first(tmp_path, content, kind, message):
+def test_torchs_error_file_takes_precedence(tmp_path, content, kind, message):
     (tmp_path / "error").write_text(json.dumps(content))
     (tmp_path / "log").write_text("Traceback (most recent call last):\nTypeError: another\n")
     error = read_error(tmp_path / "error", tmp_path / "log", FAILED)
@@ -112,7 +112,7 @@ def test_torchs_error_file_is_believed_first(tmp_path, content, kind, message):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"message": 5}', b"\xff"])
-def test_without_a_usable_error_file_the_log_tells(tmp_path, content):
+def test_without_a_usable_error_file_the_log_is_read(tmp_path, content):
     (tmp_path / "error").write_bytes(content)
     log = "Traceback (most recent call last):\n  File a\nKeyError: 1\n\nDuring handling ...\n\n"
     log += "Traceback (most recent call last):\n  File b, line 2\n    boom()\nmy.lib.ShardError: bad 7\nbye\n"
@@ -152,11 +152,11 @@ def test_each_version_of_a_notice_is_reported_once(tmp_path):
     assert probe.check() is not None
 
 
-def test_a_proposed_port_is_free_and_none_that_outgoing_connections_take(monkeypatch):
+def test_a_proposed_port_is_free_and_outside_the_range_of_outgoing_connections(monkeypatch):
     ports, found_free = FreePorts(), set()
 
     def look(port: int) -> bool:
-        free = is_free(port)  # at this moment: others on this machine take ports as well
+        free = is_free(port)  # right now: others on this machine take ports too
         found_free.update([port] if free else [])
         return free
 
@@ -170,7 +170,7 @@ def test_a_proposed_port_is_free_and_none_that_outgoing_connections_take(monkeyp
         assert not is_free(taken.getsockname()[1])
 
 
-def test_a_process_is_named_by_pid_and_start_time_and_found_by_session():
+def test_a_process_is_identified_by_pid_and_start_time_and_found_by_session():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
     try:
         stat = read_stat(child.pid)
@@ -185,7 +185,7 @@ def test_a_process_is_named_by_pid_and_start_time_and_found_by_session():
     assert ExitStatus.of_wait_status(7 << 8) == ExitStatus(exit_code=7)
 
 
-def test_a_script_that_is_not_there_is_named(tmp_path):
+def test_a_missing_script_is_named(tmp_path):
     spec = msgspec.structs.replace(SPEC, workdir=str(tmp_path))
     with pytest.raises(NotFound, match=r"train\.py does not exist"):
         check_script(spec, {})
@@ -206,7 +206,7 @@ def arguments(tmp_path: Path, **changes: str) -> list[str]:
     return [part for name, value in given.items() for part in (f"--{name}", value)]
 
 
-def test_settings_come_from_flags_then_from_the_environment(tmp_path):
+def test_flags_override_the_environment(tmp_path):
     environ = {"FLYBALL_ADDRESS": "10.1.1.1", "FLYBALL_FAILURE_DOMAIN": "rack-1", "FLYBALL_SHM_DIR": "/x"}
     settings = parse_settings(arguments(tmp_path, failure_domain="rack-2"), environ)
     assert (settings.address, settings.failure_domain, settings.shm_dir) == ("10.1.1.1", "rack-2", "/x")
@@ -263,7 +263,7 @@ def test_one_daemon_per_state_folder_and_only_of_its_version(tmp_path):
         HostStateDir(tmp_path / "file").open()
 
 
-def test_what_the_host_lacks_is_said_at_the_start(tmp_path):
+def test_what_the_host_lacks_is_reported_at_the_start(tmp_path):
     (tmp_path / "state").mkdir()
     environ = {"FLYBALL_SHM_DIR": str(tmp_path)}
     check_host(parse_settings(arguments(tmp_path), environ))
@@ -279,7 +279,7 @@ def test_what_the_host_lacks_is_said_at_the_start(tmp_path):
     ("changes", "code"),
     [({"host_id": "A B"}, 2), ({"token_file": "/nowhere"}, 3), ({"address": "192.0.2.7"}, 3)],
 )
-def test_a_daemon_that_cannot_start_says_why_without_a_traceback(tmp_path, changes, code):
+def test_a_daemon_that_cannot_start_prints_the_cause_without_a_traceback(tmp_path, changes, code):
     done = subprocess.run(
         [sys.executable, "-P", "-m", "host_daemon", *arguments(tmp_path, **changes)],
         capture_output=True,
@@ -293,7 +293,7 @@ def test_a_daemon_that_cannot_start_says_why_without_a_traceback(tmp_path, chang
 
 
 def process_descriptors() -> set[str]:
-    """The descriptors of this process that stand for a process: others may come and go with threads."""
+    """This process's pidfds. Other descriptors may come and go with threads."""
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -302,11 +302,11 @@ def process_descriptors() -> set[str]:
     return found
 
 
-def test_a_descriptor_is_that_of_the_process_that_was_meant():
+def test_a_pidfd_is_opened_only_for_the_right_process():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         open_before = process_descriptors()
-        assert open_pidfd_of(process.pid, lambda: False) is None  # its pid was given to this one
+        assert open_pidfd_of(process.pid, lambda: False) is None  # its pid now belongs to this one
         assert process_descriptors() <= open_before
         stat = read_stat(process.pid)
         descriptor = open_pidfd_of(process.pid, lambda: is_alive(process.pid, stat.start_ticks))
@@ -321,12 +321,12 @@ def test_a_descriptor_is_that_of_the_process_that_was_meant():
         process.wait(60.0)
 
 
-def test_a_host_without_descriptors_starts_cold_and_says_why(tmp_path, monkeypatch):
+def test_a_host_without_descriptors_starts_cold_and_reports_why(tmp_path, monkeypatch):
     def exhausted(*_):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     async def scenario():
-        monkeypatch.setattr(socket, "socketpair", exhausted)  # here: the loop has its own pair by now
+        monkeypatch.setattr(socket, "socketpair", exhausted)  # only now: the loop needs a pair of its own
         standbys = Standbys(state_dir=tmp_path, log_path=tmp_path / "log", reaper=None, clock=SystemClock())
         standbys.keep("job", {})
         async with asyncio.timeout(120):
@@ -340,7 +340,7 @@ def test_a_host_without_descriptors_starts_cold_and_says_why(tmp_path, monkeypat
 
 
 class SetClock:
-    """A host's clock, which somebody sets."""
+    """A host's clock that a test can set."""
 
     def __init__(self) -> None:
         self.wall, self.passed_s = 1_000.0, 0.0
@@ -356,17 +356,17 @@ class SetClock:
         return self.passed_s
 
 
-def test_a_clock_that_is_set_back_makes_no_report_older_than_the_one_before():
+def test_setting_the_clock_back_does_not_date_a_report_before_the_last_one():
     clock = SetClock()
     cluster = ClusterClock(clock)
-    told = []
+    times = []
     for second in range(100):
         clock.go_on(1.0)
         if second == 10:
             clock.wall -= 40.0
-        told.append(cluster.wall_s())
-    assert all(later > earlier for earlier, later in pairwise(told))
-    assert told[49] == told[9] + 20.0 and told[99] == clock.wall, "at half the pace, until they meet"
+        times.append(cluster.wall_s())
+    assert all(later > earlier for earlier, later in pairwise(times))
+    assert times[49] == times[9] + 20.0 and times[99] == clock.wall, "at half the pace, until they meet"
     clock.wall += 500.0
     assert cluster.wall_s() == clock.wall
     cluster.follow(900.0)

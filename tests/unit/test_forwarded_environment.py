@@ -1,4 +1,4 @@
-"""What is handed on to workers of other hosts, and how the secrets among it travel."""
+"""Variables forwarded to workers on other hosts, and how the secrets among them travel."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LISTED = {
 }
 
 
-def test_the_list_without_secrets_is_the_default() -> None:
+def test_the_default_is_the_list_without_secrets() -> None:
     found = select(SHELL, ())
     assert set(found.plain) == LISTED
     assert found.secret == {"HTTP_PROXY": SHELL["HTTP_PROXY"]}, "its address has a password"
 
 
-def test_what_is_named_is_added() -> None:
+def test_named_variables_are_added() -> None:
     found = select(SHELL, ("MY_FLAG", "LR=a=b", "EMPTY=", "HF_TOKEN", "CUDA_VISIBLE_DEVICES=0", "NCCL_DEBUG=WARN"))
     assert found.plain["NCCL_DEBUG"] == "WARN"
     assert {n: found.plain[n] for n in set(found.plain) - LISTED} == {
@@ -60,7 +60,7 @@ def test_all_and_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (("UNSET",), "not set"),
         (("1x=2",), "is not the name"),
@@ -72,8 +72,8 @@ def test_all_and_nothing() -> None:
         (("BAD=\udcff",), "UTF-8"),
     ],
 )
-def test_words_that_cannot_be_handed_on(words: tuple[str, ...], says: str) -> None:
-    with pytest.raises(UsageError, match=says) as caught:
+def test_variables_that_cannot_be_forwarded(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
         select(SHELL, words)
     assert caught.value.hint
     assert "udcff" not in caught.value.message
@@ -83,19 +83,17 @@ def test_words_that_cannot_be_handed_on(words: tuple[str, ...], says: str) -> No
 @pytest.mark.parametrize(
     "name", ["HF_TOKEN", "api_key", "APIKEY", "MY_SECRET_2", "DB_PASSWORD", "PGPASSWORD", "GITHUB_PAT"]
 )
-def test_secrets_are_known_by_their_names(name: str) -> None:
+def test_secrets_are_recognized_by_their_names(name: str) -> None:
     assert is_secret(name, "x")
     assert not is_secret("TOKENIZERS_PARALLELISM", "x")
     assert not is_secret("MAX_TOKENS", "512")
     assert not is_secret("PATH", "/a:/b@c")
 
 
-def test_only_hosts_of_the_cluster_unseal() -> None:
+def test_only_hosts_of_the_cluster_can_unseal() -> None:
     sealed = seal({"HF_TOKEN": "größe", "EMPTY_KEY": ""}, secret=SECRET, job="gpt")
-    assert not any(
-        part in text for text in sealed.values() for part in ("größe", "Z3LDtsOfZQ")
-    )  # as it is, and in base64
-    assert sealed != seal({"HF_TOKEN": "größe", "EMPTY_KEY": ""}, secret=SECRET, job="gpt"), "a nonce each time"
+    assert not any(part in text for text in sealed.values() for part in ("größe", "Z3LDtsOfZQ"))  # plain, and in base64
+    assert sealed != seal({"HF_TOKEN": "größe", "EMPTY_KEY": ""}, secret=SECRET, job="gpt"), "a new nonce each time"
     key = host_credential(SECRET, "node-7").peer_key
     assert unseal(sealed, peer_key=key, job="gpt") == {"HF_TOKEN": "größe", "EMPTY_KEY": ""}
     moved = {"HF_TOKEN": sealed["EMPTY_KEY"]}
@@ -114,7 +112,7 @@ def test_only_hosts_of_the_cluster_unseal() -> None:
     assert seal({}, secret="", job="gpt") == unseal({}, peer_key="", job="gpt") == {}
 
 
-def test_what_a_user_hands_on_comes_before_the_daemons_own() -> None:
+def test_forwarded_variables_override_the_daemons_own() -> None:
     spec = JobSpec("j", ("t.py",), "/", user_env={"A": "user", "B": "user", "C": "user"}, env={"C": "job"})
     found = job_environment({"A": "daemon", "D": "daemon", "FLYBALL_TOKEN": "t"}, spec, {"B": "secret"})
     assert {name: found[name] for name in "ABCD"} == {"A": "user", "B": "secret", "C": "job", "D": "daemon"}

@@ -1,4 +1,4 @@
-"""Hosts that left in order: nobody misses them, nobody gives them work, unless ranks were left on them."""
+"""Hosts that left in order: they are not missed and get no work, unless they still had ranks."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_a_host_that_left_is_not_silent_and_may_come_back() -> None:
     assert not run_until(detector, 100.0, 110.0, "a", "b")
     assert not detector.observe(report("b", 110.0, leaves=True), 110.0)
     detector.leave("b")
-    assert not run_until(detector, 110.0, 200.0, "a"), "nobody misses it"
-    assert not detector.observe(report("b", 200.0, incarnation="two"), 200.0), "it joins as any host does"
+    assert not run_until(detector, 110.0, 200.0, "a"), "it is not missed"
+    assert not detector.observe(report("b", 200.0, incarnation="two"), 200.0), "it joins like any host"
     found = run_until(detector, 200.1, 260.0, "a")
     assert [type(body) for body in found] == [HostSilent], "from then on it is missed again"
     assert isinstance(detector.observe(report("b", 260.0, incarnation="two"), 260.0)[0], HostReturned)
@@ -61,7 +61,7 @@ def test_a_host_that_left_although_it_should_have_ranks_is_missed() -> None:
     assert [body.host_id for body in found if isinstance(body, HostSilent)] == ["b"]
 
 
-def test_a_goodbye_survives_the_wire_both_ways_and_an_old_daemon_says_none() -> None:
+def test_a_farewell_survives_the_wire_both_ways_and_old_daemons_send_none() -> None:
     last = report("a", 1.0, leaves=True)
     assert decode(encode(last), Report).leaves
     decoder = ReportDecoder()
@@ -121,7 +121,7 @@ def view(*hosts: HostView) -> View:
     return View(jobs=(job,), hosts=hosts, incidents=(), actions=(), copies=(), next_incident=1, next_decision=1)
 
 
-def test_ranks_that_were_left_on_it_are_moved_at_once() -> None:
+def test_ranks_still_on_it_are_moved_at_once() -> None:
     outcome = decide(view(host("a"), host("b", job="train", left_at=NOW - 1)), (), PolicySettings(), NOW)
     assert [(change.host_id, change.state) for change in outcome.hosts if change.host_id == "b"] == [
         ("b", HostState.SILENT)

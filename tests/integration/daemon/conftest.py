@@ -1,4 +1,4 @@
-"""A host daemon as a real process, and the supervisor's side of its HTTP interface."""
+"""A host daemon as a real process, and a fake supervisor for its HTTP interface."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from flyball.contracts.reports.signals import Report, ReportReply, Signal, Worke
 
 TOKEN = "a-token-for-tests"
 HOST_TOKEN = host_credential(TOKEN, "host-a").token
-DEADLINE_S = 120.0  # on a busy machine; nothing waits that long otherwise
+DEADLINE_S = 120.0  # for a busy machine; otherwise nothing takes that long
 
 T = TypeVar("T")
 
 
 def until(what: str, condition: Callable[[], T | None], timeout_s: float = DEADLINE_S) -> T:
-    """Wait for a condition, and return what made it true."""
+    """Wait for a condition and return its result."""
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
     while time.monotonic() < deadline:
@@ -61,16 +61,16 @@ def until(what: str, condition: Callable[[], T | None], timeout_s: float = DEADL
 
 
 class Supervisor:
-    """Answers as the real one would, by the contracts; keeps what it was sent."""
+    """Replies as the real one would, by the contracts. Keeps everything that it receives."""
 
     def __init__(self) -> None:
         self.lock = threading.Condition()
         self.reports: list[Report] = []
         self.updates: list[CommandUpdate] = []
-        self.open: list[Command] = []  # not finally answered
+        self.open: list[Command] = []  # without a final answer
         self.handed_out: dict[str, float] = {}
         self.committed: dict[str, int] = {}
-        self.commits = True  # False: signals are taken and never said to be committed
+        self.commits = True  # False: signals are accepted, but never reported as committed
         self.refusal: tuple[int, dict[str, str]] | None = None
         self.refusal_body = b"{}"
         self.refused = 0
@@ -120,7 +120,7 @@ class Supervisor:
         return until(f"an answer to {command.command_id}", found)
 
     def signals(self) -> list[Signal]:
-        """Every signal once, in the order of arrival."""
+        """Every signal once, in order of arrival."""
         with self.lock:
             seen = {(s.incarnation, s.seq): s for report in self.reports for s in report.signals}
         return list(seen.values())
@@ -172,7 +172,7 @@ class Supervisor:
         self._reply(request, 200, wire.encode(CommandBatch(tuple(due))))
 
     def _due(self) -> list[Command]:
-        """What was not handed out yet, or a while ago: the daemon may have been killed before it read it."""
+        """Commands not sent yet, or sent a while ago: the daemon may have been killed before it read them."""
         now = time.monotonic()
         return [c for c in self.open if now - self.handed_out.get(c.command_id, -1.0) > 1.0]
 
@@ -202,7 +202,7 @@ class Supervisor:
 
 
 class Daemon:
-    """One host daemon process on a state folder of its own."""
+    """One host daemon process with its own state folder."""
 
     until = staticmethod(until)
 
@@ -256,7 +256,7 @@ class Daemon:
 
     def stop(self) -> int:
         assert self.process is not None
-        self.process.send_signal(signal.SIGINT)  # SIGTERM would give notice, and wait
+        self.process.send_signal(signal.SIGINT)  # SIGTERM would give notice and wait
         return self.process.wait(DEADLINE_S)
 
     def owned(self) -> dict[int, str]:
@@ -276,7 +276,7 @@ class Daemon:
         return found
 
     def children(self, what: str) -> set[int]:
-        """Processes of this daemon's own that have `what` on their command line."""
+        """This daemon's processes with `what` on their command line."""
         found = set()
         for pid in (pid for pid, command in self.owned().items() if what in command):
             try:
@@ -288,7 +288,7 @@ class Daemon:
         return found
 
     def port(self) -> int:
-        """What the daemon proposes, if no job was given that: a store that is slow to bind its port leaves it free for
+        """The port that the daemon proposes, unless a job has it: a store that binds its port slowly leaves it free for
         some time, and the newest report may be older than the store."""
         newest = self.supervisor.newest
         port = newest.facts.free_port if newest else 0
@@ -308,7 +308,7 @@ class Daemon:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait(DEADLINE_S)
-        until("an end of what this test started", self._all_killed)
+        until("the end of everything that this test started", self._all_killed)
         shutil.rmtree(self.shm_dir)
 
     def _all_killed(self) -> bool:
@@ -337,7 +337,7 @@ def daemon(tmp_path: Path, supervisor: Supervisor) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """A daemon for tests that only use it; its warm standby is kept from one to the next."""
+    """A daemon for tests that only use it. Its warm standby is kept between tests."""
     server = Supervisor()
     daemon = Daemon(tmp_path_factory.mktemp("shared"), server)
     daemon.start()
@@ -349,14 +349,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 class Job:
-    """Makes the commands for a job of one host."""
+    """Creates the commands for a job of one host."""
 
     def __init__(self, daemon: Daemon, script: str, *, nproc: int = 1, name: str = "job", **spec: object) -> None:
         self.daemon = daemon
         self.workdir = daemon.root / f"{name}-code"
         self.workdir.mkdir()
         (self.workdir / "train.py").write_text(script)
-        environment = {"OMP_NUM_THREADS": "1"}  # the same for any number of ranks, so that they share a standby
+        environment = {"OMP_NUM_THREADS": "1"}  # the same for any number of ranks, which then share a standby
         settings = {"argv": ("train.py",), "workdir": str(self.workdir), "env": environment, **spec}
         self.spec = msgspec.convert(
             {"job": name, "nproc_per_node": nproc, "stop_grace_s": 0.0, **settings}, JobSpec, strict=False
@@ -429,7 +429,7 @@ def make_job(daemon: Daemon) -> Callable[..., Job]:
 
 @pytest.fixture
 def make_shared_job(shared: Daemon, request: pytest.FixtureRequest) -> Iterator[Callable[..., Job]]:
-    """Jobs with names of their own on the shared daemon, ended with the test."""
+    """Jobs with unique names on the shared daemon, ended with the test."""
     made: list[Job] = []
 
     def make(script: str, **settings: object) -> Job:

@@ -1,4 +1,4 @@
-"""The daemon between commands and the checkpoint engine, with a trainer that saves."""
+"""The daemon relays commands to the checkpoint engine, with a trainer that saves."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_emergency_save_stop_and_restore_lose_no_step(shared, make_shared_job):
     assert (late.state, late.code) == (UpdateState.FAILED, "too_late")
     assert {p.rank for p in late.result.positions} == {0, 1}
 
-    for ahead in (25, 100, 400, 1600):  # on a busy machine the workers may pass a step before they are told of it
+    for ahead in (25, 100, 400, 1600):  # on a busy machine the workers may pass a step before they learn of it
         step = newest_step() + ahead
         command = job.command(SaveEmergency(name, 1, step, 100.0), generation=1)
         supervisor.send(command)
         first = supervisor.answer(command, final=False)
         if first.code != "too_late":
             break
-    # The last answer takes the place of one that is on its way, if the step comes before that has arrived.
+    # The last answer replaces one that is still being sent, if the step comes first.
     assert first.state in (UpdateState.ACKNOWLEDGED, UpdateState.SUCCEEDED), first
     saved = supervisor.answer(command)
     assert saved.state is UpdateState.SUCCEEDED, saved

@@ -1,5 +1,5 @@
-"""Emergency checkpoints through the daemon, with real workers: skewed, hung, too slow, dead. What reaches the disks is
-compared with what the workers had."""
+"""Emergency checkpoints through the daemon, with real workers: skewed, hung, too slow, dead. The bytes on the disks are
+compared with the workers' state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flyball.contracts.reports.rank_columns import statuses_in
 
 EVERY = 10  # steps between two saves to memory
 
-# Each rank has a file that it waits for before every step: a test leads it by `lead`.
+# Each rank waits for a file before every step: a test advances it with `lead`.
 TRAINER = """
 import os, time
 from pathlib import Path
@@ -38,7 +38,7 @@ for step in range(100_000):
 
 
 class Gates:
-    """How far each rank may go."""
+    """How far each rank may train."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         folder.mkdir()
@@ -53,7 +53,7 @@ class Gates:
 
 
 class Run:
-    """A job of two ranks that saves every tenth step to memory, and to the slow tiers only when it is told."""
+    """A job of two ranks that saves every tenth step to memory, and to the slow tiers only on command."""
 
     def __init__(self, shared, make_shared_job, folder: Path) -> None:
         self.shared, self.folder = shared, folder
@@ -71,8 +71,8 @@ class Run:
         self.pids = self.job.start().result.pids
 
     def at(self, *steps: int) -> None:
-        """Both ranks have completed these steps, and stand there; what they saved is a recovery point. (A flush waits
-        for that for two seconds, and then takes the one before it.)"""
+        """Wait until both ranks stand at these steps and their newest save is a recovery point. (A flush waits
+        two seconds for that, and then takes the one before it.)"""
         for rank, step in enumerate(steps):
             self.gates.open(rank, step)
         self.shared.until(f"steps {steps}", lambda: self.steps() == dict(enumerate(steps)))
@@ -98,7 +98,7 @@ class Run:
         return self.job.send(FlushState(self.name, 1, timeout_s, disarm), generation=1)
 
     def check_files(self, step: int) -> None:
-        """The shards of the step, on disk and in the store, are the ranks' state after it."""
+        """Check that the shards of the step, on disk and in the store, are the ranks' state after it."""
         for tier in ("disk", "store"):
             for rank in (0, 1):
                 (path,) = (self.folder / tier).rglob(f"step{step}/rank{rank}.safetensors")
@@ -124,13 +124,13 @@ def run(shared, make_shared_job, tmp_path: Path) -> Iterator[Run]:
     made.job.end(1)
 
 
-def test_ranks_three_steps_apart_save_the_step_that_was_named_and_it_is_flushed(run: Run) -> None:
+def test_ranks_three_steps_apart_save_the_named_step_and_it_is_flushed(run: Run) -> None:
     run.at(14, 17)
     _, late = run.arm(16)
     assert (late.state, late.code) == (UpdateState.FAILED, "too_late")
     command, armed = run.arm(21)
     assert armed.state is UpdateState.ACKNOWLEDGED
-    run.gates.open(1, 50)  # the one that is ahead comes to the step, and waits there
+    run.gates.open(1, 50)  # the rank ahead reaches the step and waits there
     run.shared.until("rank 1 at the step", lambda: run.steps()[1] == 21)
     assert run.steps()[0] == 14
     run.gates.open(0, 50)
@@ -138,13 +138,13 @@ def test_ranks_three_steps_apart_save_the_step_that_was_named_and_it_is_flushed(
     assert saved.state is UpdateState.SUCCEEDED
     flushed = run.flush()
     assert flushed.result.flushed == {"disk": 21, "persistent": 21}
-    run.shared.until("reports of the step", lambda: run.steps() == {0: 21, 1: 21})  # they may come after the answer
+    run.shared.until("reports of the step", lambda: run.steps() == {0: 21, 1: 21})  # they may arrive after the answer
     run.check_files(21)
 
 
-def test_with_a_hung_rank_the_newest_recovery_point_is_flushed_and_the_others_go_on(run: Run) -> None:
+def test_with_a_hung_rank_the_newest_recovery_point_is_flushed_and_the_others_continue(run: Run) -> None:
     run.at(12, 12)
-    command, armed = run.arm(15, deadline_s=20.0)  # time enough to come there, on a busy machine too
+    command, armed = run.arm(15, deadline_s=20.0)  # enough time to get there, even on a busy machine
     assert armed.state is UpdateState.ACKNOWLEDGED
     with run.stopped(1):
         run.gates.open(0, 29)
@@ -158,23 +158,23 @@ def test_with_a_hung_rank_the_newest_recovery_point_is_flushed_and_the_others_go
         run.shared.until("rank 0 goes on", lambda: run.steps()[0] > 15)
     run.check_files(10)
     run.shared.until("both are there again", lambda: run.steps() == {0: 29, 1: 29})
-    assert run.flush().result.flushed == {"disk": 20, "persistent": 20}  # no slot was lost to the step given up
+    assert run.flush().result.flushed == {"disk": 20, "persistent": 20}  # the abandoned step cost no slot
     run.check_files(20)
 
 
-def test_a_save_that_is_given_up_before_its_deadline_does_not_hold_the_flush(run: Run) -> None:
+def test_a_save_abandoned_before_its_deadline_does_not_delay_the_flush(run: Run) -> None:
     run.at(11, 11)
-    command, armed = run.arm(40, deadline_s=60.0)  # further than anyone comes in the time that there is
+    command, armed = run.arm(40, deadline_s=60.0)  # further than any rank gets in that time
     assert armed.state is UpdateState.ACKNOWLEDGED
     flushed = run.flush(disarm=True)
     assert flushed.state is UpdateState.SUCCEEDED
     assert flushed.result.flushed == {"disk": 10, "persistent": 10}
     assert run.shared.supervisor.answer(command).code == "superseded"
     run.check_files(10)
-    run.at(45, 45)  # nobody stops at the step
+    run.at(45, 45)  # no rank stops at the step
 
 
-def test_an_engine_that_is_killed_in_between_costs_neither_the_step_nor_the_flush(run: Run) -> None:
+def test_killing_the_engine_in_between_loses_neither_the_step_nor_the_flush(run: Run) -> None:
     def kill_engine() -> None:
         os.kill(int((run.shared.state_dir / "engine.pid").read_text().split()[0]), signal.SIGKILL)
 
@@ -190,7 +190,7 @@ def test_an_engine_that_is_killed_in_between_costs_neither_the_step_nor_the_flus
     run.check_files(15)
 
 
-def test_what_dead_workers_had_is_flushed_when_their_job_is_stopped_for_good(run: Run) -> None:
+def test_the_state_of_dead_workers_is_flushed_when_their_job_is_stopped(run: Run) -> None:
     run.at(23, 23)
     for pid in run.pids.values():
         os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""SIGTERM of a real daemon with a worker: it gives notice and goes on serving until it is needed no more."""
+"""SIGTERM to a real daemon with a worker: it gives notice, and serves until it is no longer needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def notices(supervisor) -> list[PreemptionNotice]:
 
 
 def told_to_end(daemon, supervisor, job, timeout_s: str, generations) -> int:
-    """Have a daemon with a worker give notice; returns the worker's generation.
+    """Make a daemon with a worker give notice. Returns the worker's generation.
 
     A supervisor that does not answer at once is not waited for, and right so: where this process was held up, the
     daemon ends without a notice, and it is tried again with the next.
@@ -49,26 +49,26 @@ def test_it_serves_until_its_ranks_train_elsewhere(daemon, supervisor, make_job)
     job, generations = make_job(WAIT), count(1)
     generation = told_to_end(daemon, supervisor, job, "600", generations)
     assert job.stop(generation).state is UpdateState.SUCCEEDED
-    daemon.until("the engine, whose state is still to be fetched", lambda: supervisor.newest.facts.engine_address)
+    daemon.until("the engine, whose state must still be fetched", lambda: supervisor.newest.facts.engine_address)
     assert daemon.process.poll() is None
     supervisor.departure = Departure(may_leave=True)
     assert daemon.process.wait(120) == 0
-    daemon.until("an end of all its processes", lambda: not daemon.owned())
+    daemon.until("the end of all its processes", lambda: not daemon.owned())
     daemon.start("--leave-timeout-s", "600")
-    daemon.until("the notice to be taken back", lambda: len(notices(supervisor)) == 2)
+    daemon.until("the withdrawal of the notice", lambda: len(notices(supervisor)) == 2)
     assert notices(supervisor)[1].deadline_at == 0.0
 
     supervisor.departure = Departure(may_leave=False, waits_for="the test")
     told_to_end(daemon, supervisor, job, "600", generations)
     assert len(notices(supervisor)) == 3
     daemon.process.send_signal(signal.SIGTERM)
-    assert daemon.process.wait(120) == 0, "told twice it does not wait"
-    daemon.until("an end of all its processes", lambda: not daemon.owned())
+    assert daemon.process.wait(120) == 0, "after a second signal it does not wait"
+    daemon.until("the end of all its processes", lambda: not daemon.owned())
 
 
-def test_it_ends_its_workers_itself_when_the_time_is_over(daemon, supervisor, make_job) -> None:
+def test_it_ends_its_workers_itself_when_time_is_up(daemon, supervisor, make_job) -> None:
     told_to_end(daemon, supervisor, make_job(WAIT), "0.5", count(1))
     assert daemon.process.wait(120) == 0
     assert "leaving_overdue" in daemon.log()
     assert supervisor.exit_of(0).expected
-    daemon.until("an end of all its processes", lambda: not daemon.owned())
+    daemon.until("the end of all its processes", lambda: not daemon.owned())

@@ -1,4 +1,4 @@
-"""What a kill -9 of the daemon, its engine, or an absent supervisor must not take away."""
+"""What survives a kill -9 of the daemon or its engine, and an absent supervisor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = """
 import os, signal
 from flyball.sdk.beacon import BeaconWriter
 beacon = BeaconWriter(os.environ["FLYBALL_BEACON"])
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # one that comes early waits
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # an early one stays pending
 print("up", flush=True)
 for step in range(1_000):
     signal.sigwait([signal.SIGUSR1])
@@ -43,7 +43,7 @@ def alive(pid: int) -> bool:
 
 
 def advance(daemon, supervisor, pid: int, upto: int) -> None:
-    """Have the worker complete its steps up to one, each seen by the supervisor before the next."""
+    """Make the worker complete its steps up to one; the supervisor sees each before the next."""
     for step in range(upto + 1):
         if step not in steps_of(supervisor):
             os.kill(pid, signal.SIGUSR1)
@@ -55,27 +55,27 @@ def ranks_in(report: Report) -> list[RankStatus]:
 
 
 def steps_of(supervisor) -> list[int]:
-    """In the order in which they were told. A report that was not answered in time is sent again: the same moments of
-    the same steps count once."""
-    told = [
+    """Steps in the order in which they were reported. A report without a reply in time is sent again, so the same times
+    of the same steps count once."""
+    reported = [
         (run.first_step + i, at)
         for report in list(supervisor.reports)
         for run in steps_in(report.completed)
         for i, at in enumerate(run.completed_at)
     ]
-    return [step for step, _ in dict.fromkeys(told)]
+    return [step for step, _ in dict.fromkeys(reported)]
 
 
 def wait_until_all_has_arrived(daemon, supervisor) -> None:
-    """The daemon knows that what it told has arrived: it sends a report without it. Else it would tell it again."""
+    """Wait for a report without news: only then does the daemon know that its news arrived, and not repeat it."""
 
-    def has_nothing_to_tell() -> bool:
+    def has_no_news() -> bool:
         incarnation = supervisor.newest.incarnation
         ours = [r for r in supervisor.reports if r.incarnation == incarnation]
         newest = max(ours, key=lambda report: report.seq)
         return not newest.signals and not newest.completed
 
-    daemon.until("a report with nothing to tell", has_nothing_to_tell)
+    daemon.until("a report without news", has_no_news)
 
 
 def test_a_restarted_daemon_adopts_its_workers(daemon, supervisor, make_job):
@@ -89,11 +89,11 @@ def test_a_restarted_daemon_adopts_its_workers(daemon, supervisor, make_job):
     before = supervisor.newest.incarnation
     daemon.kill()
     assert alive(pid)
-    os.kill(pid, signal.SIGUSR1)  # a step that no daemon is there to see
+    os.kill(pid, signal.SIGUSR1)  # a step while there is no daemon
     daemon.start()
-    assert supervisor.newest.succeeds == (before,), "what lets it take over at once"
+    assert supervisor.newest.succeeds == (before,), "so that it can take over at once"
     daemon.until("the worker in a report", lambda: [r for r in ranks_in(supervisor.newest) if r.pid == pid])
-    daemon.until("the step of the meantime", lambda: 3 in steps_of(supervisor))
+    daemon.until("the step in between", lambda: 3 in steps_of(supervisor))
     advance(daemon, supervisor, pid, 4)
     assert steps_of(supervisor) == [0, 1, 2, 3, 4]
     assert daemon.until("the engine", lambda: supervisor.newest.facts.engine_address) == engine
@@ -104,7 +104,7 @@ def test_a_restarted_daemon_adopts_its_workers(daemon, supervisor, make_job):
     assert (exited.exit_code, exited.signal_number, exited.expected, exited.last_step) == (None, None, True, 4)
 
 
-def test_a_daemon_that_is_not_the_only_one_of_its_host_id_ends_its_workers_and_says_why(daemon, supervisor, make_job):
+def test_a_daemon_whose_host_id_another_one_uses_ends_its_workers_and_reports_why(daemon, supervisor, make_job):
     daemon.start()
     job = make_job(WAIT)
     pid = job.start().result.pids["0"]
@@ -115,7 +115,7 @@ def test_a_daemon_that_is_not_the_only_one_of_its_host_id_ends_its_workers_and_s
     assert daemon.process.wait(60.0) != 0
     assert not alive(pid)
     assert "error: Another daemon speaks for it.\nNext step: Give it another id.\n" in daemon.log()
-    daemon.until("the end of all that it had", lambda: not daemon.owned())
+    daemon.until("the end of all its processes", lambda: not daemon.owned())
 
 
 def test_a_worker_that_ended_without_a_daemon_is_reported_once(daemon, supervisor, make_job):
@@ -148,8 +148,8 @@ sys.exit({code})
 """
 
 
-@pytest.mark.parametrize(("code", "told"), [(0, 0), (3, None)])
-def test_a_script_that_ended_well_without_a_daemon_is_known_to_have(daemon, supervisor, make_job, code, told):
+@pytest.mark.parametrize(("code", "reported"), [(0, 0), (3, None)])
+def test_a_good_end_without_a_daemon_is_known(daemon, supervisor, make_job, code, reported):
     daemon.start()
     job = make_job(ENDS.format(code=code))
     pid = job.start().result.pids["0"]
@@ -159,7 +159,7 @@ def test_a_script_that_ended_well_without_a_daemon_is_known_to_have(daemon, supe
     daemon.until("its end", lambda: not alive(pid))
     daemon.start()
     exited = supervisor.exit_of(0)
-    assert (exited.exit_code, exited.signal_number) == (told, None)
+    assert (exited.exit_code, exited.signal_number) == (reported, None)
 
 
 def test_the_spool_survives_and_keeps_its_numbers(daemon, supervisor, make_job):
@@ -197,11 +197,11 @@ def test_an_uncommitted_signal_is_sent_again(daemon, supervisor, make_job):
     supervisor.commits = False
     daemon.start()
     make_job("").start()
-    daemon.until("three sendings", lambda: sum(bool(r.signals) for r in supervisor.reports) >= 3)
+    daemon.until("three attempts", lambda: sum(bool(r.signals) for r in supervisor.reports) >= 3)
     assert len(supervisor.signals()) == 1
 
 
-def test_a_stale_command_is_refused_also_after_a_restart(daemon, supervisor, make_job):
+def test_a_stale_command_is_refused_even_after_a_restart(daemon, supervisor, make_job):
     daemon.start()
     job = make_job(WAIT)
     pid = job.start(2, epoch=5).result.pids["0"]
@@ -228,18 +228,18 @@ def test_a_repeated_command_is_answered_and_not_obeyed_again(daemon, supervisor,
     daemon.start()
     supervisor.send(start)
     repeated = supervisor.answer(start, count=3)
-    assert repeated.incarnation == supervisor.newest.incarnation, "the word of the one before counts no more"
+    assert repeated.incarnation == supervisor.newest.incarnation, "the former daemon no longer counts"
     assert msgspec.structs.replace(repeated, incarnation=first.incarnation) == first
     assert alive(first.result.pids["0"])
     assert supervisor.exits() == []
 
 
-def test_a_dead_engine_is_replaced_and_workers_run_on(daemon, supervisor, make_job):
+def test_a_dead_engine_is_replaced_while_workers_keep_running(daemon, supervisor, make_job):
     daemon.start()
     job = make_job(WAIT)
     pid = job.start().result.pids["0"]
     job.wait_up()
-    daemon.until("the engine", lambda: supervisor.newest.engine.alive)  # of one that never was up no signal tells
+    daemon.until("the engine", lambda: supervisor.newest.engine.alive)  # an engine that was never up causes no signal
     (engine,) = [p for p, c in daemon.owned().items() if "ckpt_engine.host.server" in c]
     os.kill(engine, signal.SIGKILL)
     daemon.until("the signal", lambda: [s for s in supervisor.signals() if isinstance(s.body, EngineRestarted)])
@@ -249,7 +249,7 @@ def test_a_dead_engine_is_replaced_and_workers_run_on(daemon, supervisor, make_j
     assert job.stop().state is UpdateState.SUCCEEDED
 
 
-def test_workers_run_on_while_the_supervisor_is_away(daemon, supervisor, make_job):
+def test_workers_keep_running_while_the_supervisor_is_away(daemon, supervisor, make_job):
     daemon.start()
     job = make_job(STEPS)
     pid = job.start().result.pids["0"]
@@ -258,7 +258,7 @@ def test_workers_run_on_while_the_supervisor_is_away(daemon, supervisor, make_jo
     refused = supervisor.refused
     for count in (1, 2, 3):
         os.kill(pid, signal.SIGUSR1)
-        daemon.until("the step", lambda count=count: f"done {count}\n" in job.log())  # two signals at once would be one
+        daemon.until("the step", lambda count=count: f"done {count}\n" in job.log())  # two signals at once would merge
         daemon.until("an attempt", lambda r=refused: supervisor.refused > r)
         refused = supervisor.refused
     supervisor.refusal = None
@@ -266,7 +266,7 @@ def test_workers_run_on_while_the_supervisor_is_away(daemon, supervisor, make_jo
     assert steps_of(supervisor) == [0, 1, 2]
 
 
-def test_a_busy_supervisor_is_left_alone_for_as_long_as_it_asks(daemon, supervisor):
+def test_a_busy_supervisor_is_left_alone_as_long_as_it_requests(daemon, supervisor):
     daemon.start()
     supervisor.refusal = (429, {"Retry-After": "30"})
     daemon.until("both the report and the poll refused", lambda: supervisor.refused >= 2)
@@ -276,7 +276,7 @@ def test_a_busy_supervisor_is_left_alone_for_as_long_as_it_asks(daemon, supervis
     assert (supervisor.refused, len(supervisor.reports)) == (refused, count)
 
 
-def test_a_wrong_token_is_said_clearly_and_the_daemon_stays(daemon, supervisor):
+def test_a_wrong_token_is_logged_clearly_and_the_daemon_keeps_running(daemon, supervisor):
     daemon.token_file.write_text("wrong")
     daemon.process = daemon.launch()
     daemon.until("the reason in the log", lambda: "supervisor_refuses" in daemon.log())
@@ -284,7 +284,7 @@ def test_a_wrong_token_is_said_clearly_and_the_daemon_stays(daemon, supervisor):
     assert daemon.process.poll() is None
 
 
-def test_a_preemption_notice_is_told_once(daemon, supervisor):
+def test_a_preemption_notice_is_reported_once(daemon, supervisor):
     daemon.start("--report-interval-s", "60")
     notice = daemon.state_dir / "preemption-notice.json"
 
@@ -299,9 +299,9 @@ def test_a_preemption_notice_is_told_once(daemon, supervisor):
     write("{broken")
     daemon.until("the complaint", lambda: "preemption_notice_malformed" in daemon.log())
     write('{"deadline_s": 30.0, "source": "test"}')
-    (told,) = daemon.until("the signal", notices)
-    assert told.source == "test"
-    assert abs(told.deadline_at - notice.stat().st_mtime - 30) < 1e-3
+    (notice_sent,) = daemon.until("the signal", notices)
+    assert notice_sent.source == "test"
+    assert abs(notice_sent.deadline_at - notice.stat().st_mtime - 30) < 1e-3
     daemon.kill()
     daemon.start()
     count = len(supervisor.reports)
@@ -310,17 +310,17 @@ def test_a_preemption_notice_is_told_once(daemon, supervisor):
     assert daemon.log().count("preemption_notice_malformed") == 1
 
 
-def test_a_start_that_was_cut_short_is_not_repeated(daemon, supervisor, make_job):
+def test_an_interrupted_start_is_not_repeated(daemon, supervisor, make_job):
     daemon.start()
     job = make_job(WAIT)
     hold = daemon.root / "hold"
     hold.mkdir()
     (hold / "sitecustomize.py").write_text("import signal\nsignal.pause()\n")
-    held = make_job(WAIT, name="held", env={"PYTHONPATH": str(hold)})  # its standby never gets ready
+    held = make_job(WAIT, name="held", env={"PYTHONPATH": str(hold)})  # its standby is never ready
     command = held.command(StartWorkers(held.spec, held.placement(1)), generation=1)
     supervisor.send(command)
     daemon.until("the standby", lambda: daemon.children("host_daemon.spawning.spawner"))
-    daemon.until("the command in work", lambda: command.command_id in daemon.log())
+    daemon.until("the running command", lambda: command.command_id in daemon.log())
     daemon.kill()
     daemon.start()
     supervisor.send(command)
@@ -330,7 +330,7 @@ def test_a_start_that_was_cut_short_is_not_repeated(daemon, supervisor, make_job
     job.wait_up()
 
 
-def test_a_newer_command_takes_the_place_of_one_that_waits(daemon, supervisor, make_job):
+def test_a_newer_command_replaces_one_that_waits(daemon, supervisor, make_job):
     daemon.start()
     hold = daemon.root / "hold"
     hold.mkdir()

@@ -1,4 +1,4 @@
-"""Workers: started from the warm spawner, their ends seen as events with their true status, stopped without remains."""
+"""Workers: started from the warm spawner, their ends seen as events with the true status, stopped completely."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_environment_of_a_worker_is_torchruns(shared, make_shared_job):
+def test_a_worker_has_torchruns_environment(shared, make_shared_job):
     job = make_shared_job(PRINT_ENVIRONMENT, nproc=2, argv=("train.py", "--lr", "3e-4"), env={"COLOUR": "blue"})
     pids = job.start().result.pids
     seen = {}
@@ -41,11 +41,11 @@ def test_environment_of_a_worker_is_torchruns(shared, make_shared_job):
         assert job.exit_of(rank).exit_code == 0
         seen[rank] = json.loads(job.log(1, rank))
         assert seen[rank]["ids"] == [pids[str(rank)]] * 3
-    said = seen[1]
-    assert said["argv"] == ["train.py", "--lr", "3e-4"]
-    assert said["cwd"] == said["path"] == str(job.workdir)
-    assert said["main"] == str(job.workdir / "train.py")
-    assert said["threads"] == 1
+    found = seen[1]
+    assert found["argv"] == ["train.py", "--lr", "3e-4"]
+    assert found["cwd"] == found["path"] == str(job.workdir)
+    assert found["main"] == str(job.workdir / "train.py")
+    assert found["threads"] == 1
     expected = {
         "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1", "ROLE_RANK": "1", "ROLE_WORLD_SIZE": "2", "ROLE_NAME": "default",
@@ -54,8 +54,8 @@ def test_environment_of_a_worker_is_torchruns(shared, make_shared_job):
         "COLOUR": "blue", "FLYBALL_JOB": job.spec.job, "FLYBALL_GENERATION": "1", "FLYBALL_HOST_ID": "host-a",
         "FLYBALL_RESTORE_STEP": "",
     }  # fmt: skip
-    assert {name: said["env"].get(name) for name in expected} == expected
-    assert int(said["env"]["MASTER_PORT"]) > 0
+    assert {name: found["env"].get(name) for name in expected} == expected
+    assert int(found["env"]["MASTER_PORT"]) > 0
 
 
 def test_thread_counts_of_the_jobs_environment_hold_in_preloaded_workers(shared, make_shared_job):
@@ -117,7 +117,7 @@ def test_exit_codes_and_errors_are_the_scripts_own(shared, make_shared_job):
     assert "Traceback" not in jobs["ours"].log()
 
 
-def test_stop_ends_the_whole_session_and_leaves_nobody_behind(shared, make_shared_job):
+def test_stop_ends_the_whole_session(shared, make_shared_job):
     script = """
 import os, signal, subprocess, sys
 stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('child', flush=True); signal.pause()"
@@ -130,8 +130,8 @@ while True:
     job = make_shared_job(script)
     worker = job.start().result.pids["0"]
     shared.until("both children", lambda: job.log(1, 0).split().count("child") == 2)
-    said = shared.until("their pids", lambda: re.search(r"pids (\d+) (\d+)\n", job.log(1, 0)))  # which may come last
-    children = [int(pid) for pid in said.groups()]
+    found = shared.until("their pids", lambda: re.search(r"pids (\d+) (\d+)\n", job.log(1, 0)))  # these may come last
+    children = [int(pid) for pid in found.groups()]
     update = job.stop()
     assert update.state is UpdateState.SUCCEEDED
     assert not any(alive(pid) for pid in (worker, *children))
@@ -157,7 +157,7 @@ raise RuntimeError("gone, and the child stays")
 def test_grace_lets_a_worker_finish_and_its_end_is_final(shared, make_shared_job):
     finishes = """
 import signal
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # one that comes early waits
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # an early one stays pending
 print("up", flush=True)
 signal.sigwait([signal.SIGTERM])
 print("finished", flush=True)
@@ -183,7 +183,7 @@ def test_a_stopped_process_can_be_stopped(shared, make_shared_job):
     assert not alive(pid)
 
 
-def test_the_spawners_death_is_not_the_workers(daemon, supervisor, make_job):
+def test_workers_survive_their_spawner(daemon, supervisor, make_job):
     daemon.start()
     script = "import signal, sys\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\nprint('up', flush=True)\n"
     job = make_job(script + "signal.sigwait([signal.SIGUSR1])\nsys.exit(5)\n")
@@ -201,7 +201,7 @@ def test_the_spawners_death_is_not_the_workers(daemon, supervisor, make_job):
     job.wait_up(2)
 
 
-def test_a_failure_is_told_as_it_was_also_while_the_spawner_is_held_up(daemon, supervisor, make_job):
+def test_a_failure_is_reported_correctly_while_the_spawner_is_stopped(daemon, supervisor, make_job):
     daemon.start()
     job = make_job(WAIT, nproc=2)
     pids = job.start().result.pids
@@ -217,7 +217,7 @@ def test_a_failure_is_told_as_it_was_also_while_the_spawner_is_held_up(daemon, s
     assert alive(pids["1"])
 
 
-def test_packages_of_the_user_with_our_names_win(shared, make_shared_job):
+def test_user_packages_with_our_names_take_precedence(shared, make_shared_job):
     names = ("services", "goodput", "simulator", "host_daemon")
     job = make_shared_job(f"import {', '.join(names)}\nprint([m.MINE for m in ({', '.join(names)})], flush=True)")
     for name in names:
@@ -228,7 +228,7 @@ def test_packages_of_the_user_with_our_names_win(shared, make_shared_job):
     assert job.log(1, 0).strip() == str(list(names))
 
 
-def test_a_module_runs_as_with_python_m(shared, make_shared_job):
+def test_a_module_runs_as_under_python_m(shared, make_shared_job):
     job = make_shared_job("", argv=("pack.train", "--x"), module=True)
     (job.workdir / "pack").mkdir()
     (job.workdir / "pack" / "__init__.py").write_text("")
@@ -238,7 +238,7 @@ def test_a_module_runs_as_with_python_m(shared, make_shared_job):
     assert job.log(1, 0).split() == ["__main__", "pack", "['--x']"]
 
 
-def test_what_a_script_registers_for_its_end_runs(shared, make_shared_job):
+def test_exit_handlers_of_a_script_run(shared, make_shared_job):
     script = """
 import atexit, sys, threading
 x = 5
@@ -260,7 +260,7 @@ def test_ranks_do_not_share_random_numbers(shared, make_shared_job):
     assert first[0] != second[0] and first[1] != second[1]
 
 
-def test_an_environment_that_starts_threads_is_started_cold(shared, make_shared_job):
+def test_an_environment_that_starts_threads_gets_a_cold_start(shared, make_shared_job):
     folder = shared.root / "site"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
@@ -290,7 +290,7 @@ def test_a_missing_script_is_a_clear_failure(shared, make_shared_job):
     assert "absent.py" in failed
 
 
-def test_warm_up_has_a_standby_before_there_is_a_worker(daemon, supervisor, make_job):
+def test_warm_up_starts_a_standby_before_there_is_a_worker(daemon, supervisor, make_job):
     daemon.start()
     job = make_job(WAIT)
     assert job.send(WarmUp(job.spec), generation=1).state is UpdateState.SUCCEEDED
@@ -302,7 +302,7 @@ def test_warm_up_has_a_standby_before_there_is_a_worker(daemon, supervisor, make
     daemon.until("the standby's end", lambda: not alive(warm))
 
 
-def test_ranks_meet_at_once_and_again_after_a_restart(shared, make_shared_job):
+def test_ranks_connect_at_once_and_again_after_a_restart(shared, make_shared_job):
     script = """
 import os, signal, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -323,7 +323,7 @@ while True:
         assert f"up 2 {port}" in job.log(2, rank).splitlines()
 
 
-def test_end_of_a_job_and_of_the_daemon_leaves_nothing(daemon, supervisor, make_job):
+def test_nothing_is_left_after_the_end_of_a_job_and_of_the_daemon(daemon, supervisor, make_job):
     daemon.start()
     ended, running = make_job(WAIT, name="ended"), make_job(WAIT, name="running")
     ended.start()
@@ -332,4 +332,4 @@ def test_end_of_a_job_and_of_the_daemon_leaves_nothing(daemon, supervisor, make_
     assert ended.end().state is UpdateState.SUCCEEDED
     assert not [p.name for p in daemon.shm_dir.iterdir() if ".ended." in p.name]
     assert daemon.stop() == 0
-    daemon.until("an end of all its processes", lambda: not daemon.owned())
+    daemon.until("the end of all its processes", lambda: not daemon.owned())
