@@ -14,8 +14,7 @@ from ckpt_engine.format.manifest import Manifest
 from ckpt_engine.slots.control_views import RestoreAnswer, RestoreState, RestoreWords
 from ckpt_engine.slots.rank_segments import RankSegments, SlotState, SlotView
 from ckpt_engine.slots.slot_source import SlotSource
-from ckpt_engine.trainer.engine_link import CommitLink
-from ckpt_engine.trainer.local_commit import LocalCommitter
+from ckpt_engine.trainer.commit_link import CommitLink, LocalCommitter
 from flyball.contracts.checkpoints import Tier, is_alive
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
 from flyball.sdk.worker_identity import WorkerIdentity
@@ -119,7 +118,7 @@ class ShardReader:
         try:
             if control.read_restore() != offer:
                 return False
-            from ckpt_engine.trainer.restore.restore_file import load_described, read_manifest
+            from ckpt_engine.trainer.restore.load_shard import load_described, read_manifest
 
             path = Path(offer.path)
             manifest = read_manifest(path)

@@ -117,14 +117,14 @@ class Job:
         MemoryTooSmall at the first save of a job, and, if the settings say `raise_on_failure`, CheckpointError for a
         save that failed before.
         """
-        return self._told(self._engine.save(step, state))
+        return self._logged(self._engine.save(step, state))
 
     def on_step_boundary(self, step: int, state: Mapping[str, object]) -> SaveHandle:
         """For loops that call `save` now and then only: call this after every other step, so that an emergency
         checkpoint finds the rank at whatever step it names. At all others it does nothing."""
-        return self._told(self._engine.save(step, state, only_emergency=True))
+        return self._logged(self._engine.save(step, state, only_emergency=True))
 
-    def _told(self, handle: SaveHandle) -> SaveHandle:
+    def _logged(self, handle: SaveHandle) -> SaveHandle:
         if self._events is not None:
             self._events.saving(handle)
         return handle
@@ -196,17 +196,17 @@ class Job:
     @property
     def failed_saves(self) -> int:
         """How many saves of this rank failed since it attached."""
-        return self._engine.failed_saves
+        return self._engine.outcomes.failed
 
     @property
     def late_saves(self) -> int:
         """Saves that training waited for, for a slot or for a copy, longer than a tenth of a second."""
-        return self._engine.late_saves
+        return self._engine.outcomes.late
 
     @property
     def skipped_saves(self) -> int:
         """How many due saves were skipped because every slot was needed, as the settings may say (`when_full`)."""
-        return self._engine.skipped_saves
+        return self._engine.outcomes.skipped
 
     def close(self) -> None:
         """The job is done. Waits for the last copy; what was saved stays until the supervisor records the end of the

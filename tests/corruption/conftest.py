@@ -24,7 +24,7 @@ from ckpt_engine.slots.control_file import HEADER_BYTES
 from ckpt_engine.tiers.folder import FolderStorage
 from ckpt_engine.tiers.memory import MemoryTier, PeerTier, SlotTier
 from ckpt_engine.tiers.shard_store import ShardStore
-from ckpt_engine.trainer.capture.prepared_capture import Capture
+from ckpt_engine.trainer.capture.capturer import Capturer
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, RestorePlan, ShardSource, Tier
 from flyball.contracts.cluster import HostRanks, Placement
 from flyball.contracts.errors import Unreachable
@@ -53,7 +53,7 @@ def _make_shard(
     step: int = STEP, rank: int = 0, *, generation: int = 1, job: str = "job", world_size: int = 1
 ) -> Shard:
     """As a capture has it, without the header's padding: what is there to be flipped is something that counts."""
-    prepared = Capture().prepare(make_state(step, rank))
+    prepared = Capturer().take(make_state(step, rank))
     whole = memoryview(bytearray(prepared.payload_bytes))
     prepared.copy_into(0, whole)
     start = shard_format.header_bytes(whole, len(whole))

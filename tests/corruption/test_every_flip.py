@@ -25,8 +25,7 @@ from ckpt_engine.settings import EngineSettings
 from ckpt_engine.slots.control_views import RestoreState, RestoreWords
 from ckpt_engine.slots.rank_segments import RankSegments
 from ckpt_engine.tiers.memory import MemoryTier
-from ckpt_engine.trainer.restore.load_shard import restore_into
-from ckpt_engine.trainer.restore.restore_file import load_file
+from ckpt_engine.trainer.restore.load_shard import load_file, restore_into
 from ckpt_engine.trainer.shard_reader import ShardReader
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec, LineageEntry, Tier

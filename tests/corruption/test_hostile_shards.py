@@ -382,7 +382,7 @@ import resource, sys
 import torch
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.trainer.restore.load_shard import restore_into
-from ckpt_engine.trainer.restore.restore_file import load_file
+from ckpt_engine.trainer.restore.load_shard import load_file
 from flyball.contracts.errors import FlyballError
 
 used = int(open("/proc/self/statm").read().split()[0]) * 4096

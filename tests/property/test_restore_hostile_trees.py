@@ -17,7 +17,8 @@ from ckpt_engine.format import integrity
 from ckpt_engine.format.manifest import Manifest, describe
 from ckpt_engine.format.shard_format import LENGTH_BYTES, METADATA_KEY
 from ckpt_engine.format.verified_read import MemorySource
-from ckpt_engine.trainer.capture.prepared_capture import STATE_KEY, Capture
+from ckpt_engine.trainer.capture.capture_plan import STATE_KEY
+from ckpt_engine.trainer.capture.capturer import Capturer
 from ckpt_engine.trainer.restore.load_shard import read_state, restore_into
 from flyball.contracts.errors import CorruptShard, StateMismatch
 
@@ -46,7 +47,7 @@ def training_state() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def shard() -> Shard:
     """Header, data, manifest."""
-    prepared = Capture().prepare(training_state())
+    prepared = Capturer().take(training_state())
     payload = memoryview(bytearray(prepared.payload_bytes))
     prepared.copy_into(0, payload)
     manifest = describe(payload, job="job", generation=0, step=0, rank=0, world_size=1, code_version="test")

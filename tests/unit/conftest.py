@@ -31,6 +31,6 @@ def lone_rank(tmp_path: Path) -> WorkerIdentity:
 @pytest.fixture
 def patient_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit or an event that a busy machine holds up is awaited when a job is closed, and not given up."""
-    monkeypatch.setattr("ckpt_engine.trainer.local_commit._CLOSE_TIMEOUT_S", 120.0)
+    monkeypatch.setattr("ckpt_engine.trainer.commit_link._CLOSE_TIMEOUT_S", 120.0)
     monkeypatch.setattr("flyball.sdk.event_file._JOIN_S", 120.0)
     monkeypatch.setattr("flyball.sdk.event_file._LOCK_WAIT_S", 120.0)

@@ -13,8 +13,7 @@ from safetensors.torch import load as load_with_the_library
 from torch import nn
 
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.trainer import save_trials
-from ckpt_engine.trainer.capture import copying, live_samples, optimizer_watch
+from ckpt_engine.trainer.capture import hand_writes, optimizer_watch, state_copy
 from ckpt_engine.trainer.save_handle import SaveHandle
 from ckpt_engine.trainer.state.state_tree import flatten
 from flyball.contracts.on_host.segments import rank_segment
@@ -33,15 +32,15 @@ class HeldUp:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._open = threading.Event()
         self.one_first = False  # it copies one tensor at once
-        copy_piece = copying.TensorCopy.copy_piece
+        copy_piece = state_copy.TensorCopy.copy_piece
 
-        def held_up(copy: copying.TensorCopy, begin: int, end: int) -> None:
+        def held_up(copy: state_copy.TensorCopy, begin: int, end: int) -> None:
             if threading.current_thread().name == "flyball-copy" and copy.is_lazy and not self.one_first:
                 assert self._open.wait(DEADLINE_S)
             self.one_first = False
             copy_piece(copy, begin, end)
 
-        monkeypatch.setattr(copying.TensorCopy, "copy_piece", held_up)
+        monkeypatch.setattr(state_copy.TensorCopy, "copy_piece", held_up)
 
     def begin(self) -> None:
         self._open.set()
@@ -137,7 +136,7 @@ def test_a_write_now_and_then_is_seen_whenever_it_comes_and_its_save_does_not_co
     optimizer_watch.watch()
     loop.step()
     background.begin()
-    for step in range(save_trials.TRIALS + 2):
+    for step in range(hand_writes.TRIALS + 2):
         handle = job.save(step, loop.state)
         loop.step()
         assert handle.replicated.wait(DEADLINE_S)
@@ -163,7 +162,7 @@ def test_who_waits_before_writing_stays_lazy(job: Job, monkeypatch: pytest.Monke
     loop = Loop()
     optimizer_watch.watch()
     loop.step()
-    for step in range(save_trials.TRIALS + 2):
+    for step in range(hand_writes.TRIALS + 2):
         job.save(step, loop.state)
         assert job.wait_captured(DEADLINE_S)
         by_data(loop.model)
@@ -174,7 +173,7 @@ def test_who_waits_before_writing_stays_lazy(job: Job, monkeypatch: pytest.Monke
 
 
 def test_trials_are_the_first_saves_with_an_optimizer_and_one_now_and_then() -> None:
-    plan = save_trials.TrialPlan()
+    plan = hand_writes.TrialPlan()
     due = [number for number in range(600) if plan.is_due(1)]
     assert due == [0, 1, 257, 513]
     assert [plan.is_due(2) for _ in range(3)] == [True, True, False]
@@ -182,7 +181,7 @@ def test_trials_are_the_first_saves_with_an_optimizer_and_one_now_and_then() -> 
 
 def test_samples_see_both_ends_and_the_middle() -> None:
     tensor = torch.zeros(100_000)
-    windows = live_samples.Windows([(tensor.data_ptr(), tensor.nbytes)])
+    windows = hand_writes.Windows([(tensor.data_ptr(), tensor.nbytes)])
     for place in (0, 50_000, 99_999):
         samples = windows.read()
         assert samples.is_unchanged(0)

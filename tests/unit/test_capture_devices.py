@@ -11,11 +11,9 @@ import torch
 from safetensors.torch import load as load_with_the_library
 
 from ckpt_engine.trainer.capture import optimizer_watch
-from ckpt_engine.trainer.capture.copying import TensorCopy
-from ckpt_engine.trainer.capture.device_copies import PinnedSlots
-from ckpt_engine.trainer.capture.optimizer_watch import guarded_extents
-from ckpt_engine.trainer.capture.prepared_capture import Capture
-from ckpt_engine.trainer.capture.running_capture import RunningCapture
+from ckpt_engine.trainer.capture.capturer import Capturer
+from ckpt_engine.trainer.capture.optimizer_watch import GuardedTensors
+from ckpt_engine.trainer.capture.state_copy import StateCopy, TensorCopy
 from ckpt_engine.trainer.state.state_tree import flatten
 
 
@@ -66,7 +64,7 @@ class FailingStreams(RecordingStreams):
 def trained() -> tuple[dict[str, Any], torch.optim.Optimizer, Callable[[], None]]:
     """A matrix and a vector of parameters, trained once; a buffer that is a matrix."""
     optimizer_watch.watch()
-    matrix, vector = (torch.nn.Parameter(torch.randn(size)) for size in ((40, 50), (9000,)))
+    matrix, vector = (torch.nn.Parameter(torch.randn(size)) for size in ((90, 50), (9000,)))
     optimizer = torch.optim.SGD([matrix, vector], lr=0.1)
 
     def step() -> None:
@@ -78,13 +76,15 @@ def trained() -> tuple[dict[str, Any], torch.optim.Optimizer, Callable[[], None]
 
 
 def begin(
-    streams: RecordingStreams, state: dict[str, Any], ended: Callable[[str, bool], None]
-) -> tuple[RunningCapture, memoryview]:
-    prepared = Capture(streams).prepare(state)
-    payload = memoryview(bytearray(prepared.payload_bytes))
-    running = RunningCapture(prepared.begin(0, payload, lazy=guarded_extents()), ended, lambda blocked_ns: None)
-    running.start()
-    return running, payload
+    streams: RecordingStreams, state: dict[str, Any], ended: list[tuple[str, bool]]
+) -> tuple[StateCopy, memoryview]:
+    """A copy that was started; how it ends comes into `ended`."""
+    capture = Capturer(streams=streams).take(state)
+    payload = memoryview(bytearray(capture.payload_bytes))
+    copy = capture.start(
+        0, payload, lambda copy: ended.append((copy.error, copy.was_written)), lambda blocked_ns: None, lazy=True
+    )
+    return copy, payload
 
 
 def contents(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -95,12 +95,12 @@ def test_a_step_is_held_back_on_the_device_and_the_host_waits_in_the_background_
     streams, ended = RecordingStreams(), []
     state, _, step = trained()
     expected = contents(state)
-    running, payload = begin(streams, state, lambda error, was_written: ended.append((error, was_written)))
-    running.complete_eager()
+    copy, payload = begin(streams, state, ended)
+    copy.complete_eager()
     assert streams.calls == ["pin", "start buffer", "start matrix", "wait"]  # for the buffer alone
     step()
     assert streams.calls[4:] == ["hold"] and not ended
-    running.run()
+    copy.run()
     assert set(streams.calls[5:]) == {"wait"} and ended == [("", False)]
     calls = len(streams.calls)
     found = load_with_the_library(bytes(payload))
@@ -112,12 +112,12 @@ def test_a_step_is_held_back_on_the_device_and_the_host_waits_in_the_background_
 def test_a_write_that_is_not_a_step_fails_the_capture() -> None:
     streams, ended = RecordingStreams(), []
     state, _, step = trained()
-    running, _ = begin(streams, state, lambda error, was_written: ended.append((error, was_written)))
-    running.complete_eager()
+    copy, _ = begin(streams, state, ended)
+    copy.complete_eager()
     with torch.no_grad():
         state["matrix"].zero_()
     step()
-    running.run()
+    copy.run()
     ((error, was_written),) = ended
     assert "'matrix' was written" in error and was_written
 
@@ -133,8 +133,8 @@ def test_a_write_that_torch_counts_after_the_copy_of_its_tensor_fails_the_captur
                 state["vector"].zero_()
             super().wait(event)
 
-    running, _ = begin(Late(), state, lambda error, was_written: ended.append((error, was_written)))
-    running.run()
+    copy, _ = begin(Late(), state, ended)
+    copy.run()
     ((error, was_written),) = ended
     assert "'vector' was written" in error and was_written
 
@@ -143,46 +143,51 @@ def test_a_step_that_is_recorded_into_a_graph_is_never_trusted(monkeypatch: pyte
     """Its replay calls no hook and counts no write."""
     state, _, step = trained()
     extent = optimizer_watch.extent_of(state["matrix"])
-    assert extent in guarded_extents()
+    assert extent in GuardedTensors().extents()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     step()
     monkeypatch.undo()
     step()
-    assert extent not in guarded_extents()
+    assert extent not in GuardedTensors().extents()
 
 
 def test_a_device_that_fails_fails_the_capture() -> None:
     streams, ended = FailingStreams(), []
     state, _, _ = trained()
     del state["buffer"]
-    running, _ = begin(streams, state, lambda error, was_written: ended.append((error, was_written)))
-    running.run()
+    copy, _ = begin(streams, state, ended)
+    copy.run()
     assert "illegal memory access" in ended[0][0] and not ended[0][1]
 
 
 @pytest.mark.parametrize("can_pin", [True, False])
 def test_slots_are_pinned_once_and_unpinned_before_they_go(can_pin: bool) -> None:
     streams = RecordingStreams(can_pin=can_pin)
-    slots = PinnedSlots(streams)
-    first, second = memoryview(bytearray(10)), memoryview(bytearray(10))
+    capturer = Capturer(streams=streams)
+    state = {"matrix": torch.randn(40, 50)}
+    slots = [memoryview(bytearray(capturer.take(state).payload_bytes)) for _ in range(2)]
+
+    def pins() -> list[str]:
+        return [call for call in streams.calls if "pin" in call]
+
     for _ in range(2 if can_pin else 1):
-        slots.pin(0, first)
-        slots.pin(1, second)
-    assert streams.calls == ["pin"] * 2
-    slots.pin(0, memoryview(bytearray(20)))  # a new file
-    slots.unpin_all()
-    assert streams.calls[2:] == (["unpin", "pin", "unpin", "unpin"] if can_pin else ["pin"])
+        for slot, payload in enumerate(slots):
+            capturer.take(state).copy_into(slot, payload)
+    assert pins() == ["pin"] * 2
+    capturer.take(state).copy_into(0, memoryview(bytearray(len(slots[0]))))  # a new file
+    capturer.close()
+    assert pins()[2:] == (["unpin", "pin", "unpin", "unpin"] if can_pin else ["pin"])
 
 
 def test_a_new_structure_unpins_the_slots_of_the_old_one() -> None:
     streams = RecordingStreams()
-    capture = Capture(streams)
+    capturer = Capturer(streams=streams)
     for size in (10, 20):
-        prepared = capture.prepare({"matrix": torch.randn(size, size)})
+        prepared = capturer.take({"matrix": torch.randn(size, size)})
         prepared.copy_into(0, memoryview(bytearray(prepared.payload_bytes)))
     assert [call for call in streams.calls if "pin" in call] == ["pin", "unpin", "pin"]
-    capture.close()
+    capturer.close()
     assert not streams.pinned
 
 
@@ -190,25 +195,30 @@ def test_a_new_structure_unpins_the_slots_of_the_old_one() -> None:
 def test_a_capture_has_not_ended_before_what_may_not_be_late_was_copied(alone: bool) -> None:
     """No optimizer was seen yet, or the mode is blocking: nothing is lazy that would be waited for."""
     state = {"matrix": torch.randn(40, 50)}
-    prepared = Capture(RecordingStreams()).prepare(state)
-    payload = memoryview(bytearray(prepared.payload_bytes))
+    capture = Capturer(streams=RecordingStreams()).take(state)
+    payload = memoryview(bytearray(capture.payload_bytes))
     found: list[torch.Tensor] = []
-    running = RunningCapture(
-        prepared.begin(0, payload),
-        lambda error, was_written: found.append(load_with_the_library(bytes(payload))["matrix"]),
+    copy = capture.start(
+        0,
+        payload,
+        lambda copy: found.append(load_with_the_library(bytes(payload))["matrix"]),
         lambda blocked_ns: None,
+        lazy=False,
     )
-    running.start()
-    running.run(alone=alone)
+    copy.run(alone=alone)
     assert torch.equal(found[0], state["matrix"])
 
 
 def test_a_slot_is_not_given_up_while_a_device_copies_into_it() -> None:
-    streams, copied_at_the_end = RecordingStreams(), []
+    streams, ended = RecordingStreams(), []
     state, _, _ = trained()
-    running, _ = begin(
-        streams, state, lambda error, was_written: copied_at_the_end.append((error, streams.calls.count("wait")))
-    )
-    running.give_up("it was interrupted")
-    running.run()
-    assert copied_at_the_end == [("it was interrupted", 2)]
+    capture = Capturer(streams=streams).take(state)
+    payload = memoryview(bytearray(capture.payload_bytes))
+
+    def note_end(copy: StateCopy) -> None:
+        ended.append((copy.error, streams.calls.count("wait")))
+
+    copy = capture.start(0, payload, note_end, lambda blocked_ns: None, lazy=True)
+    copy.give_up("it was interrupted")
+    copy.run()
+    assert ended == [("it was interrupted", 2)]

@@ -17,11 +17,9 @@ from ckpt_engine.slots import source_digests
 from ckpt_engine.slots.control_file import DIGESTS_OFFSET
 from ckpt_engine.slots.rank_segments import RankSegments, SlotState, SlotView
 from ckpt_engine.slots.source_digests import CHUNK_BYTES, SourceDigests
-from ckpt_engine.trainer import save_trials
-from ckpt_engine.trainer.capture import optimizer_watch
-from ckpt_engine.trainer.capture.copying import TensorCopy
-from ckpt_engine.trainer.capture.prepared_capture import Capture
-from ckpt_engine.trainer.capture.running_capture import RunningCapture
+from ckpt_engine.trainer.capture import hand_writes, optimizer_watch
+from ckpt_engine.trainer.capture.capturer import Capturer
+from ckpt_engine.trainer.capture.state_copy import TensorCopy
 from flyball.contracts.errors import CorruptShard, MemoryTooSmall
 from flyball.contracts.on_host.segments import CONTROL_SUFFIX, rank_segment
 from flyball.sdk.trainer import Job
@@ -70,15 +68,12 @@ def lazily_copied() -> tuple[memoryview, bytes, torch.Tensor]:
     optimizer = torch.optim.SGD([weight], lr=0.1)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    prepared = Capture().prepare({"w": weight, "buffer": torch.randn(2 * CHUNK_BYTES // 4)})
-    payload = memoryview(bytearray(prepared.payload_bytes))
-    copies = prepared.begin(0, payload, lazy=optimizer_watch.guarded_extents())
-    errors: list[str] = []
-    running = RunningCapture(copies, lambda error, _: errors.append(error), lambda _: None)
-    running.start()
-    running.run()
-    assert errors == [""]
-    return payload, bytes(copies.digests.digests), weight
+    capture = Capturer().take({"w": weight, "buffer": torch.randn(2 * CHUNK_BYTES // 4)})
+    payload = memoryview(bytearray(capture.payload_bytes))
+    copy = capture.start(0, payload, lambda _: None, lambda _: None, lazy=True)
+    copy.run()
+    assert not copy.error
+    return payload, copy.known_digests, weight
 
 
 def test_what_the_background_copies_is_hashed_and_nothing_that_is_waited_for() -> None:
@@ -179,7 +174,7 @@ def test_the_manifest_is_the_same_with_and_without_what_is_known() -> None:
 def test_a_save_hands_over_what_it_hashed_and_the_committed_slot_is_verified(
     lone_rank: WorkerIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_trials, "TRIALS", 0)  # who waits for a copy hashes nothing
+    monkeypatch.setattr(hand_writes, "TRIALS", 0)  # who waits for a copy hashes nothing
     with Job(lone_rank) as job:
         optimizer_watch.watch()
         weight = torch.nn.Parameter(torch.randn(3 * CHUNK_BYTES // 4))

@@ -21,8 +21,8 @@ from safetensors.torch import load as load_with_the_library
 from ckpt_engine.format import manifest as manifests
 from ckpt_engine.format import shard_format
 from ckpt_engine.slots.rank_segments import ParkState, RankSegments, SlotState
-from ckpt_engine.trainer.capture import prepared_capture as capture
-from ckpt_engine.trainer.saving import Background
+from ckpt_engine.trainer.capture.capturer import CopyThread
+from ckpt_engine.trainer.capture.state_copy import TensorCopy
 from ckpt_engine.trainer.trainer_engine import NOT_DUE
 from flyball.contracts import fault_points
 from flyball.contracts.checkpoints import CheckpointSpec, Tier, branch
@@ -242,17 +242,17 @@ def test_a_large_state_is_copied_by_two_threads_when_nobody_may_be_late(
 ) -> None:
     threads: set[str] = set()
     both = threading.Barrier(2)
-    copy_piece = capture.TensorCopy.copy_piece
+    copy_piece = TensorCopy.copy_piece
 
-    def seen(copy: capture.TensorCopy, begin: int, end: int) -> None:
+    def seen(copy: TensorCopy, begin: int, end: int) -> None:
         if len(threads) < 2:
             threads.add(threading.current_thread().name)
             both.wait(DEADLINE_S)  # each has a piece of its own
         copy_piece(copy, begin, end)
 
-    monkeypatch.setattr(capture.TensorCopy, "copy_piece", seen)
-    monkeypatch.setattr("ckpt_engine.trainer.capture.copying.PIECE_BYTES", 1 << 16)
-    monkeypatch.setattr("ckpt_engine.trainer.saving.torch_threads", lambda: 1)  # as where a host has several ranks
+    monkeypatch.setattr(TensorCopy, "copy_piece", seen)
+    monkeypatch.setattr("ckpt_engine.trainer.capture.state_copy.PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as where a host has several ranks
     with Job(identity) as job:
         handle = job.save(0, {"ema": torch.randn(1 << 20)})
         assert handle.staged
@@ -262,7 +262,7 @@ def test_a_large_state_is_copied_by_two_threads_when_nobody_may_be_late(
 def test_torch_copies_with_its_own_threads_if_it_has_some(
     identity: WorkerIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_engine.trainer.saving.torch_threads", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     saved = {"ema": torch.randn(1 << 20), "other": torch.randn(100, 100).t()}
     with Job(identity) as job:
         threads = set(threading.enumerate())
@@ -275,14 +275,14 @@ def test_torch_copies_with_its_own_threads_if_it_has_some(
 
 
 def test_ctrl_c_in_a_copy_gives_the_slot_back(identity: WorkerIdentity, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(copy: capture.TensorCopy) -> None:
+    def interrupted(copy: TensorCopy) -> None:
         raise KeyboardInterrupt
 
     saved = {"ema": torch.randn(1 << 16)}
     with Job(identity) as job:
         with monkeypatch.context() as patched:
-            patched.setattr("ckpt_engine.trainer.saving.torch_threads", lambda: 2)
-            patched.setattr(capture.TensorCopy, "copy_by_torch", interrupted)
+            patched.setattr(torch, "get_num_threads", lambda: 2)
+            patched.setattr(TensorCopy, "copy_by_torch", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 job.save(0, saved)
         segments = job._engine._segments
@@ -295,14 +295,14 @@ def test_ctrl_c_in_a_copy_gives_the_slot_back(identity: WorkerIdentity, monkeypa
 def test_ctrl_c_before_the_thread_has_its_work_gives_the_slot_back(
     identity: WorkerIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(background: Background, work: Callable[[], None]) -> None:
+    def interrupted(background: CopyThread, work: Callable[[], None]) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ckpt_engine.trainer.saving.torch_threads", lambda: 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     saved = {"ema": torch.randn(1 << 16)}
     with Job(identity) as job:
         with monkeypatch.context() as patched:
-            patched.setattr(Background, "submit", interrupted)
+            patched.setattr(CopyThread, "submit", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 job.save(0, saved)
         assert job.failed_saves == 1
@@ -344,15 +344,14 @@ def test_a_process_that_cannot_open_a_slot_leaves_it_for_the_next(
     assert restored["t"].unique().tolist() == [1.0]
 
 
-def test_a_thread_that_died_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
-    background, done = Background("flyball-test"), threading.Event()
+def test_a_thread_that_died_is_replaced() -> None:
+    background, done = CopyThread(), threading.Event()
 
     def die() -> None:
         raise ValueError("a bug")
 
     background.submit(die)
-    wait_for(lambda: not background._is_alive)  # it leaves the list of threads before that
+    wait_for(lambda: background._thread is not None and not background._thread.is_alive)
     background.submit(done.set)
     assert done.wait(DEADLINE_S)
     background.close()
@@ -363,7 +362,7 @@ def test_work_that_cannot_have_a_thread_is_done_at_once(monkeypatch: pytest.Monk
         raise RuntimeError("can't start new thread")
 
     done: list[str] = []
-    background = Background("flyball-test")
+    background = CopyThread()
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     background.submit(lambda: done.append(threading.current_thread().name))
     assert done == [threading.current_thread().name]
@@ -372,16 +371,16 @@ def test_work_that_cannot_have_a_thread_is_done_at_once(monkeypatch: pytest.Monk
 
 LEAVES_TORCH_LATE = """
 import sys, threading, time, torch
-from ckpt_engine.trainer import saving as background
-from ckpt_engine.trainer.saving import Background
-background._CLOSE_TIMEOUT_S = 60
+from ckpt_engine.trainer.capture import capturer
+from ckpt_engine.trainer.capture.capturer import CopyThread
+capturer._CLOSE_TIMEOUT_S = 60
 begun, one, other = threading.Event(), torch.zeros(1 << 20), torch.zeros(1 << 20)
 def work():
     begun.set()
     until_s = time.monotonic() + 0.5
     while time.monotonic() < until_s:
         one.copy_(other)
-background = Background("flyball-test")
+background = CopyThread()
 background.submit(work)
 begun.wait()
 background.close()
@@ -396,22 +395,20 @@ def test_no_thread_is_in_torch_when_the_interpreter_ends() -> None:
 
 TRAINER = """
 import os, signal, threading, torch, flyball
-from ckpt_engine.trainer import saving as background
-from ckpt_engine.trainer.capture import copying
+from ckpt_engine.trainer.capture import capturer, hand_writes, state_copy
 from ckpt_engine.trainer import trainer_engine as engine
-from ckpt_engine.trainer import save_trials
-background._CLOSE_TIMEOUT_S = engine._EXIT_TIMEOUT_S = 60
-save_trials.TRIALS = 0
+capturer._CLOSE_TIMEOUT_S = engine._EXIT_TIMEOUT_S = 60
+hand_writes.TRIALS = 0
 job = flyball.attach()
 model = torch.nn.Linear(500, 500)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-begun, copy_piece = threading.Event(), copying.TensorCopy.copy_piece
-copying.PIECE_BYTES = 4096
+begun, copy_piece = threading.Event(), state_copy.TensorCopy.copy_piece
+state_copy.PIECE_BYTES = 4096
 def held_up(copy, begin, end):
     if threading.current_thread().name == "flyball-copy":
         begun.wait(60)
     copy_piece(copy, begin, end)
-copying.TensorCopy.copy_piece = held_up
+state_copy.TensorCopy.copy_piece = held_up
 def step(value):
     torch.nn.init.constant_(model.weight, value)
     model.weight.grad = torch.zeros_like(model.weight)

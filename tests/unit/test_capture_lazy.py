@@ -17,10 +17,8 @@ from safetensors.torch import load as load_with_the_library
 from torch import nn
 
 from ckpt_engine.slots.rank_segments import RankSegments
-from ckpt_engine.trainer import save_trials
-from ckpt_engine.trainer.capture import copying, optimizer_watch
-from ckpt_engine.trainer.capture.prepared_capture import Capture
-from ckpt_engine.trainer.capture.running_capture import RunningCapture
+from ckpt_engine.trainer.capture import hand_writes, optimizer_watch, state_copy
+from ckpt_engine.trainer.capture.capturer import Capturer
 from ckpt_engine.trainer.save_handle import SaveHandle
 from ckpt_engine.trainer.state.state_tree import flatten
 from flyball.contracts.checkpoints import CaptureMode, CheckpointSpec, LineageEntry, WhenFull
@@ -40,20 +38,20 @@ class Race:
     """Holds the lazy copies of the background up until `begin`, or until the training thread, in a step, copies too."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._copy = copying.TensorCopy.copy_piece
+        self._copy = state_copy.TensorCopy.copy_piece
         self._open = threading.Event()
         self.is_holding = threading.Event()  # the background holds a piece
         self.is_stepping = False
         self.helped: list[str] = []  # whose pieces the steps copied
 
-        def held_up(copy: copying.TensorCopy, begin: int, end: int) -> None:
+        def held_up(copy: state_copy.TensorCopy, begin: int, end: int) -> None:
             self._held_up(copy, begin, end)
 
-        monkeypatch.setattr(copying.TensorCopy, "copy_piece", held_up)
-        monkeypatch.setattr(copying, "PIECE_BYTES", 4096)
-        monkeypatch.setattr(save_trials, "TRIALS", 0)  # the first saves are to be lazy, too
+        monkeypatch.setattr(state_copy.TensorCopy, "copy_piece", held_up)
+        monkeypatch.setattr(state_copy, "PIECE_BYTES", 4096)
+        monkeypatch.setattr(hand_writes, "TRIALS", 0)  # the first saves are to be lazy, too
 
-    def _held_up(self, copy: copying.TensorCopy, begin: int, end: int) -> None:
+    def _held_up(self, copy: state_copy.TensorCopy, begin: int, end: int) -> None:
         if threading.current_thread().name == "flyball-copy" and copy.version is not None:
             self.is_holding.set()
             assert self._open.wait(DEADLINE_S)
@@ -317,7 +315,7 @@ def test_the_comparison_itself_would_see_a_tear(job: Job, race: Race, monkeypatc
     optimizer_watch.watch()
     step()
     monkeypatch.setattr(optimizer_watch, "add_guard", lambda guard: None)
-    monkeypatch.setattr(copying.TensorCopy, "was_written", False)
+    monkeypatch.setattr(state_copy.TensorCopy, "was_written", False)
     handle, expected = race_once(job, race, 0, state, step)
     found = slot_contents(job, handle)
     assert any(not torch.equal(found[name], expected[name]) for name in found)
@@ -411,17 +409,14 @@ def test_memory_that_was_given_back_before_it_was_copied_is_not_read(size_bytes:
     optimizer = torch.optim.SGD([weight], lr=0.1)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    prepared = Capture().prepare({"w": weight})
-    copies = prepared.begin(0, memoryview(bytearray(prepared.payload_bytes)), lazy=optimizer_watch.guarded_extents())
-    assert [copy.name for copy in copies.lazy] == ["w"]
-    ends: list[tuple[str, bool]] = []
-    running = RunningCapture(copies, lambda error, was_written: ends.append((error, was_written)), lambda _: None)
-    running.start()
+    capture = Capturer().take({"w": weight})
+    payload = memoryview(bytearray(capture.payload_bytes))
+    copy = capture.start(0, payload, lambda _: None, lambda _: None, lazy=True)
+    assert [one.name for one in copy.lazy] == ["w"]
     weight.untyped_storage().resize_(size_bytes)
-    running.run()
-    ((error, was_written),) = ends
-    assert error.startswith("'w' was written")
-    assert was_written
+    copy.run()
+    assert copy.error.startswith("'w' was written")
+    assert copy.was_written
 
 
 @pytest.mark.parametrize(
@@ -567,7 +562,7 @@ def test_a_job_that_is_closed_has_its_last_save(tmp_path: os.PathLike[str], race
 def test_a_copy_that_fails_is_an_error_on_the_handle_and_training_goes_on(
     tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(target: int, source: int, size_bytes: int) -> None:
+    def broken(copy: state_copy.TensorCopy, begin: int, end: int) -> None:
         raise RuntimeError("no such memory")
 
     with Job(identity(tmp_path, raise_on_failure=True)) as job:
@@ -575,8 +570,7 @@ def test_a_copy_that_fails_is_an_error_on_the_handle_and_training_goes_on(
         optimizer_watch.watch()
         step()
         with monkeypatch.context() as patched:
-            patched.setattr(copying, "move_bytes", broken)
-            patched.setattr("ckpt_engine.trainer.capture.prepared_capture.SMALL_BYTES", 0)
+            patched.setattr(state_copy.TensorCopy, "copy_piece", broken)
             handle = job.save(0, state)
             assert job.wait_captured(DEADLINE_S)
         assert "could not be copied: no such memory" in handle.error
@@ -596,7 +590,7 @@ def test_in_steady_state_nothing_is_planned_or_made_anew(job: Job, race: Race) -
         step()
         handle = job.save(number, state)
         assert handle.replicated.wait(DEADLINE_S)
-        plans.add(id(job._engine._saver._capture._plan))  # type: ignore[union-attr]
+        plans.add(id(job._engine._capturer._plan))  # type: ignore[union-attr]
         segments = job._engine._segments
         assert segments is not None
         files.update((path.name, path.stat().st_ino) for path in Path(segments.base).parent.glob("*.s?"))

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ckpt_engine.format.manifest import Manifest, describe, entries_of
 from ckpt_engine.format.shard_format import read_header
 from ckpt_engine.format.verified_read import MemorySource
-from ckpt_engine.trainer.capture.prepared_capture import Capture
+from ckpt_engine.trainer.capture.capturer import Capturer
 from ckpt_engine.trainer.restore.load_shard import restore_into
 from flyball.contracts.errors import StateMismatch, UnsupportedState
 
@@ -29,7 +29,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def captured(state: dict[str, Any]) -> tuple[memoryview, Manifest]:
-    prepared = Capture().prepare(state)
+    prepared = Capturer().take(state)
     payload = memoryview(bytearray(prepared.payload_bytes))
     prepared.copy_into(0, payload)
     return payload, describe(payload, job="job", generation=0, step=0, rank=0, world_size=1, code_version="test")
@@ -76,7 +76,7 @@ def test_an_optimizer_that_has_not_stepped_gets_sharded_state(mesh: DeviceMesh) 
 def test_what_is_no_block_is_refused_by_its_path(mesh: DeviceMesh) -> None:
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
     with pytest.raises(UnsupportedState, match=r"'a.b' is a sharded tensor with the placement P"):
-        Capture().prepare({"a": {"b": partial}})
+        Capturer().take({"a": {"b": partial}})
 
 
 def test_another_layout_is_refused(mesh: DeviceMesh) -> None:
@@ -92,10 +92,10 @@ def test_another_layout_is_refused(mesh: DeviceMesh) -> None:
 
 
 def test_another_placement_of_the_same_size_is_another_plan(mesh: DeviceMesh) -> None:
-    capture = Capture()
+    capturer = Capturer()
     value = torch.randn(2, 2)
     shards = []
     for placement in (Shard(0), Shard(1)):
-        prepared = capture.prepare({"w": distribute_tensor(value, mesh, [placement])})
+        prepared = capturer.take({"w": distribute_tensor(value, mesh, [placement])})
         shards.append(json.loads(prepared.flat.tree)["w"]["$dtensor"]["placements"])
     assert shards == [[["shard", 0]], [["shard", 1]]]

@@ -16,8 +16,8 @@ from torch import nn
 from ckpt_engine.format.manifest import describe
 from ckpt_engine.format.verified_read import MemorySource
 from ckpt_engine.trainer.capture import optimizer_watch
-from ckpt_engine.trainer.capture.kept_structure import StateReader
-from ckpt_engine.trainer.capture.prepared_capture import Capture
+from ckpt_engine.trainer.capture.capturer import Capturer
+from ckpt_engine.trainer.capture.kept_structure import KeptStructure, take_apart
 from ckpt_engine.trainer.restore.load_shard import read_state
 from ckpt_engine.trainer.state.state_tree import FlatState, flatten
 from flyball.contracts.errors import UnsupportedState
@@ -52,6 +52,17 @@ def described(flat: FlatState) -> dict[str, tuple[Any, ...]]:
     }
 
 
+class StateReader:
+    """Takes states apart, one after the other."""
+
+    structure: KeptStructure | None = None
+
+    def flatten(self, state: State) -> FlatState:
+        kept, self.structure = self.structure, None
+        flat, self.structure = take_apart(state, kept)
+        return flat
+
+
 def check(reader: StateReader, state: State) -> FlatState:
     """The reader finds what is found without it."""
     found, expected = reader.flatten(state), flatten(state)
@@ -62,8 +73,8 @@ def check(reader: StateReader, state: State) -> FlatState:
     return found
 
 
-def saved(capture: Capture, state: State) -> State:
-    prepared = capture.prepare(state)
+def saved(capturer: Capturer, state: State) -> State:
+    prepared = capturer.take(state)
     payload = memoryview(bytearray(prepared.payload_bytes))
     prepared.copy_into(0, payload)
     manifest = describe(payload, job="job", generation=0, step=0, rank=0, world_size=1, code_version="test")
@@ -72,7 +83,7 @@ def saved(capture: Capture, state: State) -> State:
 
 def test_the_structure_of_a_training_run_stays_the_same_while_all_values_change() -> None:
     reader, state = StateReader(), training_state()
-    first = check(reader, state)
+    first, structure = check(reader, state), reader.structure
     state["model"](torch.randn(4, 8)).sum().backward()
     state["optimizer"].step()
     state["optimizer"].param_groups[0]["lr"] = 0.05
@@ -80,7 +91,7 @@ def test_the_structure_of_a_training_run_stays_the_same_while_all_values_change(
     state["ema"] = {"w": torch.ones(4, 4) * 2, "b": torch.ones(4)}
     state["random"] = np.random.RandomState(4).get_state()
     second = check(reader, state)
-    assert second.structure is first.structure is not None
+    assert reader.structure is structure is not None
     assert second.tree != first.tree
 
 
@@ -154,29 +165,32 @@ CHANGES: dict[str, Callable[[State], object]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_every_change_of_structure_is_seen(change: Callable[[State], object]) -> None:
     reader, state = StateReader(), training_state()
-    before = check(reader, state)
+    check(reader, state)
+    before = reader.structure
     change(state)
-    after = check(reader, state)
-    assert after.structure is not before.structure
-    assert check(reader, state).structure is after.structure
+    check(reader, state)
+    after = reader.structure
+    assert after is not before
+    check(reader, state)
+    assert reader.structure is after
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_what_is_saved_after_a_change_is_what_a_new_capture_saves(change: Callable[[State], object]) -> None:
-    capture, state = Capture(), training_state()
-    saved(capture, state)
+    capturer, state = Capturer(), training_state()
+    saved(capturer, state)
     change(state)
-    again, anew = flatten(saved(capture, state)), flatten(saved(Capture(), state))
+    again, anew = flatten(saved(capturer, state)), flatten(saved(Capturer(), state))
     assert again.tree == anew.tree
     assert {n: t.tolist() for n, t in again.tensors.items()} == {n: t.tolist() for n, t in anew.tensors.items()}
 
 
 def test_other_tensors_of_the_same_look_are_read_where_they_are() -> None:
-    capture, state = Capture(), {"a": torch.zeros(9000), "b": torch.zeros(3)}
-    saved(capture, state)
+    capturer, state = Capturer(), {"a": torch.zeros(9000), "b": torch.zeros(3)}
+    saved(capturer, state)
     state["a"] = torch.ones(9000)
     state["b"].set_(torch.ones(3))
-    again = saved(capture, state)
+    again = saved(capturer, state)
     assert torch.equal(again["a"], torch.ones(9000))
     assert torch.equal(again["b"], torch.ones(3))
 
@@ -184,11 +198,11 @@ def test_other_tensors_of_the_same_look_are_read_where_they_are() -> None:
 def test_half_a_surrogate_pair_is_saved_beside_what_is_kept_or_is_a_large_number() -> None:
     name = "run-\udcff"  # as Python shows a file name that is no UTF-8
     state = {"files": {name: torch.ones(2), "newest": name, "seed": 1 << 70}, "model": {"w": torch.zeros(9000)}}
-    reader, capture = StateReader(), Capture()
+    reader, capturer = StateReader(), Capturer()
     for _ in range(3):
-        found = check(reader, state)
-        assert found.structure is not None
-        again = saved(capture, state)
+        check(reader, state)
+        assert reader.structure is not None
+        again = saved(capturer, state)
         assert (again["files"]["newest"], again["files"]["seed"]) == (name, 1 << 70)
         assert torch.equal(again["files"][name], torch.ones(2))
 
@@ -225,7 +239,8 @@ def test_an_object_is_asked_for_its_state_once_also_when_the_structure_has_chang
 def test_a_tensor_in_a_set_is_no_structure_that_could_be_kept() -> None:
     reader, tensor = StateReader(), torch.ones(2)
     for _ in range(2):
-        assert check(reader, {"x": {tensor}, "y": {(tensor,): 1}}).structure is None
+        check(reader, {"x": {tensor}, "y": {(tensor,): 1}})
+        assert reader.structure is None
 
 
 tensors = st.sampled_from([torch.zeros(2), torch.zeros(2).double(), torch.zeros(3), torch.zeros(2, 1), np.zeros(2)])
@@ -251,7 +266,7 @@ def test_any_state_after_any_other_is_found_as_it_is(following: list[State]) -> 
 
 def guarded(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> bool:
     del optimizer  # it counts as long as it lives
-    return optimizer_watch.extent_of(tensor) in optimizer_watch.guarded_extents()
+    return optimizer_watch.extent_of(tensor) in optimizer_watch.GuardedTensors().extents()
 
 
 def test_memory_is_guarded_only_while_an_optimizer_has_it() -> None:
@@ -262,8 +277,10 @@ def test_memory_is_guarded_only_while_an_optimizer_has_it() -> None:
     optimizer.step()
     old = weight.detach()
     assert guarded(optimizer, old)
-    assert optimizer_watch.guarded_extents() is optimizer_watch.guarded_extents()
+    places = optimizer_watch.GuardedTensors().places()
+    assert optimizer_watch.GuardedTensors().places() == places
     weight.data = torch.ones(100)
+    assert optimizer_watch.GuardedTensors().places() != places
     assert not guarded(optimizer, old)
     assert guarded(optimizer, weight)
     weight.data = weight.data[:50]

@@ -14,7 +14,7 @@ import torch
 from ckpt_engine.contracts.notices import LATE_S, SaveWaited
 from ckpt_engine.host.late_saves import REPORT_EVERY_S, LateSaveLog
 from ckpt_engine.slots.rank_segments import SlotView
-from ckpt_engine.trainer.engine_link import EngineLink
+from ckpt_engine.trainer.commit_link import EngineLink
 from flyball.contracts import wire
 from flyball.contracts.checkpoints import CheckpointSpec
 from flyball.contracts.on_host.engine_wire import EngineReply, LateSaves
@@ -81,7 +81,7 @@ def test_a_save_that_waits_for_a_slot_says_so_on_its_handle_and_is_counted(lone_
     identity = replace(lone_rank, checkpoint=CheckpointSpec(save_timeout_s=120.0))
     with Job(identity) as job:
         link = Slow(job)
-        job._engine._link = job._engine._saver._link = link  # type: ignore[union-attr,assignment]  # it is open
+        job._engine._link = job._engine._free_slots._link = job._engine.outcomes.link = link  # type: ignore[union-attr,assignment]  # it is open
         handles = [job.save(0, {"t": torch.ones(10)})]
         link.delay_s = 3 * LATE_S
         while not job.late_saves and len(handles) < 100:  # held up itself, a save may find the slot free
@@ -101,7 +101,7 @@ def test_hold_ups_of_one_save_count_together_and_once(
         handle = job.save(7, {"t": torch.ones(10)})
         saved_s = handle.waited_s
         for _ in range(5):  # optimizers' steps that waited for the copy
-            job._engine._held_up(int(LATE_S / 2 * 1e9))
+            job._engine._note_blocked(int(LATE_S / 2 * 1e9))
         assert handle.waited_s - saved_s == pytest.approx(2.5 * LATE_S)
         assert (job.late_saves, told) == (1, [7, 7]), (
             "told as soon as it counts for how often is saved, and when it is late"

@@ -18,16 +18,15 @@ from ckpt_engine.format.manifest import Manifest, describe, entries_of
 from ckpt_engine.format.shard_format import read_header
 from ckpt_engine.format.verified_read import ByteSource, FileSource, MemorySink, MemorySource, read_verified
 from ckpt_engine.slots.slot_source import SlotSource
-from ckpt_engine.trainer.capture.prepared_capture import Capture
-from ckpt_engine.trainer.restore.load_shard import _Memory, read_state, restore_into
-from ckpt_engine.trainer.restore.restore_file import load_file, read_file
+from ckpt_engine.trainer.capture.capturer import Capturer
+from ckpt_engine.trainer.restore.load_shard import _Memory, load_file, read_file, read_state, restore_into
 from flyball.contracts.errors import CorruptShard, StateMismatch
 
 CHUNK = 4096  # so that a small state has many, and its header several
 
 
 def shard_of(state: dict[str, Any]) -> tuple[memoryview, Manifest]:
-    prepared = Capture().prepare(state)
+    prepared = Capturer().take(state)
     payload = memoryview(bytearray(prepared.payload_bytes))
     prepared.copy_into(0, payload)
     return payload, describe(

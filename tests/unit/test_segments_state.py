@@ -16,13 +16,13 @@ from torch import nn
 
 from ckpt_engine.format.manifest import Manifest, describe
 from ckpt_engine.format.verified_read import MemorySource
-from ckpt_engine.trainer.capture.prepared_capture import Capture, PreparedCapture
+from ckpt_engine.trainer.capture.capturer import Capture, Capturer
 from ckpt_engine.trainer.restore.load_shard import read_state, restore_into
 from flyball.contracts.errors import CorruptShard, StateMismatch, UnsupportedState
 
 
-def captured(state: dict[str, Any], capture: Capture | None = None) -> memoryview:
-    prepared: PreparedCapture = (capture or Capture()).prepare(state)
+def captured(state: dict[str, Any], capturer: Capturer | None = None) -> memoryview:
+    prepared: Capture = (capturer or Capturer()).take(state)
     payload = memoryview(bytearray(prepared.payload_bytes))
     prepared.copy_into(0, payload)
     return payload
@@ -32,8 +32,8 @@ def manifest_of(payload: memoryview) -> Manifest:
     return describe(payload, job="job", generation=0, step=0, rank=0, world_size=1, code_version="test")
 
 
-def round_trip(state: dict[str, Any], capture: Capture | None = None) -> dict[str, Any]:
-    payload = captured(state, capture)
+def round_trip(state: dict[str, Any], capturer: Capturer | None = None) -> dict[str, Any]:
+    payload = captured(state, capturer)
     saved = read_state(MemorySource(payload), manifest_of(payload))
     payload[:] = b"\xff" * len(payload)  # whatever aliases the slot is spoilt by this
     return saved
@@ -186,30 +186,30 @@ Point = namedtuple("Point", "x")
 )
 def test_what_could_only_be_pickled_is_refused_by_its_path(leaf: object, path: str) -> None:
     with pytest.raises(UnsupportedState, match=path):
-        Capture().prepare({"x": leaf})
+        Capturer().take({"x": leaf})
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:
     loop: list[object] = []
     loop.append(loop)
     with pytest.raises(UnsupportedState, match="nested"):
-        Capture().prepare({"x": loop})
+        Capturer().take({"x": loop})
 
 
 def test_offsets_do_not_move_while_values_grow() -> None:
-    capture = Capture()
+    capturer = Capturer()
     sizes = {
-        capture.prepare({"t": torch.zeros(9), "step": step, "lr": 1 / (step + 1)}).payload_bytes for step in range(2000)
+        capturer.take({"t": torch.zeros(9), "step": step, "lr": 1 / (step + 1)}).payload_bytes for step in range(2000)
     }
     assert len(sizes) == 1
     grown = {"t": torch.zeros(9), "step": "x" * 100_000}
-    assert same(round_trip(grown, capture), grown)
+    assert same(round_trip(grown, capturer), grown)
 
 
 def test_a_plan_serves_states_of_its_structure_only() -> None:
-    capture = Capture()
+    capturer = Capturer()
     for state in ({"a": torch.ones(3)}, {"a": torch.ones(4)}, {"a": torch.ones(4), "b": torch.ones(1).half()}):
-        assert same(round_trip(state, capture), state)
+        assert same(round_trip(state, capturer), state)
 
 
 def network(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

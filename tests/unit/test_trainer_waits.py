@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_engine.trainer.engine_link import EngineLink
+from ckpt_engine.trainer.commit_link import EngineLink
 from flyball.contracts.cluster import Phase
 from flyball.sdk.beacon import BeaconReader, create_beacon
 from flyball.sdk.trainer import Job

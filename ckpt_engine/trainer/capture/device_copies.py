@@ -2,9 +2,9 @@
 
 The side stream waits for what the training stream has queued, and an event marks the end of the copies. An optimizer's
 step is held back on the device, by having its stream wait for the event; the host waits in the background thread only.
-The sources are referenced until then, so that their memory is not used for anything else.
+The sources are referenced until then, so that their memory is not reused.
 
-The machines that Flyball is developed on have no GPU: the order of these calls is tested with a recording stand-in, and
+The machines that Flyball is developed on have no GPU: a recording stand-in tests the order of these calls, and
 `CudaStreams` was never run.
 """
 
@@ -13,43 +13,44 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ckpt_engine.trainer.capture.copying import TensorCopy, written_by_hand
+if TYPE_CHECKING:
+    from ckpt_engine.trainer.capture.state_copy import TensorCopy
 
 _log = logging.getLogger("flyball.engine")
 
 
 class DeviceStreams(Protocol):
-    """What is asked of a GPU runtime. Events are its own."""
+    """A GPU runtime, as far as copies need it. Events are of its own type."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is copied by these streams."""
+        """Whether these streams copy the tensor."""
         ...
 
     def pin(self, address: int, size_bytes: int) -> bool:
-        """Make host memory reachable for copies by the device, as `unpin` ends it. False if it cannot be."""
+        """Let the device copy to this host memory directly, until `unpin`. False if that is impossible."""
         ...
 
     def unpin(self, address: int) -> None: ...
 
     def start(self, device: torch.device, copies: Sequence[TensorCopy]) -> Any:  # noqa: ANN401 - an event
-        """Queue the copies on the side stream, after all that is queued on the present one; an event marks the end."""
+        """Queue the copies on the side stream, after everything on the current one; an event marks their end."""
         ...
 
     def hold(self, device: torch.device, event: Any) -> None:  # noqa: ANN401
-        """What is queued on the present stream from now on waits for the event, and the host does not."""
+        """Make what is queued on the current stream from now on wait for the event. The host does not wait."""
         ...
 
     def wait(self, event: Any) -> None:  # noqa: ANN401
-        """Wait here. Raises RuntimeError if the device failed."""
+        """Wait on the host. Raises RuntimeError if the device failed."""
         ...
 
 
 class CudaStreams:
-    """CUDA's."""
+    """DeviceStreams for CUDA."""
 
     def __init__(self) -> None:
         self._side: dict[torch.device, torch.cuda.Stream] = {}
@@ -85,73 +86,65 @@ class CudaStreams:
         event.synchronize()
 
 
-class DeviceJob:
-    """Tensors of GPUs on their way into a slot."""
+class DeviceCopies:
+    """The tensors of one state that GPUs copy into a slot. `eager` and `lazy` as in StateCopy."""
 
-    def __init__(self, streams: DeviceStreams, copies: list[TensorCopy]) -> None:
-        self._streams = streams
-        self._lock = threading.Lock()
-        self._events: dict[torch.device, Any] = {}
-        self._members = set(map(id, copies))
-        self.copies = copies
+    def __init__(self, streams: DeviceStreams, eager: list[TensorCopy], lazy: list[TensorCopy]) -> None:
+        self.eager = eager
+        self.lazy = lazy
         self.error = ""
         self.was_written = False  # by somebody who did not wait
+        self._streams = streams
+        self._lock = threading.Lock()
+        self._members = {id(copy) for copy in (*eager, *lazy)}
+        self._eager_events: dict[torch.device, Any] = {}
+        self._lazy_events: dict[torch.device, Any] = {}
 
     def has(self, copy: TensorCopy) -> bool:
         return id(copy) in self._members
 
     def start(self) -> None:
-        """Queue the copies. What is queued on the present stream later may overtake them: see `hold`."""
-        for device in {copy.source.device for copy in self.copies}:
-            here = [copy for copy in self.copies if copy.source.device == device]
-            self._events[device] = self._streams.start(device, here)
+        """Queue the copies. What the current stream gets later may overtake them: see `hold`."""
+        try:
+            self._start(self.eager, self._eager_events)
+            self._start(self.lazy, self._lazy_events)
+        except BaseException:
+            self.wait()  # the caller gives the slot up
+            raise
+
+    def _start(self, copies: list[TensorCopy], events: dict[torch.device, Any]) -> None:
+        for device in {copy.source.device for copy in copies}:
+            here = [copy for copy in copies if copy.source.device == device]
+            events[device] = self._streams.start(device, here)
 
     def hold(self, copies: Sequence[TensorCopy]) -> None:
-        """Have the devices write to these tensors only after they were copied."""
+        """Let devices write to the sources of these lazy copies only once they are copied."""
         self._check_untouched(copies)
         for device in {copy.source.device for copy in copies}:
-            self._streams.hold(device, self._events[device])
+            self._streams.hold(device, self._lazy_events[device])
+
+    def wait_eager(self) -> None:
+        """Wait until everything eager is copied."""
+        self._wait(self.eager, self._eager_events)
 
     def wait(self) -> None:
-        """Wait until all is copied."""
+        """Wait until everything is copied."""
+        self.wait_eager()
+        self._wait(self.lazy, self._lazy_events)
+
+    def _wait(self, copies: list[TensorCopy], events: dict[torch.device, Any]) -> None:
         try:
-            for event in self._events.values():
+            for event in events.values():
                 self._streams.wait(event)
         except RuntimeError as failure:
             self.error = self.error or f"the copy from the device failed: {failure}"
-        self._check_untouched(self.copies)
+        self._check_untouched(copies)
 
     def _check_untouched(self, copies: Iterable[TensorCopy]) -> None:
-        """A write that was queued before the step that is held back now, or without one, may have come first."""
+        """A write may have come first that was queued before the step held back now, or by no step at all."""
         with self._lock:
             for copy in copies:
                 if not copy.is_done and copy.was_written:
                     self.was_written = True
-                    self.error = self.error or written_by_hand(copy.name)
+                    self.error = self.error or copy.written_error
                 copy.is_done = True
-
-
-class PinnedSlots:
-    """The slots that are pinned in this process; a slot that got a new file is pinned anew."""
-
-    def __init__(self, streams: DeviceStreams) -> None:
-        self._streams = streams
-        self._pinned: dict[int, tuple[memoryview, int]] = {}  # the memory is held until it is unpinned
-
-    def pin(self, slot: int, payload: memoryview) -> None:
-        known = self._pinned.get(slot)
-        if known is not None and known[0] is payload:
-            return
-        self.unpin(slot)
-        address = torch.frombuffer(payload, dtype=torch.uint8).data_ptr()
-        if self._streams.pin(address, len(payload)):
-            self._pinned[slot] = (payload, address)
-
-    def unpin(self, slot: int) -> None:
-        known = self._pinned.pop(slot, None)
-        if known is not None:
-            self._streams.unpin(known[1])
-
-    def unpin_all(self) -> None:
-        for slot in list(self._pinned):
-            self.unpin(slot)

@@ -9,7 +9,6 @@ is never kept: addresses are read at every save.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -262,7 +261,7 @@ class KeptStructure:
         if addresses != self._addresses and _sharing(addresses) != self._sharing:
             raise _Different
         tensors = dict(zip(self._names, found, strict=True))  # of some that are the same any one
-        return FlatState(tensors, encode(tree), self._blocks, structure=self)
+        return FlatState(tensors, encode(tree), self._blocks)
 
 
 def _looks(tensors: list[torch.Tensor]) -> tuple[list[object], ...]:
@@ -286,22 +285,20 @@ def _sharing(addresses: list[int]) -> list[int]:
     return [first.setdefault(address, index) for index, address in enumerate(addresses)]
 
 
-class StateReader:
-    """Takes states apart, one after the other. What it keeps of a state is its structure: no tensor."""
+def take_apart(state: Mapping[str, object], kept: KeptStructure | None) -> tuple[FlatState, KeptStructure | None]:
+    """As `state_tree.flatten`, but faster if `state` still has the structure `kept`. Asks objects for their state once.
 
-    def __init__(self) -> None:
-        self._kept: KeptStructure | None = None
-
-    def flatten(self, state: Mapping[str, object]) -> FlatState:
-        """As `state_tree.flatten`, and names the structure. Objects are asked for their state once."""
-        walk = TreeWalk()
-        if self._kept is not None:
-            try:
-                return self._kept.take_apart(state, walk)
-            except _Different:
-                walk = TreeWalk(walk.said)
-        self._kept = None
-        tree = walk.entries(state)
-        with contextlib.suppress(_Different):
-            self._kept = KeptStructure(state, tree, walk)
-        return FlatState(walk.tensors, encode(tree), walk.blocks, structure=self._kept)
+    Returns the state's structure too: the same object as `kept` if it is unchanged, None if it cannot be kept.
+    """
+    walk = TreeWalk()
+    if kept is not None:
+        try:
+            return kept.take_apart(state, walk), kept
+        except _Different:
+            walk = TreeWalk(walk.said)
+    tree = walk.entries(state)
+    flat = FlatState(walk.tensors, encode(tree), walk.blocks)
+    try:
+        return flat, KeptStructure(state, tree, walk)
+    except _Different:
+        return flat, None

@@ -1,19 +1,18 @@
-"""Which tensors only an optimizer's step writes to, and a word before it does.
+"""Which tensors only optimizers' steps write to, and a hook that runs before each step.
 
-A tensor may be copied after `save` has returned if nobody can write to it unseen. That is so for the parameters and
-the state of an optimizer whose steps go through `torch.optim.Optimizer`, because a global hook is called before each:
-also for optimizers that step inside backward, under GradScaler, and when the step is compiled. An optimizer counts from
-the first step that the hook saw, so that one which never calls it is never trusted. Two kinds are never counted: those
-whose step is replayed from a CUDA graph, past the hook (it was seen while it was recorded, or they have `capturable`
-set), and those of other packages that have methods of their own, since these may write as well (the first step of SAM,
-schedule-free's change to evaluation).
+A tensor may be copied after `save` has returned if nobody can write to it unnoticed. That holds for the parameters and
+the state of an optimizer whose steps go through `torch.optim.Optimizer`, because a global hook runs before each of
+them: also inside backward, under GradScaler, and in a compiled step. An optimizer counts from the first step that the
+hook saw, so one that never calls the hook is never trusted. Two kinds never count: optimizers whose step is replayed
+from a CUDA graph, past the hook (it was seen while it was recorded, or `capturable` is set), and optimizers of other
+packages with public methods of their own, because these may write as well (SAM's first step, schedule-free's switch to
+evaluation).
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -28,20 +27,20 @@ Extent = tuple[int, int]  # address of the first byte, bytes; the machine's devi
 
 
 class StepGuard(Protocol):
-    """Whoever must be asked before an optimizer writes."""
+    """Called before an optimizer writes."""
 
     def before_step(self, optimizer: Optimizer) -> None: ...
 
 
 _lock = threading.Lock()
-_seen: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()  # whether it writes in steps only
+_seen: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()  # whether only its steps write
 _seen_ever = 0
 _guards: tuple[StepGuard, ...] = ()  # replaced, never changed: read without the lock
 _is_watching = False
 
 
 def watch() -> None:
-    """From now on see the steps of all optimizers of this process."""
+    """Hook into the steps of all optimizers of this process from now on."""
     global _is_watching  # noqa: PLW0603 - torch's hook is the process's own
     with _lock:
         if not _is_watching:
@@ -53,7 +52,7 @@ def _before_step(optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str
     if _is_recorded():
         with _lock:
             _seen[optimizer] = False
-        return  # nothing is written now
+        return  # nothing is written yet
     if optimizer not in _seen:
         _note_new(optimizer)
     for guard in _guards:
@@ -68,16 +67,16 @@ def _note_new(optimizer: Optimizer) -> None:
 
 
 def seen_ever() -> int:
-    """How many optimizers were seen in a step; it only grows."""
+    """How many optimizers made a step so far. Never shrinks."""
     return _seen_ever
 
 
 def _is_recorded() -> bool:
-    """Whether the step goes into a CUDA graph in place of being run. SGD's may, without `capturable`."""
+    """Whether the step is being recorded into a CUDA graph instead of run. SGD's can be, without `capturable`."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
-_before_step._torchdynamo_disable = True  # type: ignore[attr-defined]  # called, never traced into a compiled step
+_before_step._torchdynamo_disable = True  # type: ignore[attr-defined]  # compiled steps call it and do not trace it
 
 
 def add_guard(guard: StepGuard) -> None:
@@ -92,47 +91,36 @@ def remove_guard(guard: StepGuard) -> None:
         _guards = tuple(other for other in _guards if other is not guard)
 
 
-@dataclass(frozen=True, slots=True)
-class _Guarded:
-    """What `guarded_extents` found last, and of what."""
+class GuardedTensors:
+    """The tensors of all optimizers seen so far, as they are now: some written to by guarded steps only, some not."""
 
-    looked_at: tuple[object, ...]
-    extents: frozenset[Extent]
+    def __init__(self) -> None:
+        with _lock:
+            optimizers = list(_seen.items())
+        self._trusted: list[torch.Tensor] = []
+        self._others: list[torch.Tensor] = []
+        for optimizer, is_trusted in optimizers:
+            is_replayed = any(group.get("capturable") for group in optimizer.param_groups)
+            (self._trusted if is_trusted and not is_replayed else self._others).extend(tensors_of(optimizer))
 
+    def places(self) -> tuple[object, ...] | None:
+        """Everything that `extents` depends on, to be compared; None if it cannot be told (not all are strided)."""
+        views = (torch.Tensor.data_ptr, attrgetter("nbytes"), torch.Tensor.stride)
+        tensors = [*self._trusted, *self._others]
+        try:
+            return len(self._trusted), *(list(map(view, tensors)) for view in views)
+        except RuntimeError:
+            return None
 
-def guarded_extents(larger_than_bytes: int = 0) -> frozenset[Extent]:
-    """The memory of all such tensors that only a step which the hook sees writes to. The same object as last time, if
-    nothing has changed."""
-    global _guarded  # noqa: PLW0603
-    with _lock:
-        optimizers = list(_seen.items())
-    trusted: list[torch.Tensor] = []
-    others: list[torch.Tensor] = []
-    for optimizer, is_trusted in optimizers:
-        is_replayed = any(group.get("capturable") for group in optimizer.param_groups)
-        (trusted if is_trusted and not is_replayed else others).extend(tensors_of(optimizer))
-    looked_at = (larger_than_bytes, len(trusted), _places([*trusted, *others]))
-    if looked_at[-1] is None or _guarded.looked_at != looked_at:
-        extents, shared = _extents(trusted, larger_than_bytes), _extents(others, larger_than_bytes)
-        _guarded = _Guarded(looked_at, extents - shared)  # one that wraps another shares its parameters
-    return _guarded.extents
-
-
-_guarded = _Guarded((), frozenset())
+    def extents(self, larger_than_bytes: int = 0) -> frozenset[Extent]:
+        """The memory of tensors of more than so many bytes that nothing but a guarded step writes to."""
+        trusted, shared = _extents(self._trusted, larger_than_bytes), _extents(self._others, larger_than_bytes)
+        return trusted - shared  # an optimizer that wraps another shares its parameters
 
 
 def _extents(tensors: list[torch.Tensor], larger_than_bytes: int) -> frozenset[Extent]:
     extents = (extent_of(tensor) for tensor in tensors if tensor.nbytes > larger_than_bytes)
     return frozenset(extent for extent in extents if extent is not None)
-
-
-def _places(tensors: list[torch.Tensor]) -> tuple[list[object], ...] | None:
-    """All that their extents depend on; None if there are others than strided ones."""
-    views = (torch.Tensor.data_ptr, attrgetter("nbytes"), torch.Tensor.stride)
-    try:
-        return tuple(list(map(view, tensors)) for view in views)
-    except RuntimeError:
-        return None
 
 
 def _writes_in_steps_only(kind: type[Optimizer]) -> bool:
@@ -143,7 +131,7 @@ def _writes_in_steps_only(kind: type[Optimizer]) -> bool:
 
 
 def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The parameters and the state of an optimizer; of sharded ones this rank's block."""
+    """An optimizer's parameters and state; of sharded tensors this rank's block."""
     found: list[Any] = []
     for group in optimizer.param_groups:
         found += group["params"]
@@ -162,7 +150,7 @@ def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def extent_of(tensor: torch.Tensor) -> Extent | None:
-    """The memory that a tensor fills, without gaps; None if it does not fill it so."""
+    """The memory that a tensor fills completely; None if there are gaps."""
     if tensor.layout is not torch.strided:
         return None
     size_bytes = tensor.nbytes
@@ -174,8 +162,8 @@ def extent_of(tensor: torch.Tensor) -> Extent | None:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What tells apart tensors that share no memory; 0 for one that only wraps others (a quantized optimizer's state):
-    its memory is never guarded, so nothing of it is copied later."""
+    """Address of the tensor's storage, to find tensors that share memory. 0 for one that only wraps others (a quantized
+    optimizer's state): its memory is never guarded, so nothing of it is copied lazily."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:

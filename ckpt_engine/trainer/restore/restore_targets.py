@@ -15,7 +15,7 @@ import torch
 
 from ckpt_engine.format.coverage import Box, uncovered
 from ckpt_engine.format.shard_format import Block, ShardHeader
-from ckpt_engine.trainer.capture.prepared_capture import DTYPE_NAMES
+from ckpt_engine.trainer.capture.capture_plan import DTYPE_NAMES
 from ckpt_engine.trainer.state import sharded_tensors
 from ckpt_engine.trainer.state.sharded_tensors import NotSaveable
 from ckpt_engine.trainer.state.state_tree import has_state

@@ -56,9 +56,6 @@ class FlatState:
     tensors: dict[str, torch.Tensor]
     tree: str  # JSON
     blocks: dict[str, Block]
-    structure: object = (
-        None  # the same object: names, shapes, dtypes, devices, strides, blocks are the same; None: unknown
-    )
 
 
 def flatten(state: Mapping[str, object]) -> FlatState:

@@ -13,7 +13,7 @@ import pytest
 
 from ckpt_engine.format import integrity
 from ckpt_engine.format.world_manifest import WORLD_MANIFEST
-from ckpt_engine.trainer.restore.restore_file import read_manifest
+from ckpt_engine.trainer.restore.load_shard import read_manifest
 from flyball.contracts.checkpoints import Tier
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckpt_engine.format import integrity
-from ckpt_engine.trainer.restore.restore_file import read_manifest
+from ckpt_engine.trainer.restore.load_shard import read_manifest
 from flyball.contracts import fault_points
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.on_host.engine_wire import Flush

@@ -18,8 +18,7 @@ from dataclasses import replace
 import safetensors.torch, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from ckpt_engine.trainer.capture import copying
-from ckpt_engine.trainer import save_trials
+from ckpt_engine.trainer.capture import hand_writes, state_copy
 from ckpt_engine.format.manifest import entries_of
 from ckpt_engine.format.shard_format import read_header
 from ckpt_engine.trainer.state.state_tree import flatten
@@ -29,9 +28,9 @@ from flyball.sdk.worker_identity import read_identity
 
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-copying.PIECE_BYTES = 4096
-save_trials.TRIALS = 0
-opened, copy_piece = threading.Event(), copying.TensorCopy.copy_piece
+state_copy.PIECE_BYTES = 4096
+hand_writes.TRIALS = 0
+opened, copy_piece = threading.Event(), state_copy.TensorCopy.copy_piece
 
 def held_up(copy, begin, end):  # the background begins when the step of the training thread does
     if threading.current_thread().name == "flyball-copy" and copy.version is not None:
@@ -40,7 +39,7 @@ def held_up(copy, begin, end):  # the background begins when the step of the tra
         opened.set()
     copy_piece(copy, begin, end)
 
-copying.TensorCopy.copy_piece = held_up
+state_copy.TensorCopy.copy_piece = held_up
 
 def make(seed):
     torch.manual_seed(seed)

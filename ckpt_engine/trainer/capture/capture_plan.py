@@ -1,0 +1,235 @@
+"""Everything that is kept from one save to the next while the structure of the state stays the same.
+
+A plan knows names, shapes, dtypes, offsets and the header, views of the slots, and how each tensor gets there. So in
+steady state nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.format import shard_format
+from ckpt_engine.format.shard_format import LENGTH_BYTES, Block, TensorHeader
+from ckpt_engine.slots.memory_plan import readable_size
+from ckpt_engine.trainer.capture.device_copies import DeviceStreams
+from ckpt_engine.trainer.capture.hand_writes import Samples, Windows
+from ckpt_engine.trainer.capture.kept_structure import KeptStructure
+from ckpt_engine.trainer.capture.optimizer_watch import Extent, GuardedTensors, extent_of
+from ckpt_engine.trainer.capture.state_copy import is_plain
+from ckpt_engine.trainer.state.state_tree import FlatState
+from flyball.contracts.errors import UnsupportedState
+
+STATE_KEY = "flyball.state"  # the JSON tree, in the safetensors metadata
+FORMAT_KEY = "flyball.format"
+FORMAT = "1"
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+SMALL_BYTES = 16 << 10  # smaller tensors are copied at once: handing them to a thread would cost more
+_HEADER_STEP_BYTES = 4096  # headers are padded to a multiple of it, less the length field, so that data is aligned
+_Signature = tuple[tuple[str, torch.Size, torch.dtype, torch.device, Block | None], ...]
+
+
+@dataclass(slots=True)
+class SlotViews:
+    """A slot's memory as tensors, in the order of the plan."""
+
+    payload: memoryview
+    address: int  # of its first byte
+    tensors: list[torch.Tensor]
+    addresses: list[int]
+    is_pinned: bool = False
+
+    def pin(self, streams: DeviceStreams) -> None:
+        """Let devices copy to the slot directly. Tried again at the next save if it fails."""
+        self.is_pinned = self.is_pinned or streams.pin(self.address, len(self.payload))
+
+    def unpin(self, streams: DeviceStreams) -> None:
+        if self.is_pinned:
+            streams.unpin(self.address)
+            self.is_pinned = False
+
+
+@dataclass(slots=True)
+class Routes:
+    """How each tensor gets into a slot, as indexes into the plan.
+
+    Valid until a large tensor or an optimizer's tensor moves. Small ones may: a random generator's state always does.
+    """
+
+    addresses: list[int]  # of the newest state
+    guarded_places: tuple[object, ...] | None
+    is_plain: list[bool]
+    moved: list[int] = field(default_factory=list)  # small and plain: by memcpy, at once
+    copied: list[int] = field(default_factory=list)  # small: by torch, at once
+    eager: list[int] = field(default_factory=list)
+    lazy: list[int] = field(default_factory=list)
+    eager_device: list[int] = field(default_factory=list)
+    lazy_device: list[int] = field(default_factory=list)
+    large: list[int] = field(default_factory=list)  # all but `moved` and `copied`
+    sample_numbers: dict[int, int] = field(default_factory=dict)  # of the plain ones among `lazy`
+    _windows: Windows | None = None
+
+    def route(
+        self, index: int, tensor: torch.Tensor, size_bytes: int, guarded: Collection[Extent], *, on_device: bool
+    ) -> None:
+        if size_bytes <= SMALL_BYTES and not on_device:
+            (self.moved if self.is_plain[index] else self.copied).append(index)
+            return
+        self.large.append(index)
+        if guarded and extent_of(tensor) in guarded and not tensor.is_inference():
+            chosen = self.lazy_device if on_device else self.lazy
+        else:
+            chosen = self.eager_device if on_device else self.eager
+        chosen.append(index)
+
+    def read_samples(self, sizes: list[int]) -> Samples | None:
+        """Sample the lazy tensors that are plain; None if nothing is lazy."""
+        if not self.lazy:
+            return None
+        if self._windows is None:
+            plain = [index for index in self.lazy if self.is_plain[index]]
+            self._windows = Windows((self.addresses[index], sizes[index]) for index in plain)
+            self.sample_numbers = {index: number for number, index in enumerate(plain)}
+        return self._windows.read()
+
+
+@dataclass(slots=True)
+class CapturePlan:
+    """What states of one structure have in common."""
+
+    signature: _Signature
+    structure: KeptStructure | None  # of the newest state with this signature; None if it cannot be kept
+    header_capacity: int
+    tensors: dict[str, TensorHeader]
+    tensors_json: bytes
+    sharding: dict[str, str]  # the metadata entry, if a tensor is sharded
+    payload_bytes: int
+    sizes: list[int] = field(init=False)
+    _views: dict[int, SlotViews] = field(default_factory=dict)  # by slot
+    _routes: Routes | None = None
+
+    def __post_init__(self) -> None:
+        offsets = [self.tensors[name].data_offsets for name, *_ in self.signature]
+        self.sizes = [end - begin for begin, end in offsets]
+
+    def adopt(self, structure: KeptStructure | None) -> None:
+        """The newest state has the same signature, and a structure found anew."""
+        if structure is not self.structure:
+            self.structure, self._routes = structure, None
+
+    def encode_header(self, tree: str) -> bytes:
+        """The header's JSON for a state with this tree, at most `header_capacity` bytes if it fits."""
+        return shard_format.join_header({FORMAT_KEY: FORMAT, STATE_KEY: tree, **self.sharding}, self.tensors_json)
+
+    def slot_views(self, slot: int, payload: memoryview, streams: DeviceStreams) -> SlotViews:
+        """Made again when the slot got a new file."""
+        known = self._views.get(slot)
+        if known is None or known.payload is not payload:
+            if known is not None:
+                known.unpin(streams)
+            known = self._views[slot] = self._view(payload)
+        return known
+
+    def _view(self, payload: memoryview) -> SlotViews:
+        whole = torch.frombuffer(payload, dtype=torch.uint8)
+        data = whole[LENGTH_BYTES + self.header_capacity :]
+        views = []
+        for name, shape, dtype, _, _ in self.signature:
+            begin, end = self.tensors[name].data_offsets
+            views.append(data[begin:end].view(dtype).view(shape))
+        return SlotViews(payload, whole.data_ptr(), views, [view.data_ptr() for view in views])
+
+    def release_slots(self, streams: DeviceStreams) -> None:
+        """Let go of the slots' memory."""
+        for views in self._views.values():
+            views.unpin(streams)
+        self._views.clear()
+
+    def routes(self, flat: FlatState, streams: DeviceStreams, *, lazy: bool) -> Routes:
+        """Made again when something has changed that they depend on."""
+        addresses = [tensor.data_ptr() for tensor in flat.tensors.values()]
+        guarded = GuardedTensors() if lazy else None
+        places = guarded.places() if guarded is not None else ()
+        known = self._routes
+        if (
+            known is None
+            or self.structure is None  # strides may have changed
+            or known.guarded_places != places
+            or places is None
+            or any(known.addresses[index] != addresses[index] for index in known.large)
+        ):
+            extents = guarded.extents(SMALL_BYTES) if guarded is not None else ()
+            tensors = flat.tensors.values()
+            known = self._routes = Routes(addresses, places, [is_plain(tensor) for tensor in tensors])
+            for index, tensor in enumerate(tensors):
+                known.route(index, tensor, self.sizes[index], extents, on_device=streams.owns(tensor))
+        known.addresses = addresses
+        return known
+
+
+def signature_of(flat: FlatState) -> _Signature:
+    """What the layout of a shard depends on."""
+    blocks = flat.blocks
+    return tuple(
+        (name, tensor.shape, tensor.dtype, tensor.device, blocks.get(name)) for name, tensor in flat.tensors.items()
+    )
+
+
+def make_plan(signature: _Signature, structure: KeptStructure | None, tree_chars: int) -> CapturePlan:
+    """Lay out a shard, with header space for a tree of twice `tree_chars`. Raises UnsupportedState if it cannot be one.
+
+    Tensors with wide elements come first, so that each is aligned to its elements without gaps.
+    """
+    tensors: dict[str, TensorHeader] = {}
+    offset = 0
+    for name, shape, dtype, _, _ in sorted(signature, key=lambda entry: -entry[2].itemsize):
+        if dtype not in DTYPE_NAMES:
+            raise UnsupportedState(
+                f"The tensor {name!r} has dtype {dtype}, which the safetensors format does not have.",
+                hint="convert it, or leave it out of the state",
+            )
+        end = offset + shape.numel() * dtype.itemsize
+        tensors[name] = TensorHeader(DTYPE_NAMES[dtype], tuple(shape), (offset, end))
+        offset = end
+    # Quotes in the tree are escaped in the header, and its numbers grow: leave room, so that the offsets stay.
+    blocks = {name: block for name, _, _, _, block in signature if block is not None}
+    sharding = {shard_format.SHARDING_KEY: shard_format.encode_blocks(blocks)} if blocks else {}
+    tensors_json = shard_format.encode_tensors(tensors)
+    needed = len(shard_format.join_header(sharding, tensors_json)) + 2 * tree_chars + 1024
+    pages = -(-(LENGTH_BYTES + needed) // _HEADER_STEP_BYTES)
+    capacity = pages * _HEADER_STEP_BYTES - LENGTH_BYTES
+    if capacity > shard_format.MAX_HEADER_BYTES:
+        raise UnsupportedState(
+            f"The names and shapes of the state's {len(tensors)} tensors take {len(tensors_json)} bytes, everything "
+            f"else {tree_chars} characters: more than the header of a safetensors file has room for.",
+            hint="keep large data in tensors, and many small tensors in a few large ones",
+        )
+    payload_bytes = LENGTH_BYTES + capacity + offset
+    if payload_bytes > manifests.MAX_PAYLOAD_BYTES:
+        raise UnsupportedState(
+            f"The state of this rank takes {readable_size(payload_bytes)}, and a shard has at most "
+            f"{readable_size(manifests.MAX_PAYLOAD_BYTES)}.",
+            hint="have more ranks share the state, so that each has less of it",
+        )
+    return CapturePlan(signature, structure, capacity, tensors, tensors_json, sharding, payload_bytes)

@@ -1,0 +1,191 @@
+"""Who commits what a trainer has captured: the engine beside it, or, without one, the trainer itself."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+from ckpt_engine.contracts.notices import MAX_MESSAGE_CHARS, Captured, Notice, SaveAborted, SaveWaited
+from ckpt_engine.format import manifest as manifests
+from ckpt_engine.slots.rank_segments import RankSegments, SlotState, SlotView
+from ckpt_engine.slots.slot_rules import MIN_SLOTS
+from ckpt_engine.worker_thread import WorkerThread
+from flyball import __version__
+from flyball.contracts import wire
+from flyball.contracts.clock import SystemClock
+from flyball.contracts.errors import FlyballError
+from flyball.contracts.on_host.segments import rank_segment
+from flyball.sdk.worker_identity import WorkerIdentity
+
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class CommitLink(Protocol):
+    """The committer of one rank. No method blocks or raises."""
+
+    def captured(self, view: SlotView) -> None:
+        """A slot is whole."""
+        ...
+
+    def aborted(self, step: int, message: str) -> None:
+        """This rank will never have `step`."""
+        ...
+
+    def waited(self, step: int, waited_s: float) -> None:
+        """Training waited for this step's save."""
+        ...
+
+    def refresh(self) -> None:
+        """Bring the world words up to date, if this side writes them."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """Whether anyone is there to commit."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class EngineLink:
+    """Sends datagrams to the engine's notify socket. They are hints, because the engine also looks by itself; one that
+    cannot be sent is dropped."""
+
+    def __init__(self, identity: WorkerIdentity) -> None:
+        self._identity = identity
+        self._socket = _datagram_socket()
+
+    def captured(self, view: SlotView) -> None:
+        me = self._identity
+        self._send(Captured(job=me.job, rank=me.rank, generation=view.generation, step=view.step, slot=view.index))
+
+    def aborted(self, step: int, message: str) -> None:
+        me = self._identity
+        reason = message[:MAX_MESSAGE_CHARS]
+        self._send(SaveAborted(job=me.job, rank=me.rank, generation=me.generation, step=step, message=reason))
+
+    def waited(self, step: int, waited_s: float) -> None:
+        me = self._identity
+        self._send(SaveWaited(job=me.job, rank=me.rank, generation=me.generation, step=step, waited_s=waited_s))
+
+    def refresh(self) -> None:
+        """The engine writes the world words."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether a process has the socket open: the kernel refuses to connect to one that nobody holds."""
+        try:
+            with _datagram_socket() as probe:
+                probe.connect(self._identity.engine_notify)
+        except OSError:  # also if this process has no file descriptor left
+            return False
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _send(self, notice: Notice) -> None:
+        with contextlib.suppress(OSError):  # nobody there, or its queue is full
+            self._socket.sendto(wire.encode(notice), self._identity.engine_notify)
+
+
+def _datagram_socket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    made.setblocking(False)
+    return made
+
+
+class LocalCommitter:
+    """Commits without an engine: a thread hashes this rank's shards, and the world is read from the other ranks' slots.
+
+    Only for ranks that all run on one host. There each rank sees the slots of every other, so the rule that keeps a
+    common step (`slot_rules`) needs no coordinator.
+    """
+
+    def __init__(
+        self, identity: WorkerIdentity, segments: RankSegments, on_failure: Callable[[int, str], None]
+    ) -> None:
+        """The committing thread calls `on_failure(step, message)` for a captured step that will never be committed."""
+        self._identity = identity
+        self._segments = segments
+        self._on_failure = on_failure
+        self._neighbours: dict[int, RankSegments] = {identity.rank: segments}
+        self._queue: queue.Queue[SlotView | None] = queue.Queue(maxsize=MIN_SLOTS)
+        restored = identity.restore_step
+        segments.control.begin_world(identity.generation, -1 if restored is None else restored)
+        self._thread = WorkerThread("flyball-commit", self._commit_next, retry_s=None)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive
+
+    def captured(self, view: SlotView) -> None:
+        with contextlib.suppress(queue.Full):  # only if the thread died: there are never more views than slots
+            self._queue.put_nowait(view)
+
+    def aborted(self, step: int, message: str) -> None:
+        """The other ranks simply never see the step in this rank's slots."""
+
+    def waited(self, step: int, waited_s: float) -> None:
+        """The trainer counts it; nobody else is interested."""
+
+    def refresh(self) -> None:
+        """The world step becomes the newest that every rank of this generation has committed."""
+        generation = self._identity.generation
+        common: set[int] | None = None
+        for rank in range(self._identity.world_size):
+            segments = self._neighbour(rank)
+            slots = segments.slots() if segments else []
+            steps = {s.step for s in slots if s.state is SlotState.COMMITTED and s.generation == generation}
+            common = steps if common is None else common & steps
+        if common:
+            self._segments.control.advance_world(max(common))
+
+    def commit(self, view: SlotView) -> None:
+        """Hash a captured slot, and commit it. Raises CorruptShard or OSError."""
+        me = self._identity
+        manifest = manifests.describe(
+            self._segments.payload(view.index),
+            job=me.job,
+            generation=view.generation,
+            step=view.step,
+            rank=me.rank,
+            world_size=me.world_size,
+            code_version=__version__,
+            run=me.run,
+            committed_at=SystemClock().wall_s(),
+            known_digests=self._segments.handed_digests(view),
+        )
+        if self._segments.commit(view, manifests.encode(manifest)) and view.generation == me.generation:
+            self._segments.control.note_replicated(view.step)
+
+    def close(self) -> None:
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=_CLOSE_TIMEOUT_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _commit_next(self) -> float | None:
+        view = self._queue.get()
+        if view is None:
+            return None
+        try:
+            self.commit(view)
+        except (FlyballError, OSError) as error:
+            self._segments.discard(view)  # it will never count, and a later save needs the slot
+            self._on_failure(view.step, f"Step {view.step} was captured and could not be committed: {error}")
+        self.refresh()
+        return 0.0
+
+    def _neighbour(self, rank: int) -> RankSegments | None:
+        if rank not in self._neighbours:
+            try:
+                self._neighbours[rank] = RankSegments.open(
+                    rank_segment(self._identity.shm_prefix, self._identity.job, rank)
+                )
+            except (FlyballError, OSError):  # has not attached yet, or has no slots: then there is no common step
+                return None
+        return self._neighbours[rank]
