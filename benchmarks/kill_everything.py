@@ -79,7 +79,7 @@ def kill_once(place: Path, rng: random.Random, number: int, options: argparse.Na
     try:
         wait_for(lambda: made_steps(place, before), place, again)
         resumed_at = first_new_step(place, before)
-        said = next((line for line in output(place).splitlines() if "going on from step" in line), "")
+        said = next((line for line in output(place).splitlines() if "resuming from step" in line), "")
     finally:
         again.kill()
         kill_all(place)

@@ -67,7 +67,7 @@ def test_everything_is_killed_and_the_same_command_goes_on(user: User) -> None:
     assert steps.starts()[1] >= reached - 1, "memory outlives kill -9, and has the newest step or the one before"
     assert steps.newest() == 119
     assert steps.missing() == set()
-    said = re.search(r"going on from step (\d+) \(memory, verified\)", second.text())
+    said = re.search(r"resuming from step (\d+) \(memory, verified\)", second.text())
     assert said, second.text()
     # the step that was captured and not yet hashed when everything was killed is verified by the new engine
     assert steps.starts()[1] - 1 in (int(said[1]), int(said[1]) + 1)
@@ -81,7 +81,7 @@ def test_ctrl_c_writes_the_recovery_point_and_the_same_command_goes_on(user: Use
     first.until(lambda: steps.newest() >= 30, "30 steps")
     first.interrupt()
     assert first.wait() == 130, first.text()
-    assert re.search(r"step \d+ of job tiny is in .+; go on with: flyball run", first.text())
+    assert re.search(r"step \d+ of job tiny is in .+; resume with: flyball run", first.text())
     reached = steps.newest()
     assert user.shared_memory() == [], "memory is freed once the recovery point is on disk"
 

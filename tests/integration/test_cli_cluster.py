@@ -274,7 +274,7 @@ def test_a_job_of_two_hosts_that_a_person_stops_is_on_their_disks_and_goes_on(
     newest = set()
     for (_, _, err), folder, node in zip(ended, hosts, nodes, strict=True):
         assert f"checkpoints go to {folder / 'checkpoints'}" in err
-        said = re.search(r"step (\d+) of job pair is in (\S+); go on, on each host, with: (.*)", err)
+        said = re.search(r"step (\d+) of job pair is in (\S+); resume, on each host, with: (.*)", err)
         assert said, err
         assert said[2] == str(folder / "checkpoints") and said[3] == shlex.join(["flyball", *node])
         newest.add(int(said[1]))

@@ -159,7 +159,7 @@ def slots(place: Path) -> list[Path]:
     return list((place / "shm").iterdir())
 
 
-ON_DISK = rf"step (\d+) of job {JOB} is in .*checkpoints \(verified\); go on with: flyball run --resume {JOB}\n"
+ON_DISK = rf"step (\d+) of job {JOB} is in .*checkpoints \(verified\); resume with: flyball run --resume {JOB}\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -174,7 +174,7 @@ def test_a_stopped_job_goes_on_from_disk(place: Path, number: signal.Signals) ->
     again = Run(place)
     again.steps_on()
     again.succeed()
-    assert f"going on from step {saved} (disk, verified), written by the run that was stopped at " in again.text
+    assert f"resuming from step {saved} (disk, verified), saved by the run that was stopped at " in again.text
     assert first_step_of_the_last_generation(place) == saved + 1
     check_values(place)
     assert slots(place) == []
@@ -199,7 +199,7 @@ def test_a_job_that_failed_leaves_its_newest_step_on_disk(place: Path) -> None:
     again = Run(place, *words)
     again.steps_on(5)
     again.succeed()
-    assert f"going on from step {saved} (disk, verified), written by the run that failed at " in again.text
+    assert f"resuming from step {saved} (disk, verified), saved by the run that failed at " in again.text
     assert first_step_of_the_last_generation(place) == saved + 1
     check_values(place)
 
@@ -211,7 +211,7 @@ def test_after_a_kill_of_everything_the_memory_serves(place: Path) -> None:
     seen = min(steps(place, rank)[-1][1] for rank in (0, 1))
     again = Run(place)
     again.steps_on(5)
-    said = said_step(again.text, r"going on from step (\d+) \(memory, verified\), written by a run that was killed")
+    said = said_step(again.text, r"resuming from step (\d+) \(memory, verified\), saved by a run that was killed")
     assert said >= seen - 2, "the step whose save was under way, and the one before it"
     assert first_step_of_the_last_generation(place) >= said + 1
     again.succeed()
@@ -242,7 +242,7 @@ def test_after_a_reboot_the_disk_serves_and_a_torn_step_does_not(place: Path, to
     again = Run(place, *DISK)
     again.steps_on(5)
     expected = older if torn else newest
-    assert f"going on from step {expected} (disk, verified)" in again.text
+    assert f"resuming from step {expected} (disk, verified)" in again.text
     assert first_step_of_the_last_generation(place) == expected + 1
     again.succeed()
     check_values(place)
@@ -256,7 +256,7 @@ def test_fresh_begins_anew_and_says_what_goes(place: Path) -> None:
     saved = said_step(run.text, ON_DISK)
     fresh = Run(place, "--fresh", *run.words)
     fresh.steps_on(3)
-    assert f"starting anew; step {saved} of the run before is removed" in fresh.text
+    assert f"starting over; step {saved} of the previous run is removed" in fresh.text
     assert first_step_of_the_last_generation(place) == 0
     fresh.succeed()
     check_values(place)
@@ -277,7 +277,7 @@ def test_an_earlier_run_is_resumed_by_its_name_from_anywhere(place: Path) -> Non
     again = Run(place, "--resume", JOB, cwd=elsewhere)
     again.steps_on(3)
     again.send(signal.SIGINT)
-    assert f"going on from step {saved} " in again.text
+    assert f"resuming from step {saved} " in again.text
     newest = Run(place, "--resume", cwd=elsewhere)
     newest.steps_on(3)
     newest.succeed()
@@ -289,7 +289,7 @@ def test_the_same_command_twice_at_once_is_two_jobs(place: Path) -> None:
     run.steps_on(2)
     other = Run(place)
     other.wait_for(lambda: "status page" in other.text, "the start of the other one")
-    assert f"job {JOB} is running already; this is another one, {JOB}-2" in other.text
+    assert f"job {JOB} is already running; this is another one, {JOB}-2" in other.text
     other.send(signal.SIGINT)
     run.steps_on(2)
     run.succeed()
@@ -309,13 +309,11 @@ def test_what_the_disk_cannot_take_stays_in_memory(place: Path) -> None:
         assert run.send(signal.SIGINT) == 130
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
-    saved = said_step(
-        run.text, rf"step (\d+) of job {JOB} stays in the memory of this machine, and could not be written"
-    )
+    saved = said_step(run.text, rf"step (\d+) of job {JOB} stays in this machine's memory and could not be written")
     assert slots(place) != []
     again = Run(place)
     again.steps_on(3)
-    assert f"going on from step {saved} (memory, verified)" in again.text
+    assert f"resuming from step {saved} (memory, verified)" in again.text
     again.succeed()
     assert slots(place) == []
     check_values(place)
@@ -328,13 +326,13 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_the_memory(place: Path) -> None:
         if "ckpt_engine" in " ".join(process.cmdline()) or "engine" in process.name():
             process.suspend()
     run.process.send_signal(signal.SIGINT)
-    run.wait_for(lambda: "(again: at once)" in run.text, "the first signal is heard")
+    run.wait_for(lambda: "(Ctrl-C again: stop at once)" in run.text, "the first signal is heard")
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130, run.text
-    assert "stays in the memory of this machine" in run.text
+    assert "stays in this machine's memory" in run.text
     again = Run(place)
     again.steps_on(3)
-    assert re.search(r"going on from step \d+ \(memory, verified\)", again.text), again.text
+    assert re.search(r"resuming from step \d+ \(memory, verified\)", again.text), again.text
     again.succeed()
     check_values(place)
 
@@ -349,11 +347,11 @@ def test_another_state_folder_goes_on_from_what_the_store_has(place: Path) -> No
     shutil.rmtree(place / "s")
     again = Run(place, *words)
     again.steps_on(3)
-    assert f"going on from step {saved} (persistent, verified), written by run 2" in again.text
+    assert f"resuming from step {saved} (persistent, verified), saved by run 2" in again.text
     assert first_step_of_the_last_generation(place) == saved + 1
     again.send(signal.SIGINT)
     more = Run(place, *words)
     more.steps_on(3)
     more.succeed()
-    assert "going on from step" in more.text
+    assert "resuming from step" in more.text
     check_values(place)

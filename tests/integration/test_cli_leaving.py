@@ -174,7 +174,7 @@ def test_one_host_with_a_spare_is_left_and_the_job_goes_on(cluster: Cluster) -> 
     cluster.expect_ends(h1=143)
     assert cluster.hosts() == {"h0", "h2"}
     said = cluster.said("h1")
-    assert "SIGTERM: host h1 leaves job pair" in said and "host h1 left job pair, whose ranks are on h0, h2 now" in said
+    assert "SIGTERM: host h1 leaves job pair" in said and "host h1 left job pair. Its ranks are now on h0, h2" in said
     incident = cluster.until("the end of the incident", cluster.left_incident)
     assert incident["lost_steps"] == 0, (incident, cluster.said("h0"))
     assert cluster.job()["restarts_used"] == 0
@@ -187,7 +187,7 @@ def test_one_host_without_a_spare_leaves_a_job_that_holds_for_one(cluster: Clust
     cluster.trains()
     cluster.terminate("h1", number=signal.SIGHUP)
     cluster.expect_ends(h1=129)
-    assert "no host was free to take its ranks: the job holds after step" in cluster.said("h1")
+    assert "No host was free to take its ranks: the job holds after step" in cluster.said("h1")
     assert cluster.job()["state"] == "running" and cluster.runs["h0"].poll() is None
     saved = int(cluster.job()["newest_step"])
     cluster.until("the hold", lambda: any("spare" in i["holding_for"] for i in cluster.api.items("/v1/incidents")))
@@ -219,7 +219,7 @@ def test_the_host_of_the_supervisor_says_what_it_leaves_behind(cluster: Cluster)
     cluster.terminate("h0")
     cluster.expect_ends(h0=143)
     said = cluster.said("h0")
-    assert "host h0 left job pair, whose ranks are on h1, h2 now" in said
+    assert "host h0 left job pair. Its ranks are now on h1, h2" in said
     again = re.search(r"up again: (flyball up [^(]*) \(with the same FLYBALL_TOKEN\)", said)
     assert again, said
     assert cluster.runs["h1"].poll() is None

@@ -15,7 +15,7 @@ import pytest
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.run import embedded
 from flyball.cli.run.embedded import MAX_RESTARTS, KeptSupervisor
-from flyball.cli.run.host_process import HostProcess
+from flyball.cli.run.host_process import is_written
 from flyball.contracts.cluster import JobSpec
 from flyball.contracts.errors import FlyballError, PortInUse
 
@@ -72,17 +72,14 @@ def test_attempts_are_bounded_and_apart(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_workers_are_known_by_the_logs_that_they_write(tmp_path: Path) -> None:
-    host = HostProcess(
-        host_id="h", state_dir=tmp_path, supervisor_url="http://127.0.0.1:7", token_file=tmp_path / "token"
-    )
     logs = tmp_path / "logs" / "job"
     (logs / "g2").mkdir(parents=True)
-    assert not host.trains(logs)
+    assert not is_written(logs)
     with (logs / "g2" / "rank0.log").open("wb") as log:
         worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=log)
     try:
-        assert host.trains(logs)
-        assert not host.trains(tmp_path / "logs" / "other")
+        assert is_written(logs)
+        assert not is_written(tmp_path / "logs" / "other")
     finally:
         worker.communicate(b"\n", timeout=60.0)
-    assert not host.trains(logs)
+    assert not is_written(logs)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from flyball.cli.reach.places import SupervisorConnection
-from flyball.cli.run.beginning import begin, record_of
 from flyball.cli.run.ending import Ending
-from flyball.cli.run.going_on import open_jobs
 from flyball.cli.run.host_process import HostProcess
+from flyball.cli.run.resume import prepare_locally, record_of
+from flyball.cli.run.resume_points import open_jobs
 from flyball.cli.run.run_folders import RECORD, RunFolder, take
 from flyball.cli.run.session import start_daemon
 from flyball.cli.signals import EndSignals
@@ -67,7 +67,7 @@ def test_a_disk_that_takes_no_record_does_not_keep_the_end_from_being_looked_at(
     record = record_of(RunRequest(ARGV), spec, ("train.py",), host_id="here")
     with EndSignals(()) as signals:
         Ending(home, spec, record, daemon, signals, environ={}).run()
-    assert "the end of the job could not be written" in capsys.readouterr().err
+    assert "cannot record the job's end" in capsys.readouterr().err
     assert not daemon.keeps_segments, "it has left nothing"
 
 
@@ -89,8 +89,8 @@ def test_a_store_that_cannot_be_read_is_no_reason_to_begin_anew(
     place.symlink_to(place.name)  # as a mount that is stuck: listing it fails
     request = RunRequest(ARGV, fresh=fresh)
     if fresh:
-        assert begin(request, spec, home, host_id="here", environ={}, check=lambda: None).again is Again.FRESH
+        assert prepare_locally(request, spec, home, host_id="here", environ={}, check=lambda: None).again is Again.FRESH
         return
-    with pytest.raises(Unreachable, match="could not be looked at") as caught:
-        begin(request, spec, home, host_id="here", environ={}, check=lambda: None)
+    with pytest.raises(Unreachable, match="cannot be read") as caught:
+        prepare_locally(request, spec, home, host_id="here", environ={}, check=lambda: None)
     assert str(place) in caught.value.message

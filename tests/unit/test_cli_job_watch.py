@@ -276,8 +276,8 @@ def test_a_script_that_tells_no_steps_is_named_once_with_what_is_not_seen(
     time.now_s = 0.0
     JobWatch(Starting(time, 500.0), SPEC, SimpleNamespace(count=0)).wait()
     told = capsys.readouterr().err
-    assert told.count("t.py tells no steps so far (flyball.attach)") == 1
-    assert "all ranks do nothing for 1800 s (--hang-timeout sets it)" in told
+    assert told.count("t.py has reported no steps so far (see flyball.attach)") == 1
+    assert "all ranks are idle for 1800 s (--hang-timeout changes that)" in told
 
 
 def test_a_false_alarm_is_told_at_once(time: Time, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`flyball run`: what a user types in place of torchrun."""
+"""`flyball run`: run a training script under supervision, in place of torchrun."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import msgspec
 from ckpt_engine.settings import read_config
 from flyball.cli.reach import this_host
 from flyball.cli.reach.places import SupervisorConnection, find_supervisor
-from flyball.cli.run.beginning import announce_disk_folder, begin, record_of, with_default_tier
 from flyball.cli.run.embedded import KeptSupervisor
-from flyball.cli.run.ending import Ending
-from flyball.cli.run.host_end import same_command
+from flyball.cli.run.ending import Ending, resume_command
 from flyball.cli.run.job_watch import Job
-from flyball.cli.run.meeting import join, meet
+from flyball.cli.run.rendezvous import join, meet
+from flyball.cli.run.resume import announce_disk_folder, prepare_locally, record_of, with_default_tier
 from flyball.cli.run.run_folders import RunFolder, find_run, take
 from flyball.cli.run.session import Session, start_daemon
 from flyball.cli.show.messages import announce, print_json
@@ -37,7 +36,7 @@ from flyball.programs import find_program
 
 
 def run(arguments: list[str]) -> int:
-    """The exit code of a job: 0 it succeeded, 1 it failed, 128 + n a signal ended it."""
+    """Run a job and return the exit code: 0 if it succeeded, 1 if it failed, 128 + n if signal n ended it."""
     request = parse_run(arguments, os.environ, read_config)
     if request.help:
         sys.stdout.write(help_text())
@@ -46,18 +45,18 @@ def run(arguments: list[str]) -> int:
         announce(notice)
     if request.resume:
         request, arguments = _with_earlier_command(request, arguments)
-    if request.rendezvous and not request.job:  # hosts that meet run the same command
+    if request.rendezvous and not request.job:  # all hosts of a rendezvous run the same command
         request = msgspec.structs.replace(request, job=default_job_name(request, str(Path.cwd())))
     _check_script(request)
-    os.environ.update(request.tls.environment())  # for every client of this process, and the daemon
-    explicit(os.environ, request.env)  # a mistake in it is told before anything starts
+    os.environ.update(request.tls.environment())  # for every client in this process, and for the daemon
+    explicit(os.environ, request.env)  # report mistakes in --env before anything starts
     spec = _job_spec(request)
     if request.supervisor or request.rendezvous:
         spec = msgspec.structs.replace(spec, checkpoint=with_default_tier(request, spec.checkpoint, STATE_DIR_DISK))
     with EndSignals(request.stop_signals) as signals, ExitStack() as stack:
         if request.supervisor:
             session = join(request, spec, find_supervisor(os.environ, url=request.supervisor), stack)
-            session.away_limit_s = math.inf  # a cluster's supervisor comes back, and until then training goes on
+            session.away_limit_s = math.inf  # a cluster's supervisor comes back; until then, training goes on
         elif request.rendezvous:
             session = meet(request, spec, stack, signals)
         else:
@@ -65,36 +64,36 @@ def run(arguments: list[str]) -> int:
             stack.callback(home.close)
             checkpoint = with_default_tier(request, spec.checkpoint, str(home.checkpoints))
             spec = msgspec.structs.replace(spec, job=home.job, checkpoint=checkpoint)
-            session = _alone(request, spec, home, tuple(arguments), (stack, signals))
-        session.again = same_command(request, arguments)
+            session = _run_locally(request, spec, home, tuple(arguments), (stack, signals))
+        session.resume_command = resume_command(request, arguments)
         spec = session.spec or spec
         job = session.follow(request, spec, signals, stack)
         if session.keeps_supervisor_of_others and JobState(job["state"]).ended:
-            session.let_others_hear(signals)
+            session.wait_for_other_hosts(signals)
     return _conclude(request, spec, job, session, signals)
 
 
-def _alone(
+def _run_locally(
     request: RunRequest,
     spec: JobSpec,
     home: RunFolder,
     arguments: tuple[str, ...],
     ending: tuple[ExitStack, EndSignals],
 ) -> Session:
-    """Supervisor and daemon for the life of this one job."""
+    """Start a supervisor and a daemon that live as long as this job."""
     stack, signals = ending
     folder, host_id = home.path, request.host_id or (home.before.host_id if home.before else this_host.host_id())
-    submission = begin(request, spec, home, host_id=host_id, environ=os.environ, check=signals.check)
+    submission = prepare_locally(request, spec, home, host_id=host_id, environ=os.environ, check=signals.check)
     record = record_of(request, spec, arguments, host_id=host_id)
     home.write(record)
     supervisor = KeptSupervisor(folder / "supervisor")
     stack.callback(supervisor.stop)
     connection = SupervisorConnection(supervisor.url, supervisor.token, supervisor.token_file)
-    secret = f"/?token={supervisor.token}" if sys.stderr.isatty() else ""  # not into the log of a batch system
+    secret = f"/?token={supervisor.token}" if sys.stderr.isatty() else ""  # keep it out of a batch system's log
     announce(f"job {spec.job}; status page {supervisor.url}{secret}")
     announce(f"state and logs in {folder}")
     announce_disk_folder(spec.checkpoint, home.host)
-    # The daemon first: it has torch imported, which takes longest, while this process imports the supervisor.
+    # Start the daemon first: it imports torch, which takes longest, while this process imports the supervisor.
     mine = msgspec.structs.replace(request, host_id=host_id)
     daemon = start_daemon(mine, spec, connection, home.host, stack)
     final = Ending(home, spec, record, daemon, signals, environ=os.environ)
@@ -107,17 +106,17 @@ def _alone(
 
 
 def _with_earlier_command(request: RunRequest, arguments: list[str]) -> tuple[RunRequest, list[str]]:
-    """`--resume [JOB]`: what the earlier run was, with the flags of this one. With a script, that is run."""
+    """For `--resume [JOB]`, combine the earlier run's command with this one's flags. With a script, change nothing."""
     if request.argv and (request.module or request.program or Path(request.argv[0]).is_file()):
         return request, arguments
     if request.supervisor:
         raise UsageError(
-            "--resume finds the runs of this machine; a supervisor's are known by their script.",
-            hint="give the same command as before: it goes on by itself",
+            "--resume JOB finds runs on this machine only, not those of a supervisor.",
+            hint="run the same command as before: it resumes by itself",
         )
     if len(request.argv) > 1:
         raise UsageError(
-            f"{request.argv[0]} is no script, and --resume takes one job.", hint="flyball run --resume JOB"
+            f"{request.argv[0]} is not a script, and --resume takes only one job.", hint="flyball run --resume JOB"
         )
     job = request.argv[0] if request.argv else request.job
     record = find_run(job, os.environ, state_dir=request.state_dir)
@@ -125,8 +124,8 @@ def _with_earlier_command(request: RunRequest, arguments: list[str]) -> tuple[Ru
         os.chdir(record.workdir)
     except OSError as error:
         raise NotFound(
-            f"The folder {record.workdir}, where job {record.job} ran, cannot be entered: {error.strerror}.",
-            hint=f"bring it back, or say where the script is now: flyball run --resume --job {record.job} SCRIPT",
+            f"Cannot enter the folder {record.workdir}, where job {record.job} ran: {error.strerror}.",
+            hint=f"restore it, or name the script's new place: flyball run --resume --job {record.job} SCRIPT",
         ) from error
     flags = arguments[: len(arguments) - len(request.argv)]
     resumed = parse_run(flags, os.environ, read_config, before=record.arguments)
@@ -146,7 +145,7 @@ def _check_script(request: RunRequest) -> None:
     if not request.module and not script.is_file():
         what = "is a folder" if script.is_dir() else "does not exist"
         raise UsageError(
-            f"The script {script} {what}.", hint="give the path of a Python file, or -m and the name of a module"
+            f"The script {script} {what}.", hint="give the path of a Python file, or -m and a module's name"
         )
 
 
@@ -179,8 +178,8 @@ def _job_spec(request: RunRequest) -> JobSpec:
 
 def _conclude(request: RunRequest, spec: JobSpec, job: Job, session: Session, signals: EndSignals) -> int:
     state, logs, leave = JobState(job["state"]), session.logs(request, spec), session.leave
-    again = f"flyball logs {spec.job}" + (f" --state-dir {request.state_dir}" if request.state_dir else "")
-    where = f"logs: {again}" + (f" (in {logs})" if logs else "")
+    logs_command = f"flyball logs {spec.job}" + (f" --state-dir {request.state_dir}" if request.state_dir else "")
+    where = f"logs: {logs_command}" + (f" (in {logs})" if logs else "")
     if request.output == "json":
         print_json({**job, "log_dir": str(logs) if logs else None})
     if leave is not None and leave.has_begun and not state.ended:

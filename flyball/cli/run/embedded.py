@@ -1,4 +1,4 @@
-"""A supervisor inside the process of a command."""
+"""Run a supervisor inside the process of a command."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from services.runtime.claim import Claim, url_of
 if TYPE_CHECKING:
     from services.main import Supervisor
 
-MAX_RESTARTS = 5  # within RESTART_WINDOW_S, attempts that fail included
+MAX_RESTARTS = 5  # within RESTART_WINDOW_S, including failed attempts
 RESTART_WINDOW_S = 600.0
-FIRST_PAUSE_S = 1.0  # before another attempt; doubled with each
+FIRST_PAUSE_S = 1.0  # before another attempt; doubled each time
 LONGEST_PAUSE_S = 16.0
 
 
@@ -35,11 +35,13 @@ def start_supervisor(
     claim: Claim | None = None,
     **settings: str | None,
 ) -> Supervisor:
-    """Bring one up, with these and other settings by name; it answers when this returns. `claim`: its folder and its
-    socket, if they are taken already. Raises PortInUse, StateVersionMismatch, ConfigurationError."""
+    """Start a supervisor, which answers requests when this returns. `settings` are further ones by name.
+
+    `claim`: its folder and socket, if already claimed. Raises PortInUse, StateVersionMismatch, ConfigurationError.
+    """
     with without_collector():
         import_lean("structlog", "httpx")
-        from services.main import Supervisor  # FastAPI, SQLAlchemy, ...: a second of imports that other commands save
+        from services.main import Supervisor  # imports FastAPI, SQLAlchemy, ...: a second that other commands save
         from services.settings import load_settings
 
     supervisor = Supervisor(
@@ -51,10 +53,9 @@ def start_supervisor(
 
 
 class KeptSupervisor:
-    """A supervisor that is started anew at its address when a part of it was given up: what it knows is in its state
-    folder, and training goes on meanwhile.
+    """A supervisor that is restarted at its address when a part of it fails. Its state is on disk; training goes on.
 
-    It has `url` and `token` from the beginning; what is sent before it answers waits.
+    `url` and `token` are valid at once; requests sent before it is up wait in its socket.
     """
 
     def __init__(
@@ -65,16 +66,18 @@ class KeptSupervisor:
         token: str | None = None,
         listener: socket.socket | None = None,
     ) -> None:
-        """Take its folder and its address: that of `listener`, else a free port of `host`. Raises StateVersionMismatch,
-        ConfigurationError."""
+        """Claim its folder and its address: that of `listener`, else a free port of `host`.
+
+        Raises StateVersionMismatch, ConfigurationError.
+        """
         self._state_dir = state_dir
         self._host = host
         self._claim: Claim | None = Claim(state_dir, host=host, port=0, listener=listener)
         self._running: Supervisor | None = None
         given = {name.upper(): value for name, value in os.environ.items()}  # as the settings read it
-        self.news = threading.Event()  # set whenever there is something new to ask for
+        self.news = threading.Event()  # set whenever there is something new to fetch
         self.url = url_of(self._claim.listener, tls=bool(given.get("FLYBALL_TLS_CERT_FILE")))
-        self.token_file: Path | None = None  # where it is kept, if it was not given
+        self.token_file: Path | None = None  # None if the token was given
         self.token = token or given.get("FLYBALL_TOKEN", "")
         if not self.token:
             self.token, self.token_file = self._claim.state_dir.token(), state_dir / "token"
@@ -82,14 +85,14 @@ class KeptSupervisor:
         self._try_at = 0.0
 
     def start(self) -> None:
-        """Once; it answers when this returns. Raises what `start_supervisor` does."""
+        """Start it, once. It answers requests when this returns. Raises what `start_supervisor` does."""
         running = start_supervisor(self._state_dir, host=self._host, token=self.token, claim=self._claim)
-        self._claim = None  # the supervisor's now
+        self._claim = None  # now owned by the supervisor
         running.on_event(self.news.set)
         self._running = running
 
     def keep(self) -> None:
-        """Look whether it works, and start it anew if not. Raises FlyballError when that has been of no use."""
+        """Restart it if a part has failed. Raises FlyballError after too many restarts."""
         now = time.monotonic()
         if now < self._try_at or (self._running is not None and not self._running.failed):
             return
@@ -97,8 +100,8 @@ class KeptSupervisor:
         self._ended_at = [at for at in self._ended_at if now - at < RESTART_WINDOW_S] + [now]
         if len(self._ended_at) > MAX_RESTARTS:
             raise FlyballError(
-                f"The supervisor ended {len(self._ended_at)} times within {RESTART_WINDOW_S:.0f} s and is given up.",
-                hint=f"read {self._state_dir / 'supervisor.log'}",
+                f"The supervisor failed {len(self._ended_at)} times within {RESTART_WINDOW_S:.0f} s and is given up.",
+                hint=f"read its log, {self._state_dir / 'supervisor.log'}",
             )
         try:
             self._running = start_supervisor(
@@ -107,15 +110,13 @@ class KeptSupervisor:
         except FlyballError as error:
             pause_s = backoff.pause_s(len(self._ended_at), first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
             self._try_at = now + pause_s
-            announce(
-                f"the supervisor cannot start again; the next attempt is made in {pause_s:.0f} s ({error.message})"
-            )
+            announce(f"the supervisor cannot be restarted; trying again in {pause_s:.0f} s ({error.message})")
         else:
             self._running.on_event(self.news.set)
-            announce("a part of the supervisor failed; it was started again, and training went on")
+            announce("a part of the supervisor failed; the supervisor was restarted, and training went on")
 
     def stop(self) -> None:
-        """Let running requests end; nothing if it does not run."""
+        """Stop it after running requests. Does nothing if it is not running."""
         claim, self._claim = self._claim, None
         if claim is not None:
             claim.close()

@@ -1,27 +1,30 @@
-"""How a command of `flyball run` ends on one machine: no memory is freed before what it holds is on disk, and what goes
-on from there is said."""
+"""End `flyball run`: save the newest step to disk before its memory is freed, and print the command that resumes."""
 
 from __future__ import annotations
 
 import shlex
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from ckpt_engine.format.shard_names import parse_step_folder
 from flyball.cli.run.host_process import HostProcess
-from flyball.cli.run.run_folders import RunFolder, RunRecord
+from flyball.cli.run.run_folders import RunFolder, RunRecord, holds_memory
 from flyball.cli.show.messages import announce
 from flyball.cli.signals import EndSignals
+from flyball.contracts.checkpoints import Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.errors import FlyballError
 from flyball.contracts.on_host.engine_wire import ENGINE_SOCKET, Flush
+from flyball.launch.launcher import RunRequest
 
 if TYPE_CHECKING:
-    from flyball.cli.run.going_on import LeftCheckpoints, Point
+    from flyball.cli.run.resume_points import JobCheckpoints, ResumePoint
     from services.store.decisions.job_store import PastRun
 
 FLUSH_WITHIN_S: Final = 50.0
@@ -29,7 +32,7 @@ _LOOK_INTERVAL_S: Final = 0.1
 
 
 class Ending:
-    """What is done when the command ends, however that comes about. Call `run` before the daemon is stopped."""
+    """The end of a run on one machine, however it comes about. Call `run` before stopping the daemon."""
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class Ending:
         *,
         environ: Mapping[str, str],
     ) -> None:
-        self.state: JobState | None = None  # how the job ended; None: the command failed before it did
+        self.state: JobState | None = None  # how the job ended; None if the command failed first
         self._home = home
         self._spec = spec
         self._record = record
@@ -50,14 +53,14 @@ class Ending:
         self._environ = environ
 
     def run(self) -> None:
-        """Bring the newest step to disk if it is not there, and leave in memory what is nowhere else."""
+        """Write the newest step to disk if it is not there, and keep memory that holds the only copy."""
         ended = self.state if self.state and self.state.ended else None
-        word = ended.value if ended else "stopped" if self._signals.count else "failed"
-        self._daemon.keeps_segments = ended is not JobState.SUCCEEDED  # before all that can fail: the disk may be full
+        state = ended.value if ended else "stopped" if self._signals.count else "failed"
+        self._daemon.keeps_segments = ended is not JobState.SUCCEEDED  # first, because the rest may fail (full disk)
         try:
-            self._home.write(msgspec.structs.replace(self._record, state=word, ended_at=SystemClock().wall_s()))
+            self._home.write(msgspec.structs.replace(self._record, state=state, ended_at=SystemClock().wall_s()))
         except OSError as error:
-            announce(f"the end of the job could not be written to {self._home.path}: {error}")
+            announce(f"cannot record the job's end in {self._home.path}: {error}")
         if ended is JobState.SUCCEEDED:
             if self._spec.checkpoint.disk_is_default:
                 shutil.rmtree(self._home.checkpoints, ignore_errors=True)
@@ -65,73 +68,75 @@ class Ending:
         try:
             self._save(has_ended=ended is not None)
         except (FlyballError, OSError) as error:
-            announce(f"what the job has left could not be looked at: {error}; its memory stays")
+            announce(f"cannot read the job's checkpoints: {error}; its memory is kept")
 
     def _save(self, *, has_ended: bool) -> None:
-        left = self._look()
-        if left.newest() is None:
-            if unread := left.unread_memory:
-                announce(f"{unread[0]}: what it holds could not be looked at; the job's memory stays")
-            else:  # it never attached, or saved nothing
+        found = self._find_checkpoints()
+        if found.newest() is None:
+            if unread := found.unread_memory:
+                announce(f"cannot read the job's memory, which is kept: {unread[0]}")
+            else:  # the job never attached, or saved nothing
                 self._daemon.keeps_segments = False
             return
         if self._signals.count > 1:
             self._daemon.kill()
-            self._tell(self._look(), hasty=True)
+            self._announce_newest(self._find_checkpoints(), hasty=True)
             return
         if not has_ended:
             self._daemon.kill(except_engine=True)
-        left = self._look()
-        if self._spec.checkpoint.is_durable and self._is_behind(left):
+        found = self._find_checkpoints()
+        if self._spec.checkpoint.is_durable and self._is_behind(found):
             self._flush()
-            left = self._look()
-        self._tell(left)
+            found = self._find_checkpoints()
+        self._announce_newest(found)
 
-    def _is_behind(self, left: LeftCheckpoints) -> bool:
-        from flyball.cli.run.going_on import DURABLE
+    def _is_behind(self, found: JobCheckpoints) -> bool:
+        """Whether disk and store lack the newest step."""
+        from flyball.cli.run.resume_points import DURABLE
 
-        newest, durable = left.newest(), left.newest(DURABLE)
+        newest, durable = found.newest(), found.newest(DURABLE)
         return newest is not None and (durable is None or durable.step < newest.step)
 
-    def _tell(self, left: LeftCheckpoints, *, hasty: bool = False) -> None:
-        """Say where the newest step is; it leaves the memory only if that is a disk or a store, by its bytes."""
-        from flyball.cli.run.going_on import DURABLE, MEMORY
+    def _announce_newest(self, found: JobCheckpoints, *, hasty: bool = False) -> None:
+        """Announce where the newest step is. Free the memory only if a verified copy is on disk or in a store."""
+        from flyball.cli.run.resume_points import DURABLE, MEMORY
 
-        newest, durable = left.newest(), None if hasty else left.verified(DURABLE)
+        newest, durable = found.newest(), None if hasty else found.verified(DURABLE)
         if newest is None:
             return
         if durable is not None and durable.step >= newest.step and durable.verified:
-            self._daemon.keeps_segments = bool(left.unread_memory)
-            self._say(durable, f"is in {self._place(durable)} (verified)")
-        elif left.newest(MEMORY) == newest:
-            why = "" if hasty else f", and {self._on_disk(newest, durable)}"
-            self._say(newest, f"stays in the memory of this machine{why}")
+            self._daemon.keeps_segments = bool(found.unread_memory)
+            self._announce_step(durable, f"is in {self._place(durable)} (verified)")
+        elif found.newest(MEMORY) == newest:
+            why = "" if hasty else f" and {self._disk_status(newest, durable)}"
+            self._announce_step(newest, f"stays in this machine's memory{why}")
         else:
-            self._say(newest, f"is in {self._place(newest)} (not verified)")
+            self._announce_step(newest, f"is in {self._place(newest)} (not verified)")
 
-    def _on_disk(self, newest: Point, durable: Point | None) -> str:
+    def _disk_status(self, newest: ResumePoint, durable: ResumePoint | None) -> str:
+        """Why the newest step is not only on disk."""
         if not self._spec.checkpoint.is_durable:
-            return "nothing writes it to a disk"
+            return "is not on disk (no disk tier)"
         if durable is None:
             return f"could not be written to {self._spec.checkpoint.disk_dir or self._spec.checkpoint.persistent_dir}"
         if durable.step >= newest.step:
-            return f"is in {self._place(durable)} too; there was no time to verify that"
+            return f"is also in {self._place(durable)}, where there was no time to verify it"
         return f"could not be written to disk; step {durable.step} is in {self._place(durable)}"
 
-    def _place(self, point: Point) -> str:
+    def _place(self, point: ResumePoint) -> str:
         checkpoint = self._spec.checkpoint
         return checkpoint.persistent_dir if point.tier.value == "persistent" else checkpoint.disk_dir
 
-    def _say(self, point: Point, where: str) -> None:
+    def _announce_step(self, point: ResumePoint, where: str) -> None:
         words = ["flyball", "run", *(["--state-dir", self._record.state_dir] if self._record.state_dir else [])]
         command = shlex.join([*words, "--resume", self._spec.job])
-        announce(f"step {point.step} of job {self._spec.job} {where}; go on with: {command}")
+        announce(f"step {point.step} of job {self._spec.job} {where}; resume with: {command}")
 
-    def _look(self) -> LeftCheckpoints:
-        from flyball.cli.run.going_on import LeftCheckpoints
+    def _find_checkpoints(self) -> JobCheckpoints:
+        from flyball.cli.run.resume_points import JobCheckpoints
 
         past = self._past()
-        return LeftCheckpoints(
+        return JobCheckpoints(
             self._home,
             self._spec.checkpoint,
             host_id=self._daemon.host_id,
@@ -141,7 +146,7 @@ class Ending:
         )
 
     def _past(self) -> PastRun | None:
-        from flyball.cli.run.going_on import open_jobs
+        from flyball.cli.run.resume_points import open_jobs
 
         with open_jobs(self._home.path) as store:
             return store.past(self._spec.job) if store is not None else None
@@ -149,7 +154,8 @@ class Ending:
     def _flush(self) -> None:
         """Have the engine write its newest recovery point. A second signal ends the wait."""
         announce(
-            f"writing the newest step of job {self._spec.job} to disk (at most {FLUSH_WITHIN_S:.0f} s; again: at once)"
+            f"writing the newest step of job {self._spec.job} to disk, for at most {FLUSH_WITHIN_S:.0f} s "
+            "(Ctrl-C again: end at once)"
         )
         import asyncio
 
@@ -170,4 +176,57 @@ class Ending:
         while asking.is_alive() and self._signals.count <= 1:
             asking.join(_LOOK_INTERVAL_S)
         if failed:
-            announce(f"it could not be written: {failed[0].message}")
+            announce(f"the newest step could not be written: {failed[0].message}")
+
+
+# --- several hosts ----------------------------------------------------------------------------------------------------
+
+
+def settle_memory(daemon: HostProcess, spec: JobSpec, state: JobState | None, *, has_left: bool, command: str) -> None:
+    """Before the daemon of one of several hosts stops, decide whether its memory outlives it.
+
+    It does if the job failed, or its end is unknown, and steps are still in memory. Otherwise the engines have already
+    written them to disk or freed them.
+    """
+    is_over = state is JobState.SUCCEEDED or (state is JobState.STOPPED and not spec.checkpoint.is_durable)
+    daemon.keeps_segments = not (is_over or has_left) and holds_memory(daemon.segments_prefix)
+    if daemon.keeps_segments:
+        announce(
+            f"host {daemon.host_id} keeps checkpoints of job {spec.job} in memory, from which the same command can "
+            f"resume; free them with: flyball ckpt rm {spec.job} --memory"
+        )
+        announce(f"resume, on each host, with: {command}")
+    elif not has_left:
+        announce_kept_step(spec, state, daemon.host_id, daemon.state_dir, command=command)
+
+
+def announce_kept_step(
+    spec: JobSpec, state: JobState | None, host_id: str, state_dir: Path | None, *, command: str
+) -> None:
+    """On one of several hosts, announce where the newest step is, if the job did not succeed."""
+    checkpoint = spec.checkpoint
+    if state not in (JobState.FAILED, JobState.STOPPED) or not checkpoint.is_durable:
+        return
+    disk = checkpoint.disk_folder(state_dir.resolve()) if state_dir else checkpoint.disk_dir
+    step = _newest_step(Path(disk) / host_id / spec.job) if checkpoint.policy(Tier.DISK).is_on else None
+    if step is not None:
+        announce(f"step {step} of job {spec.job} is in {disk}; resume, on each host, with: {command}")
+    elif checkpoint.persistent_dir:
+        place = checkpoint.persistent_dir
+        announce(f"the newest step of job {spec.job} is in {place}; resume, on each host, with: {command}")
+
+
+def resume_command(request: RunRequest, arguments: Sequence[str]) -> str:
+    """The command that resumes: the same, without a flag that would start over."""
+    flags = arguments[: len(arguments) - len(request.argv)]
+    return shlex.join(["flyball", "run", *(flag for flag in flags if flag != "--fresh"), *request.argv])
+
+
+def _newest_step(folder: Path) -> int | None:
+    """The newest step in a folder of a job's runs: of its newest run and generation."""
+    steps = [
+        (step.parent.parent.name, found)
+        for step in folder.glob("*/g*/step*")
+        if (found := parse_step_folder(f"{step.parent.name}/{step.name}")) and any(step.glob("rank*.manifest"))
+    ]
+    return max(steps)[1][1] if steps else None

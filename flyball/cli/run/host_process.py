@@ -1,4 +1,4 @@
-"""A host daemon as a child process of the command line, and the end of everything that belongs to it."""
+"""Run a host daemon as a child process, and end everything that belongs to it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
@@ -55,10 +55,10 @@ class HostProcess:
         self._environ = dict(os.environ if environ is None else environ)
         self._process: subprocess.Popen[bytes] | None = None
         self._prefix = ""
-        self.keeps_segments = False  # what is in shared memory outlives this host: something goes on from it
+        self.keeps_segments = False  # leave shared memory in place, so that a later run can resume from it
 
     def start(self) -> None:
-        """Start the daemon in a session of its own: Ctrl-C is for the command line, which then ends all in order."""
+        """Start the daemon in its own session, so that Ctrl-C reaches only this command, which ends it in order."""
         self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._prefix = shm_prefix(str(self.state_dir.resolve()), self._environ.get(SHM_DIR_VARIABLE, DEFAULT_SHM_DIR))
         with self.log_file.open("ab") as log:
@@ -77,11 +77,11 @@ class HostProcess:
 
     @property
     def is_warm(self) -> bool:
-        """Whether the daemon has said that workers can be forked from a warm standby."""
+        """Whether the daemon has logged that its warm standby is ready."""
         return self.log_file.exists() and '"spawner_ready"' in self.log_file.read_text(errors="replace")
 
     def check(self) -> None:
-        """Raise what ended the daemon, if it has ended."""
+        """Raise the daemon's error, if it has ended."""
         if self._process is None or not self.has_ended:
             return
         raise _daemon_error(self.host_id, self._process.returncode, self.log_file)
@@ -91,50 +91,36 @@ class HostProcess:
         return self._process is None or self._process.poll() is not None
 
     def give_notice(self) -> None:
-        """The host is about to go: the daemon ends by itself once its ranks train elsewhere, or its time is over."""
+        """Notify the daemon that this host leaves. It ends by itself once its ranks train elsewhere or time is up."""
         if self._process is not None and not self.has_ended:
             self._process.terminate()
 
     def stop(self) -> None:
-        """SIGTERM and SIGINT, a deadline, then SIGKILL to each process of this host by its id, until none is left; then
-        its segments are removed."""
+        """Send the daemon SIGTERM and SIGINT, then SIGKILL whatever is left of this host, and remove its segments."""
         processes = self.processes()
         if self._process and not self.has_ended:
-            self._process.terminate()  # ends it also before it handles signals
-            self._process.send_signal(signal.SIGINT)  # and this at once: there is no host to move its ranks to
+            self._process.terminate()  # works even before the daemon handles signals
+            self._process.send_signal(signal.SIGINT)  # do not wait for the ranks to move: there is no other host
             try:
                 self._process.wait(DAEMON_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait(KILL_TIMEOUT_S)
-        for _ in range(KILL_ROUNDS):  # what is not dead yet may still have started something
-            left = [p for p in processes if _is_alive(p)]
-            if not left:
-                break
-            for process in left:
-                _signal(process, signal.SIGKILL)
-            deadline = time.monotonic() + KILL_TIMEOUT_S
-            while any(map(_is_alive, left)) and time.monotonic() < deadline:
-                time.sleep(LOOK_INTERVAL_S)
-            processes = self.processes()
+        _kill_all(processes, self.processes)
         if not self.keeps_segments:
             self.remove_segments()
 
     def kill(self, *, except_engine: bool = False) -> None:
-        """End its processes at once; the engine can be left, to write down what it has."""
+        """Kill its processes at once, except optionally the engine, which may still have to write checkpoints."""
         spared = _engine_pid(self.state_dir) if except_engine else 0
         if self._process and self._process.poll() is None:
-            self._process.kill()  # first: it would start its workers again
+            self._process.kill()  # first, because it would restart its workers
             self._process.wait(KILL_TIMEOUT_S)
         end_processes(self.state_dir, spared_pid=spared)
 
-    def trains(self, logs: Path) -> bool:
-        """Whether a process writes one of the rank logs in this folder, as every worker does."""
-        return is_written(logs)
-
     def processes(self) -> list[psutil.Process]:
-        """Every process of this host that can be found: descendants of the daemon; and, since engine and workers
-        outlive it, those that it wrote down, have the state folder as an argument, or write their output into it."""
+        """All processes of this host: the daemon's descendants and, because engine and workers outlive it, those that
+        it recorded, that have the state folder as an argument, or that write their output into it."""
         found: dict[int, psutil.Process] = {}
         if self._process and self._process.poll() is None:
             found |= {p.pid: p for p in _family(self._process.pid)}
@@ -142,11 +128,11 @@ class HostProcess:
 
     @property
     def segments_prefix(self) -> str:
-        """Of its shared memory; '' before it was started."""
+        """The prefix of its shared memory; '' before the start."""
         return self._prefix
 
     def remove_segments(self) -> None:
-        """Unlink what is left in shared memory under this host's own prefix."""
+        """Unlink all shared memory under this host's prefix."""
         folder, name = os.path.split(self._prefix)
         if not name:
             return
@@ -155,22 +141,32 @@ class HostProcess:
 
 
 def is_written(logs: Path) -> bool:
-    """Whether a process writes one of the rank logs in this folder."""
+    """Whether a process is writing one of the rank logs in this folder, as every worker does."""
     folder = logs.resolve()
     return any(_writes_rank_log(process, folder) for process in psutil.process_iter())
 
 
 def end_processes(state_dir: Path, *, spared_pid: int = 0) -> None:
-    """SIGKILL to every process of the host with this state folder, until none is left but the one that is spared."""
-    for _ in range(KILL_ROUNDS):
-        left = [p for pid, p in _processes_of(state_dir).items() if pid != spared_pid and _is_alive(p)]
+    """Send SIGKILL to every process of the host with this state folder, except `spared_pid`, until none is left."""
+
+    def find() -> list[psutil.Process]:
+        return [process for pid, process in _processes_of(state_dir).items() if pid != spared_pid]
+
+    _kill_all(find(), find)
+
+
+def _kill_all(processes: list[psutil.Process], find_again: Callable[[], list[psutil.Process]]) -> None:
+    for _ in range(KILL_ROUNDS):  # a process that is not dead yet may have started another
+        left = [process for process in processes if _is_alive(process)]
         if not left:
             return
         for process in left:
-            _signal(process, signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):
+                process.kill()  # psutil checks that the id still means the same process
         deadline = time.monotonic() + KILL_TIMEOUT_S
         while any(map(_is_alive, left)) and time.monotonic() < deadline:
             time.sleep(LOOK_INTERVAL_S)
+        processes = find_again()
 
 
 def _processes_of(state_dir: Path) -> dict[int, psutil.Process]:
@@ -229,8 +225,11 @@ def _belongs(process: psutil.Process, state_dir: str) -> bool:
 
 
 def _recorded_sessions(database: Path) -> list[int]:
-    """The sessions of the workers that a daemon wrote down. A worker may write its output anywhere (--log-dir), run
-    another program (--no-python), and its leader may have ended before what it started."""
+    """The sessions of the workers that a daemon recorded.
+
+    They are needed because a worker may write its output anywhere (--log-dir), run any program (--no-python), and its
+    session's leader may end before the processes that it started.
+    """
     if not database.exists():
         return []
     try:
@@ -238,17 +237,10 @@ def _recorded_sessions(database: Path) -> list[int]:
             sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True, timeout=READ_TIMEOUT_S)
         ) as rows:
             found = rows.execute("SELECT pid, start_ticks FROM workers").fetchall()
-    except sqlite3.Error:  # locked or half made: its processes are found by their words and output alone
+    except sqlite3.Error:  # locked or incomplete: processes are then found by their arguments and output only
         return []
     leaders = {pid: (read_stat(pid), start_ticks) for pid, start_ticks in found}
     return [pid for pid, (stat, start_ticks) in leaders.items() if stat is None or stat.start_ticks == start_ticks]
-
-
-def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    try:
-        process.send_signal(number)  # psutil checks that the id still means the same process
-    except psutil.NoSuchProcess:
-        return
 
 
 def _daemon_error(host_id: str, code: int, log_file: Path) -> FlyballError:
@@ -258,9 +250,9 @@ def _daemon_error(host_id: str, code: int, log_file: Path) -> FlyballError:
     if message:
         error = FlyballError(message, hint=hint)
     else:
-        last = f" Its last words: {lines[-1].strip()}" if lines else ""
-        ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        error = Unreachable(f"The host daemon of {host_id} {ended}.{last}", hint=f"see {log_file}")
+        last = f" Its last output was: {lines[-1].strip()}" if lines else ""
+        ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        error = Unreachable(f"The host daemon of {host_id} {ended}.{last}", hint=f"read its log, {log_file}")
     if code > 0 and message:
         error.exit_code = code
     return error

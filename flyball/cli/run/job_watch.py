@@ -1,4 +1,4 @@
-"""Submit a job, tell the decisions about it, and wait for its end."""
+"""Submit a job, announce the decisions about it, and wait for its end."""
 
 from __future__ import annotations
 
@@ -21,33 +21,35 @@ if TYPE_CHECKING:
 
 LOOK_INTERVAL_S = 0.1
 STATUS_INTERVAL_S = 0.25
-NEWS_PAUSE_S = 0.02  # after news, before the supervisor is asked for it
-STOP_MARGIN_S = 20.0  # beyond the workers' grace, for the decision, the engine and the way back
-LAST_FLUSH_S = 60.0  # and for the newest step to reach disk or store
-AWAY_LIMIT_S = 60.0  # how long a supervisor that ends with the job may be out of reach while nothing trains
-AWAY_AT_END_S = 10.0  # and while the job is being stopped
-TRAINS_LOOK_INTERVAL_S = 5.0  # all processes are looked through
+NEWS_PAUSE_S = 0.02  # after news, because more usually follows at once
+STOP_MARGIN_S = 20.0  # on top of the workers' grace period, for decision, engine and replies
+LAST_FLUSH_S = 60.0  # on top of that, for writing the newest step to disk or store
+AWAY_LIMIT_S = 60.0  # give up a supervisor that ends with the job if it is away this long while nothing trains
+AWAY_AT_END_S = 10.0  # the same while the job is being stopped
+TRAINS_LOOK_INTERVAL_S = 5.0  # between scans of all processes
 MAX_DAEMON_RESTARTS = 3  # within DAEMON_RESTART_WINDOW_S
 DAEMON_RESTART_WINDOW_S = 600.0
-FALSE_ALARM_RULE = "withdraw_a_false_alarm"  # holds nothing, and is said at once
+FALSE_ALARM_RULE = "withdraw_a_false_alarm"  # its decision is a hold that holds nothing: announce it at once
 QUIET_DECISIONS = frozenset({"start_job", "complete_job", "stop_job"})
-UNATTACHED_IDLE_S = 1800.0  # as the supervisor's default (services.sensor.detector.patience)
-SAYS_NO_STEPS_AFTER_S = 60.0  # time enough to import, and to attach
-HOLD_TOLD_AFTER_S = 5.0  # a job may be held for a moment, until the cause is known; longer means it waits for somebody
+UNATTACHED_IDLE_S = 1800.0  # the supervisor's default (services.sensor.detector.patience)
+NO_STEPS_NOTICE_AFTER_S = 60.0  # enough time to import and attach
+HOLD_ANNOUNCED_AFTER_S = 5.0  # shorter holds only wait for the cause; longer ones wait for somebody
 
 Job = Mapping[str, Any]
 NO_QUERY: Mapping[str, str | float | None] = {}
 
 
 def submit(client: ApiClient, spec: JobSpec, query: Mapping[str, str | float | None] = NO_QUERY) -> Job:
-    """Hand the job in. The same specification twice is one job; another one of that name raises Conflict. `query` says
-    what becomes of one that has ended."""
+    """Submit the job. Submitting the same specification twice gives one job; a different one raises Conflict.
+
+    `query` says whether to start an ended job again.
+    """
     given = {name: value for name, value in query.items() if value not in ("", None)}
     return dict(client.post(f"/v1/jobs?{urlencode(given)}" if given else "/v1/jobs", spec))
 
 
 class JobWatch:
-    """Follows one job until it ends, on behalf of one terminal."""
+    """Follows one job until it ends, for one terminal."""
 
     def __init__(
         self,
@@ -61,40 +63,42 @@ class JobWatch:
         away_limit_s: float = AWAY_LIMIT_S,
         leave: HostLeave | None = None,
     ) -> None:
-        """`trains` says whether workers live here: then an outage of the supervisor is waited out, however long.
-        `leave`: how this host leaves a job that other hosts may go on with."""
+        """`trains()`: whether workers run here; if so, wait out any outage of the supervisor.
+
+        `leave`: how this host leaves a job that other hosts can continue.
+        """
         self._client = client
         self._spec = spec
         self._signals = signals
         self._daemon = daemon
         self._supervisor = supervisor
-        self._given_up: FlyballError | None = None  # why there is no supervisor any more
+        self._given_up: FlyballError | None = None  # why the supervisor is gone for good
         self._trains = trains
-        self._look_whether_at = 0.0
+        self._check_trains_at = 0.0
         self._away_limit_s = away_limit_s
         self._leave = leave
         self._daemon_ended_at: list[float] = []
-        self._is_acting = False  # something that was decided of the job is still being carried out
-        self._told: set[str] = set()
-        self._settled: str | None = None  # the decision up to which all has been told and carried out
-        self._starting_since = 0.0  # all ranks, as far as is known; 0.0: one is further
-        self._held_at: dict[str, float] = {}  # when a hold was first seen, by decision
+        self._is_acting = False  # whether an action on the job is in progress
+        self._announced: set[str] = set()
+        self._settled: str | None = None  # all decisions up to this one are announced and carried out
+        self._starting_since = 0.0  # since when all ranks are starting; 0.0 if one is further
+        self._held_at: dict[str, float] = {}  # decision -> when its hold was first seen
         self._answered_at = time.monotonic()
-        self._was_seen = False  # the supervisor knew the job
+        self._was_known = False  # whether the supervisor ever knew the job
 
     def wait(self) -> Job:
-        """The job when it has ended, or as it is when the person lost patience (a second Ctrl-C)."""
-        stop_by, ended = 0.0, _UNKNOWN  # the job, once it was seen to have ended
+        """Wait for the job's end, and return the job; after a second signal, return it as it is."""
+        stop_by, ended = 0.0, _UNKNOWN  # `ended`: the job, once its end was seen
         while True:
-            shown_at = time.monotonic()
-            if stop_by and self._away_limit_s == AWAY_LIMIT_S:  # of a supervisor that ends with the job
+            polled_at = time.monotonic()
+            if stop_by and self._away_limit_s == AWAY_LIMIT_S:  # the supervisor ends with the job
                 self._away_limit_s = AWAY_AT_END_S
             try:
-                job = self._look()
+                job = self._poll()
             except Unreachable:
                 if not stop_by:
                     raise
-                return ended  # it ended with the job, perhaps before this command heard of that
+                return ended  # the supervisor ended with the job, perhaps before this command saw the job's end
             if job:
                 self._announce_missing_steps(job)
             has_ended = job is not None and JobState(job["state"]).ended
@@ -102,29 +106,30 @@ class JobWatch:
             if then is Next.END:
                 return job or ended
             if then is Next.STOP_JOB:
-                announce(f"stopping job {self._spec.job} (again: at once)")
-                waits_s = self._end_takes_s if self._ask_to_stop() else 0.0
+                announce(f"stopping job {self._spec.job} (Ctrl-C again: stop at once)")
+                waits_s = self._longest_end_s if self._request_stop() else 0.0
                 stop_by = time.monotonic() + waits_s
             if job and has_ended:
                 ended = job
-                if not self._is_acting:  # its newest step is brought to disk, and it is tidied up
+                if not self._is_acting:  # the newest step is on disk, and everything is cleaned up
                     return job
-                stop_by = stop_by or time.monotonic() + self._end_takes_s
+                stop_by = stop_by or time.monotonic() + self._longest_end_s
             if self._signals.count > 1 or (stop_by and time.monotonic() > stop_by):
                 return job or ended
-            while time.monotonic() - shown_at < STATUS_INTERVAL_S:
-                self._keep_all()
-                if self._rest():
+            while time.monotonic() - polled_at < STATUS_INTERVAL_S:
+                self._keep_daemon()
+                self._keep_supervisor()
+                if self._wait_for_news():
                     break
 
     @property
-    def _end_takes_s(self) -> float:
-        """At most: a job has ended from the decision on; then its workers do, and its last step is saved."""
+    def _longest_end_s(self) -> float:
+        """The longest time from the decision that ends a job to the end of its workers and its last save."""
         flush_s = LAST_FLUSH_S if self._spec.checkpoint.is_durable else 0.0
         return self._spec.stop_grace_s + flush_s + STOP_MARGIN_S
 
     def _on_signal(self, job: Job | None) -> Next:
-        """A person's signal ends the job; any other is a notice for this host, and ends the job only for the last."""
+        """A person's signal stops the job. A notice only makes this host leave, unless no other host is left."""
         leave = self._leave
         if leave is None or self._signals.first not in NOTICES:
             return Next.STOP_JOB
@@ -134,123 +139,120 @@ class JobWatch:
             hosts = self._client.everything("/v1/hosts") if job is not None else None
         except FlyballError:
             job = hosts = None
-        return leave.look(job, hosts, is_acting=self._is_acting)
+        return leave.next_step(job, hosts, is_acting=self._is_acting)
 
-    def _ask_to_stop(self) -> bool:
-        """Whether the supervisor will stop the job. One of this process ends with it anyway, and so do the workers."""
+    def _request_stop(self) -> bool:
+        """Ask the supervisor to stop the job. False if that failed for a supervisor of this process, whose workers are
+        then ended directly."""
         try:
             self._client.post(f"/v1/jobs/{self._spec.job}/stop")
         except FlyballError as error:
             if self._supervisor is None and self._given_up is None:
                 raise
-            announce(f"{error.message} The workers are ended without it.")
+            announce(f"{error.message} Ending the workers without it.")
             return False
         return True
 
-    def _rest(self) -> bool:
-        """Until the next look at what runs here; whether the supervisor has news, if it lives in this process."""
+    def _wait_for_news(self) -> bool:
+        """Wait a moment. Returns True early if a supervisor in this process has news."""
         if self._supervisor is None:
             time.sleep(LOOK_INTERVAL_S)
             return False
         news = self._supervisor.news
         if not news.wait(LOOK_INTERVAL_S):
             return False
-        time.sleep(NEWS_PAUSE_S)  # more follows, as a rule
+        time.sleep(NEWS_PAUSE_S)
         news.clear()
         return True
 
-    def _keep_all(self) -> None:
-        self._keep_daemon()
-        self._keep_supervisor()
-
-    def _look(self) -> Job | None:
-        """The job as the supervisor sees it, None while that is out of reach. Decisions are told as they come."""
+    def _poll(self) -> Job | None:
+        """Fetch the job and announce new decisions. None while the supervisor is out of reach."""
         try:
             job: Job = self._client.get(f"/v1/jobs/{self._spec.job}")
             decisions = self._client.items("/v1/decisions", job=self._spec.job, after=self._settled)
         except FlyballError as error:
-            is_forgotten = isinstance(error, NotFound) and self._was_seen
+            is_forgotten = isinstance(error, NotFound) and self._was_known
             if isinstance(error, _FINAL_ANSWERS) and not is_forgotten:
                 raise
-            if not self._goes_on():
+            if not self._still_trains():
                 raise (self._given_up or error) from None
-            if "away" not in self._told:
-                self._told.add("away")
+            if "away" not in self._announced:
+                self._announced.add("away")
                 why = error.message
-                if is_forgotten:  # by a database that was removed, or replaced by an older one
+                if is_forgotten:  # the database was removed, or replaced by an older one
                     self._settled = None
-                    why = f"The supervisor's database does not know job {self._spec.job} any more."
-                announce(f"{why} Training goes on; asking again.")
+                    why = f"The supervisor's database no longer knows job {self._spec.job}."
+                announce(f"{why} Training goes on; retrying.")
             return None
-        self._told.discard("away")
-        self._was_seen = True
+        self._announced.discard("away")
+        self._was_known = True
         self._answered_at = time.monotonic()
         action_states = [d["action_state"] for d in decisions if d.get("action_state")]
         self._is_acting = any(not ActionState(state).ended for state in action_states)
-        self._tell(sorted(decisions, key=lambda d: float(d["at"])))
+        self._announce_decisions(sorted(decisions, key=lambda d: float(d["at"])))
         self._settle(decisions)
         return job
 
     def _announce_missing_steps(self, job: Job) -> None:
-        """Once: a script that tells no steps can hang for long before it shows."""
+        """Warn once if the script reports no steps, because then a hang is detected late."""
         phases = {rank["phase"] for rank in job.get("ranks", ())}
-        if phases != {"starting"} or job["newest_step"] >= 0 or "no steps" in self._told:
+        if phases != {"starting"} or job["newest_step"] >= 0 or "no steps" in self._announced:
             self._starting_since = 0.0
             return
         now = time.monotonic()
         self._starting_since = self._starting_since or now
-        if now - self._starting_since >= SAYS_NO_STEPS_AFTER_S:
-            self._told.add("no steps")
+        if now - self._starting_since >= NO_STEPS_NOTICE_AFTER_S:
+            self._announced.add("no steps")
             limit_s = self._spec.hang_timeout_s or UNATTACHED_IDLE_S
             announce(
-                f"{self._spec.argv[0]} tells no steps so far (flyball.attach): a worker that ends is seen at once, "
-                f"a hang only when all ranks do nothing for {limit_s:g} s"
-                + ("" if self._spec.hang_timeout_s else " (--hang-timeout sets it)")
+                f"{self._spec.argv[0]} has reported no steps so far (see flyball.attach). Without steps, Flyball "
+                f"notices a worker's end at once, but a hang only when all ranks are idle for {limit_s:g} s"
+                + ("" if self._spec.hang_timeout_s else " (--hang-timeout changes that)")
             )
 
     def _settle(self, decisions: Sequence[Mapping[str, Any]]) -> None:
-        """Of what is over nothing is asked again. The last decision is: a hold may be the last word for a while."""
+        """Stop fetching decisions that are over, except the last: a hold is announced only after a while."""
         for decision in decisions[:-1]:
             state = decision.get("action_state")
             if state and not ActionState(state).ended:
                 return
             self._settled = decision["decision_id"]
 
-    def _tell(self, decisions: Sequence[Mapping[str, Any]]) -> None:
-        """Each once; a hold only if it is the last word for a while."""
+    def _announce_decisions(self, decisions: Sequence[Mapping[str, Any]]) -> None:
+        """Announce each decision once; a hold only if no other decision follows for a while."""
         for decision in decisions:
             name, kind = decision["decision_id"], decision["kind"]
-            if name in self._told:
+            if name in self._announced:
                 continue
             if kind == "hold" and decision.get("rule") != FALSE_ALARM_RULE:
                 held_at = self._held_at.setdefault(name, time.monotonic())
-                if decision is not decisions[-1] or time.monotonic() - held_at < HOLD_TOLD_AFTER_S:
+                if decision is not decisions[-1] or time.monotonic() - held_at < HOLD_ANNOUNCED_AFTER_S:
                     continue
-            self._told.add(name)
+            self._announced.add(name)
             if kind not in QUIET_DECISIONS:
                 announce(f"{name} {kind}: {decision['reason']}")
 
-    def _goes_on(self) -> bool:
-        """Whether workers live here without a supervisor. When the last has ended, that gets some time to come back."""
+    def _still_trains(self) -> bool:
+        """Whether workers run here without a supervisor, or did so recently enough to give that time to come back."""
         now = time.monotonic()
-        if now >= self._look_whether_at:
-            self._look_whether_at = now + TRAINS_LOOK_INTERVAL_S
+        if now >= self._check_trains_at:
+            self._check_trains_at = now + TRAINS_LOOK_INTERVAL_S
             if self._trains():
                 self._answered_at = now
         return now - self._answered_at <= self._away_limit_s
 
     def _keep_supervisor(self) -> None:
-        """Without one training goes on, but nothing is recovered from: that is said at once, and is the end then."""
+        """Restart a failed supervisor. If that does not help, training goes on without recovery from faults."""
         if self._supervisor is None:
             return
         try:
             self._supervisor.keep()
         except FlyballError as error:
             self._supervisor, self._given_up = None, error
-            announce(f"{error} Training goes on without it, up to the first fault.")
+            announce(f"{error} Training goes on without it until the next fault.")
 
     def _keep_daemon(self) -> None:
-        """A host daemon that dies is started again: it adopts the workers, which live on."""
+        """Restart a dead host daemon, which then adopts the workers; they live on."""
         if self._daemon is None or (self._leave is not None and self._leave.has_begun):
             return
         try:
@@ -260,10 +262,10 @@ class JobWatch:
             self._daemon_ended_at = [at for at in self._daemon_ended_at if now - at < DAEMON_RESTART_WINDOW_S] + [now]
             if len(self._daemon_ended_at) > MAX_DAEMON_RESTARTS or error.exit_code in _START_ERRORS:
                 raise
-            announce(f"the host daemon ended; starting it again ({error.message.splitlines()[0]})")
+            announce(f"the host daemon ended; restarting it ({error.message.splitlines()[0]})")
             self._daemon.start()
 
 
 _UNKNOWN: Job = {"state": JobState.RUNNING.value, "message": "was ended before it could stop"}
-_FINAL_ANSWERS = (NotFound, Unauthorized, StateVersionMismatch)  # asking again would not help
+_FINAL_ANSWERS = (NotFound, Unauthorized, StateVersionMismatch)  # retrying would not help
 _START_ERRORS = frozenset({2, 3, 4, 5, 6, 7, 9})  # usage, configuration, port, version, disk, memory, token

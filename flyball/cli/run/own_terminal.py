@@ -1,5 +1,4 @@
-"""The terminal of `flyball run`, for its workers: they get ones of the same size and kind, and what is typed or piped
-in."""
+"""Share the terminal of `flyball run` with its workers: they get terminals of the same size and kind, and the input."""
 
 from __future__ import annotations
 
@@ -37,16 +36,16 @@ from flyball.contracts.wire import encode
 from flyball.launch.output_flags import Console
 from flyball.state_folder import write_private
 
-LOOK_INTERVAL_S = 0.1  # at the size of the terminal; what is typed comes at once
-DRAIN_TIMEOUT_S = 2.0  # at the end, until the pumps have written everything down
+LOOK_INTERVAL_S = 0.1  # between checks of the terminal's size; keys are passed on at once
+DRAIN_TIMEOUT_S = 2.0  # at the end, for the pumps to write everything to the logs
 DRAIN_LOOK_S = 0.01
 TERMINAL_VARIABLES = ("TERM", "COLORTERM", "TERM_PROGRAM", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")
 
 
-def wish_of(
+def console_request(
     console: Console, nproc: int, environ: Mapping[str, str], *, out: TextIO, err: TextIO, one_rank: bool
 ) -> ConsoleRequest | None:
-    """What to ask for, given the streams that the ranks' output goes to; None if plain logs will do."""
+    """The request for the workers' terminals, given the streams for the ranks' output; None if plain logs will do."""
     here = (OUT if out.isatty() else 0) | (ERR if err.isatty() else 0)
     terminal = tuple(here & console.raw(local_rank) for local_rank in range(nproc))
     differ = any(console.raw(r) not in (0, BOTH) or console.prefixed(r) not in (0, BOTH) for r in range(nproc))
@@ -65,7 +64,7 @@ def _is_same(out: TextIO, err: TextIO) -> bool:
 
 
 def _size(*streams: TextIO) -> tuple[int, int]:
-    """Rows and columns of the first that is a terminal."""
+    """Rows and columns of the first stream that is a terminal; (0, 0) if none is."""
     for stream in streams:
         with contextlib.suppress(OSError):
             size = os.get_terminal_size(stream.fileno())
@@ -74,16 +73,16 @@ def _size(*streams: TextIO) -> tuple[int, int]:
 
 
 def _piped() -> str:
-    """The path of this process's stdin, for other processes, if it is a pipe or a file."""
+    """A path to this process's stdin for other processes, if it is a pipe or a file; else ''."""
     try:
         kind = os.fstat(0).st_mode
-    except OSError:  # it is closed
+    except OSError:  # stdin is closed
         return ""
     return f"/proc/{os.getpid()}/fd/0" if stat.S_ISFIFO(kind) or stat.S_ISREG(kind) else ""
 
 
 def _has_keyboard() -> bool:
-    """Whether what is typed is for this process: one in the background that asked for it would be stopped."""
+    """Whether this process may read the keyboard. Reading it in the background would stop the process."""
     try:
         return os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
     except OSError:
@@ -91,21 +90,21 @@ def _has_keyboard() -> bool:
 
 
 class OwnTerminal:
-    """Keeps the wish up to date, and sends the pumps of the job the size of the terminal and what is typed."""
+    """Keeps the request up to date, and sends the terminal's size and the typed keys to the job's pumps."""
 
-    def __init__(self, host_dir: Path, job: str, wish: ConsoleRequest) -> None:
+    def __init__(self, host_dir: Path, job: str, request: ConsoleRequest) -> None:
         self._folder = console_folder(host_dir, job)
         self._path = request_path(host_dir, job)
-        self._wish = wish
+        self._request = request
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """While entered the workers have it."""
+        """While entered, the workers can use the terminal."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._write_wish()
-        with _keys_at_once() if self._wish.keyboard else contextlib.nullcontext():
+        self._write_request()
+        with _keys_at_once() if self._request.keyboard else contextlib.nullcontext():
             self._thread.start()
             try:
                 yield
@@ -115,19 +114,19 @@ class OwnTerminal:
                 self._path.unlink(missing_ok=True)
 
     def drain(self) -> None:
-        """Wait until the pumps have written down what the workers wrote, for a moment at most."""
+        """Wait briefly until the pumps have written the workers' output to the logs."""
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         while self._pumps() and time.monotonic() < deadline:
             time.sleep(DRAIN_LOOK_S)
 
     def _run(self) -> None:
-        typing = self._wish.keyboard
+        typing = self._request.keyboard
         while not self._stop.is_set():
             if typing and _has_keyboard():
                 ready, _, _ = select.select([0], [], [], LOOK_INTERVAL_S)
                 if ready:
                     keys = os.read(0, MAX_INPUT_BYTES)
-                    typing = bool(keys)  # else the terminal is gone
+                    typing = bool(keys)  # nothing: the terminal is gone
                     self._send(INPUT, keys)
             else:
                 self._stop.wait(LOOK_INTERVAL_S)
@@ -135,15 +134,15 @@ class OwnTerminal:
 
     def _follow_size(self) -> None:
         rows, columns = _size(sys.stdout, sys.stderr)
-        if (rows, columns) == (self._wish.rows, self._wish.columns) or not rows:
+        if (rows, columns) == (self._request.rows, self._request.columns) or not rows:
             return
-        self._wish = msgspec.structs.replace(self._wish, rows=rows, columns=columns)
-        self._write_wish()  # for the generations that follow
+        self._request = msgspec.structs.replace(self._request, rows=rows, columns=columns)
+        self._write_request()  # for the generations that follow
         self._send(WINDOW, SIZE.pack(rows, columns))
 
     def _send(self, kind: bytes, body: bytes) -> None:
         for pipe in self._pumps():
-            with contextlib.suppress(OSError):  # the pump ended, or is dead
+            with contextlib.suppress(OSError):  # the pump has ended
                 descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
                 try:
                     os.write(descriptor, FRAME.pack(kind, len(body)) + body)
@@ -151,11 +150,11 @@ class OwnTerminal:
                     os.close(descriptor)
 
     def _pumps(self) -> list[Path]:
-        """The pipes to the pumps that live."""
+        """The pipes to all live pumps."""
         return [pipe for pipe in self._folder.glob(f"g*/{CONTROL}") if _is_read(pipe)]
 
-    def _write_wish(self) -> None:
-        write_private(self._path, encode(self._wish), durable=False)  # it ends with this command
+    def _write_request(self) -> None:
+        write_private(self._path, encode(self._request), durable=False)  # it ends with this command
 
 
 def _is_read(pipe: Path) -> bool:
@@ -168,8 +167,10 @@ def _is_read(pipe: Path) -> bool:
 
 @contextlib.contextmanager
 def _keys_at_once() -> Iterator[None]:
-    """While entered the terminal passes each key on and shows none: the worker's own terminal does what is to be done
-    with them. Ctrl-C, Ctrl-Z and Ctrl-\\ keep their meaning here."""
+    """While entered, read keys one by one without echo: the worker's own terminal echoes and edits them.
+
+    Ctrl-C, Ctrl-Z and Ctrl-\\ keep their meaning here.
+    """
     before = termios.tcgetattr(0)
     passing = [*before]
     passing[3] &= ~(termios.ICANON | termios.ECHO)

@@ -1,5 +1,7 @@
-"""The runs of `flyball run` on this machine. Each job has a folder: a record of what was asked for, a lock that its
-command holds while it lives, and what a later command goes on from."""
+"""The state folders of `flyball run` on this machine, one per job.
+
+Each has a record of the command, a lock that the command holds while it lives, and the data for resuming.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ RECORD: Final = "run.json"
 LOCK: Final = "run.lock"
 CHECKPOINTS: Final = "checkpoints"  # the default disk tier
 FOLDERS_KEPT: Final = 20
-CHECKPOINTS_KEPT_S: Final = 14 * 86_400.0  # of jobs that nobody went on with
-_SHORT_NAME: Final = 24  # of a job in its folder's name: sockets live inside, whose paths are short
+CHECKPOINTS_KEPT_S: Final = 14 * 86_400.0  # of jobs that nobody resumed
+_SHORT_NAME: Final = 24  # of a job in its folder's name, because paths of sockets inside must be short
 MOST_AT_ONCE: Final = 64
 TURN: Final = "jobs.lock"
 TURN_TIMEOUT_S: Final = 10.0
@@ -47,9 +49,9 @@ class RunRecord(msgspec.Struct, frozen=True):
     world_size: int
     host_id: str
     started_at: float
-    state: str = "running"  # while nothing else is known: killed, if its command lives no more
+    state: str = "running"  # if the command is gone and this still says "running", it was killed
     ended_at: float = 0.0
-    state_dir: str = ""  # as it was given
+    state_dir: str = ""  # as given by the user
 
 
 @dataclass
@@ -58,7 +60,7 @@ class RunFolder:
 
     path: Path
     job: str
-    before: RunRecord | None  # of the command before this one
+    before: RunRecord | None  # of the previous command
     _lock: int
 
     @property
@@ -77,14 +79,16 @@ class RunFolder:
 
 
 def take(job: str, environ: Mapping[str, str], *, state_dir: str = "") -> RunFolder:
-    """The job's folder. While another command runs a job of that name, the next free one: NAME-2, ... Raises Conflict
-    if that cannot be, or if the folder that was named is in use."""
+    """Lock and return the job's folder. While another command runs a job of that name, use the next free name: NAME-2.
+
+    Raises Conflict if no name is free, or if the folder that the user named is in use.
+    """
     if state_dir:
         path = make_state_dir(Path(state_dir))
         lock = try_lock(path / LOCK)
         if lock is None:
             raise Conflict(
-                f"Another `flyball run` uses the state folder {path}.", hint="wait for its end, or name another folder"
+                f"Another `flyball run` is using the state folder {path}.", hint="wait for its end, or use another one"
             )
         return RunFolder(path, job, read_record(path), lock)
     with _turn(state_root(environ)) as is_ours:
@@ -94,22 +98,22 @@ def take(job: str, environ: Mapping[str, str], *, state_dir: str = "") -> RunFol
             lock = try_lock(path / LOCK)
             if lock is not None:
                 if number > 1:
-                    announce(f"job {job} is running already; this is another one, {name}")
+                    announce(f"job {job} is already running; this is another one, {name}")
                 if is_ours:
                     _tidy_up(path.parent, path, environ)
                 return RunFolder(path, name, read_record(path), lock)
-    raise Conflict(f"Job {job} is running {MOST_AT_ONCE} times.", hint="give this one a name with --job NAME")
+    raise Conflict(f"Job {job} is already running {MOST_AT_ONCE} times.", hint="give this one a name with --job NAME")
 
 
 def folder_name(job: str) -> str:
-    """A short one, that no other job has."""
+    """A short folder name, unique to the job."""
     if len(job) <= _SHORT_NAME + 7:
         return job
     return f"{job[:_SHORT_NAME]}-{hashlib.sha256(job.encode()).hexdigest()[:6]}"
 
 
 def read_record(folder: Path) -> RunRecord | None:
-    """None if there is none, or none that can be read."""
+    """The folder's record; None if missing or unreadable."""
     try:
         return decoder_of(RunRecord).decode((folder / RECORD).read_bytes())
     except (OSError, *MALFORMED):
@@ -117,8 +121,10 @@ def read_record(folder: Path) -> RunRecord | None:
 
 
 def find_run(job: str, environ: Mapping[str, str], *, state_dir: str = "") -> RunRecord:
-    """The record of an earlier run: of this job, or of the newest that did not succeed. Raises NotFound, and Conflict
-    if it is running."""
+    """The record of the job's earlier run or, without a job, of the newest run that did not succeed.
+
+    Raises NotFound, or Conflict if it is running.
+    """
     jobs = state_root(environ) / "jobs"
     folders = [Path(state_dir)] if state_dir else sorted(jobs.iterdir()) if jobs.is_dir() else []
     with _turn(state_root(environ)):
@@ -138,28 +144,31 @@ def _find_run(job: str, folders: Sequence[Path]) -> RunRecord:
             f"There is no earlier run of job {job} on this machine."
             if job
             else "There is no run on this machine that could be resumed.",
-            hint=f"known are {names}" if names else "start one: flyball run train.py",
+            hint=f"known jobs: {names}" if names else "start one: flyball run train.py",
         )
     record, folder = wanted[0]
     if _is_running(folder):
-        raise Conflict(f"Job {record.job} is still running.", hint=f"stop it first, or wait: {folder}")
+        raise Conflict(
+            f"Job {record.job} is still running in {folder}.",
+            hint=f"stop it with `flyball stop {record.job}`, or wait for its end",
+        )
     return record
 
 
 def segments_prefix(folder: Path, environ: Mapping[str, str]) -> str:
-    """Of the shared memory of the host whose state is in `folder`."""
+    """The prefix of the shared memory of the host whose state is in `folder`."""
     return shm_prefix(str((folder / "host").resolve()), environ.get(SHM_DIR_VARIABLE) or DEFAULT_SHM_DIR)
 
 
 def remove_segments(folder: Path, environ: Mapping[str, str]) -> None:
-    """Free what a run that is over left in shared memory."""
+    """Free the shared memory that a finished run left behind."""
     prefix = Path(segments_prefix(folder, environ))
     for segment in prefix.parent.glob(f"{prefix.name}.*"):
         segment.unlink(missing_ok=True)
 
 
 def _holds_memory(folder: Path, environ: Mapping[str, str]) -> bool:
-    """Whether a run left steps in shared memory: a beacon, or a control segment alone, is none."""
+    """Whether a run left steps in shared memory. A beacon or a control segment alone does not count."""
     return holds_memory(segments_prefix(folder, environ))
 
 
@@ -167,7 +176,7 @@ def holds_memory(prefix: str) -> bool:
     """Whether there are steps in shared memory under this prefix."""
     if not any(Path(prefix).parent.glob(f"{Path(prefix).name}.*")):
         return False
-    from ckpt_engine.slots.reclaim import list_memory  # only if there is anything
+    from ckpt_engine.slots.reclaim import list_memory  # slow to import, and rarely needed
 
     return any(memory.size_bytes for memory in list_memory(prefix))
 
@@ -179,13 +188,16 @@ def _reclaim(folder: Path, environ: Mapping[str, str]) -> None:
     freed = Reclaimer(segments_prefix(folder, environ), known_jobs=tuple, ttl_s=ttl_s).sweep()
     if freed:
         size = readable_size(sum(memory.size_bytes for memory in freed))
-        announce(f"freed {size} of memory: the newest steps of job {freed[0].job}, which nobody used for {ttl_s:.0f} s")
+        announce(f"freed {size} of memory: the newest steps of job {freed[0].job}, unused for {ttl_s:.0f} s")
 
 
 @contextmanager
 def _turn(root: Path) -> Iterator[bool]:
-    """One command at a time looks which folders are in use, which takes their locks for a moment: else another one
-    would find its own job "running already", and begin it anew under another name. False: the turn did not come."""
+    """Let one command at a time check which folders are in use. Yields False if the turn did not come in time.
+
+    The check locks a folder for a moment. Without turns, another command would take its own job for running, and start
+    it under another name.
+    """
     path = make_state_dir(root) / TURN
     deadline_s = time.monotonic() + TURN_TIMEOUT_S
     lock = try_lock(path)
@@ -209,7 +221,7 @@ def _is_running(folder: Path) -> bool:
 
 
 def _tidy_up(jobs: Path, mine: Path, environ: Mapping[str, str]) -> None:
-    """Give back what other runs left and nobody came back for. Nothing that could be gone on from goes unsaid."""
+    """Remove what other runs left behind and nobody resumed. Announces whatever could have been resumed."""
     folders = [folder for folder in jobs.iterdir() if folder.is_dir() and folder != mine and not _is_running(folder)]
     folders = [folder for folder in folders if live_record(folder / "supervisor") is None]
     folders.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
@@ -224,5 +236,5 @@ def _tidy_up(jobs: Path, mine: Path, environ: Mapping[str, str]) -> None:
         if any((folder / CHECKPOINTS).rglob("*.manifest")):
             if SystemClock().wall_s() - folder.stat().st_mtime < CHECKPOINTS_KEPT_S:
                 continue
-            announce(f"removed {folder}: the checkpoints of a job that nobody went on with for two weeks")
+            announce(f"removed {folder}: checkpoints of a job that nobody has resumed for two weeks")
         shutil.rmtree(folder, ignore_errors=True)

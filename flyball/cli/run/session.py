@@ -1,4 +1,4 @@
-"""What one `flyball run` holds while its job runs: a supervisor in reach, a daemon for this host, and how it ends."""
+"""The state of one `flyball run`: its supervisor, this host's daemon, the ranks' output, and how it ends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from flyball.cli.logs.console import LogFollower
 from flyball.cli.logs.log_mirror import RankZeroElsewhere
 from flyball.cli.reach import this_host
 from flyball.cli.reach.places import SupervisorConnection, keep_token
-from flyball.cli.run.beginning import Submission
 from flyball.cli.run.embedded import KeptSupervisor
 from flyball.cli.run.ending import Ending
 from flyball.cli.run.host_leave import HostLeave, is_there
-from flyball.cli.run.host_process import HostProcess
+from flyball.cli.run.host_process import HostProcess, is_written
 from flyball.cli.run.job_watch import AWAY_LIMIT_S, Job, JobWatch, submit
-from flyball.cli.run.own_terminal import OwnTerminal, wish_of
+from flyball.cli.run.own_terminal import OwnTerminal, console_request
+from flyball.cli.run.resume import Submission
 from flyball.cli.show.messages import announce, announce_within
 from flyball.cli.signals import EndSignals
 from flyball.contracts.cluster import JobSpec, JobState
@@ -38,31 +38,31 @@ if TYPE_CHECKING:
     from flyball.launch.launcher import RunRequest
 
 OWN_HOST_REPORT_INTERVAL_S: Final = 0.5
-OTHERS_HEAR_WITHIN_S: Final = 10.0
+OTHERS_TIMEOUT_S: Final = 10.0
 OTHERS_LOOK_INTERVAL_S: Final = 0.2
 
 
 class Session:
-    """A supervisor in reach and, unless one runs already, a daemon for this host."""
+    """A reachable supervisor and, unless one is running already, a daemon for this host."""
 
     def __init__(
         self, connection: SupervisorConnection, daemon: HostProcess | None, leave: HostLeave | None = None
     ) -> None:
         self.connection = connection
         self.daemon = daemon
-        self.leave = leave  # where other hosts may go on without this one
-        self.keeps_supervisor_of_others = False  # it lives in this process, and other hosts' commands ask it
-        self.supervisor: KeptSupervisor | None = None  # if it lives in this process
-        self.host_dir = daemon.state_dir if daemon else None  # of the daemon on this machine, whoever started it
+        self.leave = leave  # if other hosts may continue without this one
+        self.keeps_supervisor_of_others = False  # whether other hosts' commands use the supervisor in this process
+        self.supervisor: KeptSupervisor | None = None  # if it runs in this process
+        self.host_dir = daemon.state_dir if daemon else None  # of this machine's daemon, whoever started it
         self.away_limit_s = AWAY_LIMIT_S
-        self.spec: JobSpec | None = None  # if it has another name than it was given
+        self.spec: JobSpec | None = None  # if the job got another name
         self.submission = Submission()
-        self.ending: Ending | None = None  # if all of it ends with this command
-        self.state: JobState | None = None  # of the job, when this command is done with it
-        self.again = ""  # the command that goes on
+        self.ending: Ending | None = None  # if everything ends with this command
+        self.state: JobState | None = None  # the job's last state, once `follow` has returned
+        self.resume_command = ""
 
     def logs(self, request: RunRequest, spec: JobSpec) -> Path | None:
-        """The folder of this host's rank logs; None if it is not known."""
+        """The folder of this host's rank logs; None if unknown."""
         if request.log_dir:
             return Path(spec.log_dir) / spec.job
         return self.host_dir / "logs" / spec.job if self.host_dir else None
@@ -76,11 +76,11 @@ class Session:
         job = submit(client, spec, self.submission.query)
         if JobState(job["state"]).ended:
             raise Conflict(
-                f"The job {spec.job} has ended again already: {job['state']}.",
-                hint="run the same command once more to go on with it, or give this run another name with --job NAME",
+                f"The job {spec.job} has already ended again: {job['state']}.",
+                hint="run the same command once more to resume it, or give this run another name with --job NAME",
             )
         logs = self.logs(request, spec)
-        # Another host may have submitted it again already: generations before its newest belong to its earlier life.
+        # If another host has already submitted it again, generations before its newest belong to the earlier run.
         after = job["generation"] - (JobState(job["state"]) is not JobState.SUBMITTED)
         if logs:
             output.follow(logs, after=after)
@@ -92,7 +92,7 @@ class Session:
             signals,
             daemon=self.daemon,
             supervisor=self.supervisor,
-            trains=lambda: bool(self.daemon and logs and self.daemon.trains(logs)),
+            trains=lambda: bool(self.daemon and logs and is_written(logs)),
             away_limit_s=self.away_limit_s,
             leave=self.leave,
         )
@@ -102,15 +102,15 @@ class Session:
             self.ending.state = self.state
         return job
 
-    def let_others_hear(self, signals: EndSignals) -> None:
-        """Keep the supervisor until the commands on the other hosts have heard of the end and left."""
-        deadline = time.monotonic() + OTHERS_HEAR_WITHIN_S
+    def wait_for_other_hosts(self, signals: EndSignals) -> None:
+        """Keep the supervisor until the commands on the other hosts have seen the job's end and left."""
+        deadline = time.monotonic() + OTHERS_TIMEOUT_S
         own = self.daemon.host_id if self.daemon else ""
         with client_of(self.connection) as client:
             while time.monotonic() < deadline and signals.count <= 1:
                 try:
                     hosts = client.everything("/v1/hosts")
-                except FlyballError:  # then nobody else hears from it either
+                except FlyballError:  # then nobody else can reach it either
                     return
                 if not any(is_there(host) for host in hosts if host["host_id"] != own):
                     return
@@ -118,7 +118,7 @@ class Session:
 
 
 def client_of(connection: SupervisorConnection) -> ApiClient:
-    from flyball.cli.reach.client import ApiClient  # httpx: the daemon starts before it is imported
+    from flyball.cli.reach.client import ApiClient  # imports httpx, for which the daemon's start must not wait
 
     return ApiClient(connection.url, connection.token)
 
@@ -126,7 +126,7 @@ def client_of(connection: SupervisorConnection) -> ApiClient:
 def start_daemon(
     request: RunRequest, spec: JobSpec, connection: SupervisorConnection, folder: Path, stack: ExitStack
 ) -> HostProcess:
-    """What an earlier run left in its memory outlives this one too, until somebody knows better."""
+    """Start this host's daemon. By default its memory outlives it, until the job's end shows that it need not."""
     token_file = connection.token_file or keep_token(folder.parent / f"{folder.name}.token", connection.token)
     daemon = HostProcess(
         host_id=request.host_id or this_host.host_id(),
@@ -135,7 +135,7 @@ def start_daemon(
         token_file=token_file,
         address=request.local_addr or _own_address(request, connection),
         report_interval_s=OWN_HOST_REPORT_INTERVAL_S,
-        warm_nproc=0 if spec.env else spec.nproc_per_node,  # while the job is being submitted
+        warm_nproc=0 if spec.env else spec.nproc_per_node,  # warms up while the job is being submitted
         environ=_daemon_environment(request),
     )
     daemon.keeps_segments = True
@@ -145,15 +145,15 @@ def start_daemon(
 
 
 def _own_address(request: RunRequest, connection: SupervisorConnection) -> str:
-    """The IP by which other hosts reach this one."""
+    """The IP address at which other hosts reach this one."""
     host = request.rendezvous.rpartition(":")[0]
-    if host and this_host.listen_address(host) == this_host.EVERYWHERE:  # its name means 127.0.1.1 to itself
+    if host and this_host.listen_address(host) == this_host.EVERYWHERE:  # its name resolves to 127.0.1.1 here
         return this_host.address_towards(this_host.BEYOND)
     return this_host.address_towards(connection.url)
 
 
 def _daemon_environment(request: RunRequest) -> dict[str, str]:
-    """That of this process, and the checkpoint settings of the host, for its engine and its workers."""
+    """This process's environment plus the host's checkpoint settings, for the daemon, its engine and its workers."""
     settings = dict(request.engine_environment)
     if CONFIG_VARIABLE in settings:
         settings[CONFIG_VARIABLE] = str(Path(settings[CONFIG_VARIABLE]).resolve())
@@ -161,7 +161,7 @@ def _daemon_environment(request: RunRequest) -> dict[str, str]:
 
 
 def _with_environment(spec: JobSpec, request: RunRequest, token: str) -> JobSpec:
-    """With this user's variables, for daemons that were started elsewhere. A daemon of this run has them all."""
+    """Add the user's variables to the job, for daemons started elsewhere. This run's own daemon inherits them."""
     forwarded = select(os.environ, request.env)
     if forwarded.secret:
         announce(f"secret variables, encrypted for the hosts: {', '.join(sorted(forwarded.secret))}")
@@ -174,7 +174,7 @@ def _with_environment(spec: JobSpec, request: RunRequest, token: str) -> JobSpec
 
 
 class JobOutput:
-    """Shows it until `stack` is closed. With --output json stdout is for the result."""
+    """Shows the ranks' output until `stack` is closed. With --output json, stdout is for the result."""
 
     def __init__(self, request: RunRequest, spec: JobSpec, stack: ExitStack) -> None:
         self._request = request
@@ -184,8 +184,8 @@ class JobOutput:
         self._terminal: OwnTerminal | None = None
 
     def lend_terminal(self, host_dir: Path | None) -> None:
-        """Have the workers on this machine get what they are to have of this terminal; before the job is submitted."""
-        wish = wish_of(
+        """Give the workers on this machine access to this terminal. Call before the job is submitted."""
+        terminal = console_request(
             self._request.console,
             self._spec.nproc_per_node,
             os.environ,
@@ -193,12 +193,12 @@ class JobOutput:
             err=sys.stderr,
             one_rank=self._spec.world_size == 1,
         )
-        if wish is not None and host_dir is not None and os.access(host_dir, os.W_OK):
-            self._terminal = OwnTerminal(host_dir, self._spec.job, wish)
+        if terminal is not None and host_dir is not None and os.access(host_dir, os.W_OK):
+            self._terminal = OwnTerminal(host_dir, self._spec.job, terminal)
             self._stack.enter_context(self._terminal.lent())
 
     def follow(self, logs: Path, *, after: int) -> None:
-        """Show the ranks of this machine. `after`: the generation up to which all was shown."""
+        """Show the output of this machine's ranks. `after`: the last generation that was already shown."""
         follower = self._follower(logs, after)
         self._stack.enter_context(announce_within(follower.own_line))
         self._stack.callback(follower.close)
@@ -207,7 +207,7 @@ class JobOutput:
         follower.start()
 
     def follow_rank_zero(self, client: ApiClient, *, after: int, also_here: bool) -> None:
-        """Show rank 0 if all ranks are on other hosts, or, with `also_here`, wherever they are."""
+        """Show rank 0's output if all ranks are on other hosts or, with `also_here`, wherever they are."""
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="flyball-logs-")))
         follower = self._follower(folder, after)
         self._stack.callback(follower.close)
@@ -225,8 +225,6 @@ class JobOutput:
             role=self._request.role,
             out=self._out.buffer,
             err=sys.stderr.buffer,
-            on_broken_pipe=lambda: announce(
-                f"nobody reads the output any more; training goes on, its logs are in {logs}"
-            ),
+            on_broken_pipe=lambda: announce(f"nobody reads the output any more; training goes on, with logs in {logs}"),
             begins_at=lambda _path, generation, _rank: 0 if generation > after else None,
         )

@@ -1,7 +1,7 @@
-"""Run a module that ends when its parent does: `python -P -m flyball.cli.run.tied PARENT_PID MODULE arguments...`.
+"""Run a module that ends with its parent: `python -P -m flyball.cli.run.tied PARENT_PID MODULE arguments...`.
 
-The kernel sends SIGTERM when the parent dies, however it dies, so that a killed `flyball run` leaves no host daemon
-behind (which in turn ends its engine and its workers).
+The kernel sends SIGTERM when the parent dies, even by SIGKILL. So a killed `flyball run` leaves no host daemon behind,
+and the daemon in turn ends its engine and its workers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     parent, module = int(sys.argv[1]), sys.argv[2]
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the request
+    if os.getppid() != parent:  # the parent died before the call above
         sys.exit(128 + signal.SIGTERM)
     prefer_own_packages()
     sys.argv = [module, *sys.argv[3:]]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from ckpt_sites import FROM_SCRATCH, JOB, Site
 
-from flyball.cli.run.beginning import begin
-from flyball.cli.run.going_on import LeftCheckpoints
+from flyball.cli.run.resume import prepare_locally
+from flyball.cli.run.resume_points import JobCheckpoints
 from flyball.cli.run.run_folders import RunFolder, take
 from flyball.cli.signals import EndSignals, Interrupted
 from flyball.contracts.checkpoints import Tier
@@ -37,8 +37,8 @@ def home(site: Site) -> Iterator[RunFolder]:
     folder.close()
 
 
-def left(site: Site, home: RunFolder) -> LeftCheckpoints:
-    return LeftCheckpoints(home, site.spec, host_id="host", run=RUN, lineage=FROM_SCRATCH, environ=site.environment)
+def left(site: Site, home: RunFolder) -> JobCheckpoints:
+    return JobCheckpoints(home, site.spec, host_id="host", run=RUN, lineage=FROM_SCRATCH, environ=site.environment)
 
 
 def spoil(folder: Path) -> None:
@@ -95,7 +95,7 @@ def test_ctrl_c_while_a_command_looks_what_was_left_changes_nothing(
     with EndSignals([name]) as signals:
         os.kill(os.getpid(), signal.Signals[name])
         with pytest.raises(Interrupted) as caught:
-            begin(
+            prepare_locally(
                 RunRequest(("train.py",), fresh=True),
                 spec,
                 home,

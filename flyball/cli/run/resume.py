@@ -1,4 +1,4 @@
-"""How a command of `flyball run` begins on one machine: whether it goes on from an earlier run, and from where."""
+"""Decide how `flyball run` starts a job: from scratch, or from which checkpoint of an earlier run."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from flyball.launch.launcher import RunRequest
 
 if TYPE_CHECKING:
     from flyball.cli.reach.client import ApiClient
-    from flyball.cli.run.going_on import Point
+    from flyball.cli.run.resume_points import ResumePoint
     from services.store.decisions.job_store import PastRun
 
 DEFAULT_DISK_EVERY_S: Final = 600.0
 
 
 class Submission(NamedTuple):
-    """What the supervisor is told besides the job."""
+    """What the supervisor gets along with the job."""
 
     again: Again = Again.NO
-    ended_at: float | None = None  # of the job that is begun again
-    point: str = ""  # of a run that its database does not know: RUN:GENERATION:STEP
+    ended_at: float | None = None  # of the ended job that is started again
+    point: str = ""  # RUN:GENERATION:STEP, for a run that the supervisor's database does not know
 
     @property
     def query(self) -> dict[str, str | float | None]:
@@ -40,21 +40,21 @@ class Submission(NamedTuple):
 
 
 def with_default_tier(request: RunRequest, checkpoint: CheckpointSpec, folder: str) -> CheckpointSpec:
-    """Checkpoints also go to the disk, unless the user said where, or does not want any."""
+    """Add a disk tier in `folder`, unless the user chose a durable tier or switched checkpoints off."""
     if not request.keeps_on_disk or checkpoint.is_durable or not checkpoint.policy(Tier.MEMORY).is_on:
         return checkpoint
     return msgspec.structs.replace(checkpoint, disk_dir=folder, disk_every_s=DEFAULT_DISK_EVERY_S, disk_is_default=True)
 
 
 def announce_disk_folder(checkpoint: CheckpointSpec, state_dir: Path) -> None:
-    """The user named no place: say which it is on the host with this state folder."""
+    """Announce where checkpoints go on the host with this state folder, if the user did not choose that."""
     if checkpoint.disk_is_default:
         every = f"{checkpoint.disk_every_s / 60:.0f} minutes"
         folder = checkpoint.disk_folder(state_dir)
-        announce(f"checkpoints go to {folder} every {every}, and the newest at an end that is no success")
+        announce(f"checkpoints go to {folder} every {every}, and at the end unless the job succeeds")
 
 
-def begin(
+def prepare_locally(
     request: RunRequest,
     spec: JobSpec,
     home: RunFolder,
@@ -63,36 +63,42 @@ def begin(
     environ: Mapping[str, str],
     check: Callable[[], None],
 ) -> Submission:
-    """Look what an earlier run of the job left, and say what is done with it. What it left running is ended. `check`
-    is asked again and again, and may raise. Raises NotFound if there is nothing and the user wants to resume, Conflict
-    if it does not fit."""
+    """End what an earlier run of the job left running, and decide whether to resume from its checkpoints.
+
+    `check` is called often and may raise. Raises NotFound if the user wants to resume and there is nothing, Conflict if
+    the checkpoints do not fit the job.
+    """
     end_processes(home.host)
     past = _past(home)
     point = _newest(home, spec, past, host_id=host_id, environ=environ, must_know=not request.fresh, check=check)
     if request.fresh:
-        _announce_restart(home, spec, point)
+        _announce_fresh_start(home, spec, point)
         remove_segments(home.path, environ)
         shutil.rmtree(home.checkpoints, ignore_errors=True)
         return Submission(Again.FRESH)
     if point is None:
         if request.resume:
             raise NotFound(
-                f"Job {home.job} has left no checkpoint to go on from in {home.path}"
-                + (f", {spec.checkpoint.persistent_dir}." if spec.checkpoint.persistent_dir else "."),
-                hint="leave --resume out to start from the beginning",
+                f"Job {home.job} has no checkpoint to resume from in {home.path}"
+                + (f" or {spec.checkpoint.persistent_dir}." if spec.checkpoint.persistent_dir else "."),
+                hint="leave out --resume to start from the beginning",
             )
         return Submission(Again.FRESH if past else Again.NO)
     _check_fit(request, spec, home, point)
-    said = f"going on from step {point.step} ({point.how}), written by {_who(home.before, past, point)}"
-    announce(f"{said}; --fresh starts anew")
+    announce(
+        f"resuming from step {point.step} ({point.how}), saved by {_saved_by(home.before, past, point)} "
+        "(--fresh starts over)"
+    )
     if past is not None and past.run == point.run:
         return Submission(Again.RESUME)
     return Submission(Again.RESUME, point=f"{point.run}:{point.generation}:{point.step}")
 
 
-def begin_at(client: ApiClient, request: RunRequest, spec: JobSpec) -> tuple[JobSpec, Submission]:
-    """At a cluster's supervisor: a job of this name that has ended goes on, one that runs is joined. A name that the
-    user did not give is not joined: another run of the same command gets another name. Raises NotFound."""
+def prepare_at_supervisor(client: ApiClient, request: RunRequest, spec: JobSpec) -> tuple[JobSpec, Submission]:
+    """Decide how to start the job at a cluster's supervisor: resume an ended job of this name, join a running one.
+
+    Under a generated name, join nothing: another run of the same command gets another name. Raises NotFound.
+    """
     for number in range(1, MOST_AT_ONCE + 1):
         name = spec.job if number == 1 else f"{spec.job[:59]}-{number}"
         try:
@@ -108,24 +114,26 @@ def begin_at(client: ApiClient, request: RunRequest, spec: JobSpec) -> tuple[Job
             return found, _again_at(client, request, found, known)
         if request.job:
             return spec, Submission()
-        announce(f"job {name} is running already; this is another one")
-    raise Conflict(f"Job {spec.job} is running {MOST_AT_ONCE} times.", hint="give this one a name with --job NAME")
+        announce(f"job {name} is already running; this is another one")
+    raise Conflict(
+        f"Job {spec.job} is already running {MOST_AT_ONCE} times.", hint="give this one a name with --job NAME"
+    )
 
 
 def _again_at(client: ApiClient, request: RunRequest, spec: JobSpec, known: Mapping[str, Any]) -> Submission:
-    """One of several hosts that ask at once opens the job again, the others join it."""
+    """Start an ended job again. If several hosts do so at once, one starts it and the others join."""
     ended_at, how = known["ended_at"], str(known["state"])
     is_kept = spec.checkpoint.is_durable and not spec.checkpoint.disk_is_default
     nothing_left = JobState(how) is JobState.SUCCEEDED and not is_kept
     if request.fresh or nothing_left:
-        announce(f"job {spec.job} {how} before; another run of it starts anew")
+        announce(f"job {spec.job} {_ended_how(how)} before; starting it over")
         return Submission(Again.FRESH, ended_at)
-    announce(f"job {spec.job} {how} before, and goes on from its newest checkpoint; --fresh starts anew")
+    announce(f"job {spec.job} {_ended_how(how)} before; resuming from its newest checkpoint (--fresh starts over)")
     return Submission(Again.RESUME, ended_at)
 
 
 def record_of(request: RunRequest, spec: JobSpec, arguments: tuple[str, ...], *, host_id: str) -> RunRecord:
-    """What a later command must know of this one."""
+    """The record that lets a later command resume this one."""
     return RunRecord(
         job=spec.job,
         arguments=arguments,
@@ -139,10 +147,10 @@ def record_of(request: RunRequest, spec: JobSpec, arguments: tuple[str, ...], *,
 
 
 def _past(home: RunFolder) -> PastRun | None:
-    """What the folder's database says; of a job whose processes were all killed, that it has ended."""
+    """The earlier run in the folder's database. If all its processes were killed, record its end there first."""
     if not (home.path / "supervisor").exists():
         return None
-    from flyball.cli.run.going_on import open_jobs  # SQLAlchemy: not before the first start of a job
+    from flyball.cli.run.resume_points import open_jobs  # imports SQLAlchemy, which a first run does not need yet
 
     with open_jobs(home.path) as store:
         if store is not None:
@@ -159,15 +167,17 @@ def _newest(
     environ: Mapping[str, str],
     must_know: bool,
     check: Callable[[], None],
-) -> Point | None:
-    """Of the run that the database knows; else of the newest other one in the places that the user named. Raises
-    Unreachable if there is none, one of the places could not be read, and one `must_know`: to begin anew for that
-    would lose all that it has."""
+) -> ResumePoint | None:
+    """The newest verified point of the run in the database, else of the newest other run in the user's tiers.
+
+    Raises Unreachable if there is none, `must_know` is set and a tier was unreadable: starting over would lose its
+    checkpoints.
+    """
     checkpoint = spec.checkpoint
     disk = checkpoint.disk_dir if not checkpoint.disk_is_default or Path(checkpoint.disk_dir).exists() else ""
     if past is None and not any((disk, checkpoint.persistent_dir)):
-        return None  # and nothing is imported that could read it
-    from flyball.cli.run.going_on import LeftCheckpoints, other_runs
+        return None  # without importing what could read checkpoints
+    from flyball.cli.run.resume_points import JobCheckpoints, other_runs
 
     unread: list[str] = []
     runs = [past.run] if past else []
@@ -175,55 +185,59 @@ def _newest(
     for run in runs:
         check()
         lineage = past.lineage if past and past.run == run else ()
-        left = LeftCheckpoints(home, spec.checkpoint, host_id=host_id, run=run, lineage=lineage, environ=environ)
+        left = JobCheckpoints(home, spec.checkpoint, host_id=host_id, run=run, lineage=lineage, environ=environ)
         point = left.verified(check=check)
         if point is not None:
             return point
         unread += left.unread
     if unread and must_know:
         raise Unreachable(
-            f"What job {home.job} has left could not be looked at: {unread[0]}.",
-            hint="give the same command again when it can be read, or train anew with --fresh",
+            f"The checkpoints of job {home.job} cannot be read: {unread[0]}.",
+            hint="run the same command again once they can be read, or start over with --fresh",
         )
     return None
 
 
-def _check_fit(request: RunRequest, spec: JobSpec, home: RunFolder, point: Point) -> None:
+def _check_fit(request: RunRequest, spec: JobSpec, home: RunFolder, point: ResumePoint) -> None:
     before = home.before
     if before is not None and before.script != spec.argv[0] and not request.resume:
         raise Conflict(
-            f"Job {home.job} has checkpoints of another script: {before.script}.",
-            hint="name this one otherwise with --job, train anew with --fresh, or go on all the same with --resume",
+            f"Job {home.job} has checkpoints of another script, {before.script}.",
+            hint="choose another name with --job, start over with --fresh, or use them anyway with --resume",
         )
     if point.world_size != spec.world_size:
         raise Conflict(
-            f"Step {point.step} of job {home.job} was saved by {point.world_size} ranks; {spec.world_size} are to run.",
-            hint="run it with as many ranks as before, train anew with --fresh, or choose another name with --job",
+            f"Step {point.step} of job {home.job} was saved by {point.world_size} ranks, but this run has "
+            f"{spec.world_size}.",
+            hint="use as many ranks as before, start over with --fresh, or choose another name with --job",
         )
 
 
-def _announce_restart(home: RunFolder, spec: JobSpec, point: Point | None) -> None:
+def _announce_fresh_start(home: RunFolder, spec: JobSpec, point: ResumePoint | None) -> None:
     if point is None:
         return
-    from flyball.cli.run.going_on import DURABLE
+    from flyball.cli.run.resume_points import DURABLE
 
     named = [spec.checkpoint.disk_dir] if not spec.checkpoint.disk_is_default else []
     kept = [place for place in (*named, spec.checkpoint.persistent_dir) if place]
     if point.tier in DURABLE and kept:
-        announce(f"starting anew; step {point.step} of the run before stays in {', '.join(kept)}")
+        announce(f"starting over; step {point.step} of the previous run stays in {', '.join(kept)}")
     else:
-        announce(f"starting anew; step {point.step} of the run before is removed")
+        announce(f"starting over; step {point.step} of the previous run is removed")
 
 
-def _who(before: RunRecord | None, past: PastRun | None, point: Point) -> str:
+def _ended_how(state: str) -> str:
+    return {"succeeded": "succeeded", "failed": "failed", "stopped": "was stopped"}.get(state, "ended")
+
+
+def _saved_by(before: RunRecord | None, past: PastRun | None, point: ResumePoint) -> str:
     saved = f"at {_clock(point.committed_at)}" if point.committed_at else ""
     if past is None or before is None:
         return f"run {point.run} {saved}".rstrip()
     if before.state == "running":
         return f"a run that was killed, {saved}".rstrip(", ")
     ended = f" at {_clock(before.ended_at)}" if before.ended_at else ""
-    words = {"succeeded": "succeeded", "failed": "failed", "stopped": "was stopped"}
-    return f"the run that {words.get(before.state, 'ended')}{ended}"
+    return f"the run that {_ended_how(before.state)}{ended}"
 
 
 def _clock(at: float) -> str:

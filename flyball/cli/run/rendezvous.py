@@ -1,4 +1,4 @@
-"""How one host of several joins a supervisor, or meets the others at a rendezvous address as torchrun's hosts do."""
+"""Join a cluster's supervisor, or meet the job's other hosts at a rendezvous address, as under torchrun."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import msgspec
 from flyball.cli.logs import job_logs
 from flyball.cli.reach import this_host
 from flyball.cli.reach.places import SupervisorConnection, make_state_dir, state_root
-from flyball.cli.run.beginning import announce_disk_folder, begin_at
 from flyball.cli.run.embedded import KeptSupervisor
-from flyball.cli.run.host_end import announce_kept_step, settle_memory
+from flyball.cli.run.ending import announce_kept_step, settle_memory
 from flyball.cli.run.host_leave import HostLeave, is_there
+from flyball.cli.run.resume import announce_disk_folder, prepare_at_supervisor
 from flyball.cli.run.run_folders import take
 from flyball.cli.run.session import Session, client_of, start_daemon
 from flyball.cli.show.messages import announce
@@ -36,25 +36,27 @@ RENDEZVOUS_RETRY_S = 0.5
 
 
 def join(request: RunRequest, spec: JobSpec, connection: SupervisorConnection, stack: ExitStack) -> Session:
-    """A cluster's supervisor; this host joins it unless it has."""
+    """Join this host to a cluster's supervisor, unless its daemon is already running there."""
     name = request.host_id or this_host.host_id()
     with client_of(connection) as client:
         try:
             joined = is_there(client.get(f"/v1/hosts/{name}"))
         except NotFound:
             joined = False
-        spec, submission = begin_at(client, request, spec)
+        spec, submission = prepare_at_supervisor(client, request, spec)
     if joined:
-        announce(f"host {name} has joined {connection.url} already")
+        announce(f"host {name} has already joined {connection.url}")
         for variable in request.engine_environment:
-            announce(f"{variable}: not used: the engine of {name} has its settings from `flyball host`")
+            announce(f"ignoring {variable}: the engine of {name} got its settings from `flyball host`")
         session = Session(connection, None, HostLeave(spec, name, None))
         session.spec, session.submission = spec, submission
         session.host_dir = job_logs.daemon_dir(name, connection.url)
         if session.host_dir:
             announce(f"logs in {Path(spec.log_dir or session.host_dir / 'logs') / spec.job}")
             announce_disk_folder(spec.checkpoint, session.host_dir)
-        stack.callback(lambda: announce_kept_step(spec, session.state, name, session.host_dir, again=session.again))
+        stack.callback(
+            lambda: announce_kept_step(spec, session.state, name, session.host_dir, command=session.resume_command)
+        )
         return session
     folder = make_state_dir(Path(request.state_dir) if request.state_dir else state_root(os.environ) / "hosts" / name)
     daemon = start_daemon(request, spec, connection, folder, stack)
@@ -62,13 +64,15 @@ def join(request: RunRequest, spec: JobSpec, connection: SupervisorConnection, s
     announce_disk_folder(spec.checkpoint, folder.resolve())
     leave = HostLeave(spec, name, daemon)
     session = Session(connection, daemon, leave)
-    stack.callback(lambda: settle_memory(daemon, spec, session.state, has_left=leave.has_left, again=session.again))
+    stack.callback(
+        lambda: settle_memory(daemon, spec, session.state, has_left=leave.has_left, command=session.resume_command)
+    )
     session.spec, session.submission = spec, submission
     return session
 
 
 def meet(request: RunRequest, spec: JobSpec, stack: ExitStack, signals: EndSignals) -> Session:
-    """Several hosts without a running supervisor: it comes up where the rendezvous address is, the others join it."""
+    """Start the job's supervisor if the rendezvous address is this machine's, else join it there."""
     token = common_token(request, os.environ)
     request = msgspec.structs.replace(request, host_id=claim_host_id(request, os.environ, stack))
     host, _, port = request.rendezvous.rpartition(":")
@@ -78,12 +82,12 @@ def meet(request: RunRequest, spec: JobSpec, stack: ExitStack, signals: EndSigna
     here = request.node_rank == 0 if request.node_rank is not None else this_host.is_here(host)
     if here:
         address = this_host.listen_address(host)
-        try:  # before the job's folder is taken: that is for one node of this machine
+        try:  # before claiming the job's folder, which is for one node of this machine only
             listener = bind_listener(address, int(port))
         except PortInUse:
             if request.node_rank == 0:
                 raise
-            here = False  # another run on this machine was first
+            here = False  # another node on this machine was first
     if here:
         folder = make_state_dir(_folder_of_meeting(request, stack) / "supervisor")
         supervisor = KeptSupervisor(folder, host=address, token=token, listener=listener)
@@ -91,7 +95,7 @@ def meet(request: RunRequest, spec: JobSpec, stack: ExitStack, signals: EndSigna
         supervisor.start()
         announce(f"supervisor of job {request.job} at {url}")
         if not this_host.is_loopback_name(host):
-            announce("no TLS between the hosts: whoever listens on their network can read the token")
+            announce("no TLS between the hosts: anybody who can listen on their network can read the token")
     else:
         _await_supervisor(connection, signals)
     session = join(request, spec, connection, stack)
@@ -126,28 +130,31 @@ def _await_supervisor(connection: SupervisorConnection, signals: EndSignals) -> 
 
 
 def common_token(request: RunRequest, environ: Mapping[str, str]) -> str:
-    """The secret that all hosts of the job share. Raises ConfigurationError with what to do if there is none."""
+    """The secret that all hosts of the job share. Raises ConfigurationError if there is none."""
     token = environ.get("FLYBALL_TOKEN", "").strip()
     if token:
         return token
     if not request.trusted_network and environ.get(TRUSTED_VARIABLE, "") in ("", "0"):
         raise ConfigurationError(
             "Hosts that meet at a rendezvous address need a common secret.",
-            hint=f"run on every host, before the same command: export FLYBALL_TOKEN={secrets.token_hex(16)}   "
-            "(one secret for all; or add --trusted-network where everybody on the network may join)",
+            hint=f"first run this on every host: export FLYBALL_TOKEN={secrets.token_hex(16)}   "
+            "(the same secret everywhere; or add --trusted-network if everybody on the network may join)",
         )
     host, _, port = request.rendezvous.rpartition(":")
     if not this_host.is_loopback_name(host):
         announce(
-            f"trusted network: who reaches port {port} and knows the job's name may join, and run programs on its hosts"
+            f"trusted network: anybody who can reach port {port} and knows the job's name can join, and run programs "
+            "on its hosts"
         )
-    # Not the host: one machine may call it localhost, another by its name
+    # Without the host: one machine may call it localhost, another by its name.
     return "trusted-network-" + hashlib.sha256(f"{request.job}:{port}".encode()).hexdigest()
 
 
 def claim_host_id(request: RunRequest, environ: Mapping[str, str], stack: ExitStack) -> str:
-    """A name for this node: the machine's, with a number where several nodes run on one machine. The lowest that is
-    free is taken, for as long as this process lives, so that the same nodes have the same names the next time."""
+    """A name for this node: the machine's, with a number if several nodes run on one machine.
+
+    Claims the lowest free number for the life of this process, so that nodes get the same names the next time.
+    """
     if request.host_id:
         return request.host_id
     name = this_host.host_id()
@@ -159,5 +166,5 @@ def claim_host_id(request: RunRequest, environ: Mapping[str, str], stack: ExitSt
             stack.callback(os.close, lock)
             return candidate
     raise ConfigurationError(
-        f"{MAX_NODES_HERE} nodes of jobs run on this machine already.", hint="name this one with --host-id NAME"
+        f"{MAX_NODES_HERE} nodes of jobs are already running on this machine.", hint="name this one with --host-id NAME"
     )

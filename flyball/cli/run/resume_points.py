@@ -1,4 +1,4 @@
-"""What a command of `flyball run` goes on from: found and read before anything is started, and again at its end."""
+"""Find and verify the steps that `flyball run` can resume from, before it starts anything and again at its end."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ MEMORY: Final = (Tier.MEMORY, Tier.PEER)
 DURABLE: Final = (Tier.DISK, Tier.PERSISTENT)
 ANY: Final = (*MEMORY, *DURABLE)  # nearest first
 VERIFY_WITHIN_S: Final = 30.0
-MAX_STORE_RETRY_S: Final = 10.0  # a person waits for it
+MAX_STORE_RETRY_S: Final = 10.0  # short, because a user is waiting
 
 
 @dataclass(frozen=True)
-class Point:
-    """A step that every rank can be restored from, and how far that was proved."""
+class ResumePoint:
+    """A step that every rank can restore, and whether that was verified."""
 
     step: int
     generation: int
     world_size: int
-    tier: Tier  # the nearest that has all of it
+    tier: Tier  # the farthest tier that a rank needs
     run: str
     committed_at: float | None
-    verified: bool  # every byte was read and compared
+    verified: bool  # every byte was read and compared with its checksum
 
     @property
     def how(self) -> str:
         return f"{self.tier.value}, verified" if self.verified else f"{self.tier.value}, not verified yet"
 
 
-class LeftCheckpoints:
-    """What a job has left in the memory of this machine, on its disk and in a store, as of one look."""
+class JobCheckpoints:
+    """A run's checkpoints in this machine's memory, on its disk and in a store, as of the moment of construction."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class LeftCheckpoints:
 
     @property
     def unread(self) -> list[str]:
-        """What could not be read just now of disk and store, each with the reason: it may hold a newer step."""
+        """Places on disk and in the store that could not be read, with the reason. They may hold a newer step."""
         stores = {place.where for place in self._inventory.places if isinstance(place, StoragePlace)}
         return [
             f"{one.where}: {one.reason}"
@@ -86,13 +86,13 @@ class LeftCheckpoints:
 
     @property
     def unread_memory(self) -> list[str]:
-        """The same of the memory of this machine."""
+        """The same for this machine's memory."""
         stores = {place.where for place in self._inventory.places if isinstance(place, StoragePlace)}
         ignored = (one for one in self._inventory.ignored if one.place is None and one.where not in stores)
         return [f"{one.where}: {one.reason}" for one in ignored]
 
-    def newest(self, tiers: Collection[Tier] = ANY) -> Point | None:
-        """The newest step that every rank has in these tiers; nothing is read of it but its description."""
+    def newest(self, tiers: Collection[Tier] = ANY) -> ResumePoint | None:
+        """The newest step that every rank has in these tiers, by its manifests alone."""
         for listing, ranks in self._whole(tiers):
             return self._point(listing, [copies[0] for copies in ranks], verified=False)
         return None
@@ -103,9 +103,12 @@ class LeftCheckpoints:
         within_s: float = VERIFY_WITHIN_S,
         *,
         check: Callable[[], None] = lambda: None,
-    ) -> Point | None:
-        """The newest of them whose bytes are good. If the time is over first, it is not said to be verified. `check` is
-        called between reads, and may raise."""
+    ) -> ResumePoint | None:
+        """The newest step that every rank has in these tiers with correct bytes.
+
+        If `within_s` passes before all bytes are read, the point's `verified` is False. `check` is called between reads
+        and may raise.
+        """
         deadline_s = time.monotonic() + within_s
         for listing, ranks in self._whole(tiers):
             good = _good_copies(ranks, deadline_s, check)
@@ -115,7 +118,7 @@ class LeftCheckpoints:
         return None
 
     def _whole(self, tiers: Collection[Tier]) -> list[tuple[StepListing, list[list[HeldCopy]]]]:
-        """Newest first; of each rank its copies, nearest first."""
+        """The complete steps, newest first, each with every rank's copies, nearest first."""
         found = []
         for listing in self._inventory.steps:
             by_rank: dict[int, list[HeldCopy]] = defaultdict(list)
@@ -126,14 +129,14 @@ class LeftCheckpoints:
                 found.append((listing, list(by_rank.values())))
         return sorted(found, key=lambda item: item[0].step, reverse=True)
 
-    def _point(self, listing: StepListing, held: Sequence[HeldCopy], *, verified: bool) -> Point:
+    def _point(self, listing: StepListing, held: Sequence[HeldCopy], *, verified: bool) -> ResumePoint:
         tier = max((one.copy.tier for one in held), key=ANY.index)
         size = listing.world_size
-        return Point(listing.step, listing.generation, size, tier, self.run, listing.committed_at, verified)
+        return ResumePoint(listing.step, listing.generation, size, tier, self.run, listing.committed_at, verified)
 
 
 def other_runs(job: str, spec: CheckpointSpec, host_id: str, environ: Mapping[str, str]) -> list[str]:
-    """The runs of the job that lie in its tiers, newest first; of those that cannot be read, none, which is said."""
+    """The runs of the job in its tiers, newest first. Announces tiers that cannot be read."""
     found: list[TierFolder] = []
     for _, root, _ in _roots(spec, host_id):
         place = run_location(root, job, "")
@@ -143,12 +146,12 @@ def other_runs(job: str, spec: CheckpointSpec, host_id: str, environ: Mapping[st
             elif Path(place).is_dir():
                 found += find_in_folder(Path(place))
         except (FlyballError, OSError) as error:
-            announce(f"{place} could not be looked at: if it has checkpoints of job {job}, they are not used ({error})")
+            announce(f"{place} cannot be read; checkpoints of job {job} that may be there are not used ({error})")
     return sorted({one.run for one in found if one.job == job and one.run}, reverse=True)
 
 
 def _roots(spec: CheckpointSpec, host_id: str) -> list[tuple[Tier, str, str]]:
-    """(tier, where its jobs lie, whose it is)"""
+    """(tier, folder of its jobs, host that owns it or '')"""
     roots = []
     if spec.policy(Tier.DISK).is_on:
         roots.append((Tier.DISK, f"{spec.disk_dir}/{host_id}", host_id))
@@ -160,8 +163,10 @@ def _roots(spec: CheckpointSpec, host_id: str) -> list[tuple[Tier, str, str]]:
 def _good_copies(
     ranks: Sequence[Sequence[HeldCopy]], deadline_s: float, check: Callable[[], None]
 ) -> tuple[list[HeldCopy], bool] | None:
-    """Of each rank the nearest copy in which every byte is what it must be, and whether there was time to read them
-    all; None if all copies of a rank are bad."""
+    """The nearest good copy of each rank, and whether there was time to read all of them.
+
+    None if a rank has no good copy.
+    """
     overdue = False
 
     def count(_size_bytes: int) -> None:
@@ -169,7 +174,7 @@ def _good_copies(
         check()
         if time.monotonic() > deadline_s:
             overdue = True
-            raise CheckpointError("There was no time to read it all.")
+            raise CheckpointError("There was not enough time to read it.")
 
     good: list[HeldCopy] = []
     untried = list(ranks)
@@ -189,7 +194,7 @@ def _good_copies(
 
 @contextmanager
 def open_jobs(folder: Path) -> Iterator[SqlJobStore | None]:
-    """The jobs in the database of the run with this state folder, whether or not its supervisor runs."""
+    """Open the database in a run's state folder, whether or not its supervisor is running. None without one."""
     from services.settings import load_settings
 
     settings = load_settings(state_dir=folder / "supervisor")
