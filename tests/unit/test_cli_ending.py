@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from flyball.cli.main import run_cli
 from flyball.cli.reach.places import SupervisorConnection
-from flyball.cli.run.ending import Ending
+from flyball.cli.run.ending import Ending, settle_memory
 from flyball.cli.run.host_process import HostProcess
 from flyball.cli.run.resume import prepare_locally, record_of
 from flyball.cli.run.resume_points import open_jobs
@@ -17,7 +19,7 @@ from flyball.cli.run.run_folders import RECORD, RunFolder, take
 from flyball.cli.run.session import start_daemon
 from flyball.cli.signals import EndSignals
 from flyball.contracts.checkpoints import CheckpointSpec
-from flyball.contracts.cluster import Again, JobSpec
+from flyball.contracts.cluster import Again, JobSpec, JobState
 from flyball.contracts.errors import Unreachable
 from flyball.contracts.on_host.segments import shm_prefix
 from flyball.launch.launcher import RunRequest
@@ -94,3 +96,18 @@ def test_a_store_that_cannot_be_read_is_no_reason_to_begin_anew(
     with pytest.raises(Unreachable, match="cannot be read") as caught:
         prepare_locally(request, spec, home, host_id="here", environ={}, check=lambda: None)
     assert str(place) in caught.value.message
+
+
+def test_the_command_that_frees_a_hosts_memory_is_one_that_works(
+    home: RunFolder,
+    spec: JobSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("flyball.cli.run.ending.holds_memory", lambda _prefix: True)
+    settle_memory(daemon_of(home), spec, JobState.FAILED, has_left=False, command="flyball run train.py")
+    printed = re.search(r"free them with: flyball (.+)", capsys.readouterr().err)
+    assert printed
+    code = run_cli([*printed[1].split(), "--state-dir", str(tmp_path / "s")])
+    assert code == 8 and f"There are no checkpoints of job {JOB}" in capsys.readouterr().err, "it names the job"

@@ -193,7 +193,7 @@ def settle_memory(daemon: HostProcess, spec: JobSpec, state: JobState | None, *,
     if daemon.keeps_segments:
         announce(
             f"host {daemon.host_id} keeps checkpoints of job {spec.job} in memory, from which the same command can "
-            f"resume; free them with: flyball ckpt rm {spec.job} --memory"
+            f"resume; free them with: flyball ckpt rm --job {spec.job} --memory"
         )
         announce(f"resume, on each host, with: {command}")
     elif not has_left:
