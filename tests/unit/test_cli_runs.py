@@ -167,6 +167,6 @@ def test_a_run_whose_folder_is_gone_says_how_to_go_on(tmp_path: Path, monkeypatc
     folder = take("train-1", os.environ)
     folder.write(msgspec.structs.replace(record("train-1"), workdir=str(tmp_path / "gone")))
     folder.close()
-    with pytest.raises(NotFound, match=r"Cannot enter the folder .*gone, where job train-1 ran: No such file") as caught:
+    with pytest.raises(NotFound, match=r"Cannot enter .*gone, where job train-1 ran: No such file") as caught:
         run(["--resume"])
     assert "flyball run --resume --job train-1 SCRIPT" in caught.value.hint
