@@ -34,8 +34,7 @@ from goodput.account.steps import Executed
 from goodput.history.facts import History
 from goodput.history.job_history import build
 from goodput.history.rank_clocks import RankClock
-from goodput.predict.recommendation import Recommendation
-from goodput.predict.saves import recommendation_for
+from goodput.predict.recommendation import Recommendation, recommendation_for
 from goodput.wording import counted
 
 SCHEMA = "flyball.goodput.v1"

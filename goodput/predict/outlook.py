@@ -1,4 +1,4 @@
-"""What to expect of a run, from what is assumed of it: the prediction as one answer. Pure."""
+"""Combines the predictions for a run under given assumptions into one answer. Pure."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ SCHEMA = "flyball.goodput.outlook.v1"
 
 
 class Assumptions(msgspec.Struct, frozen=True):
-    """Times are seconds. None: not known, and nothing that needs it is predicted. Raises UsageError for numbers that
-    cannot be."""
+    """Times are seconds. None: unknown, and predictions that need it are left out. Raises UsageError for impossible
+    numbers."""
 
-    mtti_s: float | None = None  # mean running time between interruptions of the job
+    mtti_s: float | None = None  # mean running time between the job's interruptions
     repair_s: float | None = None  # from the fault to the first step after it
     interval_s: float | None = None  # between two saves, at present
-    save_s: float | None = None  # for which a save blocks training
-    step_s: float | None = None  # then intervals are whole steps
+    save_s: float | None = None  # time that a save blocks training
+    step_s: float | None = None  # if given, intervals are whole steps
     tiers: tuple[PredictedTier, ...] = ()
-    restore_s: float = 0.0  # the part of repair_s in whose place the tiers have restores of their own
+    restore_s: float = 0.0  # the part of repair_s that the tiers' own restores replace
 
     def __post_init__(self) -> None:
         numbers = {name: getattr(self, name) for name in ("mtti_s", "repair_s", "interval_s", "save_s", "step_s")}
@@ -42,7 +42,7 @@ class Assumptions(msgspec.Struct, frozen=True):
 
 
 class Outlook(msgspec.Struct, frozen=True):
-    """Ratios are of 1, None where an assumption is missing."""
+    """Ratios are fractions of 1, None if an assumption is missing."""
 
     schema: str
     assumptions: Assumptions
@@ -53,14 +53,14 @@ class Outlook(msgspec.Struct, frozen=True):
     best_interval_s: float | None = None  # Daly's, in whole steps
     best_interval_steps: int | None = None
     goodput_at_best: float | None = None
-    gain: float | None = None  # goodput_at_best less goodput
+    gain: float | None = None  # goodput_at_best - goodput
     tiers: TierPlan | None = None
-    recommendation: Recommendation | None = None  # of the run, as it was seen; None: none was looked at
-    notes: tuple[str, ...] = ()  # what was assumed or is missing
+    recommendation: Recommendation | None = None  # for the observed run; None: no run was read
+    notes: tuple[str, ...] = ()  # assumptions and missing data
 
 
 def outlook(assumed: Assumptions, seen: Recommendation | None = None) -> Outlook:
-    """What to expect, beside what was seen of the run. Raises UsageError for tiers that cannot be."""
+    """Predict from the assumptions, and add the observed run's recommendation. Raises UsageError for invalid tiers."""
     mtti_s, repair_s, interval_s = assumed.mtti_s, assumed.repair_s, assumed.interval_s
     save_s, step_s = assumed.save_s, assumed.step_s
     nothing = Outlook(schema=SCHEMA, assumptions=assumed, recommendation=seen, notes=_notes(assumed))
@@ -108,9 +108,9 @@ def _ettr(mtti_s: float, repair_s: float, interval_s: float, save_s: float) -> f
 def _notes(assumed: Assumptions) -> tuple[str, ...]:
     notes = []
     if assumed.interval_s is not None and assumed.save_s is None:
-        notes.append("What a save costs is not known: saves are counted as free.")
+        notes.append("The cost of a save is unknown: saves count as free.")
     if assumed.tiers and assumed.restore_s:
         notes.append(
-            f"The tiers' restores stand in for what was seen of restores: {seconds(assumed.restore_s)} of a restart."
+            f"The tiers' restores replace the observed restore time: {seconds(assumed.restore_s)} of a restart."
         )
     return tuple(notes)

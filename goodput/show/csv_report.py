@@ -1,4 +1,4 @@
-"""A report as CSV: one value per row, so that a spreadsheet's pivot table or a data frame takes it as it is."""
+"""A report as CSV: one value per row, ready for a spreadsheet's pivot table or a data frame."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Value = str | float | int | bool | None
 
 
 def report_csv(report: GoodputReport) -> str:
-    """Columns `section, item, field, value`. Every value of the JSON report is in it, under the same names: `section`
-    is the field of the report, `item` the category, cause, host or row within it."""
+    """Columns `section, item, field, value`. Has every value of the JSON report under the same names: `section` is
+    the report's field, `item` the category, cause, host or row within it."""
     return _csv(("section", "item", "field", "value"), _report_rows(msgspec.to_builtins(report)))
 
 
 def comparison_csv(comparison: ReportComparison) -> str:
-    """Columns `section, item, a, b, difference`; categories and causes in seconds and again as shares."""
+    """Columns `section, item, a, b, difference`; categories and causes in seconds, and again as shares."""
     rows: list[tuple[Value, ...]] = [
         ("measures", row.name, row.a, row.b, row.difference) for row in comparison.measures
     ]
@@ -68,7 +68,7 @@ def _csv(header: Iterable[str], rows: Iterable[Iterable[Value]]) -> str:
 
 
 def _cell(value: Value) -> Value:
-    """Names in a log may be anybody's: none is to be a formula in a spreadsheet."""
+    """Names in a log are untrusted: none may become a formula in a spreadsheet."""
     if isinstance(value, str) and value.startswith(_FORMULA_STARTS):
         return f"'{value}"
     return value

@@ -1,4 +1,4 @@
-"""A report in Prometheus' text exposition format, for a textfile collector or whoever scrapes a file."""
+"""A report in Prometheus' text exposition format, for a textfile collector or any scraper of files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from goodput.calculator import GoodputReport
 
 
 def exposition(reports: Iterable[GoodputReport]) -> str:
-    """Gauges, each with the label `training_job`. A measure without a value is left out. Times are seconds, ratios of
-    1."""
+    """Gauges with the label `training_job`. Measures without a value are left out. Times are seconds, ratios are
+    fractions of 1."""
     registry = CollectorRegistry()
     registry.register(_Reports(list(reports)))
     return generate_latest(registry).decode()
@@ -36,7 +36,7 @@ _MEASURES: Mapping[str, tuple[str, _Measure]] = {
     "step_seconds": ("The median step.", lambda r: r.step_s),
     "newest_step": ("The newest step that all ranks completed; -1 before the first.", lambda r: r.steps.newest),
     "steps_kept": ("Steps that were kept.", lambda r: r.steps.kept),
-    "steps_recomputed": ("Steps that were done again.", lambda r: r.steps.recomputed),
+    "steps_recomputed": ("Steps that were recomputed.", lambda r: r.steps.recomputed),
     "gpus": ("GPUs of the job.", lambda r: r.gpus),
     "gpu_seconds": (
         "GPUs times elapsed time.",
@@ -45,7 +45,7 @@ _MEASURES: Mapping[str, tuple[str, _Measure]] = {
     "cost": ("Cost of the elapsed time, in the currency of the price given.", lambda r: r.cost),
     "mfu_ratio": ("Model FLOPs utilisation while the job trained.", lambda r: r.mfu),
     "recommended_save_steps": (
-        "Steps between saves at the optimum for the failure rate seen.",
+        "Steps between saves at the optimum for the observed failure rate.",
         lambda r: r.recommendation.save_every_steps if r.recommendation else None,
     ),
 }

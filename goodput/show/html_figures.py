@@ -1,4 +1,4 @@
-"""The pictures of the HTML report, made with plotly. Every bar has a pattern and a label beside its colour."""
+"""The figures of the HTML report, made with plotly. Every bar has a pattern and a label besides its colour."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from goodput.wording import percent, seconds
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 INK = "#1b1f24"
 GRID = "#d7dbe0"
-MAX_LABELLED_INCIDENTS = 30  # more marks than that are drawn without their numbers
+MAX_LABELLED_INCIDENTS = 30  # more marks are drawn without their numbers
 
 
 class CategoryGroup(NamedTuple):
-    """Categories that the picture of the run shows as one."""
+    """Categories that the timeline shows as one."""
 
     name: str
     categories: frozenset[str]
@@ -30,10 +30,10 @@ class CategoryGroup(NamedTuple):
     pattern: str
 
 
-# Eighteen categories cannot be told apart in one picture; the waterfall and the table have each of them.
+# Eighteen categories cannot be distinguished in one figure; the waterfall and the table have each of them.
 GROUPS = (
     CategoryGroup("useful", frozenset({Category.USEFUL}), "#1f5fa8", ""),
-    CategoryGroup("done again", frozenset({Category.RECOMPUTED}), "#d55e00", "/"),
+    CategoryGroup("recomputed", frozenset({Category.RECOMPUTED}), "#d55e00", "/"),
     CategoryGroup(
         "saving, evaluating, waiting for data or stragglers",
         frozenset({Category.CHECKPOINT_BLOCKED, Category.EVALUATION, Category.DATA_WAIT, Category.STRAGGLER}),
@@ -101,7 +101,7 @@ def waterfall(report: GoodputReport) -> go.Figure:
         line={"color": INK, "width": 1, "dash": "dot"},
         hoverinfo="skip",
     )
-    # The label is where there is room: beside the bar, on the side away from the nearer end of the axis.
+    # Put the label where there is room: beside the bar, away from the nearer end of the axis.
     to_left = [end_s > report.elapsed_s / 2 for _, _, end_s in bars]
     wide = [end_s - start_s > report.elapsed_s / 2 for _, start_s, end_s in bars]
     figure.add_scatter(
@@ -134,7 +134,7 @@ def waterfall(report: GoodputReport) -> go.Figure:
 
 
 def run_timeline(report: GoodputReport, bins: Sequence[TimelineBin]) -> go.Figure:
-    """What every slice of the run was spent on, and when its incidents began."""
+    """The use of every slice of the run, and when its incidents began."""
     figure = go.Figure()
     if bins:
         at = [_moment(b.at + b.seconds / 2) for b in bins]
@@ -199,7 +199,7 @@ def over_time(report: GoodputReport) -> go.Figure:
 
 
 def _filled(group: CategoryGroup, *, outline: bool = False) -> dict[str, Any]:
-    """A colour, and a pattern over it for who sees no colours."""
+    """A colour with a pattern over it, for readers who cannot distinguish the colours."""
     pattern = {"shape": group.pattern, "fillmode": "overlay", "fgcolor": INK, "fgopacity": 0.75, "size": 6}
     return {
         "color": group.colour,
@@ -209,7 +209,7 @@ def _filled(group: CategoryGroup, *, outline: bool = False) -> dict[str, Any]:
 
 
 def plain(name: str) -> str:
-    """A name from a log as text for plotly, which takes some markup."""
+    """Escape a name from a log for plotly, which interprets some markup."""
     return html.escape(name)
 
 
@@ -222,7 +222,7 @@ def _moment(at: float) -> str:
 
 
 def _unit(length_s: float) -> tuple[str, float]:
-    """The unit in which a length of time has a number that one can read."""
+    """A unit that gives a length of time a readable number."""
     for unit, unit_s in (("days", 86_400.0), ("hours", 3_600.0), ("minutes", 60.0)):
         if length_s >= 3 * unit_s:
             return unit, unit_s

@@ -1,7 +1,7 @@
-"""A report as one HTML file that needs nothing else: it opens offline, prints, and can be read without colour.
+"""A report as one self-contained HTML file: it opens offline, prints well, and is readable without colour.
 
-plotly's script is in the file once, which makes it about 5 MB. Names in logs may be anybody's: the template escapes
-everything, figures get escaped labels, and the page's own policy forbids it to load anything.
+plotly's script is included once, which makes the file about 5 MB. Names in logs are untrusted: the template escapes
+everything, figures get escaped labels, and the page's content security policy forbids loading anything.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from goodput.calculator import GoodputReport, IncidentReport
 from goodput.show.html_figures import over_time, run_timeline, waterfall
 from goodput.wording import counted, percent, seconds
 
-MAX_INCIDENTS = 500  # rows; those that lost most time, in order of time
+MAX_INCIDENTS = 500  # rows: those that lost most time, in order of time
 MAX_HOSTS = 20
 
 
 def to_html(report: GoodputReport, timeline: Sequence[TimelineBin], *, source: str, left_out: int = 0) -> str:
-    """The whole page. `source` says where the events come from, `left_out` how many lines of it were none."""
+    """The whole page. `source` names the origin of the events; `left_out` is the number of malformed lines in it."""
     environment = Environment(
         loader=PackageLoader("goodput.show"),
         autoescape=True,
@@ -80,7 +80,7 @@ def _figure(name: str, figure: go.Figure) -> Markup:
 
 
 def _headline(report: GoodputReport) -> list[tuple[str, str, str]]:
-    """Figure, its name, and what it means."""
+    """Value, name and meaning of each figure."""
     lost_s = report.elapsed_s - report.seconds_by_category["useful"]
     lost_cost = ""
     if report.cost is not None and report.elapsed_s > 0:
@@ -97,7 +97,7 @@ def _headline(report: GoodputReport) -> list[tuple[str, str, str]]:
 
 
 def _shares(spent: Mapping[str, float], report: GoodputReport) -> list[dict[str, Any]]:
-    """Rows, the largest first; a job's GPUs are all taken while it runs, so GPU-hours are in proportion to the time."""
+    """Rows, largest first. A running job occupies all its GPUs, so GPU-hours are proportional to time."""
     rows = []
     for name, spent_s in sorted(spent.items(), key=lambda item: (-item[1], item[0])):
         if spent_s <= 0:
@@ -116,7 +116,8 @@ def _shares(spent: Mapping[str, float], report: GoodputReport) -> list[dict[str,
 
 
 def _incidents(incidents: Sequence[IncidentReport]) -> tuple[list[tuple[int, IncidentReport]], int]:
-    """Numbered as in the picture; of very many those that lost most time, and how many are left out."""
+    """Incidents numbered as in the figure: at most MAX_INCIDENTS, those that lost most time; and how many are left
+    out."""
     numbered = list(enumerate(incidents, 1))
     worst = sorted(numbered, key=lambda item: -item[1].badput_s)[:MAX_INCIDENTS]
     return sorted(worst, key=lambda item: item[0]), len(numbered) - len(worst)

@@ -1,4 +1,4 @@
-"""A report as JSON and as text for a terminal. The text needs no colour to be understood."""
+"""A report as JSON, and as text for a terminal. The text is understandable without colour."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from goodput.wording import counted, percent, seconds
 
 _BAR_WIDTH = 24
 WORST_HOSTS = 10
-# How many categories and incidents a screen has, and whether the recommendation; the first of these that fits.
+# Numbers of categories and incidents on a screen, and whether to show the recommendation; the first that fits is used.
 _LIVE = ((99, 5, True), (6, 5, True), (6, 3, False), (6, 1, False), (4, 1, False), (4, 0, False))
 
 
 def to_json(report: GoodputReport) -> dict[str, Any]:
-    """The report as one JSON object, in plain dicts and lists; docs/goodput.md documents its fields, and `schema`
-    names their version."""
+    """The report as one JSON object of plain dicts and lists. docs/goodput.md documents its fields, `schema` names
+    their version."""
     return wire.decoder_of(dict[str, Any]).decode(msgspec.json.encode(report))
 
 
@@ -58,7 +58,7 @@ def render(report: GoodputReport) -> RenderableType:
 
 
 def render_live(report: GoodputReport, fits: Callable[[RenderableType], bool]) -> RenderableType:
-    """What changes while a job runs: as much of it as `fits`, the headline and the largest categories always."""
+    """The changing parts for a running job: as much as `fits`, but always the headline and the largest categories."""
     shown: RenderableType = ""
     for categories, incidents, with_recommendation in _LIVE:
         parts: list[RenderableType] = [_headline(report), _categories(report, largest=categories)]
@@ -73,34 +73,34 @@ def render_live(report: GoodputReport, fits: Callable[[RenderableType], bool]) -
 
 
 def _spaced(parts: Iterable[RenderableType]) -> Group:
-    """With an empty line after every table."""
+    """Add an empty line after every table."""
     return Group(*(Padding(part, (0, 0, 1, 0)) if isinstance(part, Table) else part for part in parts))
 
 
 def _line(text: str) -> Text:
-    """Names in a log may be anybody's: nothing in them is to move the cursor."""
+    """Names in a log are untrusted: nothing in them may move the cursor."""
     return Text("".join(c if c.isprintable() or c == "\n" else "?" for c in text))
 
 
 def _headline(report: GoodputReport) -> Text:
     steps = report.steps
     text = (
-        f"Job {report.job or '(without a name)'}: goodput {percent(report.goodput)}, ETTR {percent(report.ettr)} "
+        f"Job {report.job or '(unnamed)'}: goodput {percent(report.goodput)}, ETTR {percent(report.ettr)} "
         f"of {seconds(report.elapsed_s)} ({report.outcome or 'running'})\n"
-        f"{steps.kept} steps kept, {steps.recomputed} done again, a step takes {seconds(steps.median_s)}; "
+        f"{steps.kept} steps kept, {steps.recomputed} recomputed, a step takes {seconds(steps.median_s)}; "
         f"{counted(report.interruptions, 'interruption')}, MTTR {seconds(report.mttr_s)}, "
         f"MTTF {seconds(report.mttf_s)}\n"
     )
     if report.cost is not None and report.gpu_hours is not None and report.goodput is not None:
         lost = report.cost * (1.0 - report.goodput)
-        text += f"{report.gpu_hours:,.1f} GPU-hours, cost {report.cost:,.2f}, of which {lost:,.2f} was not useful\n"
+        text += f"{report.gpu_hours:,.1f} GPU-hours, cost {report.cost:,.2f}, of which {lost:,.2f} was lost\n"
     if report.mfu is not None:
         text += f"MFU {percent(report.mfu)} while it trained\n"
     if report.ettr_window is not None:
         found = report.ettr_window
         text += (
-            f"ETTR over {seconds(found.window_s)}: {percent(found.last)} now, {percent(found.median)} in the median, "
-            f"{percent(found.min)} at the least\n"
+            f"ETTR over {seconds(found.window_s)}: {percent(found.last)} now, {percent(found.median)} median, "
+            f"{percent(found.min)} minimum\n"
         )
     return _line(text)
 
@@ -116,7 +116,7 @@ def _table(title: str) -> Table:
 
 
 def _categories(report: GoodputReport, *, largest: int | None = None) -> Table:
-    """All of them, or the useful time and the largest of the rest with the sum of the others."""
+    """All categories; or the useful time, the largest of the rest, and the sum of the others."""
     table = _table("Where the time went")
     table.add_column("category")
     table.add_column("time", justify="right")
@@ -163,7 +163,7 @@ def _repair(repair: Mapping[str, Quantiles]) -> Table:
 
 
 def _incidents(incidents: tuple[IncidentReport, ...], *, with_cost: bool) -> Table:
-    table = _table("Incidents; times count from the fault (~ from the newest step before it)")
+    table = _table("Incidents; times count from the fault (~: from the newest step before it)")
     table.add_column("incident", min_width=10, overflow="fold")  # the longest words: preemption, checkpoint
     for column in ("detected", "decided", "resumed", "lost\nsteps", "time\nlost", *(["cost"] if with_cost else [])):
         table.add_column(column, justify="right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""The JSON Schema of a report: what docs/goodput.schema.json holds.
+"""The JSON Schema of a report: the content of docs/goodput.schema.json.
 
 python -m goodput.show.schema > docs/goodput.schema.json
 """
@@ -14,12 +14,12 @@ from goodput.calculator import SCHEMA, GoodputReport
 
 
 def report_schema() -> dict[str, Any]:
-    """JSON Schema 2020-12 of the JSON that `flyball goodput report -o json` and `GET /v1/goodput` give."""
+    """JSON Schema 2020-12 of the JSON from `flyball goodput report -o json` and `GET /v1/goodput`."""
     found = msgspec.json.schema(GoodputReport)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"Goodput report, {SCHEMA}",
-        "description": "Fields are added under the same `schema`, and never change their meaning.",
+        "description": "New fields may appear under the same `schema`; existing ones never change their meaning.",
         **found,
     }
 

@@ -60,9 +60,9 @@ def test_of_a_run_without_failures_it_says_what_can_be_said(logs: Path, capsys: 
     found = json_of("steady.jsonl", capsys)
     assert (found["assumptions"]["mtti_s"], found["goodput"], found["best_interval_s"]) == (None, None, None)
     seen = found["recommendation"]
-    assert "no interruption was seen in" in seen["text"]
+    assert "no interruption was observed in" in seen["text"]
     text = output_of("steady.jsonl", capsys)
-    assert "no interruption was seen in" in text and "or more, with 97.5% confidence" in text
+    assert "no interruption was observed in" in text and "or more, with 97.5% confidence" in text
     bound_s = text.partition("for example --mtti-s ")[2].partition(")")[0]
     assert float(bound_s) == pytest.approx(seen["mtti_at_least_s"], abs=1.0)
     assert json_of(f"steady.jsonl --mtti-s {bound_s} --restart-s 60", capsys)["best_interval_steps"] > 0
@@ -91,7 +91,7 @@ def test_without_a_step_time_nothing_is_told_in_steps(capsys: pytest.CaptureFixt
 
 def test_saves_of_which_nobody_says_what_they_cost_are_said_to_be_free(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--mtti-s 6500 --restart-s 20 --interval-s 600"
-    assert "saves are counted as free" in output_of(line, capsys)
+    assert "saves count as free" in output_of(line, capsys)
     assert json_of(f"{line} --save-s 30", capsys)["notes"] == []
 
 

@@ -121,7 +121,7 @@ def test_save_phases_count_instead_of_totals() -> None:
     )
     assert spent(report) == {"useful": 5.25, "checkpoint_blocked": 0.75}
     assert report.recommendation is not None
-    assert "no interruption was seen" in report.recommendation.text
+    assert "no interruption was observed" in report.recommendation.text
 
 
 def test_the_last_rank_is_a_straggler_only_beyond_a_tenth_of_a_step() -> None:

@@ -62,7 +62,7 @@ def test_the_page_has_everything_and_loads_nothing() -> None:
         "Incidents",
         "Worst hosts",
         "Recommendation",
-        "What was assumed",
+        "Assumptions",
     ):
         assert f">{title}<" in text, title
     assert report.recommendation and report.recommendation.text.split(";")[0] in text
@@ -222,7 +222,7 @@ def test_the_text_says_what_it_cost_and_what_to_do() -> None:
     report = calculate(interrupted_run(), options=AccountOptions(gpu_hour_price=2.5))
     shown = " ".join(to_text(report).split())
     assert report.recommendation and report.recommendation.text in shown
-    assert "30.4 GPU-hours, cost 76.01, of which 7.12 was not useful" in shown
+    assert "30.4 GPU-hours, cost 76.01, of which 7.12 was lost" in shown
     for word in ("Worst hosts", "host-b", "Repair, part by part", "ETTR over 1h 00m"):
         assert word in shown
 

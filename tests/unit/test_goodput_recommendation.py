@@ -63,7 +63,7 @@ def test_saves_that_cost_nothing_are_made_after_every_step() -> None:
     found = recommend(**SEEN | {"save_blocked_s": 0.0})
     assert found.save_every_steps == 1
     assert "is every step; worth +" in found.text
-    assert "Saves were not seen to block training" in found.text
+    assert "Saves were not observed to block training" in found.text
     assert "With 95% confidence the optimum is every step, and the gain between" in found.text
 
 
@@ -79,17 +79,17 @@ def test_what_was_saved_is_judged_by_what_was_lost_where_the_log_does_not_tell()
     found = recommend(**SEEN | {"saved_every_steps": None, "lost_steps": 249.5})
     assert found.saved_every_steps == 500.0
     assert found.saved_every_is_estimate
-    assert found.text.startswith("Judging by the steps that were lost, you save about every 500 steps; the optimum")
+    assert found.text.startswith("Judging by the steps lost, you save about every 500 steps; the optimum")
     neither = recommend(**SEEN | {"saved_every_steps": None})
     assert neither.save_every_steps == found.save_every_steps
     assert neither.gain is None and neither.gain_range is None
-    assert "the log does not tell how often you save." in neither.text
+    assert "the log does not show how often you save." in neither.text
 
 
 @pytest.mark.parametrize(
     ("missing", "reason"),
     [
-        ({"interruptions": 0}, "no interruption was seen in 24h 00m of running"),
+        ({"interruptions": 0}, "no interruption was observed in 24h 00m of running"),
         ({"step_s": None}, "how long a step takes"),
         ({"running_s": 0.0, "interruptions": 1}, "did not run"),
         ({"save_blocked_s": None}, "what a save costs"),
@@ -104,7 +104,7 @@ def test_without_the_numbers_there_is_none_and_the_reason_is_named(missing: dict
 
 def test_without_an_interruption_the_rate_has_an_upper_end_all_the_same() -> None:
     none = recommend(**SEEN | {"interruptions": 0})
-    assert "are 6h 30m or more apart" in none.text
+    assert "are at least 6h 30m apart" in none.text
     assert none.mtti_at_least_s == pytest.approx(24 * HOUR_S / 3.689, rel=1e-3)
     assert recommend(**SEEN).mtti_at_least_s is None
 
