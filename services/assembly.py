@@ -38,10 +38,9 @@ from services.store.decisions.drain_store import SqlDrainStore
 from services.store.decisions.job_store import SqlJobStore
 from services.store.decisions.standing_store import SqlStandings
 from services.store.read.read_models import SqlReadModels
-from services.store.reports.departures import SqlDepartures
 from services.store.reports.placements import SqlPlacements
 from services.store.reports.status_store import SqlStatusStore
-from services.store.retention.hosts import SqlHostRemoval
+from services.store.retention.hosts import SqlDepartures, SqlHostRemoval
 from services.store.retention.sweep import Sweeper
 from services.store.sql.database import Database
 from services.store.sql.events import SqlEventLog

@@ -1,5 +1,5 @@
-"""The API's answers about a state whose supervisor has ended: the same routes, on the same read models, without a port.
-Nothing is written."""
+"""Serves the API's routes for a state folder whose supervisor has ended: the same read models, without a port. Writes
+nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sqlalchemy import text
 from flyball.contracts.checkpoints import Lineage
 from flyball.contracts.clock import Clock
 from flyball.contracts.cluster import Again, JobSpec, JobState
-from flyball.contracts.errors import Conflict, StateVersionMismatch
+from flyball.contracts.errors import Conflict
 from services.api import problems
 from services.api.goodput import GoodputReports
 from services.api.routes import jobs, observations
@@ -22,41 +22,26 @@ from services.store.read.read_models import SqlReadModels
 from services.store.sql.database import Database
 from services.store.sql.events import SqlEventLog
 from services.store.sql.lease import leader
-from services.store.sql.left_state import LAST_SIGN_SQL, revisions
-from services.store.sql.schema_upgrade import refuse_from_before
+from services.store.sql.left_state import LAST_SIGN_SQL
+from services.store.sql.schema_upgrade import check
 
 Json = dict[str, Any]
 INTERRUPTED = "interrupted"
 _FIRST = Page()
 
 
-def check_schema(db: Database) -> None:
-    """Raise StateVersionMismatch unless the database has this release's schema; it is not brought up to it."""
-    with db.read() as connection:
-        found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
-    known = revisions()
-    if found == known[-1]:
-        return
-    refuse_from_before(db.name, found)
-    is_older = found in known
-    raise StateVersionMismatch(
-        f"The database {db.name} has schema {found}, and this release reads {known[-1]}.",
-        hint="a supervisor of this release brings it up to date: start one there"
-        if is_older
-        else "read it with the release of Flyball that wrote it, or a newer one",
-    )
-
-
 def supervisor_ended_at(db: Database, *, is_known_dead: bool) -> float | None:
-    """When the supervisor gave its last sign of life; None while one leads."""
+    """Return when the supervisor gave its last sign of life; None while one leads. Raises StateVersionMismatch unless
+    the database has this release's schema, and does not upgrade it."""
     with db.read() as connection:
+        check(connection, db.name)
         if not is_known_dead and leader(connection):
             return None
         return max(filter(None, connection.execute(text(LAST_SIGN_SQL)).one()), default=None)
 
 
 class LeftReads(SqlReadModels):
-    """Jobs that had not ended when their supervisor did are `interrupted`: nobody knows more of them."""
+    """Shows jobs that had not ended when their supervisor did as `interrupted`: nothing more is known of them."""
 
     def __init__(self, db: Database, ended_at: float | None) -> None:
         super().__init__(db)
@@ -83,7 +68,7 @@ class LeftReads(SqlReadModels):
 
 
 class _Ended:
-    """What would change a job: nobody is there to do it."""
+    """A `JobStore` that refuses all changes: no supervisor is there to carry them out."""
 
     def submit(
         self, spec: JobSpec, now: float, again: Again = Again.NO, *, ended_at: float | None, run: str, adopted: Lineage
@@ -95,11 +80,11 @@ class _Ended:
 
 
 def _refuse() -> NoReturn:
-    raise Conflict("The supervisor of this state does not run, so nothing can be asked of it.", hint="`flyball ls`")
+    raise Conflict("The supervisor of this state does not run, so jobs cannot be changed.", hint="`flyball ls`")
 
 
 class _StoppedClock:
-    """The wall clock stands where the supervisor ended: what came after is not known, and no loss."""
+    """Its wall clock stands at the supervisor's end: the time after that is unknown, and must not count as loss."""
 
     def __init__(self, clock: Clock, ended_at: float) -> None:
         self.monotonic_s = clock.monotonic_s
@@ -110,7 +95,7 @@ class _StoppedClock:
 
 
 def left_state_app(db: Database, clock: Clock, *, ended_at: float | None) -> FastAPI:
-    """The application. `ended_at`: when the supervisor did; None if one runs, elsewhere, on the same database."""
+    """Build the application. `ended_at`: the supervisor's end; None if one runs elsewhere on the same database."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     problems.install(app)
     clock = clock if ended_at is None else _StoppedClock(clock, ended_at)

@@ -15,8 +15,8 @@ from flyball.contracts.wire import encode
 from services.rules.stream import Cursor, Delivered
 from services.rules.unreadable import read_signal
 from services.store.sql.database import Database
+from services.store.sql.rows import upsert
 from services.store.sql.tables import bus_messages, bus_streams
-from services.store.sql.upsert import upsert
 
 STREAM = "signals"
 MAX_LENGTH = 20_000

@@ -14,8 +14,8 @@ from services.record import codec
 from services.store.decisions.drain_store import SqlDrainStore
 from services.store.read.read_models import SqlReadModels
 from services.store.reports import departures as departures_module
-from services.store.reports import running_plans
-from services.store.reports.departures import SqlDepartures
+from services.store.reports import shared_reads
+from services.store.retention.hosts import SqlDepartures
 
 T = 1000.0
 
@@ -92,7 +92,7 @@ def test_what_cannot_be_wished_is_refused(stores, drains) -> None:
 def test_a_host_that_gave_notice_is_needed_until_its_ranks_train_elsewhere(stores, make) -> None:
     stores.run_job()
     departures = SqlDepartures(stores.db)
-    assert departures.departure("host-b").waits_for == "the controller to hear of the notice"
+    assert departures.departure("host-b").waits_for == "the controller to receive the notice"
     noticed = HostChange("host-b", HostState.HEALTHY, "a notice", preempt_deadline_at=T + 15)
     stores.commit(hosts=(noticed, HostChange("host-x", HostState.HEALTHY, "nobody")))
     assert departures.departure("host-b").waits_for == "the ranks of job job to be moved"
@@ -146,7 +146,7 @@ def test_a_plan_is_read_once_however_often_the_hosts_that_leave_ask(stores, make
         return codec.load(document, kind)
 
     monkeypatch.setattr(departures_module, "load", counted)
-    monkeypatch.setattr(running_plans, "load", counted)
+    monkeypatch.setattr(shared_reads, "load", counted)
     departures = SqlDepartures(stores.db)
     for _ in range(3):
         assert not departures.departure("host-a").may_leave and not departures.departure("host-b").may_leave

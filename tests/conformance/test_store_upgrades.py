@@ -21,7 +21,6 @@ from flyball.contracts.errors import StateVersionMismatch
 from flyball.contracts.events import EventKind
 from flyball.contracts.reports.drains import DrainState
 from services.actuator.executor import Executor
-from services.api.left_state import check_schema
 from services.bus.embedded import EmbeddedBus
 from services.controller.loop import ControllerLoop
 from services.controller.view import PolicySettings
@@ -29,8 +28,7 @@ from services.runtime.wakeup import LocalWakeup
 from services.store.read.read_models import SqlReadModels
 from services.store.sql.copying import copy_database
 from services.store.sql.database import Database
-from services.store.sql.migrations import runner
-from services.store.sql.schema_upgrade import migrate
+from services.store.sql.schema_upgrade import MIGRATIONS, check, migrate
 from services.store.sql.tables import metadata
 
 FIRST_RELEASE = "0100"
@@ -44,7 +42,7 @@ Rows = dict[str, list[dict[str, object]]]
 
 def _upgrade(connection: Connection, revision: str) -> None:
     config = Config()
-    config.set_main_option("script_location", str(Path(runner.__file__).parent).replace("%", "%%"))
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
     command.upgrade(config, revision)
@@ -149,6 +147,11 @@ def test_what_the_first_release_began_is_ended(upgraded: Database, stores_in, cl
     assert told.command_id == "act-4.start.host-a.1" and told.fence.generation == 3
 
 
+def _check(db: Database) -> None:
+    with db.read() as connection:
+        check(connection, db.name)
+
+
 @pytest.fixture
 def from_before(db: Database) -> Database:
     """As it was before there was a release."""
@@ -164,7 +167,7 @@ def test_a_database_from_before_the_first_release_is_refused_with_the_next_step(
     target = Database(new_database_url("sqlite"))
     uses: dict[str, Callable[[], object]] = {
         "start": lambda: migrate(from_before),
-        "read": lambda: check_schema(from_before),
+        "read": lambda: _check(from_before),
         "copy": lambda: copy_database(from_before, target),
     }
     with pytest.raises(StateVersionMismatch, match="has schema 0015, from before the first release") as caught:

@@ -23,12 +23,11 @@ class LeftState(ApiClient):
 
     def __init__(self, database_url: str, *, folder: Path | None = None) -> None:
         """`folder`: the local state folder, if its supervisor is known to have ended."""
-        from services.api.left_state import check_schema, left_state_app, supervisor_ended_at
+        from services.api.left_state import left_state_app, supervisor_ended_at
         from services.store.sql.database import open_existing
 
         self._db = open_existing(database_url)
         try:
-            check_schema(self._db)
             self.ended_at = supervisor_ended_at(self._db, is_known_dead=folder is not None)
             app = left_state_app(self._db, SystemClock(), ended_at=self.ended_at)
         except BaseException:

@@ -92,6 +92,11 @@ class AnswerCache:
         return newest
 
 
+def incident_id(number: int | None) -> str:
+    """Return the name of an action's incident, '' if it has none."""
+    return f"inc-{number}" if number is not None else ""
+
+
 def load_plans(connection: Connection, numbers: Collection[int]) -> Iterator[tuple[int, ActionPlan]]:
     """The plans of actions, which never change."""
     if numbers:

@@ -20,7 +20,7 @@ from services.record.answers import ACKNOWLEDGED, ANSWERED
 from services.record.codec import dump, load, number_of
 from services.record.step_events import Position
 from services.store.actions import step_writer
-from services.store.actions.action_cache import COLUMNS, ActionCache, CachedAction
+from services.store.actions.action_cache import COLUMNS, ActionCache, CachedAction, incident_id
 from services.store.reports.persistent_steps import PersistentCopies, Wanted
 from services.store.sql import events, lease
 from services.store.sql.database import Database
@@ -174,7 +174,7 @@ def _progress(row: Row[Any], known: CachedAction) -> ActionProgress:
     return ActionProgress(
         action_id=f"act-{row.number}",
         decision_id=f"dec-{row.number}",
-        incident_id=_incident_id(row),
+        incident_id=incident_id(row.incident),
         plan=known.plan,
         state=ActionState(row.state),
         phase=row.phase,
@@ -188,7 +188,3 @@ def _progress(row: Row[Any], known: CachedAction) -> ActionProgress:
 def _stamp() -> Update:
     """After the log's head was moved on: no other transaction has this revision, and later ones have later ones."""
     return sql_update(commands).values(answer_revision=select(log_head.c.revision).scalar_subquery())
-
-
-def _incident_id(row: Row[Any]) -> str:
-    return f"inc-{row.incident}" if row.incident is not None else ""

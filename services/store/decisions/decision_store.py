@@ -24,8 +24,8 @@ from services.store.decisions.view_loader import ViewLoader
 from services.store.sql import events, lease
 from services.store.sql.database import Database
 from services.store.sql.lease import CONTROLLER, ControllerLease
+from services.store.sql.rows import upsert
 from services.store.sql.tables import cursors
-from services.store.sql.upsert import upsert
 
 _log = structlog.get_logger(__name__)
 

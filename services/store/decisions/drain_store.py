@@ -10,8 +10,8 @@ from flyball.contracts.reports.drains import DrainRequest, DrainState
 from services.controller.view import DrainView, HostChange
 from services.store.sql import events
 from services.store.sql.database import Database
+from services.store.sql.rows import upsert
 from services.store.sql.tables import drains, hosts
-from services.store.sql.upsert import upsert
 
 _GONE = (HostState.SILENT, HostState.IN_REPAIR)
 

@@ -17,12 +17,11 @@ from flyball.contracts.identity import run_id
 from services.controller.view import JobChange
 from services.record.codec import dump, load
 from services.store.decisions import outcome_writer
+from services.store.reports.shared_reads import HAS_ENDED, plan_of
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.lease import leader
 from services.store.sql.tables import actions, generations, incidents, job_failures, jobs
-
-_ENDED = [state.value for state in JobState if state.ended]
 
 
 class PastRun(msgspec.Struct, frozen=True):
@@ -98,7 +97,7 @@ class SqlJobStore:
         def work(connection: Connection) -> None:
             if not self._db.is_sqlite and leader(connection) is not None:
                 return  # a database that others use too: whoever leads there knows better
-            known = connection.scalar(select(jobs.c.job).where(jobs.c.job == job, jobs.c.state.not_in(_ENDED)))
+            known = connection.scalar(select(jobs.c.job).where(jobs.c.job == job, ~HAS_ENDED))
             if known is not None:
                 change = JobChange(job, JobState.STOPPED, "everything of it was killed")
                 news = outcome_writer.store_jobs(connection, [change], now)
@@ -173,9 +172,8 @@ def _begin_again(
 
 def _has_begun(connection: Connection, known: Row[Any]) -> bool:
     """Whether a generation of the job's present run was granted."""
-    mine = (generations.c.job == known.job, generations.c.generation == known.generation)
-    plan = connection.scalar(select(generations.c.plan).where(*mine))
-    return plan is not None and load(plan, GenerationPlan).run == (known.run or run_id(known.submitted_at))
+    plan = plan_of(connection, known.job, known.generation)
+    return plan is not None and plan.run == (known.run or run_id(known.submitted_at))
 
 
 def _close(connection: Connection, job: str, now: float) -> list[Event]:

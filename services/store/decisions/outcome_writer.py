@@ -17,7 +17,9 @@ from services.record.codec import dump, load, number_of
 from services.record.lease_terms import Issuer
 from services.record.step_events import Position
 from services.store.actions import step_writer
+from services.store.actions.action_cache import incident_id
 from services.store.decisions import drain_store
+from services.store.sql.rows import new_version
 from services.store.sql.tables import (
     action_changes,
     actions,
@@ -29,7 +31,6 @@ from services.store.sql.tables import (
     job_failures,
     jobs,
 )
-from services.store.sql.versions import new_version
 
 
 def store_hosts(connection: Connection, changes: Sequence[HostChange], now: float) -> list[Event]:
@@ -80,11 +81,11 @@ def store_incidents(connection: Connection, changed: Sequence[Incident], decided
                 )
             )
         events += outcome_events.of_incident(before, incident)
-    for incident_id, at in acted.items():
-        if incident_id:
+    for name, at in acted.items():
+        if name:
             connection.execute(
                 update(incidents)
-                .where(incidents.c.number == number_of(incident_id), incidents.c.decided_at == 0.0)
+                .where(incidents.c.number == number_of(name), incidents.c.decided_at == 0.0)
                 .values(decided_at=at)
             )
     return events
@@ -94,21 +95,26 @@ def store_decisions(connection: Connection, decided: Sequence[Decision], epoch: 
     """Insert decisions, and the generations that they grant."""
     events = []
     for decision in decided:
-        connection.execute(
-            insert(decisions).values(
-                number=number_of(decision.decision_id),
-                incident=number_of(decision.incident_id) if decision.incident_id else None,
-                job=decision.job,
-                kind=decision.kind.value,
-                at=decision.at,
-                epoch=epoch,
-                document=dump(decision),
-            )
-        )
+        insert_decision(connection, decision, epoch)
         if decision.action is not None and decision.action.next is not None:
             _grant(connection, decision, decision.action.next)
         events += outcome_events.of_decision(decision)
     return events
+
+
+def insert_decision(connection: Connection, decision: Decision, epoch: int) -> None:
+    """Insert the row of a decision."""
+    connection.execute(
+        insert(decisions).values(
+            number=number_of(decision.decision_id),
+            incident=number_of(decision.incident_id) if decision.incident_id else None,
+            job=decision.job,
+            kind=decision.kind.value,
+            at=decision.at,
+            epoch=epoch,
+            document=dump(decision),
+        )
+    )
 
 
 def store_actions(
@@ -185,7 +191,7 @@ def supersede(connection: Connection, action_ids: Sequence[str], now: float) -> 
         step_writer.close_commands(connection, number)
         position = Position(
             action_id=action_id,
-            incident_id=f"inc-{row.incident}" if row.incident is not None else "",
+            incident_id=incident_id(row.incident),
             number=number,
             plan=load(row.plan, ActionPlan),
             phase=row.phase,

@@ -15,8 +15,8 @@ from services.record.signal_events import (
     event_of,
 )
 from services.store.reports.status_store import raise_newest_step, read_watermarks
+from services.store.sql.rows import upsert
 from services.store.sql.tables import generations, ranks, signals, watermarks
-from services.store.sql.upsert import upsert
 
 MAX_GAP = 20_000  # seqs that may wait behind a missing one; more than a daemon spools
 

@@ -19,8 +19,8 @@ from services.store.decisions.signal_writer import raise_watermarks
 from services.store.sql import events
 from services.store.sql.database import Database
 from services.store.sql.lease import CONTROLLER, raise_epoch
+from services.store.sql.rows import upsert
 from services.store.sql.tables import cluster, commands, generations, jobs, lease, standings, watermarks
-from services.store.sql.upsert import upsert
 
 
 class SqlStandings:

@@ -30,13 +30,14 @@ from services.controller.view import (
 from services.record.answers import ActionAnswers, failed_in
 from services.record.codec import load, number_of
 from services.record.host_views import CachedHost, Newest, OtherHosts, host_views, newest_ranks
-from services.store.actions.action_cache import COLUMNS, AnswerCache, load_plans
+from services.store.actions.action_cache import COLUMNS, AnswerCache, incident_id, load_plans
 from services.store.decisions import standing_store
 from services.store.decisions.drain_store import load_drains
 from services.store.decisions.host_cache import HostCache
 from services.store.reports import vouching
 from services.store.reports.persistent_steps import PersistentCopies, Wanted
-from services.store.reports.rank_rows import ToldRank, told_ranks
+from services.store.reports.rank_rows import RecordedRank, recorded_ranks
+from services.store.reports.shared_reads import HAS_ENDED, open_incidents, plan_of
 from services.store.sql.tables import actions, decisions, generations, incidents, job_failures, jobs
 
 TURN_PAGES = 2  # of hosts, looked at with jobs whose turn it is: all hosts are before all jobs
@@ -44,7 +45,6 @@ LOSSES_KEPT = 1000  # incidents that a new leader looks at
 HOST_RANKS = 8  # a host counts for, at least, in the size of a job
 
 _HOST_ID: Any = attrgetter("host_id")
-_ENDED = [state.value for state in JobState if state.ended]
 _SUBMITTED = JobState.SUBMITTED.value  # also one that has been submitted again: it has no ranks yet
 _FAILED = (ActionState.FAILED, ActionState.TIMED_OUT)
 _Rows = Mapping[Any, Sequence[Row[Any]]]
@@ -94,7 +94,7 @@ class ViewLoader:
         self._answers = AnswerCache()
         self._copies = PersistentCopies()
         self._failed: set[str] = set()  # actions, as of the last view
-        self._heard = vouching.Heard()
+        self._vouched = vouching.VouchedHosts()
         self._others = OtherHosts()
         self._losses = RecentLosses(clock)
 
@@ -114,16 +114,11 @@ class ViewLoader:
     def load(self, connection: Connection, focus: Focus | None = None) -> View:
         """Jobs that have not ended, or still have something open or workers somewhere; all hosts, open incidents, and
         their actions. With a focus what `focused` makes of that, without looking at all hosts for it."""
-        open_incidents = tuple(
-            load(document, Incident)
-            for document in connection.scalars(
-                select(incidents.c.document).where(~incidents.c.closed).order_by(incidents.c.number)
-            )
-        )
-        self._hosts.expire(incident.host_id for incident in open_incidents if incident.host_id)
+        unresolved = tuple(open_incidents(connection))
+        self._hosts.expire(incident.host_id for incident in unresolved if incident.host_id)
         if focus is not None:
             self._hosts.expire(named_hosts(focus.signals))
-        action_rows = _action_rows(connection, open_incidents)
+        action_rows = _action_rows(connection, unresolved)
         numbers = {row.number for row in action_rows}
         self._actions = {number: plan for number, plan in self._actions.items() if number in numbers}
         self._actions.update(load_plans(connection, numbers - self._actions.keys()))
@@ -135,7 +130,7 @@ class ViewLoader:
         self._failed = set(failed)
         cached = self._hosts.read(connection, pages=None if focus is None else TURN_PAGES if focus.jobs else 0)
         told = standing_store.unsettled(connection)
-        named = open_jobs(open_incidents, action_views) | {held.spec.job for one in told for held in one.standing.jobs}
+        named = open_jobs(unresolved, action_views) | {held.spec.job for one in told for held in one.standing.jobs}
         named.update(job for one in told for job in one.standing.ended)
         rows = _job_rows(connection, named.union(*(host.workers for host in cached.values())))
         running = self._generations(connection, [row.job for row in rows])
@@ -151,17 +146,17 @@ class ViewLoader:
             rows = [row for row in rows if row.job in named]
         job_views = self._jobs(connection, rows, running, cached)
         if focus is not None:
-            involved = {*spoken_of, *drains, *open_hosts(open_incidents, action_views), *placed_hosts(job_views)}
+            involved = {*spoken_of, *drains, *open_hosts(unresolved, action_views), *placed_hosts(job_views)}
             involved.update(self._others.of(named))
             shown = [cached[name] for name in involved if name in cached]
         shown.sort(key=_HOST_ID)
-        heard = self._heard.read(connection)
-        losses = self._losses.read(connection, open_incidents)
+        vouched = self._vouched.read(connection)
+        losses = self._losses.read(connection, unresolved)
         self._copies.forget_others(newest)
         return View(
             jobs=job_views,
-            hosts=host_views(shown, placed, newest, drains, heard.at, losses=losses),
-            incidents=open_incidents,
+            hosts=host_views(shown, placed, newest, drains, vouched.received_at, losses=losses),
+            incidents=unresolved,
             actions=action_views,
             copies=(
                 *(copy for host in shown for copy in host.copies if focus is None or copy.job in named),
@@ -206,12 +201,12 @@ class ViewLoader:
             for row in rows
             if row.job in seen and len(seen[row.job]) == self._plans[row.job, row.generation].ranks
         }
-        for told in chain(
-            told_ranks(connection, {name for name in names if name not in whole}),
-            told_ranks(connection, whole, only_ended=True),
+        for recorded in chain(
+            recorded_ranks(connection, {name for name in names if name not in whole}),
+            recorded_ranks(connection, whole, only_ended=True),
         ):
-            of_job = seen.setdefault(told.job, {})
-            of_job[told.rank] = _with_exit(of_job.get(told.rank), told)
+            of_job = seen.setdefault(recorded.job, {})
+            of_job[recorded.rank] = _with_exit(of_job.get(recorded.rank), recorded)
         granted = {
             row.job: _generation(running[row.job], self._plans[row.job, row.generation].plan, seen[row.job])
             for row in rows
@@ -255,10 +250,8 @@ class ViewLoader:
         present = {(row.job, row.generation) for row in running.values()}
         self._plans = {key: plan for key, plan in self._plans.items() if key in present}
         for job, generation in sorted(present - self._plans.keys()):
-            mine = (columns.job == job, columns.generation == generation)
-            plan: GenerationPlan = load(
-                connection.execute(select(columns.plan).where(*mine)).scalar_one(), GenerationPlan
-            )
+            plan = plan_of(connection, job, generation)
+            assert plan is not None  # its row was just read
             given = {host.host_id: frozenset(host.ranks) for host in plan.hosts}
             self._plans[job, generation] = _Plan(plan, given)
         return running
@@ -275,16 +268,16 @@ def _grouped(rows: Sequence[Row[Any]]) -> _Rows:
     return by_job
 
 
-def _with_exit(seen: RankView | None, told: ToldRank) -> RankView:
-    rank = seen or RankView(told.rank, told.host_id, -1, Phase.STARTING, 0.0)
-    if told.exited is None:
+def _with_exit(seen: RankView | None, recorded: RecordedRank) -> RankView:
+    rank = seen or RankView(recorded.rank, recorded.host_id, -1, Phase.STARTING, 0.0)
+    if recorded.exited is None:
         return rank
     return msgspec.structs.replace(
         rank,
-        step=max(rank.step, told.exited.last_step),
-        reported_at=rank.reported_at or told.exited_at,
-        exited=told.exited,
-        exited_at=told.exited_at,
+        step=max(rank.step, recorded.exited.last_step),
+        reported_at=rank.reported_at or recorded.exited_at,
+        exited=recorded.exited,
+        exited_at=recorded.exited_at,
     )
 
 
@@ -327,7 +320,7 @@ def _wanted(job_views: Sequence[JobView]) -> dict[str, Wanted]:
 
 
 def _job_rows(connection: Connection, named: Collection[str]) -> Sequence[Row[Any]]:
-    wanted = or_(jobs.c.state.not_in(_ENDED), jobs.c.job.in_(sorted(named)))
+    wanted = or_(~HAS_ENDED, jobs.c.job.in_(sorted(named)))
     return connection.execute(select(jobs).where(wanted).order_by(jobs.c.submitted_at, jobs.c.job)).all()
 
 
@@ -364,7 +357,7 @@ def _actions(
         ActionView(
             action_id=f"act-{row.number}",
             decision_id=f"dec-{row.number}",
-            incident_id=f"inc-{row.incident}" if row.incident is not None else "",
+            incident_id=incident_id(row.incident),
             plan=plans[row.number],
             state=ActionState(row.state),
             phase=row.phase,

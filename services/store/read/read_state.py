@@ -11,8 +11,8 @@ import msgspec
 from sqlalchemy import Connection, Row, func, select
 
 from flyball.contracts.checkpoints import Lineage, ShardCopy, Tier
-from flyball.contracts.cluster import HostState, JobSpec, JobState
-from flyball.contracts.decisions import GenerationPlan, Incident
+from flyball.contracts.cluster import HostState, JobSpec
+from flyball.contracts.decisions import GenerationPlan
 from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.drains import DrainState
 from flyball.contracts.reports.signals import EngineStatus, loss_value
@@ -21,6 +21,7 @@ from services.rules.recovery_point import newest_step
 from services.runtime.paging import Page
 from services.store.reports import persistent_steps, vouching
 from services.store.reports.rank_rows import KnownRank, known_ranks
+from services.store.reports.shared_reads import HAS_ENDED, newest_lineage, open_incidents
 from services.store.sql import tables
 
 Json = dict[str, Any]
@@ -44,7 +45,7 @@ def jobs(
     if name is not None:
         query = query.where(columns.job == name)
     if open_only:
-        query = query.where(columns.state.in_([state.value for state in JobState if not state.ended]))
+        query = query.where(~HAS_ENDED)
     if page.before:
         at = select(columns.submitted_at).where(columns.job == page.before).scalar_subquery()
         query = query.where((columns.submitted_at < at) | ((columns.submitted_at == at) & (columns.job < page.before)))
@@ -139,10 +140,7 @@ def hosts(
 ) -> list[Json]:
     """A page of the hosts, by name, or the one of that name, with the job that has ranks on each. Without `also_left`
     those that ended in order are left out."""
-    running = select(tables.jobs.c.job).where(
-        tables.jobs.c.state.in_([state.value for state in JobState if not state.ended])
-    )
-    names = set(connection.scalars(running))
+    names = set(connection.scalars(select(tables.jobs.c.job).where(~HAS_ENDED)))
     placed = {
         host.host_id: (plan.job, list(host.ranks)) for plan in _plans(connection, names).values() for host in plan.hosts
     }
@@ -152,7 +150,7 @@ def hosts(
         .order_by(tables.hosts.c.host_id.desc())
         .limit(page.limit)
     )
-    heard_at = vouching.heard_at(connection)
+    received_at = vouching.received_at(connection)
     if host_id is not None:
         query = query.where(tables.hosts.c.host_id == host_id)
     elif not also_left:
@@ -161,7 +159,7 @@ def hosts(
         query = query.where(tables.hosts.c.host_id < page.before)
     drains = _drains(connection)
     return [
-        _host(row, *placed.get(row.host_id, ("", [])), heard_at.get(row.host_id, 0.0))
+        _host(row, *placed.get(row.host_id, ("", [])), received_at.get(row.host_id, 0.0))
         | {"drain": drains.get(row.host_id)}
         for row in connection.execute(query).all()[::-1]
     ]
@@ -173,8 +171,7 @@ def _drains(connection: Connection) -> dict[str, Json]:
     rows = connection.execute(select(drains, host_state).join(tables.hosts, _OF)).all()
     if not rows:
         return {}
-    query = select(tables.incidents.c.document).where(~tables.incidents.c.closed)
-    moving = {incident.host_id for incident in (load(d, Incident) for d in connection.scalars(query))}
+    moving = {incident.host_id for incident in open_incidents(connection)}
     return {
         row.host_id: {
             "state": "drained"
@@ -189,7 +186,7 @@ def _drains(connection: Connection) -> dict[str, Json]:
     }
 
 
-def _host(row: Row[Any], job: str, ranks: list[int], heard_at: float) -> Json:
+def _host(row: Row[Any], job: str, ranks: list[int], received_at: float) -> Json:
     engine: EngineStatus = load(row.engine, EngineStatus)
     copies: list[ShardCopy] = load(row.copies, list[ShardCopy])
     return {
@@ -205,7 +202,7 @@ def _host(row: Row[Any], job: str, ranks: list[int], heard_at: float) -> Json:
         "daemon_pid": row.pid,
         "joined_at": row.joined_at,
         "left_at": moment(row.left_at),
-        "last_report_at": max(row.received_at, heard_at),
+        "last_report_at": max(row.received_at, received_at),
         "report_interval_s": row.interval_s,
         "preempt_deadline_at": moment(row.preempt_deadline_at),
         "engine_address": row.engine_address,
@@ -229,7 +226,7 @@ def checkpoints(connection: Connection, job: str) -> list[Json]:
         copies += [copy for copy in load(host.copies, list[ShardCopy]) if copy.job == job]
         if host.state in _LOST or host.left_at:
             lost.add(host.host_id)
-    lineage = _lineage(connection, job)
+    lineage = newest_lineage(connection, job) or ()
     reachable = [copy for copy in copies if copy.host_id not in lost]
     point = newest_step(reachable, lineage, spec.world_size)
     return [
@@ -256,19 +253,6 @@ def _tier(copies: list[ShardCopy], lineage: Lineage, spec: JobSpec) -> Json:
         "newest_step": max((copy.step for copy in copies), default=-1),
         "newest_complete_step": point if point is not None else -1,
     }
-
-
-def _lineage(connection: Connection, job: str) -> Lineage:
-    """The history that the newest started generation continues."""
-    generations = tables.generations
-    document = connection.scalar(
-        select(generations.c.lineage)
-        .where(generations.c.job == job, generations.c.started_at > 0.0)
-        .order_by(generations.c.generation.desc())
-        .limit(1)
-    )
-    lineage: Lineage = load(document, Lineage) if document else ()
-    return lineage
 
 
 # --- progress --------------------------------------------------------------------------------------------------------

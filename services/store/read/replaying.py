@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from sqlalchemy import Connection, Table, delete, insert, inspect, select
+from sqlalchemy import Connection, delete, inspect, select
 
 from flyball.contracts.decisions import Decision, Incident
 from flyball.contracts.errors import NotFound
 from services.controller.replay import Replay, compared, differences
-from services.record.codec import dump, load, number_of
+from services.record.codec import load
+from services.store.decisions import outcome_writer
 from services.store.decisions import rounds as round_store
+from services.store.sql.copying import copy_table
 from services.store.sql.database import Database
 from services.store.sql.tables import decisions, incidents, metadata, round_pieces, rounds, signals
 
@@ -54,12 +56,7 @@ def _copy(db: Database, copy: Database) -> None:
         there = set(inspect(source).get_table_names())  # an older release had fewer
         for table, at_once in _COPIED.items():
             if table.name in there:
-                _copy_table(source, target, table, at_once)
-
-
-def _copy_table(source: Connection, target: Connection, table: Table, at_once: int) -> None:
-    for chunk in source.execute(select(table)).yield_per(at_once).partitions():
-        target.execute(insert(table), [dict(row._mapping) for row in chunk])
+                copy_table(source, target, table, rows_at_once=at_once)
 
 
 def _replay(db: Database, copy: Database, job: str) -> ReplayResult:
@@ -75,7 +72,9 @@ def _replay(db: Database, copy: Database, job: str) -> ReplayResult:
             count, told, versions[stored.version] = count + 1, told + len(stored.signals), None
     if not count:
         raise NotFound(f"{db.name} keeps no round.", hint="replay a database of a supervisor of this release or newer")
-    _store(copy, decided)
+    with copy.write() as connection:
+        for decision, epoch in decided:
+            outcome_writer.insert_decision(connection, decision, epoch)
     with db.read() as connection:
         then = _decisions(connection)
         incidents_then = _incidents(connection)
@@ -101,22 +100,6 @@ def _replay(db: Database, copy: Database, job: str) -> ReplayResult:
         differences=tuple(dict.fromkeys((*found, *run.differences))),
         versions=tuple(versions),
     )
-
-
-def _store(copy: Database, decided: list[tuple[Decision, int]]) -> None:
-    with copy.write() as connection:
-        for decision, epoch in decided:
-            connection.execute(
-                insert(decisions).values(
-                    number=number_of(decision.decision_id),
-                    incident=number_of(decision.incident_id) if decision.incident_id else None,
-                    job=decision.job,
-                    kind=decision.kind.value,
-                    at=decision.at,
-                    epoch=epoch,
-                    document=dump(decision),
-                )
-            )
 
 
 def _decisions(connection: Connection) -> dict[int, tuple[Decision, int]]:

@@ -16,9 +16,9 @@ from sqlalchemy import Connection, delete, func, select
 from flyball.contracts.checkpoints import Lineage, ShardCopy, StoredPoint, StoredPoints, Tier, is_alive
 from flyball.contracts.cluster import JobSpec
 from services.record.codec import load
-from services.store.sql.tables import generations, jobs, persistent_copies, persistent_steps
-from services.store.sql.upsert import upsert
-from services.store.sql.versions import new_version
+from services.store.reports.shared_reads import newest_lineage
+from services.store.sql.rows import new_version, upsert
+from services.store.sql.tables import jobs, persistent_copies, persistent_steps
 
 StepKey: TypeAlias = tuple[str, int, int]  # job, generation, step
 
@@ -172,13 +172,8 @@ def _make_room(connection: Connection, job: str, marks: Collection[tuple[int, in
 def _wanted(connection: Connection, job: str) -> Wanted | None:
     """As of the newest generation that started; None if none did."""
     spec = connection.scalar(select(jobs.c.spec).where(jobs.c.job == job))
-    history = connection.scalar(
-        select(generations.c.lineage)
-        .where(generations.c.job == job, generations.c.started_at > 0.0)
-        .order_by(generations.c.generation.desc())
-        .limit(1)
-    )
-    return Wanted.of(load(spec, JobSpec), load(history, Lineage)) if spec and history else None
+    lineage = newest_lineage(connection, job)
+    return Wanted.of(load(spec, JobSpec), lineage) if spec and lineage is not None else None
 
 
 def read(connection: Connection, jobs: Sequence[str]) -> tuple[ShardCopy, ...]:

@@ -15,7 +15,7 @@ from services.sensor.detector.rank_states import LearnedJob
 from services.sensor.detector.witnesses import neighbours
 from services.sensor.reports.placed import GivenRanks, Placed, given_in
 from services.store.reports.persistent_steps import NewestStored
-from services.store.reports.running_plans import RunningPlans
+from services.store.reports.shared_reads import RunningPlans
 from services.store.sql.database import Database
 from services.store.sql.tables import jobs, learned_jobs
 

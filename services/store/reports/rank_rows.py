@@ -1,4 +1,4 @@
-"""What is known of the ranks of each job's newest generation: where their hosts saw them last, and how they ended."""
+"""The ranks of each job's newest generation: their last reported positions, and how they ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHUNK = 1000  # hosts that one query names
 
 
 class KnownRank(msgspec.Struct, gc=False):
-    """One rank. `pid` 0 and `reported_at` 0.0: no report has shown it."""
+    """One rank. `pid` 0 and `reported_at` 0.0: no report has included it."""
 
     host_id: str
     pid: int = 0
@@ -29,8 +29,8 @@ class KnownRank(msgspec.Struct, gc=False):
     exited_at: float = 0.0
 
 
-class ToldRank(msgspec.Struct, frozen=True):
-    """A rank that restored, ended, or told of its marks."""
+class RecordedRank(msgspec.Struct, frozen=True):
+    """A rank with a row: it restored, ended, or reported marks."""
 
     job: str
     rank: int
@@ -42,7 +42,8 @@ class ToldRank(msgspec.Struct, frozen=True):
 def known_ranks(
     connection: Connection, newest: Mapping[str, int], given: Mapping[str, Mapping[str, Collection[int]]]
 ) -> dict[str, dict[int, KnownRank]]:
-    """`newest`: job -> generation. `given`: job -> host -> its ranks in that generation; of others it is not heard."""
+    """Return job -> rank -> what is known. `newest`: job -> generation. `given`: job -> host -> its ranks in that
+    generation; a host's report of other ranks is ignored."""
     found: defaultdict[str, dict[int, KnownRank]] = defaultdict(dict)
     if not newest:
         return found
@@ -59,18 +60,20 @@ def known_ranks(
                 for rank in part.ranks:
                     if rank.rank in mine:
                         of_job[rank.rank] = KnownRank(host_id, rank.pid, rank.step, Phase(rank.phase), rank.reported_at)
-    for told in told_ranks(connection, newest):
-        known = found[told.job].setdefault(told.rank, KnownRank(told.host_id))
-        if told.exited is not None:
-            known.exited, known.exited_at = told.exited, told.exited_at
-            known.step = max(known.step, told.exited.last_step)
-            known.pid = known.pid or told.exited.pid
-            known.reported_at = known.reported_at or told.exited_at
+    for recorded in recorded_ranks(connection, newest):
+        known = found[recorded.job].setdefault(recorded.rank, KnownRank(recorded.host_id))
+        if recorded.exited is not None:
+            known.exited, known.exited_at = recorded.exited, recorded.exited_at
+            known.step = max(known.step, recorded.exited.last_step)
+            known.pid = known.pid or recorded.exited.pid
+            known.reported_at = known.reported_at or recorded.exited_at
     return found
 
 
-def told_ranks(connection: Connection, names: Collection[str], *, only_ended: bool = False) -> Iterator[ToldRank]:
-    """The ranks of the jobs' newest generations of which more than a position was told."""
+def recorded_ranks(
+    connection: Connection, names: Collection[str], *, only_ended: bool = False
+) -> Iterator[RecordedRank]:
+    """Yield the ranks of the jobs' newest generations that reported more than a position."""
     if not names:
         return
     query = (
@@ -82,4 +85,4 @@ def told_ranks(connection: Connection, names: Collection[str], *, only_ended: bo
         query = query.where(ranks.c.exited.is_not(None))
     for row in connection.execute(query):
         exited: WorkerExited | None = load(row.exited, WorkerExited) if row.exited else None
-        yield ToldRank(row.job, row.rank, row.host_id, exited, row.exited_at)
+        yield RecordedRank(row.job, row.rank, row.host_id, exited, row.exited_at)

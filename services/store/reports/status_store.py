@@ -21,12 +21,11 @@ from services.record.report_events import Before, RankKey, RankRow, Received
 from services.sensor.detector.rank_states import LearnedJob
 from services.sensor.reports.step_log import StepSummary
 from services.store.reports import persistent_steps, vouching
-from services.store.reports.running_plans import GivenPlans, RunningPlans, hosts_of
+from services.store.reports.shared_reads import GivenPlans, RunningPlans, hosts_of
 from services.store.sql import events
 from services.store.sql.database import Database
+from services.store.sql.rows import new_version, upsert
 from services.store.sql.tables import generations, host_reports, hosts, jobs, learned_jobs, ranks, watermarks
-from services.store.sql.upsert import upsert
-from services.store.sql.versions import new_version
 
 FEW_HOSTS = 500
 
@@ -118,13 +117,13 @@ class SqlStatusStore:
         """The hosts on which workers of running jobs should be -> when any sensor last heard of each (wall clock)."""
         with self._db.read() as connection:
             named = frozenset().union(*self._placed.read(connection).values())
-            heard_at = vouching.heard_at(connection)
-            # Of few hosts the newest reports are stored as they come, and are newer than what is vouched for.
-            wanted = named if len(named) <= FEW_HOSTS else named - heard_at.keys()
+            received_at = vouching.received_at(connection)
+            # Reports of few hosts are stored as they arrive, and are newer than the vouches.
+            wanted = named if len(named) <= FEW_HOSTS else named - received_at.keys()
             query = select(host_reports.c.host_id, host_reports.c.received_at)
             for row in connection.execute(query.where(host_reports.c.host_id.in_(sorted(wanted)))):
-                heard_at[row.host_id] = max(row.received_at, heard_at.get(row.host_id, 0.0))
-        return {host_id: heard_at.get(host_id, 0.0) for host_id in sorted(named)}
+                received_at[row.host_id] = max(row.received_at, received_at.get(row.host_id, 0.0))
+        return {host_id: received_at.get(host_id, 0.0) for host_id in sorted(named)}
 
 
 def read_watermarks(connection: Connection, senders: Collection[Sender]) -> dict[Sender, int]:

@@ -1,5 +1,5 @@
-"""Which hosts each sensor has heard of, and when: one small document per sensor and interval, in place of a row per
-host and report."""
+"""Which hosts each sensor received reports of, and when: one small document per sensor and interval, instead of a row
+per host and report."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from sqlalchemy import Connection, delete, select, update
 
 from services.record.codec import dump, load
 from services.store.sql import events
+from services.store.sql.rows import upsert
 from services.store.sql.tables import vouches
-from services.store.sql.upsert import upsert
 
-FORGET_AFTER_S = 600.0  # of a sensor that is heard of no more: each start has a row of its own
+FORGET_AFTER_S = 600.0  # rows of sensors that vouch no more: each start of a sensor has a row of its own
 
 
 def write(
     connection: Connection, *, sensor: str, at: float, ages_ms: Sequence[int], hosts: Sequence[str] | None
 ) -> None:
-    """`ages_ms[i]`: how long before `at` the sensor heard of hosts[i]. `hosts` None: those of the last time."""
+    """Store when a sensor last received a report of each host: hosts[i] at `ages_ms[i]` before `at`. `hosts` None: the
+    same hosts as last time."""
     mine = vouches.c.sensor == sensor
     if hosts is None:
         connection.execute(update(vouches).where(mine).values(at=at, ages_ms=dump(ages_ms)))
@@ -30,30 +31,30 @@ def write(
     events.append(connection, [])
 
 
-def heard_at(connection: Connection) -> dict[str, float]:
-    """Host -> when any sensor last heard of it, as far as sensors vouch for it."""
-    return Heard().read(connection).all()
+def received_at(connection: Connection) -> dict[str, float]:
+    """Return host -> when any sensor last received a report of it, for all hosts that sensors vouch for."""
+    return VouchedHosts().read(connection).all()
 
 
 class _Vouched(msgspec.Struct, gc=False):
-    """What one sensor says."""
+    """The newest document of one sensor."""
 
     document: str
     hosts: list[str]
-    places: dict[str, int]  # host -> where in `hosts`
+    places: dict[str, int]  # host -> index in `hosts`
     at: float = 0.0
     ages_ms: list[int] = []
 
 
-class Heard:
-    """When any sensor last heard of a host. Which hosts a sensor hears, it seldom changes: that is kept. Belongs to one
-    thread."""
+class VouchedHosts:
+    """When any sensor last received a report of a host. Keeps the decoded host lists, which rarely change. Belongs to
+    one thread."""
 
     def __init__(self) -> None:
         self._sensors: dict[str, _Vouched] = {}
 
-    def read(self, connection: Connection) -> Heard:
-        """As this transaction sees it."""
+    def read(self, connection: Connection) -> VouchedHosts:
+        """Load what this transaction sees."""
         before, self._sensors = self._sensors, {}
         for row in connection.execute(select(vouches)):
             vouched = before.get(row.sensor)
@@ -64,21 +65,21 @@ class Heard:
             self._sensors[row.sensor] = vouched
         return self
 
-    def at(self, host_id: str) -> float:
-        """0.0 for a host that no sensor vouches for."""
-        heard_at = 0.0
+    def received_at(self, host_id: str) -> float:
+        """Return the time for one host, 0.0 if no sensor vouches for it."""
+        newest = 0.0
         for vouched in self._sensors.values():
             place = vouched.places.get(host_id)
             if place is not None and place < len(vouched.ages_ms):
-                heard_at = max(heard_at, vouched.at - vouched.ages_ms[place] / 1000.0)
-        return heard_at
+                newest = max(newest, vouched.at - vouched.ages_ms[place] / 1000.0)
+        return newest
 
     def all(self) -> dict[str, float]:
-        """Of every host that a sensor vouches for."""
-        heard: dict[str, float] = {}
+        """Return host -> time, for every host that a sensor vouches for."""
+        newest: dict[str, float] = {}
         for vouched in self._sensors.values():
             for name, age_ms in zip(vouched.hosts, vouched.ages_ms, strict=False):
                 at = vouched.at - age_ms / 1000.0
-                if at > heard.get(name, 0.0):
-                    heard[name] = at
-        return heard
+                if at > newest.get(name, 0.0):
+                    newest[name] = at
+        return newest

@@ -1,4 +1,4 @@
-"""Removes rows in transactions that are short, so that others can write between them."""
+"""Removes signals, commands, jobs and events that are over, in short transactions that let others write in between."""
 
 from __future__ import annotations
 
@@ -6,40 +6,164 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, Table, delete, select
+from sqlalchemy import ColumnElement, Connection, Select, Table, delete, exists, func, select
 
+from services.store.reports.shared_reads import HAS_ENDED
 from services.store.sql.database import Database
+from services.store.sql.tables import (
+    action_changes,
+    actions,
+    commands,
+    decisions,
+    events,
+    generations,
+    host_reports,
+    hosts,
+    incident_changes,
+    incidents,
+    job_failures,
+    jobs,
+    learned_jobs,
+    persistent_copies,
+    persistent_steps,
+    ranks,
+    round_pieces,
+    rounds,
+    signals,
+    watermarks,
+)
 
 ROWS_AT_ONCE = 500  # in one transaction
 
+# In this order: rows before those that they refer to.
+_OF_JOB = (
+    *(actions, decisions, incidents, signals, ranks, persistent_copies, persistent_steps),
+    *(job_failures, generations, learned_jobs, events, jobs),
+)
 
-def until_none(db: Database, remove: Callable[[Connection], int]) -> Iterator[int]:
-    """Call `remove` in one transaction after the other until it finds nothing; yields how much each removed.
 
-    The transactions need not reach the disk at once: what a power cut brings back is removed again.
+# --- details of decisions --------------------------------------------------------------------------------------------
+
+
+def remove_details(db: Database, before: float, max_signals: int) -> Iterator[int]:
+    """Remove signals stored and commands of actions ended before a moment, and all but the newest `max_signals`.
+
+    Yields the number of rows that each transaction removed.
+    """
+    yield from _until_none(db, partial(_remove_signals, before=before, max_signals=max_signals))
+    has_ended = (actions.c.ended, actions.c.ended_at > 0.0, actions.c.ended_at < before)
+    # A host names the last command that it obeyed, however old. A database without it would seem to be an older copy.
+    newest = select(func.max(commands.c.number)).where(commands.c.progress > 0).group_by(commands.c.host_id)
+    for table in (commands, action_changes):
+        query = select(table.c.number).join(actions, actions.c.number == table.c.action).where(*has_ended)
+        if table is commands:
+            query = query.where(commands.c.number.not_in(newest))
+        query = query.order_by(table.c.number).limit(ROWS_AT_ONCE)
+        yield from _until_none(db, partial(_remove_found, table=table, query=query))
+    yield db.transact(_remove_watermarks, durable=False)
+
+
+def _remove_signals(connection: Connection, before: float, max_signals: int) -> int:
+    """Remove the oldest, and the rounds that read them, which cannot be replayed without them. Watermarks stay: they
+    identify a signal that arrives again."""
+    newest = connection.scalar(select(func.max(signals.c.number))) or 0
+    query = select(signals.c.number, signals.c.stored_at).order_by(signals.c.number).limit(ROWS_AT_ONCE)
+    gone = [row for row in connection.execute(query) if row.stored_at < before or row.number <= newest - max_signals]
+    if not gone:
+        return 0
+    last = connection.scalar(select(func.max(rounds.c.number)).where(rounds.c.at <= max(r.stored_at for r in gone)))
+    if last is not None:
+        connection.execute(delete(round_pieces).where(round_pieces.c.round <= last))
+        connection.execute(delete(rounds).where(rounds.c.number <= last))
+    return remove_keys(connection, signals, [row.number for row in gone])
+
+
+def _remove_watermarks(connection: Connection) -> int:
+    """Remove those of former incarnations that have no signals left. The newest incarnation's stays: a host that was
+    paused for weeks continues its numbering."""
+    followed = exists().where(
+        host_reports.c.host_id == watermarks.c.source, host_reports.c.incarnation != watermarks.c.incarnation
+    )
+    has_signals = exists().where(
+        signals.c.source == watermarks.c.source, signals.c.incarnation == watermarks.c.incarnation
+    )
+    return int(connection.execute(delete(watermarks).where(followed, ~has_signals)).rowcount)
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------------
+
+
+def remove_jobs(db: Database, before: float) -> Iterator[int]:
+    """Remove the jobs that ended before a moment, with all their rows.
+
+    Yields the number of rows that each transaction removed. The job's own row goes last, so that a job removed in part
+    is found again.
+    """
+    for job in _ended_jobs(db, before):
+        own_actions = select(actions.c.number).where(actions.c.job == job)
+        yield from _remove_where(db, commands, commands.c.action.in_(own_actions))
+        yield from _remove_where(db, action_changes, action_changes.c.action.in_(own_actions))
+        own_incidents = select(incidents.c.number).where(incidents.c.job == job)
+        yield from _remove_where(db, incident_changes, incident_changes.c.incident.in_(own_incidents))
+        for table in _OF_JOB:
+            yield from _remove_where(db, table, table.c.job == job)
+
+
+def remove_events_of_no_job(db: Database, before: float) -> Iterator[int]:
+    """Remove the events of hosts and controllers from before a moment."""
+    yield from _remove_where(db, events, events.c.job == "", events.c.at < before)
+
+
+def _ended_jobs(db: Database, before: float) -> list[str]:
+    """Return the jobs to remove.
+
+    Keeps the job of the newest decision and of the newest incident, whose numbers would be given out again. Keeps those
+    of the last command that each host obeyed: a database that does not know it would be taken for an older copy.
+    """
+    newest = [
+        select(table.c.job).where(table.c.number == select(func.max(table.c.number)).scalar_subquery())
+        for table in (decisions, incidents)
+    ]
+    of_hosts = commands.c.host_id.in_(select(hosts.c.host_id))
+    obeyed = select(func.max(commands.c.number)).where(commands.c.progress > 0, of_hosts).group_by(commands.c.host_id)
+    newest.append(
+        select(actions.c.job).join(commands, commands.c.action == actions.c.number).where(commands.c.number.in_(obeyed))
+    )
+    query = select(jobs.c.job).where(HAS_ENDED, jobs.c.ended_at > 0.0, jobs.c.ended_at < before)
+    with db.read() as connection:
+        kept = {name for one in newest for name in connection.scalars(one)}
+        return [name for name in connection.scalars(query.order_by(jobs.c.ended_at)) if name not in kept]
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def remove_keys(connection: Connection, table: Table, keys: Sequence[int | str]) -> int:
+    """Remove the rows with these primary keys. Returns their number."""
+    (key,) = table.primary_key.columns
+    for start in range(0, len(keys), ROWS_AT_ONCE):
+        connection.execute(delete(table).where(key.in_(keys[start : start + ROWS_AT_ONCE])))
+    return len(keys)
+
+
+def _until_none(db: Database, remove: Callable[[Connection], int]) -> Iterator[int]:
+    """Call `remove` in one transaction after another until it finds nothing. Yields how much each removed.
+
+    The transactions need not be durable: what a power cut brings back is removed again.
     """
     while removed := db.transact(remove, durable=False):
         yield removed
 
 
-def remove_where(db: Database, table: Table, *conditions: ColumnElement[bool]) -> Iterator[int]:
-    """Remove all rows of a table that meet the conditions."""
+def _remove_where(db: Database, table: Table, *conditions: ColumnElement[bool]) -> Iterator[int]:
     keys = list(table.primary_key.columns)
     if len(keys) == 1:
         query = select(keys[0]).where(*conditions).order_by(keys[0]).limit(ROWS_AT_ONCE)
-        yield from until_none(db, partial(remove_found, table=table, query=query))
-    else:  # rows of a job's ranks and steps: MySQL has no cheap way to name some of them
+        yield from _until_none(db, partial(_remove_found, table=table, query=query))
+    else:  # rows of a job's ranks and steps: MySQL has no cheap way to delete only some of them
         yield db.transact(lambda connection: connection.execute(delete(table).where(*conditions)).rowcount)
 
 
-def remove_found(connection: Connection, table: Table, query: Select[Any]) -> int:
-    """Remove the rows whose primary keys a query finds. MySQL deletes none that the same statement reads."""
+def _remove_found(connection: Connection, table: Table, query: Select[Any]) -> int:
+    """Remove the rows whose primary keys a query finds: MySQL cannot delete from a table that the statement reads."""
     return remove_keys(connection, table, connection.scalars(query).all())
-
-
-def remove_keys(connection: Connection, table: Table, keys: Sequence[int | str]) -> int:
-    """Remove the rows with these primary keys; returns how many they are."""
-    (key,) = table.primary_key.columns
-    for start in range(0, len(keys), ROWS_AT_ONCE):
-        connection.execute(delete(table).where(key.in_(keys[start : start + ROWS_AT_ONCE])))
-    return len(keys)

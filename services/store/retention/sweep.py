@@ -1,25 +1,42 @@
-"""Keeps the database from growing for ever: what is over for long enough is merged or removed, every ten minutes.
+"""Keeps the database from growing for ever: every ten minutes, merges or removes what has been over for long enough.
 
-Two processes may sweep at once: each transaction replaces rows by what they come to, whoever does it first.
+Two processes may sweep at once: each transaction is idempotent.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
 
 import structlog
+from sqlalchemy import Connection, func, select, update
 
 from flyball.contracts.clock import Clock
-from services.record.retention_rules import DAY_S, SPAN_S, RetentionSettings
+from flyball.contracts.events import Event, EventKind
+from services.record.codec import dump, load
+from services.record.retention_rules import (
+    DAY_S,
+    SPAN_S,
+    Merged,
+    RetentionSettings,
+    is_prompt_signal,
+    merge_steps,
+    span_of,
+)
 from services.runtime.loops import OUTAGES, Outage
-from services.store.retention import details, jobs, log
+from services.store.retention import removal
 from services.store.retention.hosts import SqlHostRemoval
 from services.store.sql.database import Database
 from services.store.sql.lease import leader
+from services.store.sql.rows import upsert
+from services.store.sql.tables import cursors, events
 
 SWEEP_INTERVAL_S = SPAN_S
-FIRST_SWEEP_S = 60.0  # a supervisor that starts has enough to do
+FIRST_SWEEP_S = 60.0  # leaves a starting supervisor alone
+EVENTS_AT_ONCE = 20_000  # event numbers that are processed together
+_MERGED, _CLEARED = "retention-merged", "retention-cleared"  # cursors: all events up to there are done
 
 _log = structlog.get_logger(__name__)
 
@@ -35,7 +52,7 @@ class Sweeper:
         self._hosts = SqlHostRemoval(db)
 
     def run(self, stop: threading.Event) -> None:
-        """Until stopped. A database that is away is tried again."""
+        """Sweep until stopped. Waits out outages of the database."""
         outage = Outage("sweeper", self._clock)
         wait_s = FIRST_SWEEP_S
         while not stop.wait(wait_s):
@@ -48,16 +65,16 @@ class Sweeper:
                 wait_s = outage.pause_s(error)
 
     def sweep(self, now: float) -> Iterator[int]:
-        """Remove all that is over at `now` (wall clock); yields the rows that each transaction removed. Who stops in
-        the middle goes on with the next call."""
+        """Remove everything that is over at `now` (wall clock). Yields the number of rows that each transaction
+        removed. If the caller stops early, the next call continues."""
         ages = self._settings
         detail_before, history_before = now - ages.detail_days * DAY_S, now - ages.history_days * DAY_S
-        yield from log.merge_step_events(self._db, (now - ages.steps_in_full_s) // SPAN_S * SPAN_S)
-        yield from log.clear_signal_events(self._db, detail_before)
-        yield from details.remove_details(self._db, detail_before, ages.max_signals)
+        yield from _merge_step_events(self._db, (now - ages.steps_in_full_s) // SPAN_S * SPAN_S)
+        yield from _clear_signal_events(self._db, detail_before)
+        yield from removal.remove_details(self._db, detail_before, ages.max_signals)
         yield self._hosts.remove_dead(now - ages.dead_host_days * DAY_S)
-        yield from jobs.remove_jobs(self._db, history_before)
-        yield from jobs.remove_events_of_no_job(self._db, history_before)
+        yield from removal.remove_jobs(self._db, history_before)
+        yield from removal.remove_events_of_no_job(self._db, history_before)
 
     def _leads(self) -> bool:
         with self._db.read() as connection:
@@ -71,3 +88,71 @@ class Sweeper:
                 return
         if removed:
             _log.info("swept", rows=removed, seconds=round(self._clock.monotonic_s() - began_s, 3))
+
+
+# --- the event log ---------------------------------------------------------------------------------------------------
+
+
+def _merge_step_events(db: Database, before: float) -> Iterator[int]:
+    """Merge the step events written before a moment. Yields the number of rows that each transaction removed."""
+    for first, last in _windows(db, _MERGED, before):
+        in_window = (events.c.kind == EventKind.STEPS.value, events.c.number.between(first, last))
+        with db.read() as connection:
+            names = connection.scalars(select(events.c.job).distinct().where(*in_window)).all()
+        for job in names:
+            with db.read() as connection:
+                query = select(events.c.number, events.c.document).where(events.c.job == job, *in_window)
+                rows = connection.execute(query.order_by(events.c.number)).all()
+            found = ((row.number, load(row.document, Event)) for row in rows)
+            for _, of_span in groupby(found, key=lambda pair: span_of(pair[1].at)):
+                if merged := merge_steps(of_span):
+                    yield db.transact(partial(_replace, merged=merged), durable=False)
+        _done(db, _MERGED, last)
+
+
+def _clear_signal_events(db: Database, before: float) -> Iterator[int]:
+    """Remove the events of signals written before a moment that had arrived promptly: goodput does not need them."""
+    for first, last in _windows(db, _CLEARED, before):
+        query = select(events.c.number, events.c.document).where(
+            events.c.kind == EventKind.SIGNAL.value, events.c.number.between(first, last)
+        )
+        with db.read() as connection:
+            rows = connection.execute(query).all()
+        gone = [row.number for row in rows if is_prompt_signal(load(row.document, Event))]
+        for start in range(0, len(gone), removal.ROWS_AT_ONCE):
+            part = gone[start : start + removal.ROWS_AT_ONCE]
+            yield db.transact(partial(removal.remove_keys, table=events, keys=part), durable=False)
+        _done(db, _CLEARED, last)
+
+
+def _replace(connection: Connection, merged: Sequence[Merged]) -> int:
+    for one in merged:
+        values = {"at": one.event.at, "document": dump(one.event)}
+        connection.execute(update(events).where(events.c.number == one.number).values(values))
+    return removal.remove_keys(connection, events, [number for one in merged for number in one.gone])
+
+
+def _windows(db: Database, cursor: str, before: float) -> Iterator[tuple[int, int]]:
+    """Yield ranges (first, last) of the numbers of events written before a moment that are not done yet."""
+    with db.read() as connection:
+        done = connection.scalar(select(cursors.c.position).where(cursors.c.name == cursor)) or 0
+        last = _last_before(connection, before)
+    for first in range(done + 1, last + 1, EVENTS_AT_ONCE):
+        yield first, min(first + EVENTS_AT_ONCE - 1, last)
+
+
+def _last_before(connection: Connection, before: float) -> int:
+    """Return the number of the last event written before a moment, 0 for none. Bisects: times grow with the numbers,
+    except for a few seconds around the moment, which do not matter."""
+    low, high = 0, connection.scalar(select(func.max(events.c.number))) or 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        query = select(events.c.number, events.c.at).where(events.c.number >= middle).order_by(events.c.number)
+        number, at = connection.execute(query.limit(1)).one()
+        low, high = (number, high) if at < before else (low, middle - 1)
+    return low
+
+
+def _done(db: Database, cursor: str, position: int) -> None:
+    row = {"name": cursor, "stream": "", "position": position}
+    db.transact(lambda connection: upsert(connection, cursors, [row], replace=("position",)), durable=False)

@@ -83,22 +83,25 @@ def raise_epoch(connection: Connection, above: int) -> None:
 
 
 def current(connection: Connection) -> Issuer:
-    """What commands written in this transaction must carry; no other epoch begins before it ends."""
-    query = select(lease.c.epoch, lease.c.incarnation).where(lease.c.name == CONTROLLER).with_for_update(read=True)
-    row = connection.execute(query).one()
-    return Issuer(row.epoch, row.incarnation)
+    """Return the issuer that commands written in this transaction must carry. No new epoch begins until it ends."""
+    return _issuer(connection, is_shared=True)
 
 
 def check_epoch(connection: Connection, epoch: int) -> Issuer:
-    """Raise StaleEpoch unless `epoch` is the present one; it then stays so until the transaction ends."""
-    query = select(lease.c.epoch, lease.c.incarnation).where(lease.c.name == CONTROLLER).with_for_update()
-    present = connection.execute(query).one()
+    """Raise StaleEpoch unless `epoch` is the present one. It stays the present one until the transaction ends."""
+    present = _issuer(connection, is_shared=False)
     if present.epoch != epoch:
         raise StaleEpoch(
             f"This controller's epoch is {epoch}, but {present.epoch} has begun.",
-            hint="nothing to do: another one leads now",
+            hint="nothing to do: another controller leads now",
         )
-    return Issuer(epoch, present.incarnation)
+    return present
+
+
+def _issuer(connection: Connection, *, is_shared: bool) -> Issuer:
+    query = select(lease.c.epoch, lease.c.incarnation).where(lease.c.name == CONTROLLER)
+    row = connection.execute(query.with_for_update(read=is_shared)).one()
+    return Issuer(row.epoch, row.incarnation)
 
 
 def database_now(connection: Connection) -> float:

@@ -137,7 +137,7 @@ hosts = _table(
     Column("interval_s", Seconds, nullable=False),
     Column("engine", Document, nullable=False),
     Column("copies", Document, nullable=False),  # every verified copy on it
-    Column("version", BigInteger, nullable=False),  # another one with every write, see `versions`
+    Column("version", BigInteger, nullable=False),  # another one with every write, see `rows`
 )
 
 host_reports = _table(

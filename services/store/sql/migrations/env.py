@@ -1,4 +1,4 @@
-"""What alembic runs: the revisions, on the connection that `runner` hands over."""
+"""Runs the revisions for alembic, on the connection that `schema_upgrade` passes in."""
 
 from __future__ import annotations
 

@@ -1,13 +1,26 @@
-"""Insert or update in one statement, in the words of the dialect."""
+"""Writing rows: insert-or-update statements, and version marks."""
 
 from __future__ import annotations
 
+import random
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from sqlalchemy import Connection, Insert, Table, func
 from sqlalchemy.dialects import mysql, sqlite
+
+_marks = random.Random(secrets.randbits(256))  # a system call for each mark would release the interpreter lock
+
+
+def new_version() -> int:
+    """Return a version mark that no row had before; it fits a signed BIGINT.
+
+    A reader that keeps a row checks by its mark whether the row changed. Marks are random, not counted: a writer need
+    not read the row first, and a row that is deleted and inserted again does not repeat an earlier mark.
+    """
+    return _marks.getrandbits(63)
 
 
 def upsert(
@@ -18,13 +31,13 @@ def upsert(
     replace: tuple[str, ...] = (),
     maximum: tuple[str, ...] = (),
 ) -> None:
-    """Insert rows; where a row of that primary key exists, set the columns `replace` to the new value and `maximum` to
-    the larger of both, and leave the others as they were."""
+    """Insert rows. Where a row with that primary key exists, set the columns `replace` to the new value, `maximum` to
+    the larger of both, and keep the others."""
     if rows:
         connection.execute(_statement(table, replace, maximum, connection.dialect.name == "sqlite"), list(rows))
 
 
-@lru_cache(maxsize=128)  # building one takes longer than running it
+@lru_cache(maxsize=128)  # building a statement takes longer than running it
 def _statement(table: Table, replace: tuple[str, ...], maximum: tuple[str, ...], is_sqlite: bool) -> Insert:
     keys = list(table.primary_key.columns)
     if is_sqlite:
