@@ -1,4 +1,4 @@
-"""The objects of one supervisor, wired together."""
+"""Wires the objects of one supervisor together."""
 
 from __future__ import annotations
 
@@ -47,7 +47,12 @@ from services.store.sql.events import SqlEventLog
 from services.store.sql.lease import leader
 from services.store.sql.shared_clock import SharedClock
 
-IDLE_POLL_S = 0.5  # where every change of the database is made, and announced, in this process
+IDLE_POLL_S = 0.5  # if all parts share this process and its database: every change wakes its readers
+SHARED_POLL_S = 0.1  # if other processes change the database too, and may not wake this one
+DETECTOR_TICK_S = 0.05  # small against every deadline of the detector
+MAX_QUEUED_REPORTS = 1024  # with signals or one-time data; beyond this a sensor asks hosts to retry
+MAX_QUEUED_BYTES = 64 << 20
+MAX_STREAMS = 64  # each holds a connection and polls the event log
 
 
 class Assembly:
@@ -73,7 +78,7 @@ class Assembly:
         self._incarnation = secrets.token_hex(8)
         self._instance = _instance_name(settings.state_dir)
         embedded = parts.issuperset(PARTS) and self.db.is_sqlite and not settings.redis_url
-        self._poll_interval_s = IDLE_POLL_S if embedded else settings.poll_interval_s
+        self._poll_interval_s = IDLE_POLL_S if embedded else SHARED_POLL_S
         self._events = SqlEventLog(self.db)
         self._background: dict[str, Background] = {}
         self._queues: list[ReportQueue] = []
@@ -82,7 +87,7 @@ class Assembly:
         self._api: ApiPart | None = None
 
     def build(self) -> None:
-        """Make the parts. Reads the database: its schema must be there."""
+        """Create the parts. Reads the database, whose schema must exist."""
         self._clock.measure()
         if not self.db.is_sqlite:
             self._add_loop("shared-clock", self._clock.run)
@@ -120,13 +125,13 @@ class Assembly:
         )
 
     def protocol(self, authenticator: Authenticator) -> Callable[..., asyncio.Protocol]:
-        """What speaks HTTP: a sensor takes its reports in front of the application."""
+        """Return the HTTP protocol: with a sensor, the one that takes reports before the application."""
         if self._sensor is None:
             return BoundedProtocol
         return partial(ReportProtocol, desk=ReportDesk(self._sensor, authenticator, self._metrics))
 
     def release_waiting(self) -> None:
-        """Let those go who wait for commands or events, so that the server can end."""
+        """Answer all requests that wait for commands or events, so that the server can end."""
         if self._actuator:
             self._actuator.stop()
         if self._api:
@@ -135,25 +140,25 @@ class Assembly:
             self._wakeup.notify(topic)
 
     def release_loops(self) -> None:
-        """Wake the loops that were asked to stop, so that they see it at once."""
+        """Wake the loops that were asked to stop."""
         for queue in self._queues:
             queue.release()
         for topic in ("signals", "actions"):
             self._wakeup.notify(topic)
 
     def on_event(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called whenever the event log of this process has grown: it must return at once."""
+        """Call `listener` whenever this process sees the event log grow. It must return at once."""
         self._wakeup.subscribe("events", lambda _: listener())
 
     def _build_sensor(self) -> Ingest:
-        settings, status = self._settings, SqlStatusStore(self.db)
-        queue = ReportQueue(max_items=settings.report_queue_size, max_size_bytes=settings.report_queue_size_bytes)
+        status = SqlStatusStore(self.db)
+        queue = ReportQueue(max_items=MAX_QUEUED_REPORTS, max_size_bytes=MAX_QUEUED_BYTES)
         self._queues.append(queue)
         committed = CommittedPositions(status.committed, self._clock)
         ingest = Ingest(
             sensor_id=self._instance,
             incarnation=self._incarnation,
-            detector=FaultDetector(settings.detector_settings),
+            detector=FaultDetector(self._settings.detector_settings),
             queue=queue,
             committed=committed,
             clock=self._clock,
@@ -172,7 +177,7 @@ class Assembly:
         self._background["placements"] = lambda _: ingest.run_placements(SqlPlacements(self.db).read)
         self._background["learned"] = lambda _: ingest.run_learned(status.learn)
         self._background["vouches"] = lambda _: ingest.run_vouches(status.vouch)
-        self._background["detector"] = lambda _: ingest.run_detector(settings.detector_tick_s)
+        self._background["detector"] = lambda _: ingest.run_detector(DETECTOR_TICK_S)
         self._background["committed"] = committed.run
         return ingest
 
@@ -221,7 +226,7 @@ class Assembly:
                 log=self._events,
                 metrics=self._metrics,
                 clock=self._clock,
-                max_streams=self._settings.max_streams,
+                max_streams=MAX_STREAMS,
                 poll_interval_s=self._poll_interval_s,
             ),
             goodput=GoodputReports(events=self._events, reads=reads, clock=self._clock),
@@ -247,6 +252,7 @@ class Assembly:
 
 
 def _instance_name(state_dir: Path) -> str:
-    """The same for every start in this folder on this machine: who takes over knows its own predecessor."""
+    """Return a name that is the same for every start in this folder on this machine, so that a restarted controller
+    recognizes its predecessor's lease."""
     folder = hashlib.sha256(str(state_dir.resolve()).encode()).hexdigest()[:8]
     return f"{socket.gethostname()[:40]}-{folder}"

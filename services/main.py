@@ -1,8 +1,8 @@
-"""The composition root: all parts of the control plane in one process, or each alone.
+"""The composition root: runs all parts of the control plane in one process, or one of them.
 
-`Supervisor(settings)` for programs that embed it; `python -P -m services.main all|sensor|controller|actuator|api` for
-processes. Parts in separate processes share the database, and Redis if there is one: without it they look into the
-database instead of waking each other. There may be several of each; one controller leads.
+Programs embed `Supervisor(settings)`; processes run `python -P -m services.main all|sensor|controller|actuator|api`.
+Parts in separate processes share the database. Redis, if there is one, lets them wake each other; otherwise they poll
+the database. There may be several of each part; one controller leads.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from services.runtime.telemetry import configure_logging
 from services.settings import Settings, load_settings
 from services.store.sql.schema_upgrade import migrate
 
-log = structlog.get_logger("services.main")  # not __main__, also when run as a program
+log = structlog.get_logger("services.main")  # not __main__, even when run as a program
 
 READY_POLL_S = 0.02
 ALIVE_POLL_S = 0.5
 
 
 class Supervisor:
-    """Some or all parts of the control plane, from `start` to `stop`, in threads of this process.
+    """Runs some or all parts of the control plane in threads of this process, from `start` to `stop`.
 
-    An instance is started once. `failed` tells that a part was given up: the process should end and be started anew.
+    Start an instance once. `failed` means that a part was given up: end the process and start it again.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Supervisor:
         *,
         claim: Claim | None = None,
     ) -> None:
-        """`claim`: folder and socket, if they are taken already; they are given back with the rest."""
+        """`claim`: folder and socket, if they are claimed already; `stop` releases them."""
         self.url = ""
         self.token = ""
         self.app: FastAPI  # from `start` on
@@ -79,22 +79,22 @@ class Supervisor:
         return not is_whole or (self._server is not None and self._server.ended)
 
     def start(self) -> None:
-        """Return when /readyz says yes; with some parts only, when they serve.
+        """Return once /readyz succeeds or, with some parts only, once they serve.
 
-        Raises PortInUse, ConfigurationError, StateVersionMismatch, StorageFull or Unreachable; then nothing is left
-        running.
+        Leaves nothing running if it raises PortInUse, ConfigurationError, StateVersionMismatch, StorageFull or
+        Unreachable.
         """
         with ExitStack() as stack:
             self._start(stack)
             self._running = stack.pop_all()
 
     def stop(self) -> None:
-        """Drain and end: what was received is stored, who waits is answered, the lease is given back."""
+        """Drain and end: store received reports, answer waiting requests, release the lease."""
         self._running.close()
 
     def on_event(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called, from another thread, whenever there is something new to read. It must return at
-        once. For a supervisor that was started."""
+        """Call `listener` from another thread whenever there are new events. It must return at once. Call this after
+        `start`."""
         if self._assembly:
             self._assembly.on_event(listener)
 
@@ -111,8 +111,8 @@ class Supervisor:
         self.url = url_of(listener, tls=settings.tls_cert_file is not None)
         if settings.tls_cert_file is None and not is_loopback(listener):
             log.warning(
-                "tokens travel in the clear: this listens beyond the machine without TLS",
-                hint="set tls_cert_file and tls_key_file, or let a proxy in front of it speak TLS",
+                "tokens travel unencrypted: listening beyond this machine without TLS",
+                hint="set tls_cert_file and tls_key_file, or put a TLS proxy in front",
             )
 
         state_dir.make_private("flyball.sqlite")  # jobs may carry secrets in their environment
@@ -158,10 +158,10 @@ class Supervisor:
                 reasons = "; ".join(f"{name}: {why}" for name, why in waits_for.items())
                 raise Unreachable(
                     f"The supervisor was not ready within {self._settings.start_timeout_s:.0f} s ({reasons}).",
-                    hint=f"look into the log in {self._settings.state_dir}",
+                    hint=f"see the log in {self._settings.state_dir}",
                 )
             pause.wait(READY_POLL_S)
-        raise Unreachable("The supervisor failed while it started.", hint=f"see the log in {self._settings.state_dir}")
+        raise Unreachable("The supervisor failed while starting.", hint=f"see the log in {self._settings.state_dir}")
 
     def _stop_loops(self) -> None:
         deadline_s = self._clock.monotonic_s() + self._settings.drain_timeout_s
@@ -204,7 +204,7 @@ def _check_tls(settings: Settings) -> None:
 
 
 def _run(settings: Settings, parts: Sequence[str]) -> int:
-    """Serve until a termination signal or a failure; the exit code."""
+    """Serve until a termination signal or a failure. Return the exit code."""
     hold_termination_signals()
     allow_many_connections()
     favour_event_loop(SystemClock())
@@ -213,7 +213,7 @@ def _run(settings: Settings, parts: Sequence[str]) -> int:
     try:
         while not termination_requested(ALIVE_POLL_S):
             if supervisor.failed:
-                log.error("a part failed; ending, so that the process can be started anew")
+                log.error("a part failed; ending, so that the process can be restarted")
                 return 1
         log.info("ending", reason="termination signal")
         return 0
@@ -222,20 +222,20 @@ def _run(settings: Settings, parts: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line of separate processes; errors go to stderr with their next step."""
+    """Run the command line of separate processes. Errors go to stderr with the next step."""
     parser = argparse.ArgumentParser(
         prog="python -P -m services.main",
-        description="Flyball's control plane: all parts, or one. Every setting has a FLYBALL_... variable too.",
+        description="Run Flyball's control plane: all parts, or one. Every setting also has a FLYBALL_... variable.",
     )
     parser.add_argument("part", nargs="?", default="all", choices=("all", *PARTS))
     parser.add_argument("--state-dir", type=Path, help="folder for token, log and, by default, the database")
     parser.add_argument("--database-url", help="sqlite:////path/file or mysql://user:password@host/name")
-    parser.add_argument("--redis-url", help="redis:// or rediss://user:password@host:6379/0; default: none")
+    parser.add_argument("--redis-url", help="redis:// or rediss://user:password@host:6379/0 (default: no Redis)")
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one")
-    parser.add_argument("--tls-cert-file", type=Path, help="PEM file with the certificate chain to serve with")
+    parser.add_argument("--port", type=int, help="port to listen on; 0: any free port")
+    parser.add_argument("--tls-cert-file", type=Path, help="PEM file with the server's certificate chain")
     parser.add_argument("--tls-key-file", type=Path, help="PEM file with its key, without a password")
-    parser.add_argument("--tls-client-ca-file", type=Path, help="take only clients with a certificate that it signed")
+    parser.add_argument("--tls-client-ca-file", type=Path, help="accept only clients with a certificate that it signed")
     parser.add_argument("--log-format", choices=("json", "console"))
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
     given = vars(parser.parse_args(arguments))

@@ -1,4 +1,4 @@
-"""Every setting of the supervisor: one class, read from arguments, then `FLYBALL_*` variables, then defaults."""
+"""The supervisor's settings, from arguments, then `FLYBALL_*` variables, then defaults."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def default_state_dir() -> Path:
-    """Where a supervisor keeps its files unless told otherwise."""
+    """Return the default folder for a supervisor's files."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "flyball" / "supervisor"
 
 
 class Settings(BaseSettings):
-    """`FLYBALL_PORT=8080` sets `port`, `FLYBALL_POLICY__ROOT_CAUSE_WINDOW_S=1.5` one number of the policy."""
+    """`FLYBALL_PORT=8080` sets `port`; `FLYBALL_POLICY__ROOT_CAUSE_WINDOW_S=1.5` sets one number of the policy."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, env_nested_delimiter="__", env_ignore_empty=True, frozen=True, extra="forbid"
@@ -43,29 +43,22 @@ class Settings(BaseSettings):
     state_dir: Path = Field(default_factory=default_state_dir)
     database_url: str = ""  # '': SQLite in the state folder
     redis_url: str = ""  # redis:// or rediss://user:password@host:6379/0; '': signals go through the database
-    redis_prefix: str = Field(default="flyball", pattern=r"^[A-Za-z0-9._:{}-]{1,64}$")  # one for each cluster
+    redis_prefix: str = Field(default="flyball", pattern=r"^[A-Za-z0-9._:{}-]{1,64}$")  # distinct for each cluster
     host: str = "127.0.0.1"
     port: int = Field(default=7370, ge=0, le=65_535)  # 0: any free port
-    token: SecretStr = SecretStr("")  # the cluster's secret; '': from the state folder, made at the first start
-    former_token: SecretStr = SecretStr("")  # taken too, while a new one is handed out; '': file token.former
-    host_token_epochs: dict[HostName, TokenEpoch] = Field(
-        default_factory=dict
-    )  # JSON: {"node-7": 1} withdraws its first
+    token: SecretStr = SecretStr("")  # the cluster's secret; '': from the state folder, created at the first start
+    former_token: SecretStr = SecretStr("")  # also valid while a new one is rolled out; '': the file token.former
+    host_token_epochs: dict[HostName, TokenEpoch] = Field(default_factory=dict)  # {"node-7": 1} withdraws its first
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
-    tls_client_ca_file: Path | None = None  # only clients with a certificate that it signed get as far as the token
+    tls_client_ca_file: Path | None = None  # admits only clients with a certificate that it signed
 
     log_target: Literal["file", "stderr"] = "file"  # file: supervisor.log in the state folder, rotated
     log_format: Literal["json", "console"] = "json"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    report_queue_size: int = Field(default=1024, ge=1)  # reports with signals, or told once, that wait for the database
-    report_queue_size_bytes: int = Field(default=64 << 20, ge=1 << 20)
-    detector_tick_s: float = Field(default=0.05, gt=0.0, le=1.0)
     lease_ttl_s: float = Field(default=3.0, gt=0.2)
-    poll_interval_s: float = Field(default=0.1, gt=0.0, le=5.0)  # should no other process wake this one
-    max_waiting_polls: int = Field(default=16_384, ge=1)  # hosts; each holds a connection
-    max_streams: int = Field(default=64, ge=1)
+    max_waiting_polls: int = Field(default=16_384, ge=1)  # hosts that wait for commands; each holds a connection
     start_timeout_s: float = Field(default=30.0, gt=0.0)
     drain_timeout_s: float = Field(default=10.0, gt=0.0)
 
@@ -82,7 +75,7 @@ class Settings(BaseSettings):
         if len(text) > MAX_TOKEN_LENGTH or not text.isascii() or not text.isprintable() or " " in text:
             raise ValueError(f"needs at most {MAX_TOKEN_LENGTH} printable ASCII characters without spaces")
         if text.startswith(PREFIXES):
-            raise ValueError("is a host's or a reader's token; the cluster's secret is needed here")
+            raise ValueError("is a host's or a reader's token; set the cluster's secret here")
         return token
 
     @property
@@ -91,17 +84,17 @@ class Settings(BaseSettings):
 
     @property
     def policy_settings(self) -> PolicySettings:
-        """The policy's numbers, with those of `policy` in place of the defaults."""
+        """The policy's numbers: `policy` over the defaults."""
         return _convert(self.policy, PolicySettings, "policy")
 
     @property
     def detector_settings(self) -> DetectorSettings:
-        """The fault detector's numbers, with those of `detector` in place of the defaults."""
+        """The fault detector's numbers: `detector` over the defaults."""
         return _convert(self.detector, DetectorSettings, "detector")
 
     @property
     def retention_settings(self) -> RetentionSettings:
-        """How long what is over is kept, with the ages of `retention` in place of the defaults."""
+        """How long history is kept: `retention` over the defaults."""
         return _convert(self.retention, RetentionSettings, "retention")
 
 
@@ -114,9 +107,9 @@ def _convert(numbers: dict[str, Any], kind: type[S], setting: str) -> S:
 
 
 def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - validated field by field
-    """Settings from keyword arguments (those that are None do not count) and the environment.
+    """Return the settings from keyword arguments and the environment; arguments that are None are ignored.
 
-    Raises ConfigurationError that names the wrong settings, and never shows a value: it may be a secret.
+    Raises a ConfigurationError that names wrong settings but never shows values, which may be secret.
     """
     try:
         settings = Settings(**{name: value for name, value in overrides.items() if value is not None})
@@ -125,7 +118,7 @@ def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - validated fie
         raise ConfigurationError(
             f"Wrong settings: {wrong}.", hint=f"correct the flag or the {ENV_PREFIX}... variable of that name"
         ) from error
-    except SettingsError as error:  # of a variable that is to hold JSON; it names the setting
+    except SettingsError as error:  # a variable that must hold JSON; the message names the setting
         raise ConfigurationError(
             f"Wrong settings: {error}.", hint=f"correct the {ENV_PREFIX}... variable of that name: it takes JSON"
         ) from error
@@ -137,6 +130,6 @@ def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - validated fie
         raise ConfigurationError(
             "A client CA without TLS protects nothing.", hint="set tls_cert_file and tls_key_file too"
         )
-    # So that a wrong number is found before anything starts.
+    # Convert now, so that a wrong number is found before anything starts.
     _ = settings.policy_settings, settings.detector_settings, settings.retention_settings
     return settings

@@ -1,4 +1,4 @@
-"""The signal stream in the SQL store: no server to install, and exactly as durable as the decisions."""
+"""The signal stream in the SQL database: no extra server, and as durable as the decisions."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _log = structlog.get_logger(__name__)
 
 
 class EmbeddedBus:
-    """A `SignalBus`. Positions are given out under the lock of the stream's row, so that they become visible in order:
-    a reader that has seen a position has seen all before it."""
+    """A `SignalBus`. Positions are assigned under the lock of the stream's row and so become visible in order: a reader
+    that has seen a position has seen all before it."""
 
     def __init__(self, db: Database, *, max_length: int = MAX_LENGTH) -> None:
         self._db = db
         self._max_length = max_length
 
     def publish(self, signals: Sequence[Signal]) -> None:
-        """Append all of them, or none: TooBusy when that would make the stream longer than its bound."""
+        """Append all signals or none. Raises TooBusy if the stream would exceed its bound."""
         if signals:
-            # Not durable: a signal stays with its daemon until it is committed together with its decisions.
+            # Need not be durable: its daemon keeps a signal until the signal is committed with its decisions.
             self._db.transact(lambda connection: self._publish(connection, signals), durable=False)
 
     def read(self, after: Cursor | None, *, limit: int) -> list[Delivered]:
-        """Up to `limit` signals behind a cursor, oldest first."""
+        """Return up to `limit` signals after a cursor, oldest first."""
         with self._db.read() as connection:
             head = connection.execute(select(bus_streams).where(bus_streams.c.name == STREAM)).first()
             if head is None:
@@ -59,7 +59,7 @@ class EmbeddedBus:
         return delivered
 
     def trim(self, upto: Cursor) -> None:
-        """Forget what is at or before `upto`; a cursor of another stream changes nothing."""
+        """Remove the signals up to and including `upto`. Ignores a cursor of another stream."""
 
         def work(connection: Connection) -> None:
             head = connection.execute(select(bus_streams).where(bus_streams.c.name == STREAM).with_for_update()).first()
@@ -72,7 +72,7 @@ class EmbeddedBus:
         self._db.transact(work, durable=False)
 
     def length(self) -> int:
-        """How many signals are in the stream."""
+        """Return the number of signals in the stream."""
         with self._db.read() as connection:
             head = connection.execute(select(bus_streams).where(bus_streams.c.name == STREAM)).first()
         return int(head.head - head.tail) if head is not None else 0
@@ -82,14 +82,14 @@ class EmbeddedBus:
         moved = connection.execute(update(bus_streams).where(mine).values(head=bus_streams.c.head + len(signals)))
         if moved.rowcount == 0:
             first = {"name": STREAM, "stream": uuid.uuid4().hex, "head": 0, "tail": 0}
-            upsert(connection, bus_streams, [first])  # another publisher may be at it too; the row that is there stays
+            upsert(connection, bus_streams, [first])  # keeps the row if another publisher inserts one at the same time
             connection.execute(update(bus_streams).where(mine).values(head=bus_streams.c.head + len(signals)))
         row = connection.execute(select(bus_streams).where(mine)).one()
         if row.head - row.tail > self._max_length:
             raise TooBusy(
                 f"{self._max_length} signals wait for the controller.",
                 retry_after_s=RETRY_AFTER_S,
-                hint="see that a controller runs and reaches the database; nothing is lost meanwhile",
+                hint="check that a controller runs and reaches the database; nothing is lost meanwhile",
             )
         connection.execute(
             insert(bus_messages),
@@ -103,6 +103,6 @@ class EmbeddedBus:
 def _delivered(stream: str, row: Row[Any]) -> Delivered | None:
     try:
         return Delivered(Cursor(stream, row.position), read_signal(row.document))
-    except InvalidMessage as error:  # to stop here would stop all that follow, for ever; its sender still has it
+    except InvalidMessage as error:  # stopping here would block all later signals for ever; its sender still has it
         _log.error("entry_skipped", position=row.position, error=str(error))
         return None

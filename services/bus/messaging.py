@@ -1,4 +1,4 @@
-"""The signal stream and the wake-ups of one process: through Redis, or through database and memory."""
+"""The signal stream and the wake-ups of one process: through Redis, or through the database and memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from services.runtime.telemetry import Metrics
 from services.runtime.wakeup import LocalWakeup
 from services.store.sql.database import Database
 
-if TYPE_CHECKING:  # redis is imported where there is one
+if TYPE_CHECKING:  # redis is imported only if it is used
     from services.bus.redis_client import RedisServer
     from services.bus.redis_streams import RedisBus
 
 MEASURE_EVERY_S = 5.0
 
-# What the parts have to hear of, besides what happens in their own process.
+# The wake-ups of other processes that each part listens to.
 TOPICS_OF = {
     "sensor": ("events",),
     "controller": ("signals",),
@@ -37,7 +37,7 @@ _log = structlog.get_logger(__name__)
 
 
 class MeasuredBus:
-    """A `SignalBus` that says how long it is and how long publications take."""
+    """A `SignalBus` with metrics of its length and of the duration of publications."""
 
     def __init__(self, bus: EmbeddedBus | RedisBus, metrics: Metrics, clock: Clock) -> None:
         self._bus = bus
@@ -45,22 +45,22 @@ class MeasuredBus:
         self._clock = clock
 
     def publish(self, signals: Sequence[Signal]) -> None:
-        """As the bus does it; what fails counts too."""
+        """Publish, and measure the duration, of failures too."""
         with self._metrics.bus_publish_seconds.time():
             self._bus.publish(signals)
 
     def read(self, after: Cursor | None, *, limit: int) -> list[Delivered]:
-        """As the bus does it; what cannot be read is counted."""
+        """Read, and count unreadable signals."""
         delivered = self._bus.read(after, limit=limit)
         self._metrics.signals_unreadable.inc(sum(isinstance(d.signal.body, SignalUnreadable) for d in delivered))
         return delivered
 
     def trim(self, upto: Cursor) -> None:
-        """As the bus does it."""
+        """Trim the bus."""
         self._bus.trim(upto)
 
     async def measure(self) -> None:
-        """Keep the metric of the length fresh, until cancelled."""
+        """Update the metric of the length until cancelled."""
         outage = Outage("bus-length", self._clock)
         while True:
             wait_s = MEASURE_EVERY_S
@@ -74,7 +74,7 @@ class MeasuredBus:
 
 
 class Messaging:
-    """Made from the settings. `loops` must run, and `checks` tell what is wrong."""
+    """Built from the settings. The caller runs `loops` and polls `checks`."""
 
     bus: MeasuredBus
     wakeup: LocalWakeup
@@ -82,8 +82,8 @@ class Messaging:
     def __init__(
         self, *, redis_url: str, prefix: str, parts: Iterable[str], db: Database, metrics: Metrics, clock: Clock
     ) -> None:
-        """An empty `redis_url`: the stream is in the database, and other processes are not woken. Raises
-        ConfigurationError for a URL that means no Redis."""
+        """Empty `redis_url`: the stream is in the database, and other processes are not woken. Raises
+        ConfigurationError for a URL that is not a Redis URL."""
         self.loops: dict[str, Loop] = {}
         self.checks: dict[str, Check] = {}
         self._redis: RedisServer | None = None
@@ -103,8 +103,8 @@ class Messaging:
         self.checks = {"redis": self._redis_problem}
 
     def open(self) -> None:
-        """Raise ConfigurationError if Redis is none that may be used. One that is away is waited for later: training,
-        and what needs no signals, go on without it."""
+        """Raise ConfigurationError if this Redis is unsuitable. If it is away, start anyway: training and everything
+        that needs no signals work without it."""
         try:
             for check in self.checks.values():
                 check()
@@ -112,7 +112,7 @@ class Messaging:
             _log.warning("redis_away_at_start", error=str(error))
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         if self._redis:
             self._redis.close()
 

@@ -1,4 +1,4 @@
-"""A connection to Redis: bounded waits, and failures in the words of a person."""
+"""Connections to Redis with bounded waits and readable errors."""
 
 from __future__ import annotations
 
@@ -23,62 +23,62 @@ from redis.retry import Retry
 
 from flyball.contracts.errors import ConfigurationError, FlyballError, Unreachable
 
-TIMEOUT_S = 1.0  # of one connection attempt, and of one answer: less than the margin of the controller's lease
+TIMEOUT_S = 1.0  # for one connection attempt, and for one reply: less than the margin of the controller's lease
 MIN_VERSION = (6, 2)  # XTRIM MINID
 MAX_CONNECTIONS = 8
 
 _HINT_URL = "use redis://user:password@host:6379/0, or rediss:// for TLS"
 
-# Kind of failure -> class, message (with {name} and {cause}), next step.
+# Kind of failure -> class, message with {name} and {cause}, hint.
 _EXPLANATIONS: dict[str, tuple[type[FlyballError], str, str]] = {
     "refused": (
         ConfigurationError,
         "Redis at {name} refuses this process: {cause}.",
-        "check user, password and rights in redis_url: the user needs what docs/deploying.md names",
+        "check user and password in redis_url; docs/deploying.md lists the rights that the user needs",
     ),
     "untrusted": (
         ConfigurationError,
         "The certificate of Redis at {name} is not trusted: {cause}.",
-        "add ?ssl_ca_certs=/path/to/ca.pem to redis_url, and use a name that the certificate has",
+        "add ?ssl_ca_certs=/path/to/ca.pem to redis_url, and use a host name that the certificate contains",
     ),
     "cluster": (
         ConfigurationError,
-        "Redis at {name} is a node of a Redis Cluster, which moves keys about: {cause}.",
-        "use a Redis that is one server, or a primary with replicas behind one address",
+        "Redis at {name} is a node of a Redis Cluster, which moves keys between servers: {cause}.",
+        "use a single Redis server, or a primary with replicas behind one address",
     ),
     "foreign": (
         ConfigurationError,
-        "A key of Flyball's in Redis at {name} is not Flyball's: {cause}.",
+        "A key that Flyball needs in Redis at {name} is used by something else: {cause}.",
         "remove the key, or set another redis_prefix",
     ),
     "read_only": (
         Unreachable,
         "Redis at {name} takes no writes at present: {cause}.",
-        "it is tried again, on a new connection; if it stays so, point redis_url at the primary",
+        "Flyball retries on a new connection; if this persists, point redis_url at the primary",
     ),
     "full": (
         Unreachable,
         "The memory of Redis at {name} is full: {cause}.",
-        "raise its maxmemory, or remove what else is in it; the hosts keep their signals meanwhile",
+        "raise its maxmemory, or remove other data; the hosts keep their signals meanwhile",
     ),
     "not_saved": (
         Unreachable,
         "Redis at {name} takes no writes because it cannot save to its disk: {cause}.",
-        "free space there, or turn its snapshots off: the signal stream needs none",
+        "free space there, or turn its snapshots off: the signal stream does not need them",
     ),
     "loading": (
         Unreachable,
         "Redis at {name} is loading its data.",
-        "it is tried again until it is done",
+        "Flyball retries until it is done",
     ),
     "away": (
         Unreachable,
         "Redis at {name} does not answer: {cause}.",
-        "check that it runs and can be reached; the hosts keep their signals meanwhile",
+        "check that it runs and is reachable; the hosts keep their signals meanwhile",
     ),
     "script": (
         ConfigurationError,
-        "Redis at {name} cannot do what is asked of it: {cause}.",
+        "Redis at {name} rejects a command: {cause}.",
         "use Redis 6.2 or newer",
     ),
 }
@@ -92,7 +92,7 @@ _KINDS: tuple[tuple[type[RedisError], str], ...] = (
     (ReadOnlyError, "read_only"),
     (OutOfMemoryError, "full"),
 )
-# Inside a script, and in TLS, a failure comes back as text only.
+# Failures inside a script, and in TLS, arrive as text only.
 _WORDS: tuple[tuple[str, str], ...] = (
     ("CERTIFICATE_VERIFY_FAILED", "untrusted"),
     ("NOAUTH", "refused"),
@@ -117,42 +117,42 @@ _WORDS: tuple[tuple[str, str], ...] = (
 
 
 class RedisServer:
-    """One Redis, as named by a URL. Thread-safe; nothing is connected before the first command."""
+    """The Redis server of a URL. Thread-safe; connects at the first command."""
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigurationError for a URL that cannot mean a Redis; it is never shown, for its password."""
+        """Raises ConfigurationError for a URL that is not a Redis URL. Never shows it, because of the password."""
         try:
             self.client = redis.Redis.from_url(
                 url,
                 socket_timeout=TIMEOUT_S,
                 socket_connect_timeout=TIMEOUT_S,
                 socket_keepalive=True,
-                # A connection that was idle when the server restarted fails once; who waits for an answer waits once.
+                # Retry once: a connection that was idle when the server restarted fails once. Never retry a timeout.
                 retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
                 max_connections=MAX_CONNECTIONS,
                 protocol=2,
                 client_name="flyball",
             )
         except (ValueError, TypeError, AttributeError) as error:
-            raise ConfigurationError("The Redis URL is none that Flyball can use.", hint=_HINT_URL) from error
+            raise ConfigurationError("Flyball cannot use this Redis URL.", hint=_HINT_URL) from error
         self.name = _name(self.client)
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """What goes wrong inside comes out as a FlyballError."""
+        """Turn errors inside the block into FlyballErrors."""
         try:
             yield
         except (RedisError, OSError) as error:
             kind = _kind(error)
             if kind in ("read_only", "refused"):
-                # Behind the same address another server may take over, but only for new connections.
+                # Another server may have taken over the address, but only new connections reach it.
                 self.client.connection_pool.disconnect(inuse_connections=False)
             error_class, message, hint = _EXPLANATIONS[kind]
             cause = str(error).rstrip(".") or type(error).__name__
             raise error_class(message.format(name=self.name, cause=cause), hint=hint) from error
 
     def check(self) -> None:
-        """Raise Unreachable if it does not answer, ConfigurationError if it is none that may carry the stream."""
+        """Raise Unreachable if it does not answer, ConfigurationError if it is unsuitable for the stream."""
         with self.translated():
             about = self.client.info("server", "memory")
         version = str(about.get("redis_version", ""))
@@ -161,7 +161,7 @@ class RedisServer:
         policy = str(about.get("maxmemory_policy", ""))
         if int(about.get("maxmemory", 0)) > 0 and policy.startswith("allkeys-"):
             raise ConfigurationError(
-                f"Redis at {self.name} is a cache: with maxmemory-policy {policy} it may throw signals away.",
+                f"Redis at {self.name} is a cache: with maxmemory-policy {policy} it may evict signals.",
                 hint="set maxmemory-policy to noeviction, or use another Redis",
             )
 
@@ -181,7 +181,7 @@ def _kind(error: BaseException) -> str:
 
 
 def _name(client: redis.Redis) -> str:
-    """Where it is, without user and password."""
+    """Return the address without user and password."""
     where = client.connection_pool.connection_kwargs
     if "path" in where:
         return str(where["path"])

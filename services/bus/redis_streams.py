@@ -1,12 +1,12 @@
 """The signal stream in Redis, for sensors and controllers on several machines.
 
-Everything that must fit together is in one key: an entry's id is `<incarnation>-<position>`, and the stream itself
-remembers the last one that it gave out, also when it is empty. What is lost is lost as a whole, and begins anew under a
-greater incarnation: ids only grow, so that no cursor hides what comes later.
+All state is in one key. An entry's id is `<incarnation>-<position>`, and the stream remembers the last id that it gave
+out, even while it is empty. If the key is lost, all of it is lost, and the stream starts again under a greater
+incarnation: ids only grow, so no cursor hides later entries.
 
-An incarnation is the time of its beginning by Redis' clock and a part of the server's run id: after a restart or a
-failover the stream may have lost its newest entries and would give out their positions a second time. The next
-publication sees another run id, and begins an incarnation behind the entries that are left.
+An incarnation is its start time by Redis' clock, plus digits from the server's run id. After a restart or a failover
+the stream may have lost its newest entries, and would give out their positions a second time. The next publication
+sees another run id, and starts a new incarnation after the remaining entries.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from services.rules.unreadable import read_signal
 
 MAX_LENGTH = 20_000
 RETRY_AFTER_S = 1.0
-LOOKED_THROUGH = 1_000  # entries of others, for what may have been taken
+MAX_LATER_ENTRIES = 1_000  # of other publishers, when searching for entries that may have been stored
 
 _INCARNATION = re.compile(r"\d{19}")  # milliseconds since the epoch (13 digits), and 6 of the server's run id
 _FIELD = b"signal"
 _Page = list[tuple[bytes, list[bytes]]]
 _log = structlog.get_logger(__name__)
 
-# The incarnation and the position of the newest id; '' and 0 where there is no stream. Incarnations have one length,
-# and are compared as text: Lua's numbers have 53 bits.
+# Incarnation, position and length of the stream; '', 0 and 0 without a stream. Incarnations have a fixed length and are
+# compared as text, because Lua's numbers have 53 bits.
 _LUA_LAST = """
 local function last_of(key)
   if redis.call('EXISTS', key) == 0 then return '', 0, 0 end
@@ -57,7 +57,7 @@ if #incarnation ~= 19 or string.sub(incarnation, 14) ~= tag then
   local now = redis.call('TIME')
   local began = tonumber(now[1]) * 1000 + math.floor(tonumber(now[2]) / 1000)
   if #incarnation == 19 then began = math.max(began, tonumber(string.sub(incarnation, 1, 13)) + 1) end
-  -- Begun twice in one millisecond, as after a DEL, it counts on from a greater position.
+  -- A stream that starts twice in one millisecond, as after a DEL, continues at a greater position.
   incarnation, position = string.format('%013.0f', began) .. tag, tonumber(now[2]) % 1000 * 1e9
 end
 for i = 2, #ARGV do
@@ -68,8 +68,8 @@ return {1, length + #ARGV - 1}
 """
 )
 
-# From behind the cursor; from the beginning if the cursor is another stream's, or ahead of all that was ever given out
-# here, as after the return of an older Redis.
+# Reads from after the cursor. From the beginning if the cursor belongs to another stream or is ahead of this one, as
+# after an older Redis came back.
 _LUA_READ = (
     _LUA_LAST
     + """
@@ -96,7 +96,8 @@ return 0
 """
 )
 
-# Whether all documents, ARGV[2] and so on, are among the newest ARGV[1] entries: to send those would take too long.
+# Whether all documents, ARGV[2] and following, are among the newest ARGV[1] entries. Runs in Redis: transferring the
+# entries would take too long.
 _LUA_ARE_THERE = """
 local there = {}
 for _, entry in ipairs(redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', ARGV[1])) do
@@ -110,23 +111,24 @@ return 1
 
 
 class RedisBus:
-    """A `SignalBus`. Thread-safe. Nothing in it is precious: what it loses is sent again by the hosts, until it is
-    committed to the database."""
+    """A `SignalBus`. Thread-safe. May lose signals: hosts send them again until the database has them."""
 
     def __init__(self, server: RedisServer, *, prefix: str, max_length: int = MAX_LENGTH) -> None:
         self._server = server
         self._key = f"{prefix}:signals"
         self._max_length = max_length
-        self._is_unsure = False  # whether what was sent last was taken
+        self._is_unsure = False  # whether it is unknown if the last publication was stored
         self._publish = server.client.register_script(_LUA_PUBLISH)
         self._read = server.client.register_script(_LUA_READ)
-        self._look = server.client.register_script(_LUA_ARE_THERE)
+        self._search = server.client.register_script(_LUA_ARE_THERE)
         self._trim = server.client.register_script(_LUA_TRIM)
 
     def publish(self, signals: Sequence[Signal]) -> None:
-        """Append all of them, or none: TooBusy when that would make the stream longer than its bound. When an answer
-        was lost the next call looks first whether they are there: a Redis that is only slow takes each attempt in the
-        end, and would be full of one signal."""
+        """Append all signals or none. Raises TooBusy if the stream would exceed its bound.
+
+        After a lost reply, the next call first searches for the signals: a slow Redis stores every attempt in the end,
+        and would fill up with copies of one signal.
+        """
         if not signals:
             return
         documents = [encode(signal) for signal in signals]
@@ -140,20 +142,20 @@ class RedisBus:
             raise
         if not is_taken:
             raise TooBusy(
-                f"{length} signals wait for the controller, of at most {self._max_length}.",
+                f"{length} of at most {self._max_length} signals wait for the controller.",
                 retry_after_s=RETRY_AFTER_S,
-                hint="see that a controller runs and reaches the database; nothing is lost meanwhile",
+                hint="check that a controller runs and reaches the database; nothing is lost meanwhile",
             )
 
     def _are_there(self, documents: Sequence[bytes]) -> bool:
-        """Whether these are among the newest. Raises Unreachable while Redis does not answer: then nothing is sent."""
+        """Return whether these are among the newest entries. Raises Unreachable if Redis does not answer."""
         with self._server.translated():
-            are_there = self._look(keys=[self._key], args=[len(documents) + LOOKED_THROUGH, *documents])
+            are_there = self._search(keys=[self._key], args=[len(documents) + MAX_LATER_ENTRIES, *documents])
         self._is_unsure = False
         return bool(are_there)
 
     def read(self, after: Cursor | None, *, limit: int) -> list[Delivered]:
-        """Up to `limit` signals behind a cursor, oldest first."""
+        """Return up to `limit` signals after a cursor, oldest first."""
         stream, position = _ours(after)
         first = "-"
         while True:
@@ -162,17 +164,17 @@ class RedisBus:
             delivered = [found for entry in page if (found := _delivered(*entry)) is not None]
             if delivered or not page:
                 return delivered
-            stream, first = "", f"({page[-1][0].decode()}"  # a page of nothing but what cannot be read is no end
+            stream, first = "", f"({page[-1][0].decode()}"  # a page of unreadable entries is not the end
 
     def trim(self, upto: Cursor) -> None:
-        """Forget what is at or before `upto`; a cursor of another stream changes nothing."""
+        """Remove the signals up to and including `upto`. Ignores a cursor of another stream."""
         stream, position = _ours(upto)
         if stream:
             with self._server.translated():
                 self._trim(keys=[self._key], args=[stream, position])
 
     def length(self) -> int:
-        """How many signals are in the stream."""
+        """Return the number of signals in the stream."""
         with self._server.translated():
             return int(cast("Any", self._server.client.xlen(self._key)))
 
@@ -193,6 +195,6 @@ def _delivered(entry_id: bytes, fields: Sequence[bytes]) -> Delivered | None:
     try:
         document = dict(zip(fields[::2], fields[1::2], strict=True)).get(_FIELD, b"")
         return Delivered(cursor, read_signal(document))
-    except InvalidMessage as error:  # to stop here would stop all that follow, for ever; its sender still has it
+    except InvalidMessage as error:  # stopping here would block all later signals for ever; its sender still has it
         _log.error("entry_skipped", position=cursor.position, error=str(error))
         return None

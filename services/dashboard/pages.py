@@ -1,6 +1,6 @@
-"""The live page: a shell that the server renders, filled by our own script from /v1/... and the event stream.
+"""The live page: a shell rendered by the server, which a script fills from /v1/... and the event stream.
 
-The token comes once as `/?token=...`; it is exchanged for a cookie and leaves the address at once.
+The token arrives once as `/?token=...`. It is exchanged for a cookie, and a redirect removes it from the address.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _HEADERS = {
 
 
 def static_files() -> StaticFiles:
-    """The page's script, style and icon; no secrets in them."""
+    """Serve the page's script, style and icon, which contain no secrets."""
     return StaticFiles(directory=str(files("services.dashboard") / "static"))
 
 
 class _Pages(NamedTuple):
     live: str
     missing: str  # without a token
-    wrong: str  # with one that is not valid
+    wrong: str  # with an invalid one
 
 
 @cache
 def _pages() -> _Pages:
-    """Rendered once, when somebody first asks: a supervisor starts without jinja2."""
+    """Render the pages at the first request: a supervisor starts faster without jinja2."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     templates = Environment(
@@ -65,7 +65,7 @@ def _pages() -> _Pages:
 
 
 def router(authenticator: Authenticator, *, secure: bool) -> APIRouter:
-    """`secure`: the service speaks TLS, so the cookie must not travel without."""
+    """`secure`: the service uses TLS, so the cookie must not travel without it."""
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/")

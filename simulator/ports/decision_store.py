@@ -198,7 +198,7 @@ def _supersede(memory: Memory, action_ids: Sequence[str], now: float) -> list[Ev
         if row.state.ended:
             continue
         before = steps.position_of(row)
-        row.state, row.ended_at, row.message = ActionState.SUPERSEDED, now, "overtaken by a newer decision"
+        row.state, row.ended_at, row.message = ActionState.SUPERSEDED, now, "superseded by a newer decision"
         row.version += 1
         memory.action_changes.append(StateChange(row.number, now, row.state, row.phase))
         steps.close_commands(memory, row)

@@ -231,8 +231,8 @@ def test_a_cache_is_refused(server) -> None:
 
 def test_a_key_of_another_program(server, bus, make) -> None:
     server.client.set(KEY, "mine")
-    expect(ConfigurationError, "is not Flyball's", lambda: bus.publish([make.signal(1)]))
-    expect(ConfigurationError, "is not Flyball's", lambda: bus.read(None, limit=1))
+    expect(ConfigurationError, "is used by something else", lambda: bus.publish([make.signal(1)]))
+    expect(ConfigurationError, "is used by something else", lambda: bus.read(None, limit=1))
 
 
 def test_a_server_that_is_stopped_or_away_is_given_up_in_time(server, stopped, make) -> None:

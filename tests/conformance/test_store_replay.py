@@ -205,7 +205,7 @@ def test_the_command_says_how_it_went_by_its_exit_code(decided, ready_url, capsy
         connection.execute(update(decisions).where(decisions.c.number == 3).values(epoch=7))
     assert run_cli(["replay", "--from-db", ready_url, "--job", "job", "-o", "json"]) == 1
     told = json.loads(capsys.readouterr().out)
-    assert (told["exact"], told["differences"]) == (False, ["dec-3 was of epoch 7, and is of 1 here"])
+    assert (told["exact"], told["differences"]) == (False, ["dec-3 was made in epoch 7, but in 1 here"])
     assert run_cli(["replay", "--from-db", ready_url, "--job", "another"]) == 0
     assert "0 decisions reproduced" in capsys.readouterr().out
 

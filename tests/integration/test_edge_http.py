@@ -26,6 +26,7 @@ from flyball.contracts.events import Event, EventKind
 from flyball.contracts.reports.rank_columns import CompletedSteps, RankProgress, Workers
 from flyball.contracts.reports.signals import EngineRestarted, EngineStatus, Report, Signal, WorkerExited
 from flyball.contracts.wire import MAX_MESSAGE_BYTES, WIRE_VERSION, encode
+from services import assembly
 from services.actuator.backends import host_daemons
 from services.main import Supervisor
 from services.runtime.http import http_server
@@ -351,8 +352,11 @@ def test_a_job_that_cannot_be_run_is_refused(client: httpx.Client, wrong: dict[s
     assert items(client, "/v1/jobs") == []
 
 
-def test_a_full_queue_pushes_back_and_nothing_taken_is_lost(start: Callable[..., Supervisor], tmp_path: Path) -> None:
-    supervisor = start(report_queue_size=2)
+def test_a_full_queue_pushes_back_and_nothing_taken_is_lost(
+    start: Callable[..., Supervisor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "MAX_QUEUED_REPORTS", 2)
+    supervisor = start()
     database = sqlite3.connect(tmp_path / "supervisor" / "flyball.sqlite", isolation_level=None, timeout=DEADLINE_S)
     with client_of(supervisor) as client:
         database.execute("BEGIN IMMEDIATE")  # the database takes no writes for a while
@@ -409,8 +413,9 @@ def test_only_injected_faults_are_taken_from_outside(client: httpx.Client) -> No
     assert items(client, "/v1/events", job="demo", kind="job_ended") == []
 
 
-def test_the_number_of_streams_is_bounded(start: Callable[..., Supervisor]) -> None:
-    with client_of(start(max_streams=1)) as client:
+def test_the_number_of_streams_is_bounded(start: Callable[..., Supervisor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "MAX_STREAMS", 1)
+    with client_of(start()) as client:
         with client.stream("GET", "/v1/stream") as first:
             lines = first.iter_lines()  # kept: a forgotten iterator closes its connection
             assert next(lines).startswith("retry:")

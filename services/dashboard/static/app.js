@@ -1,11 +1,11 @@
-// Flyball's live page: reads /v1/..., follows /v1/stream, draws. Everything that comes from a job or a host goes into
-// the page as text, never as markup.
+// Flyball's live page: reads /v1/..., follows /v1/stream, and draws. Data from jobs and hosts goes into the page as
+// text, never as markup.
 "use strict";
 
-const REFRESH_MS = 150; // from an event to the look at what it changed
-const STEPS_REFRESH_MS = 500; // the same for completed steps, which come all the time
+const REFRESH_MS = 150; // from an event to the refresh
+const STEPS_REFRESH_MS = 500; // the same for completed steps, which arrive all the time
 const SLOW_REFRESH_MS = 3000;
-const QUIET_REFRESH_MS = 5000; // also without an event: a host that stopped reporting writes none
+const QUIET_REFRESH_MS = 5000; // even without an event: a host that stops reporting causes none
 const MAX_POINTS = 1500;
 const TIMELINE_LENGTH = 200;
 const TIMELINE_KINDS = [
@@ -86,7 +86,7 @@ function table(heads, rows) {
   return element("table", "", element("thead", "", head), element("tbody", "", ...body));
 }
 
-/** Draw a section anew, but only if its data changed: an animation or a selection in it is left alone otherwise. */
+/** Redraw a section only if its data changed, to keep animations and selections in it. */
 function show(id, data, draw) {
   const seen = JSON.stringify(data);
   if (page.shown.get(id) === seen) return;
@@ -94,7 +94,7 @@ function show(id, data, draw) {
   byId(id).replaceChildren(...[draw(data)].flat());
 }
 
-// --- talking to the supervisor ------------------------------------------------------------------------------------
+// --- requests to the supervisor -----------------------------------------------------------------------------------
 
 async function get(path, query = {}) {
   const parameters = new URLSearchParams();
@@ -106,7 +106,7 @@ async function get(path, query = {}) {
   return answer.json();
 }
 
-/** All items of a list, in as many pages as it takes. */
+/** Fetch all items of a list, page by page. */
 async function getAll(path) {
   const items = [];
   let before = "";
@@ -118,7 +118,7 @@ async function getAll(path) {
   return items;
 }
 
-/** The report, or the one before it while too many ask: the next look has it. */
+/** Fetch the report. While the supervisor is too busy, return the previous one: the next refresh tries again. */
 async function getGoodput(about) {
   try {
     return await get("goodput", about);
@@ -128,7 +128,7 @@ async function getGoodput(about) {
   }
 }
 
-const link = { stream: "connecting", troubles: new Map() }; // what failed the last time it was tried -> why
+const link = { stream: "connecting", troubles: new Map() }; // name of the last failed attempt -> why
 
 function showLink() {
   const text = [...link.troubles.values()][0] ?? link.stream;
@@ -141,8 +141,8 @@ function streamIs(state) {
   showLink();
 }
 
-/** Says in the header why `work` failed, until it is tried again and does not. */
-async function tell(name, work) {
+/** Run `work`. If it fails, show why in the header until it succeeds. */
+async function attempt(name, work) {
   try {
     await work();
     link.troubles.delete(name);
@@ -152,13 +152,13 @@ async function tell(name, work) {
   showLink();
 }
 
-/** Calls `work` soon, never twice at once, and not more often than every `pauseMs`. */
+/** Return a function that runs `work` soon, never twice at once, and at most every `pauseMs`. */
 function paced(name, work, pauseMs) {
   let timer = null, running = false, again = false;
   const run = async () => {
     timer = null;
     running = true;
-    await tell(name, work);
+    await attempt(name, work);
     running = false;
     if (again) { again = false; soon(); }
   };
@@ -175,7 +175,7 @@ const refresh = paced("refresh", async () => {
   const running = jobs.filter((job) => !job.ended_at);
   const job = jobs.find((one) => one.job === page.chosen) ?? running.at(-1) ?? jobs.at(-1) ?? null;
   if (job?.job !== page.job?.job) startOver(job);
-  else if (link.troubles.has("follow")) tell("follow", () => follow(job));
+  else if (link.troubles.has("follow")) attempt("follow", () => follow(job));
   page.job = job;
   const about = job ? { job: job.job } : {};
   const [hosts, incidents, decisions] = await Promise.all([getAll("hosts"), get("incidents", about), get("decisions", about)]);
@@ -217,7 +217,7 @@ function startOver(job) {
   page.incidents = [];
   page.job = job;
   for (const id of ["goodput", "checkpoints", "timeline", "progress"]) { byId(id).replaceChildren(); page.shown.delete(id); }
-  tell("follow", () => follow(job));
+  attempt("follow", () => follow(job));
   refreshSlowly();
 }
 
@@ -230,7 +230,7 @@ async function follow(job) {
   for (const { event } of steps.items) addPoints(event);
   page.timeline = past.items.map((item) => item.event);
   show("timeline", page.timeline, drawTimeline);
-  const parameters = new URLSearchParams({ ...about, after: past.next_after }); // steps were read later: see below
+  const parameters = new URLSearchParams({ ...about, after: past.next_after }); // the handler skips steps read above
   for (const kind of [...TIMELINE_KINDS, "steps"]) parameters.append("kind", kind);
   page.stream = new EventSource(`/v1/stream?${parameters}`);
   page.stream.onopen = () => streamIs("live");
@@ -289,12 +289,12 @@ function showTiles() {
     element("div", "", element("dt", "", name), element("dd", "", value, note ? element("small", "", ` ${note}`) : null), draw ? draw() : null)));
 }
 
-/** NaN and infinities come as words. */
+/** NaN and infinities arrive as text. */
 function lossText(value) {
   return typeof value === "number" ? String(Number(value.toPrecision(5))) : value;
 }
 
-/** The losses that were told of, by step; steps that were done again stand in the place of those that they replace. */
+/** Draw the reported losses by step. A repeated step replaces its earlier loss. */
 function drawLoss() {
   const bySteps = new Map(page.losses.map(({ step, value }) => [step, value]));
   const points = [...bySteps].sort(([a], [b]) => a - b);
@@ -325,7 +325,7 @@ function showHosts(hosts, job) {
 function drawHost(host) {
   const notes = [
     look(host.state) === "good" ? "" : host.reason,
-    host.preempt ? `to be taken away at ${clock(host.preempt)}` : "",
+    host.preempt ? `preempted at ${clock(host.preempt)}` : "",
     host.engine ? `${counted(host.copies, "shard")} held, ${bytes(host.size)}` : "checkpoint engine away",
     host.domain ? `domain ${host.domain}` : "",
   ].filter(Boolean).join(" · ");
@@ -349,10 +349,10 @@ function showIncidents(incidents, decisions) {
   })).toReversed();
   show("open-incidents", data.filter((incident) => OPEN_STATES.has(incident.state)), (open) => open.map(drawIncident));
   show("incident-list", data.filter((incident) => !OPEN_STATES.has(incident.state)), (closed) =>
-    closed.length ? closed.map(drawIncident) : [element("p", "quiet", data.length ? "The one above is the first." : "None so far.")]);
+    closed.length ? closed.map(drawIncident) : [element("p", "quiet", data.length ? "No earlier ones." : "None so far.")]);
 }
 
-/** Seconds since the fault as goodput measures them, or, until it has, since the first observation. */
+/** Return seconds since the fault as measured by goodput or, until that is available, since the first observation. */
 function timesOf(incident, measured) {
   if (measured?.detected_s !== null && measured?.detected_s !== undefined) {
     const about = measured.began_is_estimate ? "≈ " : "";
@@ -384,7 +384,7 @@ function drawIncident(incident) {
     ]));
 }
 
-/** Where the ranks had their bytes from: "memory of host-a; peer host-b over the network (2 ranks)". */
+/** Describe where the ranks restored from: "memory of host-a (1 rank); peer of host-b, over the network (2 ranks)". */
 function sources(restored) {
   const counts = new Map();
   for (const { tier, source_host, socket_bytes } of restored) {
@@ -396,14 +396,14 @@ function sources(restored) {
 
 // --- progress -----------------------------------------------------------------------------------------------------
 
-/** Keep the steps of all ranks together or, in older logs, of one: in data-parallel training all go together. */
+/** Keep the steps of all ranks together or, in older logs, of rank 0: data-parallel ranks step together. */
 function addPoints(event) {
   if (event.rank > 0) return;
   if (Number.isFinite(event.data.loss)) page.losses.push({ step: event.data.loss_step, value: event.data.loss });
   if (page.losses.length > MAX_POINTS) page.losses = page.losses.filter((_, i) => i % 2 === 1);
   event.data.completed_at.forEach((at, i) => page.points.push({ at, step: event.data.first_step + i, generation: event.generation }));
   if (page.points.length > MAX_POINTS) {
-    const old = page.points.length / 2; // the older half with half the detail
+    const old = page.points.length / 2; // keep half the points of the older half
     page.points = page.points.filter((_, i) => i >= old || i % 2 === 0);
   }
 }
@@ -458,7 +458,7 @@ function drawGoodput(report) {
     part.style.flex = `${value / total} 0 0`;
     return part;
   }));
-  stack.setAttribute("aria-hidden", "true"); // the table says the same
+  stack.setAttribute("aria-hidden", "true"); // the table has the same data
   const legend = table([["time for", false], ["seconds", true], ["share", true]], parts.map(({ name, value, colour }) =>
     [element("span", "", element("i", `swatch ${colour}`), words(name)), value.toFixed(2), percent(value / total)]));
   legend.classList.add("legend");
@@ -486,8 +486,8 @@ function drawDecisions(decisions) {
     element("p", "quiet", [decision.decision_id, decision.incident_id, `rule ${words(decision.rule)}`].filter(Boolean).join(" · ")))));
 }
 
-/* Of one rank, or of several of a host: then each value is a list. */
-function restoredWords({ rank, data }) {
+/* An event of one rank, or of several ranks of a host: then each value is a list. */
+function restoredText({ rank, data }) {
   const all = (values) => [...new Set([values].flat())].filter((value) => value !== "").join(", ");
   const who = data.ranks ? `ranks ${all(data.ranks)} have` : `rank ${rank} has`;
   const hosts = all(data.source_host ?? "");
@@ -495,13 +495,13 @@ function restoredWords({ rank, data }) {
   return `${who} step ${all(data.step)} from ${all(data.source_tier)}${hosts ? ` of ${hosts}` : ""} in ${seconds(longest)}`;
 }
 
-const TELL = {
+const DESCRIPTIONS = {
   job_submitted: (e) => `job ${e.job} submitted`,
   job_ended: (e) => `job ${e.job} ended: ${e.data.outcome}`,
   generation_granted: (e) => `generation ${e.generation} granted`,
   generation_started: (e) => `generation ${e.generation} starts ${e.data.restore_step === null || e.data.restore_step === undefined ? "from the beginning" : `from step ${e.data.restore_step}`}`,
   workers_stopped: (e) => `workers of generation ${e.generation} stopped`,
-  restored: (e) => restoredWords(e),
+  restored: (e) => restoredText(e),
   fault_injected: (e) => `fault injected: ${words(e.data.fault)} ${e.data.target ?? ""}`,
   signal: (e) => `signal: ${words(e.data.kind)} from ${e.data.source}`,
   incident_opened: (e) => `${e.incident_id} opened: ${words(e.data.cause)}`,
@@ -510,12 +510,12 @@ const TELL = {
   action_ended: (e) => `${e.data.action_id} ${words(e.data.state)}`,
   host_joined: (e) => `host ${e.host_id} joined`,
   host_left: (e) => `host ${e.host_id} left`,
-  controller_elected: (e) => `a controller leads, epoch ${e.data.epoch}`,
+  controller_elected: (e) => `a controller was elected, epoch ${e.data.epoch}`,
 };
 
 function drawTimeline(events) {
   if (!events.length) return [element("li", "", element("p", "quiet", "Nothing yet."))];
-  return [...events].sort((a, b) => b.at - a.at).map((event) => element("li", "", timeOf(event.at), element("p", "", TELL[event.kind]?.(event) ?? words(event.kind))));
+  return [...events].sort((a, b) => b.at - a.at).map((event) => element("li", "", timeOf(event.at), element("p", "", DESCRIPTIONS[event.kind]?.(event) ?? words(event.kind))));
 }
 
 // --- start --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Open actions as they were read last: of one on very many hosts, only new commands and new answers are read again.
+"""Caches open actions: for one with very many hosts, only new commands and new answers are read again.
 
-An action's commands are written together with its version, under its row's lock, so that their numbers only grow; an
-answer bears the log's revision, which grows in the order of the commits.
+An action's commands are written together with its version, under its row's lock, so their numbers only grow. An answer
+carries the log's revision, which grows in the order of commits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.record.codec import load
 from services.store.sql import events
 from services.store.sql.tables import actions, commands
 
-COLUMNS = [column for column in actions.columns if column is not actions.c.plan]  # of very many hosts it is long
+COLUMNS = [column for column in actions.columns if column is not actions.c.plan]  # which is long with very many hosts
 
 _COMMANDS = select(
     commands.c.number, commands.c.document, commands.c.phase, commands.c.created_at, commands.c.answer
@@ -29,7 +29,7 @@ _COMMANDS = select(
 class CachedAction(msgspec.Struct):
     plan: ActionPlan
     version: int = -1
-    records: dict[int, OutboxCommand] = {}  # number -> as its host answered last, oldest first
+    records: dict[int, OutboxCommand] = {}  # number -> command with its host's last answer, oldest first
 
 
 class ActionCache:
@@ -40,14 +40,14 @@ class ActionCache:
         self._revision = 0
 
     def read(self, connection: Connection, rows: Sequence[Row[Any]]) -> Mapping[int, CachedAction]:
-        """Those of `rows` (of `COLUMNS`), as this transaction sees them."""
+        """Return the actions of `rows` (of `COLUMNS`), as this transaction sees them."""
         revision = events.revision(connection)
-        if revision < self._revision:  # an older copy of the database took its place, where numbers mean something else
+        if revision < self._revision:  # an older copy replaced the database; its numbers mean something else
             self._known = {}
         known = {row.number: self._known[row.number] for row in rows if row.number in self._known}
         for action, number, answer in _answers(connection, known, after=self._revision):
             record = known[action].records.get(number)
-            if record is not None:  # else it is read below, with its answer
+            if record is not None:  # otherwise it is read below, with its answer
                 known[action].records[number] = msgspec.structs.replace(record, update=load(answer, CommandUpdate))
         known |= {
             number: CachedAction(plan)
@@ -65,30 +65,30 @@ class ActionCache:
 
 
 class AnswerCache:
-    """What the hosts' answers say of where ranks stopped, and of hosts that failed. Belongs to one thread."""
+    """Caches where ranks stopped and which hosts failed, by the hosts' answers. Belongs to one thread."""
 
     def __init__(self) -> None:
-        self._told: dict[int, dict[int, CommandUpdate]] = {}  # action -> command -> its answer, without copies
+        self._answers: dict[int, dict[int, CommandUpdate]] = {}  # action -> command -> its answer, without copies
         self._newest: dict[int, ActionAnswers] = {}
         self._revision = 0
 
     def read(self, connection: Connection, numbers: Collection[int]) -> Mapping[int, ActionAnswers]:
-        """Of each of these actions what its hosts said."""
+        """Return action -> the digest of its hosts' answers."""
         revision = events.revision(connection)
         if revision < self._revision:
-            self._told, self._newest = {}, {}
-        known = {number: self._told[number] for number in numbers if number in self._told}
+            self._answers, self._newest = {}, {}
+        known = {number: self._answers[number] for number in numbers if number in self._answers}
         fresh = [*_answers(connection, known, after=self._revision)]
         fresh += _answers(connection, set(numbers) - known.keys(), after=None)
-        told = {number: known.get(number, {}) for number in numbers}
+        answers = {number: known.get(number, {}) for number in numbers}
         for action, number, answer in fresh:
             update = load(answer, CommandUpdate)
             positions = CommandResult(positions=update.result.positions)
-            told[action][number] = msgspec.structs.replace(update, result=positions)
-        changed = {action for action, _, _ in fresh} | (told.keys() - known.keys())
-        newest = {number: known for number, known in self._newest.items() if number in told}
-        newest |= {action: said(told[action][number] for number in sorted(told[action])) for action in changed}
-        self._told, self._newest, self._revision = told, newest, revision
+            answers[action][number] = msgspec.structs.replace(update, result=positions)
+        changed = {action for action, _, _ in fresh} | (answers.keys() - known.keys())
+        newest = {number: known for number, known in self._newest.items() if number in answers}
+        newest |= {action: said(answers[action][number] for number in sorted(answers[action])) for action in changed}
+        self._answers, self._newest, self._revision = answers, newest, revision
         return newest
 
 
@@ -98,7 +98,7 @@ def incident_id(number: int | None) -> str:
 
 
 def load_plans(connection: Connection, numbers: Collection[int]) -> Iterator[tuple[int, ActionPlan]]:
-    """The plans of actions, which never change."""
+    """Yield (number, plan) of actions; plans never change."""
     if numbers:
         query = select(actions.c.number, actions.c.plan).where(actions.c.number.in_(sorted(numbers)))
         for number, plan in connection.execute(query):
@@ -108,7 +108,7 @@ def load_plans(connection: Connection, numbers: Collection[int]) -> Iterator[tup
 def _answers(
     connection: Connection, of_actions: Collection[int], *, after: int | None
 ) -> Iterator[tuple[int, int, str]]:
-    """(action, command, answer) of those that were answered after a revision; None: ever."""
+    """Yield (action, command, answer) of commands answered after a revision; None: ever."""
     if not of_actions:
         return
     query: Select[Any] = select(commands.c.action, commands.c.number, commands.c.answer).where(

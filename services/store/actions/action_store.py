@@ -40,8 +40,8 @@ class SqlActionStore:
         self._copies = PersistentCopies()
 
     def open_actions(self) -> list[ActionProgress]:
-        """Every action that has not ended, with all its commands, oldest first. Where engines and persistent copies are
-        is told of those whose next move may need it."""
+        """Return every action that has not ended, with all its commands, oldest first. Includes engine addresses and
+        persistent copies for those whose next move may need them."""
         with self._one_looks, self._db.read() as connection:
             query = select(*COLUMNS).where(~actions.c.ended).order_by(actions.c.number)
             rows = connection.execute(query).all()
@@ -75,14 +75,14 @@ class SqlActionStore:
         ]
 
     def apply(self, progress: ActionProgress, step: PlaybookStep, now: float) -> bool:
-        """Store a step with its commands, stamped with the present lease epoch; False, and nothing is stored, if the
-        action ended, was superseded, or was moved on by another actuator since `progress` was read."""
+        """Store a step with its commands under the present lease epoch. Return False, and store nothing, if the action
+        ended, was superseded, or was advanced by another actuator since `progress` was read."""
 
         def work(connection: Connection) -> bool:
             number = number_of(progress.action_id)
             issuer = lease.current(connection)  # its lock comes before the action's, as in the controller's commit
             unmoved = (actions.c.number == number, actions.c.version == progress.version, ~actions.c.ended)
-            # Who is being moved by another one is left to it, without waiting; SQLite has one writer at a time.
+            # Do not wait for an action that another actuator is advancing. SQLite has one writer at a time anyway.
             claim = select(actions.c.number).where(*unmoved).with_for_update(skip_locked=True)
             if connection.execute(claim).first() is None:
                 return False
@@ -101,12 +101,12 @@ class SqlActionStore:
         return self._db.transact(work)
 
     def commands_for(self, host_id: str, now: float) -> Sequence[Command]:
-        """The host's commands of open actions that it has not finally answered, oldest first. Notes the first time at
-        which each is handed out."""
+        """Return the host's commands without a final answer, of open actions, oldest first. Records when each is first
+        handed out."""
         return self.commands_for_hosts([host_id], now).get(host_id, [])
 
     def unanswered(self) -> dict[str, tuple[int, int]]:
-        """Each host with open commands -> (the newest one's number, how many); read from an index alone."""
+        """Return host -> (newest number, count) of its open commands. Reads only an index."""
         query = (
             select(commands.c.host_id, func.max(commands.c.number), func.count())
             .where(commands.c.is_open)
@@ -116,13 +116,13 @@ class SqlActionStore:
             return {host_id: (newest, count) for host_id, newest, count in connection.execute(query)}
 
     def daemons_of(self, host_ids: Sequence[str]) -> dict[str, str]:
-        """Host -> the incarnation whose report is the newest stored; without those that never reported."""
+        """Return host -> the incarnation of its newest stored report; omits hosts that never reported."""
         query = select(host_reports.c.host_id, host_reports.c.incarnation).where(host_reports.c.host_id.in_(host_ids))
         with self._db.read() as connection:
             return {row.host_id: row.incarnation for row in connection.execute(query)}
 
     def commands_for_hosts(self, host_ids: Sequence[str], now: float) -> dict[str, list[Command]]:
-        """As `commands_for`, for several hosts at once; those without any are left out."""
+        """Like `commands_for`, for several hosts; omits hosts without commands."""
         query = (
             select(commands.c.number, commands.c.host_id, commands.c.document, commands.c.dispatched_at)
             .where(commands.c.is_open, commands.c.host_id.in_(host_ids))
@@ -132,7 +132,7 @@ class SqlActionStore:
             rows = connection.execute(query).all()
         fresh = [row.number for row in rows if row.dispatched_at == 0.0]
         if fresh:
-            # A command of an action that was superseded meanwhile is not open any more, and must not go out.
+            # Check again: a command of an action that was superseded meanwhile must not go out.
             with self._db.write(durable=False) as connection:
                 connection.execute(
                     sql_update(commands)
@@ -146,8 +146,8 @@ class SqlActionStore:
         return dict(found)
 
     def record(self, update: CommandUpdate) -> None:
-        """Keep a host's answer. It may come twice, late, or out of order: the first final answer stands, and a command
-        never goes back to acknowledged. What was never asked is ignored."""
+        """Store a host's answer. It may arrive twice, late, or out of order: the first final answer stands, and a
+        command never returns to acknowledged. Ignores answers to unknown commands."""
         progress = ACKNOWLEDGED if update.state is UpdateState.ACKNOWLEDGED else ANSWERED
         mine = (commands.c.command_id == update.command_id, commands.c.host_id == update.host_id)
 
@@ -166,7 +166,7 @@ class SqlActionStore:
                 return True
             return connection.execute(select(commands.c.number).where(*mine)).first() is not None
 
-        if not self._db.transact(work, durable=False):  # what is lost is asked for again
+        if not self._db.transact(work, durable=False):  # a lost answer is requested again
             _log.warning("answer_ignored", command_id=update.command_id, host_id=update.host_id, why="never asked")
 
 
@@ -186,5 +186,5 @@ def _progress(row: Row[Any], known: CachedAction) -> ActionProgress:
 
 
 def _stamp() -> Update:
-    """After the log's head was moved on: no other transaction has this revision, and later ones have later ones."""
+    """Stamp answers with the log's revision, after `events.append` moved it: only this transaction has it."""
     return sql_update(commands).values(answer_revision=select(log_head.c.revision).scalar_subquery())

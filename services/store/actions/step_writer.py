@@ -1,4 +1,4 @@
-"""Stores one move of a playbook: used for the first move together with its decision, and for every later one."""
+"""Stores one step of a playbook: the first together with its decision, and every later one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from services.store.sql.tables import action_changes, actions, commands, generat
 
 
 def store(connection: Connection, position: Position, step: PlaybookStep, *, issuer: Issuer, now: float) -> list[Event]:
-    """Write a step of an action whose row the caller has locked and moved on (`values_of`). Returns its events."""
+    """Write a step of an action whose row the caller has locked and updated (`values_of`). Returns its events."""
     if step.message or (step.phase, step.state) != (position.phase, position.state):
         connection.execute(
             insert(action_changes).values(
@@ -45,7 +45,7 @@ def store(connection: Connection, position: Position, step: PlaybookStep, *, iss
 
 
 def values_of(step: PlaybookStep, now: float) -> dict[str, Any]:
-    """The action's columns after a step."""
+    """Return the action's columns after a step."""
     return {
         "phase": step.phase,
         "state": step.state.value,
@@ -58,7 +58,7 @@ def values_of(step: PlaybookStep, now: float) -> dict[str, Any]:
 
 
 def close_commands(connection: Connection, number: int) -> None:
-    """No host is given commands of this action any more."""
+    """Hand out no more commands of this action."""
     connection.execute(update(commands).where(commands.c.action == number, commands.c.is_open).values(is_open=False))
 
 
@@ -79,7 +79,7 @@ def _row(action: int, phase: str, command: Command, now: float) -> dict[str, Any
 
 
 def _withdraw(connection: Connection, number: int, step: PlaybookStep) -> None:
-    """What a host was asked in this phase before is not handed out any more; its answer still counts."""
+    """Stop handing out earlier commands of this phase to the same hosts. Their answers still count."""
     asked_again = sorted({draft.host_id for draft in step.commands})
     connection.execute(
         update(commands)

@@ -1,4 +1,4 @@
-"""The controller's side of the database: the lease, the view, and the one transaction that stores a round."""
+"""The controller's side of the database: the lease, the view, and the transaction that stores a round."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = structlog.get_logger(__name__)
 
 
 class SqlDecisionStore:
-    """A `DecisionStore`. One per controller process: it knows whether this process has held the lease."""
+    """A `DecisionStore`. One per controller process: it remembers whether this process has held the lease."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
@@ -39,10 +39,11 @@ class SqlDecisionStore:
         self._lease = ControllerLease(clock)
         self._views = ViewLoader(clock)
         self._revision = 0  # of the newest view
-        self._is_elected = threading.Event()  # since the last view; a thread of its own may renew the lease
+        self._is_elected = threading.Event()  # since the last view; another thread may renew the lease
 
     def acquire_lease(self, holder: str, ttl_s: float) -> LeaseGrant | None:
-        """Take or renew the lease; None while another holds it. `holder`: "name#incarnation", see `ControllerLease`."""
+        """Take or renew the lease. Return None while another holds it. `holder`: "name#incarnation", see
+        `ControllerLease`."""
 
         def work(connection: Connection) -> LeaseGrant | None:
             acquired = self._lease.acquire(connection, holder, ttl_s)
@@ -61,29 +62,28 @@ class SqlDecisionStore:
         return self._db.transact(work)
 
     def release_lease(self, holder: str) -> None:
-        """Let another controller take over at once; nothing happens if `holder` has it no more."""
+        """Let another controller take over at once. Does nothing if `holder` no longer has the lease."""
         self._db.transact(lambda connection: lease.release(connection, holder))
 
     def went_back(self, holder: str) -> None:
-        """An older copy of the database took its place: what is kept of it here is wrong, and a new epoch has to
-        begin."""
+        """Drop all caches and release the lease, after an older copy replaced the database: a new epoch must begin."""
         self._views = ViewLoader(self._clock)
         self._revision = 0
         self.release_lease(holder)
 
     def cursor(self) -> Cursor | None:
-        """Up to where signals are stored with their decisions; None before the first."""
+        """Return the cursor up to which signals are stored with their decisions, None before the first."""
         with self._db.read() as connection:
             row = connection.execute(select(cursors).where(cursors.c.name == CONTROLLER)).first()
         return Cursor(row.stream, row.position) if row is not None else None
 
     def revision(self) -> int:
-        """A number that changes whenever a view loaded now might differ from one loaded before."""
+        """Return a number that changes whenever a view loaded now might differ from an earlier one."""
         with self._db.read() as connection:
             return events.revision(connection)
 
     def load_view(self, focus: Focus | None = None) -> View:
-        """One consistent read of all that the policy looks at, or of what a round is about; of more than a thousand
+        """Read the policy's input in one snapshot: everything, or what the round is about. For more than a thousand
         hosts, see `HostCache`."""
         if self._is_elected.is_set():
             self._is_elected.clear()
@@ -93,12 +93,12 @@ class SqlDecisionStore:
             return self._views.load(connection, focus)
 
     def running_jobs(self) -> list[tuple[str, int]]:
-        """Jobs that have ranks, each with its size in ranks, as the last view knew them."""
+        """Return the jobs that have ranks, each with its number of ranks, as of the last view."""
         return self._views.running_jobs()
 
     def unseen(self, signals: Sequence[Signal]) -> list[Signal]:
-        """Those that are not stored yet, each once, in their order; what no column can hold has a stand-in: one such
-        signal must not hold up all that follow."""
+        """Return the signals that are not stored yet, each once, in order. Replaces those that no column can hold, so
+        that one of them cannot block all later signals."""
         first: dict[SignalKey, Signal] = {}
         for signal in signal_events.storable(signals):
             first.setdefault(signal_events.key_of(signal), signal)
@@ -122,9 +122,10 @@ class SqlDecisionStore:
         first_steps: Mapping[str, PlaybookStep],
         inputs: RoundInputs | None = None,
     ) -> None:
-        """Store a round of the policy in one transaction, or nothing of it. Raises StaleEpoch if a newer controller has
-        taken the lease. `signals` are unseen ones; `cursor` is behind the last that was read, seen or not. `inputs`, if
-        given, are kept for replays."""
+        """Store a round of the policy in one transaction. Raises StaleEpoch if a newer controller took the lease.
+
+        `signals`: unseen ones. `cursor`: after the last signal read, seen or not. `inputs`: kept for replays.
+        """
         packed = rounds.pack(inputs) if inputs is not None else None
 
         def work(connection: Connection) -> None:
@@ -153,8 +154,8 @@ class SqlDecisionStore:
         self._db.transact(work)
 
     def keep_round(self, inputs: RoundInputs, signals: Sequence[Signal], *, epoch: int, now: float) -> None:
-        """Keep the inputs of a round that is stored already. Raises StaleEpoch if a newer controller leads: its rounds
-        come behind this one, and their order is that of their numbers."""
+        """Keep the inputs of a round that is stored already. Raises StaleEpoch if a newer controller leads, whose
+        rounds must get higher numbers."""
         packed = rounds.pack(inputs)
 
         def work(connection: Connection) -> None:

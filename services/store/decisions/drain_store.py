@@ -1,4 +1,4 @@
-"""What operators want of hosts: that they be left, and that they may have work again."""
+"""Operators' requests about hosts: drain and undrain."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class SqlDrainStore:
         self._db = db
 
     def drain(self, host_id: str, request: DrainRequest, now: float) -> None:
-        """Have the controller move a host's ranks away. Again while the wish stands, it changes its time and reason.
-        Raises NotFound, or Conflict for a host that nobody can ask to save anything."""
+        """Request that the controller move a host's ranks away. Repeated while the request is pending, it changes the
+        deadline and the reason. Raises NotFound, or Conflict for a host that cannot save anything any more."""
 
         def work(connection: Connection) -> None:
             state = _state(connection, host_id)
@@ -30,23 +30,23 @@ class SqlDrainStore:
             if state in _GONE or left_at:
                 how = "gone: its daemon ended" if left_at else state.value.replace("_", " ")
                 raise Conflict(
-                    f"Host {host_id} is {how}: there is nothing on it that could be saved.",
-                    hint="its ranks are moved without being asked to; drain it when it is back",
+                    f"Host {host_id} is {how}: nothing on it can be saved.",
+                    hint="its ranks are moved anyway; drain it when it is back",
                 )
             row = {"host_id": host_id, "state": DrainState.REQUESTED.value, "requested_at": now, "message": ""}
-            wish = {"deadline_at": now + request.within_s, "reason": request.reason}
+            wanted = {"deadline_at": now + request.within_s, "reason": request.reason}
             mine = drains.c.host_id == host_id
-            stands = connection.scalar(select(drains.c.state).where(mine).with_for_update())
-            if stands == DrainState.REQUESTED.value:
-                connection.execute(update(drains).where(mine).values(wish))
+            before = connection.scalar(select(drains.c.state).where(mine).with_for_update())
+            if before == DrainState.REQUESTED.value:
+                connection.execute(update(drains).where(mine).values(wanted))
             else:
-                upsert(connection, drains, [row | wish], replace=("state", "requested_at", "message", *wish))
+                upsert(connection, drains, [row | wanted], replace=("state", "requested_at", "message", *wanted))
             events.append(connection, [])
 
         self._db.transact(work)
 
     def undrain(self, host_id: str, now: float) -> None:
-        """Let a host have work again, also one that was cordoned for another reason. Raises NotFound."""
+        """Give a host work again, even if it was cordoned for another reason. Raises NotFound."""
 
         def work(connection: Connection) -> None:
             state = _state(connection, host_id)
@@ -68,7 +68,7 @@ class SqlDrainStore:
 
 
 def load_drains(connection: Connection) -> dict[str, DrainView]:
-    """By host."""
+    """Return host -> its drain request."""
     return {
         row.host_id: DrainView(DrainState(row.state), row.requested_at, row.deadline_at, row.reason)
         for row in connection.execute(select(drains))
@@ -76,7 +76,7 @@ def load_drains(connection: Connection) -> dict[str, DrainView]:
 
 
 def answer(connection: Connection, change: HostChange) -> None:
-    """Note what became of the wish that a change of its host answers; a newer one stands."""
+    """Record the outcome of the drain request that a change of its host answers. A newer request stays pending."""
     seen = change.ended_drain
     if seen is None:
         return

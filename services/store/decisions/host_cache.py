@@ -1,4 +1,4 @@
-"""The hosts as they were read last: of many thousand, only those that changed since are read and decoded again."""
+"""Caches hosts: of many thousands, only those that changed are read and decoded again."""
 
 from __future__ import annotations
 
@@ -17,68 +17,70 @@ from services.record.host_views import CachedHost
 from services.record.positions import read_positions
 from services.store.sql.tables import host_reports, hosts
 
-PAGE = 1000  # hosts that one query names, or looks at
-PAGES_BUDGET_S = 0.02  # of a view: the time for pages that are not due yet
+PAGE = 1000  # hosts in one query
+PAGES_BUDGET_S = 0.02  # time of a view for pages that are not due yet
 MAX_AGE_S = 5.0
 
 
 class HostCache:
     """Belongs to one thread.
 
-    Even to look which of ten thousand hosts changed takes longer than a decision may wait. So that is done page by
-    page, as far as its time goes: with PAGE hosts and more, what is known of one may be as old as MAX_AGE_S, and the
-    time to the next round."""
+    Even finding out which of ten thousand hosts changed takes longer than a decision may wait. So it happens page by
+    page, within a time budget. With PAGE hosts or more, data of a host may be MAX_AGE_S old, plus the time to the next
+    round."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._hosts: dict[str, CachedHost] = {}
         self._seen: dict[str, CachedHost] = {}  # on the pages of this cycle so far
-        self._joined: dict[str, CachedHost] = {}  # read by name in this cycle: their page may be among those
-        self._looked_at_s = -inf  # pages; -inf: none yet
+        self._joined: dict[str, CachedHost] = {}  # read by name in this cycle; their page may have been read before
+        self._read_pages_at_s = -inf  # -inf: never
         self._expired: set[str] = set()
         self._changed: set[str] = set()
 
     def expire(self, host_ids: Iterable[str]) -> None:
-        """These hosts are to be read again with the next view."""
+        """Read these hosts again with the next view."""
         self._expired.update(host_ids)
 
     def expire_all(self) -> None:
-        """Every host is."""
-        self._looked_at_s = -inf
+        """Read every host again with the next view."""
+        self._read_pages_at_s = -inf
 
     def read(self, connection: Connection, *, pages: int | None = None) -> Mapping[str, CachedHost]:
-        """All hosts that have reported, as this transaction sees them, or, of many, saw them a while ago. By name, but
-        that one of many which is new may be the last. `pages`: to look at, besides hosts that are expired; None: as
-        many as the time is enough for. But for 0, at least the share of all that is due since the last look: so none
-        waits for long. All are looked at first, and again when nobody looked for MAX_AGE_S."""
+        """Return all hosts that have reported, by name; with many hosts some are older than this transaction, and a
+        new one may come last.
+
+        `pages`: how many to read, besides expired hosts; None: as many as the budget allows. Unless it is 0, at least
+        the share that is due since the last call is read, so that no page waits for long. The first call reads all
+        pages, and so does one after a pause of MAX_AGE_S."""
         began_s = self._clock.monotonic_s()
         self._read_expired(connection)
-        if pages == 0 and self._looked_at_s > -inf:
+        if pages == 0 and self._read_pages_at_s > -inf:
             return self._hosts
-        share = (began_s - self._looked_at_s) / MAX_AGE_S
+        share = (began_s - self._read_pages_at_s) / MAX_AGE_S
         due = share * (len(self._hosts) // PAGE + 1)
         if share >= 1.0:
             self._seen, due = {}, inf
-        looked = 0
+        done = 0
         while not self._read_page(connection):
-            looked += 1
+            done += 1
             has_time = self._clock.monotonic_s() - began_s <= PAGES_BUDGET_S
-            if looked >= due and not (has_time and (pages is None or looked < pages)):
+            if done >= due and not (has_time and (pages is None or done < pages)):
                 break
-        self._looked_at_s = began_s
+        self._read_pages_at_s = began_s
         return self._hosts
 
     def changed(self) -> set[str]:
-        """The hosts of which anything was read since this was asked last."""
+        """Return the hosts that were read again since the last call."""
         changed, self._changed = self._changed, set()
         return changed
 
     def _read_expired(self, connection: Connection) -> None:
-        """Also those that joined since their page was looked at. A name that no host has is forgotten: sensors send
-        signals too."""
+        """Read expired hosts again, including those that joined since their page was read. Names that are no hosts are
+        dropped: sensors send signals too."""
         again = sorted(self._expired & self._hosts.keys())
         self._take(connection, self._hosts, again, again)
-        if self._looked_at_s > -inf:
+        if self._read_pages_at_s > -inf:
             unknown = sorted(self._expired - self._hosts.keys())
             joined = {row.host_id: CachedHost(row.host_id) for row in _rows(connection, _MARKS, unknown)}
             self._take(connection, joined, list(joined), list(joined))
@@ -96,7 +98,7 @@ class HostCache:
             _take_report(known[row.host_id], row)
 
     def _read_page(self, connection: Connection) -> bool:
-        """Whether it was the last one. A page that cannot be read as a whole counts as not read."""
+        """Read the next page. Return whether it was the last. A page that fails half-way counts as not read."""
         if not self._seen:
             self._joined = {}
         query = _MARKS.where(hosts.c.host_id > next(reversed(self._seen))) if self._seen else _MARKS
@@ -115,7 +117,7 @@ class HostCache:
             self._hosts |= page
             return False
         joined = {host_id: host for host_id, host in self._joined.items() if host_id not in self._seen}
-        self._hosts, self._seen = self._seen | joined, {}  # without those that are gone
+        self._hosts, self._seen = self._seen | joined, {}  # drops hosts that are gone
         return True
 
 

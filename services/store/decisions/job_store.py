@@ -1,4 +1,4 @@
-"""What users ask for: jobs submitted, submitted again after they ended, and stopped."""
+"""Users' requests about jobs: submit, submit again after the end, stop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from services.store.sql.tables import actions, generations, incidents, job_failu
 
 
 class PastRun(msgspec.Struct, frozen=True):
-    """What an ended job left in the database."""
+    """An ended job, as stored."""
 
     state: JobState
     run: str
@@ -48,9 +48,11 @@ class SqlJobStore:
         run: str = "",
         adopted: Lineage = (),
     ) -> bool:
-        """Record a job; True if it is new, or goes on or begins anew after it had ended; False if the very same one is
-        there already, or it has ended at another moment than `ended_at`: somebody else has begun it again. It may go on
-        from `adopted`, a history that `run` left in a store. Raises Conflict if another job has its name."""
+        """Record a job. Return True if it is new, or resumes or starts afresh after it had ended.
+
+        Return False if the same job exists, or if it ended at another time than `ended_at`: somebody else restarted it.
+        `adopted`: a lineage to continue, which `run` left in a store. Raises Conflict if a different job has its name.
+        """
 
         def work(connection: Connection) -> bool:
             mine = jobs.c.job == spec.job
@@ -79,7 +81,7 @@ class SqlJobStore:
                     if _without_user(load(known.spec, JobSpec)) != _without_user(spec):
                         raise Conflict(
                             f"A job {spec.job!r} with another specification exists.",
-                            hint="give this one another name with --job, or wait for its end",
+                            hint="choose another name with --job, or wait until it ends",
                         ) from None
                     return False
                 _begin_again(connection, known, spec, now, again, run=run, adopted=adopted)
@@ -91,12 +93,12 @@ class SqlJobStore:
         return self._db.transact(work)
 
     def record_killed(self, job: str, now: float) -> None:
-        """If the job was under way when everything of it was killed, its supervisor included, it has ended. For a
-        database that no supervisor uses."""
+        """End a job that ran when all its processes and its supervisor were killed. For a database that no supervisor
+        uses."""
 
         def work(connection: Connection) -> None:
             if not self._db.is_sqlite and leader(connection) is not None:
-                return  # a database that others use too: whoever leads there knows better
+                return  # a shared database: the controller that leads there knows better
             known = connection.scalar(select(jobs.c.job).where(jobs.c.job == job, ~HAS_ENDED))
             if known is not None:
                 change = JobChange(job, JobState.STOPPED, "everything of it was killed")
@@ -106,7 +108,7 @@ class SqlJobStore:
         self._db.transact(work)
 
     def past(self, job: str) -> PastRun | None:
-        """The job as it ended, with the history that it goes on from; None if there is no such job."""
+        """Return the job as it ended, with the lineage to continue from; None if there is no such job."""
         with self._db.read() as connection:
             row = connection.execute(select(jobs).where(jobs.c.job == job)).first()
             if row is None:
@@ -122,7 +124,7 @@ class SqlJobStore:
         return PastRun(JobState(row.state), run, lineage, spec.world_size, row.ended_at)
 
     def request_stop(self, job: str, now: float) -> None:
-        """Have the controller stop a job; nothing happens to one that has ended. Raises NotFound."""
+        """Request that the controller stop a job. Does nothing to one that has ended. Raises NotFound."""
 
         def work(connection: Connection) -> None:
             found = connection.execute(select(jobs.c.stop_requested).where(jobs.c.job == job)).first()
@@ -136,20 +138,20 @@ class SqlJobStore:
 
 
 def _without_user(spec: JobSpec) -> JobSpec:
-    """What makes two submissions the same job: not the variables of the shells that they came from."""
+    """Drop the variables of the submitting shell, which do not make two submissions different jobs."""
     return msgspec.structs.replace(spec, user_env={}, sealed_env={})
 
 
 def _begin_again(
     connection: Connection, known: Row[Any], spec: JobSpec, now: float, again: Again, *, run: str, adopted: Lineage
 ) -> None:
-    """A job that ended is under way again. Its generations are counted on, so that nothing stale acts; its failures,
-    and the restarts that they cost, are forgotten."""
+    """Restart a job that ended. Its generation numbers continue, so that nothing stale acts. Its failures, and the
+    restarts that they used up, are forgotten."""
     before: JobSpec = load(known.spec, JobSpec)
     if again is Again.RESUME and known.newest_step >= 0 and before.world_size != spec.world_size:
         raise Conflict(
-            f"Job {spec.job} was saved by {before.world_size} ranks, and {spec.world_size} cannot go on from that.",
-            hint="run it with as many ranks as before, train anew with --fresh, or choose another name with --job",
+            f"Job {spec.job} was saved by {before.world_size} ranks; {spec.world_size} ranks cannot resume from that.",
+            hint="run it with as many ranks as before, start afresh with --fresh, or choose another name with --job",
         )
     values: dict[str, Any] = {
         "spec": dump(spec),
@@ -162,7 +164,7 @@ def _begin_again(
     if adopted:
         values["run"] = run
     elif again is Again.RESUME and not _has_begun(connection, known):
-        del values["adopted"]  # it ended before it began to go on from that
+        del values["adopted"]  # it ended before it used that lineage
     if again is Again.FRESH:
         values |= {"submitted_at": now, "run": "", "newest_step": -1, "loss": "", "loss_step": -1}
     connection.execute(update(jobs).where(jobs.c.job == spec.job).values(values))
@@ -171,13 +173,13 @@ def _begin_again(
 
 
 def _has_begun(connection: Connection, known: Row[Any]) -> bool:
-    """Whether a generation of the job's present run was granted."""
+    """Return whether a generation of the job's present run was granted."""
     plan = plan_of(connection, known.job, known.generation)
     return plan is not None and plan.run == (known.run or run_id(known.submitted_at))
 
 
 def _close(connection: Connection, job: str, now: float) -> list[Event]:
-    """Nothing is acted on any more that was open in the job's earlier life."""
+    """Close the incidents and actions that the job's earlier life left open."""
     open_incidents = select(incidents.c.document).where(incidents.c.job == job, ~incidents.c.closed)
     closed = [
         msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""Stores what a round of the policy changed, with the events that follow from the rows, so that the two agree."""
+"""Stores the changes of a policy round. The events are derived from the rows, so that the two agree."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from services.store.sql.tables import (
 
 
 def store_hosts(connection: Connection, changes: Sequence[HostChange], now: float) -> list[Event]:
-    """Change the state of hosts that are known."""
+    """Change the state of known hosts."""
     events = []
     for change in sorted(changes, key=lambda change: change.host_id):
         mine = hosts.c.host_id == change.host_id
@@ -53,7 +53,7 @@ def store_hosts(connection: Connection, changes: Sequence[HostChange], now: floa
 
 
 def store_incidents(connection: Connection, changed: Sequence[Incident], decided: Sequence[Decision]) -> list[Event]:
-    """Insert or replace incidents; the first decision that acts on one is the moment at which it was decided."""
+    """Insert or replace incidents. `decided_at` is the time of the first decision that acts on an incident."""
     acted = {decision.incident_id: decision.at for decision in reversed(decided) if decision.action is not None}
     numbers = [number_of(incident.incident_id) for incident in changed]
     known = {row.number: row for row in connection.execute(select(incidents).where(incidents.c.number.in_(numbers)))}
@@ -92,7 +92,7 @@ def store_incidents(connection: Connection, changed: Sequence[Incident], decided
 
 
 def store_decisions(connection: Connection, decided: Sequence[Decision], epoch: int) -> list[Event]:
-    """Insert decisions, and the generations that they grant."""
+    """Insert decisions and the generations that they grant."""
     events = []
     for decision in decided:
         insert_decision(connection, decision, epoch)
@@ -125,7 +125,7 @@ def store_actions(
     issuer: Issuer,
     now: float,
 ) -> list[Event]:
-    """Insert the actions of decisions, each with the first move of its playbook."""
+    """Insert the actions of decisions, each with the first step of its playbook."""
     events = []
     for decision in decided:
         if decision.action is None:
@@ -170,7 +170,7 @@ def store_actions(
 
 
 def supersede(connection: Connection, action_ids: Sequence[str], now: float) -> list[Event]:
-    """End actions that a newer decision has overtaken; those that ended by themselves meanwhile stay as they are."""
+    """End actions that a newer decision supersedes. Those that ended meanwhile stay unchanged."""
     events = []
     for action_id in action_ids:
         number = number_of(action_id)
@@ -179,7 +179,7 @@ def supersede(connection: Connection, action_ids: Sequence[str], now: float) -> 
         if row is None:
             continue
         state = ActionState.SUPERSEDED
-        message = "overtaken by a newer decision"
+        message = "superseded by a newer decision"
         connection.execute(
             update(actions)
             .where(mine)
@@ -202,7 +202,7 @@ def supersede(connection: Connection, action_ids: Sequence[str], now: float) -> 
 
 
 def store_jobs(connection: Connection, changes: Sequence[JobChange], now: float) -> list[Event]:
-    """Change the state of jobs, and keep how their generations failed."""
+    """Change the state of jobs, and record how their generations failed."""
     events = []
     for change in changes:
         mine = jobs.c.job == change.job

@@ -1,7 +1,7 @@
-"""Keeps what each round of the policy decided from, so that it can be replayed: compressed, and only the newest.
+"""Keeps the inputs of the newest policy rounds, compressed, for replays.
 
-A large one is kept in pieces: a MySQL server refuses packets above its `max_allowed_packet`, and rows that are large
-for its log."""
+Large inputs are kept in pieces: a MySQL server refuses packets above its `max_allowed_packet`, and rows too large for
+its log."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from services.store.sql.tables import round_pieces, rounds, signals
 
 KEPT = 10_000
 KEPT_BYTES = 256 * 2**20  # of all rounds together
-PIECE_BYTES = 4 * 2**20  # a quarter of what a MySQL server takes in one packet
-FAST = 1  # a view is much the same thing over and over: the best compression takes five times as long for a tenth less
+PIECE_BYTES = 4 * 2**20  # a quarter of a MySQL server's default packet limit
+FAST = 1  # views are repetitive: the best compression takes five times as long to save a tenth
 
 _log = structlog.get_logger(__name__)
 
 
 def pack(inputs: RoundInputs) -> bytes:
-    """The bytes under which inputs are kept."""
+    """Return the compressed inputs."""
     return zlib.compress(msgspec.msgpack.encode(inputs), FAST)
 
 
 def store(connection: Connection, packed: bytes, fresh: Sequence[Signal], *, epoch: int, now: float) -> None:
-    """Keep a round, and drop those for which there is no room any more."""
+    """Keep a round, and drop old ones that exceed the bounds."""
     if len(packed) > KEPT_BYTES:
-        _log.warning("round_not_kept", size_bytes=len(packed), largest_bytes=KEPT_BYTES)  # a replay tells it as missing
+        _log.warning("round_not_kept", size_bytes=len(packed), largest_bytes=KEPT_BYTES)  # a replay lists it as missing
         return
     newest = connection.execute(
         select(func.coalesce(func.max(rounds.c.number), 0), func.coalesce(func.max(rounds.c.total_bytes), 0))
@@ -68,14 +68,14 @@ def store(connection: Connection, packed: bytes, fresh: Sequence[Signal], *, epo
 
 
 def read(connection: Connection) -> Iterator[StoredRound]:
-    """All that are kept, oldest first, with their signals in the order in which they were read."""
+    """Yield the kept rounds, oldest first, with their signals in the order of reading."""
     for row in connection.execute(select(rounds).order_by(rounds.c.number)).yield_per(16):
         try:
             packed = b"".join((row.inputs, *_pieces(connection, row.number)))
             inputs = wire.unpack(zlib.decompress(packed), RoundInputs)
         except (msgspec.MsgspecError, zlib.error) as error:
             raise StateVersionMismatch(
-                f"Round {row.number} was kept by release {row.version}, and cannot be read: {error}.",
+                f"Round {row.number} was written by release {row.version} and cannot be read: {error}.",
                 hint=f"replay it with release {row.version}",
             ) from error
         keys = load(row.signals, list[tuple[str, str, int]])

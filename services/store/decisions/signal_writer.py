@@ -1,4 +1,4 @@
-"""Stores signals with what follows from them by itself: watermarks and exited ranks."""
+"""Stores signals, and what follows from them directly: watermarks and exited ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from services.store.reports.status_store import raise_newest_step, read_watermar
 from services.store.sql.rows import upsert
 from services.store.sql.tables import generations, ranks, signals, watermarks
 
-MAX_GAP = 20_000  # seqs that may wait behind a missing one; more than a daemon spools
+MAX_GAP = 20_000  # seqs that may wait after a missing one; more than a daemon spools
 
 
 def known_keys(connection: Connection, wanted: Sequence[Signal]) -> set[SignalKey]:
-    """Which of these are stored already."""
+    """Return the keys of those that are stored already."""
     seqs: dict[tuple[str, str], list[int]] = {}
     for signal in wanted:
         seqs.setdefault((signal.source, signal.incarnation), []).append(signal.seq)
@@ -36,13 +36,13 @@ def known_keys(connection: Connection, wanted: Sequence[Signal]) -> set[SignalKe
     )
     query = select(signals.c.source, signals.c.incarnation, signals.c.seq).where(found)
     stored = {(row.source, row.incarnation, row.seq) for row in connection.execute(query)}
-    marks = read_watermarks(connection, seqs)  # old signals are removed, and may come again all the same
+    marks = read_watermarks(connection, seqs)  # signals that retention removed may still arrive again
     return stored | {(*sender, seq) for sender, mark in marks.items() for seq in seqs[sender] if seq <= mark}
 
 
 def store(connection: Connection, fresh: Sequence[Signal], now: float) -> list[Event]:
-    """Insert signals that are not stored yet. One that speaks of a job or generation that was never granted is kept as
-    it is, and touches nothing else."""
+    """Insert signals that are not stored yet. One that names a job or generation that was never granted is stored
+    unchanged, and affects nothing else."""
     if not fresh:
         return []
     subjects = [subject_of(signal) for signal in fresh]
@@ -69,11 +69,11 @@ def store(connection: Connection, fresh: Sequence[Signal], now: float) -> list[E
 
 
 def store_exits(connection: Connection, fresh: Sequence[Signal]) -> None:
-    """Note on the ranks that their workers ended, as their own hosts say, and let their last steps count for their
-    jobs. The first word on a worker stands."""
-    told = [(signal, signal.body) for signal in fresh if isinstance(signal.body, WorkerExited)]
-    host_of = _hosts_of_ranks(connection, {(body.job, body.generation) for _, body in told}) if told else {}
-    exits = [(s, body) for s, body in told if host_of.get((body.job, body.generation, body.rank)) == s.source]
+    """Record the exits of workers on their ranks, and raise the newest step of their jobs. Accepts only reports of a
+    rank's own host; the first one about a worker stands."""
+    received = [(signal, signal.body) for signal in fresh if isinstance(signal.body, WorkerExited)]
+    host_of = _hosts_of_ranks(connection, {(body.job, body.generation) for _, body in received}) if received else {}
+    exits = [(s, body) for s, body in received if host_of.get((body.job, body.generation, body.rank)) == s.source]
     if not exits:
         return
     names = sorted({body.job for _, body in exits})
@@ -112,7 +112,7 @@ def store_exits(connection: Connection, fresh: Sequence[Signal]) -> None:
 
 
 def _hosts_of_ranks(connection: Connection, wanted: set[tuple[str, int]]) -> dict[tuple[str, int, int], str]:
-    """(job, generation, rank) -> the host that was given the rank; nothing of generations that were never granted."""
+    """Return (job, generation, rank) -> the host that was given the rank. Omits generations that were never granted."""
     query = select(generations.c.plan).where(tuple_(generations.c.job, generations.c.generation).in_(sorted(wanted)))
     plans: list[GenerationPlan] = [load(document, GenerationPlan) for document in connection.scalars(query)]
     return {
@@ -121,7 +121,7 @@ def _hosts_of_ranks(connection: Connection, wanted: set[tuple[str, int]]) -> dic
 
 
 def raise_watermarks(connection: Connection, senders: Collection[Sender]) -> None:
-    """Count every signal that is stored right behind a sender's watermark as committed."""
+    """Raise each sender's watermark over all signals that are stored directly after it."""
     marks = read_watermarks(connection, senders)
     rows = []
     for source, incarnation in sorted(senders):

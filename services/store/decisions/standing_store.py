@@ -1,4 +1,4 @@
-"""What hosts obeyed, compared with what this database knows; and what is taken over from hosts that are ahead of it."""
+"""Compares what hosts obeyed with what this database knows, and adopts jobs from hosts that are ahead of it."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class SqlStandings:
         self._clock = clock
 
     def judge(self, obeyed: Mapping[str, LastObeyed]) -> Judgement:
-        """Whose commands these are, and which of these hosts know more than this database."""
-        told = {host: one for host, one in obeyed.items() if one != LastObeyed()}
+        """Return this database's identity, and which of these hosts know more than it does."""
+        last = {host: one for host, one in obeyed.items() if one != LastObeyed()}
         with self._db.read() as connection:
             here = connection.execute(_HERE).one()
-            ids = sorted({one.command_id for one in told.values() if one.command_id})
+            ids = sorted({one.command_id for one in last.values() if one.command_id})
             known = set(connection.scalars(select(commands.c.command_id).where(commands.c.command_id.in_(ids))))
             ahead = {
                 host
-                for host, one in told.items()
+                for host, one in last.items()
                 if not database_knows(
                     one, cluster=here.cluster_id, epoch=here.epoch, is_command_known=one.command_id in known
                 )
@@ -49,13 +49,13 @@ class SqlStandings:
                 ahead -= {
                     row.host_id
                     for row in connection.execute(settled)
-                    if _is_settled(row, told[row.host_id], here.epoch)
+                    if _is_settled(row, last[row.host_id], here.epoch)
                 }
         return Judgement(here.cluster_id, here.incarnation, frozenset(ahead))
 
     def tell(self, standing: HostStanding) -> None:
-        """Keep what a host tells, for the controller, if it is ahead. Signals that it cannot send again are not waited
-        for."""
+        """Store a host's standing for the controller, if the host is ahead. Raises watermarks over the signals that it
+        cannot send again."""
         now = self._clock.wall_s()
         row = {
             "told_at": now,
@@ -93,12 +93,12 @@ def cluster_id(connection: Connection) -> str:
 
 
 def decision_floor(connection: Connection) -> int:
-    """Up to here numbers of decisions were given out, perhaps by another copy of the database."""
+    """Return the number up to which decisions were numbered, perhaps by another copy of the database."""
     return int(connection.scalar(select(cluster.c.decision_floor)) or 0)
 
 
 def unsettled(connection: Connection) -> tuple[ToldStanding, ...]:
-    """What hosts told that are ahead, by their names; nothing, as a rule."""
+    """Return the standings of hosts that are ahead, by host. Usually empty."""
     query = select(standings).where(~standings.c.is_settled).order_by(standings.c.host_id)
     return tuple(
         ToldStanding(load(row.document, HostStanding), row.told_at, row.first_told_at)
@@ -107,14 +107,14 @@ def unsettled(connection: Connection) -> tuple[ToldStanding, ...]:
 
 
 def adopt(connection: Connection, adoption: Adoption, now: float) -> list[Event]:
-    """Take over what hosts told: the jobs that they run, and counters above all that they have seen."""
+    """Adopt the jobs that hosts run, and raise counters above everything that the hosts have seen."""
     news: list[Event] = []
     for job in adoption.jobs:
         news += _adopt_job(connection, job, now)
-    told = [
+    settled = [
         (one.standing.host_id, one.standing.obeyed.cluster, one.standing.obeyed.command_id) for one in adoption.settled
     ]
-    same = tuple_(standings.c.host_id, standings.c.cluster, standings.c.command_id).in_(told)
+    same = tuple_(standings.c.host_id, standings.c.cluster, standings.c.command_id).in_(settled)
     connection.execute(update(standings).where(same).values(is_settled=True))
     connection.execute(
         update(cluster)
@@ -138,7 +138,7 @@ def _knows(connection: Connection, cluster_id: str, epoch: int, obeyed: LastObey
 
 
 def _is_settled(row: Row[Any], obeyed: LastObeyed, epoch: int) -> bool:
-    """Whether what a host obeyed was taken over; what it told of that on the way is no news then."""
+    """Return whether the host's last command was adopted already; a standing sent before that is no news."""
     is_same = (row.cluster, row.command_id) == (obeyed.cluster, obeyed.command_id)
     return bool(row.is_settled) and is_same and obeyed.epoch <= epoch
 

@@ -1,5 +1,8 @@
-"""Builds the policy's view from the tables: one snapshot, hosts by the thousand apart (`HostCache`), and only what
-changed is read and decoded again; of very many hosts, only what a round is about (`services.controller.focus`)."""
+"""Builds the policy's view from the tables, in one snapshot.
+
+Only changes are read and decoded again; `HostCache` reads thousands of hosts in pages. With very many hosts the view
+contains only what a round is about (`services.controller.focus`).
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,12 @@ from services.store.reports.rank_rows import RecordedRank, recorded_ranks
 from services.store.reports.shared_reads import HAS_ENDED, open_incidents, plan_of
 from services.store.sql.tables import actions, decisions, generations, incidents, job_failures, jobs
 
-TURN_PAGES = 2  # of hosts, looked at with jobs whose turn it is: all hosts are before all jobs
-LOSSES_KEPT = 1000  # incidents that a new leader looks at
-HOST_RANKS = 8  # a host counts for, at least, in the size of a job
+TURN_PAGES = 2  # pages of hosts read in a round for jobs whose turn it is: all hosts come up before all jobs
+LOSSES_KEPT = 1000  # incidents that a new leader reads
+HOST_RANKS = 8  # the least that a host adds to the size of a job
 
 _HOST_ID: Any = attrgetter("host_id")
-_SUBMITTED = JobState.SUBMITTED.value  # also one that has been submitted again: it has no ranks yet
+_SUBMITTED = JobState.SUBMITTED.value  # also after a job was submitted again: it has no ranks yet
 _FAILED = (ActionState.FAILED, ActionState.TIMED_OUT)
 _Rows = Mapping[Any, Sequence[Row[Any]]]
 
@@ -60,18 +63,18 @@ class _Plan(msgspec.Struct, frozen=True):
 
 
 class RecentLosses:
-    """How often hosts were lost lately: the newest incidents are read once, and followed while they are open."""
+    """Counts recent losses of hosts. Reads the newest incidents once, and follows them while they are open."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._incidents: dict[str, Incident] | None = None
 
     def forget(self) -> None:
-        """Another controller may have led."""
+        """Read the incidents again: another controller may have led."""
         self._incidents = None
 
     def read(self, connection: Connection, open_incidents: Sequence[Incident]) -> Mapping[str, int]:
-        """By host; those that were not lost are left out."""
+        """Return host -> number of losses; omits hosts that were not lost."""
         if self._incidents is None:
             query = select(incidents.c.document).order_by(incidents.c.number.desc()).limit(LOSSES_KEPT)
             newest: list[Incident] = [load(document, Incident) for document in connection.scalars(query)]
@@ -85,7 +88,7 @@ class RecentLosses:
 
 
 class ViewLoader:
-    """Keeps what it has decoded: plans, which never change, and hosts as long as they do not. Belongs to one thread."""
+    """Caches plans, which never change, and hosts until they change. Belongs to one thread."""
 
     def __init__(self, clock: Clock) -> None:
         self._hosts = HostCache(clock)
@@ -99,21 +102,21 @@ class ViewLoader:
         self._losses = RecentLosses(clock)
 
     def expire_hosts(self, host_ids: Iterable[str]) -> None:
-        """These hosts have changed."""
+        """Read these hosts again: they changed."""
         self._hosts.expire(host_ids)
 
     def expire_all_hosts(self) -> None:
-        """Another controller may have changed any of them."""
+        """Read all hosts again: another controller may have changed them."""
         self._hosts.expire_all()
         self._losses.forget()
 
     def running_jobs(self) -> list[tuple[str, int]]:
-        """Jobs that have ranks, each with its size in ranks, as of the last view."""
+        """Return the jobs that have ranks, each with its number of ranks, as of the last view."""
         return [(job, max(known.ranks, HOST_RANKS * len(known.given))) for (job, _), known in self._plans.items()]
 
     def load(self, connection: Connection, focus: Focus | None = None) -> View:
-        """Jobs that have not ended, or still have something open or workers somewhere; all hosts, open incidents, and
-        their actions. With a focus what `focused` makes of that, without looking at all hosts for it."""
+        """Load jobs that have not ended or still have open incidents, actions or workers; all hosts; open incidents and
+        their actions. With a focus, return what `focused` selects from that, without reading all hosts."""
         unresolved = tuple(open_incidents(connection))
         self._hosts.expire(incident.host_id for incident in unresolved if incident.host_id)
         if focus is not None:
@@ -125,28 +128,28 @@ class ViewLoader:
         answers = self._answers.read(connection, numbers)
         action_views = _actions(connection, action_rows, self._actions, answers)
         failed = {action.action_id: action.plan.stop_hosts for action in action_views if action.state in _FAILED}
-        for action_id in failed.keys() - self._failed:  # perhaps for a step that its hosts do not have any more
+        for action_id in failed.keys() - self._failed:  # perhaps because its hosts no longer have the step
             self._hosts.expire(failed[action_id])
         self._failed = set(failed)
         cached = self._hosts.read(connection, pages=None if focus is None else TURN_PAGES if focus.jobs else 0)
-        told = standing_store.unsettled(connection)
-        named = open_jobs(unresolved, action_views) | {held.spec.job for one in told for held in one.standing.jobs}
-        named.update(job for one in told for job in one.standing.ended)
+        ahead = standing_store.unsettled(connection)
+        named = open_jobs(unresolved, action_views) | {held.spec.job for one in ahead for held in one.standing.jobs}
+        named.update(job for one in ahead for job in one.standing.ended)
         rows = _job_rows(connection, named.union(*(host.workers for host in cached.values())))
         running = self._generations(connection, [row.job for row in rows])
         placed, newest = self._placed(rows, running)
         drains = load_drains(connection)
         shown = list(cached.values())
         self._others.note(cached, self._hosts.changed(), placed, newest)
-        spoken_of = named_hosts(focus.signals) if focus is not None else set()
+        signalled = named_hosts(focus.signals) if focus is not None else set()
         if focus is not None:
             named |= focus.jobs | named_jobs(focus.signals)
             named.update(row.job for row in rows if asks(JobState(row.state), stop_requested=bool(row.stop_requested)))
-            named.update(placed[name] for name in (*spoken_of, *drains) if name in cached and name in placed)
+            named.update(placed[name] for name in (*signalled, *drains) if name in cached and name in placed)
             rows = [row for row in rows if row.job in named]
         job_views = self._jobs(connection, rows, running, cached)
         if focus is not None:
-            involved = {*spoken_of, *drains, *open_hosts(unresolved, action_views), *placed_hosts(job_views)}
+            involved = {*signalled, *drains, *open_hosts(unresolved, action_views), *placed_hosts(job_views)}
             involved.update(self._others.of(named))
             shown = [cached[name] for name in involved if name in cached]
         shown.sort(key=_HOST_ID)
@@ -166,11 +169,11 @@ class ViewLoader:
             next_decision=max(_next(connection, decisions), standing_store.decision_floor(connection) + 1),
             is_whole=focus is None,
             cluster=standing_store.cluster_id(connection),
-            standings=told,
+            standings=ahead,
         )
 
     def _placed(self, rows: Sequence[Row[Any]], running: Mapping[str, Any]) -> tuple[Mapping[str, str], Newest]:
-        """Host -> the job that has ranks on it, and what is newest of each job."""
+        """Return host -> the job that has ranks on it, and job -> (newest generation, whether it ended)."""
         placed: dict[str, str] = {}
         newest: dict[str, tuple[int, bool]] = {}
         for row in rows:
@@ -195,7 +198,7 @@ class ViewLoader:
             for row in rows
             if row.job in running
         }
-        # Of a rank whose position is known only its end is news: else there is a row of each of very many.
+        # If the positions of all ranks are known, read only rows of ended ranks: each of very many ranks has a row.
         whole = {
             row.job
             for row in rows
@@ -237,7 +240,7 @@ class ViewLoader:
         )
 
     def _generations(self, connection: Connection, names: Sequence[str]) -> Mapping[str, Any]:
-        """The newest generation of each job; its plan, which may be long, is read once."""
+        """Return the newest generation of each job. Reads each plan, which may be long, only once."""
         if not names:
             return {}
         columns = generations.c
@@ -301,7 +304,7 @@ def _generation(row: Any, plan: GenerationPlan, seen: Mapping[int, RankView]) ->
 
 
 def _before(row: Any, granted: GenerationView | None) -> GenerationView | None:  # noqa: ANN401
-    """What a job that was submitted again goes on from: nothing, if this is another run of it."""
+    """Return what a resubmitted job continues from. Its lineage is empty if this is another run."""
     if row.adopted:
         lineage: Lineage = load(row.adopted, Lineage)
         number = max(lineage[-1].generation, row.generation)
@@ -331,7 +334,7 @@ def _action_rows(connection: Connection, open_incidents: Sequence[Incident]) -> 
     is_failed_start = (actions.c.phase == "start") & actions.c.state.in_([state.value for state in _FAILED])
     of_running = actions.c.number.in_(list(connection.scalars(running)))
     rows: dict[int, Row[Any]] = {}
-    # Each condition by its own index: for all at once MySQL would read every action that there ever was.
+    # One query per condition, so that each uses its index: for all at once MySQL would read every action ever stored.
     for wanted in (~actions.c.ended, actions.c.number.in_(newest), is_failed_start & of_running):
         rows |= {row.number: row for row in connection.execute(select(*COLUMNS).where(wanted))}
     return [rows[number] for number in sorted(rows)]

@@ -1,4 +1,4 @@
-"""What happened: incidents and decisions with everything that belongs to them."""
+"""History for users: incidents and decisions with everything that belongs to them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Json = dict[str, Any]
 
 _FIRST = Page()
 MAX_SIGNALS = 2000
-BEFORE_S = 5.0  # clocks of observers differ: a signal may look that much older than the first of its incident
+BEFORE_S = 5.0  # observers' clocks differ: a signal may seem this much older than its incident's first
 
 
 def incidents(
     connection: Connection, job: str | None, numbers: Sequence[int] | None = None, page: Page = _FIRST
 ) -> list[Json]:
-    """A page of the incidents of a job or of all, or those of these numbers; oldest first."""
+    """Return a page of the incidents of one job or of all, or those with these numbers, oldest first."""
     query = select(tables.incidents)
     if job is not None:
         query = query.where(tables.incidents.c.job == job)
@@ -79,7 +79,7 @@ def _incident(
         "decided_at": moment(row.decided_at),
         "resolved_at": moment(incident.resolved_at),
         "hold_until": moment(incident.hold_until),
-        "signal": _telling(incident.cause, kinds),
+        "signal": _cause_signal(incident.cause, kinds),
         "signals": kinds,
         "decisions": [decision.kind for decision in acting],
         "decision_ids": [f"dec-{decision.number}" for decision in decided],
@@ -91,14 +91,14 @@ def _incident(
     }
 
 
-def _telling(cause: str, kinds: Sequence[str]) -> str:
-    """The signal that the cause was told by; a worker's exit has several causes."""
-    told_by = cause if cause in kinds else "worker_exited"
-    return told_by if told_by in kinds else next(iter(kinds), "")
+def _cause_signal(cause: str, kinds: Sequence[str]) -> str:
+    """Return the kind of the signal that revealed the cause; a worker's exit has several causes."""
+    kind = cause if cause in kinds else "worker_exited"
+    return kind if kind in kinds else next(iter(kinds), "")
 
 
 def decisions(connection: Connection, job: str | None, page: Page = _FIRST) -> list[Json]:
-    """A page of the decisions of a job or of all, oldest first, each with the state of its action."""
+    """Return a page of the decisions of one job or of all, oldest first, each with the state of its action."""
     query = select(tables.decisions.c.document, tables.actions.c.state, tables.actions.c.phase).join(
         tables.actions, tables.actions.c.number == tables.decisions.c.number, isouter=True
     )
@@ -127,7 +127,7 @@ def _decision(decision: Decision) -> Json:
 
 
 def decision(connection: Connection, number: int) -> list[Json]:
-    """One decision with all that belongs to it; an empty list if there is none of that number."""
+    """Return one decision with everything that belongs to it; an empty list if there is none with that number."""
     row = connection.execute(select(tables.decisions).where(tables.decisions.c.number == number)).first()
     if row is None:
         return []
@@ -209,7 +209,7 @@ def _command(row: Row[Any]) -> Json:
 def _grouped(
     connection: Connection, table: Table, column: str, numbers: Sequence[int]
 ) -> defaultdict[int, list[Row[Any]]]:
-    """Rows of a table by the number of what they belong to, in the order in which they were written."""
+    """Return `column` -> its rows in the order of writing, for these numbers."""
     groups: defaultdict[int, list[Row[Any]]] = defaultdict(list)
     query = select(table).where(table.c[column].in_(numbers)).order_by(table.c.number)
     for row in connection.execute(query):
@@ -218,7 +218,7 @@ def _grouped(
 
 
 def _signals(connection: Connection, about: Sequence[Incident]) -> list[tuple[Row[Any], Signal]]:
-    """The newest signals about the jobs and hosts of these incidents, in the order in which they were stored."""
+    """Return the newest signals about the jobs and hosts of these incidents, in the order of storing."""
     columns = tables.signals.c
     jobs = sorted({incident.job for incident in about if incident.job})
     hosts = sorted({incident.host_id for incident in about if incident.host_id})
@@ -233,7 +233,7 @@ def _signals(connection: Connection, about: Sequence[Incident]) -> list[tuple[Ro
 
 
 def _belongs(row: Row[Any], incident: Incident) -> bool:
-    """A signal belongs to an incident of its job and generation, or of its host at about that time."""
+    """Return whether a signal is about the incident's job and generation, or about its host at about that time."""
     if row.job and row.job == incident.job and row.generation == incident.generation:
         return True
     began = (incident.observed_at or incident.opened_at) - BEFORE_S
@@ -242,7 +242,7 @@ def _belongs(row: Row[Any], incident: Incident) -> bool:
 
 
 def _restored(connection: Connection, rows: Sequence[Row[Any]]) -> dict[int, list[Json]]:
-    """Per number of a decision that granted a generation: where its ranks had their bytes from."""
+    """Return decision number -> where the ranks of the generation it granted restored their bytes from."""
     generations, ranks = tables.generations, tables.ranks
     numbers = [row.number for row in rows]
     if not numbers:

@@ -1,4 +1,4 @@
-"""What is: jobs with their ranks, hosts, verified copies."""
+"""The present state for users: jobs with their ranks, hosts, verified copies."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _LOST = {HostState.SILENT.value, HostState.IN_REPAIR.value}
 
 
 def moment(at: float) -> float | None:
-    """0.0 stands for never in the tables."""
+    """Turn the tables' 0.0, which means never, into None."""
     return at or None
 
 
 def jobs(
     connection: Connection, name: str | None = None, page: Page = _FIRST, *, open_only: bool = False
 ) -> list[Json]:
-    """A page of all jobs (or of those that have not ended), oldest first, or the one of that name, with the newest
-    generation that was granted."""
+    """Return a page of all jobs (or of those that have not ended), oldest first, or the one with that name. Each has
+    the newest granted generation."""
     columns = tables.jobs.c
     query = select(tables.jobs).order_by(columns.submitted_at.desc(), columns.job.desc()).limit(page.limit)
     if name is not None:
@@ -73,7 +73,7 @@ def _plans(connection: Connection, names: Collection[str]) -> dict[str, Generati
 
 
 def _save_intervals(connection: Connection, plans: Mapping[str, GenerationPlan]) -> dict[str, Json]:
-    """How far apart the steps of each job are that are saved, as the engine says that decides it: rank 0's."""
+    """Return each job's interval of saved steps, as reported by the engine that decides it: rank 0's."""
     leaders = {plan.job: host.host_id for plan in plans.values() for host in plan.hosts if 0 in host.ranks}
     hosts = tables.hosts.c
     query = select(hosts.host_id, hosts.engine).where(hosts.host_id.in_(sorted(set(leaders.values()))))
@@ -81,11 +81,11 @@ def _save_intervals(connection: Connection, plans: Mapping[str, GenerationPlan])
         row.host_id: load(row.engine, EngineStatus) for row in connection.execute(query)
     }
     return {
-        told.job: {"wanted_steps": told.wanted_steps, "every_steps": told.every_steps}
-        | {"save_s": told.save_s, "step_s": told.step_s}
+        reported.job: {"wanted_steps": reported.wanted_steps, "every_steps": reported.every_steps}
+        | {"save_s": reported.save_s, "step_s": reported.step_s}
         for job, host_id in leaders.items()
-        for told in (engines[host_id].intervals if host_id in engines else ())
-        if (told.job, told.generation) == (job, plans[job].generation)
+        for reported in (engines[host_id].intervals if host_id in engines else ())
+        if (reported.job, reported.generation) == (job, plans[job].generation)
     }
 
 
@@ -138,8 +138,8 @@ _NOTHING: Json = {"reported_at": None, "exit_code": None, "signal_number": None}
 def hosts(
     connection: Connection, host_id: str | None = None, page: Page = _FIRST, *, also_left: bool = False
 ) -> list[Json]:
-    """A page of the hosts, by name, or the one of that name, with the job that has ranks on each. Without `also_left`
-    those that ended in order are left out."""
+    """Return a page of the hosts by name, or the one with that name, each with the job that has ranks on it. Omits
+    hosts that left in an orderly way, unless `also_left`."""
     names = set(connection.scalars(select(tables.jobs.c.job).where(~HAS_ENDED)))
     placed = {
         host.host_id: (plan.job, list(host.ranks)) for plan in _plans(connection, names).values() for host in plan.hosts
@@ -166,7 +166,7 @@ def hosts(
 
 
 def _drains(connection: Connection) -> dict[str, Json]:
-    """What operators want of hosts, and whether it is so: drained is a host whose ranks train elsewhere."""
+    """Return host -> its drain request and state. A host is drained once its ranks train elsewhere."""
     drains, host_state = tables.drains, tables.hosts.c.state.label("host_state")
     rows = connection.execute(select(drains, host_state).join(tables.hosts, _OF)).all()
     if not rows:
@@ -215,7 +215,8 @@ def _host(row: Row[Any], job: str, ranks: list[int], received_at: float) -> Json
 
 
 def checkpoints(connection: Connection, job: str) -> list[Json]:
-    """The job's copies (an empty list if there is no such job). Copies on lost hosts are shown and do not count."""
+    """Return the job's copies (an empty list if there is no such job). Copies on lost hosts are listed, but do not
+    count."""
     row = connection.execute(select(tables.jobs).where(tables.jobs.c.job == job)).first()
     if row is None:
         return []
@@ -257,22 +258,22 @@ def _tier(copies: list[ShardCopy], lineage: Lineage, spec: JobSpec) -> Json:
 
 # --- progress --------------------------------------------------------------------------------------------------------
 
-MAX_JOBS = 50  # of a page: for each the end of its log is read
-NEWEST_EVENTS = 4  # a sensor sums steps up once a second or so
-LEAST_STEPS = 3  # in one of them, to say how long a step takes
+MAX_JOBS = 50  # of a page; for each of them the end of its event log is read
+NEWEST_EVENTS = 4  # a sensor summarizes steps about once a second
+LEAST_STEPS = 3  # in one summary, to measure the duration of a step
 
 
 class JobProgress(msgspec.Struct, frozen=True):
-    """Moments are wall clock; None: not known."""
+    """Times are wall clock; None: unknown."""
 
     started_at: float | None = None  # of the first generation
     generation_started_at: float | None = None  # of the newest one that was started
     last_step_at: float | None = None
-    step_s: float | None = None  # lately, in the median
+    step_s: float | None = None  # recent median
 
 
 def progress(connection: Connection, jobs: Sequence[str]) -> dict[str, JobProgress]:
-    """Of each of these jobs; of very many, steps are read of the last ones only."""
+    """Return the progress of each of these jobs. With more than MAX_JOBS, only the last ones include steps."""
     generations = tables.generations.c
     query = (
         select(generations.job, func.min(generations.started_at), func.max(generations.started_at))
@@ -301,5 +302,5 @@ def _steps(connection: Connection, job: str) -> tuple[float | None, float | None
 
 
 def _completed(event: Event) -> list[float]:
-    told = event.data.get("completed_at")
-    return [float(at) for at in told if isinstance(at, int | float)] if isinstance(told, list) else []
+    times = event.data.get("completed_at")
+    return [float(at) for at in times if isinstance(at, int | float)] if isinstance(times, list) else []

@@ -1,4 +1,4 @@
-"""A replay of a database: in a copy of what it decided from, without its decisions."""
+"""Replays the decisions of a database, in a copy of their inputs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _COPIED = {signals: 200, rounds: 4, round_pieces: 4, incidents: 200, decisions: 
 
 
 class ReplayResult(msgspec.Struct, frozen=True):
-    """`reproduced`: decisions that are the same to the letter. `before`: those whose rounds are not kept any more.
-    `missing`: those in between or after them whose rounds were never kept."""
+    """`reproduced`: number of decisions that are identical. `before`: number of decisions whose rounds are no longer
+    kept. `missing`: decisions between or after the kept rounds whose rounds were never kept."""
 
     rounds: int
     signals: int
@@ -38,8 +38,10 @@ class ReplayResult(msgspec.Struct, frozen=True):
 
 
 def replay_database(db: Database, folder: Path, *, job: str = "") -> ReplayResult:
-    """Copy what is needed into a database in `folder`, delete its decisions, decide again and compare. Nothing is
-    written to `db`. With `job` only its decisions are compared. Raises NotFound if no round is kept."""
+    """Copy the inputs into a database in `folder`, decide again, and compare with the stored decisions.
+
+    Writes nothing to `db`. `job`: compares only its decisions. Raises NotFound if no round is kept.
+    """
     copy = Database(f"sqlite:///{folder / 'replay.sqlite'}")
     try:
         _copy(db, copy)
@@ -53,14 +55,14 @@ def replay_database(db: Database, folder: Path, *, job: str = "") -> ReplayResul
 def _copy(db: Database, copy: Database) -> None:
     with copy.write() as target, db.read() as source:
         metadata.create_all(target, tables=list(_COPIED))
-        there = set(inspect(source).get_table_names())  # an older release had fewer
+        there = set(inspect(source).get_table_names())  # an older release has fewer
         for table, at_once in _COPIED.items():
             if table.name in there:
                 copy_table(source, target, table, rows_at_once=at_once)
 
 
 def _replay(db: Database, copy: Database, job: str) -> ReplayResult:
-    run, count, told, first = Replay(), 0, 0, 0
+    run, count, n_signals, first = Replay(), 0, 0, 0
     last_at, last = 0.0, 0
     versions: dict[str, None] = {}
     decided: list[tuple[Decision, int]] = []
@@ -69,7 +71,7 @@ def _replay(db: Database, copy: Database, job: str) -> ReplayResult:
             first = first or stored.inputs.view.next_decision
             last_at, last = stored.at, stored.inputs.view.next_decision
             decided += [(decision, stored.epoch) for decision in run.run(stored).decisions]
-            count, told, versions[stored.version] = count + 1, told + len(stored.signals), None
+            count, n_signals, versions[stored.version] = count + 1, n_signals + len(stored.signals), None
     if not count:
         raise NotFound(f"{db.name} keeps no round.", hint="replay a database of a supervisor of this release or newer")
     with copy.write() as connection:
@@ -87,13 +89,13 @@ def _replay(db: Database, copy: Database, job: str) -> ReplayResult:
     same, found = compared((decision for decision, _ in wanted.values()), (decision for decision, _ in mine.values()))
     for number, (_, epoch) in wanted.items():
         if number in mine and mine[number][1] != epoch:
-            found.append(f"dec-{number} was of epoch {epoch}, and is of {mine[number][1]} here")
+            found.append(f"dec-{number} was made in epoch {epoch}, but in {mine[number][1]} here")
     for name, incident in run.incidents.items():
         if name in incidents_then and incident.job == (job or incident.job):
             found += differences(name, incidents_then[name], incident)
     return ReplayResult(
         rounds=count,
-        signals=told,
+        signals=n_signals,
         reproduced=same,
         before=sum(1 for number in then if number < first),
         missing=tuple(f"dec-{number}" for number in sorted(unkept & then.keys())),

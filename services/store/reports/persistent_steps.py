@@ -1,8 +1,7 @@
-"""The verified copies on the persistent tier, which no host owns: written when they are new, and of each step read
-again only when something of it is.
+"""The verified copies on the persistent tier, which no host owns.
 
-Of each job the newest steps are kept, and of those only what a restore may want is read: what its retention removes
-from the store, nobody tells.
+New copies are written once; a step is read again only if one of its copies changed. Only the newest steps of each job
+are kept, and only those that a restore may want are read: nobody reports what the store's retention removes.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from services.store.sql.tables import jobs, persistent_copies, persistent_steps
 
 StepKey: TypeAlias = tuple[str, int, int]  # job, generation, step
 
-KEPT_STEPS = 16  # complete ones of each job, at least: as many as engines tell of
-MULTIPLES = 2  # complete ones that are kept for ever, which a restore may want when it has none of the newest
+KEPT_STEPS = 16  # complete steps of each job, at least: as many as engines report
+MULTIPLES = 2  # complete steps that the store keeps for ever, for a restore that has none of the newest
 FORGET_AT_ONCE = 8  # steps, each with a row per rank
-FORGET_ROWS_AT_ONCE = 100_000  # in one transaction, for which others wait; of one step more
+FORGET_ROWS_AT_ONCE = 100_000  # in one transaction, because others wait for it; always at least one step
 
-_CHUNK = 1000  # values that one query names
+_CHUNK = 1000  # values in one query
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What tells which steps of a job a restore may want."""
+    """Decides which steps of a job a restore may want."""
 
     lineage: Lineage
     world_size: int
@@ -44,26 +43,28 @@ class Wanted(msgspec.Struct, frozen=True):
         return Wanted(lineage, spec.world_size, policy.keep_latest, policy.keep_every)
 
     def is_complete(self, copies: Iterable[ShardCopy]) -> bool:
-        """Of one step and generation."""
+        """Return whether the copies of one step and generation cover all ranks."""
         return len({copy.rank for copy in copies if copy.rank < self.world_size}) == self.world_size
 
 
 def restorable(
     marks: Iterable[tuple[int, int]], wanted: Wanted, copies_of: Callable[[int, int], Sequence[ShardCopy]]
 ) -> list[tuple[int, int]]:
-    """Those of a job's (generation, step) that a restore may want: of its history the newest complete ones that its
-    retention leaves in the store, and all that are newer. Nothing else is read by `copies_of`.
+    """Return the (generation, step) of a job that a restore may want.
 
-    After restores that failed these may be steps that retention removed when there were newer ones. Nobody tells which:
-    what it could not remove, or somebody pinned, is still there. One that is gone costs a generation, one that is there
-    and not named may cost all progress."""
+    These are the newest complete ones of its lineage that retention leaves in the store, and all newer ones.
+    `copies_of` is called for no others.
+
+    After failed restores some may be steps that retention removed while there were newer ones. Nobody reports which:
+    steps that it could not remove, or that somebody pinned, still exist. Naming one that is gone costs a generation;
+    not naming one that exists may cost all progress."""
     found: list[tuple[int, int]] = []
     complete = 0
     for generation, step in sorted(marks, key=_newest_first):
         if not is_alive(generation, step, wanted.lineage):
             continue
         if complete >= wanted.keep_latest and (wanted.keep_every == 0 or step % wanted.keep_every):
-            continue  # it is removed from the store, or is about to be
+            continue  # retention has removed it, or is about to
         found.append((generation, step))
         complete += wanted.is_complete(copies_of(generation, step))
         if complete == wanted.keep_latest + (MULTIPLES if wanted.keep_every else 0):
@@ -74,10 +75,11 @@ def restorable(
 def forgettable(
     marks: Collection[tuple[int, int]], wanted: Wanted, ranks: Mapping[tuple[int, int], int]
 ) -> list[tuple[int, int]]:
-    """Those of a job's (generation, step) that no restore will want, oldest first: what is older than KEPT_STEPS
-    complete ones of its history, but for the newest of the multiples that stay in the store for ever, and then also
-    what does not belong to it. A history never gets back what it lost: what the newest generation that started does not
-    continue, none will. `ranks`: how many have a copy."""
+    """Return the (generation, step) of a job that no restore will want, oldest first.
+
+    These are the ones older than KEPT_STEPS complete ones of its lineage, except for the newest of the multiples that
+    stay in the store for ever. Once there are that many, also those outside the lineage: no later generation will
+    continue what the newest started one does not. `ranks`: number of ranks with a copy."""
     newest = max(KEPT_STEPS, wanted.keep_latest)
     complete = multiples = 0
     gone = [mark for mark in marks if not is_alive(*mark, wanted.lineage)]
@@ -94,8 +96,8 @@ def forgettable(
 
 
 def is_outdated(mark: tuple[int, int], marks: Iterable[tuple[int, int]]) -> bool:
-    """Whether there are enough newer steps of its generation and those after it. Those before it do not count: a
-    generation may go back as far as to the beginning."""
+    """Return whether its generation and later ones have enough newer steps. Earlier generations do not count, because
+    a generation may go back to the very beginning."""
     return sum(generation >= mark[0] and step > mark[1] for generation, step in marks) >= KEPT_STEPS
 
 
@@ -105,7 +107,7 @@ def _newest_first(mark: tuple[int, int]) -> tuple[int, int]:
 
 
 def store(connection: Connection, copies: Iterable[ShardCopy]) -> None:
-    """Write those that are not stored, and mark their steps; a step that is new makes room for itself."""
+    """Write the copies that are not stored yet, and mark their steps. A new step displaces old ones."""
     found = {(copy.job, copy.generation, copy.step, copy.rank): copy for copy in copies}
     if not found:
         return
@@ -139,7 +141,7 @@ def store(connection: Connection, copies: Iterable[ShardCopy]) -> None:
 def _forgotten(
     connection: Connection, keys: Collection[StepKey], marked: Mapping[str, Collection[tuple[int, int]]]
 ) -> set[StepKey]:
-    """Those that are not stored and are outdated, by what of their job's history is."""
+    """Return the steps that are not stored and that stored steps of their job's lineage make outdated."""
     found: set[StepKey] = set()
     for job in {key[0] for key in keys}:
         marks = marked.get(job, ())
@@ -152,7 +154,7 @@ def _forgotten(
 
 
 def _make_room(connection: Connection, job: str, marks: Collection[tuple[int, int]]) -> None:
-    """Forget what no restore will want; of very much, some, and the rest with the steps to come."""
+    """Forget steps that no restore will want, a few at a time; later steps forget the rest."""
     if len(marks) <= KEPT_STEPS:
         return
     wanted = _wanted(connection, job)
@@ -170,28 +172,28 @@ def _make_room(connection: Connection, job: str, marks: Collection[tuple[int, in
 
 
 def _wanted(connection: Connection, job: str) -> Wanted | None:
-    """As of the newest generation that started; None if none did."""
+    """Return it for the newest started generation, None if none started."""
     spec = connection.scalar(select(jobs.c.spec).where(jobs.c.job == job))
     lineage = newest_lineage(connection, job)
     return Wanted.of(load(spec, JobSpec), lineage) if spec and lineage is not None else None
 
 
 def read(connection: Connection, jobs: Sequence[str]) -> tuple[ShardCopy, ...]:
-    """All copies of these jobs that are kept."""
+    """Return all kept copies of these jobs."""
     query = select(persistent_copies).where(persistent_copies.c.job.in_(sorted(jobs)))
     return tuple(_copy(row) for row in connection.execute(query)) if jobs else ()
 
 
 class NewestStored:
-    """The newest step of all ranks that is stored of each job: what a restore would name. It is asked for every second,
-    and counts the ranks of those steps alone that came after the one it knows. Belongs to one thread at a time."""
+    """The newest complete step in the store for each job: the one that a restore would name. Read every second, so it
+    counts only ranks of steps newer than the one it knows. Belongs to one thread at a time."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Mapping[tuple[int, int], int], Wanted | None]] = {}
         self._points: dict[str, StoredPoint] = {}
 
     def read(self, connection: Connection, jobs: Collection[str]) -> StoredPoints:
-        """Of these jobs those that have one, as this transaction sees them."""
+        """Return the point of each of these jobs that has one, as this transaction sees them."""
         marks = _versions(connection, jobs)
         for job, versions in marks.items():
             seen, before = self._seen.get(job, ({}, None))
@@ -213,14 +215,13 @@ class NewestStored:
 
 
 class PersistentCopies:
-    """Keeps what it has read: a job of 80,000 ranks has as many copies of each step. Belongs to one thread at a
-    time."""
+    """Keeps decoded copies: a job of 80,000 ranks has as many of each step. Belongs to one thread at a time."""
 
     def __init__(self) -> None:
         self._known: dict[StepKey, tuple[int, tuple[ShardCopy, ...]]] = {}
 
     def read(self, connection: Connection, wanted: Mapping[str, Wanted]) -> tuple[ShardCopy, ...]:
-        """Of these jobs the copies that a restore may want, as this transaction sees them."""
+        """Return the copies of these jobs that a restore may want, as this transaction sees them."""
         if not wanted:
             return ()
         marks = _versions(connection, wanted)
@@ -237,12 +238,12 @@ class PersistentCopies:
                 return of_step[1]
 
             read += sorted((job, *mark) for mark in restorable(versions, wanted[job], copies_of))
-        asked = dict.fromkeys(read)
-        self._known = {key: of for key, of in self._known.items() if key in asked or key[0] not in wanted}
+        present = set(read)
+        self._known = {key: of for key, of in self._known.items() if key in present or key[0] not in wanted}
         return tuple(copy for key in read for copy in self._known[key][1])
 
     def forget_others(self, jobs: Collection[str]) -> None:
-        """Only these jobs are asked for any more."""
+        """Drop everything but these jobs."""
         self._known = {key: of for key, of in self._known.items() if key[0] in jobs}
 
 
@@ -250,7 +251,7 @@ _MARK = (persistent_steps.c.job, persistent_steps.c.generation, persistent_steps
 
 
 def _marks(connection: Connection, names: Collection[str]) -> dict[str, set[tuple[int, int]]]:
-    """Job -> the (generation, step) of which there are copies."""
+    """Return job -> the (generation, step) that have copies."""
     found: dict[str, set[tuple[int, int]]] = {}
     for job, generation, step in connection.execute(select(*_MARK).where(persistent_steps.c.job.in_(sorted(names)))):
         found.setdefault(job, set()).add((generation, step))
@@ -258,7 +259,7 @@ def _marks(connection: Connection, names: Collection[str]) -> dict[str, set[tupl
 
 
 def _versions(connection: Connection, names: Collection[str]) -> dict[str, dict[tuple[int, int], int]]:
-    """Job -> the (generation, step) of which there are copies -> its version."""
+    """Return job -> (generation, step) that has copies -> its version."""
     found: dict[str, dict[tuple[int, int], int]] = {}
     query = select(*_MARK, persistent_steps.c.version).where(persistent_steps.c.job.in_(sorted(names)))
     for job, generation, step, version in connection.execute(query):
@@ -267,7 +268,7 @@ def _versions(connection: Connection, names: Collection[str]) -> dict[str, dict[
 
 
 def _ranks_of(connection: Connection, job: str, generation: int, step: int, world_size: int) -> int:
-    """How many have a copy."""
+    """Return the number of ranks that have a copy of a step."""
     columns = persistent_copies.c
     mine = (columns.job == job, columns.generation == generation, columns.step == step, columns.rank < world_size)
     return connection.scalar(select(func.count()).where(*mine)) or 0

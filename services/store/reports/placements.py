@@ -1,4 +1,4 @@
-"""The placements of running jobs, as sensors need them: which hosts are neighbours, and who has which ranks."""
+"""The placements of running jobs for sensors: which hosts are neighbours, and which host has which ranks."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _Generation = tuple[str, int]
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """What is kept of a plan."""
+    """The part of a plan that is kept."""
 
     neighbours: Neighbours
     given: GivenRanks
 
 
 class Placements(msgspec.Struct, frozen=True):
-    """`neighbours`: host -> those whose engines have a link with its engine, nearest first. `hang_timeouts`: job ->
-    seconds, of those that name one. `stored_points`: of jobs with a persistent tier."""
+    """`neighbours`: host -> hosts whose engines are linked with its engine, nearest first. `hang_timeouts`: job ->
+    seconds, for jobs that set one. `stored_points`: for jobs with a persistent tier."""
 
     neighbours: Neighbours
     placed: Placed
     hang_timeouts: Mapping[str, float] = {}
-    learned: Mapping[str, LearnedJob] = {}  # by an earlier sensor, of jobs that are new here
+    learned: Mapping[str, LearnedJob] = {}  # by an earlier sensor, for jobs that are new here
     stored_points: StoredPoints = {}
 
 
@@ -48,13 +48,13 @@ class SqlPlacements:
         self._db = db
         self._plans = RunningPlans(_part_of)
         self._seen: Mapping[_Generation, _Part] = {}
-        self._before: dict[_Generation, GivenRanks] = {}  # of each job the generation before the one in `_seen`
+        self._before: dict[_Generation, GivenRanks] = {}  # for each job the generation before the one in `_seen`
         self._all = Placements({}, Placed({}))
         self._stored = NewestStored()
         self._persistent: frozenset[str] = frozenset()  # jobs with that tier
 
     def read(self) -> Placements:
-        """Of all running jobs; the same value while nothing changed."""
+        """Return the placements of all running jobs: the same object as before if nothing changed."""
         with self._db.read() as connection:
             known = self._plans.read(connection)
             if known is self._seen:
@@ -81,13 +81,13 @@ class SqlPlacements:
 
 
 def _specs(connection: Connection) -> dict[str, JobSpec]:
-    """Of running jobs."""
+    """Return the specifications of running jobs."""
     running = select(jobs.c.job, jobs.c.spec).where(jobs.c.state == JobState.RUNNING.value)
     return {row.job: load(row.spec, JobSpec) for row in connection.execute(running)}
 
 
 def _learned(connection: Connection, names: Collection[str]) -> dict[str, LearnedJob]:
-    """Of another run of a name nothing counts."""
+    """Return what sensors learned about these jobs, except about an earlier run of the same name."""
     of_this_run = (jobs.c.job == learned_jobs.c.job) & (jobs.c.submitted_at <= learned_jobs.c.told_at)
     query = select(learned_jobs).join(jobs, of_this_run).where(learned_jobs.c.job.in_(sorted(names)))
     return {row.job: load(row.learned, LearnedJob) for row in connection.execute(query)}
@@ -100,8 +100,8 @@ def _part_of(plan: GenerationPlan) -> _Part:
 def _before(
     known: Mapping[_Generation, _Part], seen: Mapping[_Generation, _Part], older: Mapping[_Generation, GivenRanks]
 ) -> dict[_Generation, GivenRanks]:
-    """Of each job in `known` the newest generation that was seen before its present one."""
+    """Return for each job in `known` the newest generation that was seen before its present one."""
     earlier = {**older, **{key: part.given for key, part in seen.items()}}
-    present = dict(known.keys())  # job -> generation: there is one of each
+    present = dict(known.keys())  # job -> generation: each job has one
     newest = {job: generation for job, generation in sorted(earlier) if job in present and generation < present[job]}
     return {key: earlier[key] for key in newest.items()}

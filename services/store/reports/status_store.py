@@ -1,4 +1,4 @@
-"""The sensor's side of the database: what daemons report of their hosts, workers and copies."""
+"""The sensor's side of the database: daemons' reports about their hosts, workers and copies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _FACTS = (
 
 
 class _Known(msgspec.Struct, frozen=True):
-    """What is stored of a host's newest report."""
+    """A host's newest report, as stored."""
 
     incarnation: str = ""
     sent_at: float = 0.0
@@ -62,10 +62,10 @@ class _Known(msgspec.Struct, frozen=True):
 
 
 class _Jobs(msgspec.Struct, frozen=True):
-    """Of the jobs that a batch speaks of, and those of which its hosts had ranks and that have not ended."""
+    """The jobs that a batch of reports names."""
 
-    granted: frozenset[tuple[str, int]]  # of the generations that it speaks of
-    newest: Mapping[str, int]
+    granted: frozenset[tuple[str, int]]  # the named generations that were granted
+    newest: Mapping[str, int]  # job -> newest generation; includes jobs that run and had ranks on these hosts
 
 
 class SqlStatusStore:
@@ -77,25 +77,26 @@ class SqlStatusStore:
         self._plans = GivenPlans()
 
     def record_reports(self, reports: Sequence[Received], steps: Sequence[StepSummary] = ()) -> None:
-        """Store what (report, received_at) pairs say, in one transaction: of each host the newest facts, where changed,
-        and positions of its ranks, and an event for every mark and restore that is new and every summary of steps.
+        """Store (report, received_at) pairs and summaries of steps in one transaction.
 
-        A report that comes twice changes nothing; one that comes late adds its steps and leaves newer facts alone.
-        What is said of jobs and generations that were never granted is ignored.
+        Stores each host's newest facts if they changed and the positions of its ranks, and writes an event for every
+        new mark, new restore and summary. A repeated report changes nothing; a late one adds its steps and leaves newer
+        facts alone. Ignores jobs and generations that were never granted.
         """
         if reports or steps:
             self._db.transact(lambda connection: _record(connection, reports, steps, self._plans), durable=False)
 
     def vouch(self, *, sensor: str, at: float, ages_ms: Sequence[int], hosts: Sequence[str] | None) -> None:
-        """Store how long before `at` (wall clock) a sensor heard of each host; `hosts` None: those of the last time."""
+        """Store how long before `at` (wall clock) a sensor received a report of each host. `hosts` None: the same as
+        last time."""
         self._db.transact(
             lambda connection: vouching.write(connection, sensor=sensor, at=at, ages_ms=ages_ms, hosts=hosts),
             durable=False,
         )
 
     def learn(self, known: Mapping[str, LearnedJob], at: float) -> None:
-        """Store what a sensor has learned of running jobs, for the next one; `at` wall clock. What is known of jobs
-        that have ended is forgotten."""
+        """Store what a sensor learned about running jobs, for the next sensor, and forget other jobs. `at`: wall
+        clock."""
         running = select(jobs.c.job).where(jobs.c.state == JobState.RUNNING.value)
 
         def store(connection: Connection) -> None:
@@ -107,14 +108,14 @@ class SqlStatusStore:
         self._db.transact(store, durable=False)
 
     def committed(self, senders: Collection[Sender]) -> dict[Sender, int]:
-        """For each sender that is known: every signal up to this seq is committed."""
+        """Return for each known sender the seq up to which every signal is committed."""
         if not senders:
             return {}
         with self._db.read() as connection:
             return read_watermarks(connection, senders)
 
     def hosts_with_placement(self) -> dict[str, float]:
-        """The hosts on which workers of running jobs should be -> when any sensor last heard of each (wall clock)."""
+        """Return the hosts with ranks of running jobs -> when any sensor last received a report (wall clock)."""
         with self._db.read() as connection:
             named = frozenset().union(*self._placed.read(connection).values())
             received_at = vouching.received_at(connection)
@@ -127,7 +128,7 @@ class SqlStatusStore:
 
 
 def read_watermarks(connection: Connection, senders: Collection[Sender]) -> dict[Sender, int]:
-    """For each sender that is known: every signal up to this seq is stored."""
+    """Return for each known sender the seq up to which every signal is stored."""
     incarnations = sorted({incarnation for _, incarnation in senders})
     query = select(watermarks).where(watermarks.c.incarnation.in_(incarnations))
     marks = {(row.source, row.incarnation): row.seq for row in connection.execute(query)}
@@ -139,12 +140,12 @@ def _record(
 ) -> None:
     known = _known_reports(connection, sorted({report.facts.host_id for report, _ in reports}))
     fresh, current = report_events.sift(reports, {host_id: row.before for host_id, row in known.items()})
-    spoken_of = _jobs(connection, [report for report, _ in fresh], steps, known)
-    granted = spoken_of.granted
+    named = _jobs(connection, [report for report, _ in fresh], steps, known)
+    granted = named.granted
     digests = {host_id: _digest(report) for host_id, (report, _) in current.items()}
     news = _store_hosts(connection, known, current, digests)
     rows: dict[str, dict[RankKey, RankRow]] = {}  # by host
-    told: dict[RankKey, RankRow] = {}  # those of which marks or restores are new
+    recorded: dict[RankKey, RankRow] = {}  # ranks with new marks or restores
     for report, _ in fresh:
         host_id = report.facts.host_id
         if host_id not in rows:
@@ -153,17 +154,17 @@ def _record(
         for key in report_events.ranks_of(report):
             if key[:2] in granted and key not in of_host:
                 of_host[key] = RankRow()
-        told |= {key: of_host[key] for key in _told_keys(report) if key in of_host}
-    _load_told(connection, told)
+        recorded |= {key: of_host[key] for key in _recorded_keys(report) if key in of_host}
+    _load_recorded(connection, recorded)
     for report, received_at in fresh:
         is_current = current.get(report.facts.host_id, (None,))[0] is report
         of_host = rows[report.facts.host_id]
         news.extend(report_events.merge(of_host, report, received_at, granted=granted, is_current=is_current))
         if is_current:
             report_events.mark_gone(of_host, report, known.get(report.facts.host_id, _Known()).incarnation)
-    positions = [(host_id, document_of(of_host, spoken_of.newest)) for host_id, of_host in rows.items()]
+    positions = [(host_id, document_of(of_host, named.newest)) for host_id, of_host in rows.items()]
     _store_reports(connection, known, current, digests, positions)
-    _store_told(connection, told)
+    _store_recorded(connection, recorded)
     _raise_newest_steps(connection, rows, granted, plans)
     copies = [copy for report, _ in fresh for copy in report.copies if copy.tier is Tier.PERSISTENT]
     persistent_steps.store(connection, (copy for copy in copies if (copy.job, copy.generation) in granted))
@@ -224,9 +225,9 @@ def _store_hosts(
     current: Mapping[str, Received],
     digests: Mapping[str, str],
 ) -> list[Event]:
-    """Write the facts of hosts for which they have changed."""
+    """Write the facts of hosts whose facts changed."""
     rows: list[dict[str, Any]] = []
-    for host_id in sorted(current):  # in one order, so that two sensors do not wait for each other
+    for host_id in sorted(current):  # in the same order everywhere, so that two sensors do not deadlock
         report, received_at = current[host_id]
         if host_id in known and known[host_id].digest == digests[host_id]:
             continue
@@ -261,8 +262,8 @@ def _store_hosts(
 
 
 def _digest(report: Report) -> str:
-    said = (report.facts, report.interval_s, report.engine, report.copies, report.leaves)
-    return xxhash.xxh3_128_hexdigest(encode(said))
+    facts = (report.facts, report.interval_s, report.engine, report.copies, report.leaves)
+    return xxhash.xxh3_128_hexdigest(encode(facts))
 
 
 def _store_reports(
@@ -296,23 +297,23 @@ def _store_reports(
     )
 
 
-def _told_keys(report: Report) -> set[RankKey]:
+def _recorded_keys(report: Report) -> set[RankKey]:
     return {(part.job, part.generation, part.rank) for parts in (report.marks, report.restores) for part in parts}
 
 
-def _load_told(connection: Connection, told: Mapping[RankKey, RankRow]) -> None:
-    """Bring in what was told of these ranks before."""
-    if not told:
+def _load_recorded(connection: Connection, recorded: Mapping[RankKey, RankRow]) -> None:
+    """Load the earlier marks and restores of these ranks."""
+    if not recorded:
         return
-    names, numbers, members = (sorted(set(column)) for column in zip(*told, strict=True))
+    names, numbers, members = (sorted(set(column)) for column in zip(*recorded, strict=True))
     query = select(ranks).where(ranks.c.job.in_(names), ranks.c.generation.in_(numbers), ranks.c.rank.in_(members))
     for row in connection.execute(query):
-        known = told.get((row.job, row.generation, row.rank))
-        if known is not None:  # else another combination of the same names
+        known = recorded.get((row.job, row.generation, row.rank))
+        if known is not None:  # the query also matches other combinations of these values
             known.marks, known.restored_at, known.restored = row.marks, row.restored_at, row.restored
 
 
-def _store_told(connection: Connection, told: Mapping[RankKey, RankRow]) -> None:
+def _store_recorded(connection: Connection, recorded: Mapping[RankKey, RankRow]) -> None:
     values = [
         {
             "job": job,
@@ -325,7 +326,7 @@ def _store_told(connection: Connection, told: Mapping[RankKey, RankRow]) -> None
             "restored_at": row.restored_at,
             "restored": row.restored,
         }
-        for (job, generation, rank), row in sorted(told.items())
+        for (job, generation, rank), row in sorted(recorded.items())
     ]
     upsert(connection, ranks, values, replace=("host_id", "marks", "restored_at", "restored"))
 
@@ -351,7 +352,7 @@ def _raise_newest_steps(
 
 
 def _store_losses(connection: Connection, steps: Sequence[StepSummary]) -> None:
-    """Of the newest generation alone: what workers of an older one still tell is old."""
+    """Store the losses of each job's newest generation; ignore those that workers of an older one still report."""
     for part in steps:
         if part.loss is not None:
             mine = (jobs.c.job == part.job, jobs.c.generation == part.generation)
@@ -360,5 +361,5 @@ def _store_losses(connection: Connection, steps: Sequence[StepSummary]) -> None:
 
 
 def raise_newest_step(connection: Connection, job: str, step: int) -> None:
-    """Note that a rank completed `step`, unless a newer one is known."""
+    """Record that a rank completed `step`, unless a newer step is known."""
     connection.execute(update(jobs).where(jobs.c.job == job, jobs.c.newest_step < step).values(newest_step=step))

@@ -1,7 +1,7 @@
-"""Connections and transactions, the same for SQLite (one machine) and MySQL or MariaDB (several).
+"""Connections and transactions, for SQLite (one machine) and MySQL or MariaDB (several machines) alike.
 
-Reads are consistent snapshots. Writes on SQLite are BEGIN IMMEDIATE, one at a time; on MySQL they are READ COMMITTED
-and lock the rows that they change. Every failure of the database comes out as a FlyballError with a next step.
+Reads are consistent snapshots. Writes on SQLite are BEGIN IMMEDIATE, one at a time. On MySQL they are READ COMMITTED
+and lock the rows that they change. Database failures surface as FlyballErrors with a hint.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from services.store.sql.left_state import read_only_uri
 
 T = TypeVar("T")
 
-BUSY_TIMEOUT_S = 10.0  # the longest that a transaction waits for another one's lock
+BUSY_TIMEOUT_S = 10.0  # the longest wait for another transaction's lock
 CONNECT_TIMEOUT_S = 5.0
-ANSWER_TIMEOUT_S = 20.0  # the longest wait for one answer of a MySQL server; longer than a lock wait
-MIGRATION_ANSWER_TIMEOUT_S = 86_400.0  # as ANSWER_TIMEOUT_S: altering a large table copies it, which may take hours
-MAX_ATTEMPTS = 5  # of a transaction that the server gave up in a deadlock
+ANSWER_TIMEOUT_S = 20.0  # the longest wait for a reply of a MySQL server; longer than a lock wait
+MIGRATION_ANSWER_TIMEOUT_S = 86_400.0  # the same in migrations: altering a large table may take hours
+MAX_ATTEMPTS = 5  # of a transaction that the server rolls back in a deadlock
 
 _DURABLE = "flyball_durable"  # an execution option of a connection
 _DRIVERS = {"sqlite": "sqlite+pysqlite", "mysql": "mysql+pymysql", "mariadb": "mariadb+pymysql"}
 
 
 class Database:
-    """One database. Thread-safe; a process needs one of these for each URL."""
+    """One database. Thread-safe; a process needs one instance for each URL."""
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
-        """`url`: `sqlite:////var/lib/flyball/flyball.sqlite` or `mysql://user:password@host:3306/name`. With
-        `read_only` writing fails, and an SQLite file is left as it is to the last byte.
+        """Connect at the first use. Raises ConfigurationError for a URL that Flyball cannot use.
 
-        Nothing is opened yet. Raises ConfigurationError for a URL that cannot mean a database of ours.
+        `url`: `sqlite:////var/lib/flyball/flyball.sqlite` or `mysql://user:password@host:3306/name`. `read_only`:
+        writes fail, and an SQLite file stays unchanged to the last byte.
         """
         self.url = _parse(url)
         self.name = self.url.render_as_string(hide_password=True)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
-        # SQLite's own lock is a poll; within a process a mutex hands over at once.
+        # SQLite polls for its lock; within a process a mutex hands over at once.
         self._writers = threading.Lock() if self.is_sqlite else None
-        self.make_schema: Callable[[], None] | None = None  # of a file that took the place of ours; see `migrate`
+        self.make_schema: Callable[[], None] | None = None  # for a file that replaced ours; see `migrate`
         self._has_no_schema = False
         if self.is_sqlite:
             self._reader, self._writer = _sqlite_engines(self.url, read_only=read_only)
@@ -61,17 +61,17 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A transaction in which all reads see the same state."""
+        """Run the block in a transaction in which all reads see the same state."""
         self._make_schema_anew()
         with self._translated(), self._reader.begin() as connection:
             yield connection
 
     @contextmanager
     def write(self, *, durable: bool = True) -> Iterator[Connection]:
-        """A transaction that commits at the end of the block, and stores nothing if it raises.
+        """Run the block in a transaction that commits at its end, and stores nothing if it raises.
 
-        Every commit survives the kill of any process. `durable=False` is for what is sent again anyway: on SQLite it
-        does not wait for the disk, and a power cut may take the newest of such commits back (never out of order).
+        A commit survives the kill of any process. `durable=False` is for data that is sent again anyway: SQLite then
+        does not wait for the disk, and a power cut may undo the newest such commits (never out of order).
         """
         self._make_schema_anew()
         if self._writers is None:
@@ -80,7 +80,7 @@ class Database:
             return
         if not self._writers.acquire(timeout=BUSY_TIMEOUT_S):
             raise Unreachable(
-                f"The database {self.name} was busy for {BUSY_TIMEOUT_S:.0f} s.", hint="look for what holds it"
+                f"The database {self.name} was busy for {BUSY_TIMEOUT_S:.0f} s.", hint="find the process that holds it"
             )
         try:
             with (
@@ -93,7 +93,7 @@ class Database:
             self._writers.release()
 
     def transact(self, work: Callable[[Connection], T], *, durable: bool = True) -> T:
-        """Run `work` in a write transaction; again, from its beginning, if the server ended it in a deadlock."""
+        """Run `work` in a write transaction. Run it again from the start if the server ends it in a deadlock."""
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
                 with self.write(durable=durable) as connection:
@@ -105,7 +105,7 @@ class Database:
 
     @contextmanager
     def migration(self) -> Iterator[Connection]:
-        """As `write`, for statements that take long: to give up on one would not end it in the server."""
+        """Like `write`, for long statements: a timeout would not end them in the server."""
         if self.is_sqlite:
             with self.write() as connection:
                 yield connection
@@ -119,11 +119,11 @@ class Database:
 
     def _make_schema_anew(self) -> None:
         if self._has_no_schema and self.make_schema is not None:
-            self._has_no_schema = False  # first: the schema is made by this very database
+            self._has_no_schema = False  # first, because `make_schema` uses this database
             self.make_schema()
 
     def close(self) -> None:
-        """Give all connections back."""
+        """Close all connections."""
         self._reader.dispose()
         self._writer.dispose()
 
@@ -133,7 +133,7 @@ class Database:
             yield
         except (DataError, OverflowError) as error:
             raise InvalidMessage(
-                f"A value does not fit its column in {self.name}: {error.args[0]}.", hint="correct its sender"
+                f"A value does not fit its column in {self.name}: {error.args[0]}.", hint="fix its sender"
             ) from error
         except DBAPIError as error:
             translated = translate(error, self.name)
@@ -142,24 +142,24 @@ class Database:
             if self.make_schema is not None and is_without_tables(error):
                 self._has_no_schema = True
                 raise Unreachable(
-                    f"The database file {self.name} was removed, or is another one.",
-                    hint="it is made anew; running jobs are taken over from their hosts",
+                    f"The database file {self.name} was removed or replaced.",
+                    hint="nothing to do: it is created again, and running jobs are adopted from their hosts",
                 ) from error
             raise translated from error
         except PoolTimeout as error:
             raise Unreachable(
-                f"All connections to {self.name} are in use.", hint="the database is slow or overloaded; look at it"
+                f"All connections to {self.name} are in use.", hint="check whether the database is slow or overloaded"
             ) from error
 
 
 def open_existing(url: str) -> Database:
-    """A database that is only to be looked at. Raises NotFound for an SQLite file that is not there: connecting would
-    make it."""
+    """Return a database for reading only. Raises NotFound for an SQLite file that does not exist, which connecting
+    would create."""
     db = Database(url, read_only=True)
     if db.is_sqlite and not Path(db.url.database or "").is_file():
         raise NotFound(
             f"There is no database file {db.url.database}.",
-            hint="a supervisor's is flyball.sqlite in its state folder; an absolute path takes four slashes",
+            hint="a supervisor's file is flyball.sqlite in its state folder; an absolute path takes four slashes",
         )
     return db
 
@@ -172,7 +172,7 @@ def _parse(url: str) -> URL:
             raise NoSuchModuleError(backend)
     except (ArgumentError, NoSuchModuleError) as error:
         raise ConfigurationError(
-            "The database URL is none that Flyball can use.",
+            "Flyball cannot use this database URL.",
             hint="use sqlite:////absolute/path/flyball.sqlite or mysql://user:password@host:3306/flyball",
         ) from error
     if not parsed.database or (backend == "sqlite" and parsed.database == ":memory:"):
@@ -185,7 +185,7 @@ def _parse(url: str) -> URL:
 def _sqlite_engines(url: URL, *, read_only: bool) -> tuple[Engine, Engine]:
     def connected(pragmas: tuple[str, ...]) -> Callable[[Any, object], None]:
         def set_up(connection: Any, _record: object) -> None:  # noqa: ANN401 - a DBAPI connection has no type
-            connection.isolation_level = None  # the driver would begin transactions by itself, and not IMMEDIATE
+            connection.isolation_level = None  # the driver would begin transactions itself, and not IMMEDIATE ones
             for pragma in pragmas:
                 connection.execute(f"PRAGMA {pragma}").fetchall()
 
@@ -195,20 +195,20 @@ def _sqlite_engines(url: URL, *, read_only: bool) -> tuple[Engine, Engine]:
         connection.exec_driver_sql("BEGIN")
 
     def begin_write(connection: Connection) -> None:
-        # FULL waits for the disk: a commit that a power cut takes back would give out the same epoch, and the same
-        # action number, twice.
+        # FULL waits for the disk: if a power cut undid a commit, the same epoch or action number would be given out
+        # twice.
         durable = connection.get_execution_options().get(_DURABLE, True)
         connection.exec_driver_sql(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
         begin_immediate(connection, url.database or "", timeout_s=BUSY_TIMEOUT_S)
 
     def checked_out(_connection: object, record: ConnectionPoolEntry, _proxy: object) -> None:
-        """A connection to a file that was removed goes on with it, unseen by those who connect anew."""
+        """Reconnect if the file was replaced: an open connection would keep using the removed one."""
         file = _identity(url.database or "")
         if record.info.setdefault("file", file) != file:
             raise DisconnectionError
 
     common = (f"busy_timeout={int(BUSY_TIMEOUT_S * 1000)}", "foreign_keys=ON")
-    # Parameters stay out of errors, and so out of logs: a job's specification may carry secrets in its environment.
+    # Hide parameters from errors and logs: a job's specification may carry secrets in its environment.
     writer = create_engine(url, pool_size=1, max_overflow=0, pool_timeout=BUSY_TIMEOUT_S, hide_parameters=True)
     event.listen(writer, "connect", connected((*common, "journal_mode=WAL")))
     event.listen(writer, "begin", begin_write)
@@ -240,7 +240,7 @@ def _mysql_engine(url: URL, *, isolation_level: str, answer_timeout_s: float | N
 
     def failed(context: ExceptionContext) -> None:
         if is_not_primary(context.original_exception):
-            context.is_disconnect = True  # the pool's connections would go on to lead to that server
+            context.is_disconnect = True  # pooled connections would keep reaching that server
 
     engine = create_engine(
         url,
@@ -266,26 +266,23 @@ def _mysql_engine(url: URL, *, isolation_level: str, answer_timeout_s: float | N
 
 # --- turns of SQLite's writers ---------------------------------------------------------------------------------------
 
-# How processes that write to one SQLite file take turns.
-#
-# SQLite's lock has no queue: who waits looks again after pauses that grow to 0.1 s. Between the transactions of a
-# process that writes one after the other, which are microseconds apart, others waited for seconds, longer than a
-# controller's lease lasts. So there is a file beside the database that one locks while one waits to begin. As the
-# next transaction of whoever writes now needs that lock too, it cannot come before the one that has been waiting.
+# SQLite's lock has no queue: waiters poll with pauses that grow to 0.1 s. A process that writes continually leaves only
+# microseconds between its transactions, so others could wait for seconds, longer than a controller's lease. Therefore
+# a writer locks a file beside the database while it waits to begin. The next transaction of the present writer needs
+# that lock too, and cannot overtake the one that has been waiting.
 
-
-LOOK_MS = 1  # how often one that waits looks whether it may go on
+TURN_POLL_MS = 1
 
 
 def begin_immediate(connection: Connection, path: str, *, timeout_s: float) -> None:
-    """Begin a transaction that writes to the database at `path`, in turn with other processes.
+    """Begin a write transaction on the database at `path`, in turn with other processes.
 
-    Raises what SQLite's own BEGIN IMMEDIATE raises: that it is locked after `timeout_s`, or what else is wrong.
+    Raises what BEGIN IMMEDIATE raises, for example that the database is still locked after `timeout_s`.
     """
     driver = connection.connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
     deadline_s = time.monotonic() + timeout_s
-    driver.execute(f"PRAGMA busy_timeout={LOOK_MS}").fetchall()
+    driver.execute(f"PRAGMA busy_timeout={TURN_POLL_MS}").fetchall()
     try:
         with _turn(f"{path}-turn", deadline_s):
             while time.monotonic() < deadline_s:
@@ -295,15 +292,15 @@ def begin_immediate(connection: Connection, path: str, *, timeout_s: float) -> N
                 except sqlite3.Error as error:
                     if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
                         break
-            connection.exec_driver_sql("BEGIN IMMEDIATE")  # says what is wrong in the terms of all other statements
+            connection.exec_driver_sql("BEGIN IMMEDIATE")  # raises SQLAlchemy's errors, like all other statements
     finally:
         driver.execute(f"PRAGMA busy_timeout={int(timeout_s * 1000)}").fetchall()
 
 
 @contextmanager
 def _turn(path: str, deadline_s: float) -> Iterator[None]:
-    """Hold the turn for the block. Go on without it after the deadline, and where there can be no such file or lock: it
-    is SQLite's own lock that keeps the data right, and says what is wrong."""
+    """Hold the turn for the block. Proceed without it after the deadline, or if the file or the lock is impossible:
+    SQLite's own lock protects the data."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
@@ -312,14 +309,14 @@ def _turn(path: str, deadline_s: float) -> Iterator[None]:
     try:
         while time.monotonic() < deadline_s:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which the kernel drops with its holder
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops it if its holder dies
                 break
             except BlockingIOError:
-                time.sleep(LOOK_MS / 1000)
+                time.sleep(TURN_POLL_MS / 1000)
             except OSError:
                 break
         yield
     finally:
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing it would leave the lock to a child forked meanwhile
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone would leave the lock to a child forked meanwhile
         os.close(descriptor)

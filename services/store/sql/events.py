@@ -1,5 +1,4 @@
-"""The event log, numbered in the order in which its transactions commit, so that who reads on from a number misses
-nothing."""
+"""The event log. Numbers follow the order of commits, so a reader that continues after a number misses nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from services.store.sql.tables import events, log_head
 
 
 def append(connection: Connection, fresh: Sequence[Event]) -> None:
-    """Write events as the last thing of a transaction, also none: that tells readers that something changed.
+    """Append events at the end of a transaction; even none, to let readers see that something changed.
 
-    The head's row is locked from here to the commit. It is always the last lock that a transaction takes.
+    Locks the head's row until the commit. It is always the last lock that a transaction takes.
     """
     connection.execute(
         update(log_head).values(last_event=log_head.c.last_event + len(fresh), revision=log_head.c.revision + 1)
@@ -34,40 +33,40 @@ def append(connection: Connection, fresh: Sequence[Event]) -> None:
 
 
 def revision(connection: Connection) -> int:
-    """Grows with every transaction that wrote."""
+    """Return a number that grows with every transaction that called `append`."""
     return int(connection.execute(select(log_head.c.revision)).scalar_one())
 
 
 class SqlEventLog:
-    """What goodput, the live page and the streams read."""
+    """The log for goodput, the live page and the event streams."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
 
     def append(self, fresh: Sequence[Event]) -> None:
-        """Add events that come from outside, in the order given."""
+        """Append events from outside, in the order given."""
         if fresh:
             self._db.transact(lambda connection: append(connection, fresh))
 
     def read(
         self, job: str | None, after: int, limit: int, kinds: Collection[EventKind] = ()
     ) -> list[tuple[int, Event]]:
-        """Up to `limit` (number, event) pairs with number > `after`, oldest first. With a job: its own events, and
-        those that concern no job (a host that joined, a controller that was elected). No `kinds` means all."""
+        """Return up to `limit` (number, event) pairs with number > `after`, oldest first. With a job: its own events
+        and those of no job, such as a joined host or an elected controller. Empty `kinds`: every kind."""
         query = _of(job, kinds).where(events.c.number > after).order_by(events.c.number).limit(limit)
         with self._db.read() as connection:
             rows = connection.execute(query).all()
         return [(row.number, load(row.document, Event)) for row in rows]
 
     def newest(self, job: str | None, limit: int, kinds: Collection[EventKind] = ()) -> list[tuple[int, Event]]:
-        """The end of what `read` gives: the newest `limit` pairs, oldest first."""
+        """Return the newest `limit` pairs of what `read` selects, oldest first."""
         query = _of(job, kinds).order_by(events.c.number.desc()).limit(limit)
         with self._db.read() as connection:
             rows = connection.execute(query).all()
         return [(row.number, load(row.document, Event)) for row in reversed(rows)]
 
     def last(self) -> int:
-        """The number of the newest event, 0 if there is none."""
+        """Return the number of the newest event, 0 if there is none."""
         with self._db.read() as connection:
             return int(connection.execute(select(log_head.c.last_event)).scalar_one())
 

@@ -1,4 +1,4 @@
-"""What a failure of the database means, and what to do about it."""
+"""Translates failures of the database into errors with a cause and a next step."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from sqlalchemy.exc import DBAPIError
 
 from flyball.contracts.errors import ConfigurationError, FlyballError, StateVersionMismatch, StorageFull, Unreachable
 
-# Kind of failure -> class, message (with {name} and {cause}), next step.
+# Kind of failure -> class, message with {name} and {cause}, hint.
 _EXPLANATIONS: dict[str, tuple[type[FlyballError], str, str]] = {
     "full": (
         StorageFull,
         "The disk of the database {name} is full.",
-        "free space there; nothing was half written",
+        "free space there; nothing was stored in part",
     ),
     "locked": (
         Unreachable,
         "The database {name} gave up waiting for a lock.",
-        "it is tried again; if it stays so, look for another process or a long transaction that holds it",
+        "Flyball retries; if this persists, find the process or the long transaction that holds the lock",
     ),
     "refused": (
         ConfigurationError,
@@ -33,22 +33,22 @@ _EXPLANATIONS: dict[str, tuple[type[FlyballError], str, str]] = {
     "not_primary": (
         Unreachable,
         "The database server of {name} takes no writes at present: {cause}.",
-        "it is tried again, on a new connection; if it stays so, point the URL at the primary server",
+        "Flyball retries on a new connection; if this persists, point the URL at the primary server",
     ),
     "damaged": (
         StateVersionMismatch,
-        "The file {name} is not a database, or damaged: {cause}.",
+        "The file {name} is damaged, or not a database: {cause}.",
         "move it away, or restore it from a backup",
     ),
     "no_schema": (
         StateVersionMismatch,
-        "The database {name} has not the tables of this release: {cause}.",
-        "start the supervisor of this release once; it brings them up to date",
+        "The database {name} lacks tables of this release: {cause}.",
+        "start the supervisor of this release once; it upgrades the schema",
     ),
     "away": (
         Unreachable,
         "The database {name} does not answer: {cause}.",
-        "check that its server or disk works and can be reached",
+        "check that its server or disk works and is reachable",
     ),
 }
 
@@ -78,10 +78,7 @@ _MYSQL_KINDS = {
 
 
 def translate(error: DBAPIError, name: str) -> FlyballError | None:
-    """The error that a person should see; None for one that only a fault in our own code can cause.
-
-    `name` is the database's URL without its password.
-    """
+    """Return the error for the user, None if only a bug of ours can cause it. `name`: the URL without its password."""
     cause = error.orig
     kind = _sqlite_kind(cause) if isinstance(cause, sqlite3.Error) else _mysql_kind(cause)
     if kind is None and error.connection_invalidated:
@@ -94,17 +91,17 @@ def translate(error: DBAPIError, name: str) -> FlyballError | None:
 
 
 def is_deadlock(error: BaseException | None) -> bool:
-    """Whether the server ended a transaction so that another could go on; it may be run again."""
+    """Return whether the server rolled a transaction back so that another could continue; it may run again."""
     return isinstance(error, DBAPIError) and _mysql_number(error.orig) == _MYSQL_DEADLOCK
 
 
 def is_without_tables(error: DBAPIError) -> bool:
-    """Whether an SQLite file is empty: it is not the one whose schema was made."""
+    """Return whether an SQLite file has no tables: it replaced the one whose schema was created."""
     return isinstance(error.orig, sqlite3.Error) and "no such table" in str(error.orig)
 
 
 def is_not_primary(error: BaseException | None) -> bool:
-    """Whether the server takes no writes. Behind the same address another one may, but only for new connections."""
+    """Return whether the server takes no writes. Another one may have its address, but only for new connections."""
     return _mysql_number(error) in _MYSQL_NOT_PRIMARY
 
 

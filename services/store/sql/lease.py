@@ -1,6 +1,6 @@
-"""The controller's lease: one row, an epoch that only grows, time by the database's clock.
+"""The controller's lease: one row with an epoch that only grows, timed by the database's clock.
 
-The epoch is what protects: every commit checks it in its own transaction. The time to live only keeps two healthy
+Safety comes from the epoch: every commit checks it in its own transaction. The time to live only keeps two healthy
 controllers from taking the lease from each other in turns.
 """
 
@@ -27,15 +27,15 @@ _NOW = {
 
 class Acquired(msgspec.Struct, frozen=True):
     grant: LeaseGrant
-    is_new: bool  # a new epoch began
+    is_new: bool  # whether a new epoch began
 
 
 class ControllerLease:
     """One process's hold on the lease.
 
-    Holders are called "name#incarnation". One of the same name and another incarnation is this controller's
-    predecessor, which died: it is replaced at once, without waiting for its time to run out. Who was once replaced
-    that way waits like any stranger, so that two live processes of one name do not push each other out for ever.
+    Holders are named "name#incarnation". A holder with the same name and another incarnation is this controller's dead
+    predecessor, and is replaced at once. A holder that was replaced that way must wait like any other, so that two live
+    processes of one name do not keep replacing each other.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -44,8 +44,8 @@ class ControllerLease:
         self._renewals = Renewals()
 
     def acquire(self, connection: Connection, holder: str, ttl_s: float) -> Acquired | None:
-        """Take or renew; None while another one holds it. The caller's transaction must be a write."""
-        began_s = self._clock.monotonic_s()  # before the request, so that a slow answer shortens our time, not theirs
+        """Take or renew the lease. Return None while another holds it. Needs a write transaction."""
+        began_s = self._clock.monotonic_s()  # before the request: a slow reply must shorten our time, not theirs
         row = connection.execute(select(lease).where(lease.c.name == CONTROLLER).with_for_update()).one()
         now = database_now(connection)
         held = Held(row.holder, row.epoch, row.expires_at)
@@ -63,18 +63,18 @@ class ControllerLease:
 
 
 def release(connection: Connection, holder: str) -> None:
-    """Let another controller take over at once. The epoch stays, and grows with the next holder."""
+    """Let another controller take over at once. The epoch grows only with the next holder."""
     connection.execute(update(lease).where(lease.c.name == CONTROLLER, lease.c.holder == holder).values(expires_at=0.0))
 
 
 def new_incarnation() -> str:
-    """A name for what a database is under one epoch: a copy of it that begins the same epoch has another."""
+    """Return a random name for the database under a new epoch: a copy that begins the same epoch gets another name."""
     return uuid4().hex[:8]
 
 
 def raise_epoch(connection: Connection, above: int) -> None:
-    """Begin an epoch that is newer than `above`, which hosts have obeyed, if the present one is not. Who holds the
-    lease takes it again."""
+    """Begin an epoch above `above`, which hosts have obeyed, unless the present one is. The holder of the lease then
+    takes it again."""
     connection.execute(
         update(lease)
         .where(lease.c.name == CONTROLLER, lease.c.epoch <= above)
@@ -105,11 +105,11 @@ def _issuer(connection: Connection, *, is_shared: bool) -> Issuer:
 
 
 def database_now(connection: Connection) -> float:
-    """Seconds since the Unix epoch, by the database's clock."""
+    """Return seconds since the Unix epoch by the database's clock."""
     return float(connection.execute(_NOW["sqlite" if connection.dialect.name == "sqlite" else "mysql"]).scalar_one())
 
 
 def leader(connection: Connection) -> str | None:
-    """Who holds the lease now; None if nobody does."""
+    """Return the present holder of the lease, None if there is none."""
     row = connection.execute(select(lease).where(lease.c.name == CONTROLLER)).one_or_none()
     return str(row.holder) if row is not None and row.expires_at > database_now(connection) else None

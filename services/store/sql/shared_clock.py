@@ -1,7 +1,7 @@
-"""One time for all processes of the control plane: the database's.
+"""One clock for all processes of the control plane: the database's.
 
-When a host was last heard of is told by one process and judged by another. Were that each one's own time, a sensor
-whose clock is some seconds ahead would make a host that died look as if it had come back.
+One process records when a host last reported, and another judges it. If each used its own clock, a sensor whose clock
+is some seconds ahead would make a dead host look as if it had come back.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from services.store.sql.database import Database
 from services.store.sql.lease import database_now
 
 MEASURE_EVERY_S = 1.0
-EXACT_S = 0.005  # a difference that is smaller is none: the answer takes about as long
-TOLD_S = 1.0  # a machine whose clock is that wrong is told of
+EXACT_S = 0.005  # smaller differences are ignored: the reply takes about as long
+WARN_S = 1.0  # larger differences are logged
 
 _log = structlog.get_logger(__name__)
 
 
 class SharedClock:
-    """A `Clock` whose wall time is the database's, as last measured. SQLite has its machine's, and nothing to measure.
-    Monotonic time is the machine's own. Thread-safe."""
+    """A `Clock` whose wall time is the database's, as last measured. SQLite uses the machine's clock. Monotonic time is
+    always the machine's. Thread-safe."""
 
     def __init__(self, clock: Clock, db: Database) -> None:
         self._clock = clock
         self._db = db
-        self._ahead_s = 0.0  # of the database's time, before the machine's
+        self._ahead_s = 0.0  # the database's time minus the machine's
 
     def wall_s(self) -> float:
-        """By the database, seconds since the Unix epoch."""
+        """Return seconds since the Unix epoch by the database's clock."""
         return self._clock.wall_s() + self._ahead_s
 
     def monotonic_s(self) -> float:
-        """The machine's."""
+        """Return the machine's monotonic time."""
         return self._clock.monotonic_s()
 
     def measure(self) -> None:
-        """Ask the database. Raises what `Database.read` does; then the last answer holds on."""
+        """Compare clocks with the database. If it raises what `Database.read` raises, the last result stays valid."""
         if self._db.is_sqlite:
             return
         with self._db.read() as connection:
             ahead_s, error_s = self._compare(connection)
         if abs(ahead_s - self._ahead_s) <= error_s + EXACT_S:
             return
-        if abs(ahead_s - self._ahead_s) > TOLD_S:
+        if abs(ahead_s - self._ahead_s) > WARN_S:
             _log.warning(
-                "the machine's clock is not the database's, which counts",
+                "the machine's clock differs from the database's, which is used",
                 ahead_s=round(ahead_s, 3),
                 before_s=round(self._ahead_s, 3),
-                hint="let the machines of the control plane keep time with NTP",
+                hint="synchronize the machines of the control plane with NTP",
             )
         self._ahead_s = ahead_s
 
     def run(self, stop: threading.Event) -> None:
-        """Go on measuring, until stopped."""
+        """Measure until stopped. Waits out outages of the database."""
         outage = Outage("shared-clock", self._clock)
         wait_s = 0.0
         while not stop.wait(wait_s):
@@ -71,8 +71,8 @@ class SharedClock:
                 wait_s = MEASURE_EVERY_S
 
     def _compare(self, connection: Connection) -> tuple[float, float]:
-        """How far the database is ahead, and by how much that may be wrong. Wall time is read once: it may jump."""
-        database_now(connection)  # the first answer waits for the connection to be made and tried
+        """Return how far the database is ahead, and the possible error. Reads wall time once, because it may jump."""
+        database_now(connection)  # connects and tests the connection, so that the next reply is quick
         began_s, began = self._clock.monotonic_s(), self._clock.wall_s()
         now = database_now(connection)
         error_s = (self._clock.monotonic_s() - began_s) / 2.0

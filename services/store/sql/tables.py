@@ -1,6 +1,6 @@
-"""The tables. Whole contract values are kept as JSON documents; columns are what is searched or changed by itself.
+"""The tables. Contract values are stored whole, as JSON documents; columns hold what is searched or changed by itself.
 
-The schema is made by `migrations`; a test compares the two.
+`migrations` upgrades existing databases to this schema; a test compares the two.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ MYSQL_OPTIONS: dict[str, Any] = {
 
 Name = String(64)  # a job, a host, an incarnation
 Word = String(32)  # a member of one of our enums
-Number = BigInteger().with_variant(Integer(), "sqlite")  # SQLite counts up, and needs no second index, for INTEGER
+Number = BigInteger().with_variant(Integer(), "sqlite")  # only INTEGER keys count up in SQLite without a second index
 Seconds: Double[float] = Double()  # wall clock
 Blob = LargeBinary().with_variant(LONGBLOB(), "mysql", "mariadb")
-Document = Text().with_variant(LONGTEXT(), "mysql", "mariadb")  # JSON of a contract type, or words of any length
+Document = Text().with_variant(LONGTEXT(), "mysql", "mariadb")  # JSON of a contract type, or text of any length
 
 
 def _table(name: str, *parts: SchemaItem) -> Table:
@@ -56,7 +56,7 @@ def _job() -> Column[str]:
     return Column("job", Name, nullable=False)
 
 
-# --- who this is: the cluster, the controller's lease and position ----------------------------------------------------
+# --- the cluster, the controller's lease and its position in the stream -----------------------------------------------
 
 lease = _table(
     "lease",
@@ -64,23 +64,23 @@ lease = _table(
     Column("holder", String(200), nullable=False),
     Column("epoch", BigInteger, nullable=False),
     Column("expires_at", Seconds, nullable=False),  # on the database's clock
-    Column("incarnation", Word, nullable=False, server_default=""),  # random, another one with every epoch
+    Column("incarnation", Word, nullable=False, server_default=""),  # random, new with every epoch
 )
 
 cluster = _table(
-    "cluster",  # one row, made with the database, and copied with it
+    "cluster",  # one row, created with the database and copied with it
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("cluster_id", Word, nullable=False),
-    Column("decision_floor", BigInteger, nullable=False),  # numbers up to here were given out, perhaps by another copy
+    Column("decision_floor", BigInteger, nullable=False),  # numbers up to here are used, perhaps by another copy
 )
 
 standings = _table(
     "standings",  # of hosts that were ahead of this database
     Column("host_id", Name, primary_key=True),
     Column("told_at", Seconds, nullable=False),
-    Column("first_told_at", Seconds, nullable=False),  # of those since it was settled last
+    Column("first_told_at", Seconds, nullable=False),  # the first since it was last settled
     Column("is_settled", Boolean, nullable=False, index=True),
-    Column("cluster", Word, nullable=False),  # what it obeyed
+    Column("cluster", Word, nullable=False),  # whose command it obeyed
     Column("command_id", String(190), nullable=False),
     Column("document", Document, nullable=False),
 )
@@ -92,7 +92,7 @@ cursors = _table(
     Column("position", BigInteger, nullable=False),
 )
 
-# --- what was observed ------------------------------------------------------------------------------------------------
+# --- observations -----------------------------------------------------------------------------------------------------
 
 signals = _table(
     "signals",
@@ -103,7 +103,7 @@ signals = _table(
     Column("kind", Word, nullable=False),
     _job(),
     Column("generation", Integer, nullable=False),
-    Column("host_id", String(128), nullable=False),  # whom it is about
+    Column("host_id", String(128), nullable=False),  # the host that the signal is about
     Column("observed_at", Seconds, nullable=False),
     Column("stored_at", Seconds, nullable=False),
     Column("document", Document, nullable=False),
@@ -113,7 +113,7 @@ signals = _table(
 )
 
 watermarks = _table(
-    "watermarks",  # every signal of a sender up to seq is stored; hosts choose the names of their incarnations
+    "watermarks",  # every signal of a sender up to seq is stored; incarnations of different hosts may share a name
     Column("incarnation", Name, primary_key=True),
     Column("source", String(128), primary_key=True),
     Column("seq", BigInteger, nullable=False),
@@ -127,7 +127,7 @@ hosts = _table(
     Column("reason", Document, nullable=False),
     Column("preempt_deadline_at", Seconds, nullable=False),
     Column("joined_at", Seconds, nullable=False),
-    Column("left_at", Seconds, nullable=False, server_default="0"),  # 0.0: it has not; it ended in order
+    Column("left_at", Seconds, nullable=False, server_default="0"),  # when it left in an orderly way; 0.0: it has not
     Column("address", String(128), nullable=False),
     Column("failure_domain", String(128), nullable=False),
     Column("engine_address", String(160), nullable=False),
@@ -137,23 +137,23 @@ hosts = _table(
     Column("interval_s", Seconds, nullable=False),
     Column("engine", Document, nullable=False),
     Column("copies", Document, nullable=False),  # every verified copy on it
-    Column("version", BigInteger, nullable=False),  # another one with every write, see `rows`
+    Column("version", BigInteger, nullable=False),  # new with every write, see `rows`
 )
 
 host_reports = _table(
-    "host_reports",  # what changes with every report; of many in a short time only the newest is stored
+    "host_reports",  # data that changes with every report; of many in a short time only the newest is stored
     Column("host_id", Name, primary_key=True),
     Column("incarnation", Name, nullable=False),
     Column("sent_at", Seconds, nullable=False),  # on the host's clock
     Column("received_at", Seconds, nullable=False),  # on the supervisor's
-    Column("digest", Word, nullable=False),  # of what is in `hosts` of it
+    Column("digest", Word, nullable=False),  # of the report's data in `hosts`
     Column("workers", Document, nullable=False),  # job -> generation of the live workers
     Column("positions", Document, nullable=False),
     Column("version", BigInteger, nullable=False),
 )
 
 vouches = _table(
-    "vouches",  # of which hosts a sensor has heard, and how long before `at`
+    "vouches",  # which hosts a sensor received reports of, and how long before `at`
     Column("sensor", String(128), primary_key=True),
     Column("at", Seconds, nullable=False),
     Column("hosts", Document, nullable=False),
@@ -161,14 +161,14 @@ vouches = _table(
 )
 
 learned_jobs = _table(
-    "learned_jobs",  # what sensors have learned of jobs: how long steps take, which pauses they went on from
+    "learned_jobs",  # what sensors learned about jobs: durations of steps, pauses that were no faults
     Column("job", Name, primary_key=True),
     Column("told_at", Seconds, nullable=False),
     Column("learned", Document, nullable=False),
 )
 
 drains = _table(
-    "drains",  # what operators want of hosts; a wish that was granted and taken back has no row
+    "drains",  # operators' drain requests; one that was granted and cancelled has no row
     Column("host_id", Name, primary_key=True),
     Column("state", Word, nullable=False),
     Column("requested_at", Seconds, nullable=False),
@@ -178,7 +178,7 @@ drains = _table(
 )
 
 ranks = _table(
-    "ranks",  # what is told once of a rank; where it is stands in `host_reports`
+    "ranks",  # what is reported once about a rank; its position is in `host_reports`
     Column("job", Name, primary_key=True),
     Column("generation", Integer, primary_key=True, autoincrement=False),
     Column("rank", Integer, primary_key=True, autoincrement=False),
@@ -191,7 +191,7 @@ ranks = _table(
 )
 
 persistent_copies = _table(
-    "persistent_copies",  # no host owns them, and the loss of the one that wrote them does not matter
+    "persistent_copies",  # not owned by a host: they survive the loss of the host that wrote them
     Column("job", Name, primary_key=True),
     Column("generation", Integer, primary_key=True, autoincrement=False),
     Column("step", BigInteger, primary_key=True, autoincrement=False),
@@ -201,14 +201,14 @@ persistent_copies = _table(
 )
 
 persistent_steps = _table(
-    "persistent_steps",  # those of which there are persistent copies
+    "persistent_steps",  # the steps that have persistent copies
     Column("job", Name, primary_key=True),
     Column("generation", Integer, primary_key=True, autoincrement=False),
     Column("step", BigInteger, primary_key=True, autoincrement=False),
-    Column("version", BigInteger, nullable=False),  # another one with every copy of it that is written
+    Column("version", BigInteger, nullable=False),  # new with every copy of it that is written
 )
 
-# --- what was asked for and decided -----------------------------------------------------------------------------------
+# --- requests and decisions -------------------------------------------------------------------------------------------
 
 jobs = _table(
     "jobs",
@@ -220,10 +220,10 @@ jobs = _table(
     Column("ended_at", Seconds, nullable=False),
     Column("stop_requested", Boolean, nullable=False),
     Column("newest_step", BigInteger, nullable=False),  # of any rank of any generation
-    Column("generation", Integer, nullable=False),  # the newest that was granted; -1: none yet
+    Column("generation", Integer, nullable=False),  # the newest granted; -1: none yet
     Column("run", Word, nullable=False, server_default=""),  # '': named after submitted_at
-    Column("adopted", Document),  # a recovery point of a run that this database has not seen: it goes on from there
-    Column("loss", Word, nullable=False),  # the newest, a number or nan, inf, -inf in words; '': none was told
+    Column("adopted", Document),  # the lineage of a run that this database has not seen, to continue from
+    Column("loss", Word, nullable=False),  # the newest: a number, 'nan', 'inf' or '-inf'; '': none reported
     Column("loss_step", BigInteger, nullable=False),
 )
 
@@ -242,7 +242,7 @@ generations = _table(
     "generations",
     Column("job", Name, ForeignKey("jobs.job"), primary_key=True),
     Column("generation", Integer, primary_key=True, autoincrement=False),
-    Column("decision", BigInteger, nullable=False),  # the number of the one that granted it
+    Column("decision", BigInteger, nullable=False),  # the number of the decision that granted it
     Column("plan", Document, nullable=False),
     Column("granted_at", Seconds, nullable=False),
     Column("started_at", Seconds, nullable=False),  # 0.0: the start commands are not written yet
@@ -285,24 +285,24 @@ decisions = _table(
 )
 
 rounds = _table(
-    "rounds",  # what the policy decided from, newest last; for replays, and bounded
+    "rounds",  # the inputs of the policy's rounds, for replays; bounded
     Column("number", Number, primary_key=True, autoincrement=False),
     Column("at", Seconds, nullable=False),
     Column("epoch", BigInteger, nullable=False),
     Column("version", Name, nullable=False),  # of the release that decided
-    Column("signals", Document, nullable=False),  # their keys, in the order in which they were read
-    Column("inputs", Blob, nullable=False),  # view and settings, compressed; of large ones the beginning
-    Column("total_bytes", BigInteger, nullable=False, index=True),  # of this row and all there ever were before it
+    Column("signals", Document, nullable=False),  # their keys, in the order of reading
+    Column("inputs", Blob, nullable=False),  # view and settings, compressed; large ones continue in round_pieces
+    Column("total_bytes", BigInteger, nullable=False, index=True),  # of this row and all rows ever before it
 )
 
 round_pieces = _table(
-    "round_pieces",  # what of a round's inputs comes after those in its row
+    "round_pieces",  # the rest of a round's inputs that do not fit its row
     Column("round", BigInteger, primary_key=True, autoincrement=False),
     Column("piece", Integer, primary_key=True, autoincrement=False),
     Column("data", Blob, nullable=False),
 )
 
-# --- how it is carried out --------------------------------------------------------------------------------------------
+# --- actions ----------------------------------------------------------------------------------------------------------
 
 actions = _table(
     "actions",
@@ -339,12 +339,12 @@ commands = _table(
     Column("host_id", Name, nullable=False),
     Column("document", Document, nullable=False),
     Column("created_at", Seconds, nullable=False),
-    Column("dispatched_at", Seconds, nullable=False),  # the newest time; 0.0: never
-    Column("is_open", Boolean, nullable=False),  # not finally answered, and its action has not ended
-    Column("progress", Integer, nullable=False),  # 0 nothing, 1 acknowledged, 2 finally answered
+    Column("dispatched_at", Seconds, nullable=False),  # first handed out; 0.0: never
+    Column("is_open", Boolean, nullable=False),  # has no final answer, and its action has not ended
+    Column("progress", Integer, nullable=False),  # 0 none, 1 acknowledged, 2 final answer
     Column("answered_at", Seconds, nullable=False),
     Column("answer", Document),
-    Column("answer_revision", BigInteger, nullable=False, server_default="0"),  # the log's, when it was answered last
+    Column("answer_revision", BigInteger, nullable=False, server_default="0"),  # the log's, at the last answer
     UniqueConstraint("command_id"),
     Index(None, "action", "answer_revision"),
     Index(None, "is_open", "host_id"),
@@ -353,10 +353,10 @@ commands = _table(
 # --- the logs ---------------------------------------------------------------------------------------------------------
 
 log_head = _table(
-    "log_head",  # one row; its lock puts the writers of the log in order
+    "log_head",  # one row; its lock orders the writers of the log
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("last_event", BigInteger, nullable=False),
-    Column("revision", BigInteger, nullable=False),  # grows with everything that a view may show
+    Column("revision", BigInteger, nullable=False),  # grows with every change that a view may show
 )
 
 events = _table(
@@ -374,7 +374,7 @@ bus_streams = _table(
     Column("name", Word, primary_key=True),
     Column("stream", Name, nullable=False),
     Column("head", BigInteger, nullable=False),  # position of the newest message
-    Column("tail", BigInteger, nullable=False),  # messages up to here are gone
+    Column("tail", BigInteger, nullable=False),  # messages up to here are removed
 )
 
 bus_messages = _table(
