@@ -1,4 +1,4 @@
-"""The live page in a real browser: it shows what the API says, live, and takes no text for markup."""
+"""The live page in a real browser: it shows the API's data, live, and never treats text as markup."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this ma
 
 
 class Browser:
-    """One page, driven over the pipe of Chromium's debugging protocol: JSON messages that end in a zero byte."""
+    """One page, driven over the pipe of Chromium's debugging protocol: JSON messages that end with a zero byte."""
 
     def __init__(self, profile: Path) -> None:
         to_child, self._commands = os.pipe()
         self._answers, from_child = os.pipe()
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
         flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={profile}"]
-        # Chromium reads commands from 3 and answers on 4; from 10 on, neither end can be in the other's way.
+        # Chromium reads commands from 3 and answers on 4; descriptors from 10 on avoid conflicts.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_child, from_child)]
         self._process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, *map(str, ends), str(CHROMIUM), *flags, "--remote-debugging-pipe"],
@@ -87,7 +87,7 @@ class Browser:
         os.close(self._answers)
 
     def _first_page(self) -> str:
-        """It may come later than the answer to the first question."""
+        """It may arrive after the reply to the first command."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
             targets = self._ask("Target.getTargets")["targetInfos"]
@@ -97,7 +97,7 @@ class Browser:
             assert time.monotonic() < deadline, targets
 
     def _evaluate_between_pages(self, expression: str) -> Any:  # noqa: ANN401 - whatever the expression gives
-        """None also if the page went away while it was asked: the address leads to another one."""
+        """None also if the page was replaced during the evaluation, because the address leads to another one."""
         answer = self._answer("Runtime.evaluate", expression=expression, returnByValue=True)
         return answer["result"]["result"].get("value") if "result" in answer else None
 
@@ -191,7 +191,7 @@ def test_the_page_shows_what_happens_and_no_text_becomes_markup(browser: Browser
     assert browser.errors == []
 
 
-def test_the_header_tells_of_trouble_only_while_there_is_some(browser: Browser, supervisor: Supervisor) -> None:
+def test_the_header_shows_trouble_only_while_there_is_some(browser: Browser, supervisor: Supervisor) -> None:
     header = "document.getElementById('link-text')?.textContent"
     browser.open(f"{supervisor.url}/?token={supervisor.token}")
     browser.until(f"{header} === 'live'")

@@ -1,4 +1,4 @@
-"""The Redis bus when Redis loses something, is not what it should be, or is away."""
+"""The Redis bus when Redis loses data, is unsuitable, or is away."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def bus(server, connect) -> RedisBus:
 
 @pytest.fixture
 def stopped(server, connect, make, monkeypatch: pytest.MonkeyPatch) -> RedisBus:
-    """A bus that waits no longer than the product does, on a server with one signal that is stopped."""
+    """A bus with the product's timeouts, on a stopped server that holds one signal."""
     fill(connect(server.url), make, 1)
     monkeypatch.setattr(redis_client, "TIMEOUT_S", TIMEOUT_S)
     impatient = connect(server.url)
@@ -53,11 +53,11 @@ def stopped(server, connect, make, monkeypatch: pytest.MonkeyPatch) -> RedisBus:
 
 
 def go_on(server, bus: RedisBus) -> None:
-    """The server answers again, and may take its time for it: the machine is busy."""
+    """Let the server answer again, with long timeouts: the machine may be busy."""
     connections = bus._server.client.connection_pool
     connections.connection_kwargs.update(socket_timeout=60.0, socket_connect_timeout=60.0)
     connections.disconnect()
-    connections.reset()  # a connection that was made before keeps its own patience, also when it connects anew
+    connections.reset()  # existing connections keep their own timeouts, even when they reconnect
     server.process.send_signal(signal.SIGCONT)
 
 
@@ -84,12 +84,12 @@ def test_what_comes_after_a_loss_is_seen_from_every_cursor(server, bus, make, ho
     after = fill(bus, make, 4, 5, 6, 7)
     assert seqs(bus, last) == [4, 5, 6, 7]
     assert (after.stream, after.position) > (last.stream, last.position)
-    bus.trim(last)  # of a leader that knows nothing of the loss
+    bus.trim(last)  # from a leader that does not know of the loss
     assert seqs(bus, last) == [4, 5, 6, 7]
 
 
 def test_everything_is_in_one_key(server, bus, make) -> None:
-    """So that no part of it can be lost alone."""
+    """No part can be lost alone."""
     bus.trim(fill(bus, make, 1))
     assert server.client.keys() == [KEY.encode()]
 
@@ -97,13 +97,13 @@ def test_everything_is_in_one_key(server, bus, make) -> None:
 def test_positions_that_an_older_snapshot_gives_out_again_hide_nothing(server, bus, make) -> None:
     fill(bus, make, 1, 2)
     server.client.save()
-    stored = fill(bus, make, 3, 4)  # the leader's cursor; the snapshot has not these two
+    stored = fill(bus, make, 3, 4)  # the leader's cursor; the snapshot lacks these two
     server.kill()
     server.start()
     assert seqs(bus, stored) == [
         1,
         2,
-    ]  # a cursor that is ahead of the stream: from the beginning, twice rather than not
+    ]  # a cursor ahead of the stream reads from the beginning: twice is better than never
     bus.publish([make.signal(seq) for seq in (5, 6, 7)])
     assert seqs(bus, stored) == [5, 6, 7]
     assert seqs(bus) == [1, 2, 5, 6, 7]
@@ -118,13 +118,13 @@ def test_a_cursor_that_was_stored_under_another_bus_begins_at_the_beginning(bus,
 
 
 @pytest.mark.parametrize("fields", [{"signal": '{"body": 1}'}, {"other": "field"}])
-def test_an_entry_that_is_no_signal_is_passed_over(server, bus, make, fields: dict[str, str]) -> None:
+def test_an_entry_that_is_no_signal_is_skipped(server, bus, make, fields: dict[str, str]) -> None:
     last = fill(bus, make, 1)
     for more in range(10, 15):
         server.client.xadd(KEY, fields, id=f"{last.stream}-{last.position + more}")
     bus.publish([make.signal(2)])
     assert seqs(bus) == [1, 2]
-    assert seqs(bus, last, limit=2) == [2]  # a page of nothing but such entries is no end
+    assert seqs(bus, last, limit=2) == [2]  # a page of only such entries is not the end
 
 
 def test_entries_of_a_stranger_hide_nothing(server, bus, make) -> None:
@@ -206,12 +206,12 @@ def test_the_rights_that_the_documents_name_are_enough(server, connect, make) ->
             for thread in threads:
                 thread.start()
             wakeup.notify("actions")
-            heard = [other.get_message(timeout=60.0)["type"] for _ in range(2)]
+            received = [other.get_message(timeout=60.0)["type"] for _ in range(2)]
             is_listening = wakeup.wait("signals", 60.0)
             stop.set()
             for thread in threads:
                 thread.join(60.0)
-    assert (heard, is_listening) == (["subscribe", "message"], True)
+    assert (received, is_listening) == (["subscribe", "message"], True)
 
 
 def test_a_user_without_rights(server, connect, make) -> None:
@@ -243,9 +243,9 @@ def test_a_server_that_is_stopped_or_away_is_given_up_in_time(server, stopped, m
     expect(Unreachable, "does not answer", lambda: stopped.read(None, limit=1))
 
 
-def test_a_server_that_is_slow_is_not_filled_with_what_is_sent_again(server, stopped, make) -> None:
+def test_a_slow_server_is_not_filled_with_repeated_signals(server, stopped, make) -> None:
     bus, batch = stopped, [make.signal(seq) for seq in range(2, 12)]
-    for _ in range(4):  # each of these would be taken in the end: the stream holds 40
+    for _ in range(4):  # the server would store each of these in the end: the stream holds 40
         with pytest.raises(Unreachable):
             bus.publish(batch)
     go_on(server, bus)
@@ -257,11 +257,11 @@ def test_a_server_that_is_slow_is_not_filled_with_what_is_sent_again(server, sto
         except Unreachable:
             assert time.monotonic() < deadline_s
     assert seqs(bus) == list(range(1, 12))
-    bus.publish(batch)  # what is known to be taken, and comes again, is not looked for
+    bus.publish(batch)  # a repeated signal that is known to be stored is not searched for
     assert seqs(bus) == [*range(1, 12), *range(2, 12)]
 
 
-def test_what_was_not_taken_before_the_answer_was_lost_is_sent_again(server, bus, make) -> None:
+def test_what_was_not_stored_before_the_reply_was_lost_is_sent_again(server, bus, make) -> None:
     fill(bus, make, 1)
     server.kill()
     with pytest.raises(Unreachable):
@@ -284,5 +284,5 @@ def test_the_bound_counts_what_other_incarnations_left(server, bus, make) -> Non
 
 
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1", "redis://127.0.0.1:sesame", "redis://h/0?socket_timeout=x"])
-def test_a_url_that_means_no_redis(url: str) -> None:
+def test_a_url_that_is_no_redis_url(url: str) -> None:
     expect(ConfigurationError, "The Redis URL", lambda: RedisServer(url))

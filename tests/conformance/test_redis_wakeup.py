@@ -1,5 +1,4 @@
-"""Wake-ups over Redis: to every other process, without delay in this one, and with nothing lost but time when Redis is
-away."""
+"""Wake-ups over Redis reach every other process, do not delay this one, and cost only time while Redis is away."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ def server(own_redis):
 
 @pytest.fixture
 def process(server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RedisWakeup]]:
-    """Makes the wake-up of one more process, which listens when this returns. It gives up no connection that lives: it
-    would look again, and hear more than it was told."""
+    """Makes the wake-up of one more process, which listens when this returns. It gives up no live connection: it
+    would subscribe again, and receive more than was sent."""
     monkeypatch.setattr(redis_wakeup, "GIVE_UP_S", 3600.0)
     with ExitStack() as stack:
         stop = threading.Event()
@@ -41,7 +40,7 @@ def process(server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., R
                 thread.start()
                 stack.callback(thread.join, DEADLINE_S)
             for topic in topics or TOPICS:
-                assert wakeup.wait(topic, DEADLINE_S)  # whoever begins to listen may have missed something
+                assert wakeup.wait(topic, DEADLINE_S)  # a new listener may have missed something
             return wakeup
 
         yield new
@@ -64,7 +63,7 @@ class Heard:
             assert self._changed.wait_for(lambda: condition(self.calls), DEADLINE_S), self.calls
 
 
-def test_another_process_is_woken_and_told_the_hosts(process) -> None:
+def test_another_process_is_woken_with_the_hosts(process) -> None:
     one, other = process(), process()
     here, there = Heard(one), Heard(other)
     one.notify("commands", ["host-a", "host-b"])
@@ -73,17 +72,17 @@ def test_another_process_is_woken_and_told_the_hosts(process) -> None:
     one.notify("signals")
     assert other.wait("signals", DEADLINE_S)
     other.notify("commands")
-    here.until(lambda calls: calls[1:] == [frozenset()])  # and nothing that it said itself
+    here.until(lambda calls: calls[1:] == [frozenset()])  # and not its own
 
 
-def test_too_many_hosts_to_name_are_all(process) -> None:
+def test_too_many_hosts_to_name_address_all_hosts(process) -> None:
     one, other = process(), process()
     there = Heard(other)
     one.notify("commands", [f"host-{number}" for number in range(MAX_HOSTS + 1)])
     there.until(lambda calls: calls == [frozenset()])
 
 
-def test_a_process_hears_what_it_asked_for_of_its_own_cluster(process) -> None:
+def test_a_process_receives_its_topics_of_its_own_cluster(process) -> None:
     one, other, stranger = process(), process("actions"), process(prefix="u")
     for topic in TOPICS:
         one.notify(topic)
@@ -92,7 +91,7 @@ def test_a_process_hears_what_it_asked_for_of_its_own_cluster(process) -> None:
     assert not stranger.wait("actions", 0.0)
 
 
-def test_what_is_no_wake_up_is_passed_over(server, process) -> None:
+def test_what_is_no_wake_up_is_ignored(server, process) -> None:
     one = process()
     there = Heard(one)
     for junk in ("", "{", "[]", "\xff" * 100):
@@ -101,7 +100,7 @@ def test_what_is_no_wake_up_is_passed_over(server, process) -> None:
     there.until(lambda calls: calls == [{"host-a"}])
 
 
-def test_a_connection_that_is_dead_is_made_anew(server, process, monkeypatch) -> None:
+def test_a_dead_connection_is_replaced(server, process, monkeypatch) -> None:
     monkeypatch.setattr(redis_wakeup, "PING_AFTER_S", 0.0)
     monkeypatch.setattr(redis_wakeup, "IDLE_S", 0.05)
 
@@ -113,7 +112,7 @@ def test_a_connection_that_is_dead_is_made_anew(server, process, monkeypatch) ->
     while pings() < before + 4:
         assert time.monotonic() < deadline_s
         threading.Event().wait(0.05)
-    assert not one.wait("actions", 0.0)  # answers to pings are no wake-ups, and keep the connection
+    assert not one.wait("actions", 0.0)  # replies to pings are no wake-ups, and keep the connection
     given_up = threading.Event()
 
     def note(*_: object) -> float:
@@ -125,10 +124,10 @@ def test_a_connection_that_is_dead_is_made_anew(server, process, monkeypatch) ->
     server.process.send_signal(signal.SIGSTOP)
     assert given_up.wait(DEADLINE_S)
     server.process.send_signal(signal.SIGCONT)
-    assert one.wait("actions", DEADLINE_S)  # since it listens anew
+    assert one.wait("actions", DEADLINE_S)  # because it subscribed again
 
 
-def test_without_redis_the_process_goes_on_and_afterwards_all_look_again(server, process, monkeypatch) -> None:
+def test_without_redis_the_process_goes_on_and_afterwards_all_loops_wake(server, process, monkeypatch) -> None:
     one, other = process(), process()
     server.kill()
     sent_by: set[threading.Thread] = set()
@@ -141,10 +140,10 @@ def test_without_redis_the_process_goes_on_and_afterwards_all_look_again(server,
     monkeypatch.setattr(one, "_send", send)
     for _ in range(100):
         one.notify("signals")
-    assert threading.current_thread() not in sent_by  # who notifies never waits for Redis
+    assert threading.current_thread() not in sent_by  # a notifier never waits for Redis
     assert one.wait("signals", 0.0)
     assert not other.wait("signals", 0.0)
     server.start()
-    assert other.wait("signals", DEADLINE_S)  # it hears again, and so looks
+    assert other.wait("signals", DEADLINE_S)  # it subscribes again, and so wakes
     one.notify("actions")
     assert other.wait("actions", DEADLINE_S)

@@ -1,4 +1,4 @@
-"""All processes of the control plane go by one clock, whatever those of their machines say."""
+"""All processes of the control plane use one clock, whatever their machines' clocks say."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class SkewedClock(SystemClock):
 
 
 def error_s(clock: SharedClock) -> float:
-    """How far it is from the machine's time, however long this process is held up between the looks at both."""
+    """How far it is from the machine's time, however long this process is held up between the two readings."""
     before = SystemClock().wall_s()
-    told = clock.wall_s()
-    return outside_s(told, before, SystemClock().wall_s())
+    reading = clock.wall_s()
+    return outside_s(reading, before, SystemClock().wall_s())
 
 
-def outside_s(told: float, before: float, after: float) -> float:
-    return max(before - told, told - after, 0.0)
+def outside_s(reading: float, before: float, after: float) -> float:
+    return max(before - reading, reading - after, 0.0)
 
 
 def measure(clock: SharedClock) -> float:
-    """By how much the clock may be wrong afterwards: nobody knows when within its answer it was made."""
+    """The possible error afterwards: the database may have read its clock at any moment of the exchange."""
     began_s = SystemClock().monotonic_s()
     clock.measure()
     return SystemClock().monotonic_s() - began_s + EXACT_ENOUGH_S
 
 
-def test_a_clock_that_is_wrong_and_then_jumps_goes_by_the_database(new_database_url: Callable[[str], str]) -> None:
+def test_a_clock_that_is_wrong_and_then_jumps_follows_the_database(new_database_url: Callable[[str], str]) -> None:
     db = Database(new_database_url("mariadb"))
     machine = SkewedClock(100.0)
     clock = SharedClock(machine, db)
@@ -61,7 +61,7 @@ def test_a_clock_that_is_wrong_and_then_jumps_goes_by_the_database(new_database_
     db.close()
 
 
-def test_the_time_that_an_answer_takes_moves_no_clock(
+def test_the_duration_of_a_reply_moves_no_clock(
     new_database_url: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     db = Database(new_database_url("mariadb"))
@@ -73,7 +73,7 @@ def test_the_time_that_an_answer_takes_moves_no_clock(
     db.close()
 
 
-def test_while_the_database_is_away_its_last_answer_holds(new_database_url: Callable[[str], str]) -> None:
+def test_while_the_database_is_away_the_last_result_stays_valid(new_database_url: Callable[[str], str]) -> None:
     db = Database(new_database_url("mariadb"))
     clock = SharedClock(SkewedClock(100.0), db)
     limit_s = measure(clock)
@@ -84,7 +84,7 @@ def test_while_the_database_is_away_its_last_answer_holds(new_database_url: Call
     db.close()
 
 
-def test_sqlite_goes_by_its_machine(new_database_url: Callable[[str], str]) -> None:
+def test_sqlite_uses_its_machines_clock(new_database_url: Callable[[str], str]) -> None:
     clock = SharedClock(SkewedClock(100.0), Database(new_database_url("sqlite")))
     clock.measure()
     before = SystemClock().wall_s()
@@ -92,7 +92,7 @@ def test_sqlite_goes_by_its_machine(new_database_url: Callable[[str], str]) -> N
 
 
 @pytest.mark.parametrize("skew_s", [-600.0, 600.0])
-def test_a_sensor_whose_clock_is_wrong_tells_when_it_heard_of_a_host_all_the_same(
+def test_a_sensor_with_a_wrong_clock_still_records_when_a_host_reported(
     new_database_url: Callable[[str], str], tmp_path: Path, skew_s: float
 ) -> None:
     settings = load_settings(state_dir=tmp_path, database_url=new_database_url("mariadb"))
@@ -105,19 +105,19 @@ def test_a_sensor_whose_clock_is_wrong_tells_when_it_heard_of_a_host_all_the_sam
     before = SystemClock().wall_s()
     sensor.vouches.heard("host-a", SystemClock().monotonic_s())
     told_at = asyncio.run(first_vouch(sensor))
-    assert outside_s(told_at, before, SystemClock().wall_s()) < 60.0  # a pause while the clock is measured included
+    assert outside_s(told_at, before, SystemClock().wall_s()) < 60.0  # including a pause while the clock is measured
     assembly.close()
 
 
 async def first_vouch(sensor: Ingest) -> float:
-    told: asyncio.Queue[float] = asyncio.Queue()
+    received: asyncio.Queue[float] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
     def write(*, at: float, **_: object) -> None:
-        loop.call_soon_threadsafe(told.put_nowait, at)
+        loop.call_soon_threadsafe(received.put_nowait, at)
 
     telling = asyncio.create_task(sensor.run_vouches(write))
     try:
-        return await asyncio.wait_for(told.get(), 60.0)
+        return await asyncio.wait_for(received.get(), 60.0)
     finally:
         telling.cancel()

@@ -1,5 +1,5 @@
-"""An actuator's store keeps what it has read of open actions: every look is the same as one of an actuator that has
-just begun, and costs what changed since the last one."""
+"""An actuator's store caches open actions. Every read equals that of a fresh actuator, and costs only the changes
+since the last one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def look(stores) -> Look:
 
 
 def begin(stores, make, *, hosts=HOSTS):
-    """A restart that has sent its stop commands to many hosts."""
+    """A restart that has sent stop commands to many hosts."""
     stores.run_job()
     restart = make.restart(stop_hosts=hosts)
     stores.commit(
@@ -96,7 +96,7 @@ def counted(stores, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cost]:
             event.remove(engine, "before_cursor_execute", count)
 
 
-def test_a_look_reads_what_changed_and_nothing_else(stores, make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_decodes_only_what_changed(stores, make, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(stores, make)
     copies = []
     monkeypatch.setattr(PersistentCopies, "read", lambda *_arguments: copies.append(1) or ())
@@ -115,7 +115,7 @@ def test_a_look_reads_what_changed_and_nothing_else(stores, make, monkeypatch: p
     for host in HOSTS[2:]:
         stores.actions.record(make.update(f"act-2.stop.{host}.1"))
     stores.actions.open_actions()
-    assert copies == [1]  # the last host has stopped: the next move starts the generation
+    assert copies == [1]  # the last host has stopped: the next step starts the generation
 
 
 def test_no_answer_is_missed_while_many_come_at_once(stores, make) -> None:

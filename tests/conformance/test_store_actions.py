@@ -1,4 +1,4 @@
-"""The actuator's side of the store: compare-and-set, fences, and answers that come twice, late or out of order."""
+"""The actuator's side of the store: compare-and-set, fences, and answers that arrive twice, late or out of order."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_an_open_action_is_read_with_everything_that_happened_to_it(stores, make
     ]
     assert progress.commands[0].update == update
     stores.actions.record(make.update("act-2.stop.host-b.1"))
-    (progress,) = stores.actions.open_actions()  # its next move starts a generation
+    (progress,) = stores.actions.open_actions()  # its next step starts a generation
     assert progress.engine_addresses == {"host-a": "host-a:7000", "host-b": "host-b:7000"}
 
 
-def test_a_move_is_made_once_whoever_is_first(stores, clock) -> None:
+def test_a_step_is_applied_once_whoever_is_first(stores, clock) -> None:
     stores.run_job()
     stores.begin_restart()
     (progress,) = stores.actions.open_actions()
@@ -76,7 +76,7 @@ def test_of_two_executors_at_once_one_starts_the_generation(stores, make, clock)
     assert stores.kinds().count(EventKind.GENERATION_STARTED) == 2  # the job's first, and this one
 
 
-def test_a_start_stores_its_placement_and_says_so(stores, make) -> None:
+def test_a_start_stores_its_placement_and_writes_an_event(stores, make) -> None:
     stores.run_job()
     restart = stores.begin_restart()
     (progress,) = stores.actions.open_actions()
@@ -99,8 +99,8 @@ def test_fences_let_the_stop_before_the_start_and_refuse_it_after(stores, make) 
     assert (stop.fence, start.fence) == (Fence(stores.epoch, 1), Fence(stores.epoch, 2))
 
 
-def test_a_decision_that_overtakes_a_started_generation_can_stop_it(stores, make) -> None:
-    """A host that has begun generation 2 must not refuse the stop before generation 3, whatever that says it stops."""
+def test_a_decision_that_supersedes_a_started_generation_can_stop_it(stores, make) -> None:
+    """A host that has started generation 2 must not refuse the stop before generation 3, whatever it says it stops."""
     stores.run_job()
     restart = stores.begin_restart()
     (progress,) = stores.actions.open_actions()
@@ -136,7 +136,7 @@ def test_a_command_is_handed_out_until_it_is_finally_answered(stores, make) -> N
     assert open_ids(stores, "host-b") == ["act-2.stop.host-b.1"]
 
 
-def test_what_a_host_is_asked_anew_replaces_what_it_was_asked_before(stores, make) -> None:
+def test_a_new_command_to_a_host_replaces_its_earlier_one(stores, make) -> None:
     stores.run_job()
     restart = stores.begin_restart()
     (progress,) = stores.actions.open_actions()
@@ -145,7 +145,7 @@ def test_what_a_host_is_asked_anew_replaces_what_it_was_asked_before(stores, mak
     assert stores.actions.apply(progress, PlaybookStep("stop", ActionState.DISPATCHED, (again,)), 1001.0)
     assert open_ids(stores) == ["act-2.stop.host-a.2"]
     assert open_ids(stores, "host-b") == ["act-2.stop.host-b.1"]
-    stores.actions.record(make.update("act-2.stop.host-a.1"))  # late, and true all the same
+    stores.actions.record(make.update("act-2.stop.host-a.1"))  # late, but still true
     (progress,) = stores.actions.open_actions()
     assert {r.command.command_id: r.state for r in progress.commands}["act-2.stop.host-a.1"] is UpdateState.SUCCEEDED
     assert restart.action is not None
@@ -161,7 +161,7 @@ def test_an_action_that_ended_takes_its_commands_along(stores) -> None:
     assert stores.kinds()[-1] is EventKind.ACTION_ENDED
 
 
-def test_an_answer_to_what_was_never_asked_or_from_another_host_is_ignored(stores, make) -> None:
+def test_an_answer_to_an_unknown_command_or_from_another_host_is_ignored(stores, make) -> None:
     stores.run_job()
     stores.begin_restart()
     before = stores.actions.open_actions()
@@ -172,7 +172,7 @@ def test_an_answer_to_what_was_never_asked_or_from_another_host_is_ignored(store
 
 @pytest.mark.parametrize("final", ["succeeded", "failed", "refused"])
 def test_no_order_of_answers_moves_a_command_backwards(stores, make, final: str) -> None:
-    """Every order of an acknowledgement, a final answer, its repetition, and another final answer that is late."""
+    """All orders of an acknowledgement, a final answer, its repetition, and another late final answer."""
     stores.run_job()
     stores.begin_restart()
     other = "failed" if final == "succeeded" else "succeeded"

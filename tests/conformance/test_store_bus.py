@@ -1,4 +1,4 @@
-"""What every `SignalBus` must do: the embedded one on each database, the one in Redis, the simulator's."""
+"""What every `SignalBus` must do: the embedded one on each database, the one in Redis, and the simulator's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from simulator.ports.bus import MemoryBus
 DEADLINE_S = 120.0
 LENGTH = 40
 
-Connect = Callable[[], SignalBus]  # to one and the same stream, of at most LENGTH signals
+Connect = Callable[[], SignalBus]  # to the same stream, of at most LENGTH signals
 
 
 @pytest.fixture(params=["sqlite", "mariadb", "redis", "memory"])
@@ -66,7 +66,7 @@ def test_signals_come_out_whole_and_in_order(bus, make) -> None:
     assert [delivered.signal for delivered in bus.read(None, limit=10)] == signals
 
 
-def test_a_reader_goes_on_behind_its_cursor(bus, make) -> None:
+def test_a_reader_continues_after_its_cursor(bus, make) -> None:
     bus.publish([make.signal(seq) for seq in range(1, 6)])
     first = bus.read(None, limit=2)
     assert [d.signal.seq for d in first] == [1, 2]
@@ -98,7 +98,7 @@ def test_trimming_forgets_what_is_stored_and_nothing_else(bus, make) -> None:
     delivered = bus.read(None, limit=3)
     bus.trim(delivered[-1].cursor)
     assert seqs(bus) == [4, 5]
-    bus.trim(delivered[0].cursor)  # an older cursor, from a leader that was slow
+    bus.trim(delivered[0].cursor)  # an older cursor, from a slow leader
     bus.trim(Cursor("another stream", 10_000))
     assert seqs(bus) == [4, 5]
     bus.publish([make.signal(6)])
@@ -160,7 +160,7 @@ def test_a_reader_beside_many_publishers_misses_nothing(connect, make) -> None:
 # --- of the embedded bus alone ----------------------------------------------------------------------------------------
 
 
-def test_a_message_of_another_release_is_passed_over(db: Database, make) -> None:
+def test_a_message_of_another_release_is_skipped(db: Database, make) -> None:
     bus = EmbeddedBus(db)
     bus.publish([make.signal(1), make.signal(2), make.signal(3)])
     with db.write() as connection:
@@ -169,7 +169,7 @@ def test_a_message_of_another_release_is_passed_over(db: Database, make) -> None
         connection.execute(insert(bus_messages).values(position=stored[1].position, document='{"body": 1}'))
     assert seqs(bus) == [1, 3]
     first = bus.read(None, limit=1)[0].cursor
-    assert seqs(bus, first, limit=1) == [3]  # a page of nothing but such messages is no end
+    assert seqs(bus, first, limit=1) == [3]  # a page of only such messages is not the end
 
 
 def test_a_stream_that_was_emptied_by_hand_is_another_one(db: Database, make) -> None:

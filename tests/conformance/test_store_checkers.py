@@ -1,4 +1,4 @@
-"""The checkers over a real database: what the real loop and executor stored breaks no invariant, and what would is
+"""The checkers over a real database: what the real loop and executor store breaks no invariant, and violations are
 found."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BOUND_S = 60.0
 
 @pytest.fixture
 def recovered(stores, make, clock):
-    """A job whose rank 0 was killed, and which trains again in generation 2."""
+    """A job whose rank 0 was killed, and that trains again in generation 2."""
     bus, wakeup = EmbeddedBus(stores.db), LocalWakeup()
     loop = ControllerLoop(
         store=stores.decisions, bus=bus, wakeup=wakeup, clock=clock, settings=PolicySettings(), holder="c#1"
@@ -33,10 +33,10 @@ def recovered(stores, make, clock):
     def turn(generation: int = 0, step: int = -1) -> None:
         clock.now_s += 0.1
         for host, ranks in (("host-a", (0, 1)), ("host-b", (2, 3))):
-            told = tuple(
+            statuses = tuple(
                 RankStatus("job", generation, rank, 100 + rank, Phase.STEP, step, 0.0) for rank in ranks if generation
             )
-            report = make.report(host, sent_at=clock.now_s, ranks=told)
+            report = make.report(host, sent_at=clock.now_s, ranks=statuses)
             stores.status.record_reports([(report, clock.now_s)])
         loop.run_once()
         for host in ("host-a", "host-b"):
@@ -66,7 +66,7 @@ def test_a_recovery_breaks_no_invariant(recovered, clock) -> None:
     assert found(recovered, clock) == set()
 
 
-def test_what_a_database_must_not_say_is_found(recovered, clock) -> None:
+def test_a_violation_in_the_database_is_found(recovered, clock) -> None:
     with recovered.db.write() as connection:
         stored = load(connection.scalar(select(incidents.c.document)), Incident)
         reopened = msgspec.structs.replace(stored, state="verifying")

@@ -1,4 +1,4 @@
-"""A database is copied whole: for a backup, and from SQLite to a server; by the command that the docs name."""
+"""The documented command copies a whole database: as a backup, and from SQLite to a server."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from services.store.sql.schema_upgrade import migrate
 from services.store.sql.tables import bus_streams, cluster, log_head, metadata
 
 DEADLINE_S = 120.0
-# As patient as the tests themselves are: the others wait for one that is held up in the middle.
+# With timeouts as long as the tests': the others wait for a process that is held up in the middle.
 MIGRATE = """
 import sys
 from services.store.sql import database, schema_upgrade
@@ -49,10 +49,10 @@ def test_the_migrated_schema_is_the_one_that_the_code_uses(db: Database) -> None
         assert compare_metadata(context, metadata) == []
 
 
-def test_a_database_of_a_server_that_is_made_at_once_equals_one_that_is_migrated(
+def test_a_server_database_created_at_once_equals_a_migrated_one(
     new_database_url: Callable[[str], str],
 ) -> None:
-    """To the letter, with defaults, keys and collations; in any order, for a later revision adds columns at the end."""
+    """Compares defaults, keys and collations to the letter, in any order: a later revision adds columns at the end."""
     migrated, made = (Database(new_database_url("mariadb")) for _ in range(2))
     with migrated.write() as connection:
         schema_upgrade.upgrade(connection, migrated.name)
@@ -63,10 +63,10 @@ def test_a_database_of_a_server_that_is_made_at_once_equals_one_that_is_migrated
             assert _created(one, table) == _created(other, table), table
         assert set(inspect(one).get_table_names()) == {*metadata.tables, "alembic_version"}
         for table in (*metadata.tables, "alembic_version"):
-            if table != "cluster":  # each has a name of its own
+            if table != "cluster":  # each has its own id
                 rows = text(f"SELECT * FROM {table}")
                 assert one.execute(rows).all() == other.execute(rows).all(), table
-    migrate(made)  # is seen to be the newest
+    migrate(made)  # is recognized as the newest
     migrated.close()
     made.close()
 
@@ -77,22 +77,22 @@ def _created(connection: Connection, table: str) -> list[str]:
 
 
 def _described(connection: Connection) -> dict[str, object]:
-    """Everything that an SQLite database says of itself, and its rows."""
+    """The complete schema of an SQLite database, and its rows."""
     found: dict[str, object] = {}
     for table in inspect(connection).get_table_names():
         for pragma in ("table_xinfo", "foreign_key_list", "index_list"):
             rows = connection.execute(text(f"PRAGMA {pragma}({table})")).all()
-            # By name, for their order is the order of the revisions; the first number of each row counts them.
+            # By name, because their order is that of the revisions; the first number of each row counts them.
             found[f"{pragma} {table}"] = sorted(tuple(map(str, row[1:])) for row in rows)
         for index in connection.execute(text(f"PRAGMA index_list({table})")).all():
             rows = connection.execute(text(f"PRAGMA index_xinfo({index.name})")).all()
             found[f"index {index.name}"] = [(row.seqno, row.name, row.desc, row.coll, row.key) for row in rows]
-        if table != "cluster":  # each has a name of its own
+        if table != "cluster":  # each has its own id
             found[f"rows {table}"] = [tuple(row) for row in connection.execute(text(f"SELECT * FROM {table}"))]
     return found
 
 
-def test_an_sqlite_file_that_is_made_at_once_equals_one_that_is_migrated(tmp_path: Path) -> None:
+def test_an_sqlite_file_created_at_once_equals_a_migrated_one(tmp_path: Path) -> None:
     made, migrated = (Database(f"sqlite:///{tmp_path / name}.sqlite") for name in ("made", "migrated"))
     with made.write() as connection:
         schema_upgrade.create(connection)
@@ -103,7 +103,7 @@ def test_an_sqlite_file_that_is_made_at_once_equals_one_that_is_migrated(tmp_pat
         assert MigrationContext.configure(one).get_current_revision() == schema_upgrade.revisions()[-1]
         assert compare_metadata(MigrationContext.configure(one, opts={"compare_type": True}), metadata) == []
     for db in (made, migrated):
-        migrate(db)  # both are seen to be the newest
+        migrate(db)  # both are recognized as the newest
         db.close()
 
 
@@ -148,7 +148,7 @@ def test_an_upgrade_that_was_killed_half_way_is_finished(database_url: str) -> N
 def test_a_migration_may_take_longer_than_an_answer(
     new_database_url: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits here for another one's; to alter a large table is one answer too."""
+    """Here it waits for another migration; altering a large table would also be a single reply."""
     url = new_database_url("mariadb")
     other = Database(url)
     monkeypatch.setattr(database, "ANSWER_TIMEOUT_S", 3.0)
@@ -227,7 +227,7 @@ def test_a_process_that_writes_without_a_pause_leaves_others_their_turn(database
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as busy:
         try:
             assert busy.stdout is not None and busy.stdout.readline() == "begun\n"
-            for position in range(20):  # none of which fails because the other one never let it begin
+            for position in range(20):  # none fails because the other process never let it begin
                 with db.write(durable=False) as connection:
                     connection.execute(text("INSERT INTO bus_messages VALUES (:n, '')"), {"n": position})
         finally:
@@ -264,11 +264,11 @@ def test_a_transaction_that_lost_a_deadlock_is_run_again(db: Database) -> None:
         thread.join(DEADLINE_S)
     with db.read() as connection:
         assert connection.scalars(select(bus_streams.c.head)).all() == [2, 2]
-    assert len(attempts) == 3  # one of the two had to begin again
+    assert len(attempts) == 3  # one of the two had to run again
 
 
 def test_a_server_that_takes_no_writes_any_more_is_left_for_its_successor(db: Database) -> None:
-    """Behind the same address another one answers, but only those who connect anew."""
+    """Another server has the same address, but only new connections reach it."""
     if db.is_sqlite:
         pytest.skip("SQLite has no servers")
     with db.write() as connection, db.write() as other:
@@ -280,7 +280,7 @@ def test_a_server_that_takes_no_writes_any_more_is_left_for_its_successor(db: Da
     assert not before & after
 
 
-def test_a_file_that_is_removed_under_its_users_is_made_anew(tmp_path: Path) -> None:
+def test_a_file_that_is_removed_under_its_users_is_created_again(tmp_path: Path) -> None:
     file = tmp_path / "flyball.sqlite"
     db = Database(f"sqlite:///{file}")
     migrate(db)
@@ -293,8 +293,6 @@ def test_a_file_that_is_removed_under_its_users_is_made_anew(tmp_path: Path) -> 
     with db.read() as connection:
         after = connection.scalar(select(cluster.c.cluster_id))
     with db.write() as connection:
-        assert connection.scalar(select(cluster.c.cluster_id)) == after, (
-            "writers have left the file that was removed too"
-        )
+        assert connection.scalar(select(cluster.c.cluster_id)) == after, "writers have left the removed file too"
     assert after and after != before
     db.close()

@@ -19,7 +19,7 @@ from services.rules.stream import Cursor
 from services.store.sql import tables
 
 DEADLINE_S = 120.0
-A = ("host-a", "inc-a")  # who sends, unless told otherwise
+A = ("host-a", "inc-a")  # the default sender
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_the_epoch_grows_when_the_lease_ran_out_or_was_given_back(stores, clock)
     other.release_lease("two#1")
     epochs.append(stores.decisions.acquire_lease("one#1", 1000.0).epoch)
     assert epochs == sorted(set(epochs))
-    other.release_lease("two#1")  # it has it no more
+    other.release_lease("two#1")  # it no longer has it
     assert other.acquire_lease("two#1", 1000.0) is None
     assert stores.kinds() == [EventKind.CONTROLLER_ELECTED] * 3
 
@@ -58,7 +58,7 @@ def test_a_restarted_controller_replaces_its_predecessor_at_once(stores, clock) 
     before = stores.decisions.acquire_lease("one#1", 1000.0)
     after = stores.other_decisions().acquire_lease("one#2", 1000.0)
     assert after.epoch == before.epoch + 1
-    # ... and should the predecessor live, it does not take it back: the two would never end.
+    # If the predecessor is still alive, it does not take the lease back: the two would replace each other for ever.
     assert stores.decisions.acquire_lease("one#1", 1000.0) is None
 
 
@@ -121,7 +121,7 @@ def test_the_same_seq_of_another_incarnation_or_source_is_another_signal(stores,
     assert stores.decisions.unseen([make.signal(1), *others]) == others
 
 
-def test_what_is_committed_is_told_up_to_the_first_gap(stores, make) -> None:
+def test_signals_are_reported_committed_up_to_the_first_gap(stores, make) -> None:
     committed = stores.status.committed
     assert committed([A]) == {}
     stores.commit(signals=(make.signal(2), make.signal(3)))
@@ -170,13 +170,13 @@ def test_a_signal_that_fits_no_column_does_not_hold_up_the_others(stores, make) 
     ]
     unseen = stores.decisions.unseen([*bad, good])
     assert [(signal.seq, type(signal.body)) for signal in unseen] == [
-        (2, SignalUnreadable),  # it counts as told, so that those behind it are committed
+        (2, SignalUnreadable),  # it counts as committed, so that later ones can be
         (3, SignalUnreadable),
         (1, WorkerExited),
     ]
 
 
-def test_the_end_of_a_worker_is_seen_on_its_rank_and_the_first_word_stands(stores, make) -> None:
+def test_the_end_of_a_worker_is_seen_on_its_rank_and_the_first_report_stands(stores, make) -> None:
     stores.run_job()
     status = RankStatus("job", 1, 0, 100, Phase.STEP, 5, 0.1)
     stores.status.record_reports([(make.report("host-a", sent_at=2000.0, ranks=(status,)), 2000.0)])
@@ -263,7 +263,7 @@ def test_a_superseded_action_ends_and_its_commands_are_not_handed_out(stores, ma
     ]
 
 
-def test_the_view_tells_what_stopped_hosts_answered_and_what_was_fixed(stores, make) -> None:
+def test_the_view_has_the_answers_of_stopped_hosts_and_the_fixed_restore_step(stores, make) -> None:
     stores.run_job()
     restart = stores.begin_restart()
     positions = (RankPosition(0, 7), RankPosition(1, 8))
@@ -291,7 +291,7 @@ def test_the_newest_action_of_an_open_incident_stays_in_the_view_after_it_ended(
 
 
 def test_a_start_that_failed_is_in_the_view_with_the_hosts_that_failed_it(stores, make) -> None:
-    """Also without an incident: a daemon that can note nothing can signal nothing, and has only its answer."""
+    """Even without an incident: a daemon that cannot write its spool sends no signal, only its answer."""
     stores.run_job()
     restart = stores.begin_restart()
     stores.actions.record(make.update("act-2.stop.host-a.1", state="failed", code="storage_full"))
@@ -326,10 +326,10 @@ def test_changes_of_hosts_and_jobs(stores, make, clock) -> None:
         1100.0,
     )
     assert host.job == ""
-    assert view.jobs == ()  # ended, and nothing of it is open
+    assert view.jobs == ()  # it ended, and nothing of it is open
     stores.commit(hosts=(HostChange("host-a", HostState.SPARE, "back"),), incidents=(make.incident(),))
     view = stores.decisions.load_view()
-    assert view.hosts[0].preempt_deadline_at == 1100.0  # None means: as it was
+    assert view.hosts[0].preempt_deadline_at == 1100.0  # None: unchanged
     assert view.jobs[0].failures == (PastFailure(1, "worker_exception", "KeyError", "'x'", 3),)
     assert stores.kinds()[-4:] == [
         EventKind.HOST_LEFT,
@@ -345,7 +345,7 @@ def test_the_view_shows_copies_of_hosts_and_of_the_persistent_tier(stores, make)
     durable = ShardCopy("job", 1, 4, 0, Tier.PERSISTENT, "", 10, "d")
     stores.status.record_reports([(make.report("host-a", sent_at=1002.0, copies=(own, durable)), 1002.0)])
     assert set(stores.decisions.load_view().copies) == {own, durable}
-    stores.status.record_reports([(make.report("host-a", sent_at=1003.0), 1003.0)])  # the host lost its own
+    stores.status.record_reports([(make.report("host-a", sent_at=1003.0), 1003.0)])  # the host lost its copies
     assert stores.decisions.load_view().copies == (durable,)
 
 
@@ -371,7 +371,7 @@ def test_a_job_that_ended_is_seen_as_long_as_a_host_has_workers_of_it(stores, ma
     assert stores.decisions.load_view().jobs == ()
 
 
-def test_a_worker_that_counts_its_steps_in_tokens_is_mourned_all_the_same(stores, make) -> None:
+def test_a_worker_that_counts_steps_in_tokens_is_recorded_as_exited_too(stores, make) -> None:
     stores.run_job()
     end = make.signal(1, WorkerExited("job", 1, 0, 100, None, 9, last_step=3_000_000_000_000))
     assert stores.decisions.unseen([end]) == [end]
@@ -425,7 +425,7 @@ def test_submissions_at_once_make_one_job(stores, make) -> None:
     assert sorted(answers) == [False] * 4 + [True]
 
 
-def test_a_stop_is_asked_for_and_seen(stores, make) -> None:
+def test_a_stop_is_requested_and_seen(stores, make) -> None:
     with pytest.raises(NotFound):
         stores.jobs.request_stop("job", 1.0)
     stores.jobs.submit(make.spec(), 1.0)

@@ -1,4 +1,4 @@
-"""What operators want of hosts, and whether a host that gave notice is still needed."""
+"""Operators' drain requests, and whether a host that gave notice is still needed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from services.controller.view import DrainView, HostChange, JobChange
 from services.record import codec
 from services.store.decisions.drain_store import SqlDrainStore
 from services.store.read.read_models import SqlReadModels
-from services.store.reports import departures as departures_module
 from services.store.reports import shared_reads
+from services.store.retention import hosts as hosts_module
 from services.store.retention.hosts import SqlDepartures
 
 T = 1000.0
@@ -34,23 +34,23 @@ def shown(stores, host_id: str = "host-c"):
     return SqlReadModels(stores.db).host(host_id)["drain"]
 
 
-def test_a_wish_stands_until_it_is_answered(stores, drains) -> None:
+def test_a_request_is_pending_until_it_is_answered(stores, drains) -> None:
     stores.lead()
     assert wish(stores) is None and shown(stores) is None
     revision = stores.decisions.revision()
     drains.drain("host-c", DrainRequest(within_s=60.0, reason="new fans"), T)
-    assert stores.decisions.revision() > revision, "the controller looks"
+    assert stores.decisions.revision() > revision, "the controller wakes up"
     assert wish(stores) == DrainView(DrainState.REQUESTED, T, T + 60.0, "new fans")
     drains.drain("host-c", DrainRequest(within_s=30.0, reason="now"), T + 5)
     asked = DrainView(DrainState.REQUESTED, T, T + 35.0, "now")
-    assert wish(stores) == asked, "asked again it is the same wish"
+    assert wish(stores) == asked, "a repeated request is the same one"
 
     stores.commit(hosts=(HostChange("host-c", HostState.HEALTHY, "no spare in time", ended_drain=asked),))
     assert shown(stores)["state"] == "refused" and shown(stores)["message"] == "no spare in time"
     drains.drain("host-c", DrainRequest(within_s=10.0), T + 50)
     assert wish(stores) == DrainView(DrainState.REQUESTED, T + 50, T + 60.0)
     stores.commit(hosts=(HostChange("host-c", HostState.HEALTHY, "late news", ended_drain=asked),))
-    assert shown(stores)["state"] == "requested", "the answer to an older wish does not end a newer one"
+    assert shown(stores)["state"] == "requested", "the answer to an older request does not end a newer one"
 
 
 def test_a_drained_host_is_one_that_is_cordoned_with_nothing_under_way(stores, drains, make) -> None:
@@ -73,13 +73,13 @@ def test_a_drained_host_is_one_that_is_cordoned_with_nothing_under_way(stores, d
     assert wish(stores) is None and shown(stores) is None
 
 
-def test_what_cannot_be_wished_is_refused(stores, drains) -> None:
+def test_an_impossible_request_is_refused(stores, drains) -> None:
     stores.lead()
     for call in (lambda: drains.drain("nobody", DrainRequest(), T), lambda: drains.undrain("nobody", T)):
         with pytest.raises(NotFound, match="nobody"):
             call()
     drains.undrain("host-c", T)
-    assert wish(stores) is None, "there was nothing to take back"
+    assert wish(stores) is None, "there was nothing to cancel"
     stores.commit(hosts=(HostChange("host-c", HostState.SILENT, "gone"),))
     with pytest.raises(Conflict, match="is silent"):
         drains.drain("host-c", DrainRequest(), T)
@@ -106,8 +106,8 @@ def test_a_host_that_gave_notice_is_needed_until_its_ranks_train_elsewhere(store
         decisions=(decision,),
         steps={"act-2": make.stop_step(decision)},
     )
-    said = departures.departure("host-b")
-    assert not said.may_leave and said.waits_for.startswith("inc-1 "), "its memory is restored from"
+    departure = departures.departure("host-b")
+    assert not departure.may_leave and departure.waits_for.startswith("inc-1 "), "ranks restore from its memory"
     stores.commit(incidents=(make.incident(state="resolved", action_id="act-2"),))
     assert departures.departure("host-b").may_leave
 
@@ -145,7 +145,7 @@ def test_a_plan_is_read_once_however_often_the_hosts_that_leave_ask(stores, make
         read.append(kind)
         return codec.load(document, kind)
 
-    monkeypatch.setattr(departures_module, "load", counted)
+    monkeypatch.setattr(hosts_module, "load", counted)
     monkeypatch.setattr(shared_reads, "load", counted)
     departures = SqlDepartures(stores.db)
     for _ in range(3):

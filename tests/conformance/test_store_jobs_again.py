@@ -1,4 +1,4 @@
-"""A name that is used again: what the job goes on from, and who may say that it has ended."""
+"""A name that is used again: what the job continues from, and who may record its end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ POINT = (LineageEntry(3, 7),)
 SPEC = JobSpec("job", ("train.py",), "/", 1, 1)
 
 
-def test_what_a_job_was_to_go_on_from_counts_until_it_has_begun(db: Database) -> None:
-    """Ctrl-C before its first generation, and the same command again: it must not begin at step 0."""
+def test_what_a_job_should_continue_from_counts_until_it_has_begun(db: Database) -> None:
+    """After Ctrl-C before its first generation, the same command again must not start at step 0."""
     store = SqlJobStore(db)
     assert store.submit(SPEC, 10.0, Again.RESUME, run=RUN, adopted=POINT)
     store.record_killed("job", 11.0)

@@ -1,4 +1,4 @@
-"""A round that takes longer than the lease: it is stored as long as nobody else can have led, and only then."""
+"""A round that takes longer than the lease is stored if and only if nobody else can have led."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TTL_S = 1.5
 
 @pytest.fixture
 def submitted(stores, make):
-    """A job for which hosts are there."""
+    """A job with enough hosts."""
     stores.status.record_reports([(make.report(host), make.T) for host in ("host-a", "host-b")])
     stores.jobs.submit(make.spec(), make.T)
     return stores
@@ -48,7 +48,7 @@ def controller(stores, holder: str, clock, *, ttl_s: float = 3.0) -> ControllerL
 
 
 def deciding(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> None:
-    """Let something happen while the policy decides."""
+    """Run something while the policy decides."""
     really = loop.decide
 
     def decide(*arguments):
@@ -71,12 +71,12 @@ def test_a_round_that_outlasts_the_lease_is_stored(submitted, clock, monkeypatch
     assert decided(submitted) == 1
 
 
-def test_so_it_is_if_the_lease_had_ended_and_nobody_else_had_taken_it(submitted, clock, monkeypatch) -> None:
+def test_a_round_is_stored_if_the_lease_ended_and_nobody_took_it(submitted, clock, monkeypatch) -> None:
     def pass_time() -> None:
         clock.now_s += 10.0
 
     deciding(monkeypatch, pass_time)
-    one = controller(submitted, "one#1", clock, ttl_s=1e-6)  # by the database's clock; ours stands still
+    one = controller(submitted, "one#1", clock, ttl_s=1e-6)  # by the database's clock; ours is stopped
     one.run_once()
     assert decided(submitted) == 1
     assert submitted.kinds().count(EventKind.CONTROLLER_ELECTED) == 2
@@ -84,7 +84,7 @@ def test_so_it_is_if_the_lease_had_ended_and_nobody_else_had_taken_it(submitted,
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_round_in_which_another_controller_led_is_not_stored(submitted, clock, monkeypatch, ends: bool) -> None:
-    """Neither while it leads nor when its own lease has ended."""
+    """Neither while the other leads nor after its lease has ended."""
     one, others = controller(submitted, "one#1", clock), submitted.other_decisions()
 
     def another_leads() -> None:
@@ -107,7 +107,7 @@ def test_a_round_in_which_another_controller_led_is_not_stored(submitted, clock,
 def test_a_database_clock_that_is_set_back_does_not_delay_an_election(
     stores, clock, monkeypatch, is_alive: bool
 ) -> None:
-    """The lease of a leader that died would last for an hour; one that lives renews it, and stays."""
+    """A dead leader's lease would last for an hour; a live leader renews it and stays."""
     now = lease_module.database_now
     others = stores.other_decisions()
     assert stores.decisions.acquire_lease("one#1", TTL_S) is not None
@@ -126,8 +126,8 @@ def test_a_database_clock_that_is_set_back_does_not_delay_an_election(
         assert TTL_S < taken_after_s <= 2 * TTL_S
 
 
-def test_who_leads_again_looks_at_once(submitted, clock, monkeypatch) -> None:
-    """After a long round there is a rest. What another one led meanwhile was not part of that round."""
+def test_a_controller_that_leads_again_runs_a_round_at_once(submitted, clock, monkeypatch) -> None:
+    """A long round is followed by a rest. What another leader did meanwhile was not part of that round."""
 
     def pass_time() -> None:
         clock.now_s += 0.1
@@ -148,8 +148,8 @@ def test_who_leads_again_looks_at_once(submitted, clock, monkeypatch) -> None:
 
 
 def test_a_long_round_is_not_lost_to_a_controller_that_waits_for_the_lease(submitted, clock, monkeypatch) -> None:
-    """The two would take the lease from each other for ever, and neither would ever decide."""
-    monkeypatch.setattr(lease_module, "database_now", lambda _: clock.now_s)  # no busy machine lets it run out
+    """Otherwise the two would take the lease from each other for ever, and neither would ever decide."""
+    monkeypatch.setattr(lease_module, "database_now", lambda _: clock.now_s)  # never runs out
     stop = threading.Event()
 
     def ends_at() -> float:
@@ -183,7 +183,7 @@ def test_a_long_round_is_not_lost_to_a_controller_that_waits_for_the_lease(submi
 
 
 class Lease:
-    """The lease as a database would give it, counted; away when told."""
+    """A lease as a database grants it, with a counter and a switchable outage."""
 
     def __init__(self, clock) -> None:
         self.clock = clock
@@ -222,13 +222,13 @@ def test_an_outage_in_the_middle_of_a_round_is_waited_out(clock) -> None:
     lease.away = False
     clock.now_s += 1.0
     hold.keep_on()
-    lease.away, clock.now_s = True, clock.now_s + 0.9  # over, had it not been renewed
+    lease.away, clock.now_s = True, clock.now_s + 0.9  # it would be over if it had not been renewed
     assert hold.confirm(began) is not None
 
 
 @pytest.mark.parametrize("leads", [True, False])
 def test_nothing_is_granted_until_hosts_had_time_to_report_to_an_older_database(stores, make, clock, leads) -> None:
-    """What they run may have the number that the database would give out next."""
+    """They may run a generation with the number that the database would grant next."""
     if not leads:
         controller(stores, "other#1", clock).run_once()
     loop_ = controller(stores, "one#1", clock)

@@ -38,11 +38,11 @@ from services.store.decisions.decision_store import SqlDecisionStore
 from services.store.read.read_models import SqlReadModels
 
 DEADLINE_S = 120.0
-A = ("host-a", "inc-a")  # who sends, unless told otherwise
-LEASE_S = 3600.0  # it is not to run out between two steps of a test, nor in the middle of one
-SETTINGS = PolicySettings(spare_fresh_s=3600.0)  # hosts report once here, and stay there
+A = ("host-a", "inc-a")  # the default sender
+LEASE_S = 3600.0  # it must not run out between two steps of a test, or within one
+SETTINGS = PolicySettings(spare_fresh_s=3600.0)  # hosts report only once here
 
-# One process of the control plane, as `services.main` composes it, without HTTP.
+# One process of the control plane, composed as in `services.main`, without HTTP.
 PROCESS = """
 import sys, threading
 from flyball.contracts.clock import SystemClock
@@ -76,7 +76,7 @@ def eventually(condition: Callable[[], object], what: str) -> None:
 
 
 class Cluster:
-    """Two hosts that report and answer as daemons do. Time is the machine's."""
+    """Two hosts that report and answer like daemons, in real time."""
 
     def __init__(self, stores, make) -> None:
         self.stores, self.make = stores, make
@@ -94,7 +94,7 @@ class Cluster:
         self.stores.jobs.submit(self.make.spec(), now)
 
     def answer(self) -> None:
-        """Obey every command once, as far as anybody can see from outside."""
+        """Obey every command once, as seen from outside."""
         for host_id, ranks in (("host-a", (0, 1)), ("host-b", (2, 3))):
             for command in self.stores.actions.commands_for(host_id, self.clock.wall_s()):
                 assert command.command_id not in {c.command_id for c in self.obeyed}
@@ -129,7 +129,7 @@ class Cluster:
         self.stores.status.record_reports([(report, now) for report in reports])
 
     def kill(self, rank: int = 0, times: int = 1) -> None:
-        """A worker is killed; its daemon says so, more than once if nobody confirms it."""
+        """Kill a worker; its daemon reports it, repeatedly until it is confirmed."""
         self.seq += 1
         body = self.make.exited(rank, generation=self.generation, last_step=self.step)
         exited = self.make.signal(self.seq, body, at=self.clock.wall_s())
@@ -165,7 +165,7 @@ def controller(stores, holder: str = "controller#1", wakeup: LocalWakeup | None 
 
 @pytest.fixture
 def running(cluster: Cluster, stores):
-    """A controller and an executor that were stepped by hand until the job trains."""
+    """A controller and an executor, stepped by hand until the job trains."""
     loop = controller(stores)
     executor = Executor(store=stores.actions, wakeup=LocalWakeup(), clock=SystemClock())
 
@@ -201,12 +201,12 @@ def test_a_killed_worker_is_recovered_from_once(running, cluster: Cluster, store
     assert started.placement.restore is not None
     assert (started.placement.restore.step, started.placement.master_port) == (10, 29501)
     assert stores.status.committed([A]) == {A: 1}
-    assert cluster.bus.read(None, limit=10) == []  # behind the stored cursor nothing is kept
+    assert cluster.bus.read(None, limit=10) == []  # the stream keeps nothing before the stored cursor
 
 
 def test_idle_rounds_load_no_view_and_write_nothing(running, cluster: Cluster, stores) -> None:
     for _ in range(5):
-        running()  # until what training reported is taken in
+        running()  # until the reports of training are processed
     loop = controller(stores, "controller#2")
     loop.run_once()
     before = stores.decisions.revision(), stores.log.last()
@@ -222,7 +222,7 @@ def test_only_the_leader_decides_and_its_successor_goes_on(running, cluster: Clu
     assert cluster.decisions() == ["start_job"]
     successor = controller(stores, "controller#2")
     eventually(lambda: (successor.run_once(), len(cluster.decisions()) == 2)[1], "the successor decided")
-    running()  # the predecessor finds that it leads no more, and stores nothing
+    running()  # the predecessor notices that it no longer leads, and stores nothing
     assert cluster.decisions() == ["start_job", "restart_in_place"]
     assert {c.fence.epoch for c in stores.actions.commands_for("host-a", 0.0)} <= {2}
 
@@ -237,7 +237,7 @@ def test_a_stop_ends_the_job_everywhere(running, cluster: Cluster, stores) -> No
 
 
 def test_an_outage_is_waited_out(running, cluster: Cluster, stores, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The database is away for some rounds; the loop's thread lives on and finishes its work afterwards."""
+    """The database is away for some rounds; the loop's thread survives and finishes its work afterwards."""
     away = threading.Event()
     refused = threading.Event()
     store = SqlDecisionStore(stores.db, SystemClock())
@@ -272,7 +272,7 @@ def test_an_outage_is_waited_out(running, cluster: Cluster, stores, monkeypatch:
 
 
 class BusAtTimes(EmbeddedBus):
-    """Away when told, as one in another server can be while the database is there."""
+    """A bus with a switchable outage, like one on another server than the database."""
 
     away: tuple[str, ...] = ()
 
@@ -301,7 +301,7 @@ def with_bus(stores, bus: BusAtTimes) -> ControllerLoop:
     )
 
 
-def test_without_the_bus_what_needs_none_is_decided_and_signals_wait(running, cluster: Cluster, stores) -> None:
+def test_without_the_bus_signals_wait_and_other_decisions_are_made(running, cluster: Cluster, stores) -> None:
     bus = BusAtTimes(stores.db)
     bus.away = ("read", "trim")
     loop = with_bus(stores, bus)

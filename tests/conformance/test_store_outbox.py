@@ -1,4 +1,4 @@
-"""The outbox shared by several actuators: who moves an action, and which hosts to look for."""
+"""An outbox shared by several actuators: who advances an action, and which hosts have new commands."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_which_hosts_have_unanswered_commands_and_when_they_changed(stores, make
     assert sorted(stores.actions.unanswered()) == ["host-a"]
 
 
-def test_executors_that_share_the_outbox_move_every_action_once(stores, make) -> None:
-    """Three of them, each of which sees every action, move each through the same phases."""
+def test_executors_that_share_the_outbox_advance_every_action_once(stores, make) -> None:
+    """Three executors, each of which sees every action, advance each through the same phases."""
     jobs, phases = 6, 5
     for number in range(1, jobs + 1):
         plan = ActionPlan(DecisionKind.STOP_JOB, f"job-{number}", make.spec(job=f"job-{number}"), 1)
@@ -68,7 +68,7 @@ def test_executors_that_share_the_outbox_move_every_action_once(stores, make) ->
     assert sorted(moved) == [(f"act-{n}", version) for n in range(1, jobs + 1) for version in range(phases)]
 
 
-def test_an_action_that_another_one_moves_is_passed_over_without_waiting(stores, make) -> None:
+def test_an_action_that_another_executor_advances_is_skipped_without_waiting(stores, make) -> None:
     if stores.db.is_sqlite:
         pytest.skip("SQLite has one writer at a time")
     stores.run_job()
@@ -81,7 +81,7 @@ def test_an_action_that_another_one_moves_is_passed_over_without_waiting(stores,
 
 
 def test_what_is_open_is_found_by_an_index(stores) -> None:
-    """MySQL uses no index for IS TRUE; and of the commands of a year nearly all are answered."""
+    """MySQL uses no index for IS TRUE, and nearly all commands of a year are answered."""
     seen: list[tuple[str, object]] = []
 
     def note(_connection, _cursor, statement: str, parameters: object, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""What a report of steps on the persistent tier costs the database: nothing that it does not keep."""
+"""A report of persistent steps costs the database nothing for steps that it does not keep."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from services.record.codec import dump
 from services.store.reports.placements import SqlPlacements
 from services.store.sql import tables
 
-Tell = Callable[..., list[str]]
+Report = Callable[..., list[str]]
 
 
 @pytest.fixture
 def statements(sql_stores) -> Iterator[list[str]]:
-    """What the database was asked, in order."""
+    """The statements that the database received, in order."""
     found: list[str] = []
 
     def note(_connection, _cursor, statement: str, *_more) -> None:
@@ -34,7 +34,7 @@ def statements(sql_stores) -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def tell(sql_stores, make, statements: list[str], monkeypatch: pytest.MonkeyPatch) -> Tell:
+def report(sql_stores, make, statements: list[str], monkeypatch: pytest.MonkeyPatch) -> Report:
     """Reports these steps as an engine does that has all ranks' shards; returns the statements that it took. Every
     200th step of the job stays in the store for ever."""
     spec = CheckpointSpec(persistent_dir="/store", persistent_every_steps=10, persistent_keep_every=200)
@@ -60,59 +60,59 @@ def kept_by(sql_stores) -> list[int]:
         return sorted(connection.scalars(select(tables.persistent_steps.c.step)))
 
 
-def test_what_was_forgotten_is_not_stored_again_although_older_multiples_are_kept(sql_stores, tell: Tell) -> None:
+def test_what_was_forgotten_is_not_stored_again_although_older_multiples_are_kept(sql_stores, report: Report) -> None:
     expected = [400, 600, *range(640, 800, 10)]
-    tell(200, *expected)
+    report(200, *expected)
     assert kept_by(sql_stores) == expected
     for pinned in (500, 630):
-        told = tell(200, 400, pinned, 600, 780, 790)
-        assert all(statement.startswith("SELECT") for statement in told), "it was stored, and forgotten again"
+        received = report(200, 400, pinned, 600, 780, 790)
+        assert all(statement.startswith("SELECT") for statement in received), "it was stored, and forgotten again"
         assert kept_by(sql_stores) == expected
 
 
-def test_after_a_rollback_an_older_step_of_the_history_is_stored_however_many_newer_ones_it_lost(
-    sql_stores, tell: Tell
+def test_after_a_rollback_an_older_step_of_the_lineage_is_stored_however_many_newer_ones_it_lost(
+    sql_stores, report: Report
 ) -> None:
     lost = range(640, 800, 10)
-    tell(400, 600, *lost)
+    report(400, 600, *lost)
     history = dump((LineageEntry(1, 635), LineageEntry(2)))
     with sql_stores.db.write() as connection:  # as if its next generation had begun at step 635
         connection.execute(update(tables.generations).values(lineage=history))
-    tell(630)
+    report(630)
     assert 630 in kept_by(sql_stores)
 
 
-def test_the_copies_of_all_steps_are_counted_at_once(tell: Tell) -> None:
-    tell(*range(10, 170, 10))
-    told = tell(170)
-    assert sum("count(" in statement for statement in told) == 1
+def test_the_copies_of_all_steps_are_counted_at_once(report: Report) -> None:
+    report(*range(10, 170, 10))
+    received = report(170)
+    assert sum("count(" in statement for statement in received) == 1
 
 
-def test_a_sensor_knows_the_newest_step_of_all_ranks_that_is_stored(sql_stores, tell: Tell, statements) -> None:
+def test_a_sensor_knows_the_newest_step_of_all_ranks_that_is_stored(sql_stores, report: Report, statements) -> None:
     placements = SqlPlacements(sql_stores.db)
     assert placements.read().stored_points == {}
-    tell(10, 20)
-    tell(30, ranks=(0, 1, 2))
+    report(10, 20)
+    report(30, ranks=(0, 1, 2))
     assert placements.read().stored_points == {"job": StoredPoint(20, 1)}
     statements.clear()
     assert placements.read().stored_points == {"job": StoredPoint(20, 1)}
-    assert not [asked for asked in statements if "count(" in asked], "nothing has changed"
-    tell(30, ranks=(3,))
-    tell(40, ranks=(0,))
+    assert not [statement for statement in statements if "count(" in statement], "nothing has changed"
+    report(30, ranks=(3,))
+    report(40, ranks=(0,))
     statements.clear()
     assert placements.read().stored_points == {"job": StoredPoint(30, 1)}
-    assert sum("count(" in asked for asked in statements) == 2
+    assert sum("count(" in statement for statement in statements) == 2
     history = dump((LineageEntry(1, 25), LineageEntry(2)))
     with sql_stores.db.write() as connection:  # as if its next generation had begun at step 25
         connection.execute(update(tables.generations).values(lineage=history))
     assert SqlPlacements(sql_stores.db).read().stored_points == {"job": StoredPoint(20, 1)}
-    tell(40, ranks=(1, 2, 3))
-    assert placements.read().stored_points == {"job": StoredPoint(20, 1)}, "which its history lost"
+    report(40, ranks=(1, 2, 3))
+    assert placements.read().stored_points == {"job": StoredPoint(20, 1)}, "which its lineage lost"
 
 
-def test_jobs_without_that_tier_are_not_asked_for(sql_stores, statements) -> None:
+def test_jobs_without_that_tier_are_not_queried(sql_stores, statements) -> None:
     sql_stores.run_job()
     placements = SqlPlacements(sql_stores.db)
     statements.clear()
     assert placements.read().stored_points == placements.read().stored_points == {}
-    assert not [asked for asked in statements if "persistent_" in asked]
+    assert not [statement for statement in statements if "persistent_" in statement]

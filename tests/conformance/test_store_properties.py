@@ -1,4 +1,4 @@
-"""Whatever arrives in whatever order: nothing acts twice, nothing goes backwards, nothing is counted twice."""
+"""In whatever order messages arrive, nothing acts twice, goes backwards, or is counted twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.rules.stream import Cursor
 from services.runtime.wakeup import LocalWakeup
 from services.store.read.read_models import SqlReadModels
 
-# Every example makes its own database; what the fixtures give it has no state.
+# Every example creates its own database; the fixtures are stateless.
 PROPERTY = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
@@ -56,7 +56,7 @@ def test_answers_in_any_order_start_a_generation_at_most_once(new_stores, make, 
     assert [event.generation for event in started] in ([1], [1, 2])
     hosts = [command["host_id"] for command in commands if command["kind"] == "start_workers" and not command["code"]]
     refused = sum(c["kind"] == "start_workers" and c["state"] == "refused" for c in commands)
-    assert len(hosts) <= 2 + refused  # a host is asked again only if it did nothing
+    assert len(hosts) <= 2 + refused  # a host gets the command again only if it did nothing
 
 
 @PROPERTY

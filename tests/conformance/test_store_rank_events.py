@@ -1,4 +1,4 @@
-"""What a report tells of a host's ranks is one row of the log, however many they are."""
+"""A report about a host's ranks is one row of the log, however many ranks there are."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def test_a_start_writes_one_event_per_report_and_kind(port_stores, make) -> None
     second = make.report(
         "host-a",
         sent_at=1011.0,
-        marks=tuple(marks(rank, 2.0 if rank else 0.0) for rank in range(8)),  # of rank 0 there is nothing new
+        marks=tuple(marks(rank, 2.0 if rank else 0.0) for rank in range(8)),  # nothing new for rank 0
         restores=tuple(restored(rank) for rank in range(8)),
     )
     for report in (first, second):
         stores.status.record_reports([(report, report.sent_at)])
     stores.status.record_reports([(second, 1012.0)])
-    told = [event for _, event in stores.log.read(None, before, 100)]
-    assert [(event.kind, event.rank, event.at, event.host_id) for event in told] == [
+    written = [event for _, event in stores.log.read(None, before, 100)]
+    assert [(event.kind, event.rank, event.at, event.host_id) for event in written] == [
         (EventKind.RANK_MARKS, -1, 1010.0, "host-a"),
         (EventKind.RANK_MARKS, -1, 1011.0, "host-a"),
         (EventKind.RESTORED, -1, 1005.0, "host-a"),
     ]
-    ranks = [[one.rank for one in per_rank(event)] for event in told]
+    ranks = [[one.rank for one in per_rank(event)] for event in written]
     assert ranks == [[*range(8)], [*range(1, 8)], [*range(8)]]
-    one = [*per_rank(told[2])][3]
+    one = [*per_rank(written[2])][3]
     assert (one.at, one.data["size_bytes"], one.data["source_tier"]) == (1002.0, 1003, "peer")

@@ -1,4 +1,4 @@
-"""What people are shown. Everything must be plain JSON."""
+"""The read models for users. Everything must be plain JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reads(stores) -> SqlReadModels:
 
 @pytest.fixture
 def recovered(stores, make, clock):
-    """A worker was killed, its job restarted from the peer's copies, and the incident closed."""
+    """A worker was killed, its job restarted from a peer's copies, and the incident was closed."""
     stores.run_job()
     restart = stores.begin_restart()
     clock.now_s = 1001.0
@@ -70,7 +70,7 @@ def test_a_job_with_its_ranks(recovered, reads, make) -> None:
 def test_a_host_does_not_end_the_ranks_of_another(recovered, reads, make) -> None:
     recovered.commit(
         signals=(
-            make.signal(9, make.exited(2, generation=2)),  # by host-a, of a rank of host-b
+            make.signal(9, make.exited(2, generation=2)),  # host-a, about a rank of host-b
             make.signal(1, make.exited(3, generation=2), source="host-b", incarnation="inc-b"),
         )
     )
@@ -78,7 +78,7 @@ def test_a_host_does_not_end_the_ranks_of_another(recovered, reads, make) -> Non
 
 
 def pages(read, key: str, limit: int) -> list[list[str]]:  # type: ignore[no-untyped-def]
-    """The keys of page after page, from the newest on."""
+    """The keys of all pages, from the newest on."""
     found: list[list[str]] = []
     before = ""
     while page := [item[key] for item in read(Page(limit, before))]:
@@ -90,7 +90,7 @@ def pages(read, key: str, limit: int) -> list[list[str]]:  # type: ignore[no-unt
 def test_jobs_come_in_pages_and_those_that_run_however_old_they_are(stores, reads, make) -> None:
     stores.run_job()
     names = [f"job-{number}" for number in range(5)]
-    for name in reversed(names):  # at one moment, so that the name is the order
+    for name in reversed(names):  # at the same moment, so that the name decides the order
         stores.jobs.submit(make.spec(job=name), 2000.0)
     assert pages(reads.jobs, "job", 2) == [["job-3", "job-4"], ["job-1", "job-2"], ["job", "job-0"]]
     assert [j["job"] for j in reads.jobs(Page(2, "job-2"))] == ["job-0", "job-1"]
@@ -137,12 +137,12 @@ def test_hosts_with_their_job(recovered, reads, make) -> None:
     ]
 
 
-def test_hosts_that_left_in_order_are_shown_to_who_asks_for_all(recovered, reads, make) -> None:
+def test_hosts_that_left_in_order_are_shown_on_request(recovered, reads, make) -> None:
     for at, host_id in ((1003.0, "host-b"), (1003.0, "host-c"), (1003.0, "host-d")):
         recovered.status.record_reports([(make.report(host_id, sent_at=at), at)])
     for host_id in ("host-b", "host-c"):
         recovered.status.record_reports([(make.report(host_id, sent_at=1004.0, leaves=True), 1004.0)])
-    assert [h["host_id"] for h in reads.hosts()] == ["host-a", "host-b", "host-d"], "host-b has ranks, and is missed"
+    assert [h["host_id"] for h in reads.hosts()] == ["host-a", "host-b", "host-d"], "host-b has ranks, and so is missed"
     everything = reads.hosts(also_left=True)
     assert {h["host_id"]: h["left_at"] for h in everything} == {
         "host-a": None,
@@ -240,7 +240,7 @@ def test_checkpoints_count_only_where_they_can_be_had(recovered, reads, make) ->
     assert {c["host_id"] for c in found["copies"] if not c["reachable"]} == {"host-b"}
 
 
-def test_what_does_not_exist_is_said_to(reads) -> None:
+def test_what_does_not_exist_is_not_found(reads) -> None:
     for look in (lambda: reads.job("x"), lambda: reads.checkpoints("x"), lambda: reads.decision("dec-7")):
         with pytest.raises(NotFound) as caught:
             look()

@@ -1,4 +1,4 @@
-"""What rounds were decided from is kept, and decided again it gives the same, to the letter; a change is found."""
+"""The inputs of rounds are kept. Deciding again from them reproduces the decisions exactly; a change is found."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEADLINE_S = 120.0
 
 @pytest.fixture
 def decided(stores, make, clock):
-    """A job that was started, lost a worker and was restarted, by the real loop; one of three decisions is a hold."""
+    """A job that the real loop started, and restarted after losing a worker; one of three decisions is a hold."""
     bus, wakeup = EmbeddedBus(stores.db), LocalWakeup()
     loop = ControllerLoop(
         store=stores.decisions, bus=bus, wakeup=wakeup, clock=clock, settings=PolicySettings(), holder="c#1"
@@ -67,7 +67,7 @@ def decided(stores, make, clock):
     return stores
 
 
-def test_decisions_come_out_the_same_to_the_letter(decided, tmp_path) -> None:
+def test_decisions_are_reproduced_exactly(decided, tmp_path) -> None:
     with decided.db.read() as connection:
         before = connection.execute(select(decisions)).all()
     result = replay_database(decided.db, tmp_path)
@@ -77,7 +77,7 @@ def test_decisions_come_out_the_same_to_the_letter(decided, tmp_path) -> None:
         assert connection.execute(select(decisions)).all() == before  # the database was only read
 
 
-def test_a_decision_that_was_changed_afterwards_is_found_and_told_in_words(decided, tmp_path) -> None:
+def test_a_decision_that_was_changed_afterwards_is_found_and_described(decided, tmp_path) -> None:
     with decided.db.write() as connection:
         stored = load(connection.scalar(select(decisions.c.document).where(decisions.c.number == 2)), Decision)
         forged = msgspec.structs.replace(stored, reason="somebody's taste")
@@ -90,7 +90,7 @@ def test_a_decision_that_was_changed_afterwards_is_found_and_told_in_words(decid
 
 
 def test_a_policy_that_decides_otherwise_is_found_and_so_is_what_follows(decided, tmp_path, monkeypatch) -> None:
-    """As a later release may: it does not wait for the root cause."""
+    """A later release may do so: it does not wait for the root cause."""
     hasty = tuple(rule for rule in policy.FAILURE_RULES if rule is not waiting_rules.wait_for_the_root_cause)
     monkeypatch.setattr(policy, "FAILURE_RULES", hasty)
     result = replay_database(decided.db, tmp_path)
@@ -107,7 +107,7 @@ def test_an_incident_that_ended_otherwise_is_found(decided, tmp_path) -> None:
     assert difference == "inc-1: failed_step was 3, and is 7 here"
 
 
-def test_rounds_that_are_not_kept_any_more_are_told(decided, tmp_path) -> None:
+def test_rounds_that_are_no_longer_kept_are_listed(decided, tmp_path) -> None:
     with decided.db.write() as connection:
         kept = connection.scalars(select(rounds.c.number).order_by(rounds.c.number)).all()
         connection.execute(delete(rounds).where(rounds.c.number == kept[0]))
@@ -129,7 +129,7 @@ def test_a_round_that_is_missing_in_between_is_no_success(decided, tmp_path) -> 
 
 
 def test_the_newest_decisions_are_missing_if_their_rounds_are_not_kept_yet(decided, tmp_path) -> None:
-    """As when the controller was killed, or is looked at, while it still keeps a large round."""
+    """As if the controller was killed, or is read, while it is still writing a large round."""
     with decided.db.write() as connection:
         restarted_at = connection.scalar(select(decisions.c.at).where(decisions.c.number == 3))
         connection.execute(delete(rounds).where(rounds.c.at >= restarted_at))
@@ -158,7 +158,7 @@ def test_only_the_newest_rounds_are_kept(stores, make, monkeypatch) -> None:
     monkeypatch.setattr(round_store, "KEPT_BYTES", 2 * size_bytes)
     assert keep(2) == [6, 7]
     monkeypatch.setattr(round_store, "KEPT_BYTES", size_bytes - 1)
-    assert keep(1) == [6, 7], "one that is larger than all may be together is not kept: its decisions are missing"
+    assert keep(1) == [6, 7], "one larger than the bound on all rounds is not kept: its decisions are missing"
 
 
 def test_a_large_round_is_kept_in_pieces_which_go_with_it(stores, make, tmp_path, monkeypatch) -> None:
@@ -198,19 +198,19 @@ def test_rounds_in_pieces_are_replayed_and_so_is_a_database_of_a_release_without
     assert replay_database(decided.db, tmp_path / "again") == result
 
 
-def test_the_command_says_how_it_went_by_its_exit_code(decided, ready_url, capsys) -> None:
+def test_the_exit_code_of_the_command_reports_the_result(decided, ready_url, capsys) -> None:
     assert run_cli(["replay", "--from-db", ready_url]) == 0
     assert "3 decisions reproduced" in capsys.readouterr().out
     with decided.db.write() as connection:
         connection.execute(update(decisions).where(decisions.c.number == 3).values(epoch=7))
     assert run_cli(["replay", "--from-db", ready_url, "--job", "job", "-o", "json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert (told["exact"], told["differences"]) == (False, ["dec-3 was made in epoch 7, but in 1 here"])
+    result = json.loads(capsys.readouterr().out)
+    assert (result["exact"], result["differences"]) == (False, ["dec-3 was made in epoch 7, but in 1 here"])
     assert run_cli(["replay", "--from-db", ready_url, "--job", "another"]) == 0
     assert "0 decisions reproduced" in capsys.readouterr().out
 
 
-def test_a_database_that_keeps_no_round_is_told(ready_url, stores, capsys) -> None:
+def test_a_database_that_keeps_no_round_is_an_error(ready_url, stores, capsys) -> None:
     assert run_cli(["replay", "--from-db", ready_url]) == NotFound.exit_code
     assert "keeps no round" in capsys.readouterr().err
 
@@ -223,7 +223,7 @@ def eventually(condition, what: str) -> None:
 
 
 def test_the_loop_decides_on_while_a_large_round_is_being_kept(stores, make, clock, tmp_path, monkeypatch) -> None:
-    """And what is kept later is the same, in the same order, small rounds among the large ones."""
+    """The rounds written later are the same, in the same order, small ones among the large ones."""
     may_keep, really = threading.Event(), stores.decisions.keep_round
     begun: list[float] = []
 
@@ -246,7 +246,7 @@ def test_the_loop_decides_on_while_a_large_round_is_being_kept(stores, make, clo
         with stores.db.read() as connection:
             return list(connection.scalars(select(decisions.c.kind).order_by(decisions.c.number)))
 
-    monkeypatch.setattr(loop_module, "LONGEST_END_S", DEADLINE_S)  # what it leaves behind is missing in the replay
+    monkeypatch.setattr(loop_module, "LONGEST_END_S", DEADLINE_S)  # what it leaves out is missing in the replay
     thread = threading.Thread(target=loop.run, args=(stop,))
     thread.start()
     try:
@@ -267,7 +267,7 @@ def test_the_loop_decides_on_while_a_large_round_is_being_kept(stores, make, clo
 
 
 class Keeping:
-    """Keeps the times of rounds, as long as it may."""
+    """Records the times of rounds, while it may."""
 
     def __init__(self) -> None:
         self.may = threading.Event()
@@ -291,7 +291,7 @@ def test_rounds_that_wait_to_be_kept_have_a_bound_and_survive_an_outage(clock, m
     for now in range(round_keeper.BACKLOG):
         keeper.keep(None, (), epoch=1, now=float(now))
     monkeypatch.setattr(round_keeper, "LONGEST_WAIT_S", 0.05)
-    keeper.keep(None, (), epoch=1, now=100.0)  # no room: it is told, and not kept
+    keeper.keep(None, (), epoch=1, now=100.0)  # no room: it is logged, and not kept
     store.may.set()
     stop.set()
     keeper.wake()

@@ -1,4 +1,4 @@
-"""What is over is merged or removed, and nothing else."""
+"""Only what is over is merged or removed."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ def count(stores, table) -> int:
         return int(connection.scalar(select(func.count()).select_from(table)))
 
 
-def told(step: int, at: float) -> Event:
+def step_event(step: int, at: float) -> Event:
     data = {"first_step": step, "completed_at": [at], "slowest_step": step, "ranks": 4, "sensor": "s"}
     return Event(at, EventKind.STEPS, "job", 1, data=data)
 
 
 def test_step_events_are_merged_once_they_are_an_hour_old(stores) -> None:
-    stores.log.append([told(step, 10_000.0 + step) for step in range(3000)])
+    stores.log.append([step_event(step, 10_000.0 + step) for step in range(3000)])
     assert sweep(stores, 13_600.0) == 0, "none is an hour old"
     assert sweep(stores, 16_000.0) == 2000 - 4
     found = [event for _, event in stores.log.read("job", 0, 10_000)]
     steps = [step for event in found for step, _ in enumerate(event.data["completed_at"], event.data["first_step"])]
     assert steps == list(range(3000))
-    assert sweep(stores, 16_000.0) == 0, "it goes on from where it was"
-    stores.log.append([told(step, 10_000.0 + step) for step in range(3000, 3100)])
+    assert sweep(stores, 16_000.0) == 0, "it continues where it was"
+    stores.log.append([step_event(step, 10_000.0 + step) for step in range(3000, 3100)])
     numbers = [number for number, _ in stores.log.read("job", 0, 10_000)]
     assert numbers == sorted(numbers) and numbers[-1] == stores.log.last()
     assert sweep(stores, 60_000.0) > 500
 
 
-def test_signals_go_after_a_week_and_are_known_all_the_same(stores, make) -> None:
+def test_signals_go_after_a_week_and_are_still_recognized(stores, make) -> None:
     stores.run_job()
     old = make.signal(incarnation="daemon-host-a")
     stores.commit(signals=(old,))
@@ -61,7 +61,7 @@ def test_signals_go_after_a_week_and_are_known_all_the_same(stores, make) -> Non
     assert count(stores, tables.signals) == 1
     sweep(stores, T + WEEK_S + 1)
     assert count(stores, tables.signals) == 0
-    assert stores.decisions.unseen([old]) == [], "one that comes again does nothing"
+    assert stores.decisions.unseen([old]) == [], "one that arrives again does nothing"
     new = make.signal(2, incarnation="daemon-host-a")
     assert stores.decisions.unseen([new]) == [new]
 
@@ -94,7 +94,7 @@ def test_commands_go_after_a_week_and_decisions_stay(stores, make) -> None:
     finished, under_way = 2, 2
     assert count(stores, tables.commands) == finished + under_way
     sweep(stores, T + WEEK_S + 1)
-    assert count(stores, tables.commands) == finished + under_way, "those are the newest that the hosts obeyed"
+    assert count(stores, tables.commands) == finished + under_way, "the last ones that the hosts obeyed"
     for host in ("host-a", "host-b"):
         stores.actions.record(make.update(f"act-2.stop.{host}.1"))
     sweep(stores, T + WEEK_S + 1)
@@ -112,13 +112,13 @@ def test_a_job_goes_a_year_after_its_end_with_everything_of_it(stores, make) -> 
     sweep(stores, T + YEAR_S)
     assert count(stores, tables.jobs) == 2
     sweep(stores, T + YEAR_S + 60)
-    assert count(stores, tables.jobs) == 2, "its decision is the newest: the number would be given out again"
+    assert count(stores, tables.jobs) == 2, "its decision is the newest: its number would be given out again"
     with stores.db.write() as connection:
         row = {"number": 9, "incident": None, "job": "other", "kind": "hold", "at": T, "epoch": 1, "document": "{}"}
         connection.execute(insert(tables.decisions).values(row))
     stores.status.record_reports([(make.report("host-a", sent_at=T + YEAR_S), T + YEAR_S)])
     sweep(stores, T + YEAR_S + 60)
-    assert count(stores, tables.jobs) == 2, "its command is the newest that host-a obeyed"
+    assert count(stores, tables.jobs) == 2, "its command is the last that host-a obeyed"
     with stores.db.write() as connection:
         connection.execute(delete(tables.hosts))
     sweep(stores, T + YEAR_S + 60)
@@ -144,11 +144,11 @@ def test_dead_hosts_are_forgotten_after_a_week(stores, make) -> None:
     stores.status.record_reports([(make.report("host-d", sent_at=T + WEEK_S), T + WEEK_S)])
     sweep(stores, T + WEEK_S + 60)
     found = {host["host_id"] for host in SqlReadModels(stores.db).hosts(also_left=True)}
-    assert found == {"host-a", "host-b", "host-d", "host-e"}, "ranks, reports and an operator's word keep a host"
+    assert found == {"host-a", "host-b", "host-d", "host-e"}, "ranks, reports and an operator's cordon keep a host"
     assert {host.host_id for host in stores.other_decisions().load_view().hosts} == found
 
 
-def test_a_host_is_removed_at_once_where_an_operator_says_so(stores, make) -> None:
+def test_a_host_is_removed_at_once_by_an_operator(stores, make) -> None:
     stores.run_job()
     stores.status.record_reports([(make.report("host-c"), T)])
     removal = SqlHostRemoval(stores.db)
@@ -172,7 +172,7 @@ def test_watermarks_of_incarnations_that_others_followed_go_with_their_signals(s
     with stores.db.write() as connection:
         rows = [{"incarnation": name, "source": "host-a", "seq": 5} for name in ("old", "daemon-host-a")]
         connection.execute(insert(tables.watermarks), rows)
-    stores.commit(signals=(make.signal(),))  # of the incarnation inc-a
+    stores.commit(signals=(make.signal(),))  # from incarnation inc-a
     sweep(stores, T + 60)
     with stores.db.read() as connection:
         assert set(connection.scalars(select(tables.watermarks.c.incarnation))) == {"daemon-host-a", "inc-a"}

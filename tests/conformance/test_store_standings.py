@@ -1,4 +1,4 @@
-"""Hosts that are ahead of the database: which those are, and what is taken over from them."""
+"""Hosts that are ahead of the database: how they are recognized, and what is adopted from them."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def standing(stores, cluster: str, **changes) -> HostStanding:  # type: ignore[n
         restore=None,
         run="20261123-180000-000",
     )
-    told = {"obeyed": LastObeyed(cluster, 12, NEWEST), "unanswered_s": 100.0, "committed": {"i": 17}}
-    told["jobs"] = (HeldJob(spec, placement, Fence(12, 7), (0,)),)
-    return HostStanding(host_id="host-a", incarnation="i", at=1.0, **(told | changes))
+    values = {"obeyed": LastObeyed(cluster, 12, NEWEST), "unanswered_s": 100.0, "committed": {"i": 17}}
+    values["jobs"] = (HeldJob(spec, placement, Fence(12, 7), (0,)),)
+    return HostStanding(host_id="host-a", incarnation="i", at=1.0, **(values | changes))
 
 
 def identity(stores) -> str:  # type: ignore[no-untyped-def]
@@ -51,14 +51,14 @@ def standings(stores, clock) -> SqlStandings:  # type: ignore[no-untyped-def]
 
 def test_a_host_is_ahead_that_obeyed_what_the_database_does_not_know(stores, standings) -> None:  # type: ignore[no-untyped-def]
     mine = identity(stores)
-    told = {
+    obeyed = {
         "nobody": LastObeyed(),
         "unknown-command": LastObeyed(mine, 1, NEWEST),
         "newer-epoch": LastObeyed(mine, 2, ""),
         "other-cluster": LastObeyed("another", 1, ""),
         "old-release": LastObeyed("", 1, ""),
     }
-    assert standings.judge(told).ahead == {"unknown-command", "newer-epoch", "other-cluster"}
+    assert standings.judge(obeyed).ahead == {"unknown-command", "newer-epoch", "other-cluster"}
 
 
 def test_what_a_host_runs_is_adopted_with_counters_above_all_that_it_saw(stores, standings, clock) -> None:  # type: ignore[no-untyped-def]
@@ -91,7 +91,7 @@ def test_a_command_of_another_incarnation_is_another_command() -> None:
 
 
 def test_signals_that_a_host_cannot_send_again_are_not_waited_for(stores, standings, clock) -> None:  # type: ignore[no-untyped-def]
-    """A database lost seqs up to 17, and nothing else of the host."""
+    """A database lost the seqs up to 17, and nothing else about the host."""
     later = Signal("host-a", "i", 18, clock.wall_s(), EngineRestarted("later"))
     view = stores.decisions.load_view()
     outcome = decide(view, [later], PolicySettings(), clock.wall_s())
@@ -101,4 +101,4 @@ def test_signals_that_a_host_cannot_send_again_are_not_waited_for(stores, standi
     standings.tell(standing(stores, identity(stores), obeyed=LastObeyed(), jobs=()))
     with stores.db.read() as connection:
         assert read_watermarks(connection, [("host-a", "i")]) == {("host-a", "i"): 18}
-    assert not stores.decisions.load_view().standings  # else it knows all that the host does
+    assert not stores.decisions.load_view().standings  # otherwise it knows everything that the host does

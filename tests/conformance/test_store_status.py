@@ -1,4 +1,4 @@
-"""What daemons report: the newest wins, nothing is told twice, and nothing that was never granted is taken in."""
+"""Daemons' reports: the newest wins, no event is written twice, and what was never granted is ignored."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def stores(port_stores):
 
 @pytest.fixture
 def running(stores):
-    """A job that runs; events from here on are what a test adds."""
+    """A running job; later events are those that a test adds."""
     stores.run_job()
     return stores
 
@@ -67,7 +67,7 @@ def test_a_host_that_says_goodbye_has_left_until_it_reports_again(stores, make) 
     assert stores.decisions.load_view().hosts[0].left_at == 1005.5
     late = make.report("host-a", sent_at=1004.0)
     stores.status.record_reports([(late, 1006.0)])
-    assert stores.decisions.load_view().hosts[0].left_at == 1005.5, "an older report that comes late is no return"
+    assert stores.decisions.load_view().hosts[0].left_at == 1005.5, "an older report that arrives late is no return"
     stores.status.record_reports([(make.report("host-a", sent_at=1010.0, incarnation="daemon-2"), 1010.0)])
     (host,) = stores.decisions.load_view().hosts
     assert (host.left_at, host.last_report_at) == (0.0, 1010.0)
@@ -82,7 +82,7 @@ def test_a_host_joins_with_its_first_report(stores, make) -> None:
     assert [event.kind for event in new_events(stores)] == [EventKind.HOST_JOINED]
 
 
-def test_a_report_leaves_what_the_controller_decided_of_the_host(stores, make) -> None:
+def test_a_report_keeps_what_the_controller_decided_about_the_host(stores, make) -> None:
     stores.status.record_reports([(make.report("host-a"), 1001.0)])
     stores.commit(hosts=(HostChange("host-a", HostState.CORDONED, "to be taken away", 1100.0),))
     stores.status.record_reports([(make.report("host-a", sent_at=1002.0), 1003.0)])
@@ -105,7 +105,7 @@ def test_a_report_that_comes_twice_changes_nothing(running, make) -> None:
     assert len(new_events(running, EventKind.RANK_MARKS)) == 1
 
 
-def test_steps_are_told_as_they_were_summed_up(running) -> None:
+def test_summaries_of_steps_become_events(running) -> None:
     summary = StepSummary("job", 1, 1009.5, 4, (1009.0, 1009.5), slowest_step=4, ranks=2, sensor="s")
     unknown = StepSummary("job", 9, 1009.0, 4, (1009.0,), slowest_step=4, ranks=2, sensor="s")
     running.status.record_reports([], [summary, unknown])
@@ -122,14 +122,14 @@ def test_steps_are_told_as_they_were_summed_up(running) -> None:
     }
 
 
-def test_a_host_that_a_sensor_vouches_for_was_heard_of_then(running, make) -> None:
+def test_a_host_that_a_sensor_vouches_for_reported_then(running, make) -> None:
     vouch = running.status.vouch
     vouch(sensor="s", at=make.T + 20.0, hosts=("host-a", "host-b"), ages_ms=(500, 12_000))
     vouch(sensor="t", at=make.T + 15.0, hosts=("host-a",), ages_ms=(0,))
     assert running.status.hosts_with_placement() == {"host-a": make.T + 19.5, "host-b": make.T + 8.0}
     vouch(sensor="s", at=make.T + 30.0, hosts=None, ages_ms=(500, 22_000))
-    heard = {host.host_id: host.last_report_at for host in running.decisions.load_view().hosts}
-    assert heard == {"host-a": make.T + 29.5, "host-b": make.T + 8.0}
+    received = {host.host_id: host.last_report_at for host in running.decisions.load_view().hosts}
+    assert received == {"host-a": make.T + 29.5, "host-b": make.T + 8.0}
 
 
 def test_a_rank_whose_worker_is_gone_stays_where_it_was_seen(running, make) -> None:
@@ -138,20 +138,20 @@ def test_a_rank_whose_worker_is_gone_stays_where_it_was_seen(running, make) -> N
     assert ranks_of(running) == {0: ("host-a", 5, Phase.STEP), 1: ("host-a", 5, Phase.STEP)}
 
 
-def test_a_rank_that_a_newer_daemon_does_not_know_is_gone_until_one_tells_of_it(running, make) -> None:
+def test_a_rank_that_a_newer_daemon_does_not_know_is_gone_until_one_reports_it(running, make) -> None:
     def gone() -> list[int]:
         (job,) = running.decisions.load_view().jobs
         return [rank.rank for rank in job.generation.ranks if rank.is_gone]
 
     def report(at: float, incarnation: str, *numbers: int):
         ranks = tuple(status(number, 5) for number in numbers)
-        told = make.report(
+        sent = make.report(
             "host-a", sent_at=at, incarnation=incarnation, ranks=ranks, succeeds=("daemon-1", "daemon-2")
         )
-        running.status.record_reports([(told, at)])
+        running.status.record_reports([(sent, at)])
 
     report(1010.0, "daemon-1", 0, 1)
-    report(1011.0, "daemon-1", 1)  # its end is told by a signal
+    report(1011.0, "daemon-1", 1)  # a signal reports its end
     assert gone() == []
     report(1012.0, "daemon-2", 1)  # one that adopted rank 1
     assert gone() == [0]
@@ -162,10 +162,10 @@ def test_a_rank_that_a_newer_daemon_does_not_know_is_gone_until_one_tells_of_it(
     assert gone() == [0, 1]
 
 
-def test_a_second_daemon_that_another_sensor_hears_changes_nothing_while_the_first_reports(running, make) -> None:
+def test_a_second_daemon_at_another_sensor_changes_nothing_while_the_first_reports(running, make) -> None:
     def report(at: float, incarnation: str, step: int, **parts) -> None:
-        told = make.report("host-a", sent_at=at, incarnation=incarnation, ranks=(status(0, step),), **parts)
-        running.status.record_reports([(told, at)])
+        sent = make.report("host-a", sent_at=at, incarnation=incarnation, ranks=(status(0, step),), **parts)
+        running.status.record_reports([(sent, at)])
 
     def speaker() -> str:
         return running.actions.daemons_of(["host-a", "host-never-seen"])["host-a"]
@@ -177,7 +177,7 @@ def test_a_second_daemon_that_another_sensor_hears_changes_nothing_while_the_fir
     assert (speaker(), ranks_of(running)) == ("first", {0: ("host-a", 6, Phase.STEP)})
     report(1012.1, "third", 7, succeeds=("first",))  # a restart
     assert speaker() == "third"
-    report(1100.0, "reborn", 8)  # long after the last word of the one before
+    report(1100.0, "reborn", 8)  # long after the last report of the one before
     assert speaker() == "reborn"
     report(1101.0, "reborn", 8, leaves=True)
     report(1101.1, "after it left", 9)
@@ -215,15 +215,20 @@ def test_steps_of_a_rank_that_died_before_its_status_was_sent_count(running, mak
     assert ranks_of(running) == {1: ("host-a", 1, Phase.STARTING)}
 
 
-def test_marks_are_told_when_one_of_them_is_new(running, make) -> None:
-    told = [marks(spawned_at=1.0), marks(spawned_at=1.0), marks(spawned_at=1.0, attached_at=2.0), marks(spawned_at=1.0)]
-    for number, mark in enumerate(told):
+def test_marks_are_logged_when_one_of_them_is_new(running, make) -> None:
+    reported = [
+        marks(spawned_at=1.0),
+        marks(spawned_at=1.0),
+        marks(spawned_at=1.0, attached_at=2.0),
+        marks(spawned_at=1.0),
+    ]
+    for number, mark in enumerate(reported):
         running.status.record_reports([(make.report("host-a", sent_at=1010.0 + number, marks=(mark,)), 1010.0)])
     events = new_events(running, EventKind.RANK_MARKS)
     assert [event.data["attached_at"] for event in events] == [0.0, 2.0]
 
 
-def test_a_restore_is_told_once(running, make) -> None:
+def test_a_restore_is_logged_once(running, make) -> None:
     for number, at in enumerate([1005.0, 1005.0, 1004.0, 1006.0]):
         report = make.report("host-a", sent_at=1010.0 + number, restores=(restored(at),))
         running.status.record_reports([(report, 1010.0)])
@@ -239,7 +244,7 @@ def test_a_restore_is_told_once(running, make) -> None:
     }
 
 
-def test_evaluation_is_told_when_it_begins_and_when_it_ends(running, make) -> None:
+def test_evaluation_is_logged_when_it_begins_and_when_it_ends(running, make) -> None:
     phases = [Phase.STEP, Phase.CHECKPOINT, Phase.EVAL, Phase.EVAL, Phase.STEP]
     for number, phase in enumerate(phases):
         report = make.report("host-a", sent_at=1010.0 + number, ranks=(status(phase=phase),))
@@ -267,7 +272,7 @@ def test_hosts_with_a_placement_are_those_of_running_jobs(running, make) -> None
     assert running.status.hosts_with_placement() == {}
 
 
-def test_the_newest_step_of_a_job_is_told_by_those_who_have_its_ranks(sql_stores, make) -> None:
+def test_the_newest_step_of_a_job_comes_from_the_hosts_of_its_ranks(sql_stores, make) -> None:
     sql_stores.run_job()
 
     def newest() -> int:
@@ -277,7 +282,7 @@ def test_the_newest_step_of_a_job_is_told_by_those_who_have_its_ranks(sql_stores
         return (RankStatus("job", 1, rank, 200, Phase.STEP, step, 0.1),)
 
     liar = make.report("host-c", sent_at=1001.0, ranks=step_of(0, 10**6))
-    wrong = make.report("host-b", sent_at=1001.0, ranks=step_of(0, 10**6))  # it has ranks, and not this one
+    wrong = make.report("host-b", sent_at=1001.0, ranks=step_of(0, 10**6))  # it has ranks, but not this one
     sql_stores.status.record_reports([(liar, 1001.0), (wrong, 1001.0)])
     sql_stores.commit(signals=(make.signal(1, make.exited(0, last_step=10**6), source="host-c", incarnation="inc-c"),))
     assert newest() == -1
@@ -294,8 +299,8 @@ def test_of_each_running_job_the_generation_before_is_known_too(sql_stores, db, 
     sql_stores.begin_restart()
     for generation in range(4):
         report = make.report("host-a", ranks=(status(generation=generation),))
-        heard, _ = placements.read().placed.split(report)
-        assert bool(heard.workers) is (generation in (1, 2)), generation
+        received, _ = placements.read().placed.split(report)
+        assert bool(received.workers) is (generation in (1, 2)), generation
 
 
 def test_neighbours_are_those_of_the_placements_of_running_jobs(sql_stores, db) -> None:
@@ -310,7 +315,7 @@ def test_neighbours_are_those_of_the_placements_of_running_jobs(sql_stores, db) 
     assert placements.read().neighbours == {}
 
 
-def test_what_a_sensor_learned_of_a_job_is_there_for_the_next_one(sql_stores, db) -> None:
+def test_what_a_sensor_learned_about_a_job_is_there_for_the_next_one(sql_stores, db) -> None:
     pace = LearnedPace(
         has_attached=True,
         steps=(0.1, 0.25),
@@ -329,14 +334,14 @@ def test_what_a_sensor_learned_of_a_job_is_there_for_the_next_one(sql_stores, db
     sql_stores.begin_restart()
     assert placements.read().learned == {}, "it knows the job by now"
     sql_stores.status.learn({"job": first}, at - 1.0)
-    assert SqlPlacements(db).read().learned == {}, "of an earlier run of that name"
+    assert SqlPlacements(db).read().learned == {}, "from an earlier run of that name"
 
 
 def test_a_value_that_fits_no_column_is_refused_whole(sql_stores, make) -> None:
     running = sql_stores
     running.run_job()
     report = make.report("host-a", sent_at=1010.0, ranks=(status(0, 5),), incarnation="i" * 70)
-    if running.db.is_sqlite:  # it does not bound text, but integers
+    if running.db.is_sqlite:  # SQLite bounds integers, but not text
         report = make.report("host-a", sent_at=1010.0, ranks=(status(0, 2**70),))
     with pytest.raises(InvalidMessage):
         running.status.record_reports([(report, 1010.0)])
@@ -359,7 +364,7 @@ def test_a_batch_of_many_hosts_in_any_order(running, make) -> None:
     assert len(running.decisions.load_view().hosts) == 6
 
 
-def test_the_controller_hears_a_host_of_the_ranks_that_it_was_given(sql_stores, make) -> None:
+def test_the_controller_believes_a_host_only_about_its_own_ranks(sql_stores, make) -> None:
     sql_stores.run_job()
     sql_stores.status.record_reports([(make.report("host-a", sent_at=1010.0, ranks=(status(0, 5),)), 1010.0)])
     liar = make.report("host-b", sent_at=1011.0, ranks=(status(0, 9_000), status(2, 6)))

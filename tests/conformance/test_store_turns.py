@@ -1,4 +1,4 @@
-"""Of very many jobs the controller looks at what is open at once, and at all others in turns."""
+"""With very many jobs, the controller handles open incidents at once, and all other jobs in turns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOSTS = {name: (f"host-{number}a", f"host-{number}b") for number, name in enumer
 
 
 class Turns:
-    """Three running jobs of four ranks, of which one has its turn at a time, and the loop that looks at them."""
+    """Three running jobs of four ranks that get their turns one at a time, and the controller's loop."""
 
     def __init__(self, stores, make, clock, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stores, self.make, self.clock = stores, make, clock
@@ -40,11 +40,11 @@ class Turns:
             clock=clock,
             settings=PolicySettings(),
             holder="c#1",
-            lease_ttl_s=3600.0,  # of real time: a lease that ran out in a pause would begin the turns anew
+            lease_ttl_s=3600.0,  # of real time: a lease that ran out in a pause would restart the turns
         )
 
     def begin(self) -> None:
-        """Until no action is open and every job has had its turn."""
+        """Step the loop until no action is open and every job has had its turn."""
         executor = Executor(store=self.stores.actions, wakeup=LocalWakeup(), clock=self.clock)
         now = self.clock.wall_s()
         self.stores.status.record_reports([(self.make.report(h), now) for hosts in HOSTS.values() for h in hosts])
@@ -67,11 +67,11 @@ class Turns:
         self.looks.clear()
 
     def change(self) -> None:
-        """Something that concerns no job."""
+        """A change that concerns no job."""
         self.stores.status.record_reports([(self.make.report("spare", sent_at=self.clock.now_s), self.clock.now_s)])
 
     def step(self, name: str) -> None:
-        """All ranks of a job are in their steps."""
+        """Report all ranks of a job as stepping."""
         now = self.clock.wall_s()
         for number, host in enumerate(HOSTS[name]):
             ranks = tuple(RankStatus(name, 1, rank, 100, Phase.STEP, 9, 0.0) for rank in (2 * number, 2 * number + 1))
@@ -122,7 +122,7 @@ def test_a_signal_is_decided_at_once_while_the_turns_rest_and_its_job_alone_is_l
     (incident,) = turns._load_view().incidents
     assert incident.job == "job-1" and incident.action_id
     turns.loop.run_once()
-    assert turns.looks[2] == Focus(), "what followed from it is looked at next"
+    assert turns.looks[2] == Focus(), "its consequences are handled next"
 
 
 def test_signals_without_end_do_not_keep_the_other_jobs_from_their_turns(turns) -> None:
@@ -142,7 +142,7 @@ def test_a_job_whose_rule_waits_no_longer_has_its_turn_first(turns) -> None:
     for name in NAMES[:2]:
         turns.step(name)
     turns.settle()
-    turns.clock.now_s += 60.0  # the ranks of job-2 had to be there by now
+    turns.clock.now_s += 60.0  # the ranks of job-2 should have started by now
     turns.fail("job-0", 1)
     for _ in range(12):
         turns.loop.run_once()
@@ -151,7 +151,7 @@ def test_a_job_whose_rule_waits_no_longer_has_its_turn_first(turns) -> None:
     assert seen[:3] == [["job-2"], ["job-0"], ["job-1"]]
 
 
-def test_a_turn_that_was_cut_off_comes_again(turns) -> None:
+def test_an_interrupted_turn_is_repeated(turns) -> None:
     turns.begin()
     turns.change()
     turns.is_cut_off = True
@@ -166,9 +166,9 @@ def test_a_turn_that_was_cut_off_comes_again(turns) -> None:
 
 def test_a_loop_that_would_wait_for_long_is_woken_by_a_signal(turns, stores, monkeypatch: pytest.MonkeyPatch) -> None:
     turns.begin()
-    turns.loop._poll_s = 10 * DEADLINE_S  # all else comes too late
+    turns.loop._poll_s = 10 * DEADLINE_S  # everything else would be too late
     turns.change()
-    turns.round_s = 0.3  # on this clock, which then stands still: it rests for ever
+    turns.round_s = 0.3  # on this clock, which then stops: it rests for ever
     stop = threading.Event()
     thread = threading.Thread(target=turns.loop.run, args=(stop,))
     thread.start()

@@ -1,4 +1,4 @@
-"""A database of the first release goes through every revision since; the real stores read it and go on."""
+"""A database of the first release goes through every later revision; the real stores read it and continue."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from services.store.sql.schema_upgrade import MIGRATIONS, check, migrate
 from services.store.sql.tables import metadata
 
 FIRST_RELEASE = "0100"
-# All rows that release 0.1.0 wrote of one job, by its controller's loop, executor and stores, in a database that
-# revision 0100 made; only the lease was let run out. Never made anew: a later release writes otherwise, and has to read
-# this. The job was restarted once; its second restart waits for hosts to stop; one signal was not read yet.
+# All rows that release 0.1.0 wrote about one job: by its controller's loop, executor and stores, in a database of
+# revision 0100, after its lease ran out. Never regenerate it: later releases write differently, and must read this.
+# The job was restarted once; its second restart waits for hosts to stop; one signal has not been read yet.
 DUMP = Path(__file__).parent / "first_release.json"
 
 Rows = dict[str, list[dict[str, object]]]
@@ -49,7 +49,7 @@ def _upgrade(connection: Connection, revision: str) -> None:
 
 
 def _tables(connection: Connection) -> MetaData:
-    """As they are in this database, whatever the code says."""
+    """The tables as they are in this database, whatever the code says."""
     tables = MetaData()
     tables.reflect(connection, only=lambda name, _: name != "alembic_version")
     return tables
@@ -60,7 +60,7 @@ def _rows(connection: Connection, table: str) -> list[dict[str, object]]:
 
 
 def _one_of_each(connection: Connection) -> None:
-    """A row of its own in every table."""
+    """Insert one row into every table."""
     values = {int: 7, float: 7.5, Decimal: 7.5, str: "7", bytes: b"7", bool: True}
     for table in _tables(connection).sorted_tables:
         connection.execute(table.insert().values({c.name: values[c.type.python_type] for c in table.columns}))
@@ -80,7 +80,7 @@ def _bytes(found: dict[str, object]) -> object:
 
 @pytest.mark.parametrize("fill", [_one_of_each, _dumped])
 def test_a_database_of_the_first_release_keeps_its_rows(database_url: str, fill: Callable[[Connection], None]) -> None:
-    """A revision that renames or drops a column says here what becomes of it."""
+    """A revision that renames or drops a column must state here what becomes of it."""
     db = Database(database_url)
     with db.write() as connection:
         _upgrade(connection, FIRST_RELEASE)
@@ -97,7 +97,7 @@ def test_a_database_of_the_first_release_keeps_its_rows(database_url: str, fill:
 
 @pytest.fixture
 def upgraded(database_url: str) -> Iterator[Database]:
-    """The dump, in this release's schema."""
+    """The dump, upgraded to this release's schema."""
     db = Database(database_url)
     with db.write() as connection:
         _upgrade(connection, FIRST_RELEASE)
@@ -128,7 +128,7 @@ def test_what_the_first_release_wrote_is_read(upgraded: Database, stores_in, clo
 
 
 def test_what_the_first_release_began_is_ended(upgraded: Database, stores_in, clock, make) -> None:  # type: ignore[no-untyped-def]
-    """Another controller leads, reads on where the last one was, and the restart goes on to its start."""
+    """Another controller leads, continues where the last one was, and carries the restart on to its start."""
     stores = stores_in(upgraded)
     clock.now_s = 1_003.0
     bus, wakeup = EmbeddedBus(upgraded), LocalWakeup()
@@ -140,11 +140,11 @@ def test_what_the_first_release_began_is_ended(upgraded: Database, stores_in, cl
     loop.run_once()
     assert stores.decisions.cursor().position == before.position + 1
     for host in ("host-a", "host-b"):
-        for told in stores.actions.commands_for(host, clock.now_s):
-            stores.actions.record(make.update(told.command_id))
+        for handed in stores.actions.commands_for(host, clock.now_s):
+            stores.actions.record(make.update(handed.command_id))
     executor.run_once()
-    (told,) = stores.actions.commands_for("host-a", clock.now_s)
-    assert told.command_id == "act-4.start.host-a.1" and told.fence.generation == 3
+    (handed,) = stores.actions.commands_for("host-a", clock.now_s)
+    assert handed.command_id == "act-4.start.host-a.1" and handed.fence.generation == 3
 
 
 def _check(db: Database) -> None:
@@ -154,7 +154,7 @@ def _check(db: Database) -> None:
 
 @pytest.fixture
 def from_before(db: Database) -> Database:
-    """As it was before there was a release."""
+    """A database from before the first release."""
     with db.write() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '0015'"))
     return db
@@ -181,5 +181,5 @@ def test_a_command_says_so_in_two_lines(
 ) -> None:
     url = from_before.url.render_as_string(hide_password=False)
     assert run_cli(["db", "copy", url, new_database_url("sqlite")]) == 5
-    said = capsys.readouterr().err
-    assert "from before the first release" in said and "empty database" in said and "Traceback" not in said
+    printed = capsys.readouterr().err
+    assert "from before the first release" in printed and "empty database" in printed and "Traceback" not in printed

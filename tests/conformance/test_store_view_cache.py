@@ -1,4 +1,4 @@
-"""A controller's store keeps what it has read of hosts and plans: every view is the same as one read anew."""
+"""A controller's store caches hosts and plans. Every view equals one that is read from scratch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Check = Callable[[], View]
 
 @pytest.fixture
 def check(sql_stores) -> Check:
-    """Loads the view where much of it is known, and compares it with one of a controller that has just begun."""
+    """Loads the view with a warm cache, and compares it with that of a fresh controller."""
 
     def loaded() -> View:
         view = sql_stores.decisions.load_view()
@@ -41,7 +41,7 @@ def check(sql_stores) -> Check:
 
 
 def test_after_a_failed_action_its_hosts_are_read_again(sql_stores, make, monkeypatch) -> None:
-    """It may have been for a step that was there when very many hosts were looked at last, and is not any more."""
+    """With very many hosts, it may have used a step that existed when the hosts were last read, and is gone."""
     stores = sql_stores
     stores.run_job()
     copies = [ShardCopy("job", 1, 9, rank, Tier.MEMORY, "host-b", 10, "ab") for rank in (2, 3)]
@@ -55,10 +55,10 @@ def test_after_a_failed_action_its_hosts_are_read_again(sql_stores, make, monkey
     monkeypatch.setattr(host_cache, "PAGES_BUDGET_S", -1.0)
     assert copies_seen() == 2
     stores.status.record_reports([(make.report("host-b", sent_at=1011.0), 1011.0)])
-    assert copies_seen() == 2, "the page of host-a was looked at"
+    assert copies_seen() == 2, "the page of host-a was read"
     (progress,) = stores.actions.open_actions()
     assert stores.actions.apply(progress, PlaybookStep("stop", ActionState.FAILED, message="step 9 is gone"), make.T)
-    monkeypatch.setattr(host_cache, "PAGE", 1000)  # of what is asked for by name
+    monkeypatch.setattr(host_cache, "PAGE", 1000)  # of those read by name
     monkeypatch.setattr(host_cache.HostCache, "_read_page", lambda *_: False)
     assert copies_seen() == 0
 
@@ -98,7 +98,7 @@ def test_an_action_and_its_new_generation_are_seen(sql_stores, make, check) -> N
     assert after.jobs != before.jobs or after.incidents != before.incidents
 
 
-def test_what_hosts_answer_of_an_action_is_seen_and_read_once(sql_stores, make, check, monkeypatch) -> None:
+def test_hosts_answers_to_an_action_are_seen_and_read_once(sql_stores, make, check, monkeypatch) -> None:
     sql_stores.run_job()
     sql_stores.begin_restart()
 
@@ -113,7 +113,7 @@ def test_what_hosts_answer_of_an_action_is_seen_and_read_once(sql_stores, make, 
     before = check()
     answer("host-a", "succeeded", 7, 8)  # the newest of a command's answers counts
     assert check().actions[0].positions == {"0": 7, "1": 8}
-    assert before.actions[0].positions == {"0": 9}  # a view that was given out does not change
+    assert before.actions[0].positions == {"0": 9}  # a view that was returned does not change
     answer("host-b", "succeeded", 11)
     last = check()
     assert last.actions[0].positions == {"0": 11, "1": 8}
@@ -168,7 +168,7 @@ def test_persistent_copies_are_written_when_new_and_read_again_step_by_step(
     ]
 
 
-def test_a_host_that_was_removed_and_reports_anew_is_another_one(sql_stores, make, check) -> None:
+def test_a_host_that_was_removed_and_reports_again_is_a_new_one(sql_stores, make, check) -> None:
     sql_stores.status.record_reports([(make.report("host-a"), 1001.0)])
     sql_stores.commit(hosts=(HostChange("host-a", HostState.CORDONED, "for repair"),))
     assert check().hosts[0].state is HostState.CORDONED
@@ -180,7 +180,7 @@ def test_a_host_that_was_removed_and_reports_anew_is_another_one(sql_stores, mak
     assert check().hosts[0].state is HostState.HEALTHY
 
 
-def test_of_many_hosts_a_view_looks_at_a_page_and_knows_what_the_controller_itself_did(
+def test_with_many_hosts_a_view_reads_a_page_and_knows_the_controllers_own_changes(
     sql_stores, make, clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"host-{letter}" for letter in "abcde"]
@@ -203,7 +203,7 @@ def test_of_many_hosts_a_view_looks_at_a_page_and_knows_what_the_controller_itse
     ]
     sql_stores.commit(hosts=(HostChange("host-e", HostState.CORDONED, "for repair"),))
     states = {host.host_id: host.state for host in sql_stores.decisions.load_view().hosts}
-    assert states["host-e"] is HostState.CORDONED, "what it did itself it knows"
+    assert states["host-e"] is HostState.CORDONED, "it knows its own changes"
 
     sql_stores.decisions.release_lease("controller#1")
     other = sql_stores.other_decisions()
@@ -213,7 +213,7 @@ def test_of_many_hosts_a_view_looks_at_a_page_and_knows_what_the_controller_itse
     other.release_lease("other#1")
     sql_stores.lead()
     states = {host.host_id: host.state for host in sql_stores.decisions.load_view().hosts}
-    assert states["host-d"] is HostState.CORDONED, "who leads anew knows what another did"
+    assert states["host-d"] is HostState.CORDONED, "a new leader knows what another did"
 
     with sql_stores.db.write() as connection:
         connection.execute(delete(tables.host_reports).where(tables.host_reports.c.host_id == "host-b"))
@@ -224,7 +224,7 @@ def test_of_many_hosts_a_view_looks_at_a_page_and_knows_what_the_controller_itse
     assert sql_stores.other_decisions().load_view().hosts == sql_stores.decisions.load_view().hosts
 
 
-def test_of_very_many_hosts_each_turn_looks_at_its_share(
+def test_with_very_many_hosts_each_turn_reads_its_share(
     sql_stores, make, clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"host-{number:02}" for number in range(24)]
@@ -236,7 +236,7 @@ def test_of_very_many_hosts_each_turn_looks_at_its_share(
         looks += 1
         return really(*arguments)
 
-    monkeypatch.setattr(host_cache, "PAGE", 2)  # 13 looks until there are no more
+    monkeypatch.setattr(host_cache, "PAGE", 2)  # 13 reads until there are no more
     monkeypatch.setattr(host_cache.HostCache, "_read_page", read_page)
     often_s = host_cache.MAX_AGE_S / 6.0
     for number in range(20):
@@ -252,10 +252,10 @@ def test_of_very_many_hosts_each_turn_looks_at_its_share(
     clock.now_s += host_cache.MAX_AGE_S
     looks = 0
     sql_stores.decisions.load_view(Focus(frozenset({"job"})))
-    assert looks == 13, "none was looked at for long"
+    assert looks == 13, "none was read for a long time"
 
 
-def test_a_host_that_joined_since_is_known_when_something_speaks_of_it(
+def test_a_host_that_joined_since_is_known_when_something_names_it(
     sql_stores, make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"host-{letter}" for letter in "abcde"]
@@ -266,16 +266,16 @@ def test_a_host_that_joined_since_is_known_when_something_speaks_of_it(
     def seen(focus: Focus | None = None) -> list[str]:
         return [host.host_id for host in sql_stores.decisions.load_view(focus).hosts]
 
-    assert seen() == seen() == names, "its page was looked at before it joined"
+    assert seen() == seen() == names, "its page was read before it joined"
     sql_stores.status.record_reports([(make.report("host-aa", sent_at=1002.0), 1002.0)])
     notice = make.signal(1, HostReturned("host-aa", 3.0), source="sensor.1")
     all_names = sorted([*names, "host-aa"])
     assert seen(Focus(signals=(notice,))) == all_names
     assert [seen() for _ in range(6)] == [all_names] * 6
-    assert not sql_stores.decisions._views._hosts._expired, "what is no host is not asked for again"
+    assert not sql_stores.decisions._views._hosts._expired, "a name that is no host is not read again"
 
 
-def test_hosts_that_could_not_be_read_are_not_taken_for_known(
+def test_hosts_that_could_not_be_read_do_not_count_as_known(
     sql_stores, make, check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sql_stores.status.record_reports([(make.report("host-a"), 1001.0)])
@@ -290,7 +290,7 @@ def test_hosts_that_could_not_be_read_are_not_taken_for_known(
     assert [(host.host_id, host.stored_report_at) for host in check().hosts] == [("host-a", 1001.0)]
 
 
-def test_what_no_restore_will_want_is_forgotten_with_the_steps_to_come(sql_stores, make, check) -> None:
+def test_what_no_restore_will_want_is_forgotten_with_later_steps(sql_stores, make, check) -> None:
     stores = sql_stores
     stores.run_job()
     now_s = 1010.0
@@ -317,21 +317,21 @@ def test_what_no_restore_will_want_is_forgotten_with_the_steps_to_come(sql_store
     tell(*range(20, 60, 10))
     assert seen() == [40, 50], "the newest that the job's retention leaves in the store"
     tell(60, ranks=(0, 1, 2))
-    assert seen() == [40, 50, 60], "what is not complete does not count"
+    assert seen() == [40, 50, 60], "an incomplete step does not count"
     for step in range(70, 200, 10):
         tell(step)
-    assert kept() == [30, 40, 50, *range(60, 200, 10)], "sixteen complete ones, and what is newer"
+    assert kept() == [30, 40, 50, *range(60, 200, 10)], "sixteen complete ones, and newer ones"
     assert seen() == [180, 190]
     before = kept()
     tell(20, 30)
-    assert kept() == before, "an engine that still tells of them changes nothing"
+    assert kept() == before, "an engine that still reports them changes nothing"
     tell(60, ranks=(3,))
     assert seen() == [180, 190]
     tell(200)
     assert kept() == [*range(50, 210, 10)]
 
 
-def test_of_very_many_forgotten_steps_some_go_at_once(sql_stores, make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_very_many_steps_are_forgotten_a_few_at_a_time(sql_stores, make, monkeypatch: pytest.MonkeyPatch) -> None:
     stores = sql_stores
     stores.run_job()
     monkeypatch.setattr(persistent_steps, "KEPT_STEPS", 1000)
@@ -347,7 +347,7 @@ def test_of_very_many_forgotten_steps_some_go_at_once(sql_stores, make, monkeypa
     assert left == [33, 26, 19, 16]
 
 
-def test_what_a_round_is_about_is_what_a_view_of_everything_says_of_it(sql_stores, make, check) -> None:
+def test_a_focused_view_equals_that_part_of_a_whole_view(sql_stores, make, check) -> None:
     stores = sql_stores
     stores.run_job()
     stores.status.record_reports([(make.report(host), make.T) for host in ("host-c", "host-d")])
@@ -433,7 +433,7 @@ changes = st.one_of(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(st.lists(changes, max_size=15), st.lists(focuses, min_size=1, max_size=3))
-def test_after_any_changes_what_is_known_is_what_is_read_anew(new_stores, make, turns, last) -> None:
+def test_after_any_changes_the_cache_equals_a_fresh_read(new_stores, make, turns, last) -> None:
     stores = new_stores()
     stores.run_job()
     stores.status.record_reports([(make.report(host), make.T) for host in HOSTS])
@@ -466,10 +466,10 @@ def test_after_any_changes_what_is_known_is_what_is_read_anew(new_stores, make, 
                     for table in (tables.host_reports, tables.hosts):
                         connection.execute(delete(table).where(table.c.host_id == host))
             case "drain", host:
-                with suppress(FlyballError):  # of a host that is gone, or silent
+                with suppress(FlyballError):  # on a host that is gone, or silent
                     SqlDrainStore(stores.db).drain(host, DrainRequest(within_s=60.0), now)
-            case "vouch", heard:
-                stores.status.vouch(sensor="s", at=now, ages_ms=[number] * len(heard), hosts=sorted(heard))
+            case "vouch", hosts:
+                stores.status.vouch(sensor="s", at=now, ages_ms=[number] * len(hosts), hosts=sorted(hosts))
             case "exit", host, job, rank:
                 body = make.exited(rank, job=job, generation=newest[job])
                 stores.commit(signals=(make.signal(number, body, source=host, incarnation=host),))
@@ -487,7 +487,7 @@ def test_after_any_changes_what_is_known_is_what_is_read_anew(new_stores, make, 
     assert stores.decisions.load_view() == anew
 
 
-def test_hosts_that_were_lost_lately_are_known_to_every_controller(stores, make, clock) -> None:
+def test_recent_losses_of_hosts_are_known_to_every_controller(stores, make, clock) -> None:
     stores.run_job()
     stores.commit(incidents=(make.incident(1, "resolved", host_id="host-b", cause="host_silent"),))
     stores.commit(incidents=(make.incident(2, "acting", host_id="host-b", cause="host_silent"),))

@@ -1,5 +1,6 @@
-"""Signals that cannot be read count as told, those that a bus lost are waited for: else the watermark of their sender
-stands still for ever, or moves over what nobody has seen."""
+"""Unreadable signals count as committed, and lost ones are waited for.
+
+Otherwise their sender's watermark would stand still for ever, or pass signals that nobody has read."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def strange(seq: int) -> ItsSignal:
 
 @pytest.fixture(params=["embedded", "redis"])
 def bus_and_loss(request: pytest.FixtureRequest, stores) -> Iterator[tuple[SignalBus, Lose]]:
-    """A bus, and what makes it lose its oldest entry."""
+    """A bus, and a function that makes it lose its oldest entry."""
     with ExitStack() as stack:
         if request.param == "redis":
             server = stack.enter_context(closing(RedisServer(request.getfixturevalue("own_redis")().url)))
@@ -79,28 +80,28 @@ def loop(stores, bus_and_loss) -> ControllerLoop:
         clock=SystemClock(),
         settings=PolicySettings(),
         holder="controller#1",
-        lease_ttl_s=3600.0,  # each round is stepped by hand, and is to be one
+        lease_ttl_s=3600.0,  # each round is stepped by hand
     )
 
 
-def told(stores) -> list[str]:
-    """The kinds of the signals that the event log has, in order."""
+def logged_kinds(stores) -> list[str]:
+    """The kinds of the signals in the event log, in order."""
     events = [event for _, event in stores.log.read(None, 0, 1000)]
     return [str(event.data["kind"]) for event in events if event.kind is EventKind.SIGNAL]
 
 
-def test_an_unreadable_signal_is_told_and_counts_as_committed(stores, make, bus_and_loss, loop) -> None:
+def test_an_unreadable_signal_is_logged_and_counts_as_committed(stores, make, bus_and_loss, loop) -> None:
     bus, _ = bus_and_loss
     bus.publish([make.signal(1), strange(2), make.signal(3)])
     loop.run_once()
     assert stores.status.committed([A]) == {A: 3}
-    assert told(stores) == ["worker_exited", "signal_unreadable", "worker_exited"]
-    bus.publish([strange(2)])  # as a daemon does whose reply was lost
+    assert logged_kinds(stores) == ["worker_exited", "signal_unreadable", "worker_exited"]
+    bus.publish([strange(2)])  # like a daemon whose reply was lost
     loop.run_once()
-    assert len(told(stores)) == 3
+    assert len(logged_kinds(stores)) == 3
 
 
-def test_what_the_bus_lost_is_waited_for_and_comes_again(stores, make, bus_and_loss, loop) -> None:
+def test_what_the_bus_lost_is_waited_for_and_arrives_again(stores, make, bus_and_loss, loop) -> None:
     bus, lose = bus_and_loss
     signals = [make.signal(seq) for seq in (1, 2, 3)]
     bus.publish(signals)
@@ -110,10 +111,10 @@ def test_what_the_bus_lost_is_waited_for_and_comes_again(stores, make, bus_and_l
     bus.publish(signals)  # and sends them again
     loop.run_once()
     assert stores.status.committed([A]) == {A: 3}
-    assert told(stores) == ["worker_exited"] * 3
+    assert logged_kinds(stores) == ["worker_exited"] * 3
 
 
-def test_what_stands_for_an_unreadable_signal_says_what_it_was(bus_and_loss) -> None:
+def test_the_stand_in_for_an_unreadable_signal_describes_it(bus_and_loss) -> None:
     bus, _ = bus_and_loss
     metrics = Metrics()
     bus.publish([strange(2)])

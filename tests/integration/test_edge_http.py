@@ -1,4 +1,4 @@
-"""A real supervisor on a free port, spoken to as daemons, users and strangers do."""
+"""A real supervisor on a free port, used by daemons, users and strangers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def until(look: Callable[[], Any], what: str) -> Any:  # noqa: ANN401 - whatever
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Supervisor]]:
-    # However long it is held up, it starts, answers whoever waits, and drains.
+    # With long timeouts: on a busy machine it still starts, answers waiting requests, and drains.
     monkeypatch.setattr(host_daemons, "FIRST_LOOK_S", DEADLINE_S)
     monkeypatch.setattr(http_server, "GRACE_S", int(DEADLINE_S))
     patient = {"port": 0, "start_timeout_s": DEADLINE_S, "drain_timeout_s": DEADLINE_S}
@@ -95,7 +95,7 @@ def report(host_id: str = "host-a", **parts: Any) -> Report:  # noqa: ANN401 - f
         version=WIRE_VERSION,
         incarnation=f"inc-{host_id}",
         sent_at=now,
-        interval_s=60.0,  # no host is missed while a test is held up
+        interval_s=60.0,  # no host is declared silent while a test is held up
         facts=facts,
         engine=EngineStatus(alive=True),
     )
@@ -103,7 +103,7 @@ def report(host_id: str = "host-a", **parts: Any) -> Report:  # noqa: ANN401 - f
 
 
 def as_host(client: httpx.Client, host_id: str = "host-a") -> dict[str, str]:
-    """The headers of a host's daemon, where the client is the operator's."""
+    """The headers of a host's daemon, for use with the operator's client."""
     secret = client.headers["Authorization"].removeprefix("Bearer ")
     return {"Authorization": f"Bearer {host_credential(secret, host_id).token}"}
 
@@ -123,7 +123,7 @@ SPEC = JobSpec(job="demo", argv=("train.py", "--name", "<img src=x onerror=alert
 
 
 def answer_commands(client: httpx.Client, host_id: str = "host-a") -> list[dict[str, Any]]:
-    """Take the next commands as a daemon does, and say that they succeeded."""
+    """Take the next commands like a daemon, and answer that they succeeded."""
     query = {"incarnation": f"inc-{host_id}", "wait_s": 10}
     answer = client.get(f"/v1/hosts/{host_id}/commands", params=query, headers=as_host(client, host_id))
     assert answer.status_code == 200, answer.text
@@ -204,7 +204,7 @@ def test_a_worker_dies_and_the_whole_way_is_visible(client: httpx.Client) -> Non
 QUICK_DETECTOR = {"silence": {"min_deadline_s": 0.2, "expected_deadline_s": 0.2, "correlated_factor": 3.0}}
 
 
-def test_a_host_that_stops_reporting_is_found_also_by_a_sensor_that_never_heard_it(
+def test_a_host_that_stops_reporting_is_found_even_by_a_sensor_that_it_never_reported_to(
     start: Callable[..., Supervisor],
 ) -> None:
     first = start()
@@ -247,7 +247,7 @@ def test_nothing_but_health_answers_without_the_right_token(supervisor: Supervis
         for method in methods:
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {supervisor.token}"}):
                 answer = stranger.request(method, re.sub(r"{\w+}", "x", path), headers=headers)
-                if path in PUBLIC:  # on a busy machine it may be not ready
+                if path in PUBLIC:  # on a busy machine it may not be ready
                     assert answer.status_code in (200, 503)
                     continue
                 assert answer.status_code == 401, (method, path)
@@ -285,12 +285,12 @@ def test_a_body_of_unknown_length_is_cut_off(client: httpx.Client) -> None:
         for _ in range(100):
             yield b" " * 65_536
 
-    with contextlib.suppress(httpx.WriteError):  # the server may close before all of it was sent
+    with contextlib.suppress(httpx.WriteError):  # the server may close the connection before all of it was sent
         assert client.post("/v1/reports", content=endless(), headers=as_host(client)).status_code == 413
     assert items(client, "/v1/hosts") == []
 
 
-def test_a_daemon_speaks_for_itself_only(client: httpx.Client) -> None:
+def test_a_daemon_acts_for_its_own_host_only(client: httpx.Client) -> None:
     signal = Signal(
         source="host-b",
         incarnation="i",
@@ -363,7 +363,7 @@ def test_a_full_queue_pushes_back_and_nothing_taken_is_lost(
         taken: list[str] = []
         refused = None
         for number in range(20):
-            host_id = f"host-{number}"  # with a signal: of mere state the newest waits, however many reports come
+            host_id = f"host-{number}"  # with a signal: of plain state only the newest report waits
             restarted = Signal(host_id, f"inc-{host_id}", 1, CLOCK.wall_s(), EngineRestarted("the engine was away"))
             answer = send(client, report(host_id, signals=(restarted,)))
             if answer.status_code == 429:
@@ -400,7 +400,7 @@ def test_the_stream_delivers_what_happens_and_goes_on_where_it_was_left(client: 
     second = msgspec.structs.replace(fault, at=2.0)
     assert client.post("/v1/events", content=encode([second])).status_code == 204
     seen_id = {"Last-Event-ID": str(seen[0][0])}
-    # Of this job: a controller that was held up is elected anew, which is an event too.
+    # Only this job's: a controller that was held up is elected again, which is an event too.
     with client.stream("GET", "/v1/stream", params={"job": "demo"}, headers=seen_id) as stream:
         data = next(json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: "))
     assert data["at"] == 2.0
@@ -417,7 +417,7 @@ def test_the_number_of_streams_is_bounded(start: Callable[..., Supervisor], monk
     monkeypatch.setattr(assembly, "MAX_STREAMS", 1)
     with client_of(start()) as client:
         with client.stream("GET", "/v1/stream") as first:
-            lines = first.iter_lines()  # kept: a forgotten iterator closes its connection
+            lines = first.iter_lines()  # keep it: dropping the iterator closes its connection
             assert next(lines).startswith("retry:")
             refused = client.get("/v1/stream")
             assert refused.status_code == 429
@@ -446,7 +446,7 @@ def test_the_page_takes_the_token_once_and_then_a_cookie(supervisor: Supervisor)
         assert "unsafe" not in policy
         assert supervisor.token not in page.text
         assert browser.get("/v1/jobs").status_code == 200
-        assert browser.post("/v1/jobs/demo/stop").status_code == 403, "a cookie is good for reading only"
+        assert browser.post("/v1/jobs/demo/stop").status_code == 403, "a cookie grants reading only"
 
 
 def test_the_log_has_no_secret(
@@ -463,7 +463,7 @@ def test_the_log_has_no_secret(
     assert supervisor.token not in everything
 
 
-def test_a_second_supervisor_in_the_same_folder_says_so(
+def test_a_second_supervisor_in_the_same_folder_is_an_error(
     supervisor: Supervisor, start: Callable[..., Supervisor]
 ) -> None:
     with pytest.raises(ConfigurationError, match="Another supervisor"):
@@ -485,7 +485,9 @@ def test_a_port_in_use_and_a_folder_of_another_version(
         start(state_dir=tmp_path / "old")
 
 
-def test_stopping_answers_who_waits_and_a_restart_goes_on(start: Callable[..., Supervisor], tmp_path: Path) -> None:
+def test_stopping_answers_waiting_requests_and_a_restart_continues(
+    start: Callable[..., Supervisor], tmp_path: Path
+) -> None:
     first = start()
     answers: list[httpx.Response] = []
     with client_of(first) as client:

@@ -1,4 +1,4 @@
-"""The whole OpenAPI document, tried with made-up requests on a real supervisor: no 5xx, and answers as described."""
+"""The whole OpenAPI document, tried with generated requests on a real supervisor: no 5xx, responses as described."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from services.api.auth import ACCESS
 from services.main import Supervisor
 from services.settings import load_settings
 
-EXAMPLES = 8  # of valid and again of invalid data, per operation
+EXAMPLES = 8  # examples of valid and of invalid data, per operation
 EXAMPLES_OF_REPORTS = 6  # they are large
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 STREAM = "/v1/stream"  # has no end: see below
@@ -44,11 +44,11 @@ def supervisor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]
     supervisor = Supervisor(load_settings(state_dir=tmp_path_factory.mktemp("supervisor") / "state", port=0))
     supervisor.start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_daemons, "FIRST_LOOK_S", TIMEOUT_S)  # then a poll is refused, which is a 5xx
+        patch.setattr(host_daemons, "FIRST_LOOK_S", TIMEOUT_S)  # beyond that, a poll is refused with a 5xx
         yield supervisor
     metrics = httpx.get(f"{supervisor.url}/metrics", timeout=TIMEOUT_S).text
     supervisor.stop()
-    assert "flyball_reports_dropped_total 0.0" in metrics, "what was taken was also stored"
+    assert "flyball_reports_dropped_total 0.0" in metrics, "what was accepted was also stored"
     assert "flyball_loop_restarts_total{" not in metrics, "and nothing crashed over it"
 
 
@@ -70,7 +70,7 @@ def bearer(token: str) -> dict[str, str]:
 
 
 def host_of(case: Case) -> str:
-    """The host that a request is about, as far as a token can be made for it."""
+    """The host that a request is about, if a token can be made for it."""
     named = (case.path_parameters or {}).get("host_id", "")
     body = case.body if isinstance(case.body, dict) else {}
     facts = body.get("facts")
@@ -79,7 +79,7 @@ def host_of(case: Case) -> str:
 
 
 def made_plausible(node: Any, host_id: str) -> Any:  # noqa: ANN401 - JSON
-    """A report that its sensor can take: of now, of this release, of one host, with signals in order."""
+    """A report that its sensor accepts: current, of this release, of one host, with signals in order."""
     if isinstance(node, list):
         return [made_plausible(item, host_id) for item in node]
     if isinstance(node, float) and node.is_integer():
@@ -101,7 +101,7 @@ def made_plausible(node: Any, host_id: str) -> Any:  # noqa: ANN401 - JSON
 
 
 def fit_columns(report: dict[str, Any], now: float) -> None:
-    """Make the columns of a report as long as it has ranks, which a schema cannot say."""
+    """Make the columns of a report as long as its ranks, which a schema cannot express."""
     workers = list({(of["job"], of["generation"]): of for of in report.get("workers", [])}.values())
     said = [*report.get("progress", []), *({"phases": [], "steps": [], "beacon_ages_s": []} for _ in workers)]
     progress = []
@@ -138,7 +138,7 @@ def test_no_request_is_answered_with_a_server_error(
     operation = schema[path][method]
     operator = supervisor.token
     examples = EXAMPLES_OF_REPORTS if path == "/v1/reports" else EXAMPLES
-    # On a busy machine a supervisor may be not ready, and says so with 503.
+    # On a busy machine a supervisor may not be ready, and answers 503.
     checks = [check for check in CHECKS if path != "/readyz" or check is not not_a_server_error]
 
     @settings(
@@ -147,7 +147,7 @@ def test_no_request_is_answered_with_a_server_error(
     @given(case=operation.as_strategy(generation_mode=mode), who=st.sampled_from(WHO))
     def attempt(case: Case, who: str) -> None:
         if mode is GenerationMode.POSITIVE and path.endswith("/commands"):
-            case.query["wait_s"] = 0  # nobody is to wait for commands here
+            case.query["wait_s"] = 0  # no request should wait for commands here
         if mode is GenerationMode.POSITIVE and path == "/v1/reports":
             case.body = made_plausible(case.body, "host-a")
         daemon = host_credential(operator, host_of(case)).token
@@ -159,14 +159,14 @@ def test_no_request_is_answered_with_a_server_error(
     try:
         attempt()
     except Unsatisfiable:
-        assert mode is GenerationMode.NEGATIVE, "an operation without parameters cannot be used wrongly"
+        assert mode is GenerationMode.NEGATIVE, "an operation without parameters cannot be misused"
 
 
 @pytest.mark.parametrize(
     "query",
     ["", "job=x", "job=%00", "after=-1", "after=99999999999999999999", "kind=signal&kind=step", "kind=x", "job="],
 )
-def test_the_stream_opens_or_says_what_is_wrong(supervisor: Supervisor, query: str) -> None:
+def test_the_stream_opens_or_describes_the_error(supervisor: Supervisor, query: str) -> None:
     with (
         httpx.Client(headers=bearer(supervisor.token), timeout=TIMEOUT_S) as client,
         client.stream("GET", f"{supervisor.url}{STREAM}?{query}") as answer,
@@ -177,7 +177,7 @@ def test_the_stream_opens_or_says_what_is_wrong(supervisor: Supervisor, query: s
             assert next(lines).startswith("retry:")
 
 
-def test_the_description_says_who_may_what(description: dict[str, Any]) -> None:
+def test_the_description_lists_the_roles(description: dict[str, Any]) -> None:
     assert description["paths"]["/v1/reports"]["post"]["x-flyball-roles"] == ["daemon"]
     assert description["paths"]["/healthz"]["get"]["security"] == []
     assert {path for path in description["paths"] if path.startswith("/v1")} == {

@@ -52,7 +52,7 @@ class Part:
         )
 
     def client(self, host_id: str = "") -> httpx.Client:
-        """Once it serves: the operator's, or a host's."""
+        """A client once it serves: the operator's, or a host's."""
         record = self.state_dir / ("supervisor.json" if self.name in ("all", "api") else f"{self.name}.json")
 
         def its_url() -> str | None:
@@ -137,7 +137,7 @@ def test_each_part_as_its_own_process(run: Callable[..., Part]) -> None:
     assert {name: part.end() for name, part in parts.items()} == dict.fromkeys(parts, 0)
 
 
-def test_sigterm_stores_what_was_taken(run: Callable[..., Part]) -> None:
+def test_sigterm_stores_what_was_received(run: Callable[..., Part]) -> None:
     first = run("all")
     names = [f"host-{number}" for number in range(20)]
     with ExitStack() as stack:
@@ -162,7 +162,7 @@ def test_kill_9_loses_no_signal(run: Callable[..., Part]) -> None:
     }
     first = run("all", environment={"FLYBALL_FAULT_POINT": "sensor.before_publish"})
     with first.client("host-a") as client:
-        # Killed with the signal in its memory only: whether or not a reply came, it did not say "committed".
+        # Killed with the signal only in memory: if there was a reply, it did not report the signal as committed.
         try:
             committed = client.post("/v1/reports", json=report("host-a", [notice])).json()["committed"]
         except httpx.TransportError:

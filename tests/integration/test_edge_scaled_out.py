@@ -1,5 +1,7 @@
-"""The control plane as it runs on several machines: two processes of each kind, with Redis and MariaDB between them.
-Redis is killed and comes back empty; one process of each kind is killed. Every incident is decided, once."""
+"""The control plane as on several machines: two processes of each kind, with Redis and MariaDB between them.
+
+Redis is killed and comes back empty; one process of each kind is killed. Every incident is decided, once.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ PARTS = ("sensor", "sensor", "controller", "controller", "actuator", "actuator",
 
 
 class Part:
-    """One process, with a state folder of its own as on a machine of its own."""
+    """One process with its own state folder, as on its own machine."""
 
     def __init__(self, part: str, folder: Path, settings: dict[str, str]) -> None:
         self.part = part
@@ -77,8 +79,8 @@ class Part:
 
 
 class Daemon:
-    """One host with one rank, as its daemon speaks: it sends a signal until it is committed, obeys a command once,
-    and trains a step between two reports."""
+    """A host with one rank, played like its daemon: it sends a signal until it is committed, obeys a command once, and
+    trains a step between two reports."""
 
     def __init__(self, sensors: list[str], actuators: list[str]) -> None:
         credential = host_credential(TOKEN, "host-a")
@@ -97,7 +99,7 @@ class Daemon:
         self._runner.close()
 
     def die(self) -> None:
-        """The worker is killed."""
+        """Kill the worker."""
         self._seq += 1
         self.trains = False
         exited = WorkerExited("demo", self.generation, 0, 9, None, 9, self.step)
@@ -107,7 +109,7 @@ class Daemon:
         try:
             self._runner.run(self._turn())
         except FlyballError:
-            threading.Event().wait(0.05)  # nobody answers; it is tried again, as a daemon does
+            threading.Event().wait(0.05)  # no reply; retry, like a daemon
 
     async def _turn(self) -> None:
         self.step += self.trains
@@ -158,12 +160,12 @@ class Cluster:
         return [one for one in self.parts if one.part == part]
 
     def leader(self) -> Part:
-        """Who was elected last."""
+        """The controller that was elected last."""
         return max(self.of("controller"), key=_newest_epoch)
 
 
 def _newest_epoch(controller: Part) -> int:
-    whole = controller.log().rpartition("\n")[0]  # the last line may be being written
+    whole = controller.log().rpartition("\n")[0]  # the last line may be incomplete
     lines = [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
     return max((line["epoch"] for line in lines if line.get("event") == "leading"), default=0)
 
@@ -216,7 +218,7 @@ def test_every_incident_is_decided_once_whatever_is_killed(own_redis, mariadb_ur
 
         redis.kill()
         daemon.die()
-        daemon.turn()  # a sensor has the signal, and cannot hand it on
+        daemon.turn()  # a sensor has the signal, and cannot publish it
         until(lambda: not api.get("/readyz").json()["ok"], "the API misses it")
         redis.start()
         until(lambda: recovered(3), "the incident that came while Redis was away")

@@ -1,4 +1,4 @@
-"""What a real supervisor lets each role do; hostile requests; daemons with wrong clocks, twins, and new tokens."""
+"""Roles on a real supervisor; hostile requests; daemons with wrong clocks, twins, and new tokens."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def routes_of(app: Any) -> set[tuple[str, str]]:  # noqa: ANN401 - FastAPI's rou
 def test_every_route_has_a_rule_and_every_rule_a_route(supervisor: Supervisor) -> None:
     routes = routes_of(supervisor.app)
     assert len(routes) > 20
-    assert routes == set(ACCESS), "name the roles of a new route in services.api.auth.ACCESS; until then nobody has it"
+    assert routes == set(ACCESS), (
+        "list the roles of a new route in services.api.auth.ACCESS; until then nobody may use it"
+    )
 
 
 def test_a_route_without_a_rule_is_served_to_nobody(
@@ -160,7 +162,7 @@ def test_refused_reports_change_nothing(supervisor: Supervisor, client: httpx.Cl
 
 
 class WrongClock:
-    """A host's clock that somebody sets."""
+    """A host's clock that a test sets."""
 
     def __init__(self, ahead_s: float) -> None:
         self.ahead_s = ahead_s
@@ -200,7 +202,7 @@ def test_a_daemon_whose_clock_is_set_wrong_goes_on_reporting_with_the_right_time
     until(lambda: "host-w" in hosts(client, supervisor), "its reports are stored")
     events = client.get("/v1/events", headers=bearer(supervisor.token)).json()["items"]
     ahead = [e for e in events if e["event"]["at"] > CLOCK.wall_s() + 60.0]
-    assert ahead == [], "nothing is on record that will happen"
+    assert ahead == [], "no event lies in the future"
 
 
 def test_a_daemon_whose_report_was_sent_twice_on_the_way_is_not_stuck(supervisor: Supervisor, tmp_path: Path) -> None:
@@ -208,7 +210,7 @@ def test_a_daemon_whose_report_was_sent_twice_on_the_way_is_not_stuck(supervisor
         agent = agent_of(supervisor, tmp_path / "p", "host-p", CLOCK)
         await agent._outbox.put(PreemptionNotice(CLOCK.wall_s() + 1e6, "test"))
         await agent._reporter.send_once()
-        agent._reporter._seq -= 1  # as if a proxy had repeated it, and had lost the first reply
+        agent._reporter._seq -= 1  # as if a proxy repeated it, and lost the first reply
         await agent._reporter.send_once()
         async with asyncio.timeout(DEADLINE_S):
             while agent._outbox.has_uncommitted:
@@ -219,7 +221,7 @@ def test_a_daemon_whose_report_was_sent_twice_on_the_way_is_not_stuck(supervisor
     asyncio.run(scenario())
 
 
-def test_of_two_daemons_with_one_id_the_first_is_heard_until_it_is_restarted(
+def test_of_two_daemons_with_one_id_the_first_is_accepted_until_it_restarts(
     supervisor: Supervisor, tmp_path: Path
 ) -> None:
     async def scenario() -> FlyballError:
@@ -269,14 +271,14 @@ STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
 
 def speak(supervisor: Supervisor, request: bytes, answers: int = 0) -> list[int]:
-    """The statuses of what comes back: so many answers, or all until the connection ends."""
+    """The statuses of this many responses, or of all until the connection ends."""
     host, _, port = supervisor.url.removeprefix("http://").rpartition(":")
     with socket.create_connection((host, int(port)), DEADLINE_S) as connection:
         answer = b""
         with contextlib.suppress(ConnectionError):
             connection.sendall(request)
             if not answers:
-                with contextlib.suppress(OSError):  # closed from the other side already
+                with contextlib.suppress(OSError):  # already closed by the other side
                     connection.shutdown(socket.SHUT_WR)
             while (not answers or len(STATUS.findall(answer)) < answers) and (block := connection.recv(65_536)):
                 answer += block
@@ -300,7 +302,7 @@ def speak(supervisor: Supervisor, request: bytes, answers: int = 0) -> list[int]
 def test_hostile_headers_are_refused(supervisor: Supervisor, headers: bytes) -> None:
     headers = headers.replace(b"{token}", supervisor.token.encode())
     statuses = speak(supervisor, b"GET /v1/jobs HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + headers + b"\r\n\r\n")
-    assert set(statuses) <= {400, 401}  # none: cut off before all of it was sent
+    assert set(statuses) <= {400, 401}  # none: the connection closed before all of it was sent
 
 
 @pytest.mark.parametrize(
@@ -315,14 +317,14 @@ def test_hostile_headers_are_refused(supervisor: Supervisor, headers: bytes) -> 
     ],
 )
 def test_a_smuggled_request_is_not_served(supervisor: Supervisor, framing: bytes) -> None:
-    """What follows a body of doubtful length must not be taken for a request with somebody's token."""
+    """Bytes after a body of ambiguous length must not count as a request with somebody's token."""
     hidden = b"GET /v1/jobs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + supervisor.token.encode() + b"\r\n\r\n"
     request = b"POST /v1/reports HTTP/1.1\r\nHost: x\r\n" + framing + b"\r\n\r\n0\r\n\r\n" + hidden
     assert 200 not in speak(supervisor, request)
 
 
 def test_one_connection_is_not_one_sender(supervisor: Supervisor) -> None:
-    """A connection that carried a good report is no proof for the next request on it."""
+    """A valid report on a connection does not authorize the next request on it."""
 
     def request(token: str, message: Report) -> bytes:
         body = encode(message)
@@ -419,7 +421,7 @@ def test_a_new_secret_and_the_former_one_are_taken_until_the_change_is_finished(
     assert run_cli(["token", "rotate", "--state-dir", str(folder)]) == 0
     new = (folder / "token").read_text().strip()
     assert new != old
-    assert run_cli(["token", "rotate", "--state-dir", str(folder)]) == 16, "the former one is still good"
+    assert run_cli(["token", "rotate", "--state-dir", str(folder)]) == 16, "the former one is still valid"
     assert answers(old, new, reader_token(old), reader_token(new)) == [200] * 4
     assert run_cli(["token", "rotate", "--finish", "--state-dir", str(folder)]) == 0
     assert answers(old, new, reader_token(old)) == [401, 200, 401]

@@ -1,4 +1,4 @@
-"""TLS between real supervisors and clients: who is trusted, who is let in, and what the others are told."""
+"""TLS between real supervisors and clients: who is trusted, who is admitted, and which errors others get."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ YESTERDAY = datetime.now(UTC) - timedelta(days=1)
 
 
 class Files:
-    """PEM files of authorities and certificates that are made for a test."""
+    """Creates PEM files of authorities and certificates for a test."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -58,7 +58,7 @@ def files(tmp_path: Path) -> Files:
 
 @pytest.fixture
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Supervisor]]:
-    monkeypatch.setattr(host_daemons, "FIRST_LOOK_S", 120.0)  # then a poll is refused, also of who is let in
+    monkeypatch.setattr(host_daemons, "FIRST_LOOK_S", 120.0)  # beyond that, a poll is refused even for admitted clients
     started: list[Supervisor] = []
 
     def start(certificate: tuple[str, str], client_ca: str | None = None) -> Supervisor:
@@ -84,7 +84,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 @pytest.fixture
 def trust(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ClientTls]:
-    """Sets what the command line's client goes by; the daemon's gets the same."""
+    """Sets the variables of the command line's client; the daemon's client gets the same values."""
 
     def choose(ca: str = "", certificate: tuple[str, str] = ("", "")) -> ClientTls:
         for name, value in zip((CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE), (ca, *certificate), strict=True):
@@ -113,7 +113,7 @@ def poll(supervisor: Supervisor, tls: ClientTls) -> object:
 
 
 def refusals(supervisor: Supervisor, tls: ClientTls) -> list[Unreachable]:
-    """What both clients say."""
+    """The errors of both clients."""
     with pytest.raises(Unreachable) as operator:
         ask(supervisor)
     with pytest.raises(Unreachable) as daemon:
@@ -121,7 +121,7 @@ def refusals(supervisor: Supervisor, tls: ClientTls) -> list[Unreachable]:
     return [operator.value, daemon.value]
 
 
-def test_who_trusts_the_authority_gets_in_and_others_are_told_why_not(
+def test_who_trusts_the_authority_gets_in_and_others_learn_why_not(
     files: Files, serve: Callable[..., Supervisor], trust: Callable[..., ClientTls]
 ) -> None:
     supervisor = serve(files.certificate(files.ca))

@@ -1,4 +1,4 @@
-"""Whatever arrives, and in whatever order: an honest daemon is never stuck, and nothing is taken twice."""
+"""In whatever order reports arrive, an honest daemon is never stuck, and nothing is accepted twice."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ events = st.lists(
         st.tuples(st.just("jump"), st.floats(-200_000.0, 200_000.0)),  # the host's clock is set
         st.tuples(st.just("restart"), st.just(0)),
         st.tuples(st.just("send"), st.just(0)),
-        st.tuples(st.just("replay"), st.integers(0, 30)),  # something that was sent before arrives again
+        st.tuples(st.just("replay"), st.integers(0, 30)),  # an earlier report arrives again
     ),
     max_size=40,
 )
 
 
 class Daemon:
-    """Numbers its reports, and goes by the supervisor's time when it is told it: as host_daemon does."""
+    """Numbers its reports, and adopts the supervisor's time from refusals, like host_daemon."""
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = f"i{incarnation}"
@@ -52,7 +52,7 @@ class Daemon:
 
 @settings(max_examples=150, deadline=None)
 @given(events)
-def test_an_honest_daemon_is_heard_and_a_repetition_is_not(course: list[tuple[str, float]]) -> None:
+def test_an_honest_daemon_is_accepted_and_a_repetition_is_not(course: list[tuple[str, float]]) -> None:
     admission = Admission()
     now_s, jump_s = 0.0, 0.0
     daemon, restarts = Daemon(0), 0

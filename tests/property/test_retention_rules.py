@@ -1,4 +1,4 @@
-"""Merged step events tell goodput what the single ones told."""
+"""Merged step events give goodput the same as the single ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.goodput_runs import START, interrupted_run
 
 
 def summed_up(events: Sequence[Event], sensors: int, at_once: int, late_every: int, save_s: float = 0.0) -> list[Event]:
-    """The log as sensors write it: each tells of every step, a few at once, and of some a second time, later."""
+    """The log as sensors write it: each reports every step, a few at once, and some of them again later."""
     found: list[Event] = []
     saves: list[tuple[int, int]] = []
     for event in events:
@@ -106,8 +106,8 @@ def test_a_day_of_one_step_a_second_becomes_a_few_events() -> None:
     )
 
 
-def test_steps_that_are_told_twice_are_still_told_twice() -> None:
-    """A second epoch, or slower ranks: which of the two it is goodput tells by the times."""
+def test_steps_that_are_reported_twice_stay_reported_twice() -> None:
+    """A second epoch, or slower ranks: goodput tells them apart by the times."""
 
     def told(number: int, first: int, *times: float) -> tuple[int, Event]:
         data = {"first_step": first, "completed_at": list(times), "slowest_step": first, "sensor": "s"}

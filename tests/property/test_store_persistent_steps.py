@@ -70,7 +70,7 @@ def test_nothing_is_forgotten_that_a_restore_may_want_now_or_after_any_branch(he
         assert gone == sorted(gone, key=lambda mark: (mark[1], mark[0]))
         incomplete = [mark for mark in left if len(left[mark]) < WORLD]
         assert len(left) - len(incomplete) <= newest + MULTIPLES
-    # A later generation goes on from an older step: what it may want is there as far as it was kept for this one.
+    # A later generation continues from an older step: what it may want exists if it was kept for this one.
     entries = (
         LineageEntry(e.generation, cut if e.upto_step is None else min(e.upto_step, cut)) for e in wanted.lineage
     )
@@ -92,7 +92,7 @@ def test_a_generation_that_went_back_to_the_beginning_has_its_steps_kept() -> No
     marks = [(1, 10_000 + 1000 * n) for n in range(KEPT_STEPS)]
     assert is_outdated((1, 9000), marks)
     assert not is_outdated((2, 1000), marks)
-    assert not is_outdated((2, 1000), [*marks, (2, 2000)]), "another rank's copy of a later step was told first"
+    assert not is_outdated((2, 1000), [*marks, (2, 2000)]), "another rank's copy of a later step was reported first"
     assert is_outdated((2, 1000), [(2, 2000 + n) for n in range(KEPT_STEPS)])
 
 

@@ -1,4 +1,4 @@
-"""Tokens: who they stand for, what they may do, and what does not get in."""
+"""Tokens: whom they identify, what they permit, and what is refused."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_nothing_follows_from_a_derived_token() -> None:
     assert host("a").token not in repr(host("a"))
 
 
-def test_one_hosts_token_can_be_withdrawn_and_made_anew() -> None:
+def test_one_hosts_token_can_be_withdrawn_and_replaced() -> None:
     strict = Authenticator(SECRET, ["a-former-secret-of-16"], {"host-a": 2})
     for withdrawn in (host("host-a"), host_credential(SECRET, "host-a", 1), host("host-a", "a-former-secret-of-16")):
         assert strict.principal(bearer(withdrawn.token)) is None
@@ -81,7 +81,7 @@ def test_one_hosts_token_can_be_withdrawn_and_made_anew() -> None:
     assert read_credential(text, "host-a").token == host_credential(SECRET, "host-a", 2).token
 
 
-def test_a_former_secret_counts_while_it_is_named() -> None:
+def test_a_former_secret_is_valid_while_it_is_configured() -> None:
     new = Authenticator("a-new-secret-of-16-or-more", [SECRET])
     assert new.principal(bearer(SECRET)) == OPERATOR
     assert new.principal(bearer(host("host-a").token)) == Principal(Role.DAEMON, "host-a")
@@ -92,7 +92,7 @@ def test_a_former_secret_counts_while_it_is_named() -> None:
 
 
 def test_readers_only_get() -> None:
-    """A page of another site can make a browser send the cookie along."""
+    """Another site's page can make a browser send the cookie."""
     changing = {rule for rule, roles in ACCESS.items() if Role.READER in roles and rule[0] not in ("GET", "HEAD")}
     assert changing == set()
     assert all(roles in (PUBLIC, READERS, DAEMONS, {Role.OPERATOR}) for roles in ACCESS.values())
@@ -136,7 +136,7 @@ def test_a_path_without_a_rule_does_not_exist(path: str) -> None:
         TABLE.rule("GET", path)
 
 
-def test_a_method_without_a_rule_is_named_with_those_that_there_are() -> None:
+def test_a_method_without_a_rule_is_named_with_the_supported_ones() -> None:
     with pytest.raises(MethodNotAllowed) as caught:
         TABLE.rule("DELETE", "/v1/jobs")
     assert caught.value.allowed == ["GET", "POST"]

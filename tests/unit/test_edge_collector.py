@@ -1,4 +1,4 @@
-"""Full collections that take long leave out what has lived through one, until all is looked through again."""
+"""Objects that survive a long full collection are frozen, until the next scan of everything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ManualClock:
         return self.now_s
 
 
-def test_what_lived_through_a_long_collection_is_left_out_for_an_hour() -> None:
+def test_what_survives_a_long_collection_is_frozen_for_an_hour() -> None:
     clock = ManualClock()
     done: list[str] = []
     leave_out = FreezeOld(clock, freeze=lambda: done.append("freeze"), unfreeze=lambda: done.append("unfreeze"))
@@ -58,5 +58,5 @@ assert gone() is None
 """
 
 
-def test_what_is_left_out_is_freed_when_it_is_dropped() -> None:
+def test_what_is_frozen_is_freed_when_it_is_dropped() -> None:
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)

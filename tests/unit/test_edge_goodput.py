@@ -1,4 +1,4 @@
-"""Goodput as the API gives it: as it was asked for, and no more work than a bound."""
+"""Goodput of the API: the requested report, with bounded work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Clock:
 
 
 class Log:
-    """The event log. Some jobs' events take long to read."""
+    """An event log. Some jobs' events take long to read."""
 
     def __init__(self, events: list[Event], clock: Clock) -> None:
         self.events = list(events)
@@ -63,12 +63,12 @@ def reports_of(events: list[Event]) -> tuple[GoodputReports, Log, Clock]:
     return GoodputReports(events=log, reads=Jobs(), clock=clock), log, clock  # type: ignore[arg-type]
 
 
-def test_without_a_wish_it_is_the_report_up_to_now() -> None:
+def test_the_default_is_the_report_up_to_now() -> None:
     reports, _, _ = reports_of(EVENTS)
     assert reports.report("llama") == to_json(calculate(EVENTS, now=NOW))
 
 
-def test_it_is_what_was_asked_for() -> None:
+def test_the_query_is_respected() -> None:
     reports, _, _ = reports_of(EVENTS)
     options = AccountOptions(gpu_hour_price=2.0, window_s=600.0, from_at=START + 1000.0, to_at=START + 5000.0)
     found = reports.report("llama", Asked(options, timeline_bins=20))
@@ -81,7 +81,7 @@ def test_it_is_what_was_asked_for() -> None:
     )
 
 
-def test_asking_again_is_free_for_a_moment_and_then_new() -> None:
+def test_a_repeated_request_is_free_for_a_moment_and_then_calculated() -> None:
     reports, log, clock = reports_of(EVENTS[:40])
     first = reports.report("llama")
     reads = len(log.read_after)
@@ -94,8 +94,8 @@ def test_asking_again_is_free_for_a_moment_and_then_new() -> None:
     assert reports.report("llama") == to_json(calculate(EVENTS, now=NOW))
 
 
-def test_what_took_long_is_new_for_longer() -> None:
-    """Or whoever looks all the time would have it calculated all the time."""
+def test_what_took_long_is_fresh_for_longer() -> None:
+    """Otherwise a client that polls would keep the supervisor calculating."""
     reports, log, clock = reports_of(EVENTS)
     log.read_s["llama"] = 10.0
     first = reports.report("llama")
@@ -107,7 +107,7 @@ def test_what_took_long_is_new_for_longer() -> None:
     assert reports.report("llama") is not first
 
 
-def test_ways_of_asking_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_kept_reports_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goodput, "MAX_REPORTS_KEPT", 2)
     reports, _, _ = reports_of(EVENTS[:40])
     first = reports.report("llama")
@@ -118,7 +118,7 @@ def test_ways_of_asking_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch
     assert reports.report("llama") is not first
 
 
-def test_who_would_wait_too_long_is_told_at_once() -> None:
+def test_who_would_wait_too_long_is_refused_at_once() -> None:
     reports, log, _ = reports_of(EVENTS)
     log.goes_on.clear()
     with ThreadPoolExecutor(MAX_AT_ONCE + 1) as clients:
@@ -136,20 +136,20 @@ def test_who_would_wait_too_long_is_told_at_once() -> None:
     assert reports.report("llama") == expected, "there is room again"
 
 
-def test_who_asks_for_what_is_there_waits_for_nobody() -> None:
+def test_a_request_for_a_fresh_report_waits_for_nobody() -> None:
     reports, log, _ = reports_of(EVENTS[:40])
     expected = reports.report("llama")
     log.goes_on.clear()
     with ThreadPoolExecutor(MAX_AT_ONCE + 1) as clients:
         asked = [clients.submit(reports.report, "llama", Asked(timeline_bins=n + 1)) for n in range(MAX_AT_ONCE + 1)]
         try:
-            wait(asked, timeout=60.0, return_when=FIRST_COMPLETED)  # the one that is refused: the others are waiting
+            wait(asked, timeout=60.0, return_when=FIRST_COMPLETED)  # this one is refused: the others are waiting
             assert reports.report("llama") is expected
         finally:
             log.goes_on.set()
 
 
-def test_events_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_kept_events_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = (interrupted_run(job=job, interruptions=1, steps_between=20) for job in ("a", "b"))
     reports, log, clock = reports_of([*one, *other])
 
@@ -167,10 +167,10 @@ def test_events_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> Non
     ends = {job: log.read(job, 0, 100)[-1][0] for job in ("a", "b")}
     assert [read_from(job) for job in ("b", "b", "a", "a", "b")] == [ends["b"], ends["b"], 0, ends["a"], 0]
     monkeypatch.setattr(goodput, "MAX_VALUES_KEPT", each - 1)
-    assert [read_from(job) for job in ("b", "b")] == [ends["b"], 0], "what is too much by itself is read each time"
+    assert [read_from(job) for job in ("b", "b")] == [ends["b"], 0], "a job too large to keep is read each time"
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_an_impossible_query_is_refused() -> None:
     with pytest.raises(UsageError):
         AccountOptions(from_at=10.0, to_at=5.0)
     reports, _, _ = reports_of([])

@@ -1,4 +1,4 @@
-"""Reports straight from the connection: answered as the application does, and left to it where they are unusual."""
+"""Reports taken from the connection: answered like the application, and left to it if they are unusual."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def request(token: str = "", *more: str, body: bytes = BODY) -> bytes:
 
 
 class Taker:
-    """An ingest that takes everything, or nothing."""
+    """An ingest that accepts everything, or nothing."""
 
     def __init__(self) -> None:
         self.taken: list[str] = []
@@ -68,7 +68,7 @@ class Taker:
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
-    """Says that it was here."""
+    """Answers with a mark of its own."""
     assert scope["type"] == "http"
     while (await receive()).get("more_body"):
         pass
@@ -94,7 +94,7 @@ def serve(scenario: Scenario, *, keep_alive_s: int = 600) -> Taker:
             await scenario(reader, writer, taker)
             writer.close()
 
-    with asyncio.Runner(loop_factory=SteppedLoop) as runner:  # a connection is idle while the test says nothing
+    with asyncio.Runner(loop_factory=SteppedLoop) as runner:  # a connection stays idle while the test sends nothing
         runner.run(run())
     return taker
 
@@ -107,7 +107,7 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], byt
 
 def test_reports_of_one_connection_are_answered_in_order_and_whole_or_in_pieces() -> None:
     async def scenario(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _taker: Taker) -> None:
-        longer = BODY + b" " * 1000  # the head differs in the length
+        longer = BODY + b" " * 1000  # the head differs only in the length
         writer.write(request() + request(body=longer) + request()[:-100])
         sizes = [json.loads((await answer(reader))[2])["committed"]["i"] for _ in range(2)]
         assert sizes == [len(BODY), len(longer)]
@@ -124,7 +124,7 @@ def test_reports_of_one_connection_are_answered_in_order_and_whole_or_in_pieces(
     "unusual",
     [
         request("wrong"),
-        request(SECRET),  # the operator's token is no daemon's
+        request(SECRET),  # the operator's token is not a daemon's
         request("", "Expect: 100-continue"),
         request("", "Connection: close"),
         request("", "Content-Length: 3"),
@@ -139,7 +139,7 @@ def test_what_is_unusual_is_left_to_the_application(unusual: bytes) -> None:
     async def scenario(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, taker: Taker) -> None:
         writer.write(unusual)
         line = await reader.readline()
-        while line.split()[1] == b"100":  # it asks for the body
+        while line.split()[1] == b"100":  # it requests the body
             await reader.readline()
             line = await reader.readline()
         assert line.split()[1] in (b"418", b"400")
@@ -157,7 +157,7 @@ def test_a_connection_may_be_used_for_both() -> None:
         await asyncio.sleep(0.01)
         writer.write(get[9:] + request())
         assert (await answer(reader))[0] == 418
-        assert (await answer(reader))[0] in (200, 418)  # behind the other it may have gone either way
+        assert (await answer(reader))[0] in (200, 418)  # after the other request it may have gone either way
         writer.write(request())
         assert (await answer(reader))[0] == 200
 
@@ -181,7 +181,7 @@ def test_a_refusal_is_a_problem_and_the_connection_goes_on() -> None:
     serve(scenario)
 
 
-def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_path, "BODY_TIMEOUT_S", 0.05)
 
     async def scenario(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _taker: Taker) -> None:
@@ -210,7 +210,7 @@ def test_a_head_without_an_end_is_not_kept() -> None:
 
 
 def known_in(heads: KnownHeads, data: bytes) -> KnownHead:
-    """The head that `data` is known by; what follows it is measured."""
+    """The known head of `data`; the rest is measured."""
     found = heads.find(data)
     assert found is not None
     known, start, size_bytes = found
@@ -218,7 +218,7 @@ def known_in(heads: KnownHeads, data: bytes) -> KnownHead:
     return known
 
 
-def test_known_heads_are_bounded_and_tell_hosts_apart() -> None:
+def test_known_heads_are_bounded_and_separate_hosts() -> None:
     heads = KnownHeads(Authenticator(SECRET), max_hosts=2)
     tokens = [host_credential(SECRET, f"host-{n}").token for n in range(4)]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a sensor makes of the reports that it takes, and of those that it refuses."""
+"""What a sensor does with reports that it accepts, and with those that it refuses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def report(host_id: str) -> Report:
 
 
 class ManualClock:
-    """Stands still unless told."""
+    """A clock that moves only on request."""
 
     def __init__(self) -> None:
         self.now_s = 1_000_000.0
@@ -61,7 +61,7 @@ class ManualClock:
         return self.now_s
 
 
-def test_what_the_sensor_found_out_is_published_again_until_it_is_committed() -> None:
+def test_a_signal_of_the_sensor_is_published_again_until_it_is_committed() -> None:
     clock = ManualClock()
     queue = ReportQueue(max_items=1000, max_size_bytes=1_000_000)
     stored: dict[Sender, int] = {}
@@ -94,10 +94,10 @@ def test_what_the_sensor_found_out_is_published_again_until_it_is_committed() ->
     let_pass(10, "a", "b")
     assert not any(asked)
     let_pass(10, "a")
-    assert asked[-1] == ("b",), "its neighbour is asked with the reply"
+    assert asked[-1] == ("b",), "the reply asks its neighbour"
     (silent,) = published
     assert isinstance(silent.body, HostSilent) and (silent.source, silent.seq) == ("sensor.s", 1)
-    let_pass(10, "a")  # whatever was on the bus is lost
+    let_pass(10, "a")  # everything on the bus is lost
     assert published == [silent] * 3
     stored["sensor.s", "i1"] = 1
 
@@ -139,7 +139,7 @@ def test_a_report_of_another_release_is_refused_and_its_host_is_alive(body: byte
     def let_pass(seconds: int, *, is_there: bool) -> None:
         for second in range(seconds):
             ingest.accept(msgspec.structs.replace(report("a"), sent_at=clock.now_s), host_id="a", size_bytes=10)
-            if is_there and second % 2 == 0:  # what is refused comes again after two seconds
+            if is_there and second % 2 == 0:  # a refused report is sent again after two seconds
                 assert desk.answer(body, "b", []).startswith(b"HTTP/1.1 400 ")
             for _ in range(10):
                 clock.now_s += 0.1
@@ -157,7 +157,7 @@ def test_a_report_of_another_release_is_refused_and_its_host_is_alive(body: byte
     assert [type(signal.body) for signal in raised.values()] == [HostSilent, HostReturned]
 
 
-def test_a_host_that_sends_too_much_is_refused_is_alive_and_its_quiet_neighbour_is_heard() -> None:
+def test_a_host_that_sends_too_much_is_refused_and_alive_and_its_quiet_neighbour_is_accepted() -> None:
     clock, metrics = ManualClock(), Metrics()
     queue = ReportQueue(max_items=1000, max_size_bytes=64 << 20)
     ingest = Ingest(
@@ -193,4 +193,4 @@ def test_a_host_that_sends_too_much_is_refused_is_alive_and_its_quiet_neighbour_
     assert metrics.registry.get_sample_value("flyball_reports_refused_total", {"reason": "host_quota"}) == len(refused)
     assert (256 << 10) * 60 <= stored["flood"] <= (256 << 10) * 70 + (1 << 20)
     assert stored["quiet"] > 60 * 100
-    assert ingest.vouches.age_s("flood", clock.now_s) == 0.0, "whoever is refused is alive"
+    assert ingest.vouches.age_s("flood", clock.now_s) == 0.0, "a refused host is alive"

@@ -1,4 +1,4 @@
-"""Reading on in the event log: nothing wanted is missed, and what is not wanted is looked through once."""
+"""Reading on in the event log: no wanted event is missed, and unwanted ones are skipped only once."""
 
 from __future__ import annotations
 

@@ -14,6 +14,6 @@ def test_a_database_that_refuses_the_service_is_not_the_senders_fault() -> None:
     assert json.loads(response.body)["code"] == "configuration"
 
 
-def test_who_comes_too_soon_is_told_when_to_come_back() -> None:
+def test_who_comes_too_soon_learns_when_to_come_back() -> None:
     response = problem_of(TooBusy("Full.", retry_after_s=1.2))
     assert (response.status_code, response.headers["Retry-After"]) == (429, "2")

@@ -1,4 +1,4 @@
-"""State folder, listener, loops: what a supervisor stands on."""
+"""State folder, listener, loops and health of a supervisor."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:
     folder.close()
 
 
-def test_the_token_is_made_once_and_private(tmp_path: Path) -> None:
+def test_the_token_is_created_once_and_private(tmp_path: Path) -> None:
     folders = [SupervisorStateDir(tmp_path) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         tokens = set(pool.map(lambda folder: folder.token(), folders))
@@ -93,7 +93,7 @@ def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
         SupervisorStateDir(tmp_path).token()
 
 
-def test_a_private_file_stays_what_it_is(tmp_path: Path) -> None:
+def test_an_existing_private_file_is_kept(tmp_path: Path) -> None:
     folder = SupervisorStateDir(tmp_path)
     folder.make_private("flyball.sqlite")
     assert stat.S_IMODE((tmp_path / "flyball.sqlite").stat().st_mode) == 0o600
@@ -102,7 +102,7 @@ def test_a_private_file_stays_what_it_is(tmp_path: Path) -> None:
     assert (tmp_path / "flyball.sqlite").read_text() == "data"
 
 
-def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="Cannot use") as caught:
         SupervisorStateDir(tmp_path / "file" / "folder").open(["api"])
@@ -147,7 +147,7 @@ def test_an_ipv6_url_has_brackets() -> None:
     listener.close()
 
 
-def test_a_crashed_loop_starts_anew() -> None:
+def test_a_crashed_loop_restarts() -> None:
     runs: list[int] = []
     restarted: list[str] = []
     done = threading.Event()
@@ -197,7 +197,7 @@ def test_health_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert health.live().checks == {"detector": "given up after repeated crashes"}
 
 
-def test_nobody_who_asks_while_a_check_hangs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_do_not_wait_for_a_check_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, hang = threading.Semaphore(0), threading.Event()
 
     def slow() -> str:
@@ -209,15 +209,15 @@ def test_nobody_who_asks_while_a_check_hangs_is_kept(monkeypatch: pytest.MonkeyP
     with ThreadPoolExecutor(2) as pool:
         for answer in [pool.submit(health.ready) for _ in range(2)]:
             assert answer.result(60.0).checks == {"database": "no answer for 1 s"}
-        assert asked.acquire() and not asked.acquire(blocking=False), "the check is asked once"
-        monkeypatch.setattr(health_module, "PATIENCE_S", 60.0)  # those that ask now are to be answered
+        assert asked.acquire() and not asked.acquire(blocking=False), "the check runs once"
+        monkeypatch.setattr(health_module, "PATIENCE_S", 60.0)  # requests from now on must be answered
         waits = pool.submit(health.ready)
         hang.set()
         assert waits.result(60.0).ok
     assert health.ready().ok
 
 
-def test_a_task_that_keeps_crashing_is_told_of_and_the_others_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_keeps_crashing_is_given_up_and_the_others_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifespan, "RESTART_PAUSE_S", 0.0)
     given_up: list[str] = []
 

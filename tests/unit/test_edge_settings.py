@@ -1,4 +1,4 @@
-"""Settings from arguments and the environment, with errors that name what is wrong and show no value."""
+"""Settings from arguments and the environment, with errors that name the wrong setting and never show a value."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_which_token_of_a_host_counts(monkeypatch: pytest.MonkeyPatch) -> None:
             load_settings()
 
 
-def test_what_is_tallied_is_counted_once_when_the_metrics_are_read() -> None:
+def test_a_tally_is_flushed_once_when_the_metrics_are_scraped() -> None:
     metrics = Metrics()
     tally = metrics.tally(metrics.reports_received)
     for more, in_all in ((2, 2.0), (1, 3.0), (0, 3.0)):

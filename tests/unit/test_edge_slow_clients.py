@@ -1,4 +1,4 @@
-"""Connections whose clients say nothing, never finish, or do not read: each ends, and who is only slow is served."""
+"""Connections whose clients send nothing, never finish, or do not read: each ends, and slow clients are served."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Hasty(BoundedProtocol):
 
 
 async def application(scope: Scope, _receive: Receive, send: Send) -> None:
-    """Answers at once, without the body of the request: little, much, or after a while."""
+    """Answers without reading the body of the request: little, much, or after a while."""
     content = b"x" * LARGE_BYTES if scope["path"] == "/large" else b"ok"
     if scope["path"] == "/late":
         await asyncio.sleep(SLOW_S)
@@ -41,7 +41,7 @@ async def application(scope: Scope, _receive: Receive, send: Send) -> None:
 
 
 def serve(*clients: Client) -> None:
-    """All at the same time; then no connection is left."""
+    """Run all at the same time; afterwards no connection is left."""
 
     async def run() -> None:
         config = uvicorn.Config(application, lifespan="off", log_config=None)
@@ -76,7 +76,7 @@ async def gone(reader: asyncio.StreamReader) -> None:
 
 
 async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> None:
-    """Send a byte now and then, for as long as somebody takes it."""
+    """Send a byte now and then, as long as the server accepts it."""
     ended = asyncio.ensure_future(gone(reader))
     for byte in data * 1000:
         if ended.done():
@@ -86,7 +86,7 @@ async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, da
     raise AssertionError("the connection does not end")
 
 
-def test_who_says_nothing_or_never_finishes_is_let_go() -> None:
+def test_a_client_that_sends_nothing_or_never_finishes_is_closed() -> None:
     async def says_nothing(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
         await gone(reader)
 
@@ -105,10 +105,10 @@ def test_who_says_nothing_or_never_finishes_is_let_go() -> None:
     serve(says_nothing, has_an_endless_head, sends_empty_lines, goes_on_behind_the_answer)
 
 
-def test_an_answer_is_kept_for_who_reads_and_for_nobody_else() -> None:
+def test_a_response_is_kept_only_for_a_client_that_reads() -> None:
     async def does_not_read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(GET.replace(b"/ ", b"/large ", 1))
-        await reader.readexactly(1 << 10)  # the answer has begun
+        await reader.readexactly(1 << 10)  # the response has begun
         await asyncio.sleep(4 * KEEP_ALIVE_S)  # this is the client
         received = 1 << 10
         try:

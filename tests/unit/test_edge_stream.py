@@ -1,4 +1,4 @@
-"""The event stream: a heartbeat when nothing was said for its time, and no end in an outage."""
+"""The event stream: a heartbeat after a silent interval, and no end in an outage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ManualClock:
 
 
 class Log:
-    """Events in memory. Every look at it lasts `look_s` of the clock; `outages` of them fail first."""
+    """Events in memory. Every read takes `look_s` of the clock; the first `outages` reads fail."""
 
     def __init__(self, clock: ManualClock) -> None:
         self.clock = clock
@@ -63,7 +63,7 @@ class Rig:
         return cast("AsyncIterator[bytes]", cast("StreamingResponse", response).body_iterator)
 
 
-def test_a_heartbeat_comes_after_its_time_however_often_the_log_is_looked_at() -> None:
+def test_a_heartbeat_is_sent_after_its_interval_however_often_the_log_is_read() -> None:
     async def scenario() -> None:
         rig = Rig()
         rig.log.look_s = HEARTBEAT_S / 100.0

@@ -1,4 +1,4 @@
-"""What sensors tell of the hosts that they hear of."""
+"""Sensors' vouches for the hosts that report to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way in which a database can fail says its cause and the next step, and never a password."""
+"""Every failure of a database names its cause and the next step, and never a password."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_another_process_that_keeps_the_database_locked(
     try:
         with pytest.raises(Unreachable), impatient.write():
             raise AssertionError("the lock is another's")
-        with impatient.read() as connection:  # reading goes on meanwhile
+        with impatient.read() as connection:  # reads go on meanwhile
             assert connection.execute(select(log_head)).all()
     finally:
         other.close()
@@ -114,7 +114,7 @@ def test_reading_cannot_write(db: Database) -> None:
         connection.execute(insert(bus_messages).values(position=1, document="x"))
 
 
-def test_an_error_does_not_show_what_was_to_be_stored(db: Database) -> None:
+def test_an_error_does_not_show_the_values(db: Database) -> None:
     row = insert(bus_messages).values(position=1, document="a secret of a job's environment")
     with pytest.raises(IntegrityError) as caught:
         for _ in range(2):
@@ -123,14 +123,14 @@ def test_an_error_does_not_show_what_was_to_be_stored(db: Database) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_a_commit_waits_for_the_disk_unless_it_need_not(db: Database) -> None:
+def test_a_commit_waits_for_the_disk_unless_it_need_not_be_durable(db: Database) -> None:
     for durable, level in ((True, 2), (False, 1), (True, 2)):
         with db.write(durable=durable) as connection:
             assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == level
 
 
 @pytest.mark.parametrize("number", [1290, 1836, 1045, 1040, 1053, 2006, 2013])
-def test_what_a_server_says_in_a_failover_is_waited_out(number: int) -> None:
+def test_errors_of_a_server_in_a_failover_are_waited_out(number: int) -> None:
     error = translate(OperationalError("UPDATE jobs", {}, Exception(number, "read-only, or gone")), "mysql://h/d")
     assert isinstance(error, OUTAGES)
     assert isinstance(error, Unreachable) is (number != 1045)

@@ -1,4 +1,4 @@
-"""Processes that write to one SQLite file take turns: who has waited comes before who has just written."""
+"""Processes that write to one SQLite file take turns: a waiting writer precedes one that has just written."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def db(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
-    # A writer that is held up is no outage.
+    # A delayed writer is no outage.
     monkeypatch.setattr("services.store.sql.database.BUSY_TIMEOUT_S", DEADLINE_S)
     opened = Database(f"sqlite:///{file}")
     yield opened
@@ -85,7 +85,7 @@ def written(db: Database) -> list[str]:
         return list(connection.scalars(text("SELECT who FROM writes ORDER BY rowid")))
 
 
-def test_who_waits_comes_before_the_next_write_of_who_writes_now(file: Path, db: Database) -> None:
+def test_a_waiting_writer_precedes_the_next_write_of_the_present_one(file: Path, db: Database) -> None:
     command = [sys.executable, "-P", "-c", WRITE_TWICE, str(db.url)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         try:
@@ -121,9 +121,7 @@ def test_a_turn_that_is_never_given_back_delays_but_refuses_nothing(
     db.close()
 
 
-def test_a_database_that_is_locked_is_said_to_be_so_and_the_turn_given_back(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_locked_database_is_an_error_and_the_turn_is_given_back(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.store.sql.database.BUSY_TIMEOUT_S", 0.05)
     db = Database(f"sqlite:///{file}")
     other = sqlite3.connect(file, isolation_level=None)
@@ -136,7 +134,7 @@ def test_a_database_that_is_locked_is_said_to_be_so_and_the_turn_given_back(
 
 
 def test_without_a_file_for_turns_writes_go_on(file: Path, db: Database) -> None:
-    Path(f"{file}-turn").mkdir()  # cannot be opened for writing, by nobody
+    Path(f"{file}-turn").mkdir()  # nobody can open it for writing
     write(db, "ours")
     assert written(db) == ["ours"]
 

@@ -1,4 +1,4 @@
-"""Wake-ups reach everybody who waits, in threads and in an event loop, and are never lost between two waits."""
+"""Wake-ups reach all waiting threads and coroutines, and are never lost between two waits."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_coroutines_are_woken_from_threads() -> None:
         await asyncio.sleep(0)
         await asyncio.to_thread(wakeup.notify, "commands")
         assert await asyncio.gather(*waiters) == [seen + 1] * 3
-        assert await commands.wait(seen, DEADLINE_S) == seen + 1  # notified since: no wait at all
-        assert await commands.wait(seen + 1, 0.0) == seen + 1  # nothing new: the timeout
+        assert await commands.wait(seen, DEADLINE_S) == seen + 1  # notified since: returns at once
+        assert await commands.wait(seen + 1, 0.0) == seen + 1  # nothing new: times out
         commands.close()
         wakeup.notify("commands")
         await asyncio.sleep(0)
