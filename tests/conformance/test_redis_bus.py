@@ -285,4 +285,4 @@ def test_the_bound_counts_what_other_incarnations_left(server, bus, make) -> Non
 
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1", "redis://127.0.0.1:sesame", "redis://h/0?socket_timeout=x"])
 def test_a_url_that_is_no_redis_url(url: str) -> None:
-    expect(ConfigurationError, "The Redis URL", lambda: RedisServer(url))
+    expect(ConfigurationError, "cannot use this Redis URL", lambda: RedisServer(url))
