@@ -39,7 +39,7 @@ from services.record.lease_terms import Held
 from services.record.report_events import RankKey, RankRow
 from services.record.signal_events import SignalKey
 from services.rules.stream import Cursor
-from services.sensor.detector.rank_states import LearnedJob
+from services.sensor.detector.watched_job import LearnedJob
 from simulator.checks.record import (
     ActionRecord,
     CommandRecord,

@@ -1,10 +1,9 @@
-"""The short ways for reports that say little new come to what the long ways come to."""
+"""Reports that say little new cost little, and mean what they would mean if every part was looked at."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import pytest
@@ -32,41 +31,55 @@ class Beacon:
     moved_s: float = 0.0
 
 
-class _LookingAtAll(StallWatch):
-    def _all_go_on(self, *_: Any) -> bool:  # noqa: ANN401 - whatever it is asked
-        return False
+@dataclass
+class Followed:
+    """What a sensor should know about a rank, worked out for this rank alone."""
+
+    host_id: str
+    phase: Phase
+    step: int
+    moved_s: float
+    age_s: float = 0.0
+    has_stepped: bool = False
+    forgiven_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.entered_s, self.first_step = self.moved_s, self.step
+
+    def follow(self, status: RankStatus, now_s: float, lagged_s: float) -> None:
+        at_s = now_s - status.beacon_age_s
+        moves = status.step != self.step or status.phase is not self.phase or status.beacon_age_s < self.age_s
+        self.entered_s = at_s if status.phase is not self.phase else self.entered_s
+        self.moved_s = at_s if moves else min(at_s, self.moved_s)
+        self.forgiven_s = lagged_s if moves else lagged_s + self.forgiven_s
+        self.has_stepped |= status.step > self.first_step
+        self.phase, self.step, self.age_s = status.phase, status.step, status.beacon_age_s
 
 
-_WORKED_OUT = ("_deadlines", "_usual_step_s")  # when they are asked for
-
-
-def state_of(watch: StallWatch) -> Any:  # noqa: ANN401 - everything that it remembers
-    for host_id in list(watch._in_steps):
-        watch._in_steps[host_id].settle()
-    return watch._on_host, {
-        name: {
-            **{key: value for key, value in vars(job).items() if key not in ("ranks", "pace")},
-            "pace": {key: value for key, value in vars(job.pace).items() if key not in _WORKED_OUT},
-            "ranks": {
-                number: {slot: getattr(rank, slot) for slot in rank.__slots__} for number, rank in job.ranks.items()
-            },
-        }
-        for name, job in watch._jobs.items()
-    }
+def known_to(watch: StallWatch) -> dict[int, Followed]:
+    """What the columns of a sensor say about each rank."""
+    found = {}
+    for host_id, ranks in watch._jobs["job"].hosts.items():
+        for number, row in ranks.rows().items():
+            found[number] = Followed(host_id, row.phase, row.step, row.moved_s, row.age_s, row.has_stepped)
+            found[number].entered_s, found[number].first_step = row.entered_s, row.first_step
+            found[number].forgiven_s = row.forgiven_s
+            assert watch._jobs["job"].homes[number] is ranks
+    assert found.keys() == watch._jobs["job"].homes.keys()
+    return found
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
-def test_ranks_that_go_on_are_followed_as_if_each_was_looked_at(seed: int) -> None:
+def test_ranks_in_columns_are_followed_as_if_each_was_looked_at(seed: int) -> None:
     chance = random.Random(seed)
-    short, long = StallWatch(StallSettings()), _LookingAtAll(StallSettings())
+    watch, followed = StallWatch(StallSettings()), dict[int, Followed]()
     now_s, generation = 100.0, 1
     ranks = [Beacon() for _ in range(RANKS)]
-    pids = 1
     for _ in range(chance.randint(20, 120)):
         now_s += chance.choice([0.1, 0.3, 0.3, 1.0, 4.0])
         if chance.random() < 0.02:
-            generation, ranks = generation + 1, [Beacon(moved_s=now_s) for _ in range(RANKS)]
+            generation, ranks, followed = generation + 1, [Beacon(moved_s=now_s) for _ in range(RANKS)], {}
         stepped = []
         for number, rank in enumerate(ranks):
             if chance.random() < 0.75:
@@ -76,12 +89,12 @@ def test_ranks_that_go_on_are_followed_as_if_each_was_looked_at(seed: int) -> No
                 rank.moved_s = now_s - chance.random() * 0.2
                 if rank.step > before:
                     stepped.append(RankSteps("job", generation, number, rank.step, (rank.moved_s,)))
-        pids += chance.random() < 0.02
-        workers, progress = in_columns(
-            RankStatus("job", generation, number, pids, rank.phase, rank.step, max(0.0, now_s - rank.moved_s))
+        statuses = [
+            RankStatus("job", generation, number, 1, rank.phase, rank.step, max(0.0, now_s - rank.moved_s))
             for number, rank in enumerate(ranks)
             if chance.random() < 0.98
-        )
+        ]
+        workers, progress = in_columns(statuses)
         if chance.random() < 0.1:
             workers = tuple(msgspec.structs.replace(of) for of in workers)
         report = Report(
@@ -96,9 +109,23 @@ def test_ranks_that_go_on_are_followed_as_if_each_was_looked_at(seed: int) -> No
             completed=steps_together(stepped),
             lagged_s=chance.choice([0.0] * 19 + [1.0]),
         )
-        assert short.observe(report, now_s) == long.observe(report, now_s)
-        if chance.random() < 0.3:  # else it keeps the columns of several reports
-            assert state_of(short) == state_of(long)
+        watch.observe(report, now_s)
+        host_id, there = report.facts.host_id, {status.rank for status in statuses}
+        followed = {n: rank for n, rank in followed.items() if rank.host_id != host_id or n in there}
+        for status in statuses:
+            new = Followed(host_id, status.phase, status.step, now_s - status.beacon_age_s)
+            seen = followed.setdefault(status.rank, new)
+            seen.follow(status, now_s, report.lagged_s)
+            seen.has_stepped |= any(run.rank == status.rank for run in stepped)
+            seen.host_id = host_id
+        assert {n: vars(rank) for n, rank in known_to(watch).items() if not rank.has_stepped} == {
+            n: vars(rank) for n, rank in followed.items() if not rank.has_stepped
+        }
+        for seen in (known := known_to(watch)).values():
+            seen.moved_s = 0.0  # nobody asks for it after the first step
+        assert {n: vars(rank) for n, rank in known.items()} == {
+            n: vars(rank) | {"moved_s": 0.0} for n, rank in followed.items()
+        }
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 2)] * 2, st.integers(0, 3), *[st.integers(-1, 9)] * 2)))

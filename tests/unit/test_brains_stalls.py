@@ -11,8 +11,8 @@ from flyball.contracts.reports.signals import EngineStatus, FalseAlarm, RankStal
 from flyball.contracts.wire import WIRE_VERSION
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
 from services.sensor.detector.patience import PhasePatience
-from services.sensor.detector.rank_states import LearnedJob
 from services.sensor.detector.stances import Stance
+from services.sensor.detector.watched_job import LearnedJob
 
 ALL = (0, 1, 2, 3)
 WAITS, SLEEPS = "futex", "clock_nanosleep"

@@ -16,7 +16,7 @@ from flyball.contracts.reports.signals import EngineStatus, RankMarks, RankStall
 from flyball.contracts.wire import WIRE_VERSION, decode, encode
 from services.runtime.telemetry import Metrics
 from services.sensor.detector.fault_detector import DetectorSettings, FaultDetector
-from services.sensor.detector.rank_states import LearnedJob
+from services.sensor.detector.watched_job import LearnedJob
 from services.sensor.reports import early_steps
 from services.sensor.reports.committed import CommittedPositions
 from services.sensor.reports.early_steps import EarlySteps

@@ -16,7 +16,7 @@ from services.sensor.detector.heard_hosts import SilenceSettings
 from services.sensor.detector.host_silence import SilenceWatch, Suspicion
 from services.sensor.detector.patience import StallSettings
 from services.sensor.detector.rank_stalls import StallWatch
-from services.sensor.detector.rank_states import LearnedJob
+from services.sensor.detector.watched_job import LearnedJob
 
 __all__ = ["DetectorSettings", "FaultDetector", "Suspicion"]
 

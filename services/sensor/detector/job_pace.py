@@ -10,7 +10,7 @@ patience is doubled for the rest of its life.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from flyball.contracts.cluster import Phase
+from flyball.contracts.reports.rank_columns import CompletedSteps
 from services.sensor.detector.patience import StallSettings, limit_s, quantile_of
 from services.sensor.detector.stances import Stance
 
@@ -70,13 +71,14 @@ class JobPace:
     def __init__(self, settings: StallSettings) -> None:
         self._settings = settings
         self.has_attached = False  # a script that never attaches has no beacon to go by
+        self.never_overdue_s = settings.frozen.floor_s  # whoever moved this recently is not overdue, whatever it does
         self.hang_timeout_s = 0.0  # of the job's own; 0.0: what is learnt counts
         self.advanced_s = -inf  # when a rank was first seen to have made the newest step
         self.pauses = 0  # grows with what makes the time between two steps say nothing of a step
-        self.sampled: set[int] = set()  # ranks whose steps are timed
         self.repeats = 0  # alarms at the step of `_alarm`, in earlier generations
         self.false_alarms = 0
         self.disproved: FalseAlarmPause | None = None  # news, until somebody takes it
+        self._sampled: dict[int, tuple[int, float, int]] = {}  # rank -> its newest step, when, and `pauses` then
         self._steps: deque[float] = deque(maxlen=settings.window)
         self._usual_step_s: float | None = None  # of `_steps`; None: to be computed
         self._timed = 0  # steps of this generation that are among `_steps`
@@ -132,11 +134,13 @@ class JobPace:
             self._deadlines.clear()
         self._timed, self._started_s = 0, 0.0
         self._usual_step_s = None
+        self._sampled.clear()
 
     def limit_by(self, hang_timeout_s: float) -> None:
         """The job says itself when a rank is hung."""
         if hang_timeout_s != self.hang_timeout_s:
             self.hang_timeout_s = hang_timeout_s
+            self.never_overdue_s = min(self._settings.frozen.floor_s, hang_timeout_s or inf)
             self._deadlines.clear()
 
     def attach(self) -> None:
@@ -176,6 +180,26 @@ class JobPace:
         self._first_step_s = max(self._first_step_s, self._started_s)
         self._usual_step_s = None
         self._deadlines.clear()
+
+    def time_steps(self, steps: CompletedSteps, known: Container[int]) -> None:
+        """Learn how long steps take, from a few of the ranks that are `known`: all ranks of a job take as long."""
+        sampled, has_room = self._sampled, len(self._sampled) < self._settings.sampled_ranks
+        if not has_room and sampled.keys().isdisjoint(steps.ranks):
+            return  # as nearly always
+        first_step, last_step = steps.first_step, steps.last_step
+        for place, number in enumerate(steps.ranks):
+            if number not in sampled and (len(sampled) >= self._settings.sampled_ranks or number not in known):
+                continue
+            step, at, pauses = sampled.get(number, (-1, 0.0, -1))
+            times = [row[place] for row in steps.completed_at]
+            if step == first_step - 1 and pauses == self.pauses:
+                times.insert(0, at)
+            self.stepped(times)
+            sampled[number] = (last_step, times[-1], self.pauses)
+
+    def forget(self, rank: int) -> None:
+        """A rank is not reported any more: the time until its next step says nothing."""
+        self._sampled.pop(rank, None)
 
     def stepped(self, times: Sequence[float]) -> None:
         """A rank completed steps at these moments, one after the other."""

@@ -20,7 +20,7 @@ from flyball.contracts.wire import encode
 from services.runtime.loops import OUTAGES, Outage
 from services.runtime.telemetry import Metrics
 from services.sensor.detector.fault_detector import FaultDetector
-from services.sensor.detector.rank_states import LearnedJob
+from services.sensor.detector.watched_job import LearnedJob
 from services.sensor.reports.admission import Admission, reason_of
 from services.sensor.reports.committed import CommittedPositions
 from services.sensor.reports.early_steps import EarlySteps

@@ -11,7 +11,7 @@ from flyball.contracts.checkpoints import StoredPoints, Tier
 from flyball.contracts.cluster import JobSpec, JobState
 from flyball.contracts.decisions import GenerationPlan
 from services.record.codec import load
-from services.sensor.detector.rank_states import LearnedJob
+from services.sensor.detector.watched_job import LearnedJob
 from services.sensor.detector.witnesses import neighbours
 from services.sensor.reports.placed import GivenRanks, Placed, given_in
 from services.store.reports.persistent_steps import NewestStored
