@@ -1,8 +1,8 @@
 """The beacon: a small shared-memory record per rank. The trainer writes it, the host daemon reads it.
 
-A step costs the trainer one clock read and three stores; nothing is locked and nothing enters the kernel. All words
-are 8 bytes, so that none is ever half written. What a reader can catch in between is harmless: a ring entry is stored
-before the count that makes it visible, and entries that the writer may be overwriting are left out.
+A step costs the trainer one clock read and three stores: no lock, no system call. All words have 8 bytes, so none is
+ever half written. Reading in between is harmless: a ring entry is stored before the count that makes it visible, and
+readers leave out entries that the writer may be overwriting.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _WORD_SAVE_BLOCKED_NS = 4
 _WORD_PID = 5
 _WORD_DATA_WAIT_NS = 6
 _WORD_MARKS = 8
-# Two places for (step, loss), written in turns, and how many losses were written. A page of a release that knows of no
-# loss has zeros here: it reads as "none yet", and the layout keeps its version.
+# Two places for (step, loss), written alternately, and how many losses were written. Releases before losses have zeros
+# here, which read as "none yet", so the layout keeps its version.
 _WORD_LOSS_COUNT = 16
 _WORD_LOSSES = 18
 _WORD_RING = 32
 _MASK = RING_ENTRIES - 1
 _WORD, _FLOAT = struct.Struct("=q"), struct.Struct("=d")
-_READS = 4  # of a ring that was overwritten while it was read; one is enough unless the reader was held up
+_READS = 4  # of a ring that was overwritten meanwhile; one is enough unless the reader is held up
 
 
 class Mark(IntEnum):
-    """Moments of a worker's life, in their order."""
+    """Moments of a worker's life, in order."""
 
     ATTACHED = 0
     RESTORE_BEGAN = 1
@@ -51,13 +51,13 @@ class Mark(IntEnum):
 
 
 def create_beacon(path: str) -> None:
-    """Make a fresh beacon file (mode 0600), in place of one that is there. Raises MemoryTooSmall if it has no room."""
+    """Make a new beacon file (mode 0600), replacing an old one. Raises MemoryTooSmall if there is no room."""
     Path(path).unlink(missing_ok=True)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             empty = _MAGIC.to_bytes(8, "little").ljust(BEACON_BYTES, b"\0")
-            # Written, not only truncated to size: a page that cannot be had is an error here, and not a SIGBUS later.
+            # Written, not only truncated to size: a missing page is an error here instead of a SIGBUS later.
             if os.write(descriptor, empty) != BEACON_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
@@ -89,7 +89,7 @@ def _map(path: str) -> mmap.mmap:
 
 
 class BeaconWriter:
-    """The trainer's side. Without a path it writes into memory of its own, at the same cost."""
+    """The trainer's side. Without a path it writes to private memory, at the same cost."""
 
     def __init__(self, path: str | None) -> None:
         self._mapping = _map(path) if path else mmap.mmap(-1, BEACON_BYTES)
@@ -98,10 +98,10 @@ class BeaconWriter:
         self._count = self._words[_WORD_STEP_COUNT]
         self._words[_WORD_PID] = os.getpid()
         self.on_phase: Callable[[int, Phase], object] | None = None
-        """Is told of every phase that is entered, and when (ns)."""
+        """Called with the time (ns) and the phase, whenever one is entered."""
 
     def step(self, step: int) -> None:
-        """Step `step` is complete."""
+        """Report that step `step` is complete."""
         count = self._count
         words = self._words
         now_ns = time.monotonic_ns()
@@ -114,7 +114,7 @@ class BeaconWriter:
             self._first_step()
 
     def loss(self, step: int, value: float) -> None:
-        """The loss of a step. The place that readers look at is not touched."""
+        """Report the loss of a step. Leaves alone the place that readers look at."""
         words = self._words
         count = words[_WORD_LOSS_COUNT]
         place = _WORD_LOSSES + 2 * (count & 1)
@@ -128,7 +128,7 @@ class BeaconWriter:
             self.phase(Phase.STEP)
 
     def phase(self, phase: Phase) -> None:
-        """The rank now does something else."""
+        """Enter a phase."""
         words, now_ns = self._words, time.monotonic_ns()
         if words[_WORD_PHASE] == Phase.DATA:
             words[_WORD_DATA_WAIT_NS] += now_ns - words[_WORD_PHASE_SINCE_NS]
@@ -142,16 +142,16 @@ class BeaconWriter:
         return Phase(self._words[_WORD_PHASE])
 
     def mark(self, mark: Mark) -> None:
-        """Keep the moment, once."""
+        """Store the time of a moment; only the first call counts."""
         if not self._words[_WORD_MARKS + mark]:
             self._words[_WORD_MARKS + mark] = time.monotonic_ns()
 
     def add_save_blocked(self, blocked_ns: int) -> None:
-        """Time for which a save held up training."""
+        """Add time for which a save held up training."""
         self._words[_WORD_SAVE_BLOCKED_NS] += blocked_ns
 
     def close(self) -> None:
-        """What is said from now on nobody hears."""
+        """Unmap the beacon. Later calls go to private memory."""
         words, floats, mapping = self._words, self._floats, self._mapping
         self._mapping = mmap.mmap(-1, BEACON_BYTES)
         self._words = memoryview(self._mapping).cast("q")
@@ -163,7 +163,7 @@ class BeaconWriter:
 
 @dataclass(frozen=True, slots=True)
 class BeaconSnapshot:
-    """What a beacon said at one moment. Times are nanoseconds of the machine's monotonic clock, 0 = not yet."""
+    """The content of a beacon at one moment. Times are nanoseconds of the machine's monotonic clock, 0 = not yet."""
 
     phase: Phase
     phase_since_ns: int
@@ -176,13 +176,13 @@ class BeaconSnapshot:
     restored_ns: int
     first_step_ns: int
     save_blocked_ns: int
-    data_wait_ns: int  # in the phase DATA, without a wait that has not ended
+    data_wait_ns: int  # in the phase DATA, without the wait in progress
     recent: tuple[tuple[int, int], ...]  # (step, completed at ns) of the newest steps, oldest first
-    loss: tuple[int, float] | None = None  # (step, value) that was told last
+    loss: tuple[int, float] | None = None  # (step, value) of the newest
 
     def steps_since(self, count: int) -> list[tuple[int, int]]:
-        """The (step, ns) that were completed after the first `count`. Pass the `step_count` of the snapshot before,
-        and every step is seen exactly once (unless more than RING_ENTRIES - 1 went by in between)."""
+        """The (step, ns) completed after the first `count`. Pass the previous snapshot's `step_count` to see every step
+        exactly once, unless more than RING_ENTRIES - 1 passed in between."""
         missing = self.step_count - count
         return list(self.recent[-missing:]) if missing > 0 else []
 
@@ -196,14 +196,14 @@ class BeaconReader:
 
     @classmethod
     def of(cls, writer: BeaconWriter) -> BeaconReader:
-        """A reader of the same memory in the writer's own process; it is to be closed before the writer."""
+        """A reader in the writer's own process, of the same memory. Close it before the writer."""
         reader = cls.__new__(cls)
-        reader._mapping = mmap.mmap(-1, BEACON_BYTES)  # for `close`, which is not to end what is the writer's
+        reader._mapping = mmap.mmap(-1, BEACON_BYTES)  # for `close`, which must not unmap the writer's
         reader._words = memoryview(writer._mapping).cast("q")
         return reader
 
     def snapshot(self) -> BeaconSnapshot:
-        """Everything, consistent as far as it matters."""
+        """Read everything, as consistently as it matters."""
         words = self._words
         count, recent = self._read_ring()
         phase_since_ns = words[_WORD_PHASE_SINCE_NS]
@@ -227,7 +227,7 @@ class BeaconReader:
         )
 
     def _read_loss(self) -> tuple[int, float] | None:
-        """The newest (step, loss); None if none was told, or if they come faster than they can be read."""
+        """The newest (step, loss); None if there is none, or they come faster than they can be read."""
         words = self._words
         for _ in range(_READS):
             count = words[_WORD_LOSS_COUNT]
@@ -240,7 +240,7 @@ class BeaconReader:
         return None
 
     def _read_ring(self) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """How many steps were completed, and the newest of them."""
+        """The number of completed steps, and the newest of them."""
         words = self._words
         count = 0
         recent: tuple[tuple[int, int], ...] = ()
@@ -257,7 +257,7 @@ class BeaconReader:
         return count, recent
 
     def close(self) -> None:
-        """What is said from now on nobody hears."""
+        """Unmap the beacon. Later snapshots are empty."""
         words, mapping = self._words, self._mapping
         self._mapping = mmap.mmap(-1, BEACON_BYTES)
         self._words = memoryview(self._mapping).cast("q")

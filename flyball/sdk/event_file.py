@@ -1,8 +1,8 @@
-"""The event file of a trainer: what `flyball goodput` reads, written by the trainer itself where no supervisor does.
+"""The event file, which `flyball goodput` reads: written by the trainer itself, for runs without a supervisor.
 
-Nothing is added to a step: a thread reads the beacon twice a second, as a daemon would, and appends what is new, whole
-lines in one write. So a kill -9 loses less than a second. A file that cannot be written costs a warning, and training
-goes on; what it could not take is kept, up to a bound, and tried again.
+Steps pay nothing for it: a thread reads the beacon twice a second, as a daemon would, and appends whole lines in one
+write. So a kill -9 loses less than a second. A file that cannot be written costs a warning, and training goes on; the
+lines are kept, up to a bound, and written later.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from flyball.sdk.event_generation import Entered, enter, launch_of
 from flyball.sdk.worker_identity import WorkerIdentity
 
 VARIABLE = "FLYBALL_EVENTS"
-WORLD_FILE = "generations.jsonl"  # in a folder: what is of the whole job
+WORLD_FILE = "generations.jsonl"  # in a folder: events of the whole job
 
 _PERIOD_S = 0.5
 _SHORTEST_PERIOD_S = 0.05
 _MAX_PENDING_LINES = 10_000
 _MAX_MOMENTS = 10_000  # while the generation is not known
-_MAX_SAID = 4096  # between two looks
+_MAX_NOTED = 4096  # between two flushes
 _LOCK_WAIT_S, _LOCKED_LONG_S = 1.0, 10.0
 _JOIN_S = 5.0
 
@@ -51,27 +51,27 @@ _HINTS: dict[int | None, str] = {
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space there",
 }
-_FIRST_NUMBER = 1  # of an epoch's steps, at most
+_FIRST_NUMBER = 1  # an epoch's steps begin with 0 or 1
 _SLOW_TIERS = (Tier.DISK, Tier.PERSISTENT)
 
 _Value: TypeAlias = str | int | float | bool | list[int | float | str] | None
 
 
 class _Moment(NamedTuple):
-    """One thing that happened."""
+    """Something that happened: exactly one of the fields below is set."""
 
     at_ns: int
-    step: int = -1  # was completed
-    phase: Phase | None = None  # was entered
-    restored: Mapping[str, _Value] | None = None  # what was
+    step: int = -1  # completed
+    phase: Phase | None = None  # entered
+    restored: Mapping[str, _Value] | None = None  # the event's data
 
 
 _at_ns = attrgetter("at_ns")
 
 
 class EventFile:
-    """The writer of one rank's events. `path` is a file, to which every rank of a host may append, or a folder (one
-    that exists, or a path that ends in `/`), in which every rank has a file of its own."""
+    """Writes one rank's events. `path` is a file, to which all ranks of a host may append, or a folder (it exists, or
+    the path ends in `/`), in which every rank has its own file."""
 
     def __init__(self, path: str, identity: WorkerIdentity, beacon: BeaconWriter) -> None:
         self._me = identity
@@ -79,31 +79,31 @@ class EventFile:
         self._clock = SystemClock()
         self._host_id = os.environ.get(worker_env.HOST_ID) or socket.gethostname()
         self._pid = os.getpid()
-        self._warned: set[int | None] = set()  # of which trouble
+        self._warned: set[int | None] = set()  # error numbers
         self._flushing = threading.Lock()
         self._closing = threading.Event()
         self._stopped = False
         self._closed = False
-        self._period_s = _SHORTEST_PERIOD_S  # steps may be fast: longer only once they are known not to be
+        self._period_s = _SHORTEST_PERIOD_S  # steps may be fast; it grows if they are not
         self._looked_ns = time.monotonic_ns()
         self._step_count = 0
-        self._said: deque[_Moment] = deque(maxlen=_MAX_SAID)  # by the trainer, on the monotonic clock
-        self._coming: deque[_Moment] = deque(maxlen=_MAX_MOMENTS)  # to be told, by the wall clock
-        self._saves: deque[SaveHandle] = deque(maxlen=_MAX_SAID)  # begun, and not yet known to be committed
+        self._noted: deque[_Moment] = deque(maxlen=_MAX_NOTED)  # by the trainer, in monotonic time
+        self._pending: deque[_Moment] = deque(maxlen=_MAX_MOMENTS)  # to be written, in wall-clock time
+        self._saves: deque[SaveHandle] = deque(maxlen=_MAX_NOTED)  # begun, not yet known to be committed
         self._progress: SaveProgress = NoProgress()
-        self._durable_step = -1  # told
-        self._newest = _Moment(0)  # step that was told of this generation
-        self._first_number = _FIRST_NUMBER  # that an epoch of a script begins with which numbers the steps of each
-        self._told_phase = beacon.current_phase
+        self._durable_step = -1  # written
+        self._newest = _Moment(0)  # step of this generation that was written
+        self._first_number = _FIRST_NUMBER  # the lowest step: an epoch may begin with it
+        self._written_phase = beacon.current_phase
         beacon.on_phase = self._enter_phase
-        self._told_marks: Mapping[str, _Value] = {}
+        self._written_marks: Mapping[str, _Value] = {}
         self._blocked_before_ns = 0  # in generations before this one
         folder = path.endswith("/") or Path(path).is_dir()
         rank_path = Path(path, f"rank-{identity.rank:05d}.jsonl") if folder else Path(path)
         self._own = _Appender(rank_path)
         self._world = _Appender(Path(path, WORLD_FILE)) if folder else self._own
         self._launch = launch_of(identity, os.environ, self._clock)
-        self._entered: Entered | None = None  # not known while the file cannot be read
+        self._entered: Entered | None = None  # unknown while the file cannot be read
         self._awaits_first_step = False
         self._unknown_since_s = time.monotonic()
         self._flush()
@@ -112,18 +112,18 @@ class EventFile:
         atexit.register(self._at_exit)
 
     def restored(self, step: int, tier: Tier | None) -> None:
-        """The state of `step` was restored, from `tier`."""
+        """Note that the state of `step` was restored from `tier`."""
         data: dict[str, _Value] = {"step": step} if tier is None else {"step": step, "source_tier": tier}
-        self._said.append(_Moment(time.monotonic_ns(), restored=data))
+        self._noted.append(_Moment(time.monotonic_ns(), restored=data))
 
     def saving(self, handle: SaveHandle) -> None:
-        """A save was begun, unless the handle says that it was not."""
+        """Note that a save was begun, unless the handle is over already."""
         if not handle.is_over:
             self._progress = handle.progress
             self._saves.append(handle)
 
     def stop(self) -> None:
-        """Write what there is to tell, and look at nothing beside training from now on: the engine may be closed."""
+        """Write everything up to now, and end the thread, so that the engine may be closed."""
         if not self._stopped:
             self._stopped = True
             atexit.unregister(self._at_exit)
@@ -132,7 +132,7 @@ class EventFile:
             self._flush_last()
 
     def close(self) -> None:
-        """The job is done: tell the rest, and of rank 0 that the job ended. Once; later calls do nothing."""
+        """The job is done: write the rest, and in rank 0 the end of the job. Later calls do nothing."""
         self.stop()
         if self._closed:
             return
@@ -140,18 +140,18 @@ class EventFile:
         if self._flush_last() and self._entered is not None and self._me.rank == 0:
             data: Mapping[str, _Value] = {"outcome": "succeeded"}
             ended = Event(self._clock.wall_s(), EventKind.JOB_ENDED, self._me.job, data=data)
-            self._tell(self._world, [ended])
+            self._write(self._world, [ended])
         self._reader.close()
 
     def _at_exit(self) -> None:
-        """The process ends, and nobody said that the job was done."""
+        """The process ends without `close`: the workers stopped."""
         if os.getpid() == self._pid:
             self.stop()
             if self._entered is not None and not self._thread.is_alive():
-                self._tell(self._world, [self._event(EventKind.WORKERS_STOPPED, self._clock.wall_s(), {})])
+                self._write(self._world, [self._event(EventKind.WORKERS_STOPPED, self._clock.wall_s(), {})])
 
     def _flush_last(self) -> bool:
-        """False if a write hangs: training does not hang with it."""
+        """False if a write hangs; training must not hang with it."""
         if self._thread.is_alive():
             return False
         self._flush()
@@ -162,9 +162,9 @@ class EventFile:
             self._flush()
 
     def _enter(self) -> None:
-        """Learn from the file which generation this is. Until that can be read, nothing is told and nothing guessed."""
+        """Learn from the file which generation this is. Until it can be read, write nothing and guess nothing."""
         try:
-            self._entered = enter(self._world.path, self._launch, partial(self._tell, self._world), _LOCK_WAIT_S)
+            self._entered = enter(self._world.path, self._launch, partial(self._write, self._world), _LOCK_WAIT_S)
         except TimeoutError as locked:
             if self._stopped or time.monotonic() - self._unknown_since_s >= _LOCKED_LONG_S:
                 self._warn(self._world, locked)
@@ -172,11 +172,11 @@ class EventFile:
         except OSError as error:
             self._warn(self._world, error)
             return
-        # Of a generation without an incident the steps tell as much, where they are in the same file.
+        # Without an incident the steps alone show the first one, if they are in the same file.
         in_same_file = self._world is self._own
         self._awaits_first_step = self._entered.began and (not in_same_file or bool(self._entered.incident_id))
 
-    # --- what is new ---
+    # --- news ---
 
     def _flush(self) -> None:
         with self._flushing:
@@ -184,14 +184,14 @@ class EventFile:
             if self._entered is None:
                 self._enter()
             if self._entered is not None:
-                self._tell_news(snapshot)
+                self._write_news(snapshot)
 
     def _enter_phase(self, at_ns: int, phase: Phase) -> None:
-        self._said.append(_Moment(at_ns, phase=phase))
+        self._noted.append(_Moment(at_ns, phase=phase))
 
     def _look(self) -> BeaconSnapshot:
-        """Take in what happened up to now, in its order. What happens meanwhile is left for the next time: some of it
-        may be seen without what came before it."""
+        """Take everything that happened up to now, in order. Leave newer moments for the next time: earlier ones may
+        not show yet."""
         until_ns, wall_ns = time.monotonic_ns(), self._wall_ns()
         snapshot = self._reader.snapshot()
         new = snapshot.steps_since(self._step_count)
@@ -199,28 +199,28 @@ class EventFile:
         count, self._step_count = snapshot.step_count - self._step_count, snapshot.step_count - len(new) + len(moments)
         self._period_s = next_period_s(self._period_s, count, (until_ns - self._looked_ns) / 1e9)
         self._looked_ns = until_ns
-        while self._said and self._said[0].at_ns <= until_ns:
-            moment = self._said.popleft()
+        while self._noted and self._noted[0].at_ns <= until_ns:
+            moment = self._noted.popleft()
             moments.append(moment._replace(at_ns=moment.at_ns + wall_ns))
-        self._coming.extend(sorted(moments, key=_at_ns))
+        self._pending.extend(sorted(moments, key=_at_ns))
         return snapshot
 
-    def _tell_news(self, snapshot: BeaconSnapshot) -> None:
+    def _write_news(self, snapshot: BeaconSnapshot) -> None:
         events = [*self._marks(snapshot), *self._saved()]
         steps: list[_Moment] = []
-        while self._coming and self._entered is not None:
-            moment = self._coming[0]
+        while self._pending and self._entered is not None:
+            moment = self._pending[0]
             if self._goes_back(moment):
-                self._tell(self._own, [*events, *self._steps(steps)])
+                self._write(self._own, [*events, *self._steps(steps)])
                 events, steps = [], []
                 self._blocked_before_ns = snapshot.save_blocked_ns
                 self._roll_back(moment)
                 continue
-            self._coming.popleft()
+            self._pending.popleft()
             at = _seconds(moment.at_ns)
             if moment.phase is not None:
-                if moment.phase is not self._told_phase:
-                    self._told_phase = moment.phase
+                if moment.phase is not self._written_phase:
+                    self._written_phase = moment.phase
                     name = _PHASE_NAMES.get(moment.phase, moment.phase.name.lower())
                     events.append(self._event(EventKind.PHASE, at, {"phase": name}))
             elif moment.restored is not None:
@@ -231,19 +231,18 @@ class EventFile:
                 self._first_number = min(self._first_number, moment.step)
                 if self._awaits_first_step:
                     self._awaits_first_step = False
-                    self._tell(self._world, [self._entered.first_step(self._launch, at)])
-        self._tell(self._own, [*events, *self._steps(steps)])
+                    self._write(self._world, [self._entered.first_step(self._launch, at)])
+        self._write(self._own, [*events, *self._steps(steps)])
 
     def _goes_back(self, moment: _Moment) -> bool:
-        """Whether steps are about to be done again: a state is restored after steps were completed, or, where the
-        script does not say so, a step has a lower number than the one before. One that is a first number is an epoch's
-        of a script that numbers the steps of each epoch."""
+        """Whether steps are about to be repeated: a state is restored after steps were completed, or a step is lower
+        than the one before (a script may not report its restore). A step with the lowest number does not count: it
+        begins an epoch of a script that numbers each epoch's steps."""
         is_lower = self._first_number < moment.step < self._newest.step
         return self._newest.step >= 0 and (moment.phase is Phase.RESTORING or is_lower)
 
     def _roll_back(self, moment: _Moment) -> None:
-        """Begin the next generation, or join it: as a restart does, for what comes counts as done again in the same
-        way."""
+        """Begin or join the next generation, as after a restart: the steps to come are repeated work just the same."""
         began = self._newest if moment.phase is None else moment
         self._launch = replace(self._launch, rollback=self._launch.rollback + 1, spawned_at=_seconds(began.at_ns))
         self._newest = _Moment(0)
@@ -257,12 +256,12 @@ class EventFile:
             "restored_at": snapshot.restored_ns,
             "first_step_at": snapshot.first_step_ns,
         }
-        if self._launch.rollback:  # the process started long before, and phases tell the rest
+        if self._launch.rollback:  # the process started long ago, and phases show the rest
             reached = {}
         blocked_ns = snapshot.save_blocked_ns - self._blocked_before_ns
         known = {**dict.fromkeys((key for key, ns in reached.items() if ns), True), "blocked": blocked_ns}
-        if known != self._told_marks:
-            self._told_marks = known
+        if known != self._written_marks:
+            self._written_marks = known
             wall_ns = self._wall_ns()
             data: dict[str, _Value] = {key: _seconds(ns + wall_ns) for key, ns in reached.items() if ns}
             if not self._launch.rollback:
@@ -271,7 +270,7 @@ class EventFile:
             yield self._event(EventKind.RANK_MARKS, self._clock.wall_s(), data)
 
     def _saved(self) -> Iterator[Event]:
-        """Saves that became committed, and the newest that came to a disk or a store."""
+        """Saves that were committed since, and the newest that reached a disk or a store."""
         while self._saves and ((is_there := self._saves[0].replicated.done) or self._saves[0].is_over):
             handle = self._saves.popleft()
             if is_there:
@@ -294,7 +293,7 @@ class EventFile:
                 yield self._event(EventKind.STEPS, self._clock.wall_s(), data)
 
     def _wall_ns(self) -> int:
-        """What the wall clock is ahead of the monotonic one: of three readings, the one that was least held up."""
+        """Wall clock minus monotonic clock: of three readings, the one least held up."""
         readings = []
         for _ in range(3):
             before_ns = time.monotonic_ns()
@@ -308,7 +307,7 @@ class EventFile:
 
     # --- writing ---
 
-    def _tell(self, to: _Appender, events: Sequence[Event]) -> None:
+    def _write(self, to: _Appender, events: Sequence[Event]) -> None:
         try:
             to.write(map(_line, events))
         except OSError as error:
@@ -319,12 +318,12 @@ class EventFile:
             self._warned.add(error.errno)
             sys.stderr.write(
                 f"flyball: the event file {to.path} cannot be written: {error.strerror or error}. Training goes on. "
-                f"Next step: {_HINTS.get(error.errno, 'mend that')}, or name another place with {VARIABLE}.\n"
+                f"Next step: {_HINTS.get(error.errno, 'fix that')}, or name another place with {VARIABLE}.\n"
             )
 
 
 class _Appender:
-    """Appends whole lines to a file. Not for more than one thread at a time, but other processes may append as well."""
+    """Appends whole lines to a file. For one thread at a time; other processes may append as well."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -332,7 +331,7 @@ class _Appender:
         self._descriptor = -1
 
     def write(self, lines: Iterator[bytes]) -> None:
-        """Append `lines`, and before them those that could not be written. Raises OSError; they are then kept."""
+        """Append `lines`, after those that could not be written before. Raises OSError, and then keeps them all."""
         self.pending.extend(lines)
         if not self.pending:
             return
@@ -356,16 +355,17 @@ class _Appender:
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def _ends_within_a_line(self) -> bool:
-        """Whether the disk was full, or a writer killed, in the middle of a line; this one or another. If one is
-        writing just now, a blank line does no harm."""
+        """Whether some writer stopped in the middle of a line: the disk was full, or it was killed. If it is writing
+        right now, a blank line does no harm."""
         size_bytes = os.fstat(self._descriptor).st_size
         return size_bytes > 0 and os.pread(self._descriptor, 1, size_bytes - 1) != b"\n"
 
 
 def next_period_s(period_s: float, step_count: int, elapsed_s: float) -> float:
-    """When to look again after `step_count` steps in `elapsed_s`, which a busy machine may make longer than the period
-    was: at half the time in which the beacon fills up, so more often while steps are fast. Those that are too fast even
-    for that are told with gaps: to look all the time would slow them down."""
+    """The time until the next flush, after `step_count` steps in `elapsed_s` (may exceed the period on a busy machine).
+
+    It is half the time in which the beacon's ring fills up, so shorter while steps are fast. Steps that are too fast
+    even for the shortest period are written with gaps, because flushing all the time would slow them down."""
     steps_per_s = step_count / max(elapsed_s, _SHORTEST_PERIOD_S)
     if steps_per_s * _SHORTEST_PERIOD_S >= RING_ENTRIES:
         return _PERIOD_S

@@ -1,9 +1,9 @@
-"""Which generation a trainer without a supervisor is of: the file of its events is what the ranks have in common.
+"""The generation of a trainer without a supervisor, agreed on through the event file that all ranks share.
 
-The first process of a launch begins a generation, one above the newest in the file; all others of the same launch join
-it. The processes of one launch share what their launcher gave them: torchrun's run id and restart count, the address
-and port that they meet at, Slurm's job and restart number; and on one host the launcher itself. When they go back to an
-earlier step without a new launch, the first that tells of it begins a generation likewise.
+The first process of a launch begins a generation, one above the newest in the file; the others of the same launch join
+it. Processes of one launch share torchrun's run id and restart count, the rendezvous address and port, Slurm's job id
+and restart count, and on one host the launcher itself. If they go back to an earlier step without a new launch, the
+first one to report it begins a generation too.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from flyball.sdk.worker_identity import WorkerIdentity
 _BLOCK_BYTES = 1 << 20
 _LOCK_POLL_S = 0.01
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # Lustre without `-o flock`, NFS without a lock service
-# What tells how far a generation came; all else is passed over without being decoded. Lines of steps are long, and a
-# long run has millions of them: their beginning says whose they are.
+# Events that show how far a generation came; all others are skipped undecoded. Lines of steps are long, and a long run
+# has millions of them, so the regular expression reads their job and generation from the beginning of the line.
 _RARE = (
     EventKind.GENERATION_STARTED,
     EventKind.INCIDENT_CLOSED,
@@ -54,20 +54,20 @@ _LAUNCH_VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The processes that were started together, and this one of them."""
+    """The processes that were started together, as seen by one of them."""
 
     job: str
     key: str
-    launched_at: float  # when the launcher was started, as far as this host can tell
-    spawned_at: float  # when this process was
+    launched_at: float  # start of the launcher, as far as this host can tell
+    spawned_at: float  # start of this process
     rank: int
     world_size: int
-    given: int  # the generation that a supervisor gave, 0 without one
-    rollback: int = 0  # how often its processes went back to an earlier step
+    given: int  # the supervisor's generation, 0 without one
+    rollback: int = 0  # times that its processes went back to an earlier step
 
 
 def launch_of(me: WorkerIdentity, environment: Mapping[str, str], clock: Clock) -> Launch:
-    """The launch that this process is of."""
+    """The launch that this process belongs to."""
     alone = me.world_size == 1 and "TORCHELASTIC_RUN_ID" not in environment
     one_host = me.world_size == 1 or environment.get("LOCAL_WORLD_SIZE") == str(me.world_size)
     launcher = os.getpid() if alone else os.getppid()
@@ -106,15 +106,15 @@ def _started_at(pid: int, clock: Clock) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """The generation of this process. `events`: what the file is to be told of its beginning, by whoever began it."""
+    """The generation of this process. `events` announce it; only the process that began it has any."""
 
     generation: int
     began: bool
     events: tuple[Event, ...] = ()
-    incident_id: str = ""  # that it answers
+    incident_id: str = ""  # the incident that it resolves
 
     def first_step(self, launch: Launch, at: float) -> Event:
-        """What the process that began the generation tells of its first step: the outage is over."""
+        """The event for the generation's first step, from the process that began it: the outage is over."""
         if self.incident_id:
             data: dict[str, str] = {"state": "resolved"}
             return Event(at, EventKind.INCIDENT_CLOSED, launch.job, incident_id=self.incident_id, data=data)
@@ -123,13 +123,13 @@ class Entered:
 
 
 def enter(path: Path, launch: Launch, write: Callable[[Sequence[Event]], object], lock_timeout_s: float) -> Entered:
-    """Join the generation of `launch` in the file, or begin the next one there: `write` is given its events while the
-    file is locked. Raises OSError if the file cannot be read, TimeoutError if another process has it locked: which
-    generation it is nobody knows then."""
+    """Join the generation of `launch` in the file, or begin the next one there. `write` gets its events while the file
+    is locked. Raises OSError if the file cannot be read, TimeoutError if another process keeps it locked; the
+    generation is unknown then."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         file = path.open("a+b")
-    except io.UnsupportedOperation:  # a pipe, which keeps nothing
+    except io.UnsupportedOperation:  # a pipe: there is nothing to read back
         entered = begin(launch)
         write(entered.events)
         return entered
@@ -141,9 +141,11 @@ def enter(path: Path, launch: Launch, write: Callable[[Sequence[Event]], object]
 
 
 def begin(launch: Launch, newest: Event | None = None, later: Sequence[Event] = ()) -> Entered:
-    """The generation after `newest`, of which `later` was told since. One that had completed a step was interrupted,
-    unless the job had ended. Nobody saw a restart begin, so its incident is inferred; a rollback begins when the job
-    goes back. A generation that had not completed a step still answers its own incident."""
+    """Begin the generation after `newest`; `later` are the events since then, newest first.
+
+    If `newest` had completed a step, it was interrupted, unless the job had ended. Nobody saw a restart begin, so its
+    incident is inferred; a rollback begins when the job goes back. If `newest` had completed no step, its own incident
+    is still open, and goes on."""
     later = [event for event in later if newest and event.generation in (-1, newest.generation)]
     number = max(launch.given, 1 + (newest.generation if newest else launch.rollback))
     events = []
@@ -152,7 +154,7 @@ def begin(launch: Launch, newest: Event | None = None, later: Sequence[Event] = 
         events.append(Event(launch.launched_at, EventKind.JOB_SUBMITTED, launch.job))
     elif any(event.kind is EventKind.JOB_ENDED for event in later):
         incident_id = ""
-    elif launch.rollback or any(_tells_of_a_step(event) for event in later):
+    elif launch.rollback or any(_shows_a_step(event) for event in later):
         cause = "rollback" if launch.rollback else "restart"
         incident_id = f"{cause}-{number}"
         stopped_at = max((e.at for e in later if e.kind is EventKind.WORKERS_STOPPED), default=launch.spawned_at)
@@ -166,14 +168,14 @@ def begin(launch: Launch, newest: Event | None = None, later: Sequence[Event] = 
     return Entered(number, True, tuple(events), incident_id)
 
 
-def _tells_of_a_step(event: Event) -> bool:
+def _shows_a_step(event: Event) -> bool:
     return event.kind in (EventKind.STEPS, EventKind.INCIDENT_CLOSED) or "first_step_at" in event.data
 
 
 def _entered(file: BinaryIO, launch: Launch) -> Entered:
     newest: Event | None = None
     later: list[Event] = []
-    stepped: set[bytes] = set()  # generations that told of a step: one event of it is enough
+    stepped: set[bytes] = set()  # generations that completed a step: one event is enough
     for line in _lines_from_the_end(file):
         head = _HEAD.match(line)
         if head is None or head["whose"] in stepped:
@@ -193,7 +195,7 @@ def _entered(file: BinaryIO, launch: Launch) -> Entered:
                 return Entered(event.generation, began=False)
         elif newest is None:
             if event.kind in _FREQUENT:
-                if not _tells_of_a_step(event):
+                if not _shows_a_step(event):
                     continue
                 stepped.add(head["whose"])
             later.append(event)
@@ -201,7 +203,7 @@ def _entered(file: BinaryIO, launch: Launch) -> Entered:
 
 
 def _lines_from_the_end(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file, the last first."""
+    """The lines of a file, last one first."""
     position = file.seek(0, os.SEEK_END)
     rest = b""
     while position > 0:
@@ -214,8 +216,8 @@ def _lines_from_the_end(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _lock(file: BinaryIO, timeout_s: float) -> None:
-    """Wait for the file's lock, not for ever: a process that holds it may be stopped. Raises TimeoutError. Where the
-    file system knows no locks, go on without: at worst a generation is begun twice."""
+    """Lock the file. Raises TimeoutError, because a process that holds the lock may be stopped. If the file system has
+    no locks, go on without: at worst a generation is begun twice."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:

@@ -1,8 +1,8 @@
-"""The loss that a script gives to `job.step`: its value reaches the beacon, and the step does not wait for the device.
+"""Read the loss given to `job.step` without waiting for the device.
 
-A number, or a tensor in the processor's memory, is read at once. Of a tensor on a device a copy into pinned memory is
-queued behind the kernels that made it, so that what is done to the tensor later does not change what is told. A later
-step, or the end of the job, looks whether the copy has arrived.
+A number, or a tensor in host memory, is read at once. For a tensor on a device, a copy into pinned memory is queued
+behind the kernels that computed it, so later changes to the tensor do not matter. A later step, or the end of the job,
+collects the copy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-MAX_COPIES = 8  # on their way; while there are as many, the losses of further steps are left out
+MAX_COPIES = 8  # in flight; while there are as many, further steps' losses are left out
 
 
 class _Copy(NamedTuple):
@@ -22,35 +22,35 @@ class _Copy(NamedTuple):
 
 
 class LossReader:
-    """`tell(step, value)` is called in the order of the steps. Nothing here raises: a loss that cannot be read costs
-    one warning, and training goes on."""
+    """Calls `report(step, value)` in the order of the steps. Never raises: a loss that cannot be read costs one
+    warning, and training goes on."""
 
-    def __init__(self, tell: Callable[[int, float], object]) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[int, float], object]) -> None:
+        self._report = report
         self._copies: deque[_Copy] = deque()
         self._free: list[tuple[Any, Any]] = []  # pinned buffer, event
         self._warned = False
 
     def put(self, step: int, loss: object) -> None:
-        """The loss of a step that is complete."""
+        """Take the loss of a completed step."""
         if type(loss) is float:
-            self._tell(step, loss)
+            self._report(step, loss)
             return
         try:
             self._read(step, loss)
-        except Exception as error:  # noqa: BLE001 - any object may be given, and none may end training
+        except Exception as error:  # noqa: BLE001 - scripts pass any object, and none may end training
             self._warn(f"{type(error).__name__}: {error}")
 
     def collect(self) -> None:
-        """Tell of the copies that have arrived."""
+        """Report the copies that have arrived."""
         copies = self._copies
         while copies and copies[0].event.query():
             step, buffer, event = copies.popleft()
-            self._tell(step, float(buffer))
+            self._report(step, float(buffer))
             self._free.append((buffer, event))
 
     def close(self) -> None:
-        """The job is done: the newest copy has arrived long since, unless the device hangs."""
+        """Report the rest. The newest copy arrived long ago, unless the device hangs."""
         try:
             self.collect()
         except Exception as error:  # noqa: BLE001 - as above
@@ -60,9 +60,9 @@ class LossReader:
         if self._copies:
             self.collect()
         device = getattr(loss, "device", None)
-        kind = getattr(device, "type", "cpu")  # numpy's arrays have a device too, by name
+        kind = getattr(device, "type", "cpu")  # numpy arrays have a device too: a string
         if kind == "cpu":
-            self._tell(step, float(loss.item() if hasattr(loss, "item") else loss))
+            self._report(step, float(loss.item() if hasattr(loss, "item") else loss))
         elif hasattr(loss, "full_tensor"):
             self._warn("it is spread over several ranks; give the local or the reduced value")
         else:

@@ -1,4 +1,13 @@
-"""What a training script uses: `job = flyball.attach()`, then `job.restore`, `job.step`, `job.save`."""
+"""The API of a training script:
+
+job = flyball.attach()
+start = job.restore(state)
+for step in range(start, steps):
+    ...                    # forward, backward, optimizer.step()
+    job.step(step, loss=loss.detach())
+    job.save(step, state)
+job.close()
+"""
 
 from __future__ import annotations
 
@@ -27,20 +36,25 @@ __all__ = ["Job", "SaveHandle", "attach"]
 
 
 def attach(*, events: str | Path | None = None) -> Job:
-    """Join the job that the environment describes; call it once, early, in every rank.
+    """Join the job described by the environment. Call it once, early, in every rank.
 
-    Under `flyball run` the daemon's variables name the beacon and the slots. Without them (plain python, torchrun) the
-    same script runs with rank and world size from torchrun's variables: `restore` returns 0 and `save` makes nothing.
-    `events`, or the environment variable FLYBALL_EVENTS, names a file, or a folder for a file per rank, to which this
-    rank then appends the events that `flyball goodput` reads (docs/goodput-importers.md).
-    Raises ConfigurationError for a variable that makes no sense.
+    Under `flyball run`, the host daemon sets the variables. Without them (plain python, torchrun) the same script runs
+    unsupervised: rank and world size come from torchrun's variables, `restore` returns 0, and `save` saves nothing.
+
+    `events` (or the environment variable FLYBALL_EVENTS) is a file to append this rank's events to, or a folder in
+    which every rank gets its own file. `flyball goodput` reads them; see docs/goodput-importers.md.
+
+    Raises ConfigurationError, naming the variable, if one has a bad value.
     """
-    fault_points.rearm()  # a worker forked from a warm standby has a new environment
+    fault_points.rearm()  # a worker forked from the warm spawner has a new environment
     return Job(read_identity(os.environ), events=str(events or os.environ.get(EVENTS_VARIABLE, "")))
 
 
 class Job:
-    """One rank of a job. Not for more than one thread."""
+    """One rank of a job, made by `attach`. Use it from one thread.
+
+    As a context manager it closes itself, except after an exception.
+    """
 
     def __init__(self, identity: WorkerIdentity, *, events: str = "") -> None:
         self._identity = identity
@@ -50,7 +64,7 @@ class Job:
         self._engine = TrainerEngine(identity, self._beacon)
         self._losses = LossReader(self._beacon.loss)
         self.loss: object = None
-        """What was last given to `step`, as it was given."""
+        """The loss last given to `step`, unchanged."""
 
     @property
     def name(self) -> str:
@@ -66,15 +80,17 @@ class Job:
 
     @property
     def generation(self) -> int:
-        """The job's restart epoch, a number that only grows; torchrun's restart count where there is no supervisor."""
+        """The job's restart epoch; it only grows. Without a supervisor, torchrun's restart count."""
         return self._identity.generation
 
     def step(self, step: int, loss: object = None) -> None:
-        """Optimizer step `step` is complete: moves the beacon. Well under a microsecond, no thread, no system call.
+        """Report that optimizer step `step` is complete. Call it after every step, in every rank.
 
-        `loss`, a number or a tensor with one element, is shown for the job if rank 0 gives it. A tensor on a device is
-        copied on the side and told with a later step: nothing waits for the device, and the tensor may be changed at
-        once. A value that cannot be read costs a warning.
+        This is how the supervisor sees progress. It costs less than a microsecond: no thread, no system call.
+
+        `loss` is a number or a one-element tensor; the job's page shows rank 0's. A tensor on a device is copied
+        asynchronously and reported with a later step. Nothing waits for the device, and you may change the tensor at
+        once. A loss that cannot be read costs one warning.
         """
         self._beacon.step(step)
         self.loss = loss
@@ -82,13 +98,15 @@ class Job:
             self._losses.put(step, loss)
 
     def restore(self, state: MutableMapping[str, object]) -> int:
-        """Load the newest recovery point into `state`; returns the step to begin with: the saved one + 1, or 0.
+        """Load the job's recovery point into `state`, and return the next step to train: the saved step + 1, or 0.
 
-        `state` maps names to modules, optimizers, anything with state_dict and load_state_dict, tensors and plain
-        containers, as given to `save`. Objects, tensors, dicts and lists are filled in place; numbers, strings and
-        tuples are replaced in `state`. Raises StateMismatch if what was saved does not fit. If the step cannot be had,
-        a supervised process exits with code 23, which asks for an older recovery point; an unsupervised one gets
-        RestoreFailed.
+        `state` is the dict that you give to `save`: names mapped to modules, optimizers, anything else with
+        `state_dict` and `load_state_dict`, tensors, and plain containers. Objects, tensors, dicts and lists are filled
+        in place. Numbers, strings and tuples are replaced in `state`. All ranks restore the same step.
+
+        Raises StateMismatch, naming the path, if the saved state does not fit. If this rank cannot get its bytes, a
+        supervised process exits with code 23, which asks the supervisor for an older recovery point; an unsupervised
+        one gets RestoreFailed.
         """
         self._beacon.phase(Phase.RESTORING)
         self._beacon.mark(Mark.RESTORE_BEGAN)
@@ -107,21 +125,25 @@ class Job:
         return start
 
     def save(self, step: int, state: Mapping[str, object]) -> SaveHandle:
-        """Save the state after optimizer step `step`; call it after every step, in every rank.
+        """Save `state` as it is after optimizer step `step`. Call it after every step, in every rank.
 
-        It copies on the steps that the job's checkpoint settings name (and at the step of an emergency checkpoint,
-        where the rank then waits to be ended), and returns at once on all others. When it returns, everything may be
-        changed by the steps of the optimizers, and everything but their parameters and state in any other way, too;
-        `wait_captured` is for code that writes to parameters by hand. A save that fails does not stop training: see
-        `SaveHandle.error` and `failed_saves`. Raises UnsupportedState for a leaf that could only be pickled,
-        MemoryTooSmall at the first save of a job, and, if the settings say `raise_on_failure`, CheckpointError for a
-        save that failed before.
+        Whether the step is really saved is up to the job's checkpoint settings; on all other steps this returns at
+        once. At the step of an emergency checkpoint the rank is saved too, and then waits to be ended.
+
+        When `save` returns, training may go on: optimizers may step, and everything but their parameters and state may
+        be changed in any way. Code that writes to parameters or optimizer state by hand calls `wait_captured` first.
+
+        A failed save does not stop training; see `SaveHandle.error` and `failed_saves`. Raises UnsupportedState, naming
+        the path, for a value that could only be pickled; MemoryTooSmall at the first save of a job; and, with the
+        setting `raise_on_failure`, CheckpointError for an earlier save that failed.
         """
         return self._logged(self._engine.save(step, state))
 
     def on_step_boundary(self, step: int, state: Mapping[str, object]) -> SaveHandle:
-        """For loops that call `save` now and then only: call this after every other step, so that an emergency
-        checkpoint finds the rank at whatever step it names. At all others it does nothing."""
+        """Save `state` if `step` is the step of an emergency checkpoint; else do nothing.
+
+        For loops that call `save` on some steps only: call this on all others, so that no emergency step is missed.
+        """
         return self._logged(self._engine.save(step, state, only_emergency=True))
 
     def _logged(self, handle: SaveHandle) -> SaveHandle:
@@ -130,39 +152,44 @@ class Job:
         return handle
 
     def wait_captured(self, timeout_s: float = 60.0) -> bool:
-        """Wait until the newest save is copied; False when the time is over. Call it before parameters, or what an
-        optimizer keeps, are written to by anything but its step: by `load_state_dict`, or by hand."""
+        """Wait until the newest save is copied; False if time runs out.
+
+        Call it before anything but an optimizer's step writes to parameters or optimizer state: `load_state_dict`, or
+        your own code.
+        """
         with self._in_phase(Phase.CHECKPOINT):
             return self._engine.wait_captured(timeout_s)
 
     def wait_until_finished(self, timeout_s: float = 600.0) -> bool:
-        """Wait until the newest save of this rank is replicated, and the newest that a disk or persistent tier is to
-        have by its interval in steps is durable; False when the time is over. A save that failed is finished (see
-        `check_for_errors`), and so is one that a slow tier passed over, because it was still busy with an older one
-        (`SaveHandle.durable` tells). Until then the rank does not count as stalled, if the time has an end and the
-        engine of this host is there."""
+        """Wait until this rank's newest save is replicated, and its newest save for a disk or persistent tier (by the
+        tier's interval in steps) is durable. False if time runs out.
+
+        A failed save counts as finished (see `check_for_errors`), and so does one that a slow tier skipped because it
+        was still busy with an older step (see `SaveHandle.durable`). Meanwhile the rank does not count as stalled, as
+        long as the wait is finite and this host's engine is alive.
+        """
         with self._in_phase(Phase.CHECKPOINT):
             return self._engine.wait_until_finished(timeout_s)
 
     def check_for_errors(self) -> None:
-        """Raise CheckpointError if a save of this rank failed since this was last asked."""
+        """Raise CheckpointError if a save of this rank has failed since the last call."""
         self._engine.check_for_errors()
 
     def latest_step(self) -> int | None:
-        """Newest step that the whole world can be restored to, None if there is none yet."""
+        """The newest step that all ranks can be restored to, None if there is none yet."""
         step = self._engine.world_step
         return step if step >= 0 else None
 
     def all_steps(self) -> list[int]:
-        """Steps that this rank has verified copies of in the memory of its host, ascending. What is in the slower
-        tiers, and on other hosts, `flyball ckpt ls` shows."""
+        """Steps that this rank has committed in its host's memory, ascending. `flyball ckpt ls` shows other tiers and
+        hosts."""
         return self._engine.local_steps()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Say that this rank does something other than steps: "eval", "data", "checkpoint", "other", or "restore" for
-        a script that loads checkpoints of its own. Each phase has a deadline of its own before its rank counts as
-        stalled."""
+        """Mark a `with` block in which this rank does not train: "eval", "data", "checkpoint" or "other", or "restore"
+        for a script that loads its own checkpoints. Each phase has its own deadline before the rank counts as stalled.
+        """
         if name == "restore":
             self._beacon.mark(Mark.RESTORE_BEGAN)
             self._beacon.phase(Phase.RESTORING)
@@ -190,27 +217,27 @@ class Job:
 
     @property
     def recovery_point(self) -> int:
-        """Newest step that the whole world can be restored to, -1 if there is none yet."""
+        """The newest step that all ranks can be restored to, -1 if there is none yet."""
         return self._engine.world_step
 
     @property
     def failed_saves(self) -> int:
-        """How many saves of this rank failed since it attached."""
+        """Saves of this rank that have failed since it attached."""
         return self._engine.outcomes.failed
 
     @property
     def late_saves(self) -> int:
-        """Saves that training waited for, for a slot or for a copy, longer than a tenth of a second."""
+        """Saves that held up training for a tenth of a second or more, waiting for a slot or a copy."""
         return self._engine.outcomes.late
 
     @property
     def skipped_saves(self) -> int:
-        """How many due saves were skipped because every slot was needed, as the settings may say (`when_full`)."""
+        """Due saves that were skipped because every slot was still needed (setting `when_full`)."""
         return self._engine.outcomes.skipped
 
     def close(self) -> None:
-        """The job is done. Waits for the last copy; what was saved stays until the supervisor records the end of the
-        job."""
+        """The job is done. Waits for the last copy. Saved steps stay in memory until the supervisor records the end of
+        the job."""
         self._losses.close()
         self._beacon.phase(Phase.DONE)
         if self._events is not None:
@@ -231,7 +258,7 @@ class Job:
 
 
 def _write_error_file(path: str, error: RestoreFailed) -> None:
-    """Torch elastic's convention for what ended a worker. The exit code says it too, whatever the disk does."""
+    """Report the error by Torch elastic's convention. The exit code reports it too, in case this cannot be written."""
     if path:
         extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(SystemClock().wall_s()))}
         message = {"message": f"RestoreFailed: {error}", "errorCode": error.exit_code, "extraInfo": extra}

@@ -1,4 +1,4 @@
-"""Who a training process is, read from its environment: the daemon's variables, else torchrun's, else one lone rank."""
+"""Which rank of which job this process is: from the daemon's variables, else torchrun's, else a single rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """One rank of one generation, and where it finds its beacon, its slots and its engine ('' or None: it has none)."""
+    """One rank of one generation, with the places of its beacon, slots and engine ('': there is none)."""
 
     job: str
     generation: int
@@ -41,7 +41,7 @@ class WorkerIdentity:
 
 
 def read_identity(environment: Mapping[str, str]) -> WorkerIdentity:
-    """The identity that `environment` gives. Raises ConfigurationError that names the variable that is wrong."""
+    """Read the identity from `environment`. Raises ConfigurationError, naming the variable, for a bad value."""
 
     def value(name: str, kind: type[T], default: T) -> T:
         text = environment.get(name, "")

@@ -153,7 +153,7 @@ def test_each_trouble_is_told_of_once_with_its_file(
     assert said.count("rank-00000.jsonl cannot be written: No space left on device") == 1
 
 
-@pytest.mark.parametrize(("place", "hint"), [("/dev/full", "free space there"), ("a file/events.jsonl", "mend that")])
+@pytest.mark.parametrize(("place", "hint"), [("/dev/full", "free space there"), ("a file/events.jsonl", "fix that")])
 def test_a_file_that_cannot_be_written_costs_one_warning(
     alone: WorkerIdentity,
     place: str,

@@ -103,7 +103,7 @@ def run(arm_path, *arguments):
 """
 TRAINER = """
 import torch, flyball
-from ckpt_engine.trainer.capture import prepared_capture as capture
+from ckpt_engine.trainer.capture import capturer
 from ckpt_engine.trainer.capture import optimizer_watch
 from ckpt_engine.trainer.restore import load_shard as restore
 torch.set_num_threads(1)
