@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from flyball import __version__
-from flyball.cli.reach.options import JobOption, examples
+from flyball.cli.reach.options import JobOption, command_help
 from flyball.cli.show.output import Format, OutputOption, announce, print_json
 
 if TYPE_CHECKING:
@@ -18,14 +18,20 @@ if TYPE_CHECKING:
 
 DIFFERENCES_SHOWN = 20  # in the text output; JSON has all
 
-app = typer.Typer(help="Back up or move the supervisor's database.", no_args_is_help=True)
+app = typer.Typer(
+    **command_help(
+        "Back up or move the supervisor's database.",
+        "flyball db copy sqlite:////var/lib/flyball/flyball.sqlite sqlite:////backup/flyball-monday.sqlite",
+    ),
+    no_args_is_help=True,
+)
 
 
 @app.command(
     "copy",
-    help="Copy a database, as of one moment, into a new file or an empty database. For a backup, the supervisor may "
-    "keep running. For a move, stop it first: only one of the two databases may have a supervisor.",
-    epilog=examples(
+    **command_help(
+        "Copy a database, as of one moment, into a new file or an empty database. For a backup, the supervisor may "
+        "keep running. For a move, stop it first: only one of the two databases may have a supervisor.",
         "flyball db copy sqlite:////var/lib/flyball/flyball.sqlite sqlite:////backup/flyball-monday.sqlite",
         "flyball db copy sqlite:////var/lib/flyball/flyball.sqlite mysql://flyball:SECRET@db:3306/flyball",
     ),
@@ -51,14 +57,12 @@ def copy(
         typer.echo(f"{sum(rows.values())} rows copied: {rows['jobs']} jobs, {rows['decisions']} decisions.")
 
 
-REPLAY: dict[str, Any] = {
-    "help": "Run a database's signals through this release's policy again, and compare its decisions with the stored "
-    "ones. Works on a temporary copy. Exit code 0 if every decision is identical, 1 if not.",
-    "epilog": examples(
-        "flyball replay --from-db sqlite:////var/lib/flyball/flyball.sqlite",
-        "flyball replay --from-db mysql://flyball@db:3306/flyball --job train -o json",
-    ),
-}
+REPLAY = command_help(
+    "Check that this release makes the same decisions as those stored in a database. Runs the stored signals through "
+    "the policy again, in a temporary copy. Exit code 0 if every decision is identical, 1 if not.",
+    "flyball replay --from-db sqlite:////var/lib/flyball/flyball.sqlite",
+    "flyball replay --from-db mysql://flyball@db:3306/flyball --job train -o json",
+)
 
 
 def replay(

@@ -8,19 +8,20 @@ from typing import Annotated, Any
 import typer
 
 from flyball.cli.reach.client import ApiClient
-from flyball.cli.reach.options import examples, with_supervisor
+from flyball.cli.reach.options import command_help, with_supervisor
 from flyball.cli.reach.sources import SupervisorChoice
 from flyball.cli.show.output import Format, OutputOption, announce, print_fields, print_json
 from flyball.contracts.errors import Conflict, Unreachable, UsageError
 from flyball.contracts.identity import check_name
 from flyball.contracts.reports.drains import DrainRequest
 
-COMMAND: dict[str, Any] = {
-    "help": "Move a host's ranks to a spare host without losing a step. All ranks of the job save the same step first. "
+COMMAND = command_help(
+    "Move a host's ranks to a spare host without losing a step. All ranks of the job save the same step first. "
     "The drained host then gets no work until you cancel the drain. If no spare is free in time, the drain is refused "
     "and the job trains on undisturbed.",
-    "epilog": examples("flyball drain host-b --reason 'new fans'", "flyball drain host-b --cancel"),
-}
+    "flyball drain host-b --reason 'new fans'",
+    "flyball drain host-b --cancel",
+)
 
 LOOK_INTERVAL_S = 0.2
 MOVE_MARGIN_S = 180.0  # on top of --within: for the save, the move, and the first steps after it
@@ -36,7 +37,7 @@ def command(
     ] = 300.0,
     reason: Annotated[str, typer.Option(help="why you drain the host; stored and shown")] = "",
     cancel: Annotated[bool, typer.Option("--cancel", help="cancel the drain: give the host work again")] = False,
-    wait: Annotated[bool, typer.Option(help="wait until no rank is left on the host, or only send the request")] = True,
+    wait: Annotated[bool, typer.Option(help="wait until the host is drained; --no-wait only sends the request")] = True,
     choice: SupervisorChoice,
     output: OutputOption = Format.TABLE,
 ) -> None:

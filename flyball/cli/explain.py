@@ -7,16 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from flyball.cli.reach.options import JobOption, examples, with_supervisor
+from flyball.cli.reach.options import JobOption, command_help, with_supervisor
 from flyball.cli.reach.sources import SupervisorChoice
 from flyball.cli.show.output import Format, OutputOption, moment, print_fields, print_json, print_table
 from flyball.contracts.cluster import Phase
 from flyball.contracts.errors import UsageError
 
-COMMAND: dict[str, Any] = {
-    "help": "Explain a decision: its reason, rule and evidence, the signals before it, and the commands it caused.",
-    "epilog": examples("flyball explain dec-17", "flyball explain dec-17 --job llama -o json"),
-}
+COMMAND = command_help(
+    "Explain a decision: its reason, rule and evidence, the signals before it, and the commands it caused.",
+    "flyball explain dec-17",
+    "flyball explain dec-17 --job llama -o json",
+)
 
 
 @with_supervisor(without=())

@@ -17,7 +17,7 @@ from flyball.cli.reach.options import (
     ClientKeyOption,
     SupervisorOption,
     TokenFileOption,
-    examples,
+    command_help,
     with_supervisor,
 )
 from flyball.cli.reach.places import find_supervisor, keep_token, make_state_dir, state_root
@@ -27,9 +27,9 @@ from flyball.client_tls import ClientTls
 from flyball.contracts.identity import check_name
 
 app = typer.Typer(
-    help="Join this machine to a cluster: run its host daemon in the foreground. It starts and watches workers for a "
-    "supervisor. SIGTERM moves its ranks to another host first, if one is free; Ctrl-C ends it at once.",
-    epilog=examples(
+    **command_help(
+        "Join this machine to a cluster. Runs its host daemon in the foreground, which starts and watches workers for "
+        "a supervisor. SIGTERM moves its ranks to another host first, if one is free; Ctrl-C ends it at once.",
         "flyball host --host-id node-7 --supervisor http://10.0.0.1:7370 --token-file node-7.token",
         "flyball host rm node-7",
     ),
@@ -88,7 +88,15 @@ def daemon(
     os.execve(sys.executable, [sys.executable, "-P", "-m", "host_daemon", *arguments], environment)
 
 
-@app.command("rm", epilog=examples("flyball host rm node-7", "flyball host rm node-7 node-8"))
+@app.command(
+    "rm",
+    **command_help(
+        "Remove hosts that are gone for good. Hosts that still report, or have ranks, are refused. Silent hosts "
+        "without ranks are removed automatically after a week.",
+        "flyball host rm node-7",
+        "flyball host rm node-7 node-8",
+    ),
+)
 @with_supervisor()
 def remove(
     *,
@@ -96,10 +104,7 @@ def remove(
     choice: SupervisorChoice,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Remove hosts that are gone for good. Hosts that still report, or have ranks, are refused.
-
-    Without this command, silent hosts without ranks are removed after a week (setting `dead_host_days`).
-    """
+    """Exit code 16 if a host is refused."""
     names = [check_name("The host", host) for host in hosts]
     with choice.connect() as client:
         for name in names:

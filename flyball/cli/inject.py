@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from flyball.cli.reach.client import ApiClient
-from flyball.cli.reach.options import SupervisorOption, TokenFileOption, examples, expand
+from flyball.cli.reach.options import SupervisorOption, TokenFileOption, command_help, expand
 from flyball.cli.reach.sources import SupervisorChoice
 from flyball.cli.show.output import Format, OutputOption, moment, print_fields, print_json
 from flyball.contracts.clock import SystemClock
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from simulator.inject.faults import Injection
 
 app = typer.Typer(
-    help="Inject a real fault into a running job on this machine. See docs/faults.md for what each one touches.",
-    epilog=examples("flyball inject kill --job llama --rank 1", "flyball inject preempt --host host-b --deadline 30"),
+    **command_help(
+        "Inject a real fault into a running job on this machine. See docs/faults.md for what each one touches.",
+        "flyball inject kill --job llama --rank 1",
+        "flyball inject preempt --host host-b --deadline 30",
+    ),
     no_args_is_help=True,
 )
 
@@ -67,8 +70,10 @@ def _injector(
 
 @app.command(
     "kill",
-    help="Kill the process of one rank (SIGKILL).",
-    epilog=examples("flyball inject kill --job llama --rank 1"),
+    **command_help(
+        "Kill the process of one rank (SIGKILL).",
+        "flyball inject kill --job llama --rank 1",
+    ),
 )
 @expand("injector", _injector)
 def kill(*, job: JobName, rank: RankNumber, injector: _Injector) -> None:
@@ -79,8 +84,10 @@ def kill(*, job: JobName, rank: RankNumber, injector: _Injector) -> None:
 
 @app.command(
     "hang",
-    help="Freeze the process of one rank (SIGSTOP).",
-    epilog=examples("flyball inject hang --job llama --rank 1"),
+    **command_help(
+        "Freeze the process of one rank (SIGSTOP).",
+        "flyball inject hang --job llama --rank 1",
+    ),
 )
 @expand("injector", _injector)
 def hang(*, job: JobName, rank: RankNumber, injector: _Injector) -> None:
@@ -91,8 +98,10 @@ def hang(*, job: JobName, rank: RankNumber, injector: _Injector) -> None:
 
 @app.command(
     "host-down",
-    help="Take a host down: kill all its processes, remove its shared memory and its state folder.",
-    epilog=examples("flyball inject host-down --host host-b"),
+    **command_help(
+        "Take a host down: kill all its processes, remove its shared memory and its state folder.",
+        "flyball inject host-down --host host-b",
+    ),
 )
 @expand("injector", _injector)
 def host_down(*, host: HostName, injector: _Injector) -> None:
@@ -103,8 +112,10 @@ def host_down(*, host: HostName, injector: _Injector) -> None:
 
 @app.command(
     "preempt",
-    help="Send a host a preemption notice, as a cloud provider does.",
-    epilog=examples("flyball inject preempt --host host-b --deadline 30"),
+    **command_help(
+        "Send a host a preemption notice, as a cloud provider does.",
+        "flyball inject preempt --host host-b --deadline 30",
+    ),
 )
 @expand("injector", _injector)
 def preempt(

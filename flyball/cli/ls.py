@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from flyball.cli.reach.local_runs import LocalRun, find_runs
-from flyball.cli.reach.options import examples, with_supervisor
+from flyball.cli.reach.options import command_help, with_supervisor
 from flyball.cli.reach.places import state_root
 from flyball.cli.reach.sources import SupervisorChoice
 from flyball.cli.show.output import Format, OutputOption, announce, print_json, print_table
@@ -20,10 +20,12 @@ from flyball.contracts.clock import SystemClock
 
 WIDE = 110  # terminal columns needed to show the end time too
 
-COMMAND: dict[str, Any] = {
-    "help": "List the runs on this machine, newest first, including finished ones. With --supervisor, list its jobs.",
-    "epilog": examples("flyball ls", "flyball ls --all -o json", "flyball ls --supervisor http://10.0.0.1:7370"),
-}
+COMMAND = command_help(
+    "List the runs on this machine, newest first, including finished ones. With --supervisor, list its jobs.",
+    "flyball ls",
+    "flyball ls --all -o json",
+    "flyball ls --supervisor http://10.0.0.1:7370",
+)
 
 
 @with_supervisor()

@@ -9,17 +9,19 @@ import typer
 
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.left_state import LeftState
-from flyball.cli.reach.options import JobOption, examples, with_supervisor
+from flyball.cli.reach.options import JobOption, command_help, with_supervisor
 from flyball.cli.reach.sources import SupervisorChoice, get_job
 from flyball.cli.show.output import Format, OutputOption, print_json, print_table, printable
 from flyball.cli.show.times import ago, clock, lasted, rough, short
 from flyball.contracts.clock import SystemClock
 
-COMMAND: dict[str, Any] = {
-    "help": "Show jobs, hosts, incidents and the newest decisions, of a running supervisor or of the newest finished "
-    "run.",
-    "epilog": examples("flyball status", "flyball status --job llama -o json", "flyball status --hosts"),
-}
+COMMAND = command_help(
+    "Show jobs, hosts, incidents and the newest decisions. Without a running supervisor, shows the state that the "
+    "newest run left behind.",
+    "flyball status",
+    "flyball status --job llama -o json",
+    "flyball status --hosts",
+)
 
 DECISIONS_SHOWN = 10
 HOSTS_SHOWN = 8  # with more hosts, show only the unhealthy ones, unless --hosts asks for all

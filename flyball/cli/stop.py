@@ -10,7 +10,7 @@ import typer
 
 from flyball.cli.reach.client import ApiClient
 from flyball.cli.reach.left_state import LeftState
-from flyball.cli.reach.options import examples, with_supervisor
+from flyball.cli.reach.options import command_help, with_supervisor
 from flyball.cli.reach.places import is_running
 from flyball.cli.reach.sources import SupervisorChoice, get_job
 from flyball.cli.show.output import Format, OutputOption, announce, print_fields, print_json
@@ -25,18 +25,19 @@ LOOK_INTERVAL_S = 0.25
 PROGRESS_INTERVAL_S = 5.0
 AWAY_LIMIT_S = 30.0  # give up when the supervisor is out of reach for longer
 
-COMMAND: dict[str, Any] = {
-    "help": "Stop a job and wait until it has ended. Its ranks save first. Its `flyball run` ends too, wherever it "
-    "runs.",
-    "epilog": examples("flyball stop llama", "flyball stop llama --no-wait", "flyball stop llama --within 600 -o json"),
-}
+COMMAND = command_help(
+    "Stop a job and wait until it has ended. Its ranks save first. Its `flyball run` ends too, wherever it runs.",
+    "flyball stop llama",
+    "flyball stop llama --no-wait",
+    "flyball stop llama --within 600 -o json",
+)
 
 
 @with_supervisor()
 def command(
     *,
     job: Annotated[str, typer.Argument(help="the job's name, as `flyball ls` and `flyball status` show it")],
-    wait: Annotated[bool, typer.Option(help="wait until the job has ended, or only send the request")] = True,
+    wait: Annotated[bool, typer.Option(help="wait until the job has ended; --no-wait only sends the request")] = True,
     within: Annotated[
         float,
         typer.Option(min=0.1, max=86_400.0, metavar="SECONDS", help="wait at most this long; the job goes on stopping"),

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from flyball.cli.reach.options import StateDirOption, examples, with_supervisor
+from flyball.cli.reach.options import StateDirOption, command_help, examples, with_supervisor
 from flyball.cli.reach.places import keep_token, supervisor_dir
 from flyball.cli.reach.sources import SupervisorChoice
 from flyball.cli.show.output import announce
@@ -29,17 +29,19 @@ EpochOption = Annotated[
 SECRET_FILE, FORMER_FILE = "token", "token.former"
 
 app = typer.Typer(
-    help="Make a token for a host or for a reader, or replace the cluster's secret.",
-    epilog=examples("flyball token host node-7 --out node-7.token", "flyball token reader", "flyball token rotate"),
+    **command_help(
+        "Make a token for a host or for a reader, or replace the cluster's secret.",
+        "flyball token host node-7 --out node-7.token",
+        "flyball token reader",
+        "flyball token rotate",
+    ),
     no_args_is_help=True,
 )
 
 
 @app.command(
     "host",
-    epilog=examples(
-        "flyball token host node-7 --out node-7.token", "ssh node-7 flyball host --token-file node-7.token"
-    ),
+    epilog=examples("flyball token host node-7", "flyball token host node-7 --out node-7.token"),
 )
 @with_supervisor()
 def host(
@@ -79,14 +81,21 @@ def reader(*, out: OutOption = "", choice: SupervisorChoice) -> None:
     _output(f"{text}\n", out)
 
 
-@app.command("rotate", epilog=examples("flyball token rotate", "flyball token rotate --finish"))
+@app.command(
+    "rotate",
+    **command_help(
+        "Make a new secret in the supervisor's state folder. The former secret and its tokens stay valid until you run "
+        "this again with --finish. Restart the supervisor after each of the two; training is not affected.",
+        "flyball token rotate",
+        "flyball token rotate --finish",
+    ),
+)
 def rotate(
     *,
     finish: Annotated[bool, typer.Option("--finish", help="stop accepting the former secret")] = False,
     state_dir: StateDirOption = "",
 ) -> None:
-    """Make a new secret in the supervisor's state folder. The former secret and its tokens stay valid until
-    `--finish`. Each of the two takes effect when you restart the supervisor; training is not affected."""
+    """Keeps the former secret in a file of its own until `--finish`."""
     folder = Path(state_dir) if state_dir else supervisor_dir(os.environ)
     current, former = folder / SECRET_FILE, folder / FORMER_FILE
     if not current.is_file():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from flyball.cli.reach.options import examples
+from flyball.cli.reach.options import command_help
 from flyball.cli.reach.places import make_state_dir, supervisor_dir
 from flyball.cli.reach.this_host import is_here_only
 from flyball.cli.run.embedded import start_supervisor
@@ -20,13 +20,13 @@ from flyball.contracts.errors import FlyballError
 DEFAULT_PORT = 7370
 LOOK_INTERVAL_S = 0.2
 
-COMMAND: dict[str, Any] = {
-    "help": "Run a supervisor in the foreground: sensor, controller, actuator, API and status page in one process. "
-    "It stops at Ctrl-C or SIGTERM; training goes on without it.",
-    "epilog": examples(
-        "flyball up", "flyball up --host 0.0.0.0 --port 7370", "flyball up --database-url mysql+pymysql://…"
-    ),
-}
+COMMAND = command_help(
+    "Run a supervisor in the foreground. One process has the sensor, controller, actuator, API and status page. Ctrl-C "
+    "or SIGTERM stops it; training goes on without it.",
+    "flyball up",
+    "flyball up --host 0.0.0.0 --port 7370",
+    "flyball up --database-url mysql+pymysql://flyball@db/flyball",
+)
 
 
 def command(

@@ -20,15 +20,19 @@ from flyball.cli.ckpt.options import (
     storage_tiers,
     with_selection,
 )
-from flyball.cli.reach.options import examples
+from flyball.cli.reach.options import command_help, examples
 from flyball.cli.show.output import Format, OutputOption, announce, print_json
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.clock import SystemClock
 from flyball.contracts.errors import NotFound, RestoreFailed
 
 app = typer.Typer(
-    help="Show, verify, restore and remove checkpoints in memory, on disks and in stores. Needs no server.",
-    epilog=examples("flyball ckpt ls", "flyball ckpt verify --all", "flyball ckpt restore latest --to out"),
+    **command_help(
+        "Show, verify, restore and remove checkpoints in memory, on disks and in stores. Needs no server.",
+        "flyball ckpt ls",
+        "flyball ckpt verify --all",
+        "flyball ckpt restore latest --to out",
+    ),
     no_args_is_help=True,
 )
 

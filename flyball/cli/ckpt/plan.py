@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flyball.cli.ckpt.options import Generation, Selection, StepName, parse_step, with_selection
-from flyball.cli.reach.options import examples, with_supervisor
+from flyball.cli.reach.options import command_help, with_supervisor
 from flyball.cli.reach.sources import SupervisorChoice
 from flyball.cli.show.output import Format, OutputOption, print_fields, print_json, print_table
 from flyball.contracts import wire
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from ckpt_engine.inspect.restore_planner import ShardPlan, StepPlan
     from flyball.cli.ckpt.places import JobCopies
 
-COMMAND: dict[str, Any] = {
-    "help": "Show which copies a restore would try for every rank, in which order, and how long it would take; or why "
-    "it would fail. Considers the copies on this machine or, with --supervisor or FLYBALL_SUPERVISOR, those that the "
-    "supervisor knows. Exit code 23 if the step could not be restored.",
-    "epilog": examples("flyball ckpt plan latest --lost host-b", "flyball ckpt plan 120 --lost host-a --lost host-b"),
-}
+COMMAND = command_help(
+    "Show which copies a restore would try for every rank, and how long it would take. Considers the copies on this "
+    "machine or, with --supervisor or FLYBALL_SUPERVISOR, those that the supervisor knows. Exit code 23 if the step "
+    "could not be restored, with the reasons.",
+    "flyball ckpt plan latest --lost host-b",
+    "flyball ckpt plan 120 --lost host-a --lost host-b",
+)
 
 _REASONS = {
     NotUsable.NO_COPY: "no copy",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flyball.cli.ckpt.options import Generation, Selection, TierName, parse_step, storage_tiers, with_selection
-from flyball.cli.reach.options import examples
+from flyball.cli.reach.options import command_help
 from flyball.cli.show.output import Format, OutputOption, announce, print_json
 from flyball.contracts.checkpoints import Tier
 from flyball.contracts.errors import Conflict, NotFound, UsageError
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from ckpt_engine.inspect.remove_steps import Protection, Target
     from flyball.cli.ckpt.places import JobCopies
 
-COMMAND: dict[str, Any] = {
-    "help": "Remove steps from disks and stores. Without --force it keeps pinned steps, the newest recovery point, and "
+COMMAND = command_help(
+    "Remove steps from disks and stores. Without --force it keeps pinned steps, the newest recovery point, and "
     "the newest one that disks and stores have by themselves.",
-    "epilog": examples("flyball ckpt rm 40 60", "flyball ckpt rm --all --tier disk --yes"),
-}
+    "flyball ckpt rm 40 60",
+    "flyball ckpt rm --all --tier disk --yes",
+)
 
 
 @with_selection

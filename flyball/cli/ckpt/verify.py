@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flyball.cli.ckpt.options import LATEST, Generation, Selection, parse_step, with_selection
-from flyball.cli.reach.options import examples
+from flyball.cli.reach.options import command_help
 from flyball.cli.show.output import Format, OutputOption, announce, print_fields, print_json, print_table
 from flyball.contracts.errors import CorruptShard, FlyballError, RestoreFailed
 
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from ckpt_engine.inspect.inventory import CopyInventory
     from ckpt_engine.inspect.verify_copies import Verified, VerifiedStep
 
-COMMAND: dict[str, Any] = {
-    "help": "Read every byte of every copy of a step and compare it with its checksum. Also prove that the good copies "
+COMMAND = command_help(
+    "Read every byte of every copy of a step and compare it with its checksum. Also prove that the good copies "
     "make up the whole step. Exit code 21 if a copy is bad, 23 if a rank has no good copy.",
-    "epilog": examples("flyball ckpt verify", "flyball ckpt verify 120", "flyball ckpt verify --all"),
-}
+    "flyball ckpt verify",
+    "flyball ckpt verify 120",
+    "flyball ckpt verify --all",
+)
 
 
 @with_selection

@@ -25,7 +25,7 @@ from flyball.cli.demo.faults import (
 from flyball.cli.demo.reference import LossComparison, compare, newest_step, read_losses, run_reference
 from flyball.cli.demo.stack import JOB, WORLD_SIZE, DemoStack
 from flyball.cli.demo.timeline import DemoTimeline
-from flyball.cli.reach.options import examples
+from flyball.cli.reach.options import command_help
 from flyball.cli.reach.places import make_state_dir
 from flyball.cli.show.output import print_fields, print_json, print_table
 from flyball.cli.signals import EndSignals
@@ -39,11 +39,13 @@ STEPS_AFTER_LAST = 10
 MAX_STEPS = 100_000  # never reached: the demo stops the job
 REFERENCE_DEADLINE_S = 600.0
 
-COMMAND: dict[str, Any] = {
-    "help": "Train a small model on four ranks on this machine, inject four faults, show the recoveries, and compare "
-    "all losses with an uninterrupted run. Takes a few minutes.",
-    "epilog": examples("flyball demo", "flyball demo --json > result.json", "flyball demo --keep --port 7370"),
-}
+COMMAND = command_help(
+    "Show four faults and their recoveries on this machine. Trains a small model on four ranks, injects the faults, "
+    "and compares all losses with an uninterrupted run. Takes a few minutes.",
+    "flyball demo",
+    "flyball demo --json > result.json",
+    "flyball demo --keep --port 7370",
+)
 
 
 def command(
@@ -180,7 +182,7 @@ class _Demo:
 def _example() -> Path:
     """The training script, which is beside the package in a checkout, and inside it in a wheel."""
     package = Path(flyball.__file__).parent
-    for folder in (package.parent / "examples", package / "examples"):
+    for folder in (package.parent / "command_help", package / "command_help"):
         if (folder / "train_gpt.py").is_file():
             return folder / "train_gpt.py"
     raise NotFound(

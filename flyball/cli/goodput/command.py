@@ -14,13 +14,13 @@ from flyball.cli.goodput import watch as goodput_watch
 from flyball.cli.goodput.options import OutOption, write_out
 from flyball.cli.goodput.query import with_query
 from flyball.cli.goodput.sources import Query, find
-from flyball.cli.reach.options import examples
+from flyball.cli.reach.options import command_help
 from flyball.contracts.errors import UsageError
 
 app = typer.Typer(
-    help="Report how much of the elapsed time became training, and what took the rest. `flyball goodput LOG` is short "
-    "for `flyball goodput report LOG`.",
-    epilog=examples(
+    **command_help(
+        "Report how much of the elapsed time became training, and what took the rest. `flyball goodput LOG` is short "
+        "for `flyball goodput report LOG`.",
         "flyball goodput --job llama",
         "flyball goodput events.jsonl -o json",
         "flyball goodput compare before.jsonl after.jsonl",
@@ -37,8 +37,8 @@ app.command("watch", **goodput_watch.COMMAND)(goodput_watch.command)
 
 @app.command(
     "export",
-    help="Write a run's goodput as Prometheus metrics, to stdout or to a file for the textfile collector.",
-    epilog=examples(
+    **command_help(
+        "Write a run's goodput as Prometheus metrics, to stdout or to a file for the textfile collector.",
         "flyball goodput export --prometheus --job llama",
         "flyball goodput export --prometheus events.jsonl --out goodput.prom",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -22,21 +22,19 @@ from flyball.cli.goodput.options import (
 )
 from flyball.cli.goodput.query import with_query
 from flyball.cli.goodput.sources import Found, Query, find, named_runs
-from flyball.cli.reach.options import examples
+from flyball.cli.reach.options import command_help
 from flyball.cli.show.output import printable
 
 if TYPE_CHECKING:
     from goodput.comparison import CategoryRow, ReportComparison, Row
 
-COMMAND: dict[str, Any] = {
-    "help": "Compare two runs: their measures side by side, and the time differences by category and by cause.",
-    "epilog": examples(
-        "flyball goodput compare before.jsonl after.jsonl",
-        "flyball goodput compare llama-1 llama-2 -o json",
-        "flyball goodput compare all.jsonl:llama-1 all.jsonl:llama-2",
-        "flyball goodput compare torchrun.log llama --out difference.csv",
-    ),
-}
+COMMAND = command_help(
+    "Compare two runs: their measures side by side, and the time differences by category and by cause.",
+    "flyball goodput compare before.jsonl after.jsonl",
+    "flyball goodput compare llama-1 llama-2 -o json",
+    "flyball goodput compare all.jsonl:llama-1 all.jsonl:llama-2",
+    "flyball goodput compare torchrun.log llama --out difference.csv",
+)
 
 
 @with_query(without=("logs", "job", "window"))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flyball.cli.goodput.query import with_query
 from flyball.cli.goodput.sources import Query, find
-from flyball.cli.reach.options import examples
+from flyball.cli.reach.options import command_help
 from flyball.cli.show.output import Format, OutputOption, print_fields, print_json, print_table
 from flyball.contracts.errors import UsageError
 from goodput.predict.recommendation import Recommendation
@@ -19,18 +19,16 @@ if TYPE_CHECKING:
     from goodput.predict.outlook import Outlook
     from goodput.predict.prediction import PredictedTier
 
-COMMAND: dict[str, Any] = {
-    "help": "Predict goodput and the best checkpoint interval, from measurements of a run or from numbers that you "
+COMMAND = command_help(
+    "Predict goodput and the best checkpoint interval, from measurements of a run or from numbers that you "
     "give. Numbers that you give replace the measured ones.",
-    "epilog": examples(
-        "flyball goodput predict events.jsonl",
-        "flyball goodput predict --job llama --restart-s 5",
-        "flyball goodput predict --nodes 2048 --failures-per-1000-node-days 6.5 --restart-s 300 --interval-s 3600 "
-        "--save-s 30",
-        "flyball goodput predict --mtti-s 6500 --restart-s 20 --step-s 2 --tier memory:0.05:1:0.7 "
-        "--tier peer:0.1:5:0.95 --tier persistent:20:120:1:60",
-    ),
-}
+    "flyball goodput predict events.jsonl",
+    "flyball goodput predict --job llama --restart-s 5",
+    "flyball goodput predict --nodes 2048 --failures-per-1000-node-days 6.5 --restart-s 300 --interval-s 3600 "
+    "--save-s 30",
+    "flyball goodput predict --mtti-s 6500 --restart-s 20 --step-s 2 --tier memory:0.05:1:0.7 "
+    "--tier peer:0.1:5:0.95 --tier persistent:20:120:1:60",
+)
 
 NOTHING_MEASURED = Recommendation(text="")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,7 +21,7 @@ from flyball.cli.goodput.options import (
 )
 from flyball.cli.goodput.query import with_query
 from flyball.cli.goodput.sources import AUTO, Found, Query, announce_skipped, find, refuse_supervisor
-from flyball.cli.reach.options import examples
+from flyball.cli.reach.options import command_help
 from flyball.cli.show.output import cell
 from flyball.contracts.errors import UsageError
 
@@ -30,15 +30,13 @@ if TYPE_CHECKING:
 
 TIMELINE_BINS = 240  # in the HTML report: about three pixels each
 
-COMMAND: dict[str, Any] = {
-    "help": "Report a run's goodput and where the rest of its time went. Reads event logs, or asks a supervisor.",
-    "epilog": examples(
-        "flyball goodput report --job llama",
-        "flyball goodput report events.jsonl --from 24h -o json",
-        "flyball goodput report --job llama --gpu-hour-price 2.5 --out llama.html",
-        "flyball goodput report nvrx.log --method google-resiliency --reference-step-time 1.5",
-    ),
-}
+COMMAND = command_help(
+    "Report a run's goodput and where the rest of its time went. Reads event logs, or asks a supervisor.",
+    "flyball goodput report --job llama",
+    "flyball goodput report events.jsonl --from 24h -o json",
+    "flyball goodput report --job llama --gpu-hour-price 2.5 --out llama.html",
+    "flyball goodput report nvrx.log --method google-resiliency --reference-step-time 1.5",
+)
 
 
 @with_query()

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -17,7 +17,7 @@ from rich.text import Text
 from flyball.cli.goodput.query import with_query
 from flyball.cli.goodput.sources import Query, find
 from flyball.cli.goodput.times import parse_duration
-from flyball.cli.reach.options import examples
+from flyball.cli.reach.options import command_help
 from flyball.cli.show.output import Format, OutputOption, announce, moment, printable
 from flyball.cli.signals import EndSignals
 from flyball.contracts.errors import TooBusy, Unreachable
@@ -28,15 +28,12 @@ if TYPE_CHECKING:
 SIGNAL_CHECK_INTERVAL_S = 0.1
 BUSY_SHARE = 0.25  # spend at most this share of the time on reading and calculating
 
-COMMAND: dict[str, Any] = {
-    "help": "Watch a run's goodput live, from a supervisor or from a growing event log. Ends with the job, or at "
-    "Ctrl-C.",
-    "epilog": examples(
-        "flyball goodput watch --job llama",
-        "flyball goodput watch events.jsonl --every 5s",
-        "flyball goodput watch --job llama -o json | jq .goodput",
-    ),
-}
+COMMAND = command_help(
+    "Watch a run's goodput live, from a supervisor or from a growing event log. Ends with the job, or at Ctrl-C.",
+    "flyball goodput watch --job llama",
+    "flyball goodput watch events.jsonl --every 5s",
+    "flyball goodput watch --job llama -o json | jq .goodput",
+)
 
 
 @with_query(without=("until", "strict"))

@@ -17,7 +17,7 @@ from flyball.cli.logs.console import INTERVAL_S, LogFollower
 from flyball.cli.logs.job_logs import JobLogs, RankLog, jobs_here, jobs_of_daemons
 from flyball.cli.logs.log_mirror import ALL, LogMirror
 from flyball.cli.reach.client import ApiClient
-from flyball.cli.reach.options import examples, with_supervisor
+from flyball.cli.reach.options import command_help, with_supervisor
 from flyball.cli.reach.places import find_supervisor
 from flyball.cli.reach.sources import SupervisorChoice
 from flyball.cli.run.host_process import is_written
@@ -28,17 +28,15 @@ from flyball.contracts.on_host.console_request import BOTH
 from flyball.contracts.reports.rank_logs import MAX_PIECE_BYTES, NEWEST
 from flyball.launch.output_flags import ALL_RANKS, Console
 
-COMMAND: dict[str, Any] = {
-    "help": "Show the output of a job's ranks. Logs on this machine need no supervisor, and stay after the job's end.",
-    "epilog": examples(
-        "flyball logs",
-        "flyball logs llama -f",
-        "flyball logs llama --rank 0 --rank 3 --tail 50",
-        "flyball logs llama --generation 0",
-        "flyball logs llama --generation all -o json",
-        "flyball logs llama --rank 12 -f --supervisor http://10.0.0.1:7370",
-    ),
-}
+COMMAND = command_help(
+    "Show the output of a job's ranks. Logs on this machine need no supervisor, and stay after the job's end.",
+    "flyball logs",
+    "flyball logs llama -f",
+    "flyball logs llama --rank 0 --rank 3 --tail 50",
+    "flyball logs llama --generation 0",
+    "flyball logs llama --generation all -o json",
+    "flyball logs llama --rank 12 -f --supervisor http://10.0.0.1:7370",
+)
 
 ALL_GENERATIONS = "all"
 NAMES_SHOWN = 5

@@ -20,7 +20,10 @@ TokenFileOption = Annotated[
 ]
 StateDirOption = Annotated[str, typer.Option("--state-dir", help="supervisor's state folder, if it is on this machine")]
 CaFileOption = Annotated[
-    str, typer.Option("--ca-file", help="PEM file of the CA that signed its certificate (default: FLYBALL_CA_FILE)")
+    str,
+    typer.Option(
+        "--ca-file", help="PEM file of the CA that signed the supervisor's certificate (default: FLYBALL_CA_FILE)"
+    ),
 ]
 ClientCertOption = Annotated[
     str,
@@ -37,6 +40,11 @@ JobOption = Annotated[str, typer.Option("--job", help="only this job")]
 _WRAPPER = textwrap.TextWrapper(width=74, break_long_words=False, break_on_hyphens=False)  # fits into 80 columns
 
 Command = Callable[..., Any]
+
+
+def command_help(text: str, *lines: str) -> dict[str, Any]:
+    """A command's help and examples, as arguments for typer. Lists of commands show only the first sentence."""
+    return {"help": text, "short_help": text.partition(". ")[0].rstrip(".") + ".", "epilog": examples(*lines)}
 
 
 def examples(*lines: str) -> str:

@@ -37,7 +37,9 @@ class Format(StrEnum):
     JSON = "json"
 
 
-OutputOption = Annotated[Format, typer.Option("-o", "--output", help="table is for people, json for programs")]
+OutputOption = Annotated[
+    Format, typer.Option("-o", "--output", help="output format: table for people, json for programs")
+]
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
